@@ -27,6 +27,7 @@ class Module:
     """One source file.
 
     Attributes:
+        path: of the file, below the root.
         lines: of the file.
         public: names that it defines and that do not begin with an underscore.
         classes: names of its classes, and how many annotated fields and methods each has.
@@ -34,6 +35,7 @@ class Module:
         uses: (module or package, name) of each import; an empty name for the module itself.
     """
 
+    path: Path
     lines: int
     public: set[str] = field(default_factory=set)
     classes: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -48,13 +50,13 @@ def modules(root: Path) -> dict[str, Module]:
         for path in sorted((root / folder).rglob("*.py")):
             parts = path.relative_to(root / folder).with_suffix("").parts
             name = ".".join([package, *(part for part in parts if part != "__init__")])
-            found[name] = read(path.read_text(encoding="utf-8"))
+            found[name] = read(path.relative_to(root), path.read_text(encoding="utf-8"))
     return found
 
 
-def read(text: str) -> Module:
+def read(path: Path, text: str) -> Module:
     """Read one module."""
-    module, tree = Module(lines=len(text.splitlines())), ast.parse(text)
+    module, tree = Module(path=path, lines=len(text.splitlines())), ast.parse(text)
     for node in tree.body:
         module.public |= {name for name in defined(node) if not name.startswith("_")}
     for node in walk(tree):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from trainwright.core.frameworks import separate
+from trainwright.core.frameworks import isolate_llvm
 
 if TYPE_CHECKING:
     from trainwright import datasets as datasets
@@ -25,70 +25,70 @@ if TYPE_CHECKING:
     from trainwright.api import plan as plan
     from trainwright.api import predict as predict
     from trainwright.api import start as start
-    from trainwright.core.batch_gather import gather as gather
     from trainwright.core.cluster import Cluster as Cluster
-    from trainwright.core.collation import Pad as Pad
     from trainwright.core.data import Terms as Terms
+    from trainwright.core.engine import Pad as Pad
     from trainwright.core.errors import TrainwrightError as TrainwrightError
     from trainwright.core.job import Job as Job
+    from trainwright.core.loss_api import gather as gather
     from trainwright.core.model_profile import transformer_profile as transformer_profile
     from trainwright.core.plan import Estimate as Estimate
     from trainwright.core.plan import Plan as Plan
     from trainwright.core.soft_loss import Match as Match
     from trainwright.core.soft_loss import SoftLoss as SoftLoss
+    from trainwright.distillation.distillation_spec import Distillation as Distillation
+    from trainwright.distillation.distillation_spec import Teacher as Teacher
     from trainwright.distillation.distilled_run import DistilledRun as DistilledRun
     from trainwright.distillation.distilled_run import students as students
-    from trainwright.distillation.recipes import SelfDistillation as SelfDistillation
-    from trainwright.distillation.recipes import TwoStage as TwoStage
-    from trainwright.distillation.search import Search as Search
-    from trainwright.distillation.search import search as search
-    from trainwright.distillation.spec import Distillation as Distillation
-    from trainwright.distillation.teachers import Teacher as Teacher
+    from trainwright.distillation.hyperparameter_search import Search as Search
+    from trainwright.distillation.hyperparameter_search import search as search
+    from trainwright.distillation.multi_stage import SelfDistillation as SelfDistillation
+    from trainwright.distillation.multi_stage import TwoStage as TwoStage
     from trainwright.runtime.run_handle import Run as Run
-    from trainwright.strategies.cost_model.calibrate import Measurement as Measurement
-    from trainwright.strategies.cost_model.calibrate import calibrate as calibrate
-    from trainwright.strategies.cost_model.calibration import Calibration as Calibration
-    from trainwright.strategies.cost_model.estimate import estimate as estimate
-    from trainwright.strategies.search.ranking import rank as rank
+    from trainwright.strategies.cost_model.estimator import Measurement as Measurement
+    from trainwright.strategies.cost_model.estimator import calibrate as calibrate
+    from trainwright.strategies.cost_model.estimator import estimate as estimate
+    from trainwright.strategies.cost_model.machine_model import Calibration as Calibration
+    from trainwright.strategies.search.plan_ranking import rank as rank
 
 __version__ = "0.1.0"
 
-separate()
+isolate_llvm()
 
 _HOMES = {
-    "Calibration": "trainwright.strategies.cost_model.calibration",
+    "Calibration": "trainwright.strategies.cost_model.machine_model",
     "Cluster": "trainwright.core.cluster",
     "DistilledRun": "trainwright.distillation.distilled_run",
-    "Distillation": "trainwright.distillation.spec",
+    "Distillation": "trainwright.distillation.distillation_spec",
     "Estimate": "trainwright.core.plan",
     "Job": "trainwright.core.job",
     "Match": "trainwright.core.soft_loss",
-    "Measurement": "trainwright.strategies.cost_model.calibrate",
-    "Pad": "trainwright.core.collation",
+    "Measurement": "trainwright.strategies.cost_model.estimator",
+    "Pad": "trainwright.core.engine",
     "Plan": "trainwright.core.plan",
     "Run": "trainwright.runtime.run_handle",
-    "Search": "trainwright.distillation.search",
-    "SelfDistillation": "trainwright.distillation.recipes",
+    "Search": "trainwright.distillation.hyperparameter_search",
+    "SelfDistillation": "trainwright.distillation.multi_stage",
     "SoftLoss": "trainwright.core.soft_loss",
-    "Teacher": "trainwright.distillation.teachers",
+    "Teacher": "trainwright.distillation.distillation_spec",
     "Terms": "trainwright.core.data",
     "TrainwrightError": "trainwright.core.errors",
-    "TwoStage": "trainwright.distillation.recipes",
-    "calibrate": "trainwright.strategies.cost_model.calibrate",
+    "TwoStage": "trainwright.distillation.multi_stage",
+    "calibrate": "trainwright.strategies.cost_model.estimator",
     "chaos": "trainwright.api",
     "distill": "trainwright.api",
     "doctor": "trainwright.api",
-    "estimate": "trainwright.strategies.cost_model.estimate",
+    "estimate": "trainwright.strategies.cost_model.estimator",
     "evaluate": "trainwright.api",
     "export": "trainwright.api",
     "fit": "trainwright.api",
-    "gather": "trainwright.core.batch_gather",
+    "gather": "trainwright.core.loss_api",
     "generate": "trainwright.api",
     "load_model": "trainwright.api",
     "plan": "trainwright.api",
     "predict": "trainwright.api",
-    "rank": "trainwright.strategies.search.ranking",
-    "search": "trainwright.distillation.search",
+    "rank": "trainwright.strategies.search.plan_ranking",
+    "search": "trainwright.distillation.hyperparameter_search",
     "start": "trainwright.api",
     "students": "trainwright.distillation.distilled_run",
     "transformer_profile": "trainwright.core.model_profile",

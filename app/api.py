@@ -12,17 +12,16 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from trainwright.chaos_testing.verdict import Verdict
+    from trainwright.chaos_testing.chaos_report import ChaosReport
     from trainwright.core.job import Job
     from trainwright.datasets import Dataset
-    from trainwright.diagnostics.report import Diagnosis
-    from trainwright.distillation.delivery_choice import Weighed
+    from trainwright.diagnostics.diagnosis_report import Diagnosis
+    from trainwright.distillation.distillation_spec import Distillation, SupportsDistill
     from trainwright.distillation.distilled_run import DistilledRun
-    from trainwright.distillation.spec import Distillation, Recipe
-    from trainwright.inference.predict import Prediction
-    from trainwright.planning.cluster_sizing import Aim, Price
+    from trainwright.distillation.teacher_delivery import DeliveryComparison
+    from trainwright.inference.batch_inference import Prediction
     from trainwright.planning.planner import Decision
-    from trainwright.planning.what_if import WhatIf
+    from trainwright.planning.what_if import Goal, Price, WhatIf
     from trainwright.runtime.run_handle import Run
 
 
@@ -31,11 +30,11 @@ def plan(job: Job | str) -> Decision: ...
 
 
 @overload
-def plan(job: Distillation) -> Weighed: ...
+def plan(job: Distillation) -> DeliveryComparison: ...
 
 
 @overload
-def plan(job: Recipe, *, cluster: Cluster | str | None = None) -> Decision | WhatIf | Weighed: ...
+def plan(job: SupportsDistill, *, cluster: Cluster | str | None = None) -> Decision | WhatIf | DeliveryComparison: ...
 
 
 @overload
@@ -43,7 +42,7 @@ def plan(
     job: Job | str,
     *,
     cluster: Cluster | str,
-    aim: Aim = "fastest",
+    aim: Goal = "fastest",
     price: Price = "on-demand",
     mtbf_hours: float | None = None,
     critical_batch: float | None = None,
@@ -52,15 +51,15 @@ def plan(
 
 
 def plan(
-    job: Job | Distillation | Recipe | str,
+    job: Job | Distillation | SupportsDistill | str,
     *,
     cluster: Cluster | str | None = None,
-    aim: Aim = "fastest",
+    aim: Goal = "fastest",
     price: Price = "on-demand",
     mtbf_hours: float | None = None,
     critical_batch: float | None = None,
     batch_sizes: Sequence[int] = (),
-) -> Decision | WhatIf | Weighed:
+) -> Decision | WhatIf | DeliveryComparison:
     """The plan for this job, and the rejected ones, with reasons; of a distillation, the ways tried on some rows.
 
     Of a recipe it is the plan of the stage whose turn it is: later ones begin with what it will have learned.
@@ -75,18 +74,18 @@ def plan(
         critical_batch: samples (the gradient noise scale): how many steps another batch size takes to the same target.
         batch_sizes: to compare beside the job's own; need `critical_batch`.
     """
-    from trainwright.distillation.delivery_choice import weigh
-    from trainwright.distillation.recipes import next_stage
-    from trainwright.distillation.spec import Distillation
-    from trainwright.planning.job_preparation import decide_plan, opens, prepare, profile_of
+    from trainwright.distillation.distillation_spec import Distillation
+    from trainwright.distillation.multi_stage import next_stage
+    from trainwright.distillation.teacher_delivery import compare_deliveries
+    from trainwright.planning.job_preparation import decide_plan, needs_cluster_to_open, prepare, profile_of
     from trainwright.planning.what_if import what_if
-    from trainwright.runtime.cluster_discovery import connect
+    from trainwright.ray_cluster.discovery import connect
 
     stage = next_stage(job)
     if isinstance(stage, Distillation):
-        return weigh(stage, cluster, always=True)
+        return compare_deliveries(stage, cluster, always=True)
     job = _job(stage)
-    if cluster is None and opens(job):
+    if cluster is None and needs_cluster_to_open(job):
         connect()
     prepared = prepare(job, resume=True, connect=connect if cluster is None else None)
     if cluster is not None:
@@ -115,11 +114,11 @@ def start(
     Raises:
         TrainwrightError: the job, its data, its storage or the cluster is not right; nothing was started.
     """
-    from trainwright.runtime.launch import ready
+    from trainwright.runtime.launch import prepare_run
     from trainwright.runtime.run_handle import Run
 
     job = _job(job)
-    return Run(job, *ready(job, resume=resume, fresh=fresh, verbose=verbose, detached=detached))
+    return Run(job, *prepare_run(job, resume=resume, fresh=fresh, verbose=verbose, detached=detached))
 
 
 def fit(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
@@ -131,10 +130,10 @@ def fit(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: b
     Raises:
         TrainwrightError: the run could not start, or failed; the first failing rank's own error.
     """
-    from trainwright.runtime.launch import awaited
+    from trainwright.runtime.launch import wait_for_run
 
     run = start(job, resume=resume, fresh=fresh, verbose=verbose)
-    awaited(run)
+    wait_for_run(run)
     return run
 
 
@@ -145,7 +144,9 @@ def distill(
 
 
 @overload
-def distill(distillation: Recipe, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Any: ...
+def distill(
+    distillation: SupportsDistill, *, resume: bool = False, fresh: bool = False, verbose: bool = False
+) -> Any: ...
 
 
 def distill(
@@ -156,8 +157,8 @@ def distill(
     Teachers that are to be trained come first, side by side. Which way they are asked is chosen where `way=` says
     nothing, and told in a line. Offline, what they say of all rows is computed then, where it is not kept already. The
     rest is `fit`, which recovers, reports and resumes alike. When it is done, the students are judged beside their
-    teachers on the evaluation set: `run.verdict`, and a part of the report. A recipe is several such runs, of which
-    those that are finished are passed by.
+    teachers on the evaluation set: `diagnosis_report.verdict`, and a part of the report. A recipe is several such runs,
+    of which those that are finished are passed by.
 
     Args:
         distillation: or a recipe that is made of several, whose own `distill` is called.
@@ -169,14 +170,14 @@ def distill(
         RunConflict: the folder of kept targets holds what another teacher said.
         TrainwrightError: as `fit`.
     """
-    from trainwright.distillation.spec import Distillation
-    from trainwright.distillation.train import train
-    from trainwright.integrations.ray_train import refuse
+    from trainwright.distillation.distillation_spec import Distillation
+    from trainwright.distillation.distilled_run import run_distillation
+    from trainwright.integrations.ray_train import refuse_inside_ray_train
 
-    refuse("tw.distill", "call it from the driver, or train each student's job with tw.fit")
+    refuse_inside_ray_train("tw.distill", "call it from the driver, or train each student's job with tw.fit")
     if not isinstance(distillation, Distillation):
         return distillation.distill(resume=resume, fresh=fresh, verbose=verbose)
-    return train(distillation, resume=resume, fresh=fresh, verbose=verbose, judge=judge)
+    return run_distillation(distillation, resume=resume, fresh=fresh, verbose=verbose, judge=judge)
 
 
 def evaluate(job: Job | str, *, step: int | None = None, here: bool = False, verbose: bool = False) -> dict[str, float]:
@@ -195,7 +196,7 @@ def evaluate(job: Job | str, *, step: int | None = None, here: bool = False, ver
         TrainwrightError: there is no evaluation set, no checkpoint, it does not fit the model, or the cluster has no
             room for the plan; some batches took longer than `hang_deadline_s`, by default 15 minutes.
     """
-    from trainwright.inference import evaluate as use
+    from trainwright.inference import trained_model as use
 
     return use.evaluate(_job(job), step, here=here, verbose=verbose)
 
@@ -240,7 +241,7 @@ def predict(
         RunConflict: the folder holds predictions of another checkpoint, data set or other columns, or other files.
         TrainwrightError: the job, its data, its storage or the cluster is not right, or a range failed again and again.
     """
-    from trainwright.inference import predict as predicting
+    from trainwright.inference import batch_inference as predicting
 
     return predicting.predict(
         _job(job), data, to=to, columns=columns, keep=keep, step=step, workers=workers, batch_size=batch_size,
@@ -288,8 +289,8 @@ def generate(
         TrainwrightError: the prompts or numbers are wrong, there is no checkpoint, it does not fit the model, or the
             cluster has no room for the layout.
     """
-    from trainwright.inference.generate import Sampling
-    from trainwright.inference.generate import generate as continued
+    from trainwright.inference.text_generation import Sampling
+    from trainwright.inference.text_generation import generate as continued
 
     sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
     return continued(
@@ -303,7 +304,7 @@ def load_model(job: Job | str, *, step: int | None = None) -> Any:
     Raises:
         TrainwrightError: there is no checkpoint, or it does not fit the model.
     """
-    from trainwright.inference import evaluate as use
+    from trainwright.inference import trained_model as use
 
     return use.load_model(_job(job), step)
 
@@ -315,7 +316,7 @@ def export(job: Job | str, path: str, *, step: int | None = None) -> str:
     Raises:
         TrainwrightError: there is no checkpoint, it does not fit the model, or the path's ending names no form.
     """
-    from trainwright.inference import evaluate as use
+    from trainwright.inference import trained_model as use
 
     return use.export(_job(job), path, step)
 
@@ -329,14 +330,14 @@ def chaos(
     twice: bool = False,
     keep: bool = False,
     say: Callable[[str], object] = lambda _: None,
-) -> Verdict:
+) -> ChaosReport:
     """Train the job unbroken and then under faults, each in scratch storage below its own, and compare them bitwise.
 
     The verdict is true where at least one fault was given, no loss and no file of the last checkpoint differs, and
     nothing is left behind. Where they differ, a second unbroken run tells whether the job itself is repeatable.
 
     Args:
-        faults: names in `trainwright.chaos_testing.fault_catalogue`, such as ("kill", "driver"); by default all that
+        faults: names in `trainwright.chaos_testing.fault_schedule`, such as ("kill", "driver"); by default all that
             fit the job.
         seed: of the schedule of faults.
         every_s: seconds between faults, drawn at random until the run ends; by default each is given once.
@@ -350,8 +351,8 @@ def chaos(
     """
     from trainwright.chaos_testing import experiment
 
-    wish = experiment.Wish(seed=seed, faults=tuple(faults), every_s=every_s, keep=keep, twice=twice)
-    return experiment.chaos(_job(job), wish, say)
+    wish = experiment.ChaosOptions(seed=seed, faults=tuple(faults), every_s=every_s, keep=keep, twice=twice)
+    return experiment.run_experiment(_job(job), wish, say)
 
 
 def doctor(
@@ -376,12 +377,12 @@ def doctor(
     Raises:
         TrainwrightError: the file is no cluster file, the job or the storage's URI is wrong.
     """
-    from trainwright.diagnostics.run import examine, examine_file, wish_for
+    from trainwright.diagnostics.diagnosis_report import diagnose, diagnose_file, probe_options
 
     if file is not None:
-        return examine_file(file)
-    wanted = wish_for(storage or "", None if job is None else _job(job), imports=imports, deadline_s=deadline_s)
-    return examine(wanted, address or "")
+        return diagnose_file(file)
+    wanted = probe_options(storage or "", None if job is None else _job(job), imports=imports, deadline_s=deadline_s)
+    return diagnose(wanted, address or "")
 
 
 def _job(job: Job | str) -> Job:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trainwright.tracking.base import Ending as Ending
-from trainwright.tracking.base import Row as Row
-from trainwright.tracking.base import Tracked as Tracked
-from trainwright.tracking.base import Tracker as Tracker
-from trainwright.tracking.mlflow import MLflow as MLflow
-from trainwright.tracking.wandb import WandB as WandB
+from trainwright.tracking.experiment_trackers import MLflow as MLflow
+from trainwright.tracking.experiment_trackers import Row as Row
+from trainwright.tracking.experiment_trackers import RunResult as Ending
+from trainwright.tracking.experiment_trackers import TrackedRun as Tracked
+from trainwright.tracking.experiment_trackers import Tracker as Tracker
+from trainwright.tracking.experiment_trackers import WandB as WandB
 
 __all__ = ["Ending", "MLflow", "Row", "Tracked", "Tracker", "WandB"]

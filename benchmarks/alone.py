@@ -17,9 +17,8 @@ from torch.nn import functional
 
 from trainwright.core.data import Batch, Columns, Feed
 from trainwright.core.engine import ModelSpec
-from trainwright.core.group import Generation, Group, Peer, Role
-from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.core.staleness import Staleness
+from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.core.topology import Generation, Group, Peer, Role, StalenessCounts
 from trainwright.strategies.torch.engines.parameter_server import ParameterServer
 
 HIDDEN, CLASSES = 128, 10
@@ -60,7 +59,7 @@ class Setup:
         """On one server."""
         return Plan(
             strategy="benchmark", engine="", mesh=Mesh(data=self.workers), batch_size=self.batch_size,
-            placement=Placement(cpus=1), topology="independent", servers=1, consistency=self.consistency,
+            placement=WorkerResources(cpus=1), topology="independent", servers=1, consistency=self.consistency,
             local_steps=self.local_steps, outer=self.outer,
         )  # fmt: skip
 
@@ -114,7 +113,7 @@ class Ended:
 
     samples_s: float
     accuracy: float
-    staleness: Staleness
+    staleness: StalenessCounts
     steps_s: tuple[float, ...]
     between_s: float
 
@@ -222,7 +221,7 @@ class _Rank:
                 ended_s = time.monotonic()
         return gaps
 
-    def staleness(self) -> Staleness:
+    def staleness(self) -> StalenessCounts:
         return self._engine.staleness()
 
     def evaluate(self) -> float:

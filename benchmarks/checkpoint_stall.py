@@ -14,7 +14,7 @@ from peers.plain_saving import PlainSaving
 from problem import CLASSES, FEATURES, THREADS, WORKERS, job
 from torch import nn
 
-from trainwright.driver.messages import Copying
+from trainwright.driver.messages import SnapshotRequest
 
 WIDE, LAYERS, SMOKE_WIDTH = 2048, 8, 64
 GIB = 2**30
@@ -95,7 +95,7 @@ class OurSaving:
         self._seat.meet()
         self._count += 1
         begun = time.perf_counter()
-        self._seat.worker.snapshot(Copying(step=1, verbs=("upload",)))
+        self._seat.worker.snapshot(SnapshotRequest(step=1, verbs=("upload",)))
         blocked_s = time.perf_counter() - begun
         entries = self._seat.worker.upload(self._path)
         self.size_bytes = sum(entry.size_bytes for entry in entries)

@@ -22,7 +22,7 @@ from stamps import stamping
 import trainwright as tw
 from trainwright.core.events import Placed
 from trainwright.storage.event_files import read_events
-from trainwright.storage.store import open_store
+from trainwright.storage.object_store import open_store
 
 STEPS = 20_000  # more than any run gets to
 DEADLINE_S = 300.0

@@ -20,10 +20,9 @@ from figures import Figure, compare
 from turns import host
 
 import trainwright as tw
-from trainwright.datasets.ops import first_pass
-from trainwright.datasets.ray_data.pipeline import Recipe
-from trainwright.datasets.sampling.sampler import Order, choose_lanes
-from trainwright.datasets.sampling.step_schedule import Schedule
+from trainwright.datasets import metadata_cache
+from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec
+from trainwright.datasets.sample_order import SampleOrder, StepSchedule, choose_lanes
 
 STORE = Path(__file__).resolve().parent.parent / "tests" / "support" / "slow_s3_server.py"
 FILES, LATENCY_S = 2000, 0.05
@@ -85,9 +84,9 @@ def one_footer_after_the_other(path: str) -> int:
 
 def _labels(rows: int) -> list[Figure]:
     lanes = choose_lanes(rows, 3136, groups=range(0, rows, 12_800))
-    schedule = Schedule(order=Order(lanes=lanes), batch_size=BATCH, epochs=EPOCHS)
+    schedule = StepSchedule(order=SampleOrder(lanes=lanes), batch_size=BATCH, epochs=EPOCHS)
     data = tw.datasets.table({"id": np.arange(2)})
-    recipe = Recipe(dataset=data, index=data.index(), columns=None, schedule=schedule, length=1024 // BATCH)
+    recipe = PipelineSpec(dataset=data, index=data.index(), columns=None, schedule=schedule, length=1024 // BATCH)
 
     def first_of(step: int) -> float:
         return _seconds(lambda: list(islice(recipe.pieces(step, RANKS), TASKS)))
@@ -100,7 +99,7 @@ def _labels(rows: int) -> list[Figure]:
     ]
 
 
-def shares_of_the_run(recipe: Recipe) -> int:
+def shares_of_the_run(recipe: PipelineSpec) -> int:
     """Rows of all shares of all chunks."""
     schedule, step, rows = recipe.schedule, 0, 0
     while step < schedule.total_steps:
@@ -135,7 +134,7 @@ class Filtered:
     def __call__(self) -> float:
         """Seconds of the index."""
         if self.tasks:
-            first_pass.MIN_PASS_S = first_pass.LONG_PASS_S = 0.0
+            metadata_cache.MIN_PASS_S = metadata_cache.LONG_PASS_S = 0.0
         return _seconds(lambda: tw.datasets.parquet(self.path).filter(seldom).index())
 
 

@@ -17,7 +17,7 @@ from images import shrink, write_images
 from turns import host
 
 from trainwright.core.data import Feed
-from trainwright.datasets.sampling.sampler import MEMORY_BYTES
+from trainwright.datasets.sample_order import MEMORY_BYTES
 
 LIMIT_MS = 50.0
 GROUPS, LARGE_GROUPS = 25, 90

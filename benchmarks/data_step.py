@@ -15,8 +15,8 @@ import trainwright as tw
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.data import Feed
 from trainwright.core.engine import Engine
-from trainwright.core.group import Generation, Group, Peer
-from trainwright.datasets.loading.loader import Stream
+from trainwright.core.topology import Generation, Group, Peer
+from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.planning.job_file import load_job
 from trainwright.planning.job_preparation import plan_for, prepare
 from trainwright.strategies import engine_class
@@ -56,7 +56,7 @@ class Loops:
         generation = Generation(token=1, number=1)
         peer = Peer(rank=0, address=self._engine.reserve(generation, "worker"))
         self._engine.form(Group(generation=generation, rank=0, peers=(peer,), threads=THREADS))
-        self._stream = Stream(
+        self._stream = BatchLoader(
             job.train, prepared.train, batch_size=job.batch_size, epochs=job.epochs, seed=job.seed,
             shuffle=job.shuffle, columns=job.columns, feeding=ONE_RANK,
         )  # fmt: skip

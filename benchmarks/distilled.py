@@ -16,7 +16,7 @@ from machine import ray_cluster
 from pairs import Ratio
 
 import trainwright as tw
-from trainwright.distillation.search_result import Found
+from trainwright.distillation.search_result import SearchResult
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOKE_ROWS = 6400  # of which the example labels 6,000
@@ -39,7 +39,7 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
         (folder / "data").symlink_to(ROOT / "data")
     with examples(folder), ray_cluster(400 * 2**20):
         search = importlib.import_module("distill_fashion_mnist").search
-        found: Found = tw.distill(_smallest(search) if smoke else search)
+        found: SearchResult = tw.distill(_smallest(search) if smoke else search)
     what = f"accuracy of the student with {found.best.text}, which keeps {found.kept:.1%} of its teachers'"
     return [_gain(what, found.test.values, found.test_alone.values)]
 

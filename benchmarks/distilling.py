@@ -20,14 +20,14 @@ from turns import Pass, Rounds, Timed, host, interleaved
 
 import trainwright as tw
 from trainwright.core.events import Steps
-from trainwright.datasets.loading.loader import Stream
-from trainwright.datasets.ray_data.fetcher import start_feeder
+from trainwright.datasets.loading.batch_loader import BatchLoader
+from trainwright.datasets.ray_data.ray_fetcher import start_dataset_delivery
 from trainwright.distillation import delivery_benchmark
-from trainwright.distillation.compose_job import Speaking
-from trainwright.distillation.delivery_choice import Weighed, weigh
-from trainwright.distillation.spec import WAYS, Way
+from trainwright.distillation.distillation_job import TeacherActor
+from trainwright.distillation.distillation_spec import DELIVERIES, Delivery
+from trainwright.distillation.teacher_delivery import DeliveryComparison, compare_deliveries
 from trainwright.storage.event_files import read_events
-from trainwright.storage.store import open_store
+from trainwright.storage.object_store import open_store
 
 ROWS, WIDE, BATCH_SIZE = 16_384, 2048, 64
 ROUNDS, SECONDS = 3, 6.0  # of plans and runs; of each run's steps, by prediction
@@ -76,10 +76,10 @@ class Size:
     rounds: int
     seconds: float
     stage: Rounds
-    ways: tuple[Way, ...]
+    ways: tuple[Delivery, ...]
 
 
-FULL = Size(rows=ROWS, edge_rows=EDGE_ROWS, rounds=ROUNDS, seconds=SECONDS, stage=Rounds(counted=2), ways=WAYS)
+FULL = Size(rows=ROWS, edge_rows=EDGE_ROWS, rounds=ROUNDS, seconds=SECONDS, stage=Rounds(counted=2), ways=DELIVERIES)
 SMOKE = Size(rows=2048, edge_rows=512, rounds=1, seconds=0.5, stage=turns.SMOKE, ways=("inline",))
 
 
@@ -102,13 +102,13 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     size = SMOKE if smoke else FULL
     if smoke:
         delivery_benchmark.SECONDS, delivery_benchmark.STEPS = 0.2, 2
-    planned: dict[str, list[Ran]] = {way: [] for way in WAYS}
-    ran: dict[str, list[Ran]] = {way: [] for way in WAYS}
+    planned: dict[str, list[Ran]] = {way: [] for way in DELIVERIES}
+    ran: dict[str, list[Ran]] = {way: [] for way in DELIVERIES}
     guessed: dict[str, Ran] = {}
     with ray_cluster():
         for number in range(size.rounds):
             place = folder / f"round-{number}"
-            guessed = _predicted(weigh(distillation_of(place, size)))
+            guessed = _predicted(compare_deliveries(distillation_of(place, size)))
             for way, told in _predicted(tw.plan(distillation_of(place, size))).items():
                 planned[way].append(told)
             settle()
@@ -119,7 +119,7 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     return [*figures, _stage(size)]
 
 
-def _predicted(weighed: Weighed) -> dict[str, Ran]:
+def _predicted(weighed: DeliveryComparison) -> dict[str, Ran]:
     """Of each way. Raises SystemExit where one cannot be."""
     refused = [f"{cost.way}: {cost.refused}" for cost in weighed.costs if cost.refused]
     if refused:
@@ -165,12 +165,12 @@ class Taught:
         """One stream over all epochs."""
         torch.set_num_threads(1)  # as an actor of one CPU has
         rows = tw.datasets.table(data(self.rows))
-        taught = rows.map_batches(Speaking, cpus=self.cpus, fn_constructor_args=(TEACHER.load(),))
+        taught = rows.map_batches(TeacherActor, cpus=self.cpus, fn_constructor_args=(TEACHER.load(),))
         index = taught.index()
         shared: dict[str, Any] = {"batch_size": BATCH_SIZE, "epochs": count}
-        fetcher = start_feeder(taught, index, cpus=self.cpus, **shared) if self.cpus else None
+        fetcher = start_dataset_delivery(taught, index, cpus=self.cpus, **shared) if self.cpus else None
         try:
-            yield from epochs_of(Stream(taught, index, feeding=ONE_RANK, fetcher=fetcher, **shared), count)
+            yield from epochs_of(BatchLoader(taught, index, feeding=ONE_RANK, fetcher=fetcher, **shared), count)
         finally:
             if fetcher is not None:
                 fetcher.close()

@@ -13,7 +13,7 @@ from typing import Any
 from figures import Figure, compare
 from machine import ray_cluster
 
-from trainwright.runtime.call_arguments import Arguments
+from trainwright.runtime.worker_actor import ArgumentPickler
 
 SIZES, TIMES, LIMITS_S = (1024, 10_000), 5, (0.3, 3.0)
 SMOKE_SIZES, SMOKE_TIMES = (256, 512), 1
@@ -32,7 +32,7 @@ NOTE = (
 )
 
 
-class Along(Arguments):
+class Along(ArgumentPickler):
     """Sends the whole argument of each call along with it."""
 
     def of(self, argument: Any) -> tuple[Any, Any]:
@@ -52,8 +52,8 @@ class Cost:
 def measure(folder: Path, *, smoke: bool) -> list[Figure]:
     """The figures of this benchmark."""
     (few, many), times = (SMOKE_SIZES, SMOKE_TIMES) if smoke else (SIZES, TIMES)
-    ours, before = recoveries(few, folder / "few", times, Arguments(), Along())
-    (large,) = recoveries(many, folder / "many", times, Arguments())
+    ours, before = recoveries(few, folder / "few", times, ArgumentPickler(), Along())
+    (large,) = recoveries(many, folder / "many", times, ArgumentPickler())
     by_rank = [[found / size / 2**10 for found in cost.sent_bytes] for size, cost in ((many, large), (few, ours))]
     call_us = [1e6 * seconds / calls for seconds, calls in zip(ours.seconds, ours.calls, strict=True)]
     with ray_cluster():
@@ -76,7 +76,7 @@ def _figure(what: str, unit: str, ours: list[float], peers: list[float], target:
     return compare("driver_scale", what, unit, ours, peers, target=target)
 
 
-def recoveries(size: int, folder: Path, times: int, *ways: Arguments) -> list[Cost]:
+def recoveries(size: int, folder: Path, times: int, *ways: ArgumentPickler) -> list[Cost]:
     """Lose one rank after the other; what that cost by each way to send arguments, which take turns."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from tests.support.fake_ray import driving

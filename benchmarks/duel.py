@@ -15,7 +15,7 @@ from party import Seat, decided, machine, order_of, together
 from problem import BATCH_SIZE, ROWS, WORKERS, job
 
 from trainwright.worker.worker import Worker
-from trainwright.worker.worker_config import WorkOrder
+from trainwright.worker.worker_config import WorkerConfig
 
 BLOCK, SMOKE_BLOCK = 25, 3
 Loop = Callable[[int], list[float]]  # (steps) -> seconds of each
@@ -66,7 +66,7 @@ def duel(
     ]
 
 
-def order_for(folder: Path, steps: int, fields: dict[str, Any]) -> WorkOrder:
+def order_for(folder: Path, steps: int, fields: dict[str, Any]) -> WorkerConfig:
     """What the driver would give its workers for a job of at least so many steps."""
     wanted = job(folder, epochs=-(-steps * BATCH_SIZE // ROWS), **fields)
     return order_of(wanted, decided(wanted, machine(WORKERS, memory_bytes=2**30)))

@@ -24,14 +24,14 @@ from torch import nn
 from torch.nn import functional
 
 from trainwright.core.engine import ModelSpec
-from trainwright.core.group import Address, Generation, Group, Peer
-from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.strategies.ps import shared_memory
-from trainwright.strategies.ps.client import Clients
-from trainwright.strategies.ps.shard_store import Shard
+from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.core.topology import Address, Generation, Group, Peer
+from trainwright.strategies.common import shared_memory
+from trainwright.strategies.ps.parameter_client import ParameterClient
+from trainwright.strategies.ps.parameter_shards import ParameterShard
 from trainwright.strategies.torch.engines.parameter_server import ParameterServer
-from trainwright.strategies.torch.ps.gradient_layout import Form
-from trainwright.strategies.torch.ps.server_shard import shards
+from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
+from trainwright.strategies.torch.ps.shard_store import server_shards
 
 SERVERS, WORKERS, RATE = 2, 2, 0.1
 WAYS = {
@@ -69,12 +69,12 @@ class OurServer:
 
     def reserve(self) -> Address:
         """Some ways are not to go through shared memory."""
-        shares = shared_memory.SHARES
-        shared_memory.SHARES = shares and self._way in ("shared", "sync")
+        shares = shared_memory.HAS_SHARED_MEMORY
+        shared_memory.HAS_SHARED_MEMORY = shares and self._way in ("shared", "sync")
         try:
             return self._engine.reserve(GENERATION, "server")
         finally:
-            shared_memory.SHARES = shares
+            shared_memory.HAS_SHARED_MEMORY = shares
 
     def form(self, group: Group, spec: ModelSpec, plan: Plan) -> None:
         """Join the other server, with the shard that it was dealt."""
@@ -98,15 +98,17 @@ class OurServer:
 class OurWorker:
     """A worker of ours without a model to run: lease, pull, write each layer's gradient into the outbox, push."""
 
-    def __init__(self, group: Group, plan: Plan, shards: Sequence[Shard], gradient: Floats, own: Floats) -> None:
-        self._forms = [Form(shard, plan.wire) for shard in shards]
+    def __init__(
+        self, group: Group, plan: Plan, shards: Sequence[ParameterShard], gradient: Floats, own: Floats
+    ) -> None:
+        self._forms = [GradientLayout(shard, plan.wire) for shard in shards]
         self._slots = [slot for shard in shards for slot in shard.slots]
         self._servers = [server for server, shard in enumerate(shards) for _ in shard.slots]
         ends = np.cumsum([slot.size // 4 for slot in self._slots])[:-1]
         self._gradients = [torch.from_numpy(part) for part in np.split(gradient, ends)]
         sizes = np.cumsum([shard.trained_bytes // 4 for shard in shards])[:-1]
         memory = [memoryview(part).cast("B") for part in np.split(own, sizes)]
-        self._clients = Clients(group, group.peers[:SERVERS])
+        self._clients = ParameterClient(group, group.peers[:SERVERS])
         self._clients.open()
         self._first = self._until = 0
         self._clients.lay(shards, [form.size_bytes for form in self._forms], memory)
@@ -124,7 +126,7 @@ class OurWorker:
             ended = time.perf_counter()
         return begun, ended
 
-    def _write(self, clients: Clients) -> None:
+    def _write(self, clients: ParameterClient) -> None:
         outbox = clients.outbox
         for server, slot, gradient in zip(self._servers, self._slots, self._gradients, strict=True):
             form = self._forms[server]
@@ -173,13 +175,13 @@ class Cast:
         """Of one of our ways."""
         return Plan(
             strategy="parameter_server", engine="", mesh=Mesh(data=WORKERS), batch_size=WORKERS,
-            placement=Placement(cpus=1), servers=SERVERS, **WAYS[way],
+            placement=WorkerResources(cpus=1), servers=SERVERS, **WAYS[way],
         )  # fmt: skip
 
     @property
-    def shards(self) -> tuple[Shard, ...]:
+    def shards(self) -> tuple[ParameterShard, ...]:
         """What each server holds."""
-        return shards(self.spec, self.plan("shared"), build(self.layers), "")
+        return server_shards(self.spec, self.plan("shared"), build(self.layers), "")
 
 
 @contextlib.contextmanager

@@ -8,10 +8,10 @@ from itertools import islice
 from typing import Any
 
 import trainwright as tw
-from trainwright.core.data import Feed, Feeding
-from trainwright.datasets.loading.loader import Stream
+from trainwright.core.data import Feed, FeedAssignment
+from trainwright.datasets.loading.batch_loader import BatchLoader
 
-ONE_RANK = Feeding(data_ranks=range(1), total=1)
+ONE_RANK = FeedAssignment(data_ranks=range(1), total=1)
 
 
 def rows_of(feed: Feed) -> int:
@@ -26,10 +26,10 @@ class LightStream:
     path: str
     batch_size: int
 
-    def stream(self, epochs: int) -> Stream:
+    def stream(self, epochs: int) -> BatchLoader:
         """A new stream; it looks up the index."""
         dataset = tw.datasets.parquet(self.path)
-        return Stream(dataset, batch_size=self.batch_size, epochs=epochs, feeding=ONE_RANK)
+        return BatchLoader(dataset, batch_size=self.batch_size, epochs=epochs, feeding=ONE_RANK)
 
     def epochs(self, count: int) -> Iterator[Iterator[int]]:
         """One stream over all epochs."""
@@ -45,15 +45,15 @@ class HeavyStream:
     function: Callable[[dict[str, Any]], dict[str, Any]]
     cpus: float
 
-    def stream(self, epochs: int) -> tuple[Stream, Any]:
+    def stream(self, epochs: int) -> tuple[BatchLoader, Any]:
         """A new stream, and its fetcher, to be closed."""
-        from trainwright.datasets.ray_data.fetcher import start_feeder
+        from trainwright.datasets.ray_data.ray_fetcher import start_dataset_delivery
 
         dataset = tw.datasets.parquet(self.path).map_batches(self.function, cpus=1)
         index = dataset.index()
         shared: dict[str, Any] = {"batch_size": self.batch_size, "epochs": epochs}
-        fetcher = start_feeder(dataset, index, cpus=self.cpus, **shared)
-        return Stream(dataset, index, feeding=ONE_RANK, fetcher=fetcher, **shared), fetcher
+        fetcher = start_dataset_delivery(dataset, index, cpus=self.cpus, **shared)
+        return BatchLoader(dataset, index, feeding=ONE_RANK, fetcher=fetcher, **shared), fetcher
 
     def epochs(self, count: int) -> Iterator[Iterator[int]]:
         """One feeder over all epochs."""
@@ -64,7 +64,7 @@ class HeavyStream:
             fetcher.close()
 
 
-def epochs_of(stream: Stream, count: int) -> Iterator[Iterator[int]]:
+def epochs_of(stream: BatchLoader, count: int) -> Iterator[Iterator[int]]:
     """Rows of each batch, epoch by epoch."""
     with stream.feeds() as feeds:
         for _ in range(count):

@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn import functional
 
 import trainwright as tw
-from trainwright.core.accelerators import ACCELERATORS, Accelerator, accelerator
+from trainwright.core.cluster import ACCELERATORS, Accelerator, find_accelerator
 from trainwright.strategies.torch.profiling.device_probe import probe
 from trainwright.worker.worker import Worker
-from trainwright.worker.worker_config import WorkOrder
+from trainwright.worker.worker_config import WorkerConfig
 
 BATCH = 8
 MEMORY_TARGET = 1.15
@@ -142,13 +142,13 @@ def _sheet() -> Accelerator:
     if not ON_GPU:
         return probe("CPU", DEVICE)
     name = torch.cuda.get_device_name(0)
-    found = accelerator(name)
+    found = find_accelerator(name)
     if found is None:
         found = ACCELERATORS[name] = probe(name.replace(" ", "-"))
     return found
 
 
-def _memory(order: WorkOrder, estimated_bytes: float) -> list[Figure]:
+def _memory(order: WorkerConfig, estimated_bytes: float) -> list[Figure]:
     """The peak of torch's allocator beside the plan's estimate; nothing on the CPU, whose allocator counts no peak."""
     if not ON_GPU:
         return []

@@ -13,14 +13,12 @@ from typing import Any
 
 import trainwright as tw
 from trainwright.core.cluster import Cluster, Node
-from trainwright.core.group import Address, Generation, Group, Peer
-from trainwright.driver.messages import Heal
-from trainwright.driver.worker_requests import Reservation
+from trainwright.core.topology import Address, Generation, Group, Peer
+from trainwright.driver.messages import ReserveRequest, RestorePlan
 from trainwright.planning.job_preparation import plan_for, prepare
 from trainwright.planning.planner import Decision
-from trainwright.worker.job_pickle import pack
 from trainwright.worker.worker import Worker
-from trainwright.worker.worker_config import WorkOrder
+from trainwright.worker.worker_config import WorkerConfig, pickle_job
 
 MEET_S, END_S = 60.0, 10.0
 GENERATION = Generation(token=1, number=1)
@@ -54,13 +52,15 @@ def decided(job: tw.Job, cluster: Cluster) -> Decision:
     return plan_for(prepare(job), cluster)
 
 
-def order_of(job: tw.Job, decision: Decision) -> WorkOrder:
+def order_of(job: tw.Job, decision: Decision) -> WorkerConfig:
     """What the driver would give the workers of a job."""
     prepared = prepare(job)
-    return WorkOrder(job=pack(job), plan=decision.chosen, storage=job.storage, run=job.name, train=prepared.train)
+    return WorkerConfig(
+        job=pickle_job(job), plan=decision.chosen, storage=job.storage, run=job.name, train=prepared.train
+    )
 
 
-def together(order: WorkOrder, act: Act, *, around: Around = contextlib.nullcontext) -> list[Any]:
+def together(order: WorkerConfig, act: Act, *, around: Around = contextlib.nullcontext) -> list[Any]:
     """What `act` gives on each rank, in order.
 
     Args:
@@ -73,7 +73,7 @@ def together(order: WorkOrder, act: Act, *, around: Around = contextlib.nullcont
 
 
 def one_after_another(
-    orders: Sequence[WorkOrder], act: Act, *, around: Around = contextlib.nullcontext
+    orders: Sequence[WorkerConfig], act: Act, *, around: Around = contextlib.nullcontext
 ) -> list[list[Any]]:
     """What `act` gives on each rank for each of the orders, which the same processes carry out."""
     context, most = get_context("spawn"), max(order.plan.workers for order in orders)
@@ -97,7 +97,7 @@ def one_after_another(
             process.kill()
 
 
-def _carried_out(order: WorkOrder, pipes: Sequence[Connection]) -> list[Any]:
+def _carried_out(order: WorkerConfig, pipes: Sequence[Connection]) -> list[Any]:
     """Have the ranks carry out an order."""
     for pipe in pipes:
         pipe.send(order)
@@ -111,22 +111,22 @@ def _serve(act: Act, around: Around, rank: int, pipe: Connection, barriers: Mapp
     """A process that carries out one order after another."""
     with contextlib.suppress(EOFError):  # there are no more
         while True:
-            order: WorkOrder = pipe.recv()
+            order: WorkerConfig = pipe.recv()
             with around() as watch:
                 pipe.send(_rank(order, act, watch, rank, pipe, barriers[order.plan.workers]))
 
 
-def _rank(order: WorkOrder, act: Act, watch: Any, rank: int, pipe: Connection, barrier: Barrier) -> Any:
+def _rank(order: WorkerConfig, act: Act, watch: Any, rank: int, pipe: Connection, barrier: Barrier) -> Any:
     """Form the group, stand at step 0, act."""
     worker = Worker(order)
-    pipe.send(worker.reserve(Reservation(generation=GENERATION)))
+    pipe.send(worker.reserve(ReserveRequest(generation=GENERATION)))
     addresses: list[Address] = pipe.recv()
     peers = tuple(Peer(rank=number, address=address) for number, address in enumerate(addresses))
     placement = order.plan.placement
     devices = ("cuda:0",) if placement.accelerator == "GPU" else ("cpu",)
     about = {"devices": devices, "threads": placement.threads}
     worker.form(Group(generation=GENERATION, rank=rank, peers=peers, key=b"of this benchmark", **about))
-    worker.heal(Heal(step=0, source="initial"))
+    worker.heal(RestorePlan(step=0, source="initial"))
     found = act(Seat(worker=worker, rank=rank, barrier=barrier, watch=watch))
     barrier.wait(MEET_S)
     worker.close()

@@ -19,10 +19,10 @@ from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import PlanError
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan
-from trainwright.reporting.plan_view import name_of
-from trainwright.strategies.cost_model.calibrate import Measurement
-from trainwright.strategies.search.ranking import estimate_of, simplest
-from trainwright.worker.worker_config import WorkOrder
+from trainwright.reporting.plan_view import plan_name
+from trainwright.strategies.cost_model.estimator import Measurement
+from trainwright.strategies.search.plan_ranking import estimate_of, simplest_plan
+from trainwright.worker.worker_config import WorkerConfig
 
 PLANS = (  # beside one device
     "dp=2", "dp=2,zero=2", "fsdp=2", "pp=2,schedule=1f1b,accumulation=4", "pp=2,schedule=gpipe,accumulation=4",
@@ -59,7 +59,7 @@ class Tried:
     profile: ModelProfile
     cluster: Cluster
     plan: Plan
-    order: WorkOrder
+    order: WorkerConfig
     decided: bool = False
     probed_s: float = 0.0
     steps_s: tuple[float, ...] = ()
@@ -138,18 +138,20 @@ def _figures(name: str, found: Sequence[Tried], calibration: tw.Calibration) -> 
     """Each plan of a model as predicted and as measured, and the choice."""
     own = [one for one in found if one.model == name]
     figures = [
-        apart("plans", f"{name}: {name_of(one.plan)}", "ms", _ms(one), [1e3 * seconds] * len(one.steps_s), target=RIGHT)
+        apart(
+            "plans", f"{name}: {plan_name(one.plan)}", "ms", _ms(one), [1e3 * seconds] * len(one.steps_s), target=RIGHT
+        )
         for one, seconds in zip(own, _seconds(own, calibration), strict=True)
     ]
     unseen = tw.calibrate([one.measurement for one in found if one.model != name])
     pairs = zip(own, _seconds(own, unseen), strict=True)
     far, seconds = max(pairs, key=lambda pair: max(pair[1] / pair[0].step_s, pair[0].step_s / pair[1]))
     foreign = [1e3 * seconds] * len(far.steps_s)
-    figures.append(apart("plans", f"{name}, never seen: {name_of(far.plan)}", "ms", _ms(far), foreign))
+    figures.append(apart("plans", f"{name}, never seen: {plan_name(far.plan)}", "ms", _ms(far), foreign))
     choices: list[tuple[str, Tried, float | None]] = [
-        *((f"the planner's choice, {name_of(one.plan)}", one, GOOD) for one in own if one.decided),
-        *((f"the choice by the others, {name_of(one.plan)}", one, GOOD) for one in [_chosen(own, unseen)]),
-        *((f"the choice by all, {name_of(one.plan)}", one, GOOD) for one in [_chosen(own, calibration)]),
+        *((f"the planner's choice, {plan_name(one.plan)}", one, GOOD) for one in own if one.decided),
+        *((f"the choice by the others, {plan_name(one.plan)}", one, GOOD) for one in [_chosen(own, unseen)]),
+        *((f"the choice by all, {plan_name(one.plan)}", one, GOOD) for one in [_chosen(own, calibration)]),
         *((f"always {label}", one, None) for one in own for label in [_plain(one.plan)] if label),
     ]
     best = min(own, key=lambda one: one.step_s)
@@ -166,7 +168,7 @@ def _ms(tried: Tried) -> list[float]:
 def _chosen(tried: Sequence[Tried], calibration: tw.Calibration) -> Tried:
     """What the planner would choose of these with a calibration."""
     plans = sorted((one.predicted(calibration) for one in tried), key=lambda plan: estimate_of(plan).step_s)
-    label = simplest(plans).name
+    label = simplest_plan(plans).name
     return next(one for one in tried if one.plan.name == label)
 
 

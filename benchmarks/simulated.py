@@ -12,10 +12,9 @@ from figures import Figure
 from pairs import Ratio
 
 from trainwright.core.data import Columns
-from trainwright.core.staleness import Consistency
+from trainwright.core.topology import Consistency
 from trainwright.simulator.event_simulator import Simulation
-from trainwright.simulator.outcome import Outcome
-from trainwright.simulator.scenario import Scenario
+from trainwright.simulator.scenario import Scenario, SimulationResult
 
 RULES = ("sync", "sync(backup=1)", "ssp(3)", "async")
 WORKERS, SHARE, STEPS, PAUSE_S, SLOWER, TIMES, NEAR = 4, 64, 60, 0.06, 5, 3, 1.15
@@ -50,7 +49,7 @@ class Case:
         pauses_s = (*[PAUSE_S] * (WORKERS - 1), self.slower * PAUSE_S)
         return crew.run(Setup(workers=WORKERS, share=SHARE, steps=self.steps, consistency=self.rule, pauses_s=pauses_s))
 
-    def simulated(self, alone: Ended, between_s: float) -> Outcome:
+    def simulated(self, alone: Ended, between_s: float) -> SimulationResult:
         """By `trainwright simulate`, where a usual worker does a unit as one that was alone did."""
         unit_s = float(np.mean(alone.steps_s)) - between_s
         low, high = np.percentile(np.log(alone.steps_s), (16, 84))  # what is rare would hide how regular they are
@@ -86,7 +85,7 @@ def _short(workers: int, steps: int) -> Setup:
     return Setup(workers=workers, share=SHARE, steps=steps // 2, consistency="async", pauses_s=pauses_s)
 
 
-def _figures(case: Case, runs: Sequence[Ended], simulated: Outcome) -> list[Figure]:
+def _figures(case: Case, runs: Sequence[Ended], simulated: SimulationResult) -> list[Figure]:
     """Throughput and staleness."""
     steps_s = [run.samples_s / (SHARE * WORKERS) for run in runs]
     off = [max(simulated.steps_per_s / one, one / simulated.steps_per_s) for one in steps_s]

@@ -11,23 +11,22 @@ from statistics import median
 
 from figures import Figure
 
-from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path
 from trainwright.core.data import Cursor
+from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.events import Evaluated, Event, Formed, RunEnded, RunStarted, Steps
 from trainwright.reporting import run_views
-from trainwright.storage.checkpoints import CheckpointWriter, newest_good, verify, write_manifest
-from trainwright.storage.event_files import batch_path, read_events
-from trainwright.storage.event_folding import Folding
+from trainwright.storage.checkpoints import CheckpointWriter, newest_intact, verify, write_manifest
+from trainwright.storage.event_files import EventCompactor, batch_path, read_events, read_run_summary
+from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import RunLog
 from trainwright.storage.run_owner import Owner
-from trainwright.storage.run_summary import Compactor, read_folding
-from trainwright.storage.store import Store, open_store
+from trainwright.storage.run_summary import RunSummary
 
 NOTE = (
     "A folder on the local disk, each measurement in a process of its own, memory as growth of its peak (ru_maxrss) "
     "over that after the imports; medians of 3. `history` is what a resume, `show` and a report read of a run of 10^6 "
     "steps in batches of 500, compacted each 100 batches; the peer folds all of its events, as was done before there "
-    "were summaries. `runs` lists 1,000 runs of 5,000 steps that are done; the peer folds all events of each, one "
+    "were summaries. `runs_view` lists 1,000 runs of 5,000 steps that are done; the peer folds all events of each, one "
     "after the other. `verify` is of one file of 1 GiB; the peer reads the file whole and hashes it. `resume` is all "
     "that a driver reads and writes of a run of 10^7 steps with 1,000 checkpoints before it asks for workers, beside "
     "what it may take: 2 s and 200 MiB."
@@ -70,27 +69,27 @@ def measure(folder: Path, *, smoke: bool) -> list[Figure]:
 def resume_ours(uri: str, run: str) -> None:
     """As `prepare`, then `RunLedger.acquire`, `chain` and `told`."""
     store = open_store(uri)
-    assert RunLog(store, run).head() is not None and read_folding(store, run).probed is None
+    assert RunLog(store, run).head() is not None and read_run_summary(store, run).probed is None
     entry = RunLog(store, run, dead=lambda _: True).acquire(Owner.here(), {"name": run})
-    newest_good(store, run, entry.checkpoints, checksums=False)
-    assert read_folding(store, run).told == entry.checkpoints[-1].step
+    newest_intact(store, run, entry.checkpoints, checksums=False)
+    assert read_run_summary(store, run).told == entry.checkpoints[-1].step
 
 
 def history_ours(uri: str, run: str) -> None:
     """From the summary."""
-    read_folding(open_store(uri), run)
+    read_run_summary(open_store(uri), run)
 
 
 def history_peer(uri: str, run: str) -> None:
     """From all events."""
-    folding = Folding()
+    folding = RunSummary()
     for event in read_events(open_store(uri), run):
         folding.add(event)
 
 
 def runs_ours(uri: str, _: str) -> None:
     """As `trainwright runs`."""
-    run_views.runs(uri)
+    run_views.runs_view(uri)
 
 
 def runs_peer(uri: str, _: str) -> None:
@@ -133,7 +132,7 @@ def _run(store: Store, name: str, steps: int, *, every: int, commits: int = 0) -
     """
     log = RunLog(store, name)
     token = log.acquire(Owner.here(), {"name": name}).token
-    compactor = Compactor(store, name, clock=_Minutes())
+    compactor = EventCompactor(store, name, clock=_Minutes())
     begun = [RunStarted(time_s=1, run=name, token=token, total_steps=steps, steps_per_epoch=100), Formed(time_s=2)]
     _put(store, batch_path(name, token, 0), begun)
     for number, first in enumerate(range(1, steps, BATCH), 1):
@@ -180,5 +179,5 @@ def _checkpoint(store: Store, size_bytes: int, run: str = "long", step: int = 1)
     path = checkpoint_path(step, 1)
     writer = CheckpointWriter(store, run, path)
     writer.write("model", bytes(size_bytes))
-    digest = write_manifest(store, run, path, Manifest(step=step, cursor=Cursor(), files=writer.entries))
+    digest = write_manifest(store, run, path, CheckpointManifest(step=step, cursor=Cursor(), files=writer.entries))
     return CheckpointRef(step=step, path=path, manifest_sha256=digest)

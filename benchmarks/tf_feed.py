@@ -15,9 +15,9 @@ from feeds import ONE_RANK
 from figures import Figure, compare
 
 import trainwright as tw
-from trainwright.core.collation import Collation
-from trainwright.datasets.loading.loader import Stream
-from trainwright.strategies.tensorflow.training.batches import columns_of
+from trainwright.core.engine import Collation
+from trainwright.datasets.loading.batch_loader import BatchLoader
+from trainwright.strategies.tensorflow.training.tensor_conversion import column_tensors
 
 ROWS, FEATURES, BATCH, TARGET = 200_000, 32, 256, 1 / 0.9
 NOTE = (
@@ -53,7 +53,7 @@ class Epochs:
     """The stream, an epoch after the other."""
 
     def __init__(self, table: tw.datasets.Dataset, rows: int) -> None:
-        self._stream = Stream(table, table.index(), batch_size=BATCH, epochs=1000, seed=0, feeding=ONE_RANK)
+        self._stream = BatchLoader(table, table.index(), batch_size=BATCH, epochs=1000, seed=0, feeding=ONE_RANK)
         self._steps = -(-rows // BATCH)
         self._epoch = 0
 
@@ -63,7 +63,7 @@ class Epochs:
         self._epoch += 1
         with self._stream.feeds(begin) as feeds:
             for _, feed in zip(range(self._steps), feeds, strict=False):
-                found = columns_of(Collation(), feed.parts[0][0], ("x", "y"))
+                found = column_tensors(Collation(), feed.parts[0][0], ("x", "y"))
                 yield found["x"], found["y"]
 
 

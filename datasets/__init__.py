@@ -11,18 +11,16 @@ if TYPE_CHECKING:
     from trainwright.datasets.corpora import king_james
     from trainwright.datasets.dataset import Dataset, parquet, table
     from trainwright.datasets.fashion_mnist import fashion_mnist
-    from trainwright.datasets.formats.arrow import arrow
-    from trainwright.datasets.formats.csv import csv
-    from trainwright.datasets.formats.images import decode_image, images
-    from trainwright.datasets.formats.json_lines import json_lines
+    from trainwright.datasets.formats.arrow_ipc import arrow
+    from trainwright.datasets.formats.image_folder import decode_image, images
     from trainwright.datasets.formats.python_objects import from_huggingface, from_torch
     from trainwright.datasets.formats.ray_dataset import from_ray
-    from trainwright.datasets.formats.text import text
+    from trainwright.datasets.formats.text_formats import csv, json_lines, text
     from trainwright.datasets.formats.tf_data import from_tf
     from trainwright.datasets.formats.tfrecord import tfrecord
     from trainwright.datasets.formats.webdataset import webdataset
-    from trainwright.datasets.ops.mix import mix
-    from trainwright.datasets.ops.split import split
+    from trainwright.datasets.ops.hash_split import split
+    from trainwright.datasets.ops.weighted_mix import mix
 
 __all__ = [
     "Dataset",
@@ -47,23 +45,23 @@ __all__ = [
 ]
 
 _HOMES = {
-    "arrow": "formats.arrow",
-    "csv": "formats.csv",
+    "arrow": "formats.arrow_ipc",
+    "csv": "formats.text_formats",
     "Dataset": "dataset",
-    "decode_image": "formats.images",
+    "decode_image": "formats.image_folder",
     "fashion_mnist": "fashion_mnist",
     "from_huggingface": "formats.python_objects",
     "from_ray": "formats.ray_dataset",
     "from_tf": "formats.tf_data",
     "from_torch": "formats.python_objects",
-    "images": "formats.images",
-    "json_lines": "formats.json_lines",
+    "images": "formats.image_folder",
+    "json_lines": "formats.text_formats",
     "king_james": "corpora",
-    "mix": "ops.mix",
+    "mix": "ops.weighted_mix",
     "parquet": "dataset",
-    "split": "ops.split",
+    "split": "ops.hash_split",
     "table": "dataset",
-    "text": "formats.text",
+    "text": "formats.text_formats",
     "tfrecord": "formats.tfrecord",
     "webdataset": "formats.webdataset",
 }

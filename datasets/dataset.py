@@ -12,37 +12,46 @@ import numpy as np
 
 from trainwright.core.data import Batch
 from trainwright.core.errors import DataError, TrainwrightError, UserCodeError
-from trainwright.datasets.formats.arrow_columns import Arrays, Field, select
-from trainwright.datasets.formats.in_memory import TableSource, arrays_of
-from trainwright.datasets.formats.parquet import ParquetSource, absolute
-from trainwright.datasets.index import Group, Index, Rowwise, Source
-from trainwright.datasets.loading.row_reader import Reader
-from trainwright.datasets.ops.derived_dataset import Derivation, DerivedSource
-from trainwright.datasets.ops.filter_flatmap_pack import (
+from trainwright.datasets.data_source import (
+    Arrays,
+    Field,
+    Index,
+    RowAccess,
+    Source,
+    TableSource,
+    arrays_from_table,
+    select_columns,
+)
+from trainwright.datasets.formats.file_system import absolute_path
+from trainwright.datasets.formats.parquet import ParquetSource
+from trainwright.datasets.ops.derived_dataset import (
     BatchFilter,
     BatchPredicate,
+    Derivation,
+    DerivedSource,
     Filter,
     FlatMap,
     Pack,
     RowPredicate,
     RowsFunction,
 )
-from trainwright.datasets.ops.stateful_map import Stateful
-from trainwright.datasets.ops.tokenize import Tokenise
-from trainwright.datasets.ops.transforms import (
+from trainwright.datasets.ops.row_transforms import (
     BatchFunction,
     BatchMap,
     Counters,
     RowFunction,
     RowMap,
+    StatefulFunction,
+    Tokenize,
     Transform,
     apply,
-    name_of,
+    function_name,
 )
-from trainwright.datasets.ops.zip_columns import beside
-from trainwright.datasets.sampling.sampler import MEMORY_BYTES, Rows
+from trainwright.datasets.ops.zip_columns import zip_datasets
+from trainwright.datasets.row_reader import RowReader
+from trainwright.datasets.sample_order import MEMORY_BYTES, Rows
 
-__all__ = ["Dataset", "Field", "Group", "Index", "parquet", "table"]
+__all__ = ["Dataset", "Field", "Index", "parquet", "table"]
 
 
 _TRIED = 4  # rows, when the first one cannot be read
@@ -100,11 +109,11 @@ class Dataset:
                 raise DataError(f"{name}={need} is no need", remedy="use 0 to run in the consumer, or 1 or more")
         if cpus or gpus:
             self.need_rows_by_number("map_batches on Ray Data")
-        if isinstance(function, type) and Stateful.fits(function):
-            function = Stateful.of(function, tuple(fn_constructor_args), fn_constructor_kwargs or {})
+        if isinstance(function, type) and StatefulFunction.fits(function):
+            function = StatefulFunction.of(function, tuple(fn_constructor_args), fn_constructor_kwargs or {})
         elif fn_constructor_args or fn_constructor_kwargs:
             raise DataError(
-                f"the transform {name_of(function)} is no class whose objects can be called",
+                f"the transform {function_name(function)} is no class whose objects can be called",
                 where="fn_constructor_args, fn_constructor_kwargs",
                 remedy="give a class with a method __call__(columns), not an object of it; or use functools.partial",
             )
@@ -128,17 +137,18 @@ class Dataset:
     def tokenize(
         self, tokenizer: Any = None, column: str = "text", *, to: str = "tokens", end: Any = "auto", cpus: float = 0.0
     ) -> Dataset:
-        """Replace a text by its tokens, bytes by default; `trainwright.datasets.ops.tokenize.Tokenise` has the details.
+        """Replace a text by its tokens, bytes by default; `trainwright.datasets.ops.row_transforms.Tokenize` has the
+        details.
 
         `cpus` is that of `map_batches`.
         """
-        return self.map_batches(Tokenise(tokenizer=tokenizer, column=column, to=to, end=end), cpus)
+        return self.map_batches(Tokenize(tokenizer=tokenizer, column=column, to=to, end=end), cpus)
 
     def pack(self, length: int, column: str = "tokens", *, split: bool = True) -> Dataset:
         """Lay documents, arrays of tokens in `column`, end to end and cut them into sequences of one length.
 
         Each row is then a sequence: `column`, `mask`, `segment` and `position`, all of shape (length,); see
-        `trainwright.datasets.ops.filter_flatmap_pack.Pack`. The last sequence of each row group is padded.
+        `trainwright.datasets.ops.derived_dataset.Pack`. The last sequence of each row group is padded.
         """
         if length < 1:
             raise DataError(f"length={length} holds no token", remedy="give the length of a sequence, 1 or more")
@@ -155,7 +165,7 @@ class Dataset:
             DataError: a data set has no rows by number; when they are read: a row is missing in the other, comes twice
                 or is one too many, or both have a column of one name.
         """
-        return beside(self, other)
+        return zip_datasets(self, other)
 
     def need_rows_by_number(self, word: str) -> None:
         """Raise DataError, naming the operation, where rows come in an order of their own only."""
@@ -219,9 +229,9 @@ class Dataset:
         Raises DataError, UserCodeError: as the first row did, where none of a few can be read.
         """
         if self.stateful:
-            from trainwright.datasets.ray_data.fetcher import sample_of
+            from trainwright.datasets.ray_data.ray_fetcher import sample_on_ray
 
-            return sample_of(self, index, columns)
+            return sample_on_ray(self, index, columns)
         return self.sample_here(index, columns)
 
     def sample_here(self, index: Index, columns: Iterable[str] | None = None) -> Arrays:
@@ -241,7 +251,7 @@ class Dataset:
 
     def source_columns(self, index: Index, columns: Iterable[str] | None) -> tuple[str, ...]:
         """Columns to read so that `columns` can be given; DataError for one that is not there."""
-        return tuple(index.schema) if self.transforms else select(index.schema, columns, repr(self))
+        return tuple(index.schema) if self.transforms else select_columns(index.schema, columns, repr(self))
 
     def reader(
         self,
@@ -250,18 +260,18 @@ class Dataset:
         blocks: Rows | None = None,
         memory_bytes: int = MEMORY_BYTES,
         seed: int = 0,
-    ) -> Rowwise:
+    ) -> RowAccess:
         """The source's rows by number, before any transform; `seed` is of rows that are random themselves."""
         names = self.source_columns(index, columns)
         if index.in_order:
-            passes: Rowwise = self.source.passes(index, names)  # type: ignore[attr-defined]
+            passes: RowAccess = self.source.passes(index, names)  # type: ignore[attr-defined]
             return passes
-        return Reader(self.source.open(index), index, names, blocks=blocks, memory_bytes=memory_bytes, seed=seed)
+        return RowReader(self.source.open(index), index, names, blocks=blocks, memory_bytes=memory_bytes, seed=seed)
 
     def transform(self, arrays: Arrays, samples: Rows, counters: Counters, columns: Iterable[str] | None) -> Arrays:
         """Apply all transforms and keep `columns`."""
         arrays = apply(self.transforms, arrays, samples, counters)
-        return {name: arrays[name] for name in select(arrays, columns, repr(self))}
+        return {name: arrays[name] for name in select_columns(arrays, columns, repr(self))}
 
     def read(
         self,
@@ -288,9 +298,9 @@ def parquet(path: str | os.PathLike[str], columns: Iterable[str] | None = None) 
         path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `abfs://`).
         columns: read only these; by default all.
     """
-    return Dataset(source=ParquetSource(path=absolute(path), columns=None if columns is None else tuple(columns)))
+    return Dataset(source=ParquetSource(path=absolute_path(path), columns=None if columns is None else tuple(columns)))
 
 
 def table(data: Any) -> Dataset:
     """Rows in memory: a dict of arrays, a pandas DataFrame or a pyarrow.Table. It travels with the job."""
-    return Dataset(source=TableSource(arrays=arrays_of(data)))
+    return Dataset(source=TableSource(arrays=arrays_from_table(data)))

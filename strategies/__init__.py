@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from trainwright.core.engine import Engine
-from trainwright.core.frameworks import load
+from trainwright.core.frameworks import load_module
 from trainwright.core.plan import Plan
 from trainwright.strategies import (
     data_parallel,
@@ -83,5 +83,5 @@ def engine_class(plan: Plan) -> type[Engine]:
     if plan.tpu:
         os.environ["TPU_NAME"] = plan.tpu
     module, name = plan.engine.split(":")
-    engine: type[Engine] = getattr(load(module), name)
+    engine: type[Engine] = getattr(load_module(module), name)
     return engine

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.core.plan import Infeasible, Plan
+from trainwright.core.plan import InfeasiblePlan, Plan
 from trainwright.strategies.parameter_server import ENGINES as ENGINES
 from trainwright.strategies.parameter_server import NO_FIT as NO_FIT
 from trainwright.strategies.parameter_server import refused, served
-from trainwright.strategies.search.plan_request import Question
+from trainwright.strategies.search.plan_request import PlanRequest
 
 FRAMEWORKS = ("torch", "reference")
 ALONE = True
@@ -23,7 +23,7 @@ DRIFT = (
 )
 
 
-def propose(question: Question) -> Iterator[Plan | Infeasible]:
+def propose(question: PlanRequest) -> Iterator[Plan | InfeasiblePlan]:
     """As many local steps as the job says; else some, where nodes are far apart, so that sending is what costs."""
     refusal = refused("local_sgd", question)
     if refusal:
@@ -33,7 +33,7 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
     if pinned == 1 and not question.cluster.far:
         hint = "set local_steps=8, for one"
         reason = "the nodes are near each other: gradients of each step are quick to send"
-        yield Infeasible(strategy="local_sgd", reason=reason, hint=hint)
+        yield InfeasiblePlan(strategy="local_sgd", reason=reason, hint=hint)
         return
     consistency = question.pins.choices.get("consistency", "sync")
     for steps in (pinned,) if pinned > 1 else STEPS:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from trainwright.core.plan import Infeasible, Plan
+from trainwright.core.plan import InfeasiblePlan, Plan
 from trainwright.strategies.pipeline import indivisible, stages_of, whole
-from trainwright.strategies.search.plan_request import Question, engine_for
+from trainwright.strategies.search.plan_request import PlanRequest, engine_for
 
 FRAMEWORKS = ("torch",)
 ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.engines.pipeline:Pipeline"}
 
 
-def propose(question: Question) -> Iterator[Plan | Infeasible]:
+def propose(question: PlanRequest) -> Iterator[Plan | InfeasiblePlan]:
     """Numbers of stages that divide the ranks, and replicas of that; a share of the batch goes through at once."""
     meshes = [mesh for mesh in stages_of(question) if mesh.tensor == 1]
     refusal = whole("model_parallel", question)

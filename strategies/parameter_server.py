@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.core.plan import Infeasible, Mesh, Plan
-from trainwright.core.staleness import Consistency, Wire
-from trainwright.strategies.ps.tensor_placement import busy
-from trainwright.strategies.search.plan_request import Question, engine_for
+from trainwright.core.plan import InfeasiblePlan, Mesh, Plan
+from trainwright.core.topology import Consistency, GradientCompression
+from trainwright.strategies.ps.parameter_shards import count_busy_servers
+from trainwright.strategies.search.plan_request import PlanRequest, engine_for
 
 FRAMEWORKS = ("torch", "reference")
 ENGINES = {
@@ -33,14 +33,14 @@ ROUNDED = {
 }
 
 
-def propose(question: Question) -> Iterator[Plan | Infeasible]:
+def propose(question: PlanRequest) -> Iterator[Plan | InfeasiblePlan]:
     """A worker on each rank; one server on each node, and more, while each could hold a part of its own.
 
     Where the job does not say how far apart workers may be: not at all, by three steps, and by any number.
     """
     if question.pins.choices.get("local_steps", 1) > 1:
         hint = "use strategy='local_sgd', or leave local_steps out"
-        yield Infeasible(strategy="parameter_server", reason="its workers push each step", hint=hint)
+        yield InfeasiblePlan(strategy="parameter_server", reason="its workers push each step", hint=hint)
         return
     refusal = refused("parameter_server", question)
     if refusal:
@@ -51,41 +51,45 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
         yield from served("parameter_server", question, consistency)
 
 
-def refused(strategy: str, question: Question) -> Infeasible | None:
+def refused(strategy: str, question: PlanRequest) -> InfeasiblePlan | None:
     """Why workers cannot step alone; None where they can."""
     ranks, pins = question.ranks, question.pins
     if question.profile.keras_backend:
         hint = "use data_parallel, or for a model of TensorFlow tf_parameter_server"
-        return Infeasible(strategy=strategy, reason="the model is Keras': servers hold no such variables", hint=hint)
+        return InfeasiblePlan(
+            strategy=strategy, reason="the model is Keras': servers hold no such variables", hint=hint
+        )
     refusal = question.alone(strategy) or question.unequal(strategy, ranks) or question.without_engine(strategy)
     if refusal:
         return refusal
     if pins.mesh and pins.mesh != Mesh(data=ranks):
         hint = "leave the other degrees out"
-        return Infeasible(strategy=strategy, reason="each worker holds the whole model: dp alone divides", hint=hint)
+        return InfeasiblePlan(
+            strategy=strategy, reason="each worker holds the whole model: dp alone divides", hint=hint
+        )
     backup = Consistency.parse(pins.choices.get("consistency", "sync")).backup
     if backup >= ranks:
         reason = f"sync(backup={backup}) waits for none of {ranks} workers"
-        return Infeasible(strategy=strategy, reason=reason, hint=f"use backup={ranks - 1} or less, or more workers")
+        return InfeasiblePlan(strategy=strategy, reason=reason, hint=f"use backup={ranks - 1} or less, or more workers")
     servers = pins.choices.get("servers", 1)
     most = _filled(question, servers)
     if most < servers:
-        idle = servers - busy(question.profile.trained, servers)
+        idle = servers - count_busy_servers(question.profile.trained, servers)
         reason = f"{idle} of {servers} servers would hold nothing to train"
-        return Infeasible(strategy=strategy, reason=reason, hint=f"use plan='servers={most}'")
+        return InfeasiblePlan(strategy=strategy, reason=reason, hint=f"use plan='servers={most}'")
     return None
 
 
-def _filled(question: Question, servers: int) -> int:
+def _filled(question: PlanRequest, servers: int) -> int:
     """The most servers up to so many that would all hold something to train; so many where that is not known."""
     trained = question.profile.trained
     if not trained:
         return servers
-    return next((count for count in range(servers, 0, -1) if busy(trained, count) == count), 1)
+    return next((count for count in range(servers, 0, -1) if count_busy_servers(trained, count) == count), 1)
 
 
 def served(
-    strategy: str, question: Question, consistency: str, *, local_steps: int = 1, outer: str = ""
+    strategy: str, question: PlanRequest, consistency: str, *, local_steps: int = 1, outer: str = ""
 ) -> Iterator[Plan]:
     """Plans that differ in how many servers there are."""
     ranks, engine = question.ranks, engine_for(ENGINES, question)
@@ -95,10 +99,10 @@ def served(
             strategy, engine, Mesh(data=ranks), servers=servers, topology="independent", consistency=consistency,
             wire=wire, local_steps=local_steps, outer=outer,
         )  # fmt: skip
-        yield plan.noted(*_notes(Consistency.parse(consistency), Wire.parse(wire)))
+        yield plan.noted(*_notes(Consistency.parse(consistency), GradientCompression.parse(wire)))
 
 
-def _servers(question: Question) -> list[int]:
+def _servers(question: PlanRequest) -> list[int]:
     """As the job says; else one for each node, and twice as many as often as there are as many ranks.
 
     Where nodes may be taken back also fewer: the loss of one with a server is what all must go back for. Nowhere more
@@ -114,7 +118,7 @@ def _servers(question: Question) -> list[int]:
     return sorted({_filled(question, count) for count in counts})
 
 
-def _notes(consistency: Consistency, wire: Wire) -> Iterator[str]:
+def _notes(consistency: Consistency, wire: GradientCompression) -> Iterator[str]:
     """What a user must know of workers that step alone."""
     if not consistency.waits:
         yield STALE.format("")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from trainwright.core.pipeline_layout import STREAMED
-from trainwright.core.plan import Infeasible, Mesh, Plan
-from trainwright.strategies.search.plan_request import Question, divisors, engine_for
+from trainwright.core.plan import STREAMED_SCHEDULES, InfeasiblePlan, Mesh, Plan
+from trainwright.strategies.search.plan_request import PlanRequest, divisors, engine_for
 from trainwright.strategies.tensor_parallel import degrees
 
 FRAMEWORKS = ("torch",)
@@ -16,7 +15,7 @@ STALE = "gradients are one step stale (2BW): each step's are taken at the weight
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zbv", 2), ("gpipe", 1), ("pipedream", 1))
 
 
-def propose(question: Question) -> Iterator[Plan | Infeasible]:
+def propose(question: PlanRequest) -> Iterator[Plan | InfeasiblePlan]:
     """Numbers of stages that divide the ranks, with each tensor degree, plain or with ZeRO, in each schedule.
 
     No engine divides the optimizer's state alone (ZeRO-1).
@@ -36,15 +35,15 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
                 yield from _plans(question, mesh, schedule, chunks)
 
 
-def _schedules(question: Question) -> Iterator[tuple[str, int]]:
+def _schedules(question: PlanRequest) -> Iterator[tuple[str, int]]:
     """Each schedule with its chunks, of interleaved ones as many as the job says; stale ones if it asks."""
     choices = question.pins.choices
     for schedule, chunks in SCHEDULES:
-        if schedule not in STREAMED or schedule == choices.get("schedule"):
+        if schedule not in STREAMED_SCHEDULES or schedule == choices.get("schedule"):
             yield schedule, choices.get("chunks", chunks) if schedule == "interleaved" else chunks
 
 
-def stages_of(question: Question) -> Iterator[Mesh]:
+def stages_of(question: PlanRequest) -> Iterator[Mesh]:
     """Meshes with several stages over all ranks."""
     ranks, layers = question.ranks, question.profile.most_stages
     for tensor in degrees(question):
@@ -53,7 +52,7 @@ def stages_of(question: Question) -> Iterator[Mesh]:
                 yield Mesh(pipeline=stages, data=ranks // tensor // stages, tensor=tensor)
 
 
-def whole(strategy: str, question: Question) -> Infeasible | None:
+def whole(strategy: str, question: PlanRequest) -> InfeasiblePlan | None:
     """Why a model cannot run in stages, whatever they are."""
     refusal = question.alone(strategy) or question.without_engine(strategy)
     if refusal:
@@ -73,23 +72,25 @@ def whole(strategy: str, question: Question) -> Infeasible | None:
     elif question.pins.mesh and question.pins.mesh.pipeline > question.profile.most_stages:
         reason = f"{question.pins.mesh.pipeline} stages for {_counted(question)}"
         hint = f"use pp={question.profile.most_stages} or fewer"
-    return Infeasible(strategy=strategy, reason=reason, hint=hint) if reason else None
+    return InfeasiblePlan(strategy=strategy, reason=reason, hint=hint) if reason else None
 
 
-def indivisible(strategy: str, question: Question) -> Infeasible:
+def indivisible(strategy: str, question: PlanRequest) -> InfeasiblePlan:
     """No number of stages that the ranks allow can be made of the layers."""
     reason = f"a model of {_counted(question)} cannot be divided for {question.ranks} ranks"
-    return Infeasible(strategy=strategy, reason=reason, hint="build the model of more modules, or use fewer workers")
+    return InfeasiblePlan(
+        strategy=strategy, reason=reason, hint="build the model of more modules, or use fewer workers"
+    )
 
 
-def _counted(question: Question) -> str:
+def _counted(question: PlanRequest) -> str:
     """Layers that may be stages, in words."""
     most, layers = question.profile.most_stages, len(question.profile.layers)
     counted = "one layer" if most == 1 else f"{most} layers"
     return counted if most == layers else f"{counted} that {'is' if most == 1 else 'are'} trained, of {layers}"
 
 
-def _plans(question: Question, mesh: Mesh, schedule: str, chunks: int) -> Iterator[Plan]:
+def _plans(question: PlanRequest, mesh: Mesh, schedule: str, chunks: int) -> Iterator[Plan]:
     engine = engine_for(ENGINES, question)
     plain = question.plan("pipeline", engine, mesh, schedule=schedule, chunks=chunks)
     yield replace(plain, notes=(*plain.notes, STALE)) if plain.streamed else plain

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from trainwright.core.plan import Infeasible, Mesh, Plan
-from trainwright.strategies.search.plan_request import Question, engine_for
+from trainwright.core.plan import InfeasiblePlan, Mesh, Plan
+from trainwright.strategies.search.plan_request import PlanRequest, engine_for
 
 FRAMEWORKS = ("torch",)
 ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.engines.fsdp:Sharded"}
 OFFLOADS = True
 
 
-def propose(question: Question) -> Iterator[Plan | Infeasible]:
+def propose(question: PlanRequest) -> Iterator[Plan | InfeasiblePlan]:
     """Each stage of ZeRO over all ranks, and hybrid shard: ZeRO-3 inside a node, replicas between nodes.
 
     No engine divides the optimizer's state alone (ZeRO-1). Host memory holds ZeRO-2's and 3's (Ren et al., 2021).
@@ -24,7 +24,7 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
         return
     if ranks == 1:
         hint = "wait until there is room for two"
-        yield Infeasible(strategy="sharded", reason="there is room for one worker only now", hint=hint)
+        yield InfeasiblePlan(strategy="sharded", reason="there is room for one worker only now", hint=hint)
         return
     for zero in (2, 3) if question.offload else (1, 2, 3):
         own = engine if zero > 1 else ""
@@ -33,7 +33,7 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
         yield question.plan("sharded", engine, mesh, zero=3, offload=question.offload)
 
 
-def _hybrid(question: Question) -> Iterator[Mesh]:
+def _hybrid(question: PlanRequest) -> Iterator[Mesh]:
     """The mesh that the job pins, or with the parts inside a node."""
     pinned, inside = question.pins.mesh, question.per_node
     mesh = pinned or Mesh(data=question.ranks // inside, shard=inside)

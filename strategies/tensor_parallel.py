@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from trainwright.core.plan import Infeasible, Mesh, Plan
-from trainwright.strategies.search.plan_request import Question, divisors, engine_for
+from trainwright.core.plan import InfeasiblePlan, Mesh, Plan
+from trainwright.strategies.search.plan_request import PlanRequest, divisors, engine_for
 
 FRAMEWORKS = ("torch",)
 ENGINES: Mapping[str, str] = {"torch": "trainwright.strategies.torch.engines.tensor_parallel:TensorParallel"}
 SHARDED: Mapping[str, str] = {"torch": "trainwright.strategies.torch.engines.fsdp:Sharded"}
 
 
-def propose(question: Question) -> Iterator[Plan | Infeasible]:
+def propose(question: PlanRequest) -> Iterator[Plan | InfeasiblePlan]:
     """Degrees that divide the heads and fit a node, alone, with replicas and with ZeRO over these.
 
     No engine divides the optimizer's state alone (ZeRO-1).
@@ -43,7 +43,7 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
                 yield question.plan("tensor_parallel", sharded, pinned, zero=3)
 
 
-def degrees(question: Question) -> Iterator[int]:
+def degrees(question: PlanRequest) -> Iterator[int]:
     """Tensor degrees that this model, how it is compiled and a node allow."""
     profile = question.profile
     if question.compile == "inductor" or profile.indivisible or not any(layer.splits for layer in profile.layers):
@@ -52,7 +52,7 @@ def degrees(question: Question) -> Iterator[int]:
     yield from (each for each in divisors(question.per_node) if not profile.heads % each)
 
 
-def _indivisible(question: Question) -> Infeasible:
+def _indivisible(question: PlanRequest) -> InfeasiblePlan:
     heads, per_node = question.profile.heads, question.per_node
     reason = "no layer of this model is known to be divisible"
     hint = "use data parallelism or a pipeline"
@@ -63,14 +63,14 @@ def _indivisible(question: Question) -> Infeasible:
         reason, hint = question.profile.indivisible, "use sharded or data parallelism, or a pipeline"
     if question.compile == "inductor":
         reason, hint = 'compile="inductor" was not tried with it', "leave compile out, or use tp=1"
-    return Infeasible(strategy="tensor_parallel", reason=reason, hint=hint)
+    return InfeasiblePlan(strategy="tensor_parallel", reason=reason, hint=hint)
 
 
-def _across_nodes(question: Question) -> Infeasible | None:
+def _across_nodes(question: PlanRequest) -> InfeasiblePlan | None:
     """Tensor ranks exchange something in every layer, for which the network between nodes is too slow."""
     tensor, per_node = question.pins.mesh.tensor if question.pins.mesh else 1, question.per_node
     if tensor <= per_node:
         return None
     reason = f"tp={tensor} is more than the {per_node} devices of a node"
     hint = f"use tp={per_node} or less, and a pipeline or ZeRO over the nodes"
-    return Infeasible(strategy="tensor_parallel", reason=reason, hint=hint)
+    return InfeasiblePlan(strategy="tensor_parallel", reason=reason, hint=hint)

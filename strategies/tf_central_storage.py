@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.core.plan import Infeasible, Plan
-from trainwright.strategies.search.plan_request import Question, engine_for
+from trainwright.core.plan import InfeasiblePlan, Plan
+from trainwright.strategies.search.plan_request import PlanRequest, engine_for
 from trainwright.strategies.tf_mirrored import one_node
 
 FRAMEWORKS = ("tensorflow",)
@@ -13,6 +13,6 @@ ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.central_storage:Cent
 NO_FIT = "Keras' fit trains right with central storage, but reports wrong metrics"
 
 
-def propose(question: Question) -> Iterator[Plan | Infeasible]:
+def propose(question: PlanRequest) -> Iterator[Plan | InfeasiblePlan]:
     """A data rank for each device of one node."""
     yield one_node("tf_central_storage", engine_for(ENGINES, question), question)

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainwright.core.plan import Infeasible, Plan
+from trainwright.core.plan import InfeasiblePlan, Plan
 from trainwright.strategies.one_device import one_worker
-from trainwright.strategies.search.plan_request import Question, engine_for
+from trainwright.strategies.search.plan_request import PlanRequest, engine_for
 
 FRAMEWORKS = ("tensorflow",)
 ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.mirrored:Mirrored"}
 FIT = "trainwright.strategies.tensorflow.keras_fit:FitMirrored"
 
 
-def propose(question: Question) -> Iterator[Plan | Infeasible]:
+def propose(question: PlanRequest) -> Iterator[Plan | InfeasiblePlan]:
     """A data rank for each device of one node."""
     if question.run == "fit" and question.batch_size % question.own_devices:
         reason = f"Keras' fit would weigh the rows of batch_size={question.batch_size} differently on each device"
-        yield Infeasible(strategy="tf_mirrored", reason=reason, hint="use a batch_size that the devices divide")
+        yield InfeasiblePlan(strategy="tf_mirrored", reason=reason, hint="use a batch_size that the devices divide")
         return
     engine = FIT if question.run == "fit" else engine_for(ENGINES, question)
     yield one_node("tf_mirrored", engine, question)
 
 
-def one_node(strategy: str, engine: str, question: Question) -> Plan | Infeasible:
+def one_node(strategy: str, engine: str, question: PlanRequest) -> Plan | InfeasiblePlan:
     """A plan for one worker with all devices of its node."""
     devices = question.own_devices
     if devices == 1:
         hint = "use tf_one_device; on a CPU, devices=2 makes two logical ones"
-        return Infeasible(strategy=strategy, reason="there is one device on a node", hint=hint)
+        return InfeasiblePlan(strategy=strategy, reason="there is one device on a node", hint=hint)
     return one_worker(strategy, engine, question, devices)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
-from trainwright.core.plan import Infeasible, Mesh, Plan
-from trainwright.strategies.search.plan_request import Question, engine_for
+from trainwright.core.plan import InfeasiblePlan, Mesh, Plan
+from trainwright.strategies.search.plan_request import PlanRequest, engine_for
 
 FRAMEWORKS = ("tensorflow",)
 ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.ps.parameter_server:ParameterServer"}
@@ -26,7 +26,7 @@ AGAIN = (
 ENDS = "a server's or the chief's death sends all back to the last checkpoint"
 
 
-def propose(question: Question) -> Iterator[Plan | Infeasible]:
+def propose(question: PlanRequest) -> Iterator[Plan | InfeasiblePlan]:
     """A worker on each rank, and beside them a chief and servers, on CPUs alone."""
     refusal = refused(question)
     if refusal:
@@ -39,7 +39,7 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
     yield plan.noted(STALE, CLIPPED, AGAIN, ENDS)
 
 
-def servers_of(question: Question) -> int:
+def servers_of(question: PlanRequest) -> int:
     """As the job says; else one for each node, whose links they share, while each has enough to send.
 
     More servers than workers would wait for each other's requests, and more than one on a node share its link.
@@ -49,26 +49,28 @@ def servers_of(question: Question) -> int:
     return pinned or max(1, min(len(question.cluster.nodes), question.ranks, worth))
 
 
-def refused(question: Question) -> Infeasible | None:
+def refused(question: PlanRequest) -> InfeasiblePlan | None:
     """Why it cannot be; None where it can."""
     name, choices = "tf_parameter_server", question.pins.choices
     if question.devices not in (None, 1):
         hint = "leave devices out: each worker has one"
-        return Infeasible(strategy=name, reason=f"devices={question.devices} is pinned", hint=hint)
+        return InfeasiblePlan(strategy=name, reason=f"devices={question.devices} is pinned", hint=hint)
     if question.tf_config == "environment":
         hint = "leave tf_config out: the chief learns where the others listen"
-        return Infeasible(strategy=name, reason="its addresses are chosen as processes start", hint=hint)
+        return InfeasiblePlan(strategy=name, reason="its addresses are chosen as processes start", hint=hint)
     if question.compile == "eager":
-        return Infeasible(strategy=name, reason="its workers run compiled functions", hint='leave compile="eager" out')
+        return InfeasiblePlan(
+            strategy=name, reason="its workers run compiled functions", hint='leave compile="eager" out'
+        )
     if question.profile.loss_scale:
         hint = "use mixed_bfloat16, or another strategy"
-        return Infeasible(strategy=name, reason="mixed_float16 scales the loss of whole steps", hint=hint)
+        return InfeasiblePlan(strategy=name, reason="mixed_float16 scales the loss of whole steps", hint=hint)
     if choices.get("consistency", "async") != "async":
         hint = 'set consistency="async" or leave it out; tf_multi_worker_mirrored steps together'
         reason = f"consistency={choices['consistency']!r}: TensorFlow's servers apply each update at once"
-        return Infeasible(strategy=name, reason=reason, hint=hint)
+        return InfeasiblePlan(strategy=name, reason=reason, hint=hint)
     if choices.get("wire", "full") != "full" or choices.get("local_steps", 1) > 1:
-        return Infeasible(
+        return InfeasiblePlan(
             strategy=name,
             reason="TensorFlow sends whole gradients of each share",
             hint="leave wire and local_steps out",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainwright.core.plan import Infeasible, Mesh, Plan
-from trainwright.strategies.search.plan_request import Question
+from trainwright.core.plan import InfeasiblePlan, Mesh, Plan
+from trainwright.strategies.search.plan_request import PlanRequest
 
 FRAMEWORKS = ("tensorflow",)
 ENGINE, NAMED = "trainwright.strategies.tensorflow.tpu:TPU", "trainwright.strategies.tensorflow.tpu:NamedTPU"
@@ -16,7 +16,7 @@ UNVERIFIED = "not verified on hardware: its parts were tested without a TPU"
 STATIC = "every micro-batch has the same number of rows: what is short is filled with rows of weight 0"
 
 
-def propose(question: Question) -> Iterator[Plan | Infeasible]:
+def propose(question: PlanRequest) -> Iterator[Plan | InfeasiblePlan]:
     """A worker on each host of one slice; the first steps for all."""
     refusal = refused(question)
     if refusal:
@@ -32,23 +32,25 @@ def propose(question: Question) -> Iterator[Plan | Infeasible]:
     yield replace(plan, placement=replace(plan.placement, head=head)).noted(UNVERIFIED, STATIC)
 
 
-def refused(question: Question) -> Infeasible | None:
+def refused(question: PlanRequest) -> InfeasiblePlan | None:
     """Why it cannot be; None where it can."""
     name, cluster = "tf_tpu", question.cluster
     if cluster.accelerator != "TPU":
-        return Infeasible(strategy=name, reason="the cluster has no TPU", hint="add nodes with Ray's resource TPU")
+        return InfeasiblePlan(strategy=name, reason="the cluster has no TPU", hint="add nodes with Ray's resource TPU")
     old = [kind for kind in cluster.kinds if kind.upper().startswith(TWO_CORES)]
     if old:
         reason = f"each chip of a {old[0]} is two devices to TensorFlow, and one to Ray"
-        return Infeasible(strategy=name, reason=reason, hint="use a TPU v4 or later")
+        return InfeasiblePlan(strategy=name, reason=reason, hint="use a TPU v4 or later")
     if question.elastic:
         hint = "leave min_workers and max_workers out"
-        return Infeasible(strategy=name, reason="a slice has as many hosts as it has", hint=hint)
+        return InfeasiblePlan(strategy=name, reason="a slice has as many hosts as it has", hint=hint)
     hosts = question.workers or len(cluster.nodes)
     if hosts > 1 and not question.tpu:
         hint = "name the slice: tpu=, or set workers=1 for the chips of one host"
-        return Infeasible(strategy=name, reason=f"the chips of {hosts} hosts are found by the slice's name", hint=hint)
+        return InfeasiblePlan(
+            strategy=name, reason=f"the chips of {hosts} hosts are found by the slice's name", hint=hint
+        )
     if hosts > 1 and hosts != len(cluster.nodes):
         reason = f"workers={hosts} is pinned, and the slice has {len(cluster.nodes)} hosts"
-        return Infeasible(strategy=name, reason=reason, hint=f"set workers={len(cluster.nodes)} or leave it out")
+        return InfeasiblePlan(strategy=name, reason=reason, hint=f"set workers={len(cluster.nodes)} or leave it out")
     return question.unequal(name, hosts * question.own_devices)

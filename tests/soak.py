@@ -32,20 +32,19 @@ import trainwright as tw
 from tests.support import namespaces, processes, ray_clusters, s3_server, torch_jobs
 from tests.support.finished_runs import final_state
 from tests.support.sample_counts import account_of
+from trainwright.chaos_testing import chaos_report as v
 from trainwright.chaos_testing import experiment
-from trainwright.chaos_testing import verdict as v
-from trainwright.chaos_testing.fault_catalogue import CATALOGUE, Fault
-from trainwright.chaos_testing.fault_schedule import Strike, every
-from trainwright.chaos_testing.leak_check import Surroundings
-from trainwright.chaos_testing.run_observer import Course
-from trainwright.chaos_testing.verdict_view import as_data
+from trainwright.chaos_testing.chaos_report import as_data
+from trainwright.chaos_testing.experiment import HostSnapshot
+from trainwright.chaos_testing.fault_schedule import CATALOGUE, FaultType, ScheduledFault, random_schedule
+from trainwright.chaos_testing.run_observer import ObservedRun
 from trainwright.core.events import Event, Formed, RunStarted, Steps
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
-from trainwright.storage.store import open_store
 
 CUTS = (
-    Fault(name="glitch", does="the link between the hosts is cut for a moment", target="link", seconds=1.5),
-    Fault(name="cut", does="the link between the hosts is cut until one is lost", target="link", seconds=9.0),
+    FaultType(name="glitch", does="the link between the hosts is cut for a moment", target="link", seconds=1.5),
+    FaultType(name="cut", does="the link between the hosts is cut until one is lost", target="link", seconds=9.0),
 )
 # A host joins the cluster whose address and credentials a file tells, and again whenever it was lost.
 JOIN = """
@@ -88,10 +87,10 @@ class Task:
         return math.ceil(self.count * self.every_s / PACE_S / STEPS_PER_EPOCH) + SPARE_EPOCHS
 
     @property
-    def strikes(self) -> tuple[Strike, ...]:
+    def strikes(self) -> tuple[ScheduledFault, ...]:
         """The schedule."""
         by_name = {fault.name: fault for fault in (*CATALOGUE, *CUTS)}
-        return every([by_name[name] for name in self.faults], self.seed, self.every_s, self.count)
+        return random_schedule([by_name[name] for name in self.faults], self.seed, self.every_s, self.count)
 
 
 def job(task: Task, storage: str, pace: Path) -> tw.Job:
@@ -104,7 +103,7 @@ def job(task: Task, storage: str, pace: Path) -> tw.Job:
 
     return torch_jobs.job(
         storage, name="soak", step=step, batch_size=BATCH, epochs=task.epochs, checkpoint_steps=CHECKPOINT_STEPS,
-        spares=1, hang_deadline_s=5.0, failures=experiment.FAILURES,
+        spares=1, hang_deadline_s=5.0, failures=experiment.FAILURE_BUDGET,
     )  # fmt: skip
 
 
@@ -112,23 +111,24 @@ def soak(task: Task, storage: str, folder: Path) -> dict[str, Any]:
     """Train unbroken and under faults; what came of it, with all that is wrong under `wrong`."""
     pace = folder / "pace"
     made = job(task, storage, pace)
-    with experiment.scratch(storage) as bench:
-        unbroken = experiment.train(made, "unbroken", bench)
+    with experiment.scratch_storage(storage) as bench:
+        unbroken = experiment.run_job(made, "unbroken", bench)
         assert not unbroken.error, unbroken.error
         pace.touch()
-        before = Surroundings.now()
+        before = HostSnapshot.now()
         link = namespaces.OwnEnd() if task.told else None
-        broken = experiment.train(made, "chaos", bench, strikes=task.strikes, link=link, spent=pace.unlink, say=say)
-        names = [experiment.named(made, suffix) for suffix in ("unbroken", "chaos")]
-        wrong = list(experiment.left_by(broken, before, names[1], bench)) + living_actors()
-        finals = [bench.final(names[0]), v.Final() if broken.error else bench.final(names[1])]
-        differing, since = v.differences(unbroken, finals[0], broken, finals[1])
+        broken = experiment.run_job(made, "chaos", bench, strikes=task.strikes, link=link, spent=pace.unlink, say=say)
+        names = [experiment.run_name(made, suffix) for suffix in ("unbroken", "chaos")]
+        wrong = list(experiment.leaks_of(broken, before, names[1], bench)) + living_actors()
+        finals = [bench.final(names[0]), v.FinalCheckpoint() if broken.error else bench.final(names[1])]
+        differing, since = v.compare_runs(unbroken, finals[0], broken, finals[1])
         if not broken.error:
             wrong += miscounted(bench.storage, names[1], task) + uncommitted(bench.storage, names[1], broken)
-    history = v.history_of(broken)
-    found = v.Verdict(
+    history = v.run_history(broken)
+    found = v.ChaosReport(
         job=made.name, seed=task.seed, steps=history.start.total_steps, differences=differing, since_step=since,
-        costs=v.costs(broken), missed=broken.missed, goodput=v.goodput(broken), unbroken_goodput=v.goodput(unbroken),
+        costs=v.fault_costs(broken), missed=broken.missed, goodput=v.goodput(broken),
+        unbroken_goodput=v.goodput(unbroken),
         seconds=v.elapsed_s(broken), unbroken_seconds=v.elapsed_s(unbroken),
     )  # fmt: skip
     wrong += [f"in the bucket: {path}" for path, _ in open_store(storage).list()]
@@ -143,7 +143,7 @@ def miscounted(storage: str, run: str, task: Task) -> list[str]:
     return [f"sample {row} counted {times[row]:.3f} times in {task.epochs} epochs" for row in bad[:10]]
 
 
-def uncommitted(storage: str, run: str, course: Course) -> list[str]:
+def uncommitted(storage: str, run: str, course: ObservedRun) -> list[str]:
     """Steps that the committed history lacks or holds twice: each generation goes on exactly where it begins.
 
     A driver that takes workers over tells what storage lacks of the one before, though that may have told it here.

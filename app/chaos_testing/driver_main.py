@@ -18,7 +18,7 @@ from trainwright.core.events import Event
 from trainwright.runtime.run_handle import Run
 
 
-class Teller:
+class _EventWriter:
     """Writes events to a pipe; when nobody reads it any longer, the run is ended."""
 
     def __init__(self, run: Run, pipe: int) -> None:
@@ -36,25 +36,25 @@ class Teller:
         """Nothing: the process ends soon."""
 
 
-def write_order(path: Path, job: bytes) -> None:
+def write_job_file(path: Path, job: bytes) -> None:
     """What the process needs: a packed job, and beside it where the user's modules are."""
     path.write_bytes(job)
     path.with_suffix(".path").write_text(json.dumps(sys.path))
 
 
-def main(order: Path, pipe: int) -> int:
+def _main(order: Path, pipe: int) -> int:
     """Train to the end; 0 when the run is done."""
     os.set_inheritable(pipe, False)
     wanted: list[str] = json.loads(order.with_suffix(".path").read_text())
     sys.path += [entry for entry in wanted if entry not in sys.path]
     from trainwright import api
-    from trainwright.runtime.signals import stopping
-    from trainwright.worker.job_pickle import unpack
+    from trainwright.runtime.run_handle import stop_on_signals
+    from trainwright.worker.worker_config import unpickle_job
 
     try:
-        run = api.start(unpack(order.read_bytes()))
-        run.listen(Teller(run, pipe))
-        with stopping(run):
+        run = api.start(unpickle_job(order.read_bytes()))
+        run.listen(_EventWriter(run, pipe))
+        with stop_on_signals(run):
             while not run.wait(timeout_s=0.5):
                 continue
     except TrainwrightError as error:
@@ -64,4 +64,4 @@ def main(order: Path, pipe: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(_main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -11,16 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
-from trainwright.cli.chaos import chaos
-from trainwright.cli.data import data as data_commands
-from trainwright.cli.doctor import doctor
-from trainwright.cli.init import init
-from trainwright.cli.simulate import simulate
-from trainwright.cli.submit import submit
-from trainwright.core.errors import JobError, Stopped, TrainwrightError, nearest
-from trainwright.core.redaction import without_secrets
-from trainwright.core.terminal_text import printable
-from trainwright.submit.credential_handoff import arrived
+from trainwright.cli.cluster_commands import doctor, init
+from trainwright.cli.data_commands import data as data_commands
+from trainwright.cli.plan_commands import simulate
+from trainwright.cli.run_commands import chaos, submit
+from trainwright.core.errors import JobError, Stopped, TrainwrightError, escape_control_characters, nearest
+from trainwright.core.redaction import redact
+from trainwright.submit.job_credentials import received_credentials
 
 app = typer.Typer(
     name="trainwright",
@@ -36,35 +33,35 @@ app.command()(init)
 app.command()(simulate)
 app.command()(submit)
 
-WIDTH = 120  # of tables in files and pipes
+_WIDTH = 120  # of tables in files and pipes
 
-JobFile = Annotated[str, typer.Argument(metavar="FILE.py", help="A job file: Python with a trainwright.Job in it.")]
-Overrides = Annotated[
+_JobFile = Annotated[str, typer.Argument(metavar="FILE.py", help="A job file: Python with a trainwright.Job in it.")]
+_Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job.")
 ]
-Strategy = Annotated[str | None, typer.Option(help="Pin a strategy.")]
-Workers = Annotated[int | None, typer.Option(help="Pin the number of workers.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on although the job was changed.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Begin the run of this name again.")]
-Student = Annotated[str | None, typer.Option(metavar="NAME", help="Of the file's distillation: this student alone.")]
-Storage = Annotated[str, typer.Option(help="Where the runs are: a folder or a URI.")]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show Ray's own output and every checkpoint.")]
+_Strategy = Annotated[str | None, typer.Option(help="Pin a strategy.")]
+_Workers = Annotated[int | None, typer.Option(help="Pin the number of workers.")]
+_Resume = Annotated[bool, typer.Option("--resume", help="Go on although the job was changed.")]
+_Fresh = Annotated[bool, typer.Option("--fresh", help="Begin the run of this name again.")]
+_Student = Annotated[str | None, typer.Option(metavar="NAME", help="Of the file's distillation: this student alone.")]
+_Storage = Annotated[str, typer.Option(help="Where the runs are: a folder or a URI.")]
+_RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show Ray's own output and every checkpoint.")]
 
 
 @app.command()
 def fit(
-    file: JobFile,
-    overrides: Overrides = None,
-    strategy: Strategy = None,
-    workers: Workers = None,
-    resume: Resume = False,
-    fresh: Fresh = False,
+    file: _JobFile,
+    overrides: _Overrides = None,
+    strategy: _Strategy = None,
+    workers: _Workers = None,
+    resume: _Resume = False,
+    fresh: _Fresh = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Drive the run from the cluster and return at once.")
     ] = False,
-    verbose: Verbose = False,
+    verbose: _Verbose = False,
 ) -> None:
     """Plan, provision, train, recover, report. The same command resumes a run that was stopped."""
     from trainwright import api
@@ -77,7 +74,7 @@ def fit(
     run = api.fit(_job(file, overrides, strategy, workers), resume=resume, fresh=fresh, verbose=verbose)
     if run.state == "stopped":
         raise typer.Exit(128 + (run.signal or signal.SIGINT))
-    _tell_where(run, file, overrides or [])
+    _print_result(run, file, overrides or [])
 
 
 @app.command()
@@ -87,33 +84,33 @@ def distill(
         list[str] | None,
         typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of it, of the student's job, of the loss."),
     ] = None,
-    strategy: Strategy = None,
-    workers: Workers = None,
-    resume: Resume = False,
-    fresh: Fresh = False,
-    verbose: Verbose = False,
+    strategy: _Strategy = None,
+    workers: _Workers = None,
+    resume: _Resume = False,
+    fresh: _Fresh = False,
+    verbose: _Verbose = False,
 ) -> None:
     """Train students on what teachers say, and judge them beside these. The same command resumes what was stopped."""
     from trainwright import api
     from trainwright.distillation.distilled_run import DistilledRun
     from trainwright.planning.job_file import load_distillation
 
-    found = load_distillation(file, _pinned(overrides, strategy, workers))
+    found = load_distillation(file, _with_pins(overrides, strategy, workers))
     done: Any = api.distill(found, resume=resume, fresh=fresh, verbose=verbose)
     if getattr(done, "state", "done") == "stopped":
         raise typer.Exit(128 + (done.signal or signal.SIGINT))
     if isinstance(done, DistilledRun):
-        _tell_students(done, file, overrides or [])
+        _print_student_results(done, file, overrides or [])
     else:
         print(done)
 
 
 @app.command()
 def plan(
-    file: JobFile,
-    overrides: Overrides = None,
-    strategy: Strategy = None,
-    workers: Workers = None,
+    file: _JobFile,
+    overrides: _Overrides = None,
+    strategy: _Strategy = None,
+    workers: _Workers = None,
     cluster: Annotated[
         str | None,
         typer.Option(metavar="NxGxKIND", help="One that is not there: 128x8xH100-80GB, 4x8xA100-80GB@800Gb."),
@@ -138,24 +135,26 @@ def plan(
         str | None, typer.Option(metavar="PLAN.json", help="Write the plan: --set plan=PLAN.json asks for it again.")
     ] = None,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write it as a page, with pictures.")] = None,
-    as_json: AsJson = False,
+    as_json: _AsJson = False,
 ) -> None:
     """Show the chosen plan and the rejected ones, with reasons. Of a distillation the ways are tried first."""
     from dataclasses import asdict
 
     from trainwright import api
-    from trainwright.cli.plan_options import wishes_of, write_page
+    from trainwright.cli.plan_commands import plan_arguments, write_html
     from trainwright.planning import job_file
-    from trainwright.planning.plan_file import write_plan
+    from trainwright.planning.planner import write_plan
 
     given = {
         "aim": aim, "price": price, "mtbf_hours": mtbf, "critical_batch": critical_batch, "batch_sizes": batch_sizes,
     }  # fmt: skip
-    answer: Any = api.plan(job_file.load(file, _pinned(overrides, strategy, workers)), **wishes_of(cluster, given, out))
+    answer: Any = api.plan(
+        job_file.load(file, _with_pins(overrides, strategy, workers)), **plan_arguments(cluster, given, out)
+    )
     if out:
         write_plan(out, answer)
     if html:
-        write_page(answer, html)
+        write_html(answer, html)
     if as_json:
         _print_json(asdict(answer))
     else:
@@ -169,26 +168,26 @@ def probe(
     ] = False,
 ) -> None:
     """Measure accelerators that nothing is known of; prints lines for a job file, so that plans know them."""
-    from trainwright.planning.probe_accelerators import as_python
-    from trainwright.planning.probe_accelerators import probe as measure
+    from trainwright.planning.profiler import benchmark_accelerators as measure
+    from trainwright.planning.profiler import format_as_python
 
     found = measure(everything=everything)
     if not found:
         print("the cluster has no accelerator that is not in the table; --all measures those as well", file=sys.stderr)
         return
-    print("from trainwright.core.accelerators import ACCELERATORS, Accelerator\n")
-    print("\n".join(map(as_python, found)))
+    print("from trainwright.core.cluster import ACCELERATORS, Accelerator\n")
+    print("\n".join(map(format_as_python, found)))
 
 
 @app.command()
 def evaluate(
-    file: JobFile,
-    overrides: Overrides = None,
-    student: Student = None,
+    file: _JobFile,
+    overrides: _Overrides = None,
+    student: _Student = None,
     step: Annotated[int | None, typer.Option(help="The checkpoint at this step; by default the newest.")] = None,
     here: Annotated[bool, typer.Option("--here", help="In this process on one CPU.")] = False,
-    verbose: Verbose = False,
-    as_json: AsJson = False,
+    verbose: _Verbose = False,
+    as_json: _AsJson = False,
 ) -> None:
     """Loss and metrics of a run's checkpoint over the job's evaluation set.
 
@@ -205,10 +204,10 @@ def evaluate(
 
 @app.command()
 def export(
-    file: JobFile,
+    file: _JobFile,
     path: Annotated[str, typer.Argument(metavar="PATH", help="By its ending: see below.")],
-    overrides: Overrides = None,
-    student: Student = None,
+    overrides: _Overrides = None,
+    student: _Student = None,
     step: Annotated[int | None, typer.Option(help="The checkpoint at this step; by default the newest.")] = None,
 ) -> None:
     """Write a run's model for use elsewhere.
@@ -222,15 +221,15 @@ def export(
 
 @app.command()
 def predict(
-    file: JobFile,
+    file: _JobFile,
     to: Annotated[str, typer.Option(metavar="PATH", help="Folder of the predictions: a folder or a URI.")],
     data: Annotated[
         str | None, typer.Option(metavar="PATH", help="Parquet files; by default the job's evaluation set.")
     ] = None,
     columns: Annotated[list[str] | None, typer.Option("--column", help="An output wanted; by default all.")] = None,
     keep: Annotated[list[str] | None, typer.Option("--keep", help="A column of the data to write too.")] = None,
-    overrides: Overrides = None,
-    student: Student = None,
+    overrides: _Overrides = None,
+    student: _Student = None,
     step: Annotated[int | None, typer.Option(help="The checkpoint at this step; by default the newest.")] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Workers of a pool; by default what the cluster has room for.")
@@ -238,8 +237,8 @@ def predict(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows given to the model at once.")] = None,
     range_rows: Annotated[int | None, typer.Option(min=1, help="Rows of a part, at most.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Compute again what the folder holds.")] = False,
-    verbose: Verbose = False,
-    as_json: AsJson = False,
+    verbose: _Verbose = False,
+    as_json: _AsJson = False,
 ) -> None:
     """Write the model's outputs for every row of a data set. The same command goes on where it was stopped.
 
@@ -261,63 +260,63 @@ def predict(
 
 
 @app.command()
-def runs(storage: Storage = "runs", as_json: AsJson = False) -> None:
+def runs(storage: _Storage = "runs", as_json: _AsJson = False) -> None:
     """List the runs of a storage."""
     from trainwright.reporting import run_views
 
-    _show(run_views.runs(storage), as_json)
+    _show(run_views.runs_view(storage), as_json)
 
 
 @app.command()
-def show(run: RunName, storage: Storage = "runs", as_json: AsJson = False) -> None:
+def show(run: _RunName, storage: _Storage = "runs", as_json: _AsJson = False) -> None:
     """State, plan, progress, metrics, checkpoints and failures of a run."""
     from trainwright.reporting import run_views
 
-    _show(run_views.show(storage, run), as_json)
+    _show(run_views.run_view(storage, run), as_json)
 
 
 @app.command()
 def logs(
-    run: RunName,
-    storage: Storage = "runs",
+    run: _RunName,
+    storage: _Storage = "runs",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
-    as_json: AsJson = False,
+    as_json: _AsJson = False,
 ) -> None:
     """What happened in a run, line by line."""
     from trainwright.reporting import run_views
 
-    for line in run_views.logs(storage, run, follow=follow, as_json=as_json):
+    for line in run_views.log_lines(storage, run, follow=follow, as_json=as_json):
         print(line, flush=follow)
 
 
 def main() -> None:
     """Entry of the console script: errors of ours in plain words, exit 2 for a wrong job and 1 for a failed run."""
     try:
-        with arrived():
+        with received_credentials():
             app()
     except JobError as error:
-        _die(error, 2)
+        _exit_with_error(error, 2)
     except Stopped as error:
-        _die(error, 128 + error.signal)
+        _exit_with_error(error, 128 + error.signal)
     except TrainwrightError as error:
-        _die(error, 1)
+        _exit_with_error(error, 1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
 
 
-def _die(error: TrainwrightError, code: int) -> None:
-    from trainwright.cli.plan_options import as_options
+def _exit_with_error(error: TrainwrightError, code: int) -> None:
+    from trainwright.cli.plan_commands import with_option_names
 
-    error.remedy = as_options(error.remedy)
-    print(printable(without_secrets(f"error: {error}")), file=sys.stderr)
+    error.remedy = with_option_names(error.remedy)
+    print(escape_control_characters(redact(f"error: {error}")), file=sys.stderr)
     sys.exit(code)
 
 
 def _job(file: str, overrides: list[str] | None, strategy: str | None, workers: int | None) -> Any:
     from trainwright.planning.job_file import load_job
 
-    return load_job(file, _pinned(overrides, strategy, workers))
+    return load_job(file, _with_pins(overrides, strategy, workers))
 
 
 def _trained(file: str, overrides: list[str] | None, student: str | None) -> Any:
@@ -333,7 +332,7 @@ def _trained(file: str, overrides: list[str] | None, student: str | None) -> Any
     return found[student].job
 
 
-def _pinned(overrides: list[str] | None, strategy: str | None, workers: int | None) -> list[str]:
+def _with_pins(overrides: list[str] | None, strategy: str | None, workers: int | None) -> list[str]:
     """All overrides."""
     pinned = [f"strategy={strategy}"] if strategy is not None else []
     pinned += [f"workers={workers}"] if workers is not None else []
@@ -346,41 +345,41 @@ def _show(view: Any, as_json: bool) -> None:
     if as_json:
         _print_json(view.data)
     else:
-        Console(width=None if sys.stdout.isatty() else WIDTH).print(view)
+        Console(width=None if sys.stdout.isatty() else _WIDTH).print(view)
 
 
 def _print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, default=str))
 
 
-def _tell_where(run: Any, file: str, overrides: list[str]) -> None:
+def _print_result(run: Any, file: str, overrides: list[str]) -> None:
     """Where everything is, and how to use the model."""
-    from trainwright.inference.evaluate import how_to_load
+    from trainwright.inference.trained_model import loading_code
 
     again = "".join(f" --set {shlex.quote(item)}" for item in overrides)
     lines = [
-        *_told(run),
-        f"model        {how_to_load(file, overrides)}",
+        *_result_lines(run),
+        f"model        {loading_code(file, overrides)}",
         f"evaluate     trainwright evaluate {shlex.quote(file)}{again}",
     ]
     print("\n".join(lines))
 
 
-def _tell_students(run: Any, file: str, overrides: list[str]) -> None:
+def _print_student_results(run: Any, file: str, overrides: list[str]) -> None:
     """The same of a distillation."""
-    from trainwright.distillation.distilled_run import how_to_load
+    from trainwright.distillation.distilled_run import student_loading_code
 
     again = "".join(f" --set {shlex.quote(item)}" for item in overrides)
     name = next(iter(run.students))
     lines = [
-        *_told(run),
-        f"model        {how_to_load(file, overrides)}",
+        *_result_lines(run),
+        f"model        {student_loading_code(file, overrides)}",
         f"evaluate     trainwright evaluate {shlex.quote(file)}{again} --student {name}",
     ]
     print("\n".join(lines))
 
 
-def _told(run: Any) -> list[str]:
+def _result_lines(run: Any) -> list[str]:
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in run.metrics.items())
     return [
         f"result       {metrics or 'no evaluation set'}",

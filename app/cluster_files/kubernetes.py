@@ -5,44 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import metadata
 
-from trainwright.cluster_files import ray_start, secret_scan
-from trainwright.cluster_files.clouds import image_findings
-from trainwright.cluster_files.node_groups import Group, room
-from trainwright.cluster_files.requirement import Need
-from trainwright.cluster_files.schema import closest, misfits, shapes
-from trainwright.cluster_files.yaml_tree import Item
-from trainwright.core.finding import Finding
+from trainwright.cluster_files import ray_start, yaml_checks
+from trainwright.cluster_files.node_groups import Need, NodeGroup, room
+from trainwright.cluster_files.ray_up import image_findings
+from trainwright.cluster_files.yaml_checks import YamlItem, closest, load_schema, schema_findings
+from trainwright.core.errors import Finding
 
-KINDS = {"RayCluster": "raycluster", "RayJob": "rayjob"}
+_KINDS = {"RayCluster": "raycluster", "RayJob": "rayjob"}
 _DEVICES = {"nvidia.com/gpu": "GPU", "amd.com/gpu": "GPU", "google.com/tpu": "TPU", "cpu": "CPU"}
 
 
-def look_at(document: Item, need: Need | None) -> list[Finding]:
+def check_manifest(document: YamlItem, need: Need | None) -> list[Finding]:
     """Everything found in one document."""
     kind = document.text("kind")
-    if kind not in KINDS:
-        return _other(document, kind)
-    known = {**shapes("kuberay"), "ray_start": shapes("ray")["ray_start"]}
-    found = misfits(document, known[KINDS[kind]], known)
+    if kind not in _KINDS:
+        return _check_other_kind(document, kind)
+    known = {**load_schema("kuberay"), "ray_start": load_schema("ray")["ray_start"]}
+    found = schema_findings(document, known[_KINDS[kind]], known)
     spec = document.at("spec") if kind == "RayCluster" else document.at("spec", "rayClusterSpec")
     if kind == "RayJob":
-        found += _job(document)
-    return found + (_cluster(spec, need) if spec is not None and spec.mapping else [])
+        found += _check_job(document)
+    return found + (_check_cluster(spec, need) if spec is not None and spec.mapping else [])
 
 
-def _other(document: Item, kind: str) -> list[Finding]:
+def _check_other_kind(document: YamlItem, kind: str) -> list[Finding]:
     if not kind:
-        return [document.finding("kinds", "bad", "it does not say what it is", f"add kind: one of {', '.join(KINDS)}")]
+        return [document.finding("kinds", "bad", "it does not say what it is", f"add kind: one of {', '.join(_KINDS)}")]
     place = document.fields["kind"]
     if document.text("apiVersion").startswith("ray.io/"):
-        return [place.finding("kinds", "bad", f"{kind} is no kind of KubeRay's", closest(kind, KINDS))]
+        return [place.finding("kinds", "bad", f"{kind} is no kind of KubeRay's", closest(kind, _KINDS))]
     if kind == "Secret" and (document.at("stringData") or document.at("data")):
         remedy = "make it with `kubectl create secret generic NAME --from-file=…` and name it here only"
         return [place.finding("secrets", "bad", "a secret stands here, whatever its encoding", remedy)]
     return []
 
 
-def _job(document: Item) -> list[Finding]:
+def _check_job(document: YamlItem) -> list[Finding]:
     spec = document.at("spec")
     if spec is None or not spec.mapping:
         return []
@@ -59,11 +57,11 @@ def _job(document: Item) -> list[Finding]:
     return found
 
 
-def _cluster(spec: Item, need: Need | None) -> list[Finding]:
+def _check_cluster(spec: YamlItem, need: Need | None) -> list[Finding]:
     found = [*_version(spec), *_token(spec), *_service(spec), *_health(spec), *_redis(spec)]
     for container in _containers(spec):
         env = container.at("env")
-        found += secret_scan.in_environment(env) if env is not None else []
+        found += yaml_checks.secrets_in_environment(env) if env is not None else []
         image = container.at("image")
         found += image_findings(image) if image is not None else []
     found += [finding for template in _templates(spec) for finding in _shared_memory(template)]
@@ -72,7 +70,7 @@ def _cluster(spec: Item, need: Need | None) -> list[Finding]:
     return found + (room(spec, groups, need) if need else [])
 
 
-def _version(spec: Item) -> list[Finding]:
+def _version(spec: YamlItem) -> list[Finding]:
     place, here = spec.at("rayVersion"), metadata.version("ray")
     if place is None:
         return [spec.finding("images", "bad", "rayVersion is missing: token authentication needs it", f"add {here}")]
@@ -81,7 +79,7 @@ def _version(spec: Item) -> list[Finding]:
     return [place.finding("images", "bad", f"rayVersion is {place.value}, tested was {here}", f"write {here}")]
 
 
-def _token(spec: Item) -> list[Finding]:
+def _token(spec: YamlItem) -> list[Finding]:
     if spec.text("authOptions", "mode") == "token":
         if spec.at("authOptions", "secretName") is not None:
             return []
@@ -93,7 +91,7 @@ def _token(spec: Item) -> list[Finding]:
     return [place.finding("token", "bad", said, "write authOptions: {mode: token, secretName: NAME}")]
 
 
-def _service(spec: Item) -> list[Finding]:
+def _service(spec: YamlItem) -> list[Finding]:
     """The head's service takes jobs: it stays inside."""
     place = spec.at("headGroupSpec", "serviceType")
     if place is None or place.value == "ClusterIP":
@@ -102,39 +100,43 @@ def _service(spec: Item) -> list[Finding]:
     return [place.finding("dashboard", "bad", said, "write ClusterIP and reach it by `kubectl port-forward`")]
 
 
-def _health(spec: Item) -> list[Finding]:
+def _health(spec: YamlItem) -> list[Finding]:
     head = spec.at("headGroupSpec", "template", "spec", "containers")
     if head is None or not head.entries:
         return []
     given = {entry.text("name") for entry in getattr(head.entries[0].at("env"), "entries", ())}
-    missing = [f"RAY_health_check_{name}" for name in ray_start.HEALTH if f"RAY_health_check_{name}" not in given]
+    missing = [
+        f"RAY_health_check_{name}"
+        for name in ray_start.HEALTH_CHECK_SETTINGS
+        if f"RAY_health_check_{name}" not in given
+    ]
     if not missing:
         return []
     said = "Ray takes 64 s to find that a node is silent: a run waits as long to recover"
     return [head.entries[0].finding("health checks", "doubtful", said, f"add to the head's env: {', '.join(missing)}")]
 
 
-def _redis(spec: Item) -> list[Finding]:
+def _redis(spec: YamlItem) -> list[Finding]:
     place = spec.at("gcsFaultToleranceOptions", "redisPassword", "value")
     if place is None:
         return []
     return [place.finding("secrets", "bad", "the password of Redis stands here", "write valueFrom: secretKeyRef:")]
 
 
-def _templates(spec: Item) -> Iterator[Item]:
+def _templates(spec: YamlItem) -> Iterator[YamlItem]:
     for group in (spec.at("headGroupSpec"), *getattr(spec.at("workerGroupSpecs"), "entries", ())):
         found = group.at("template", "spec") if group is not None else None
         if found is not None:
             yield found
 
 
-def _containers(spec: Item) -> Iterator[Item]:
+def _containers(spec: YamlItem) -> Iterator[YamlItem]:
     for template in _templates(spec):
         for name in ("containers", "initContainers"):
             yield from getattr(template.at(name), "entries", ())
 
 
-def _shared_memory(template: Item) -> list[Finding]:
+def _shared_memory(template: YamlItem) -> list[Finding]:
     """Objects lie in /dev/shm, of which a container has 64 MB unless a volume is mounted there."""
     containers = getattr(template.at("containers"), "entries", ())
     if not containers:
@@ -153,7 +155,7 @@ def _shared_memory(template: Item) -> list[Finding]:
     return found
 
 
-def _group(item: Item) -> Group | None:
+def _group(item: YamlItem) -> NodeGroup | None:
     containers = getattr(item.at("template", "spec", "containers"), "entries", ())
     if not containers:
         return None
@@ -165,10 +167,10 @@ def _group(item: Item) -> Group | None:
     }
     hosts = max(item.number("numOfHosts", default=1), 1)
     low, high = item.number("minReplicas"), item.number("maxReplicas")
-    return Group(item=item, name=item.text("groupName"), low=low * hosts, high=high * hosts, devices=devices)
+    return NodeGroup(item=item, name=item.text("groupName"), low=low * hosts, high=high * hosts, devices=devices)
 
 
-def _bounds(group: Group) -> list[Finding]:
+def _bounds(group: NodeGroup) -> list[Finding]:
     replicas = group.item.number("replicas", default=group.low)
     hosts = max(group.item.number("numOfHosts", default=1), 1)
     if 0 <= group.low <= group.high and group.low <= replicas * hosts <= group.high:

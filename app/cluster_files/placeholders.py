@@ -29,7 +29,7 @@ class ClusterFileError(TrainwrightError, ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Marker:
+class Placeholder:
     """A value to change.
 
     Attributes:
@@ -51,7 +51,7 @@ class Marker:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class _ValueLine:
     """The line of a value: what comes before, the value as written, and what comes behind."""
 
     before: str
@@ -82,29 +82,29 @@ class Line:
         return value if _PLAIN.fullmatch(value) and yaml.safe_load(value) == value else _quoted(value)
 
 
-def markers(text: str) -> list[Marker]:
+def find_placeholders(text: str) -> list[Placeholder]:
     """Those of a file, in order. Raises ClusterFileError for a name that comes twice or a line that cannot be read."""
     lines = text.splitlines()
-    found: dict[str, Marker] = {}
+    found: dict[str, Placeholder] = {}
     for number, line in enumerate(lines, 1):
         mark = _MARK.match(line)
         if mark is None:
             continue
-        below = _line(lines[number]) if number < len(lines) else None
+        below = _parse_line(lines[number]) if number < len(lines) else None
         if below is None or mark["name"] in found:
             said = "comes twice" if below else "is followed by no value"
             raise ClusterFileError(f"CHANGE {mark['name']} {said}", where=f"line {number}", remedy="mend the file")
-        found[mark["name"]] = Marker(name=mark["name"], what=mark["what"], line=number + 1, value=below.value)
+        found[mark["name"]] = Placeholder(name=mark["name"], what=mark["what"], line=number + 1, value=below.value)
     return list(found.values())
 
 
-def fill(text: str, values: Mapping[str, str]) -> str:
+def fill_placeholders(text: str, values: Mapping[str, str]) -> str:
     """The text with these values by name, read again to see that each has arrived.
 
     Raises:
         ClusterFileError: there is no such name, or a value cannot stand there.
     """
-    known = {marker.name: marker for marker in markers(text)}
+    known = {marker.name: marker for marker in find_placeholders(text)}
     lines = text.splitlines(keepends=True)
     for name, value in values.items():
         if name not in known:
@@ -112,14 +112,14 @@ def fill(text: str, values: Mapping[str, str]) -> str:
                 f"there is no value {name} in this file", where=f"--set {name}", remedy=nearest(name, known)
             )
         if value != known[name].value:
-            lines[known[name].line - 1] = _put(lines[known[name].line - 1], name, value)
+            lines[known[name].line - 1] = _replace_value(lines[known[name].line - 1], name, value)
     changed = "".join(lines)
     _verify(text, changed, values)
     return changed
 
 
-def _put(line: str, name: str, value: str) -> str:
-    parts = _line(line.rstrip("\n"))
+def _replace_value(line: str, name: str, value: str) -> str:
+    parts = _parse_line(line.rstrip("\n"))
     assert parts is not None, "markers() has read it"
     sbatch = line.lstrip().startswith("#SBATCH")
     if not value or not value.isprintable() or (sbatch and not re.fullmatch(r"[^\s#'\"\\]+", value)):
@@ -130,11 +130,11 @@ def _put(line: str, name: str, value: str) -> str:
     return parts.holding(value) + ("\n" if line.endswith("\n") else "")
 
 
-def _line(text: str) -> Line | None:
+def _parse_line(text: str) -> _ValueLine | None:
     """A line with a value, taken apart; None where there is none."""
     shell = _SHELL.match(text)
     if shell is not None:
-        return Line(before=shell["lead"], written=shell["value"], behind=shell["tail"], shell=True)
+        return _ValueLine(before=shell["lead"], written=shell["value"], behind=shell["tail"], shell=True)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:
@@ -148,7 +148,7 @@ def _line(text: str) -> Line | None:
     start, end = node.start_mark.column, node.end_mark.column
     anchor = _ANCHOR.match(text, start)
     start = anchor.end() if anchor else start
-    return Line(before=text[:start], written=text[start:end], behind=text[end:], shell=False)
+    return _ValueLine(before=text[:start], written=text[start:end], behind=text[end:], shell=False)
 
 
 def _quoted(value: str) -> str:
@@ -158,13 +158,13 @@ def _quoted(value: str) -> str:
 def _verify(before: str, after: str, values: Mapping[str, str]) -> None:
     """That every value arrived, and no other changed. Raises ClusterFileError."""
     try:
-        now = {marker.name: marker.value for marker in markers(after)}
+        now = {marker.name: marker.value for marker in find_placeholders(after)}
         whole = not _is_yaml(before) or _types(before) == _types(after)
     except (yaml.YAMLError, ValueError) as error:
         raise ClusterFileError(
             f"a value cannot stand in the file: {error}", where="--set", remedy="give one as it stands in the sample"
         ) from error
-    wanted = {marker.name: marker.value for marker in markers(before)} | dict(values)
+    wanted = {marker.name: marker.value for marker in find_placeholders(before)} | dict(values)
     wrong = sorted(name for name in wanted if now.get(name) not in (wanted[name], f"[{wanted[name]}]"))
     if wrong or not whole:
         names = ", ".join(f"--set {name}" for name in wrong or sorted(values))
@@ -180,12 +180,12 @@ def _is_yaml(text: str) -> bool:
 
 def _types(text: str) -> list[tuple[str, str]]:
     """The way to each value and its type."""
-    return [found for document in yaml.safe_load_all(text) for found in _below(document, "")]
+    return [found for document in yaml.safe_load_all(text) for found in _leaf_types(document, "")]
 
 
-def _below(value: object, path: str) -> list[tuple[str, str]]:
+def _leaf_types(value: object, path: str) -> list[tuple[str, str]]:
     if isinstance(value, dict):
-        return [found for key, below in value.items() for found in _below(below, f"{path}.{key}")]
+        return [found for key, below in value.items() for found in _leaf_types(below, f"{path}.{key}")]
     if isinstance(value, list) and any(isinstance(entry, dict | list) for entry in value):
-        return [found for number, below in enumerate(value) for found in _below(below, f"{path}[{number}]")]
+        return [found for number, below in enumerate(value) for found in _leaf_types(below, f"{path}[{number}]")]
     return [(path, type(value).__name__)]

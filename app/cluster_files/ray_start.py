@@ -6,12 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainwright.cluster_files.schema import closest, shapes
-from trainwright.cluster_files.yaml_tree import Item
-from trainwright.core.finding import Finding
+from trainwright.cluster_files.yaml_checks import YamlItem, closest, load_schema
+from trainwright.core.errors import Finding
 
-HEALTH = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}
-_CALL = re.compile(r"\bray\s+(?:start|symmetric-run)\b")
+HEALTH_CHECK_SETTINGS = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}
+_START_COMMAND = re.compile(r"\bray\s+(?:start|symmetric-run)\b")
 _SET = re.compile(r"(?:^|[\s(])(?:export\s+)?(RAY_\w+)=(\S*)")
 _OPTION = re.compile(r"(?<=\s)--([a-z][\w-]*)(?:[=\s]+([^\s-]\S*))?")
 _ANYWHERE = ("0.0.0.0", "::", "[::]", "*")
@@ -22,7 +21,7 @@ _TOKEN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class RayStart:
     """One call of `ray start`.
 
     Attributes:
@@ -32,22 +31,22 @@ class Start:
         head: whether it starts the head.
     """
 
-    item: Item
+    item: YamlItem
     options: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     head: bool = False
 
 
-def start_of(item: Item, environment: Mapping[str, str]) -> Start | None:
+def parse_start(item: YamlItem, environment: Mapping[str, str]) -> RayStart | None:
     """The call in a command; None where there is none. `environment` is what the command has from elsewhere."""
-    call = _CALL.search(str(item.value))
+    call = _START_COMMAND.search(str(item.value))
     if call is None:
         return None
     before, behind = str(item.value)[: call.end()], str(item.value)[call.end() :]
     own = re.split(r"&&|\|\||;|\n", " " + behind)[0]
     options = {name: value or "" for name, value in _OPTION.findall(own)}
     symmetric = "symmetric-run" in call[0]
-    return Start(
+    return RayStart(
         item=item,
         options=options,
         environment={**environment, **dict(_SET.findall(before))},
@@ -55,14 +54,14 @@ def start_of(item: Item, environment: Mapping[str, str]) -> Start | None:
     )
 
 
-def look_at(starts: Sequence[Start]) -> list[Finding]:
+def check_starts(starts: Sequence[RayStart]) -> list[Finding]:
     """What is wrong with how Ray is started."""
     found = [finding for start in starts for finding in (*_options(start), *_token(start))]
     return found + [finding for start in starts if start.head for finding in (*_dashboard(start), *_health(start))]
 
 
-def _options(start: Start) -> list[Finding]:
-    known = [*shapes("ray")["ray_start"], "min-nodes", "help"]
+def _options(start: RayStart) -> list[Finding]:
+    known = [*load_schema("ray")["ray_start"], "min-nodes", "help"]
     unknown = [name for name in start.options if name.replace("_", "-") not in known]
     return [
         start.item.finding("options", "bad", f"--{name} is no option of `ray start`", closest(name, known))
@@ -70,7 +69,7 @@ def _options(start: Start) -> list[Finding]:
     ]
 
 
-def _token(start: Start) -> list[Finding]:
+def _token(start: RayStart) -> list[Finding]:
     mode = start.environment.get("RAY_AUTH_MODE", "")
     if mode.lower() == "token":
         return []
@@ -78,7 +77,7 @@ def _token(start: Start) -> list[Finding]:
     return [start.item.finding("token", "bad", f"{said}: whoever reaches Ray's ports can run code here", _TOKEN)]
 
 
-def _dashboard(start: Start) -> list[Finding]:
+def _dashboard(start: RayStart) -> list[Finding]:
     host = start.options.get("dashboard-host", "127.0.0.1").strip("'\"")
     if host not in _ANYWHERE:
         return []
@@ -92,11 +91,11 @@ def _dashboard(start: Start) -> list[Finding]:
     ]
 
 
-def _health(start: Start) -> list[Finding]:
-    missing = [name for name in HEALTH if f"RAY_health_check_{name}" not in start.environment]
+def _health(start: RayStart) -> list[Finding]:
+    missing = [name for name in HEALTH_CHECK_SETTINGS if f"RAY_health_check_{name}" not in start.environment]
     if not missing:
         return []
-    wanted = " ".join(f"RAY_health_check_{name}={HEALTH[name]}" for name in missing)
+    wanted = " ".join(f"RAY_health_check_{name}={HEALTH_CHECK_SETTINGS[name]}" for name in missing)
     return [
         start.item.finding(
             "health checks",

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 
 from trainwright.cluster_files import ray_start
-from trainwright.cluster_files.node_groups import Group, room
-from trainwright.cluster_files.requirement import Need
-from trainwright.cluster_files.schema import closest
-from trainwright.cluster_files.yaml_tree import Item
-from trainwright.core.finding import Finding
+from trainwright.cluster_files.node_groups import Need, NodeGroup, room
+from trainwright.cluster_files.yaml_checks import YamlItem, closest
+from trainwright.core.errors import Finding
 
 # Options of sbatch that say something about a job on several nodes (slurm.schedmd.com/sbatch.html).
-OPTIONS = [
+_OPTIONS = [
     "account",
     "array",
     "begin",
@@ -112,41 +110,41 @@ _SHORT = {"N": "nodes", "t": "time", "n": "ntasks", "G": "gpus", "p": "partition
 _DIRECTIVE = re.compile(r"^#SBATCH\s+(?:--(?P<long>[\w-]+)(?:[=\s]+(?P<value>\S+))?|-(?P<short>\w)\s*(?P<of>\S+)?)")
 
 
-def look_at(text: str, file: str, need: Need | None) -> list[Finding]:
+def check_script(text: str, file: str, need: Need | None) -> list[Finding]:
     """Everything found in a script."""
-    whole = Item(value=text, file=file, line=1, path="")
+    whole = YamlItem(value=text, file=file, line=1, path="")
     given = _directives(text, file)
     found = _unknown(given) + _missing(whole, given)
-    call = _call(text, file)
+    call = _ray_call(text, file)
     if call is None:
         remedy = "start every node with `srun ... ray symmetric-run --address HEAD:6379 --min-nodes N -- COMMAND`"
         found.append(whole.finding("start", "bad", "`ray symmetric-run` is not called, so only one node works", remedy))
     else:
-        found += ray_start.look_at([call])
-    group = _group(whole, given)
+        found += ray_start.check_starts([call])
+    group = _node_group(whole, given)
     return found + (room(whole, [group], need) if need and group else [])
 
 
-def _directives(text: str, file: str) -> dict[str, Item]:
+def _directives(text: str, file: str) -> dict[str, YamlItem]:
     """Options behind #SBATCH, by their long names."""
     found = {}
     for line, said in enumerate(text.splitlines(), 1):
         parts = _DIRECTIVE.match(said)
         if parts:
             name = parts["long"] or _SHORT.get(parts["short"], "")
-            found[name] = Item(value=parts["value"] or parts["of"] or "", file=file, line=line, path=f"--{name}")
+            found[name] = YamlItem(value=parts["value"] or parts["of"] or "", file=file, line=line, path=f"--{name}")
     return found
 
 
-def _unknown(given: dict[str, Item]) -> list[Finding]:
+def _unknown(given: dict[str, YamlItem]) -> list[Finding]:
     return [
-        item.finding("options", "bad", f"--{name} is no option of sbatch", closest(name, OPTIONS))
+        item.finding("options", "bad", f"--{name} is no option of sbatch", closest(name, _OPTIONS))
         for name, item in given.items()
-        if name and name not in OPTIONS
+        if name and name not in _OPTIONS
     ]
 
 
-def _missing(whole: Item, given: dict[str, Item]) -> list[Finding]:
+def _missing(whole: YamlItem, given: dict[str, YamlItem]) -> list[Finding]:
     found = []
     if "nodes" not in given:
         found.append(whole.finding("nodes", "bad", "#SBATCH --nodes is missing", "say how many hosts the run gets"))
@@ -166,7 +164,7 @@ def _missing(whole: Item, given: dict[str, Item]) -> list[Finding]:
     return found
 
 
-def _call(text: str, file: str) -> ray_start.Start | None:
+def _ray_call(text: str, file: str) -> ray_start.RayStart | None:
     """The call of `ray symmetric-run`, its continued lines as one, with what the script exports before."""
     lines = text.splitlines()
     environment: dict[str, str] = {}
@@ -178,13 +176,15 @@ def _call(text: str, file: str) -> ray_start.Start | None:
             while command.endswith("\\") and number < len(lines):
                 command, number = command[:-1] + " " + lines[number], number + 1
             own = command.split(" -- ")[0]
-            return ray_start.start_of(Item(value=own, file=file, line=line, path="ray symmetric-run"), environment)
+            return ray_start.parse_start(
+                YamlItem(value=own, file=file, line=line, path="ray symmetric-run"), environment
+            )
         for name, value in re.findall(r"\b(RAY_\w+)=([^\s;]*)", said):
             environment[name] = value.strip("'\"")
     return None
 
 
-def _group(whole: Item, given: dict[str, Item]) -> Group | None:
+def _node_group(whole: YamlItem, given: dict[str, YamlItem]) -> NodeGroup | None:
     nodes = re.match(r"\d+", str(given["nodes"].value)) if "nodes" in given else None
     if nodes is None:
         return None
@@ -196,4 +196,4 @@ def _group(whole: Item, given: dict[str, Item]) -> Group | None:
     if "cpus-per-task" in given and str(given["cpus-per-task"].value).isdecimal():
         devices["CPU"] = int(given["cpus-per-task"].value)
     count = int(nodes[0])
-    return Group(item=whole, name="nodes", low=count, high=count, devices=devices)
+    return NodeGroup(item=whole, name="nodes", low=count, high=count, devices=devices)

@@ -1,15 +1,33 @@
-"""What travels between data, engine and core: batches, feeds, terms, sums and the cursor."""
+"""What travels between data, engine and core: batches, feeds, terms, sums and the cursor.
+
+It is tr(Sigma) / |G|^2, with G the mean gradient of a sample and Sigma the covariance of one sample's gradient. Both
+are estimated from the gradients of a batch's shares: with s_i the sum of the gradients of share i's n_i samples, s the
+sum of all k shares and n their samples, the analysis of variance gives
+
+    tr(Sigma) = (sum |s_i|^2 / n_i - |s|^2 / n) / (k - 1)
+    |G|^2     = (k |s|^2 / n - sum |s_i|^2 / n_i) / (n (k - 1))
+
+whose expectations are exact for any shares, even ones or not; for even ones they are the paper's. Each is averaged over
+steps before their ratio is taken, since the ratio of single estimates is biased.
+
+A phase is a place of a step, or several that an engine cannot tell apart, joined by `+`:
+
+    forward     losses of all micro-batches, their conversion to tensors included
+    backward    their gradients, until the last of this rank's is there, with the part of the reduction that it hides
+    wait        from then until the gradients are reduced over all ranks; in a pipeline also for what other stages send
+    optimizer   gradient norm, scaling, clipping and the update
+    other       what is left of a step besides waiting for data: the loop, checks, records
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from trainwright.core.gradient_noise import Scatter
 
 Columns = Mapping[str, npt.NDArray[Any]]
 
@@ -99,21 +117,21 @@ class StepReport:
     finished: bool = False
     own_s: float | None = field(default=None, compare=False)
     phases: Mapping[str, float] | None = field(default=None, compare=False)
-    scatter: Scatter | None = field(default=None, compare=False)
+    scatter: GradientScatter | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sums:
+class MetricSums:
     """Sums and counts by metric name; never means of means."""
 
     totals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
-    def __add__(self, other: Sums) -> Sums:
+    def __add__(self, other: MetricSums) -> MetricSums:
         merged = dict(self.totals)
         for name, (value, weight) in other.totals.items():
             old_value, old_weight = merged.get(name, (0.0, 0.0))
             merged[name] = (old_value + value, old_weight + weight)
-        return Sums(totals=merged)
+        return MetricSums(totals=merged)
 
     def means(self) -> dict[str, float]:
         """Weighted means; NaN where nothing was counted."""
@@ -138,7 +156,7 @@ class Cursor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prefetch:
+class PrefetchDepth:
     """How far data is read ahead of the steps, as it was tuned so far.
 
     Attributes:
@@ -153,7 +171,7 @@ class Prefetch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feeding:
+class FeedAssignment:
     """Who is fed what: the answer of `plan.feed_of(rank)`."""
 
     data_ranks: range
@@ -162,7 +180,7 @@ class Feeding:
     targets: bool = True
 
 
-def fold(*numbers: int) -> int:
+def fold_seed(*numbers: int) -> int:
     """Fold counters into one 63-bit seed: randomness is counted, never carried.
 
     The order matters: `fold(seed, step, micro_batch, data_rank, stage)`. SplitMix64 (Steele et al. 2014)
@@ -177,3 +195,196 @@ def fold(*numbers: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
         state ^= state >> 31
     return state >> 1
+
+
+# --- The gradient noise scale -----------------------------------------------------------------------------------------
+
+
+_SAMPLE_EVERY, _EARLY_STEPS, SAMPLE_EVERY_EARLY = (
+    64,
+    1024,
+    32,
+)  # steps between two samples, and those of the first EARLY steps
+_AVERAGE_DECAY = 0.95  # of the averages from sample to sample: about the last 39 samples count
+LEAST_NOISE_SAMPLES = 12  # samples before an average is trusted
+_DEVIATIONS = 2.2  # standard deviations to either side: 19 of 20 of a few dozen samples
+OVERSIZED_BATCH_FACTOR = 4.0  # a batch of so many times the noise scale's upper end is too large
+_WIDEST_INTERVAL = 4.0  # from the lower to the upper end: more says nothing
+
+
+def noise_is_due(step: int, shares: int) -> bool:
+    """Whether the gradients of a step, counted from 0, are looked at; the same on all ranks.
+
+    Such a step takes a tenth longer, a quarter where it takes 2 ms (measured on a CPU, with two micro-batches).
+    """
+    every = SAMPLE_EVERY_EARLY if step < _EARLY_STEPS else _SAMPLE_EVERY
+    return shares > 1 and step % every == every - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientScatter:
+    """What a step tells of its gradient's noise, in any one unit of gradients.
+
+    Attributes:
+        samples: n, in all shares.
+        shares: k, of one sample or more each.
+        parts: sum over the shares of |s_i|^2 / n_i.
+        whole: |s|^2.
+    """
+
+    samples: float
+    shares: float
+    parts: float
+    whole: float
+
+    @property
+    def known(self) -> bool:
+        """Whether it tells anything: there are two shares, and no gradient overflowed."""
+        return self.shares > 1.5 and self.samples > 0 and math.isfinite(self.parts) and math.isfinite(self.whole)
+
+    def estimates(self) -> tuple[float, float]:
+        """tr(Sigma) and |G|^2 without bias; either may come out negative."""
+        mean = self.whole / self.samples
+        trace = (self.parts - mean) / (self.shares - 1)
+        return trace, (mean - trace) / self.samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseScale:
+    """The noise scale in samples, with an interval that holds it 19 times of 20.
+
+    Attributes:
+        batch: global batch size, in samples, that it was measured at.
+        count: steps that were sampled.
+    """
+
+    scale: float
+    low: float
+    high: float
+    batch: float
+    count: int
+
+    @property
+    def advice(self) -> str:
+        """What to do about a batch that is far too large; empty where it is not."""
+        if self.batch <= OVERSIZED_BATCH_FACTOR * self.high:
+            return ""
+        times = self.batch / self.high
+        return (
+            f"the batch of {self.batch:,.0f} samples is {times:.0f} times the upper end of the gradient noise scale "
+            f"({self.text}): a smaller one comes to the same loss with fewer samples and hardly more steps, while more "
+            "workers or a larger batch gain little"
+        )
+
+    @property
+    def text(self) -> str:
+        """`310 samples, 250 to 400`."""
+        return f"{_format_samples(self.scale)} samples, {_format_samples(self.low)} to {_format_samples(self.high)}"
+
+
+class NoiseScaleAverage:
+    """Exponential averages of both estimates with what their scatter says of the ratio's interval.
+
+    Attributes:
+        count: steps taken so far.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._weight = self._squares = 0.0  # sums of the samples' weights, and of their squares
+        self._sums: tuple[float, ...] = (0.0,) * 6  # weighted, of trace, square, their products and the batch
+
+    def add(self, scatter: GradientScatter) -> None:
+        """Take one sampled step; one that tells nothing is left out."""
+        if not scatter.known:
+            return
+        trace, square = scatter.estimates()
+        new = (trace, square, trace * trace, trace * square, square * square, scatter.samples)
+        self._sums = tuple(_AVERAGE_DECAY * old + value for old, value in zip(self._sums, new, strict=True))
+        self._weight = _AVERAGE_DECAY * self._weight + 1.0
+        self._squares = _AVERAGE_DECAY * _AVERAGE_DECAY * self._squares + 1.0
+        self.count += 1
+
+    def noise(self) -> NoiseScale | None:
+        """The noise scale; None before it can be trusted: too few samples, or an interval without an end or too wide.
+
+        The interval is Fieller's (1954), for the ratio of two means that vary together.
+        """
+        if self.count < LEAST_NOISE_SAMPLES:
+            return None
+        trace, square, *products, batch = (value / self._weight for value in self._sums)
+        means = (trace * trace, trace * square, square * square)
+        left = self._squares / self._weight**2  # of a sample's variance in the average: 1 / their effective number
+        if left >= 1.0 or square <= 0:
+            return None
+        spread = [
+            _DEVIATIONS**2 * left / (1 - left) * (both - mean) for both, mean in zip(products, means, strict=True)
+        ]
+        ends = _interval_ends(means, spread)
+        if ends is None or not ends[0] > 0 or ends[1] > _WIDEST_INTERVAL * ends[0]:
+            return None
+        return NoiseScale(scale=trace / square, low=ends[0], high=ends[1], batch=batch, count=self.count)
+
+
+def _interval_ends(means: tuple[float, float, float], spread: list[float]) -> tuple[float, float] | None:
+    """Where (trace - ratio * square)^2 equals its variance; None where the ratio has no upper end."""
+    first, half, last = (mean - variance for mean, variance in zip(means, spread, strict=True))
+    root = half * half - first * last
+    if last <= 0 or root < 0:
+        return None
+    return (half - math.sqrt(root)) / last, (half + math.sqrt(root)) / last
+
+
+def _format_samples(samples: float) -> str:
+    return f"{samples:,.0f}" if samples >= 10 else f"{samples:.2g}"
+
+
+# --- The phases of a step that engines time, and what of them a plan's terms foretell ---------------------------------
+
+
+STEP_PHASES = ("forward", "backward", "wait", "optimizer", "other")
+COMPILED_PHASE = "forward+backward+wait+optimizer"  # of an engine whose step is one function
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseTimes:
+    """Median seconds by phase of so many steps of one rank, and of what they waited for data."""
+
+    steps: int
+    medians: Mapping[str, float] = field(default_factory=dict)
+    data_s: float = 0.0
+
+    @property
+    def own_s(self) -> float:
+        """What the rank did before it waited for others, as far as that is known."""
+        return self.data_s + sum(seconds for phase, seconds in self.medians.items() if "wait" not in phase.split("+"))
+
+
+def merge_phase_times(found: Sequence[PhaseTimes]) -> PhaseTimes | None:
+    """All of them as one, where they name the same phases as the last: the median weighs each by its steps."""
+    alike = [phases for phases in found if phases.medians.keys() == found[-1].medians.keys()]
+    if not alike:
+        return None
+    weights = [phases.steps for phases in alike]
+    return PhaseTimes(
+        steps=sum(weights),
+        medians={
+            name: _weighted_median([phases.medians[name] for phases in alike], weights) for name in alike[-1].medians
+        },
+        data_s=_weighted_median([phases.data_s for phases in alike], weights),
+    )
+
+
+def _weighted_median(values: Sequence[float], weights: Sequence[int]) -> float:
+    """The value at which half of the weight is reached."""
+    passed, half = 0.0, sum(weights) / 2
+    for value, weight in sorted(zip(values, weights, strict=True)):
+        passed += weight
+        if passed >= half:
+            return value
+    raise AssertionError("some weight is positive")
+
+
+def slowest_phase_times(found: Iterable[PhaseTimes]) -> PhaseTimes | None:
+    """Those of the rank whose own part of a step takes longest: the others' waits are for it."""
+    return max(found, key=lambda phases: phases.own_s, default=None)

@@ -3,21 +3,283 @@
 Who calls when: `reserve`, `form`, `build` (first time in a process), then one of `transfer`, `load` or nothing (a fresh
 start at step 0), then `warm`, then `train_step` and `evaluate_step`. After a failure: `leave`, then again from
 `reserve`; `build` is not repeated in a process that has built. It follows `form` at once, where others may wait for it.
+
+Engines apply it where a batch becomes tensors. There the rows of a micro-batch are final, so each micro-batch is padded
+to its own longest row; until there rows stay as short as they are in memory and on the wire; and training, evaluation,
+prediction and the throwaway step all pass through that one place.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
-from trainwright.core.checkpoint import Reader, Writer
-from trainwright.core.collation import Collation
-from trainwright.core.data import Batch, Columns, Feed, StepReport, Sums
-from trainwright.core.errors import JobError
-from trainwright.core.group import Address, Capabilities, Generation, Group, Move, Role, StateTag
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.data import Batch, Columns, Cursor, Feed, MetricSums, StepReport
+from trainwright.core.errors import DataError, JobError, UserCodeError, nearest
 from trainwright.core.plan import Plan
-from trainwright.core.staleness import Staleness, Unit
+from trainwright.core.topology import (
+    Address,
+    Capabilities,
+    Generation,
+    Group,
+    Role,
+    StalenessCounts,
+    StateTag,
+    StateTransfer,
+    WorkUnit,
+)
+
+_CollateFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
+
+MASK_SUFFIX = "_mask"
+_SHOWN_SAMPLES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pad:
+    """How a column of arrays of different lengths becomes one array (rows, width, ...).
+
+    Beside it stands the column `<name>_mask`, bool (rows, width): True where the data is, False where it was padded.
+
+    Attributes:
+        value: put behind the end of each row; the column's own type must be able to hold it.
+        multiple: the width is the smallest multiple of this that holds the longest row of the micro-batch.
+        length: the width of every micro-batch instead; engines with static shapes need it.
+    """
+
+    value: float = 0
+    multiple: int = 1
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.multiple < 1:
+            problems.append(f"Pad(multiple={self.multiple}): use 1 or more")
+        if self.length is not None and self.length < 1:
+            problems.append(f"Pad(length={self.length}): use 1 or more, or None for the longest row")
+        if self.length is not None and self.length % max(self.multiple, 1):
+            problems.append(f"Pad(length={self.length}) is no multiple of {self.multiple}: leave multiple= out")
+        if problems:
+            raise JobError(problems)
+
+    def width(self, longest: int) -> int:
+        """Width for a longest row of this many elements; at least 1."""
+        return self.length if self.length is not None else -(-max(longest, 1) // self.multiple) * self.multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collation:
+    """What is done to a micro-batch before its columns become tensors.
+
+    Attributes:
+        pad: columns to pad, by name.
+        function: does all of it instead: the dict of columns -> a dict of arrays, or of the framework's tensors.
+    """
+
+    pad: Mapping[str, Pad] = field(default_factory=dict)
+    function: _CollateFunction | None = None
+
+    def __call__(self, batch: Batch) -> Mapping[str, Any]:
+        """The columns of a micro-batch, padded, with their masks; first dimensions are the batch's rows.
+
+        Raises:
+            DataError: a padded column is not there, or its rows cannot be padded; the function gave other rows.
+            UserCodeError: the function raised.
+        """
+        if self.function is not None:
+            return _apply_collate(self.function, batch)
+        if not self.pad:
+            return batch.columns
+        columns = dict(batch.columns)
+        for name, pad in self.pad.items():
+            if name not in batch.columns:
+                raise DataError(
+                    f"pad= names the column {name!r}, but there is none", remedy=nearest(name, batch.columns)
+                )
+            if name + MASK_SUFFIX in batch.columns:
+                raise DataError(
+                    f"the data has a column {name + MASK_SUFFIX!r}, which is also the name of the mask of {name!r}",
+                    remedy=f"rename the data's column, or leave {name!r} out of pad=",
+                )
+            columns[name], columns[name + MASK_SUFFIX] = pad_column(name, batch.columns[name], pad, batch.samples)
+        return columns
+
+    def sources(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The columns of the data set that these come from, each once: of a mask, the column that it belongs to."""
+        masks = {name + MASK_SUFFIX: name for name in self.pad}
+        return tuple(dict.fromkeys(masks.get(name, name) for name in names))
+
+    def static_problems(self) -> list[str]:
+        """Why an engine that needs static shapes cannot take this, one line for each problem."""
+        return [
+            f"pad={name!r}: the accelerator needs one width in every step: give Pad(length=...)"
+            for name, pad in self.pad.items()
+            if pad.length is None
+        ]
+
+
+def pad_column(
+    name: str, column: npt.NDArray[Any], pad: Pad, samples: Sequence[int] | npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+    """A column as one array (rows, width, ...), and its mask (rows, width). Not copied where nothing is to be padded.
+
+    Args:
+        name: of the column, for errors.
+        column: (rows,) objects, each an array (length, ...) of numbers; or a rectangular array (rows, length, ...).
+        pad: value and width.
+        samples: row numbers in the data set, for errors.
+
+    Raises:
+        DataError: a row is longer than the width, is no array of numbers, or differs from others in more than length.
+    """
+    rows = _row_arrays(name, column, samples)
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    width = pad.width(int(lengths.max(initial=0)))
+    if lengths.max(initial=0) > width:
+        worst = int(lengths.argmax())
+        raise DataError(
+            f"a row of column {name!r} has {lengths[worst]} elements, more than Pad(length={width})",
+            where=f"sample {samples[worst]}",
+            remedy="raise length=, or cut the rows in a transform of the data set",
+        )
+    mask = np.arange(width) < lengths[:, None]
+    if column.dtype != object and column.shape[1] == width:
+        return column, mask
+    flat = _join_rows(name, rows)
+    result = np.full((len(rows), width, *flat.shape[1:]), _padding_value(name, pad, flat.dtype), flat.dtype)
+    result[mask] = flat
+    return result, mask
+
+
+def stack_column(name: str, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A column of objects as one array where its rows are numbers or arrays of one shape.
+
+    Raises:
+        DataError: it is ragged, or holds no numbers; says what to do.
+    """
+    rows = [np.asarray(row) for row in column]
+    kinds = {row.dtype.kind for row in rows}
+    if not kinds <= set("biufc"):
+        held = sorted({type(row).__name__ for row in column})
+        raise DataError(
+            f"column {name!r} holds {', '.join(held)}, of which there are no tensors",
+            where=f"column {name!r}",
+            remedy="turn it into numbers in a transform of the data set: text as indices; or use collate=",
+        )
+    shapes = sorted({row.shape for row in rows})
+    if len(shapes) > 1:
+        raise DataError(
+            f"column {name!r} is ragged: shape {shapes[0]} in one row and {shapes[-1]} in another",
+            where=f"column {name!r}",
+            remedy=f"pad it with pad={{{name!r}: tw.Pad()}}, use collate=, or crop the rows in a transform",
+        )
+    return np.stack(rows)
+
+
+# --- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _row_arrays(name: str, column: npt.NDArray[Any], samples: Any) -> list[npt.NDArray[Any]]:
+    """Each row as an array of numbers with at least one dimension."""
+    rows = [np.asarray(row) for row in column]
+    for row, sample in zip(rows, samples, strict=True):
+        if not row.ndim or row.dtype.kind not in "biufc":
+            held = "a single value" if not row.ndim and row.dtype.kind in "biufc" else f"{row.dtype} values"
+            raise DataError(
+                f"column {name!r} cannot be padded: a row is {held}",
+                where=f"sample {sample}",
+                remedy="pad columns of which each row is an array of numbers",
+            )
+    return rows
+
+
+def _join_rows(name: str, rows: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """All elements of all rows, one after the other. Empty rows, often of no particular type, do not set the type."""
+    filled = [row for row in rows if len(row)] or rows[:1]
+    shapes = sorted({row.shape[1:] for row in filled})
+    if len(shapes) > 1:
+        raise DataError(
+            f"the rows of column {name!r} differ in more than length: their elements have shapes {shapes[0]} and "
+            f"{shapes[-1]}",
+            where=f"column {name!r}",
+            remedy="give all elements one shape in a transform of the data set",
+        )
+    return np.concatenate(filled)
+
+
+def _padding_value(name: str, pad: Pad, dtype: np.dtype[Any]) -> Any:
+    """The padding value in the column's type."""
+    if dtype.kind in "fc":
+        return pad.value
+    with np.errstate(invalid="ignore"):
+        fits = float(np.array(pad.value).astype(dtype)) == float(pad.value)
+    if not fits:
+        raise DataError(
+            f"column {name!r} is {dtype}, which cannot hold Pad(value={pad.value})",
+            where=f"column {name!r}",
+            remedy="use another value, or convert the column in a transform of the data set",
+        )
+    return pad.value
+
+
+def _apply_collate(function: _CollateFunction, batch: Batch) -> Mapping[str, Any]:
+    """What the user's function made of a micro-batch, checked."""
+    shown = ", ".join(map(str, batch.samples[:_SHOWN_SAMPLES].tolist()))
+    where = f"samples {shown}{', ...' if batch.rows > _SHOWN_SAMPLES else ''}"
+    try:
+        result = function(dict(batch.columns))
+    except Exception as error:
+        raise UserCodeError(
+            f"collate= raised {type(error).__name__}: {error}",
+            where=where,
+            remedy="mend the function, or the rows it was given",
+            detail=_user_traceback(error),
+        ) from None
+    if not isinstance(result, Mapping):
+        raise DataError(
+            f"collate= returned a {type(result).__name__}",
+            where=where,
+            remedy="return a dict of arrays or tensors by name",
+        )
+    columns = {str(name): _as_array(str(name), value, where) for name, value in result.items()}
+    for name, value in columns.items():
+        rows = value.shape[0] if len(value.shape) else 0
+        if rows != batch.rows:
+            raise DataError(
+                f"collate= returned {rows} rows of {name!r} for {batch.rows} rows",
+                where=where,
+                remedy="return one row for each row given, in the same order; leave rows out with dataset.filter",
+            )
+    return columns
+
+
+def _as_array(name: str, value: Any, where: str) -> Any:
+    """An array or tensor as it is, anything else as an array."""
+    if hasattr(value, "shape"):
+        return value
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise DataError(
+            f"collate= returned {name!r} as a {type(value).__name__} that makes no array: {error}",
+            where=where,
+            remedy="give every row one shape: pad",
+        ) from None
+
+
+def _user_traceback(error: Exception) -> str:
+    """The traceback from the user's function on: our own frame comes first."""
+    trace = error.__traceback__
+    own = trace.tb_next if trace is not None and trace.tb_next is not None else trace
+    return "".join(traceback.format_exception(type(error), error, own))
+
+
+# --- Engine -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +361,7 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateCopy:
+class StateSnapshot:
     """A copy of a rank's state in host memory. `state` is the engine's own and opaque to the core."""
 
     step: int
@@ -135,7 +397,7 @@ class Engine(Protocol):
         tells of a wish, or the group is left.
         """
 
-    def evaluate_step(self, feed: Feed) -> Sums:
+    def evaluate_step(self, feed: Feed) -> MetricSums:
         """Local sums of `loss` and the metrics. A divided model is gathered: every rank calls it, and as often."""
 
     def predict_step(self, feed: Feed) -> Columns:
@@ -147,19 +409,19 @@ class Engine(Protocol):
         Does nothing where no two ranks hold the same, or the framework itself keeps them equal.
         """
 
-    def transfer(self, moves: Sequence[Move]) -> StateTag:
+    def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
         """Send and receive state as decided; every member of the group calls it with the same moves."""
 
-    def snapshot(self) -> StateCopy:
+    def snapshot(self) -> StateSnapshot:
         """Copy the state to host memory. Training may go on at once."""
 
-    def restore(self, copy: StateCopy) -> StateTag:
+    def restore(self, copy: StateSnapshot) -> StateTag:
         """Take a state copied by `snapshot` of the same layout."""
 
-    def save(self, copy: StateCopy, writer: Writer) -> None:
+    def save(self, copy: StateSnapshot, writer: StateWriter) -> None:
         """Write a snapshot's pieces. May run in another thread while steps go on."""
 
-    def load(self, reader: Reader) -> StateTag:
+    def load(self, reader: StateReader) -> StateTag:
         """Take the state of a checkpoint, saved in any layout."""
 
     def interrupt(self, deadline_s: float) -> bool:
@@ -169,14 +431,14 @@ class Engine(Protocol):
         """The group ends, the process lives on with its state. Safe to call at any time, twice too."""
 
 
-class Coordinated(Engine, Protocol):
+class CoordinatorEngine(Engine, Protocol):
     """What an engine of the coordinator topology has beside: rank 0 leads."""
 
     def follow(self) -> None:
         """Of all but rank 0: do what that wants; returns when it says so or is gone."""
 
 
-class Independent(Engine, Protocol):
+class IndependentEngine(Engine, Protocol):
     """What an engine of the independent topology has beside: its workers step alone, against servers.
 
     From `form` to `leave` a server answers its workers, whatever else is asked of it, so that one may join at any time;
@@ -193,7 +455,7 @@ class Independent(Engine, Protocol):
         and the last report has `wish`.
         """
 
-    def lease(self, first: int) -> Unit | None:
+    def lease(self, first: int) -> WorkUnit | None:
         """A worker: what to compute next. None when the `serve` that begins at step `first` is over.
 
         Waits while nothing may be begun, also for that `serve` to begin.
@@ -202,5 +464,82 @@ class Independent(Engine, Protocol):
             PeerLost: a server is gone, or does not answer within the deadline.
         """
 
-    def staleness(self) -> Staleness:
+    def staleness(self) -> StalenessCounts:
         """The first server: of what was pushed since it was asked last."""
+
+
+# --- Names of what is stored ------------------------------------------------------------------------------------------
+
+
+OPTIMIZER_PREFIX = "optimizer"  # names of files that hold nothing but the optimizer's state begin with it
+
+
+def checkpoint_path(step: int, token: int, again: int = 0) -> str:
+    """The folder, within the run, of the checkpoint that the driver `token` takes after `step` completed steps.
+
+    `again` tells a further try at the same step from the first, so that a late write of an uploader given up cannot
+    touch it.
+    """
+    return f"checkpoints/{step:08d}-{token}" + (f".{again}" if again else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFile:
+    """One file of a checkpoint: name within it, size and SHA-256 (hexadecimal)."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRef:
+    """A checkpoint as the log names it.
+
+    Attributes:
+        step: completed steps it holds.
+        path: its folder within the run, `checkpoints/00001200-<token>`.
+        manifest_sha256: of its MANIFEST.json.
+        parent: path of the checkpoint before it; empty for the first.
+    """
+
+    step: int
+    path: str
+    manifest_sha256: str
+    parent: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointManifest:
+    """What a checkpoint holds. `facts` are small values to remember, such as metrics and the plan."""
+
+    step: int
+    cursor: Cursor
+    files: tuple[CheckpointFile, ...]
+    layout: str = "replicated"
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class StateWriter(Protocol):
+    """Where an engine writes the files of one checkpoint. Runs in an upload thread."""
+
+    def write(self, name: str, *pieces: bytes | memoryview) -> None:
+        """Store one file of pieces in this order. `name` is relative, without `..`; raises StorageError."""
+
+
+class StateReader(Protocol):
+    """Where an engine reads the files of one checkpoint; sizes and checksums are verified on the way.
+
+    Attributes:
+        weights_only: the model is not trained further: an engine that can, leaves out the optimizer's state.
+    """
+
+    @property
+    def weights_only(self) -> bool:
+        """See above."""
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all files."""
+
+    def read(self, name: str) -> bytes | bytearray:
+        """One file, verified; raises CheckpointError when it is missing, torn or altered."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 _SHOWN_LINES = 20  # of a detail in a notebook
 
@@ -170,3 +172,52 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     names = sorted(valid)
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"valid names: {', '.join(names)}"
+
+
+# --- What a doctor finds ----------------------------------------------------------------------------------------------
+
+
+Severity = Literal["good", "doubtful", "bad"]
+"""As it should be; works, but slower or less safely than it could; will not work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was looked at.
+
+    Args:
+        subject: what was looked at, in a word or two: `Ray`, `storage`, `clock`.
+        verdict: what it comes to.
+        what: what was found, with its figures.
+        where: node, file and line, or field; empty for the machine that asks.
+        remedy: what to do about it; empty only where nothing is to be done.
+    """
+
+    subject: str
+    verdict: Severity
+    what: str
+    where: str = ""
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.remedy or self.verdict == "good", f"{self.subject}: a finding that is not good has a remedy"
+
+
+# --- Text for a terminal, which would carry out what stands in it -----------------------------------------------------
+
+
+_CONTROL_CHARACTERS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+)  # not tab and newline; with bidi's
+
+
+def escape_control_characters(value: Any) -> Any:
+    """The same text, or JSON value, with control characters as escapes of Python's (`\\x1b`)."""
+    match value:
+        case str():
+            return _CONTROL_CHARACTERS.sub(lambda found: repr(found[0])[1:-1], value)
+        case list():
+            return [escape_control_characters(item) for item in value]
+        case dict():
+            return {escape_control_characters(key): escape_control_characters(item) for key, item in value.items()}
+    return value

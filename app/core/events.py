@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
-from trainwright.core.terminal_text import printable
+from trainwright.core.errors import escape_control_characters
 
 _KINDS: dict[str, type[Event]] = {}
 _TIMES = ("predicted", "refitted", "measured")
@@ -406,7 +406,7 @@ class RunEnded(Event):
 
 def from_json(line: str) -> Event:
     """Read one line back, printable, without fields of a later version. Raises ValueError where it is no event."""
-    data = printable(json.loads(line))
+    data = escape_control_characters(json.loads(line))
     try:
         kind = _KINDS[data.pop("kind")]
     except (KeyError, AttributeError) as error:

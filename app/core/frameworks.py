@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +26,7 @@ _EXPORTS = "tensorflow.python.pywrap_dlopen_global_flags"
 _TRITON = "triton._C.libtriton"
 
 
-def load(module: str) -> Any:
+def load_module(module: str) -> Any:
     """Import a module of trainwright that needs a framework.
 
     Raises:
@@ -33,10 +35,10 @@ def load(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise missing(error) or error from error
+        raise missing_framework(error) or error from error
 
 
-def missing(error: BaseException, where: str = "") -> MissingFramework | None:
+def missing_framework(error: BaseException, where: str = "") -> MissingFramework | None:
     """Return the error that says what to install, if an exception means that a framework is not installed."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if name not in EXTRAS or importlib.util.find_spec(name) is not None:
@@ -44,7 +46,7 @@ def missing(error: BaseException, where: str = "") -> MissingFramework | None:
     return MissingFramework(f"{name} is not installed: pip install 'trainwright[{EXTRAS[name]}]'", where=where)
 
 
-def separate() -> None:
+def isolate_llvm() -> None:
     """Keep the LLVM of TensorFlow and the LLVM of triton apart, whichever is imported first. Imports neither.
 
     The wheels of TensorFlow 2.20 and 2.21 load their libraries with RTLD_GLOBAL, by mistake, and so export their LLVM
@@ -92,3 +94,20 @@ class _OwnSymbolsFirst(ExtensionFileLoader):
             return super().create_module(spec)
         finally:
             sys.setdlopenflags(flags)
+
+
+# --- Versions of what a run was made with -----------------------------------------------------------------------------
+
+
+_REPORTED_PACKAGES = ("trainwright", "ray", "torch", "tensorflow", "keras", "numpy", "pyarrow", "pandas")
+
+
+def package_versions() -> dict[str, str]:
+    """Versions by package, from metadata: nothing is imported."""
+    found = {"python": platform.python_version()}
+    for package in _REPORTED_PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from trainwright.core import strict_model
 from trainwright.core.cluster import Cluster
-from trainwright.core.collation import Collation, Pad
 from trainwright.core.data import Batch, Feed
-from trainwright.core.engine import ModelSpec
-from trainwright.core.errors import JobError
-from trainwright.core.job_checks import inconsistencies
-from trainwright.core.plan import Plan
-from trainwright.core.plan_spec import lone
-from trainwright.core.strict_model import Fields
+from trainwright.core.engine import MASK_SUFFIX, Collation, ModelSpec, Pad
+from trainwright.core.errors import JobError, PlanError, nearest
+from trainwright.core.loss_api import has_sum_reduction
+from trainwright.core.plan import Plan, single_device_spec
+from trainwright.core.strict_model import StrictModel
+from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
 
-Names = tuple[str, ...]
-PLACED_S, STARTED_S = 300.0, 1800.0  # for workers to start on nodes that run, on nodes that may have to be started
+ColumnNames = tuple[str, ...]
+START_DEADLINE_S, NEW_NODE_DEADLINE_S = (
+    300.0,
+    1800.0,
+)  # for workers to start on nodes that run, on nodes that may have to be started
 
 
-class Job(Fields):
+class Job(StrictModel):
     """A training job. Going from one device to a cluster changes no field of it.
 
     Attributes:
@@ -168,8 +173,8 @@ class Job(Fields):
     optimizer: Callable[[Any], Any] | None = None
     train: Any
     loss: Callable[[Any, Any], Any] | None = None
-    inputs: str | Names | Mapping[str, str] = ()
-    targets: str | Names = ()
+    inputs: str | ColumnNames | Mapping[str, str] = ()
+    targets: str | ColumnNames = ()
     sample_weight: str | None = None
     class_weight: Mapping[int, float] = Field(default_factory=dict)
     pad: Mapping[str, Pad] = Field(default_factory=dict)
@@ -215,9 +220,9 @@ class Job(Fields):
     keeper_s: Annotated[float, Field(ge=0)] = 10.0
     keep: Annotated[int, Field(ge=1)] = 3
     evaluate_epochs: Annotated[int, Field(ge=1)] = 1
-    inexact: Names = ()
+    inexact: ColumnNames = ()
     batch_norm: Literal["local", "sync"] = "local"
-    local_state: str | Names = ()
+    local_state: str | ColumnNames = ()
     tensor_plan: Mapping[str, Literal["column", "row", "gathered", "vocabulary"]] = Field(default_factory=dict)
     failures: Annotated[int, Field(ge=0)] = 3
     failures_an_hour: Annotated[int, Field(ge=0)] | None = None
@@ -239,7 +244,7 @@ class Job(Fields):
 
     @model_validator(mode="after")
     def _consistent(self) -> Job:
-        problems = inconsistencies(self)
+        problems = _inconsistencies(self)
         if problems:
             raise JobError(problems)
         return self
@@ -249,14 +254,14 @@ class Job(Fields):
 
         Micro-batches stay as `accumulation=` or `plan=` has them.
         """
-        plan = lone(self.plan or "") or None
+        plan = single_device_spec(self.plan or "") or None
         one = {"workers": 1, "min_workers": None, "max_workers": None, "devices": 1, "strategy": None, "plan": plan}
         apart = {"consistency": None, "wire": "full", "local_steps": 1, "outer": None}
         return self.replace(**{**one, **apart, **fields})
 
     def patience_s(self, cluster: Cluster) -> float:
         """Seconds to wait for this cluster to start the workers."""
-        return self.place_deadline_s or (STARTED_S if cluster.grows else PLACED_S)
+        return self.place_deadline_s or (NEW_NODE_DEADLINE_S if cluster.grows else START_DEADLINE_S)
 
     @property
     def elastic(self) -> bool:
@@ -269,37 +274,37 @@ class Job(Fields):
         return Collation(pad=self.pad, function=self.collate)
 
     @property
-    def arguments(self) -> Names:
+    def arguments(self) -> ColumnNames:
         """Names of the columns given to the model, in order, masks included."""
         return tuple(self.inputs.values()) if isinstance(self.inputs, Mapping) else _names(self.inputs)
 
     @property
-    def keywords(self) -> Names:
+    def keywords(self) -> ColumnNames:
         """The model's own name of each of `arguments`; empty where they are positional."""
         return tuple(self.inputs) if isinstance(self.inputs, Mapping) else ()
 
     @property
-    def wanted_targets(self) -> Names:
+    def wanted_targets(self) -> ColumnNames:
         """Names of the columns given to loss and metrics, masks included."""
         return _names(self.targets)
 
     @property
-    def input_columns(self) -> Names:
+    def input_columns(self) -> ColumnNames:
         """Columns of the data set that the inputs are made of; none where `collate` makes them of what it likes."""
         return () if self.collate else self.collation.sources(self.arguments)
 
     @property
-    def target_columns(self) -> Names:
+    def target_columns(self) -> ColumnNames:
         """Columns of the data set that the targets are made of; none where `collate` makes them of what it likes."""
         return () if self.collate else self.collation.sources(self.wanted_targets)
 
     @property
-    def weight_columns(self) -> Names:
+    def weight_columns(self) -> ColumnNames:
         """Columns of the data set that the samples' weights are made of; none where `collate` makes them."""
         return () if self.collate or not self.sample_weight else self.collation.sources((self.sample_weight,))
 
     @property
-    def columns(self) -> Names | None:
+    def columns(self) -> ColumnNames | None:
         """Columns that must be read; None for all, where `step` or `collate` takes what it likes."""
         if self.step is not None or self.collate is not None:
             return None
@@ -367,7 +372,7 @@ class Job(Fields):
             )
 
 
-def _names(given: str | Names) -> Names:
+def _names(given: str | ColumnNames) -> ColumnNames:
     """One name or several as several."""
     return (given,) if isinstance(given, str) else given
 
@@ -383,3 +388,175 @@ def _scheduled(job: Job) -> Callable[[int, int], float] | None:
         return schedule
     open_keyword = wanted is not None and wanted.kind is wanted.KEYWORD_ONLY and wanted.default is wanted.empty
     return functools.partial(schedule, batch_size=job.batch_size) if open_keyword else schedule
+
+
+# --- What fields of a job contradict each other, in words that say what to do -----------------------------------------
+
+
+CRASH_LOOP_FAILURES = 3  # failures alike in a row, after which the batch is passed by
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def _inconsistencies(job: Job) -> list[str]:
+    """All of them."""
+    problems = []
+    if not _RUN_NAME.fullmatch(job.name):
+        problems.append(f"name={job.name!r}: use up to 100 letters, digits, '.', '-' and '_'")
+    if job.run == "step":
+        problems += _step_problems(job)
+    else:
+        problems += _fit_problems(job)
+    if (job.loss is not None or job.run == "fit") and not job.inputs:
+        problems.append("inputs= is missing: name the columns given to the model")
+    if job.metrics and not job.inputs:
+        problems.append("metrics= need inputs= and targets=")
+    data = {"train": job.train} | ({} if job.evaluate is None else {"evaluate": job.evaluate})
+    problems += filter(None, (strict_model.data_problem(name, value) for name, value in data.items()))
+    problems += filter(
+        None, (strict_model.function_problem(name, getattr(job, name)) for name in ("model", "schedule"))
+    )
+    if job.on_crash_loop == "skip" and job.failures < CRASH_LOOP_FAILURES:
+        problems.append(
+            f'on_crash_loop="skip" tells a loop by {CRASH_LOOP_FAILURES} failures alike: set '
+            f"failures={CRASH_LOOP_FAILURES} or more"
+        )
+    for tracker in job.trackers:
+        problems += [
+            f"trackers= has {type(tracker).__name__}, which has no {name}(): see tw.trackers.Tracker"
+            for name in ("begin", "log", "end")
+            if not callable(getattr(tracker, name, None))
+        ]
+    problems += _weight_problems(job) + _padding_problems(job) + _bounds_problems(job)
+    problems += _async_problems(job) + _rank_problems(job)
+    return problems
+
+
+def _rank_problems(job: Job) -> list[str]:
+    """Where what ranks keep or see together does not go with how many they are, or with their micro-batches."""
+    problems = []
+    if job.local_state and job.elastic:
+        problems.append(
+            "local_state= is kept by rank and cannot be divided anew: leave min_workers= and max_workers= out"
+        )
+    if job.batch_norm == "sync" and (job.accumulation or 1) > 1 and "batch_norm" not in job.inexact:
+        problems.append(
+            f'batch_norm="sync" looks at micro-batches, not at the whole batch, with accumulation={job.accumulation}: '
+            'leave accumulation= out, or accept the difference with inexact=("batch_norm",)'
+        )
+    return problems
+
+
+def _weight_problems(job: Job) -> list[str]:
+    """What is wrong with the weights of samples, and with the reduction of a loss of Keras'."""
+    problems = []
+    given = [name for name in ("sample_weight", "class_weight") if getattr(job, name)]
+    if len(given) > 1:
+        problems.append("sample_weight= and class_weight= exclude each other: multiply the weights in a column")
+    if given and job.step is not None:
+        problems.append(f"{given[0]}= has no place with step=: multiply the losses there, or return Terms")
+    if job.class_weight and len(job.wanted_targets) != 1:
+        problems.append("class_weight= needs one column of targets=, the class: weigh several with sample_weight=")
+    if has_sum_reduction(job.loss) and job.run == "step":
+        problems.append(
+            'loss= has reduction="sum", and steps take the mean over the global batch: leave reduction= out and '
+            'multiply the loss by batch_size, or use run="fit", which sums'
+        )
+    return problems
+
+
+def _bounds_problems(job: Job) -> list[str]:
+    """Where min_workers, workers and max_workers contradict each other."""
+    named = [(name, getattr(job, name)) for name in ("min_workers", "workers", "max_workers")]
+    given = [(name, value) for name, value in named if value is not None]
+    return [
+        f"{low}={least} is more than {high}={most}"
+        for (low, least), (high, most) in itertools.pairwise(given)
+        if least > most
+    ]
+
+
+def _async_problems(job: Job) -> list[str]:
+    """What is wrong with the fields of workers that step alone."""
+    problems = []
+    for name, parse in (
+        ("consistency", Consistency.parse),
+        ("wire", GradientCompression.parse),
+        ("outer", OuterOptimizer.parse),
+    ):
+        try:
+            parse(getattr(job, name) or {"consistency": "sync", "wire": "full", "outer": "average"}[name])
+        except PlanError as error:
+            problems.append(f"{error.what}: {error.remedy}")
+    if problems:
+        return problems
+    consistency = Consistency.parse(job.consistency or "sync")
+    if job.workers and consistency.backup >= job.workers:
+        problems.append(
+            f"consistency={job.consistency!r} waits for none of workers={job.workers}: use a smaller backup="
+        )
+    if job.outer is not None and job.local_steps == 1:
+        problems.append(
+            f"outer={job.outer!r} is for what several local steps came to: set local_steps=, or leave it out"
+        )
+    if job.local_steps > 1 and consistency.scaled:
+        problems.append(
+            'consistency="async(scaled)" scales the rate of an update, and local_steps= have none: use "async"'
+        )
+    if job.local_steps > 1 and consistency.backup:
+        problems.append(
+            "sync(backup=...) drops shares of a step, and local_steps= are whole ones: leave one of them out"
+        )
+    return problems
+
+
+def _step_problems(job: Job) -> list[str]:
+    """What a job lacks whose steps are ours."""
+    problems = []
+    if (job.loss is None) == (job.step is None):
+        problems.append("give either loss= with inputs= and targets=, or step=")
+    if job.optimizer is None:
+        problems.append("optimizer= is missing")
+    if not (job.loss or job.step or job.optimizer):
+        problems.append(
+            'where model() returns a compiled Keras model, run="fit" trains it by what it was compiled with'
+        )
+    if job.callbacks is not None:
+        problems.append('callbacks= are for run="fit": set it, or leave them out')
+    return problems
+
+
+def _fit_problems(job: Job) -> list[str]:
+    """What Keras' fit cannot do, and whose way to do it is another."""
+    instead = {
+        "step": "override train_step() of the model",
+        "clip_norm": "set global_clipnorm of the optimizer",
+        "accumulation": "set gradient_accumulation_steps of the optimizer",
+        "schedule": "give the optimizer a LearningRateSchedule, or use a callback",
+        "consistency": "Keras' fit has all workers step together: leave run or it out",
+        "wire": "Keras' fit pushes nothing to servers: leave run or it out",
+        "local_steps": "Keras' fit takes steps of its own: leave run or it out",
+        "on_error": 'run="fit" counts every row of a batch: leave it out',
+        "on_nonfinite": 'run="fit" applies an update before its loss is known: leave run or it out',
+        "on_crash_loop": 'run="fit" cannot pass a batch by: leave run or it out',
+        "on_spike": 'run="fit" cannot pass a batch by: leave run or it out',
+    }
+    defaults = {name: type(job).model_fields[name].default for name in instead}
+    return [
+        f'{name}= has no place in run="fit": {remedy}'
+        for name, remedy in instead.items()
+        if getattr(job, name) != defaults[name]
+    ]
+
+
+def _padding_problems(job: Job) -> list[str]:
+    """What is wrong with inputs, pad and collate together."""
+    problems = [f"inputs={name!r} is no name of an argument" for name in job.keywords if not name.isidentifier()]
+    if job.pad and job.collate:
+        problems.append("collate= takes the place of pad=: give one of them")
+    used = set(job.collation.sources((*job.arguments, *job.wanted_targets)))
+    for name in job.pad if job.step is None and used else ():
+        if name not in used:
+            problems.append(f"pad={name!r} is neither an input nor a target: {nearest(name, used)}")
+        elif name + MASK_SUFFIX in job.pad:
+            problems.append(f"pad={name + MASK_SUFFIX!r} is the name of the mask of {name!r}: rename the column")
+    return problems

@@ -124,7 +124,7 @@ class ModelProfile:
         return max(layer.kept_numbers + layer.output_numbers + layer.scores_numbers for layer in self.layers)
 
 
-def folded(costs: Iterable[LayerCost]) -> tuple[LayerCost, ...]:
+def merge_plain_layers(costs: Iterable[LayerCost]) -> tuple[LayerCost, ...]:
     """Layers without parameters and products, such as activations, as part of the layer before them."""
     layers: list[LayerCost] = []
     for cost in costs:
@@ -159,7 +159,7 @@ def _mean(one: LayerCost, other: LayerCost, weight: str, shares: tuple[float, fl
     return float((weights[0] * shares[0] + weights[1] * shares[1]) / sum(weights))
 
 
-def with_loss(layers: tuple[LayerCost, ...], outputs: float) -> tuple[LayerCost, ...]:
+def append_loss(layers: tuple[LayerCost, ...], outputs: float) -> tuple[LayerCost, ...]:
     """With a loss behind the last one, as `transformer_profile` has it: it keeps what it is given and passes over it.
 
     Args:

@@ -17,12 +17,12 @@ from typing import Any
 
 import cloudpickle
 
-from trainwright.core.frameworks import load
+from trainwright.core.frameworks import load_module
 
 # Of each framework by its import name, the module that knows its settings for a whole process.
 _SETTINGS = {
     "keras": "trainwright.strategies.tensorflow.training.keras_settings",
-    "torch": "trainwright.strategies.torch.training.torch_settings",
+    "torch": "trainwright.strategies.torch.torch_compat",
 }
 
 _INSTALLED = (
@@ -38,8 +38,8 @@ _FOREIGN = tuple({f"{folder}{os.sep}" for path in _INSTALLED for folder in (path
 
 def dumps(value: Any) -> bytes:
     """Pickle a value with the user's own modules by value, and the settings of the frameworks in this process."""
-    with by_value(), io.BytesIO() as stream:
-        found = {name: load(module).captured() for name, module in _SETTINGS.items() if name in sys.modules}
+    with _by_value(), io.BytesIO() as stream:
+        found = {name: load_module(module).captured() for name, module in _SETTINGS.items() if name in sys.modules}
         for each in ({name: settings for name, settings in found.items() if settings}, value):
             _Pickler(stream).dump(each)
         return stream.getvalue()
@@ -49,14 +49,14 @@ def loads(data: bytes) -> Any:
     """The value again. This process takes the settings first, and imports the frameworks that they are of."""
     stream = io.BytesIO(data)
     for name, settings in cloudpickle.load(stream).items():
-        load(_SETTINGS[name]).apply(settings)
+        load_module(_SETTINGS[name]).apply(settings)
     return cloudpickle.load(stream)
 
 
 @contextlib.contextmanager
-def by_value() -> Iterator[None]:
+def _by_value() -> Iterator[None]:
     """Within it, cloudpickle sends the user's own modules by value."""
-    users = [module for module in list(sys.modules.values()) if is_users(module)]
+    users = [module for module in list(sys.modules.values()) if is_user_module(module)]
     registered = {module.__name__: module for module in users}.values()  # one may be known by several names
     for module in registered:
         cloudpickle.register_pickle_by_value(module)
@@ -77,17 +77,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return super().reducer_override(obj) if reduced is None else reduced
 
 
-def is_users(module: Any) -> bool:
+def is_user_module(module: Any) -> bool:
     """Whether a module is neither installed nor ours: a worker could not import it."""
     file = getattr(module, "__file__", None)
     if not isinstance(module, ModuleType) or not file or module.__name__ == "__main__":
         return False
     if module.__name__.split(".")[0] in ("trainwright", "datasets", "__mp_main__"):
         return False
-    return is_users_file(file)
+    return is_user_file(file)
 
 
-def is_users_file(file: str) -> bool:
+def is_user_file(file: str) -> bool:
     """Whether a source file lies in no folder of installed packages."""
     path = os.path.abspath(file)
     return not path.startswith(_FOREIGN) and not any(packages in path for packages in _PACKAGES)

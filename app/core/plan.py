@@ -1,14 +1,26 @@
-"""The plan: frozen, explains itself, and says who is fed."""
+"""The plan: frozen, explains itself, and says who is fed.
+
+A pipeline cuts the model into stages x chunks sections that follow each other. A stage's chunks are dealt out in turns,
+each turn in the order of the stages; in folded schedules every second turn goes back through them, so that the sections
+of two turns meet on one stage, and the first stage ends the model that it begins.
+
+Ranks that divide a layer between them stay inside a node, since they exchange something in every layer. Those of one
+replica follow each other, stage by stage, so that pipeline neighbours share a node or lie on adjacent ones. Replicas
+come one after another, so that copies of the same piece lie as far apart as the nodes allow.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby
+from typing import Any
 
-from trainwright.core.data import Feeding
-from trainwright.core.group import Role, Topology, role_of
-from trainwright.core.pipeline_layout import STREAMED, loss_stage
+from trainwright.core.data import FeedAssignment
+from trainwright.core.errors import PlanError, nearest
+from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer, Role, Topology, role_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +61,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class WorkerResources:
     """What one worker actor holds.
 
     Attributes:
@@ -140,7 +152,7 @@ class Plan:
     engine: str
     mesh: Mesh
     batch_size: int
-    placement: Placement
+    placement: WorkerResources
     accumulation: int = 1
     devices_per_worker: int = 1
     topology: Topology = "collective"
@@ -179,16 +191,14 @@ class Plan:
         Raises:
             PlanError: a name or a value is not known.
         """
-        from trainwright.core.plan_spec import fields_of
 
-        return cls(batch_size=0, placement=Placement(cpus=1.0), engine="", **fields_of(text))
+        return cls(batch_size=0, placement=WorkerResources(cpus=1.0), engine="", **_parse_plan(text))
 
     @property
     def text(self) -> str:
         """What `Plan.parse` and a job's `plan=` read; without the sizes of stages and the precision."""
-        from trainwright.core.plan_spec import text_of
 
-        return text_of(self)
+        return _format_plan(self)
 
     @property
     def name(self) -> str:
@@ -214,7 +224,7 @@ class Plan:
     @property
     def streamed(self) -> bool:
         """Whether a step begins the next one, whose feed it is given too; its gradients are one step stale."""
-        return self.schedule in STREAMED and self.mesh.pipeline > 1
+        return self.schedule in STREAMED_SCHEDULES and self.mesh.pipeline > 1
 
     @property
     def ahead(self) -> int:
@@ -260,7 +270,7 @@ class Plan:
             accumulation += -accumulation % self.mesh.pipeline
         return replace(self, mesh=replace(self.mesh, data=data), accumulation=accumulation)
 
-    def feed_of(self, worker: int) -> Feeding:
+    def feed_of(self, worker: int) -> FeedAssignment:
         """Which data ranks a worker is fed, and whether it wants inputs and targets.
 
         A coordinator's rank 0 holds all data ranks and the others none. Servers have none, and a worker that steps
@@ -268,12 +278,12 @@ class Plan:
         """
         total, stage = self.mesh.data_ranks, self.mesh.stage_of(worker * self.devices_per_worker)
         if self.topology == "coordinator":
-            return Feeding(data_ranks=range(total if worker == 0 else 0), total=total)
+            return FeedAssignment(data_ranks=range(total if worker == 0 else 0), total=total)
         if self.topology == "independent":
             share = (worker - self.servers) % total
-            return Feeding(data_ranks=range(share, share + (worker >= self.servers)), total=total)
+            return FeedAssignment(data_ranks=range(share, share + (worker >= self.servers)), total=total)
         first = self.mesh.data_rank_of(worker * self.devices_per_worker)
-        return Feeding(
+        return FeedAssignment(
             data_ranks=range(first, first + self.devices_per_worker),
             total=total,
             inputs=stage == 0,
@@ -282,7 +292,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Infeasible:
+class InfeasiblePlan:
     """What cannot be: why, and what would make it possible.
 
     Attributes:
@@ -301,8 +311,332 @@ class Infeasible:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rejected:
+class RejectedPlan:
     """A plan that could be but was not chosen, and why."""
 
     plan: Plan
     reason: str
+
+
+# --- Which stage of a pipeline holds which section of the model -------------------------------------------------------
+
+
+FOLDED_SCHEDULES = frozenset({"zbv"})  # schedules whose chunks go to the last stage and back (a V: Qi et al., 2024)
+STREAMED_SCHEDULES = frozenset(
+    {"pipedream"}
+)  # schedules whose steps follow each other without a drain (Narayanan et al., 2021a)
+_CHUNKED_SCHEDULES = FOLDED_SCHEDULES | {"interleaved"}  # schedules whose stages hold several chunks
+
+
+def chunk_problem(schedule: str, chunks: int) -> str:
+    """Why a schedule cannot have so many chunks of a stage; empty where it can."""
+    if schedule in FOLDED_SCHEDULES and chunks != 2:
+        return f"schedule={schedule} goes through the stages and back, in 2 chunks of each and not {chunks}"
+    if schedule not in _CHUNKED_SCHEDULES and chunks > 1:
+        return f"chunks={chunks} is for schedule={' or '.join(sorted(_CHUNKED_SCHEDULES))}"
+    return ""
+
+
+def section_of(schedule: str, *, stage: int, stages: int, chunk: int = 0) -> int:
+    """The section, from 0, that is a stage's chunk."""
+    return chunk * stages + _is_turned(schedule, stage, stages, chunk)
+
+
+def stage_of_section(schedule: str, *, section: int, stages: int) -> tuple[int, int]:
+    """The stage that holds a section, and which of its chunks it is."""
+    chunk, place = divmod(section, stages)
+    return _is_turned(schedule, place, stages, chunk), chunk
+
+
+def loss_stage(schedule: str, *, stages: int, chunks: int = 1) -> int:
+    """The stage that ends the model, and so computes the loss."""
+    return stage_of_section(schedule, section=stages * chunks - 1, stages=stages)[0]
+
+
+def _is_turned(schedule: str, place: int, stages: int, chunk: int) -> int:
+    return stages - 1 - place if schedule in FOLDED_SCHEDULES and chunk % 2 else place
+
+
+# --- Plans in words ---------------------------------------------------------------------------------------------------
+
+
+_NUMBER_FIELDS = (
+    "dp", "fsdp", "tp", "pp", "sequence", "zero", "offload", "micro_batch", "accumulation", "chunks", "servers",
+    "local_steps",
+)  # fmt: skip
+_FIELD_BOUNDS: Mapping[str, tuple[int, int | None]] = {
+    "zero": (0, 3),
+    "offload": (0, 1),
+    "sequence": (0, 1),
+    "micro_batch": (0, None),
+}
+_FIELD_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "pipedream"),
+    "recompute": ("none", "selective", "full"),
+    "precision": ("fp32", "tf32", "fp16", "bf16"),
+}
+_FIELD_PARSERS: Mapping[str, Callable[[str], object]] = {
+    "consistency": Consistency.parse,
+    "wire": GradientCompression.parse,
+    "outer": OuterOptimizer.parse,
+}
+_COMMA = re.compile(r",(?![^()]*\))")  # not one between parentheses
+
+
+def _parse_plan(text: str) -> dict[str, Any]:
+    """The fields of a plan that `Plan.parse` reads, with what is left out filled in."""
+    given = _parse_fields(text)
+    mesh, zero = _mesh_of(given)
+    if mesh.pipeline > 1:
+        given = {"micro_batch": 0 if "accumulation" in given else 1, "schedule": "1f1b"} | given
+    if given.get("schedule") in _CHUNKED_SCHEDULES:
+        given = {"chunks": 2} | given
+    alone = {"topology": "independent", "consistency": "sync"} if "servers" in given else {}
+    strategy = _strategy_of(mesh, servers=given.get("servers", 0), local_steps=given.get("local_steps", 1))
+    return {"strategy": strategy, "mesh": mesh, **alone, **given, "zero": zero}
+
+
+def single_device_spec(text: str) -> str:
+    """What of a job's `plan=` is for one device too: how many micro-batches there are."""
+    parts = [part.strip() for part in _COMMA.split(text)]
+    return ",".join(part for part in parts if part.partition("=")[0].strip() in ("accumulation", "micro_batch"))
+
+
+def _parse_fields(text: str) -> dict[str, Any]:
+    """What the text says, by name."""
+    given: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in _COMMA.split(text))):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        given[name] = _parse_value(name, value, text)
+    problem = chunk_problem(given["schedule"], given["chunks"]) if {"schedule", "chunks"} <= given.keys() else ""
+    if problem:
+        raise PlanError(problem, where=text, remedy="leave chunks= out")
+    return given
+
+
+def _mesh_of(given: dict[str, Any]) -> tuple[Mesh, int]:
+    """The degrees, which are taken out, and what is sharded."""
+    numbers = {name: given.pop(name, 1) for name in ("dp", "tp", "pp")}
+    most = 2 if numbers["pp"] > 1 else 3  # a pipeline gathers a stage's parameters once a step
+    zero, fsdp = given.get("zero", most if "fsdp" in given else 0), given.pop("fsdp", None)
+    data, shard = (numbers["dp"], fsdp) if fsdp else (1, numbers["dp"]) if zero else (numbers["dp"], 1)
+    return Mesh(pipeline=numbers["pp"], data=data, shard=shard, tensor=numbers["tp"]), zero
+
+
+def _format_plan(plan: Plan) -> str:
+    """What `_parse_plan` reads."""
+    mesh = plan.mesh
+    hybrid = mesh.shard > 1 and mesh.data > 1
+    parts = {
+        "dp": mesh.data if hybrid else mesh.data_ranks,
+        "fsdp": mesh.shard if hybrid else 1,
+        "tp": mesh.tensor,
+        "sequence": int(plan.sequence),
+        "pp": mesh.pipeline,
+        "zero": plan.zero,
+        "offload": int(plan.offload),
+        "micro_batch": plan.micro_batch,
+        "accumulation": plan.accumulation,
+        "schedule": plan.schedule,
+        "chunks": plan.chunks,
+        "recompute": plan.recompute,
+        "servers": plan.servers,
+        "consistency": plan.consistency,
+        "wire": plan.wire,
+        "local_steps": plan.local_steps,
+        "outer": plan.outer,
+    }
+    idle = {
+        "zero": 0, "offload": 0, "sequence": 0, "micro_batch": 0, "schedule": "", "recompute": "none", "servers": 0,
+        "consistency": "sync" if plan.servers else "", "wire": "full", "outer": "",
+    }  # fmt: skip
+    kept = {name: value for name, value in parts.items() if value != idle.get(name, 1)}
+    if mesh.pipeline > 1 and not plan.micro_batch:
+        kept["accumulation"] = plan.accumulation
+    return ",".join(f"{name}={value}" for name, value in kept.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConstraints:
+    """What a job says of its plan.
+
+    Attributes:
+        text: of its `plan=`.
+        fields: of its other fields, by their names.
+        mesh: degrees; where one is given, those that are left out are 1. None where none is given.
+        choices: all else, by the names of `Plan.parse`.
+    """
+
+    text: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    mesh: Mesh | None = None
+    choices: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> PlanConstraints:
+        """Raises PlanError where a name or a value is not known."""
+        given = _parse_fields(text)
+        if "precision" in given:
+            raise PlanError("precision is a field of the job", where=text, remedy="write precision= beside plan=")
+        if not {"dp", "fsdp", "tp", "pp"} & given.keys():
+            return cls(text=text, choices=given)
+        mesh, zero = _mesh_of(given)
+        return cls(text=text, mesh=mesh, choices=given | {"zero": zero})
+
+    def beside(self, choices: Mapping[str, Any]) -> PlanConstraints:
+        """These, and others that a job gives as fields of its own.
+
+        Raises:
+            PlanError: one of them is given twice, and differs.
+        """
+        for name, value in choices.items():
+            if self.choices.get(name, value) != value:
+                said = f"{name}={value!r} is not the {name}={self.choices[name]} of plan={self.text!r}"
+                raise PlanError(said, where="plan", remedy="leave one of them out")
+        return replace(self, fields=choices, choices={**self.choices, **choices})
+
+    def __str__(self) -> str:
+        """As the job has it: `plan='dp=2', consistency='async'`."""
+        given = {"plan": self.text} if self.text else {}
+        return ", ".join(f"{name}={value!r}" for name, value in {**given, **self.fields}.items())
+
+    def allow(self, plan: Plan) -> bool:
+        """Whether a plan is as it is said."""
+        if self.mesh is not None and self.mesh != plan.mesh:
+            return False
+        found = {name: getattr(plan, name) for name in self.choices}
+        if "consistency" in found:  # ranks that step together need no word for it
+            found["consistency"] = plan.consistency or "sync"
+        if "micro_batch" in found:
+            found["micro_batch"] = plan.micro_batches(plan.batch_size)[1]
+        return found == dict(self.choices)
+
+
+def _strategy_of(mesh: Mesh, *, servers: int = 0, local_steps: int = 1) -> str:
+    """The strategy that offers such a mesh, with so many servers."""
+    if servers:
+        return "local_sgd" if local_steps > 1 else "parameter_server"
+    degrees = {
+        "pipeline": mesh.pipeline, "tensor_parallel": mesh.tensor, "sharded": mesh.shard, "data_parallel": mesh.data,
+    }  # fmt: skip
+    return next((name for name, degree in degrees.items() if degree > 1), "one_device")
+
+
+def _parse_value(name: str, value: str, text: str) -> Any:
+    if name in _FIELD_CHOICES:
+        if value not in _FIELD_CHOICES[name]:
+            raise PlanError(f"{name}={value!r} is not known", where=text, remedy=nearest(value, _FIELD_CHOICES[name]))
+        return value
+    if name in _FIELD_PARSERS:
+        return str(_FIELD_PARSERS[name](value))
+    if name not in _NUMBER_FIELDS:
+        known = (*_NUMBER_FIELDS, *_FIELD_CHOICES, *_FIELD_PARSERS)
+        raise PlanError(f"{name!r} is no part of a plan", where=text, remedy=nearest(name, known))
+    least, most = _FIELD_BOUNDS.get(name, (1, None))
+    if not value.isdigit() or int(value) < least or (most is not None and int(value) > most):
+        wanted = {1: "0 or 1", 3: "0, 1, 2 or 3"}.get(most or 0, f"a whole number from {least}")
+        raise PlanError(f"{name}={value!r} must be {wanted}", where=text, remedy=f"write {name}={most or 2}, for one")
+    return bool(int(value)) if name in ("offload", "sequence") else int(value)
+
+
+# --- Which rank lies on which node ------------------------------------------------------------------------------------
+
+
+def assign_nodes(mesh: Mesh, rooms: Sequence[int], devices: int = 1) -> tuple[int, ...]:
+    """The node of each worker.
+
+    Tensor groups cross nodes only where there is no room for all of them inside. Where they fit, as many pieces as can
+    have copies on two nodes: a node that holds q workers holds all copies of max(0, q - (data - 1) * replica) pieces,
+    and no order of ranks does better.
+
+    Args:
+        mesh: degrees.
+        rooms: workers that each node has room for, in the order in which nodes are filled; `mesh.size // devices` or
+            more in all.
+        devices: ranks of a worker.
+
+    Raises:
+        ValueError: there is not room for all.
+    """
+    size, together = mesh.size // devices, tensor_workers(mesh, devices)
+    if sum(rooms) < size:
+        raise ValueError(f"{size} workers do not fit into {sum(rooms)} places")
+    left, found = list(rooms), [0] * size
+    whole = [node for node, room in enumerate(rooms) for _ in range(room // together)]
+    for number, first in enumerate(_tensor_groups(mesh, devices)):
+        if number < len(whole):
+            nodes = [whole[number]] * together
+        else:
+            nodes = [node for node, room in enumerate(left) for _ in range(room)][:together]
+        for worker, node in enumerate(nodes, first):
+            found[worker] = node
+            left[node] -= 1
+    return tuple(found)
+
+
+def assign_slots(mesh: Mesh, nodes: Sequence[Hashable], devices: int = 1) -> tuple[int, ...]:
+    """Which of the places that there are each worker takes: a permutation, the identity on a single node.
+
+    Args:
+        mesh: degrees.
+        nodes: of each place; as many as there are workers.
+        devices: ranks of a worker.
+    """
+    free: dict[Hashable, list[int]] = {}
+    for place, node in enumerate(nodes):
+        free.setdefault(node, []).append(place)
+    places = [iter(found) for found in free.values()]
+    return tuple(next(places[node]) for node in assign_nodes(mesh, [len(found) for found in free.values()], devices))
+
+
+def slots_per_node(capacities: Sequence[int], count: int, *, close: bool) -> tuple[int, ...]:
+    """How many of so many each node gets: as evenly as can be over the fewest nodes if `close`, else over all.
+
+    Args:
+        capacities: how many each node could hold.
+    """
+    largest = sorted(range(len(capacities)), key=lambda node: -capacities[node])
+    if close:
+        held = accumulate(capacities[node] for node in largest)
+        largest = largest[: 1 + sum(room < count for room in held)]
+    rooms = [0] * len(capacities)
+    for _ in range(min(count, sum(capacities))):
+        rooms[min((rooms[node], node) for node in largest if rooms[node] < capacities[node])[1]] += 1
+    return tuple(rooms)
+
+
+def tensor_workers(mesh: Mesh, devices: int = 1) -> int:
+    """Workers that divide each layer between them, and are to be on one node."""
+    return max(1, mesh.tensor // devices)
+
+
+def ranks_by_node(nodes: Iterable[str]) -> dict[str, str]:
+    """The ranks that each node holds, as `format_ranges` tells them, given the node of each."""
+    found: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        found.setdefault(node, []).append(rank)
+    return {node: format_ranges(ranks) for node, ranks in found.items()}
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """`0-7, 16`: numbers in words that stay short for thousands of them."""
+    runs = groupby(enumerate(sorted(set(numbers))), key=lambda pair: pair[1] - pair[0])
+    ends = ([number for _, number in run] for _, run in runs)
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends)
+
+
+def parse_ranges(ranges: str) -> tuple[int, ...]:
+    """The numbers of which `format_ranges` told."""
+    ends = [part.split("-") for part in ranges.split(", ") if part]
+    return tuple(number for run in ends for number in range(int(run[0]), int(run[-1]) + 1))
+
+
+def _tensor_groups(mesh: Mesh, devices: int) -> list[int]:
+    """The first worker of each tensor group, replica by replica and in these stage by stage."""
+    firsts = (
+        ((stage * mesh.data + replica) * mesh.shard + shard) * mesh.tensor
+        for replica in range(mesh.data)
+        for stage in range(mesh.pipeline)
+        for shard in range(mesh.shard)
+    )
+    return list(dict.fromkeys(first // devices for first in firsts))

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
-LOCK = threading.RLock()  # held by whoever seeds them and draws from them: a step, or rows that are read beside it
+GENERATORS_LOCK = (
+    threading.RLock()
+)  # held by whoever seeds them and draws from them: a step, or rows that are read beside it
 
 
-def seed(number: int) -> None:
+def seed_generators(number: int) -> None:
     """Make what all of them draw next a function of `number` alone, 64 bits of it."""
     random.seed(number)
     np.random.seed(number % 2**32)
@@ -21,7 +23,7 @@ def seed(number: int) -> None:
         torch.default_generator.manual_seed(number)
 
 
-def kept() -> Callable[[], None]:
+def save_generators() -> Callable[[], None]:
     """Remember their states; what it returns sets them again, as often as it is called."""
     python, numpy, torch = random.getstate(), np.random.get_state(), _torch()
     state = torch.get_rng_state() if torch else None
@@ -35,7 +37,7 @@ def kept() -> Callable[[], None]:
     return again
 
 
-def states() -> tuple[object, ...]:
+def generator_states() -> tuple[object, ...]:
     """Their states, to compare: they differ once something was drawn."""
     name, keys, *rest = np.random.get_state(legacy=True)
     torch = _torch()

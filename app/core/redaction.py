@@ -34,7 +34,7 @@ _PARAMETER = re.compile(  # of a signed address, or of a database
 _FIELD = re.compile(r"(?i)(?:^|[;\s])\s*(?:\w*key|password|pwd|\w*signature)\s*=\s*([^;\s]+)")  # of a connection string
 _LEAST = 6  # characters: shorter values are words of the language, and no secret
 _TOKEN = 16  # characters of a token: shorter ones in its place are names of users
-HIDDEN = "***"
+REDACTED = "***"
 
 
 def is_secret(name: str) -> bool:
@@ -42,12 +42,12 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET.search(name)) and not _PLACE.search(name)
 
 
-def without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
+def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """The text without secrets of the environment, as they are and as JSON and Python quote them, and of addresses."""
     return _hidden(text, _secrets(environment))
 
 
-def json_without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
+def redact_json(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """The same of one JSON document: in its strings, so that it stays one."""
     found = [secret for secret in _secrets(environment) if json.dumps(secret)[1:-1] in text]
     told = found or _ADDRESS.search(text) or _QUERY.search(text)
@@ -56,12 +56,12 @@ def json_without_secrets(text: str, environment: Mapping[str, str] = os.environ)
 
 def _secrets(environment: Mapping[str, str]) -> list[str]:
     """The longest first, so that none is hidden in part by another."""
-    values = [value for item in environment.items() for value in _told_by(*item) if len(value) >= _LEAST]
+    values = [value for item in environment.items() for value in _secrets_of(*item) if len(value) >= _LEAST]
     quoted = [form for value in values for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1])]
     return sorted(dict.fromkeys(quoted), key=len, reverse=True)
 
 
-def _told_by(name: str, value: str) -> Iterator[str]:
+def _secrets_of(name: str, value: str) -> Iterator[str]:
     """What is secret of a variable: all of it by its name, and the password in an address by its form."""
     if is_secret(name):
         yield value
@@ -74,9 +74,9 @@ def _told_by(name: str, value: str) -> Iterator[str]:
 
 
 def _hidden(text: str, secrets: list[str]) -> str:
-    told = reduce(lambda told, secret: told.replace(secret, HIDDEN), secrets, text)
-    told = _ADDRESS.sub(rf"\1\3{HIDDEN}", told)
-    return _QUERY.sub(lambda query: _PARAMETER.sub(rf"\1{HIDDEN}", query[0]), told)
+    told = reduce(lambda told, secret: told.replace(secret, REDACTED), secrets, text)
+    told = _ADDRESS.sub(rf"\1\3{REDACTED}", told)
+    return _QUERY.sub(lambda query: _PARAMETER.sub(rf"\1{REDACTED}", query[0]), told)
 
 
 def _rewritten(value: Any, secrets: list[str]) -> Any:

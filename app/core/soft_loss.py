@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from trainwright.core.errors import JobError
-from trainwright.core.strict_model import Fields
+from trainwright.core.strict_model import StrictModel
 
-Divergence = Literal["kl", "reverse_kl", "jensen_shannon", "mse"]
+_Divergence = Literal["kl", "reverse_kl", "jensen_shannon", "mse"]
 
 
-class Match(Fields):
+class Match(StrictModel):
     """A layer of the student that is to give what a layer of a teacher gives.
 
     A layer is named as in the model's `named_modules()` (torch), or as a Keras layer; `name:1` and `name:key` take an
@@ -39,7 +39,7 @@ class Match(Fields):
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
 
-class SoftLoss(Fields):
+class SoftLoss(StrictModel):
     """How a student's loss is made of labels and teachers.
 
     The loss of a sample (of a token in language models), with D the divergence at temperature T and w the teachers'
@@ -71,7 +71,7 @@ class SoftLoss(Fields):
     kind: Literal["classification", "multi_label", "regression", "language_model"] = "classification"
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
-    divergence: Divergence | Callable[[Any, Any], Any] = "kl"
+    divergence: _Divergence | Callable[[Any, Any], Any] = "kl"
     matches: tuple[Match, ...] = ()
     combine: Literal["fixed", "confidence", "learned"] = "fixed"
     weights: Mapping[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default_factory=dict)

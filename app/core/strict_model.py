@@ -1,19 +1,22 @@
-"""Strict fields: unknown ones are refused with the nearest valid name, and all problems are told at once."""
+"""Strict fields: unknown ones are refused with the nearest valid name, and all problems are told at once.
+
+Types are known by their names: no framework is imported.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainwright.core.errors import JobError, nearest
-from trainwright.core.misplaced_objects import function_problem
 
 _ALTERNATIVE = re.compile(r"literal\[|constrained-|callable$")  # how pydantic names the members of a union
 
 
-class Fields(BaseModel):
+class StrictModel(BaseModel):
     """What a user fills in. Frozen; raises JobError."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, protected_namespaces=())
@@ -29,11 +32,11 @@ class Fields(BaseModel):
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **fields})
 
 
-def _named(kind: type[Fields]) -> str:
+def _named(kind: type[StrictModel]) -> str:
     return "job" if kind.__name__ == "Job" else kind.__name__
 
 
-def _problems(error: ValidationError, kind: type[Fields]) -> list[str]:
+def _problems(error: ValidationError, kind: type[StrictModel]) -> list[str]:
     """Every problem pydantic found, in words that name the field and the remedy."""
     problems: list[str] = []
     wrong: dict[str, str] = {}
@@ -54,3 +57,86 @@ def _problems(error: ValidationError, kind: type[Fields]) -> list[str]:
             said = f"{item['msg'][0].lower()}{item['msg'][1:]}"
             wrong[field] = f"{wrong[field]}, or {said}" if field in wrong else said
     return problems + [f"{field}: {said}" for field, said in wrong.items()]
+
+
+# --- Misplaced objects ------------------------------------------------------------------------------------------------
+
+
+_DATA_REMEDIES: Mapping[str, str] = {
+    "torch.utils.data.dataloader.DataLoader": (
+        "give its data set, tw.datasets.from_torch(loader.dataset, columns=(...)); batch_size=, shuffle= and collate= "
+        "of the job take the place of the loader's"
+    ),
+    "torch.utils.data.dataset.IterableDataset": (
+        "its rows have no numbers: write them once as parquet, and give tw.datasets.parquet(path)"
+    ),
+    "torch.utils.data.dataset.Dataset": "give tw.datasets.from_torch(dataset, columns=(...))",
+    "datasets.arrow_dataset.Dataset": "give tw.datasets.from_huggingface(dataset)",
+    "tensorflow.python.data.ops.dataset_ops.DatasetV2": "give tw.datasets.from_tf(...), and see there what it takes",
+    "ray.data.dataset.Dataset": "give tw.datasets.from_ray(dataset)",
+    "keras.src.trainers.data_adapters.py_dataset_adapter.PyDataset": (
+        "it gives batches: give the rows, such as tw.datasets.table({...}), or from_torch of an object that gives one"
+    ),
+    "pandas.core.frame.DataFrame": "give tw.datasets.table(frame)",
+    "pandas.DataFrame": "give tw.datasets.table(frame)",
+    "pyarrow.lib.Table": "give tw.datasets.table(table)",
+    "numpy.ndarray": 'give tw.datasets.table({"x": array, ...})',
+    "builtins.dict": "give tw.datasets.table({...})",
+    "builtins.str": 'give tw.datasets.parquet("path"), or csv, json_lines, images, text and others of tw.datasets',
+}
+_DATA_REMEDY = "give tw.datasets.parquet(...), tw.datasets.table(...) or another of tw.datasets"
+
+_MODULE, _LAYER = "torch.nn.modules.module.Module", "keras.src.layers.layer.Layer"
+_OPTIMIZERS = ("torch.optim.optimizer.Optimizer", "keras.src.optimizers.base_optimizer.BaseOptimizer")
+_SCHEDULER = "torch.optim.lr_scheduler.LRScheduler"
+_KERAS_SCHEDULE = "keras.src.optimizers.schedules.learning_rate_schedule.LearningRateSchedule"
+
+
+def data_problem(field: str, value: Any) -> str:
+    """What is wrong with a value as a data set; empty where it is one."""
+    kinds = _qualified_bases(type(value))
+    advice = next((words for kind, words in _DATA_REMEDIES.items() if kind in kinds), "")
+    if not advice and hasattr(value, "map_batches"):
+        return ""
+    if not advice and hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, list):
+        advice = _DATA_REMEDIES["torch.utils.data.dataset.Dataset"]
+    return f"{field}= is no data set, but a {type(value).__name__}: {advice or _DATA_REMEDY}"
+
+
+def function_problem(field: str, value: Any) -> str:
+    """What is wrong with a value where a job has a function; empty where nothing is known to be."""
+    kinds, name = _qualified_bases(type(value)), type(value).__name__
+    if field == "model" and (_MODULE in kinds or _LAYER in kinds):
+        return (
+            f"model= is a {name} that is made already: give a function that makes it, model=lambda: {name}(...), since "
+            "each worker makes its own, the same by seed="
+        )
+    if field == "optimizer" and any(kind in kinds for kind in _OPTIMIZERS):
+        return f"optimizer= is a {name} that is made already: give a function, lambda parameters: {name}(parameters)"
+    if field == "schedule":
+        return _schedule_problem(value if isinstance(value, type) else type(value))
+    if field == "callbacks" and isinstance(value, list | tuple):
+        return (
+            "callbacks= is a list: give a function that makes it, callbacks=lambda: [...], since each worker calls it"
+        )
+    if field == "loss" and isinstance(value, str):
+        return f"loss={value!r} is a name: give a function (outputs, targets) -> one loss per sample"
+    return ""
+
+
+def _schedule_problem(kind: type) -> str:
+    kinds = _qualified_bases(kind)
+    if _SCHEDULER in kinds:
+        return (
+            f"schedule= is torch's {kind.__name__}: give a function (step, total_steps) -> a factor on the optimizer's "
+            "learning rate, with steps counted from 0 and not in epochs, such as lambda step, total: 0.1 ** (step // "
+            "1000), or one of tw.schedules"
+        )
+    if _KERAS_SCHEDULE in kinds:
+        return f"schedule= is Keras' {kind.__name__}: give it to the optimizer as its learning rate, and leave this out"
+    return ""
+
+
+def _qualified_bases(kind: type) -> frozenset[str]:
+    """Full names of a class and of those that it comes from."""
+    return frozenset(f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)

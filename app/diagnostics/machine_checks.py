@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from packaging.specifiers import SpecifierSet
 
-from trainwright.core.finding import Finding
+from trainwright.core import formatting
+from trainwright.core.errors import Finding
 from trainwright.core.frameworks import EXTRAS
-from trainwright.diagnostics.facts import Accelerators, Device, Machine, Place, Software, Stored
-from trainwright.diagnostics.host_checks import judge_clock, judge_network, judge_room
-from trainwright.reporting import formatting
+from trainwright.diagnostics.node_facts import (
+    Accelerators,
+    Clock,
+    DataPath,
+    Device,
+    DiskSpace,
+    HostResources,
+    Interface,
+    MachineFacts,
+    Network,
+    Software,
+    StorageResult,
+)
+from trainwright.strategies.common.host_address import LOOPBACK
 
-SLOW_STORE_S = 1.0
-HELD = 0.1  # of a GPU's memory, by others
+_SLOW_STORE_S = 1.0
+_GPU_MEMORY_IN_USE = 0.1  # of a GPU's memory, by others
 
 
-def judge(machine: Machine, *, where: str = "", in_cluster: bool = False) -> list[Finding]:
+def check_machine(machine: MachineFacts, *, where: str = "", in_cluster: bool = False) -> list[Finding]:
     """All findings of one machine.
 
     Args:
@@ -25,20 +37,20 @@ def judge(machine: Machine, *, where: str = "", in_cluster: bool = False) -> lis
         in_cluster: Ray runs on it.
     """
     found = [
-        *judge_python(machine.software),
-        *judge_packages(machine.software),
-        *judge_ray(machine.software, in_cluster=in_cluster, cpus=machine.room.cpus),
-        *judge_accelerators(machine.accelerators, machine.software, machine.room.ray_gpus),
-        *(judge_storage(machine.stored) if machine.stored else ()),
-        *map(judge_place, machine.places),
-        *judge_network(machine.network, machine.software.settings, in_cluster=in_cluster),
-        *judge_room(machine.room),
-        *judge_clock(machine.clock),
+        *_check_python(machine.software),
+        *_check_packages(machine.software),
+        *_check_ray(machine.software, in_cluster=in_cluster, cpus=machine.room.cpus),
+        *_check_accelerators(machine.accelerators, machine.software, machine.room.ray_gpus),
+        *(_check_storage(machine.stored) if machine.stored else ()),
+        *map(_check_data_path, machine.places),
+        *_check_network(machine.network, machine.software.settings, in_cluster=in_cluster),
+        *_check_resources(machine.room),
+        *_check_clock(machine.clock),
     ]
     return [replace(each, where=where) for each in found]
 
 
-def judge_python(software: Software) -> Iterator[Finding]:
+def _check_python(software: Software) -> Iterator[Finding]:
     """The interpreter, against what trainwright asks for."""
     if SpecifierSet(software.needs_python).contains(software.python, prereleases=True):
         yield Finding(subject="Python", verdict="good", what=software.python)
@@ -51,7 +63,7 @@ def judge_python(software: Software) -> Iterator[Finding]:
         )
 
 
-def judge_packages(software: Software) -> Iterator[Finding]:
+def _check_packages(software: Software) -> Iterator[Finding]:
     """Versions against the ranges of the installed trainwright, and whether they can be imported."""
     has = {home: bool(software.packages.get(home)) for home in set(EXTRAS.values())}
     fine, lacking = [f"trainwright {software.packages.get('trainwright') or 'from its folder'}"], []
@@ -79,7 +91,7 @@ def _bad_package(name: str, what: str, remedy: str) -> Finding:
     return Finding(subject=name, verdict="bad", what=what, remedy=remedy)
 
 
-def judge_ray(software: Software, *, in_cluster: bool, cpus: int) -> Iterator[Finding]:
+def _check_ray(software: Software, *, in_cluster: bool, cpus: int) -> Iterator[Finding]:
     """Token authentication, and threads that a setting asks for."""
     mode = software.settings.get("RAY_AUTH_MODE", "")
     if mode == "token" and not software.token:
@@ -109,7 +121,7 @@ def judge_ray(software: Software, *, in_cluster: bool, cpus: int) -> Iterator[Fi
         )
 
 
-def judge_accelerators(found: Accelerators, software: Software, ray_gpus: float | None) -> Iterator[Finding]:
+def _check_accelerators(found: Accelerators, software: Software, ray_gpus: float | None) -> Iterator[Finding]:
     """GPUs and TPUs, and whether torch and Ray know of them."""
     if found.fault:
         yield Finding(
@@ -119,9 +131,9 @@ def judge_accelerators(found: Accelerators, software: Software, ray_gpus: float 
             remedy="run nvidia-smi and dmesg | grep -i nvrm; a reboot, or the driver installed again, often mends it",
         )
     for device in found.devices:
-        yield from _judge_device(device)
+        yield from _check_device(device)
     if found.devices:
-        yield from _judge_use(found, software, ray_gpus)
+        yield from _check_gpu_access(found, software, ray_gpus)
         kinds = sorted({device.kind for device in found.devices})
         drivers = sorted({device.driver for device in found.devices})
         memory = formatting.size(min(device.memory_bytes for device in found.devices))
@@ -137,7 +149,7 @@ def judge_accelerators(found: Accelerators, software: Software, ray_gpus: float 
         yield Finding(subject="accelerators", verdict="good", what="none: workers compute on CPUs")
 
 
-def _judge_device(device: Device) -> Iterator[Finding]:
+def _check_device(device: Device) -> Iterator[Finding]:
     name = f"GPU {device.index}"
     if device.ecc_errors:
         what = f"{formatting.count(device.ecc_errors, 'memory error')} that could not be corrected"
@@ -147,14 +159,14 @@ def _judge_device(device: Device) -> Iterator[Finding]:
         what = f"its clock is slowed down: {', '.join(device.throttled)}"
         remedy = f"see cooling and power: nvidia-smi -q -i {device.index} -d PERFORMANCE,TEMPERATURE,POWER"
         yield Finding(subject=name, verdict="doubtful", what=what, remedy=remedy)
-    if device.processes or device.used_bytes > HELD * device.memory_bytes > 0:
+    if device.processes or device.used_bytes > _GPU_MEMORY_IN_USE * device.memory_bytes > 0:
         who = f", by {device.processes} process{'es' if device.processes > 1 else ''}" if device.processes else ""
         what = f"{formatting.size(device.used_bytes)} of {formatting.size(device.memory_bytes)} are taken{who}"
         remedy = f"see who it is, and end it if it is a leftover: nvidia-smi -i {device.index}"
         yield Finding(subject=name, verdict="doubtful", what=what, remedy=remedy)
 
 
-def _judge_use(found: Accelerators, software: Software, ray_gpus: float | None) -> Iterator[Finding]:
+def _check_gpu_access(found: Accelerators, software: Software, ray_gpus: float | None) -> Iterator[Finding]:
     torch = software.packages.get("torch", "")
     if torch and not software.torch_cuda:
         what = f"torch {torch} is built without CUDA, on a machine with {formatting.count(len(found.devices), 'GPU')}"
@@ -172,7 +184,7 @@ def _judge_use(found: Accelerators, software: Software, ray_gpus: float | None) 
         yield Finding(subject="GPUs", verdict="doubtful", what=what, remedy=remedy)
 
 
-def judge_storage(stored: Stored) -> Iterator[Finding]:
+def _check_storage(stored: StorageResult) -> Iterator[Finding]:
     """A storage that was tried."""
     times = [
         f"{name} {formatting.duration(took)}"
@@ -188,7 +200,7 @@ def judge_storage(stored: Stored) -> Iterator[Finding]:
             what=f"{stored.uri}: a create-only write did not happen once: two drivers could write the same run",
             remedy="use a store with conditional writes (If-None-Match), or a folder",
         )
-    elif max(stored.write_s, stored.read_s, stored.delete_s) > SLOW_STORE_S:
+    elif max(stored.write_s, stored.read_s, stored.delete_s) > _SLOW_STORE_S:
         what = f"{stored.uri} is slow for a file of some bytes: {', '.join(times)}"
         remedy = "use a bucket in the region of the nodes, and see the network between them"
         yield Finding(subject="storage", verdict="doubtful", what=what, remedy=remedy)
@@ -197,9 +209,203 @@ def judge_storage(stored: Stored) -> Iterator[Finding]:
         yield Finding(subject="storage", verdict="good", what=what)
 
 
-def judge_place(place: Place) -> Finding:
+def _check_data_path(place: DataPath) -> Finding:
     """A place of data."""
     if not place.fault:
         return Finding(subject="data", verdict="good", what=f"{place.uri} is there")
     remedy = "mend the path in the job, or bring the data to where every node reads it: a shared folder, s3://, gs://"
     return Finding(subject="data", verdict="bad", what=f"{place.uri}: {place.fault}", remedy=remedy)
+
+
+# --- What the facts of one machine come to ----------------------------------------------------------------------------
+
+
+_VIRTUAL_INTERFACES = ("docker", "virbr", "veth", "br-", "cni", "flannel", "cali", "lxc")
+_FEW_PORTS = 5_000
+_OBJECT_STORE_SHARE = 0.3  # of the memory: Ray's object store
+_FULL, _NEARLY_FULL = 0.95, 0.9  # Ray writes nothing more to a disk that is 95% full
+_LEAST_OPEN_FILES = 16_384
+_DAY_S = 86_400.0
+
+
+def _check_network(network: Network, settings: Mapping[str, str], *, in_cluster: bool) -> Iterator[Finding]:
+    """Name, address, interface and ports."""
+    for address, why in network.refused.items():
+        remedy = "see: ip -br address; ss -s; sysctl net.ipv4.ip_local_port_range"
+        yield Finding(subject="ports", verdict="bad", what=f"no port can be had at {address}: {why}", remedy=remedy)
+    yield from _check_address(network, in_cluster=in_cluster)
+    yield from _check_host_name(network)
+    yield from _check_interface_settings(network, settings)
+    if network.ports is not None:
+        yield _check_port_range(*network.ports)
+    for port in () if in_cluster else network.busy:
+        option = "--port" if port == 6379 else "--dashboard-port"
+        yield Finding(
+            subject="ports",
+            verdict="doubtful",
+            what=f"{port} is taken, a cluster started here would want it",
+            remedy=f"see who it is: ss -ltnp 'sport = :{port}'; or: ray start --head {option}={port + 1}",
+        )
+
+
+def _check_address(network: Network, *, in_cluster: bool) -> Iterator[Finding]:
+    own = next((each for each in network.interfaces if each.address == network.address), None)
+    others = [each.name for each in network.interfaces if each not in (own, None) and each.address != LOOPBACK]
+    if network.address == LOOPBACK:
+        yield Finding(
+            subject="network",
+            verdict="doubtful",
+            what="no network with a default route: other nodes cannot reach this one",
+            remedy="for one machine it will do; else give it a route: ip route add default via GATEWAY",
+        )
+    elif own is not None and own.name.startswith(_VIRTUAL_INTERFACES):
+        yield Finding(
+            subject="network",
+            verdict="doubtful",
+            what=f"other nodes are told {network.address}, which is of {own.name}, a network inside this machine",
+            remedy=f"let the default route leave by the real network: ip route; others: {', '.join(others) or 'none'}",
+        )
+    else:
+        beside = f"; beside it {', '.join(others)}" if others else ""
+        yield Finding(subject="network", verdict="good", what=f"{network.address}{_interface_text(own)}{beside}")
+    if in_cluster and network.ray_address and network.ray_address != network.address:
+        yield Finding(
+            subject="network",
+            verdict="doubtful",
+            what=f"Ray is reached at {network.ray_address}, workers at {network.address}",
+            remedy=f"start Ray with: ray start --node-ip-address={network.address} and its other arguments",
+        )
+
+
+def _interface_text(interface: Interface | None) -> str:
+    return f" at {interface.name}, MTU {interface.mtu:,}" if interface else ""
+
+
+def _check_host_name(network: Network) -> Iterator[Finding]:
+    if network.address == LOOPBACK or network.address in network.resolves:
+        return
+    line = f"write '{network.address} {network.host}' into /etc/hosts"
+    if not network.resolves:
+        what = f"{network.host}, its own name, stands for no address here"
+        remedy = line
+    elif all(address.startswith("127.") for address in network.resolves):
+        what = (
+            f"{network.host}, its own name, stands for {network.resolves[0]}: programs that go by it tell other nodes "
+            "that (trainwright's workers do not)"
+        )
+        remedy = f"{line}, in the place of {network.resolves[0]}"
+    else:
+        what = f"{network.host}, its own name, stands for {', '.join(network.resolves)}, not {network.address}"
+        remedy = line
+    yield Finding(subject="host name", verdict="doubtful", what=what, remedy=remedy)
+
+
+def _check_interface_settings(network: Network, settings: Mapping[str, str]) -> Iterator[Finding]:
+    names = [each.name for each in network.interfaces]
+    for setting in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = settings.get(setting, "")
+        if value and not interface_setting_matches(value, names, exact=setting.startswith("GLOO")):
+            yield Finding(
+                subject=setting,
+                verdict="bad",
+                what=f"{value}: no interface of that name is up; there are {', '.join(names)}",
+                remedy=f"unset {setting}: trainwright finds the interface by itself",
+            )
+
+
+def interface_setting_matches(value: str, names: list[str], *, exact: bool) -> bool:
+    """Whether a setting leaves an interface: names with commas; NCCL's are beginnings, `^` excludes, `=` is exact."""
+    if exact:
+        return all(name in names for name in value.split(","))
+    excluded, rest = value.startswith("^"), value.removeprefix("^")
+    whole, wanted = rest.startswith("="), tuple(rest.removeprefix("=").split(","))
+    hits = [name for name in names if (name in wanted if whole else name.startswith(wanted))]
+    return len(hits) < len(names) if excluded else bool(hits)
+
+
+def _check_port_range(first: int, last: int) -> Finding:
+    what = f"workers listen at ports {first}-{last}"
+    if last - first + 1 >= _FEW_PORTS:
+        return Finding(subject="ports", verdict="good", what=what)
+    remedy = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
+    return Finding(subject="ports", verdict="doubtful", what=f"{what}, which are few", remedy=remedy)
+
+
+def _check_resources(room: HostResources) -> Iterator[Finding]:
+    """Memory, disks and limits."""
+    yield from _check_compute(room)
+    for use, space in room.disks.items():
+        yield _check_shared_memory(space, room) if use == "shared memory" else _check_disk(use, space)
+    soft, hard = room.open_files
+    most = hard if hard >= 0 else soft  # Ray raises the soft limit to the hard one; -1 is no limit
+    if 0 <= most < _LEAST_OPEN_FILES:
+        what = f"a process may open {most:,} files"
+        remedy = f"ulimit -Hn 65536 as root before ray start, or in /etc/security/limits.conf; now {soft:,} to {hard:,}"
+        yield Finding(subject="open files", verdict="doubtful", what=what, remedy=remedy)
+    else:
+        what = f"up to {most:,}" if most >= 0 else "no limit"
+        yield Finding(subject="open files", verdict="good", what=what)
+
+
+def _check_compute(room: HostResources) -> Iterator[Finding]:
+    cpus = room.cpus if room.ray_cpus is None else room.ray_cpus
+    allowed = f"{room.cpus_allowed:g}"
+    if room.ray_cpus is not None and cpus > room.cpus_allowed:
+        what = f"Ray counts {cpus:g}, the control group or affinity allows {allowed}"
+        remedy = f"start this node with: ray start --num-cpus={max(1, int(room.cpus_allowed))} and its other arguments"
+        yield Finding(subject="CPUs", verdict="doubtful", what=what, remedy=remedy)
+    else:
+        what = allowed if room.cpus_allowed == room.cpus else f"{allowed} of {room.cpus} may be used"
+        yield Finding(subject="CPUs", verdict="good", what=what)
+    memory = formatting.size(room.memory_allowed_bytes)
+    if room.ray_memory_bytes is not None and room.ray_memory_bytes > room.memory_allowed_bytes:
+        what = f"Ray counts {formatting.size(room.ray_memory_bytes)}, {memory} may be used"
+        remedy = (
+            f"start this node with: ray start --memory={int(0.7 * room.memory_allowed_bytes)}, and its other arguments"
+        )
+        yield Finding(subject="memory", verdict="doubtful", what=what, remedy=remedy)
+    else:
+        limited = room.memory_allowed_bytes < room.memory_bytes
+        what = f"{memory} of {formatting.size(room.memory_bytes)} may be used" if limited else memory
+        yield Finding(subject="memory", verdict="good", what=what)
+
+
+def _check_shared_memory(space: DiskSpace, room: HostResources) -> Finding:
+    wanted = _OBJECT_STORE_SHARE * room.memory_allowed_bytes
+    size, free = formatting.size(space.size_bytes), formatting.size(space.free_bytes)
+    gibibytes = -(-int(wanted) // 2**30)
+    grow = f"mount -o remount,size={gibibytes}G /dev/shm (a container: docker run --shm-size={gibibytes}g)"
+    if space.size_bytes < wanted:
+        what = f"{space.path} has {size}, Ray's object store wants {formatting.size(wanted)} and keepers more"
+        return Finding(subject="shared memory", verdict="doubtful", what=what, remedy=grow)
+    if space.used > _NEARLY_FULL:
+        what, remedy = f"{free} of {size} are free", "see what fills it: du -ah /dev/shm | sort -h | tail"
+        return Finding(subject="shared memory", verdict="doubtful", what=what, remedy=remedy)
+    return Finding(subject="shared memory", verdict="good", what=f"{free} of {size} free")
+
+
+def _check_disk(use: str, space: DiskSpace) -> Finding:
+    free = f"{formatting.size(space.free_bytes)} of {formatting.size(space.size_bytes)}"
+    place = use if use == space.path else f"{use}, {space.path}"
+    if space.used >= _NEARLY_FULL:
+        what = f"{free} free for {place}: from 95% full on Ray writes nothing there"
+        remedy = (
+            f"see what fills it: du -xh {space.path} | sort -h | tail; or give Ray another: export RAY_TMPDIR=FOLDER"
+        )
+        return Finding(subject="disk", verdict="bad" if space.used >= _FULL else "doubtful", what=what, remedy=remedy)
+    return Finding(subject="disk", verdict="good", what=f"{free} free for {place}")
+
+
+def _check_clock(clock: Clock) -> Iterator[Finding]:
+    """The clock, as far as one machine can know."""
+    keep = "timedatectl set-ntp true, or install chrony"
+    if clock.time_s < clock.installed_s - _DAY_S:
+        behind = formatting.duration(clock.installed_s - clock.time_s)
+        what = f"shows a time {behind} before trainwright's files were written"
+        yield Finding(subject="clock", verdict="bad", what=what, remedy=f"set it: {keep}")
+    elif clock.synchronized is False:
+        what = "nothing keeps it right, the kernel says: object stores refuse a clock that is off"
+        yield Finding(subject="clock", verdict="doubtful", what=what, remedy=keep)
+    else:
+        what = "kept right by the system" if clock.synchronized else "not known whether anything keeps it right"
+        yield Finding(subject="clock", verdict="good", what=what)

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+import fcntl
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
 
-from trainwright.diagnostics.devices import accelerators
-from trainwright.diagnostics.facts import Machine
-from trainwright.diagnostics.host_resources import clock, room
-from trainwright.diagnostics.network import network
-from trainwright.diagnostics.software import software
-from trainwright.diagnostics.storage_probe import looked_for, tried
+from packaging.requirements import Requirement
+
+from trainwright.core.frameworks import EXTRAS
+from trainwright.diagnostics.node_facts import (
+    Accelerators,
+    Clock,
+    Device,
+    DiskSpace,
+    HostResources,
+    Interface,
+    MachineFacts,
+    Network,
+    Software,
+)
+from trainwright.diagnostics.storage_probe import probe_data_paths, probe_storage
+from trainwright.strategies.common.host_address import LOOPBACK, own_host
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class ProbeOptions:
     """What is to be looked at.
 
     Attributes:
@@ -30,20 +59,390 @@ class Wish:
     deadline_s: float = 60.0
 
 
-def visit(wish: Wish, *, ray_address: str = "", believed: Mapping[str, float] | None = None) -> Machine:
+def probe_machine(
+    wish: ProbeOptions, *, ray_address: str = "", believed: Mapping[str, float] | None = None
+) -> MachineFacts:
     """Look at this machine.
 
     Args:
         ray_address: by which Ray reaches it.
         believed: Ray's resources of it.
     """
-    found = accelerators()
-    return Machine(
-        software=software(imports=wish.imports, gpus=bool(found.devices)),
+    found = _probe_accelerators()
+    return MachineFacts(
+        software=_probe_software(imports=wish.imports, gpus=bool(found.devices)),
         accelerators=found,
-        network=network(ray_address),
-        room=room(believed),
-        clock=clock(),
-        stored=tried(wish.storage) if wish.storage else None,
-        places=looked_for(wish.places),
+        network=_probe_network(ray_address),
+        room=_probe_resources(believed),
+        clock=_probe_clock(),
+        stored=probe_storage(wish.storage) if wish.storage else None,
+        places=probe_data_paths(wish.places),
     )
+
+
+# --- Python, packages, and whether they can be imported ---------------------------------------------------------------
+
+
+_PACKAGES = ("ray", "torch", "tensorflow", "keras", "pandas", "pyarrow", "numpy")
+_IMPORTED_PACKAGES = ("ray", "torch", "tensorflow")
+_IMPORT_TIMEOUT_S = 120.0
+_SETTINGS = (
+    "OMP_NUM_THREADS", "RAY_AUTH_MODE", "RAY_ADDRESS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
+)  # fmt: skip
+_CUDA = "import torch; print(torch.cuda.is_available())"
+
+
+def _probe_software(*, imports: bool, gpus: bool) -> Software:
+    """Python and packages of this interpreter.
+
+    Args:
+        imports: try to import Ray and the frameworks, each in a process of its own.
+        gpus: the machine has some: ask torch whether it reaches them.
+    """
+    needs_python, needs = requirements()
+    packages = {name: _installed_version(name) for name in ("trainwright", *_PACKAGES)}
+    cuda = _torch_cuda_version()
+    tried = [name for name in _IMPORTED_PACKAGES if packages[name]] if imports else []
+    return Software(
+        python=platform.python_version(),
+        needs_python=needs_python,
+        packages=packages,
+        needs=needs,
+        imports=import_faults(tried),
+        torch_cuda=cuda,
+        cuda_works=_cuda_works() if imports and gpus and cuda else None,
+        digest=code_digest(),
+        settings={name: os.environ[name] for name in _SETTINGS if os.environ.get(name)},
+        token=_has_token(os.environ, Path.home()),
+    )
+
+
+def _installed_version(package: str) -> str:
+    """Of an installed package; empty where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def requirements() -> tuple[str, dict[str, str]]:
+    """What the installed trainwright asks for: of Python, and of the packages that are looked at."""
+    try:
+        found = metadata.metadata("trainwright")
+    except metadata.PackageNotFoundError:
+        return "", {}
+    wanted = [item for item in map(Requirement, found.get_all("Requires-Dist") or ()) if item.name in _PACKAGES]
+    needs = {item.name: str(item.specifier) for item in wanted if item.name in EXTRAS or item.marker is None}
+    return (found.get_all("Requires-Python") or [""])[0], needs
+
+
+@cache
+def code_digest() -> str:
+    """Of the code of trainwright that this interpreter imports: the same on all nodes that run the same."""
+    total = hashlib.sha256()
+    for name in ("trainwright", "trainwright.strategies", "trainwright.datasets"):
+        folder = _folder(name)
+        for path in sorted(folder.rglob("*.py")):
+            inner = path.relative_to(folder).as_posix()
+            if name == "trainwright" and inner.partition("/")[0] in ("strategies", "datasets"):
+                continue  # in a wheel they lie inside
+            total.update(f"{name}/{inner}\0".encode() + path.read_bytes())
+    return total.hexdigest()[:12]
+
+
+def _newest_file_s() -> float:
+    """When the newest file of trainwright was written, in seconds since the epoch."""
+    return max((path.stat().st_mtime for path in _folder("trainwright").rglob("*.py")), default=0.0)
+
+
+def _folder(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None, package
+    return Path(spec.origin).parent
+
+
+def _torch_cuda_version() -> str:
+    """The CUDA version that torch was built for, from its own file; torch is not imported."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    file = Path(spec.origin).parent / "version.py"
+    return parse_torch_cuda(file.read_text(encoding="utf-8")) if file.is_file() else ""
+
+
+def parse_torch_cuda(text: str) -> str:
+    """The CUDA version in the text of torch's version.py."""
+    found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return found.group(1) if found else ""
+
+
+def import_faults(packages: Sequence[str]) -> dict[str, str]:
+    """Why each package cannot be imported, empty where it can; each in a new process, all at once."""
+    running = {name: _python(f"import {name}", os.environ) for name in packages}
+    return {name: _import_error(process) for name, process in running.items()}
+
+
+def _python(program: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _import_error(process: subprocess.Popen[str]) -> str:
+    try:
+        _, said = process.communicate(timeout=_IMPORT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return f"took longer than {_IMPORT_TIMEOUT_S:.0f} s"
+    lines = said.strip().splitlines() or [f"the process ended with code {process.returncode}"]
+    return lines[-1][:200] if process.returncode else ""
+
+
+def _cuda_works() -> bool:
+    """Ray hides the GPUs from a task that asks for none."""
+    visible = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    process = _python(_CUDA, visible)
+    try:
+        said, _ = process.communicate(timeout=_IMPORT_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return False
+    return said.strip().endswith("True")
+
+
+def _has_token(environment: Mapping[str, str], home: Path) -> bool:
+    """Whether Ray's authentication token is where Ray looks for it; it is not read."""
+    path = environment.get("RAY_AUTH_TOKEN_PATH")
+    return bool(environment.get("RAY_AUTH_TOKEN")) or (Path(path) if path else home / ".ray" / "auth_token").is_file()
+
+
+# --- Accelerators, as their drivers tell ------------------------------------------------------------------------------
+
+
+_SMI_TIMEOUT_S = 20.0  # for nvidia-smi, which waits long for a GPU that fell off the bus
+_SMI_FIELDS = (
+    "index", "uuid", "name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total",
+    "clocks_throttle_reasons.hw_slowdown", "clocks_throttle_reasons.hw_thermal_slowdown",
+    "clocks_throttle_reasons.sw_thermal_slowdown", "clocks_throttle_reasons.hw_power_brake_slowdown",
+)  # fmt: skip
+_THROTTLE_REASONS = ("hardware slowdown", "heat (hardware)", "heat (driver)", "power brake")
+
+
+def _probe_accelerators() -> Accelerators:
+    """GPUs and TPUs of this machine."""
+    files = len([*Path("/dev").glob("nvidia[0-9]*")])
+    tpus = len([*Path("/dev").glob("accel[0-9]*")]) or len([*Path("/dev/vfio").glob("[0-9]*")])
+    found = Accelerators(gpu_files=files, tpu_files=tpus, libtpu=_installed_version("libtpu"))
+    if shutil.which("nvidia-smi") is None:
+        fault = "nvidia-smi is not there" if files else ""
+        return Accelerators(**{**vars(found), "fault": fault})
+    try:
+        devices = parse_smi(
+            _query_smi(f"--query-gpu={','.join(_SMI_FIELDS)}"), _query_smi("--query-compute-apps=gpu_uuid")
+        )
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return Accelerators(**{**vars(found), "fault": _smi_error(error)})
+    return Accelerators(**{**vars(found), "devices": devices})
+
+
+def parse_smi(queried: str, computing: str) -> tuple[Device, ...]:
+    """What nvidia-smi said, as CSV without head and units. Raises ValueError where that is no such table."""
+    busy = Counter(line.strip() for line in computing.splitlines())
+    return tuple(_parse_device(line.split(", "), busy) for line in queried.strip().splitlines())
+
+
+def _parse_device(cells: list[str], busy: Counter[str]) -> Device:
+    if len(cells) != len(_SMI_FIELDS):
+        raise ValueError(f"nvidia-smi gave {len(cells)} fields in the place of {len(_SMI_FIELDS)}")
+    index, uuid, name, driver, total, used, ecc, *slow = cells
+    return Device(
+        index=int(index),
+        kind=name,
+        driver=driver,
+        memory_bytes=_smi_number(total) << 20,
+        used_bytes=_smi_number(used) << 20,
+        ecc_errors=int(ecc) if ecc.isdigit() else None,
+        throttled=tuple(
+            reason for reason, cell in zip(_THROTTLE_REASONS, slow, strict=True) if cell.strip() == "Active"
+        ),
+        processes=busy[uuid],
+    )
+
+
+def _smi_number(cell: str) -> int:
+    return int(cell) if cell.isdigit() else 0  # machines whose GPU shares the memory of the CPU say [N/A]
+
+
+def _query_smi(question: str) -> str:
+    done = subprocess.run(
+        ["nvidia-smi", question, "--format=csv,noheader,nounits"],
+        capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def _smi_error(error: Exception) -> str:
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"nvidia-smi did not answer within {_SMI_TIMEOUT_S:.0f} s"
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = f"{error.stdout}{error.stderr}".strip().splitlines()
+        return f"nvidia-smi failed: {lines[0][:150] if lines else error.returncode}"
+    return str(error)
+
+
+# --- Memory, disk, limits and the clock of this machine ---------------------------------------------------------------
+
+
+_TIME_ERROR = 5  # <sys/timex.h>: the clock is not synchronized
+_TIMEX_BYTES = 512  # more than `struct timex` has on any machine
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+def _probe_resources(believed: Mapping[str, float] | None = None) -> HostResources:
+    """Memory, disk and limits; `believed` are Ray's resources of this node."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cpus = os.cpu_count() or 1
+    memory_bytes, quota = cgroup_limits(_CGROUP_ROOT)
+    ray_folder = os.environ.get("RAY_TMPDIR") or "/tmp/ray"
+    return HostResources(
+        cpus=cpus,
+        cpus_allowed=min(float(len(os.sched_getaffinity(0))), quota or cpus),
+        memory_bytes=pages,
+        memory_allowed_bytes=min(pages, memory_bytes or pages),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        disks={
+            "shared memory": disk_space("/dev/shm"),
+            "Ray's folder": disk_space(ray_folder),
+            "/tmp": disk_space("/tmp"),
+        },
+        ray_cpus=believed.get("CPU", 0.0) if believed is not None else None,
+        ray_memory_bytes=int(believed.get("memory", 0)) if believed is not None else None,
+        ray_gpus=believed.get("GPU", 0.0) if believed is not None else None,
+    )
+
+
+def cgroup_limits(groups: Path) -> tuple[int | None, float | None]:
+    """Bytes of memory and CPUs that the control group allows, of version 2 or 1; None for no limit."""
+    memory = _read_number(groups / "memory.max") or _read_number(groups / "memory" / "memory.limit_in_bytes")
+    with suppress(OSError, ValueError):
+        quota, period = (groups / "cpu.max").read_text().split()
+        return memory, int(quota) / int(period) if quota != "max" else None
+    quota_us = _read_number(groups / "cpu" / "cpu.cfs_quota_us")
+    period_us = _read_number(groups / "cpu" / "cpu.cfs_period_us")
+    return memory, quota_us / period_us if quota_us and quota_us > 0 and period_us else None
+
+
+def _read_number(file: Path) -> int | None:
+    with suppress(OSError, ValueError):
+        return int(file.read_text())
+    return None
+
+
+def disk_space(path: str) -> DiskSpace:
+    """Of the file system that a path is, or would be, on; 0 where there is none."""
+    place = Path(path)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if path.startswith("/dev/") and str(place) != path:
+        return DiskSpace(path=path, size_bytes=0, free_bytes=0)
+    usage = shutil.disk_usage(place)
+    return DiskSpace(path=path, size_bytes=usage.total, free_bytes=usage.free)
+
+
+def _probe_clock() -> Clock:
+    """The wall clock of this machine."""
+    return Clock(time_s=time.time(), synchronized=_is_clock_synchronized(), installed_s=_newest_file_s())
+
+
+def _is_clock_synchronized() -> bool | None:
+    """Whether the kernel says that something keeps the clock right; None where it may not be asked."""
+    try:
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))  # no mode: only asks
+    except (OSError, AttributeError):
+        return None
+    return None if state < 0 else state != _TIME_ERROR
+
+
+# --- How this machine is reached --------------------------------------------------------------------------------------
+
+
+_RAY_PORTS = (6379, 8265)  # of `ray start --head`: the cluster's own, and the dashboard's
+_SIOCGIFADDR, _SIOCGIFFLAGS, _SIOCGIFMTU, _INTERFACE_UP = 0x8915, 0x8913, 0x8921, 0x1  # <linux/sockios.h>, <net/if.h>
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def _probe_network(ray_address: str = "") -> Network:
+    """How this machine is reached. `ray_address` is what Ray says of that."""
+    host, address = socket.gethostname(), own_host()
+    return Network(
+        host=host,
+        address=address,
+        ray_address=ray_address,
+        resolves=resolve_host(host),
+        interfaces=_network_interfaces(),
+        refused=_refused_binds({LOOPBACK, address}),
+        ports=port_range(_RANGE),
+        busy=tuple(port for port in _RAY_PORTS if _is_listening(port)),
+    )
+
+
+def resolve_host(host: str) -> tuple[str, ...]:
+    """IPv4 addresses that a name stands for, in order; none where it stands for nothing."""
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return ()
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def _network_interfaces() -> tuple[Interface, ...]:
+    """Those that are up and have an IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return tuple(filter(None, (_interface(probe.fileno(), name) for _, name in socket.if_nameindex())))
+
+
+def _interface(probe: int, name: str) -> Interface | None:
+    def ask(what: int) -> bytes:
+        return fcntl.ioctl(probe, what, struct.pack("256s", name.encode()[:15]))
+
+    try:
+        if not struct.unpack_from("H", ask(_SIOCGIFFLAGS), 16)[0] & _INTERFACE_UP:
+            return None
+        address = socket.inet_ntoa(ask(_SIOCGIFADDR)[20:24])
+        return Interface(name=name, address=address, mtu=struct.unpack_from("i", ask(_SIOCGIFMTU), 16)[0])
+    except OSError:
+        return None  # without an IPv4 address
+
+
+def _refused_binds(addresses: Iterable[str]) -> dict[str, str]:
+    """Why no port can be had, by address; those where one can are left out."""
+    refused = {}
+    for address in sorted(addresses):
+        try:
+            with socket.socket() as trial:
+                trial.bind((address, 0))
+        except OSError as error:
+            refused[address] = error.strerror or str(error)
+    return refused
+
+
+def port_range(file: Path) -> tuple[int, int] | None:
+    """First and last port that the system gives out; None where it does not say."""
+    with suppress(OSError, ValueError):
+        first, last = map(int, file.read_text().split())
+        return first, last
+    return None
+
+
+def _is_listening(port: int) -> bool:
+    """Whether somebody listens at a port of this machine."""
+    with socket.socket() as trial:
+        trial.settimeout(1.0)
+        return trial.connect_ex((LOOPBACK, port)) == 0

@@ -11,25 +11,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainwright.core.errors import StorageError, TrainwrightError
-from trainwright.diagnostics.facts import Place, Stored
-from trainwright.storage.store import Store, open_store
+from trainwright.diagnostics.node_facts import DataPath, StorageResult
+from trainwright.storage.object_store import Store, open_store
 
-Value = TypeVar("Value")
-PREFIX = "doctor-"
+_Value = TypeVar("_Value")
+_PREFIX = "doctor-"
 _DATA = b"trainwright doctor was here"
 
 
-def tried(uri: str) -> Stored:
+def probe_storage(uri: str) -> StorageResult:
     """Write, write again, read and delete one small file, within about ten seconds each."""
     try:
-        with _Traceless(uri):
-            return _tried(open_store(uri).impatient(), uri)
+        with _RemoveNewFolder(uri):
+            return _probe_store(open_store(uri).impatient(), uri)
     except StorageError as error:
-        return Stored(uri=uri, fault=error.what, remedy=error.remedy or "give another storage")
+        return StorageResult(uri=uri, fault=error.what, remedy=error.remedy or "give another storage")
 
 
-def _tried(store: Store, uri: str) -> Stored:
-    path = f"{PREFIX}{uuid.uuid4().hex}"
+def _probe_store(store: Store, uri: str) -> StorageResult:
+    path = f"{_PREFIX}{uuid.uuid4().hex}"
     try:
         created, write_s = _timed(lambda: store.create(path, _DATA))
         again = store.create(path, b"another")
@@ -40,15 +40,15 @@ def _tried(store: Store, uri: str) -> Stored:
         raise
     _, delete_s = _timed(lambda: store.delete([path]))
     once = created and not again and read == _DATA
-    return Stored(uri=uri, once=once, write_s=write_s, read_s=read_s, delete_s=delete_s)
+    return StorageResult(uri=uri, once=once, write_s=write_s, read_s=read_s, delete_s=delete_s)
 
 
-def _timed(action: Callable[[], Value]) -> tuple[Value, float]:
+def _timed(action: Callable[[], _Value]) -> tuple[_Value, float]:
     start = time.perf_counter()
     return action(), time.perf_counter() - start
 
 
-class _Traceless:
+class _RemoveNewFolder:
     """A folder that was not there before is removed again, unless something else came into it."""
 
     def __init__(self, uri: str) -> None:
@@ -67,48 +67,48 @@ class _Traceless:
                 folder.rmdir()
 
 
-def leave_mark(uri: str, visit: str, node: str) -> None:
+def write_mark(uri: str, visit: str, node: str) -> None:
     """Write a file that other nodes can look for. Raises StorageError."""
-    open_store(uri).impatient().put(f"{PREFIX}{visit}/{node}", _DATA)
+    open_store(uri).impatient().put(f"{_PREFIX}{visit}/{node}", _DATA)
 
 
-def marks(uri: str, visit: str) -> frozenset[str]:
+def read_marks(uri: str, visit: str) -> frozenset[str]:
     """Whose marks of a visit can be seen from here. Raises StorageError."""
-    found = open_store(uri).impatient().list(f"{PREFIX}{visit}")
+    found = open_store(uri).impatient().list(f"{_PREFIX}{visit}")
     return frozenset(path.rpartition("/")[2] for path, _ in found)
 
 
-def wipe_marks(uri: str, visit: str) -> None:
+def delete_marks(uri: str, visit: str) -> None:
     """Delete the marks of a visit that can be seen from here. Raises StorageError."""
-    open_store(uri).impatient().delete_folder(f"{PREFIX}{visit}")
+    open_store(uri).impatient().delete_folder(f"{_PREFIX}{visit}")
 
 
-def paths_of(dataset: Any) -> Iterator[str]:
+def dataset_paths(dataset: Any) -> Iterator[str]:
     """Paths and URIs of the files that a data set reads, through whatever it is made of."""
     path = getattr(dataset, "path", None)
     if isinstance(path, str):
         yield path
     elif isinstance(dataset, tuple | list):
         for item in dataset:
-            yield from paths_of(item)
+            yield from dataset_paths(item)
     elif is_dataclass(dataset):
         for each in fields(dataset):
-            yield from paths_of(getattr(dataset, each.name))
+            yield from dataset_paths(getattr(dataset, each.name))
 
 
-def looked_for(uris: Iterable[str]) -> tuple[Place, ...]:
+def probe_data_paths(uris: Iterable[str]) -> tuple[DataPath, ...]:
     """Whether each place of data is there."""
-    return tuple(Place(uri=uri, fault=_missing(uri)) for uri in uris)
+    return tuple(DataPath(uri=uri, fault=_path_error(uri)) for uri in uris)
 
 
-def _missing(uri: str) -> str:
+def _path_error(uri: str) -> str:
     import pyarrow.fs as pafs
 
-    from trainwright.datasets.formats.paths import base_of, system_of
+    from trainwright.datasets.formats.file_system import glob_base, resolve_file_system
 
     try:
-        system, path = system_of(uri)
-        found = system.get_file_info(base_of(path))
+        system, path = resolve_file_system(uri)
+        found = system.get_file_info(glob_base(path))
     except (OSError, TrainwrightError) as error:
         return str(getattr(error, "what", error)).partition("\n")[0][:200]
     return "it is not there" if found.type == pafs.FileType.NotFound else ""

@@ -15,20 +15,19 @@ import numpy as np
 from trainwright.core.errors import HangError
 from trainwright.core.events import Event, Steps
 from trainwright.core.job import Job
+from trainwright.datasets.data_source import Index, TableSource
 from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.formats.in_memory import TableSource
-from trainwright.datasets.index import Index
-from trainwright.distillation.compose_job import composed, taught_layers
-from trainwright.distillation.spec import Distillation, Way
+from trainwright.distillation.distillation_job import compose_job, teachers_with_layers
+from trainwright.distillation.distillation_spec import Delivery, Distillation
 from trainwright.distillation.target_cache import stored_targets
 from trainwright.planning.job_preparation import decide_plan, prepare
-from trainwright.runtime.controller import Session
+from trainwright.runtime.controller import RunController
 from trainwright.runtime.run_handle import Run
-from trainwright.storage.store import open_store
+from trainwright.storage.object_store import open_store
 
 SECONDS, STEPS = 6.0, 20  # of steps that are timed, at least
-ROWS, ROWS_BYTES = 8192, 64 * 2**20  # of the data, at most
-STALL_S = 300.0  # for the first step, and for those that are timed
+_ROWS, _ROWS_BYTES = 8192, 64 * 2**20  # of the data, at most
+_STALL_S = 300.0  # for the first step, and for those that are timed
 _WARM_STEPS = 10
 _AHEAD_CHUNKS, _CHUNK_ROWS = 12, 1024  # taken while actors get ahead, which slows the steps: the rest shows their pace
 AHEAD_S = 15.0  # of steps, in which they are ahead as far as they can be
@@ -36,7 +35,7 @@ _MOST_ROWS = 2**21  # of all epochs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsed:
+class DeliveryTiming:
     """What was seen.
 
     Attributes:
@@ -54,8 +53,8 @@ class Rehearsed:
     row_s: float = 0.0
 
 
-class Rehearsals:
-    """Tries ways on the same rows, which are read into memory once; use `rehearsals`.
+class _DeliveryTrials:
+    """Tries ways on the same rows, which are read into memory once; use `delivery_trials`.
 
     Args:
         distillation: of any way.
@@ -75,34 +74,34 @@ class Rehearsals:
         )  # fmt: skip
         self._distillation = distillation.replace(student=student, targets=None)
 
-    def of(self, way: Way) -> Rehearsed:
+    def of(self, way: Delivery) -> DeliveryTiming:
         """Try a way. Raises TrainwrightError as its run does."""
         student = self._distillation.student.replace(name=f"rehearsal-{way}")
         tried = self._distillation.replace(way=way, student=student)
         pace = _Pace()
         if way == "offline":
-            for teacher in taught_layers(tried):
+            for teacher in teachers_with_layers(tried):
                 stored_targets(
                     teacher, student.train, folder=tried.folder, keep=tried.keep, range_rows=max(1, self.rows // 8),
                     verbose=self._verbose, meter=pace,
                 )  # fmt: skip
         ahead = _AHEAD_CHUNKS * max(_CHUNK_ROWS, student.batch_size) if way == "online" else 0
         begun = time.monotonic()
-        watch = _run(composed(tried, verbose=self._verbose).job, ahead)
+        watch = _run(compose_job(tried, verbose=self._verbose).job, ahead)
         assert watch.first_s is not None, "steps were timed"
         step_s, wait_s = watch.timed
-        return Rehearsed(
+        return DeliveryTiming(
             step_s=step_s, wait_s=wait_s, start_s=watch.first_s - begun, pool_s=pace.started_s, row_s=pace.row_s
         )  # fmt: skip
 
 
 @contextmanager
-def rehearsals(distillation: Distillation, index: Index, *, verbose: bool = False) -> Iterator[Rehearsals]:
+def delivery_trials(distillation: Distillation, index: Index, *, verbose: bool = False) -> Iterator[_DeliveryTrials]:
     """Trials in a folder of the job's storage that is removed when they are over."""
     folder = f"rehearsals-{uuid4().hex[:8]}"
     store = open_store(distillation.student.storage)
     try:
-        yield Rehearsals(distillation, index, store.uri_of(folder), verbose=verbose)
+        yield _DeliveryTrials(distillation, index, store.uri_of(folder), verbose=verbose)
     finally:
         store.delete_folder(folder)
 
@@ -182,16 +181,16 @@ def _run(job: Job, ahead_rows: int) -> _Watch:
     """Run a job, of which nothing is shown, until its pace is known."""
     prepared = prepare(job, fresh=True)
     decision = decide_plan(prepared)
-    session, watch = Session(prepared, decision, fresh=True), _Watch(ahead_rows)
+    session, watch = RunController(prepared, decision, fresh=True), _Watch(ahead_rows)
     session.listen(watch)
-    run, until = Run(job, session, decision), time.monotonic() + STALL_S
+    run, until = Run(job, session, decision), time.monotonic() + _STALL_S
     try:
         while not watch.enough:
             if run.wait(0.1):
                 break
             if time.monotonic() > until:
                 raise HangError(
-                    f"{STEPS} steps took more than {STALL_S:g} s", where=job.name, remedy="name a way: way="
+                    f"{STEPS} steps took more than {_STALL_S:g} s", where=job.name, remedy="name a way: way="
                 )
     finally:
         run.stop(now=True)
@@ -201,7 +200,7 @@ def _run(job: Job, ahead_rows: int) -> _Watch:
 
 def _rows(index: Index, batch_size: int) -> int:
     """How many are tried: a few batches, and as many more as are small."""
-    small = min(ROWS, ROWS_BYTES // max(index.row_bytes, 1))
+    small = min(_ROWS, _ROWS_BYTES // max(index.row_bytes, 1))
     return min(index.rows, max(4 * batch_size, small))
 
 

@@ -13,21 +13,24 @@ from rich.text import Text
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.events import Judged, Noted
 from trainwright.core.job import Job
-from trainwright.distillation.compose_job import model_of
-from trainwright.distillation.evaluate_students import judge
-from trainwright.distillation.scorecard import Verdict
-from trainwright.distillation.spec import STUDENT, Distillation
-from trainwright.inference import evaluate as use
-from trainwright.inference import predict as predicting
+from trainwright.distillation.distillation_job import compose_job, composed_model
+from trainwright.distillation.distillation_spec import STUDENT, Distillation
+from trainwright.distillation.parallel_runs import train_teachers
+from trainwright.distillation.student_evaluation import evaluate_students
+from trainwright.distillation.teacher_delivery import choose_delivery, record_delivery
+from trainwright.inference import batch_inference as predicting
+from trainwright.inference import trained_model as use
 from trainwright.reporting.html import write_report
-from trainwright.runtime.run_handle import Drives, Run
-from trainwright.storage.event_files import append
-from trainwright.strategies.distillation.losses import Distilled
-from trainwright.strategies.distillation.multi_student import Students
+from trainwright.reporting.scorecard import Scorecard
+from trainwright.runtime.launch import prepare_run, wait_for_run
+from trainwright.runtime.run_handle import Run, RunDriver
+from trainwright.storage.event_files import append_event
+from trainwright.strategies.distillation.distillation_loss import DistillationLoss
+from trainwright.strategies.distillation.multi_student import StudentModels
 
 if TYPE_CHECKING:
     from trainwright.datasets import Dataset
-    from trainwright.distillation.recipes import Recipe
+    from trainwright.distillation.multi_stage import MultiStage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,22 +72,22 @@ class DistilledRun(Run):
         distillation: what was asked for.
     """
 
-    def __init__(self, distillation: Distillation, job: Job, session: Drives, decision: Any) -> None:
+    def __init__(self, distillation: Distillation, job: Job, session: RunDriver, decision: Any) -> None:
         self.distillation = distillation
         super().__init__(job, session, decision)
 
     @cached_property
     def students(self) -> dict[str, Student]:
         """Each of them alone, by name; `student` is the one of the job's own model."""
-        return students_of(self.distillation, self.job)
+        return _students_of(self.distillation, self.job)
 
     @property
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Scorecard | None:
         """What was said last of the students beside their teachers; None where nothing was, as without evaluation."""
         judged = self._read().judged
-        return None if judged is None else Verdict.read(judged.verdict)
+        return None if judged is None else Scorecard.read(judged.verdict)
 
-    def judge(self, *, verbose: bool = False) -> Verdict:
+    def judge(self, *, verbose: bool = False) -> Scorecard:
         """Judge the students that the newest checkpoint holds, and tell it in the run's events and report.
 
         Raises:
@@ -92,17 +95,17 @@ class DistilledRun(Run):
         """
         store, name = self._store, self.job.name
         _, checkpoint = use.find_checkpoint(self.job)
-        assert isinstance(self.job.loss, Distilled), "it is composed"
-        verdict = judge(
+        assert isinstance(self.job.loss, DistillationLoss), "it is composed"
+        verdict = evaluate_students(
             self.distillation, self.job.loss, {name: student.job for name, student in self.students.items()},
             folder=store.uri_of(f"{name}/judged"), step=checkpoint.step, verbose=verbose,
         )  # fmt: skip
-        append(store, name, Judged(text="; ".join(verdict.sentences()), verdict=verdict.facts()))
+        append_event(store, name, Judged(text="; ".join(verdict.sentences()), verdict=verdict.facts()))
         write_report(store, name)
         return verdict
 
 
-def judged(run: DistilledRun, *, verbose: bool = False) -> None:
+def evaluate_finished(run: DistilledRun, *, verbose: bool = False) -> None:
     """Judge the students of a run that is done, as far as they can be: what stands in the way is told, and is no
     failure of the run."""
     if run.state != "done" or run.distillation.student.evaluate is None:
@@ -112,11 +115,11 @@ def judged(run: DistilledRun, *, verbose: bool = False) -> None:
         text, style = str(run.judge(verbose=verbose)), ""
     except TrainwrightError as error:
         text, style = f"note: the students are not judged: {error.summary}", "yellow"
-        append(run._store, run.job.name, Noted(text=text.removeprefix("note: ")))
+        append_event(run._store, run.job.name, Noted(text=text.removeprefix("note: ")))
     console.print(Text(text, style=style), soft_wrap=True, highlight=False)
 
 
-def students(distillation: Distillation | Recipe) -> dict[str, Student]:
+def students(distillation: Distillation | MultiStage) -> dict[str, Student]:
     """The students of a distillation that was carried out before, by name. Nothing is trained.
 
     Of a recipe they are those of its last stage.
@@ -127,10 +130,10 @@ def students(distillation: Distillation | Recipe) -> dict[str, Student]:
     if not isinstance(distillation, Distillation):
         distillation = distillation.last()
     job = distillation.student
-    return students_of(distillation, job.replace(model=model_of(distillation)) if distillation.wrapped else job)
+    return _students_of(distillation, job.replace(model=composed_model(distillation)) if distillation.wrapped else job)
 
 
-def how_to_load(file: str, overrides: list[str]) -> str:
+def student_loading_code(file: str, overrides: list[str]) -> str:
     """The Python that loads a student of a file's distillation."""
     given = f"{file!r}, {overrides!r}" if overrides else f"{file!r}"
     return (
@@ -139,7 +142,7 @@ def how_to_load(file: str, overrides: list[str]) -> str:
     )
 
 
-def students_of(distillation: Distillation, job: Job) -> dict[str, Student]:
+def _students_of(distillation: Distillation, job: Job) -> dict[str, Student]:
     """The students of a distillation, each with its own job.
 
     Args:
@@ -147,5 +150,24 @@ def students_of(distillation: Distillation, job: Job) -> dict[str, Student]:
         job: that it came to: see `composing.composed`.
     """
     model = job.model
-    models = {name: model.alone(name) if isinstance(model, Students) else model for name in distillation.names}
+    models = {name: model.alone(name) if isinstance(model, StudentModels) else model for name in distillation.names}
     return {name: Student(name=name, job=distillation.student.replace(model=each)) for name, each in models.items()}
+
+
+# --- A distillation is carried out ------------------------------------------------------------------------------------
+
+
+def run_distillation(
+    distillation: Distillation, *, resume: bool, fresh: bool, verbose: bool, judge: bool
+) -> DistilledRun:
+    """See `tw.distill`."""
+    train_teachers(distillation.teachers, verbose=verbose)
+    chosen = choose_delivery(distillation, fresh=fresh, verbose=verbose)
+    whole = compose_job(chosen, verbose=verbose)
+    record_delivery(distillation, chosen, resume=resume, fresh=fresh)
+    driven = prepare_run(whole.job, resume=resume, fresh=fresh, verbose=verbose, notes=whole.notes)
+    run = DistilledRun(chosen, whole.job, *driven)
+    wait_for_run(run)
+    if judge:
+        evaluate_finished(run, verbose=verbose)
+    return run

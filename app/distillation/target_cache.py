@@ -16,17 +16,16 @@ import numpy as np
 
 from trainwright.core.data import Columns
 from trainwright.core.errors import JobError
+from trainwright.datasets.data_source import Arrays, Index, hash_parts
 from trainwright.datasets.dataset import Dataset, parquet
-from trainwright.datasets.formats.arrow_columns import Arrays
-from trainwright.datasets.index import Index, digest
-from trainwright.distillation.output_signature import compared, outline
-from trainwright.distillation.target_encoding import Form, decode
-from trainwright.distillation.teachers import Teacher
-from trainwright.inference.inference_model import Subject
-from trainwright.inference.predict import Question, Told, ask, compute
+from trainwright.distillation.distillation_spec import Teacher
+from trainwright.distillation.target_encoding import TargetEncoding, decode_targets
+from trainwright.distillation.teacher_runner import compared_shape, output_signature
+from trainwright.inference.batch_inference import PredictionRequest, ProgressListener, prediction_request, run_request
+from trainwright.inference.inference_model import InferenceModel
 from trainwright.inference.prediction_files import SAMPLE
-from trainwright.planning.job_description import essence
-from trainwright.strategies.distillation.teacher_outputs import Lesson, log_odds
+from trainwright.planning.job_description import state_relevant_fields
+from trainwright.strategies.distillation.teacher_outputs import TeacherOutputs, log_odds
 
 _OUTPUT, _LAYER = "output", "layer_{}"  # columns of the files; a teacher's own names hold dots and slashes
 _LETTERS = 12  # of a sum, in the name of a folder
@@ -43,7 +42,7 @@ def stored_targets(
     range_rows: int | None = None,
     fresh: bool = False,
     verbose: bool = False,
-    meter: Told | None = None,
+    meter: ProgressListener | None = None,
     note: Callable[[str], object] = lambda _: None,
     hang_deadline_s: float | None = None,
 ) -> Dataset:
@@ -75,31 +74,31 @@ def stored_targets(
         DataError: a part is torn.
         TrainwrightError: the teacher, the data, the storage or the cluster is not right.
     """
-    question = asked(teacher, data, folder=folder, keep=keep, range_rows=range_rows, fresh=fresh)
-    done = compute(
+    question = target_request(teacher, data, folder=folder, keep=keep, range_rows=range_rows, fresh=fresh)
+    done = run_request(
         _within(question, hang_deadline_s), workers=workers, batch_size=batch_size or teacher.batch_size, fresh=fresh,
         verbose=verbose, meter=meter, note=note,
     )  # fmt: skip
-    return parquet(done.uri).map_batches(Whole(columns=teacher.columns, form=Form.parse(keep)))
+    return parquet(done.uri).map_batches(_TargetReader(columns=teacher.columns, form=TargetEncoding.parse(keep)))
 
 
-def asked(
+def target_request(
     teacher: Teacher, data: Dataset, *, folder: str, keep: str, range_rows: int | None = None, fresh: bool = False
-) -> Question:
+) -> PredictionRequest:
     """What `stored_targets` asks of the teacher, and what of it is not there yet. Raises as that."""
-    form, subject = Form.parse(keep), teacher.subject(data)
-    filing, index = Filing(lesson=teacher.lesson, form=form), data.index()
+    form, subject = TargetEncoding.parse(keep), teacher.subject(data)
+    filing, index = _TargetWriter(lesson=teacher.lesson, form=form), data.index()
     columns = (teacher.output, *teacher.lesson.tapped) if teacher.output else ()
     subject.check(index, ())
-    row_bytes = said_bytes(teacher, data, index, form)
-    to = f"{folder.rstrip('/')}/{folder_name(teacher, subject, index, form)}"
-    return ask(
+    row_bytes = target_row_bytes(teacher, data, index, form)
+    to = f"{folder.rstrip('/')}/{_folder_name(teacher, subject, index, form)}"
+    return prediction_request(
         subject, index=index, to=to, columns=columns, form=filing, range_rows=range_rows, row_bytes=row_bytes,
         fresh=fresh,
     )  # fmt: skip
 
 
-def _within(question: Question, hang_deadline_s: float | None) -> Question:
+def _within(question: PredictionRequest, hang_deadline_s: float | None) -> PredictionRequest:
     """The same with a deadline of its own."""
     if hang_deadline_s is None:
         return question
@@ -107,25 +106,25 @@ def _within(question: Question, hang_deadline_s: float | None) -> Question:
     return replace(question, subject=replace(question.subject, job=job))
 
 
-def said_bytes(teacher: Teacher, data: Dataset, index: Index, form: Form) -> int:
+def target_row_bytes(teacher: Teacher, data: Dataset, index: Index, form: TargetEncoding) -> int:
     """What is kept of a row, about; 0 where that is not known."""
     tapped = teacher.lesson.tapped
-    shapes = outline(teacher.asked(data), index, tapped).shapes
-    said = compared({name: shape for name, shape in shapes.items() if name not in tapped}, teacher.output)
+    shapes = output_signature(teacher.asked(data), index, tapped).shapes
+    said = compared_shape({name: shape for name, shape in shapes.items() if name not in tapped}, teacher.output)
     layers = sum(form.layers.row_bytes(shapes[name]) for name in tapped if name in shapes)
     return layers + (form.row_bytes(said) if said else 0)
 
 
-def folder_name(teacher: Teacher, subject: Subject, index: Index, form: Form) -> str:
+def _folder_name(teacher: Teacher, subject: InferenceModel, index: Index, form: TargetEncoding) -> str:
     """Of what a teacher says of a data set: by the sums of its weights and of the data, wherever they lie."""
-    rows = digest([index.hash, essence(subject.facts(index))["train"]])
-    layers = f"-{digest(teacher.layers)[:6]}" if teacher.layers else ""
+    rows = hash_parts([index.hash, state_relevant_fields(subject.facts(index))["train"]])
+    layers = f"-{hash_parts(teacher.layers)[:6]}" if teacher.layers else ""
     kept = re.sub(r"\W", "", str(form))
     return f"{teacher.name}-{subject.sha256[:_LETTERS]}-{rows[:_LETTERS]}-{kept}{layers}"
 
 
 @dataclass(kw_only=True)
-class Filing:
+class _TargetWriter:
     """Outputs of a teacher's model -> columns of a file. In each process the first outputs are looked at.
 
     Attributes:
@@ -133,8 +132,8 @@ class Filing:
         form: in which they are kept.
     """
 
-    lesson: Lesson
-    form: Form
+    lesson: TeacherOutputs
+    form: TargetEncoding
     _looked: bool = False
 
     def __call__(self, outputs: Columns) -> Columns:
@@ -155,7 +154,7 @@ class Filing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
+class _TargetReader:
     """Columns of a file -> a teacher's columns, as it gave them.
 
     Attributes:
@@ -164,14 +163,14 @@ class Whole:
     """
 
     columns: tuple[str, ...]
-    form: Form
+    form: TargetEncoding
 
     def __call__(self, columns: Arrays) -> dict[str, Any]:
         """Raises JobError where the files hold something else."""
         if _OUTPUT not in columns:
             raise JobError([f"the files hold {', '.join(columns)}, and no {_OUTPUT!r} of a teacher"])
         output, *layers = self.columns
-        told = {output: decode(self.form, _OUTPUT, columns)}
+        told = {output: decode_targets(self.form, _OUTPUT, columns)}
         for number, layer in enumerate(layers):
-            told[layer] = decode(self.form.layers, _LAYER.format(number), columns)
+            told[layer] = decode_targets(self.form.layers, _LAYER.format(number), columns)
         return {SAMPLE: columns[SAMPLE], **told}

@@ -18,15 +18,15 @@ import numpy.typing as npt
 
 from trainwright.core.errors import JobError
 
-Array = npt.NDArray[Any]
+_Array = npt.NDArray[Any]
 
-WHOLE, INDEX, REST, CLASSES = "", "_index", "_rest", "_classes"  # what the columns of one output end on
+_WHOLE, _INDEX, _REST, _CLASSES = "", "_index", "_rest", "_classes"  # what the columns of one output end on
 _TOPK = re.compile(r"topk\((\d+)\)")
 _SMALL = 1 << 16  # classes that fit two bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class TargetEncoding:
     """How outputs are kept.
 
     Attributes:
@@ -51,9 +51,9 @@ class Form:
         return f"fp{self.bits}" if self.largest is None else f"topk({self.largest})"
 
     @property
-    def layers(self) -> Form:
+    def layers(self) -> TargetEncoding:
         """The form of hidden states, which have no largest ones."""
-        return Form(bits=self.bits)
+        return TargetEncoding(bits=self.bits)
 
     def row_bytes(self, shape: Sequence[int | None]) -> int:
         """What an output takes of a row; sizes after that of the rows count, those that are not known as 1."""
@@ -61,7 +61,7 @@ class Form:
         each = self.bits // 8 * last if self.largest is None else self.largest * (2 + (2 if last <= _SMALL else 4)) + 4
         return math.prod(others) * each
 
-    def encode(self, name: str, values: Array) -> dict[str, Array]:
+    def encode(self, name: str, values: _Array) -> dict[str, _Array]:
         """Columns that hold an output.
 
         Args:
@@ -81,7 +81,7 @@ class Form:
             )
         return self._largest(name, values, self.largest)
 
-    def _largest(self, name: str, values: Array, count: int) -> dict[str, Array]:
+    def _largest(self, name: str, values: _Array, count: int) -> dict[str, _Array]:
         classes = values.shape[-1]
         index = np.argpartition(values, classes - count, axis=-1)[..., classes - count :]
         order = np.argsort(-np.take_along_axis(values, index, -1), axis=-1, kind="stable")
@@ -90,35 +90,37 @@ class Form:
         total = log_sum(others)
         np.put_along_axis(others, index, -np.inf, -1)
         return {
-            name + WHOLE: _half(name, np.take_along_axis(values, index, -1)),
-            name + INDEX: index.astype(np.uint16 if classes <= _SMALL else np.uint32),
-            name + REST: (log_sum(others) - total).astype(np.float32),
-            name + CLASSES: np.full(len(values), classes, dtype=np.int32),  # a few bytes a file, as it is encoded there
+            name + _WHOLE: _half(name, np.take_along_axis(values, index, -1)),
+            name + _INDEX: index.astype(np.uint16 if classes <= _SMALL else np.uint32),
+            name + _REST: (log_sum(others) - total).astype(np.float32),
+            name + _CLASSES: np.full(
+                len(values), classes, dtype=np.int32
+            ),  # a few bytes a file, as it is encoded there
         }
 
 
-def names_of(form: Form, name: str) -> tuple[str, ...]:
+def encoded_columns(form: TargetEncoding, name: str) -> tuple[str, ...]:
     """The columns that hold an output."""
-    return (name,) if form.largest is None else (name + WHOLE, name + INDEX, name + REST, name + CLASSES)
+    return (name,) if form.largest is None else (name + _WHOLE, name + _INDEX, name + _REST, name + _CLASSES)
 
 
-def decode(form: Form, name: str, columns: dict[str, Array]) -> Array:
+def decode_targets(form: TargetEncoding, name: str, columns: dict[str, _Array]) -> _Array:
     """An output as it was before `encode`: (rows, ...) float32."""
     values = columns[name].astype(np.float32)
     if form.largest is None:
         return values
-    classes = int(columns[name + CLASSES].max(initial=form.largest + 1))
-    rest = columns[name + REST].astype(np.float64)
+    classes = int(columns[name + _CLASSES].max(initial=form.largest + 1))
+    rest = columns[name + _REST].astype(np.float64)
     with np.errstate(divide="ignore"):
         odds = rest - np.log(-np.expm1(np.minimum(rest, -np.finfo(np.float32).tiny)))
     share = odds + log_sum(values.astype(np.float64)) - np.log(classes - form.largest)
     share = np.minimum(share, values[..., -1])  # rounding may not put them before what was larger
     whole = np.repeat(share.astype(np.float32)[..., None], classes, axis=-1)
-    np.put_along_axis(whole, columns[name + INDEX].astype(np.int64), values, -1)
+    np.put_along_axis(whole, columns[name + _INDEX].astype(np.int64), values, -1)
     return whole
 
 
-def log_sum(values: Array) -> Array:
+def log_sum(values: _Array) -> _Array:
     """log(sum(exp(values))) over the last axis; minus infinity where all are."""
     top = values.max(axis=-1, keepdims=True)
     top = np.where(np.isfinite(top), top, 0.0)
@@ -126,7 +128,7 @@ def log_sum(values: Array) -> Array:
         return np.asarray(np.log(np.exp(values - top).sum(axis=-1)) + top[..., 0])
 
 
-def _check(name: str, values: Array) -> None:
+def _check(name: str, values: _Array) -> None:
     if values.dtype.kind != "f":
         raise _wrong(f"{name} is {values.dtype}: a teacher's outputs are floats; name the one with output=")
     bad = np.isnan(values) | (values == np.inf)  # minus infinity masks a class
@@ -134,7 +136,7 @@ def _check(name: str, values: Array) -> None:
         raise _wrong(f"{name} is NaN or infinite in {int(bad.any(axis=tuple(range(1, values.ndim))).sum())} rows")
 
 
-def _half(name: str, values: Array) -> Array:
+def _half(name: str, values: _Array) -> _Array:
     with np.errstate(over="ignore"):
         half = values.astype(np.float16)
     if np.isposinf(half).any() or (np.isneginf(half) & np.isfinite(values)).any():

@@ -2,27 +2,31 @@
 
 An upload outlives the generation that began it for as long as the processes that owe its files live; what it holds
 stays a true state of the run, even where the ranks were set back below its step.
+
+One version is whole at any time, a second one may be on its way; it counts when each keeper has delivered its files.
+Nothing is kept where the ranks' own memory does as well: each piece lives on two nodes, in processes that survive.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Literal
 
-from trainwright.core.checkpoint import checkpoint_path
+from trainwright.core.engine import checkpoint_path
 from trainwright.core.errors import StorageError, WorkerLost
-from trainwright.core.events import Checkpointed, CheckpointSkipped
-from trainwright.driver import memory_checkpointing
+from trainwright.core.events import Checkpointed, CheckpointSkipped, Kept, Noted
+from trainwright.core.topology import RestartMode, StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.due_times import checkpoint_due, checkpoint_interval_s, hang_deadline_s
+from trainwright.driver.driver_state import CheckpointUpload, DriverState, MemoryCopy, Phase, Transition
 from trainwright.driver.persistent_collections import PersistentSet
-from trainwright.driver.state import Phase, State, Upload
-from trainwright.driver.transition import Turn
+from trainwright.driver.run_policy import RunPolicy
 
 
-def wants_checkpoint(state: State, now_s: float) -> bool:
-    """Whether the ranks, idle at `state.step`, are to be copied into storage now."""
+def wants_checkpoint(state: DriverState, now_s: float) -> bool:
+    """Whether the ranks, idle at `driver_state.step`, are to be copied into storage now."""
     upload, step = state.upload, state.step
     if state.committed >= step or upload is not None:
         return False
@@ -34,7 +38,7 @@ def wants_checkpoint(state: State, now_s: float) -> bool:
     return state.considered != step and checkpoint_due(state.settings, step)
 
 
-def skip_if_busy(turn: Turn) -> None:
+def skip_if_upload_runs(turn: Transition) -> None:
     """Let a checkpoint that falls due go while another is on its way, unless it is the last one."""
     state = turn.state
     due = checkpoint_due(state.settings, state.step) and state.considered != state.step and not state.ending
@@ -44,7 +48,7 @@ def skip_if_busy(turn: Turn) -> None:
         turn.emit(CheckpointSkipped(step=state.step, reason=reason))
 
 
-def snapshot(turn: Turn, *verbs: Literal["upload", "keep"]) -> None:
+def take_snapshot(turn: Transition, *verbs: Literal["upload", "keep"]) -> None:
     """Have the writers, the keepers or both copy their pieces."""
     state = turn.state
     ranks = {"upload": frozenset(state.writers), "keep": frozenset(state.keepers)}
@@ -53,27 +57,27 @@ def snapshot(turn: Turn, *verbs: Literal["upload", "keep"]) -> None:
     turn.enter(Phase.SNAPSHOTTING, awaiting=PersistentSet(workers), copying=verbs)
     for rank, worker in zip(copying, workers, strict=True):
         own = tuple(verb for verb in verbs if rank in ranks[verb])
-        turn.call([worker], "snapshot", m.Copying(step=state.step, verbs=own))
+        turn.call([worker], "snapshot", m.SnapshotRequest(step=state.step, verbs=own))
     turn.arm("hang", hang_deadline_s(state))
 
 
-def snapshotted(turn: Turn) -> None:
+def on_snapshots_taken(turn: Transition) -> None:
     """All pieces are copied: have them stored, and let the ranks go on."""
     state = turn.state
-    copies: Mapping[int, m.Snapshot] = state.answers
+    copies: Mapping[int, m.SnapshotTaken] = state.answers
     assert all(copy.step == state.step for copy in copies.values()), "copies of another step"
     turn.change(phase=Phase.READY)
     if "upload" in state.copying:
         _begin_upload(turn, [copies[rank] for rank in state.writers])
     if "keep" in state.copying:
-        memory_checkpointing.begin(turn, copies)
+        begin_memory_copy(turn, copies)
 
 
-def _begin_upload(turn: Turn, copies: Sequence[m.Snapshot]) -> None:
+def _begin_upload(turn: Transition, copies: Sequence[m.SnapshotTaken]) -> None:
     state = turn.state
     path = checkpoint_path(state.step, state.generation.token, 0 if state.step > state.named else state.uploads)
     workers = [state.members[rank].worker for rank in state.writers]
-    upload = Upload(
+    upload = CheckpointUpload(
         step=state.step,
         path=path,
         owing=PersistentSet(workers),
@@ -90,33 +94,33 @@ def _begin_upload(turn: Turn, copies: Sequence[m.Snapshot]) -> None:
     turn.call(workers, "upload", path)
 
 
-def uploaded(turn: Turn, event: m.Returned) -> None:
+def on_upload_returned(turn: Transition, event: m.CallReturned) -> None:
     """One writer's files are stored; after the last one the checkpoint is named."""
-    upload = _upload(turn)
+    upload = _current_upload(turn)
     turn.change(
         upload=replace(upload, owing=upload.owing - {event.worker}, files=upload.files + tuple(event.value)),
     )
-    _go_on(turn)
+    _commit_if_complete(turn)
 
 
-def upload_failed(turn: Turn, event: m.Raised) -> None:
+def on_upload_raised(turn: Transition, event: m.CallRaised) -> None:
     """One writer could not store its files: this checkpoint will not be."""
-    forget(turn, frozenset({event.worker}), event.failure.error)
+    drop_upload_workers(turn, frozenset({event.worker}), event.failure.error)
 
 
-def forget(turn: Turn, workers: frozenset[int], trouble: Exception | None = None) -> None:
+def drop_upload_workers(turn: Transition, workers: frozenset[int], trouble: Exception | None = None) -> None:
     """These workers will bring no more files; nothing to do where they owe none."""
     upload = turn.state.upload
     if upload is None or not upload.owing & workers:
         return
     trouble = upload.trouble or trouble or WorkerLost("the process that was writing it ended")
     turn.change(upload=replace(upload, owing=upload.owing - workers, trouble=trouble))
-    _go_on(turn)
+    _commit_if_complete(turn)
 
 
-def committed(turn: Turn, event: m.Committed) -> None:
+def on_committed(turn: Transition, event: m.CheckpointCommitted) -> None:
     """The log names the checkpoint."""
-    upload = _upload(turn)
+    upload = _current_upload(turn)
     assert event.checkpoint.path == upload.path, "the answer to another commit"
     turn.change(head=event.checkpoint, older=event.older, attempts=0, upload_s=turn.now_s - upload.started_s)
     turn.emit(
@@ -128,55 +132,57 @@ def committed(turn: Turn, event: m.Committed) -> None:
             seconds=turn.now_s - upload.started_s,
         )
     )
-    _empty_slot(turn)
+    _end_upload(turn)
 
 
-def commit_failed(turn: Turn, event: m.CommitFailed) -> None:
+def on_commit_failed(turn: Transition, event: m.CommitFailed) -> None:
     """The log could not be written: this checkpoint is not."""
-    turn.change(upload=replace(_upload(turn), trouble=event.error))
-    _give_up(turn)
+    turn.change(upload=replace(_current_upload(turn), trouble=event.error))
+    _skip_checkpoint(turn)
 
 
-def abandon(turn: Turn, reason: str) -> None:
+def abandon_upload(turn: Transition, reason: str) -> None:
     """Stop waiting for files. A commit under way is always waited for, so that the log's entries come in order."""
     upload = turn.state.upload
     if upload is not None and not upload.committing:
         turn.change(upload=replace(upload, owing=PersistentSet(), trouble=StorageError(reason)))
-        _give_up(turn)
+        _skip_checkpoint(turn)
 
 
-def _go_on(turn: Turn) -> None:
-    upload, state = _upload(turn), turn.state
+def _commit_if_complete(turn: Transition) -> None:
+    upload, state = _current_upload(turn), turn.state
     if upload.owing:
         return
     if upload.trouble is not None:
-        _give_up(turn)
+        _skip_checkpoint(turn)
         return
     turn.disarm("upload")  # the answer to a commit is always waited for
     turn.change(upload=replace(upload, committing=True))
     parent = state.head.path if state.head else ""
-    turn.want(m.Commit(step=upload.step, path=upload.path, files=upload.files, parent=parent, layout=state.layout))
+    turn.want(
+        m.CommitCheckpoint(step=upload.step, path=upload.path, files=upload.files, parent=parent, layout=state.layout)
+    )
 
 
-def _give_up(turn: Turn) -> None:
+def _skip_checkpoint(turn: Transition) -> None:
     """The upload failed. It counts as an attempt where the run waits for it and storage is the cause."""
-    upload, state = _upload(turn), turn.state
+    upload, state = _current_upload(turn), turn.state
     needed = state.phase is Phase.WAITING and state.ending and upload.step == state.step
     if needed and not isinstance(upload.trouble, WorkerLost):
         since_s = state.failing_s if state.attempts else turn.now_s
         turn.change(attempts=state.attempts + 1, trouble=upload.trouble, failing_s=since_s)
     turn.emit(CheckpointSkipped(step=upload.step, reason=_first_line(upload.trouble)))
-    _empty_slot(turn)
+    _end_upload(turn)
 
 
-def _empty_slot(turn: Turn) -> None:
+def _end_upload(turn: Transition) -> None:
     turn.disarm("upload")
     turn.change(upload=None)
     if turn.state.phase is Phase.WAITING:
         turn.change(phase=Phase.READY)
 
 
-def _upload(turn: Turn) -> Upload:
+def _current_upload(turn: Transition) -> CheckpointUpload:
     upload = turn.state.upload
     assert upload is not None, "no upload is on its way"
     return upload
@@ -185,3 +191,213 @@ def _upload(turn: Turn) -> Upload:
 def _first_line(error: Exception | None) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+# --- Copies of the state in the nodes' memory -------------------------------------------------------------------------
+
+
+_COPIES_IN_MEMORY = 2  # on as many nodes, where there are
+TOKEN_BITS = 32  # a later driver's versions are higher
+
+
+def choose_memory_copy_ranks(
+    tags: Mapping[int, StateTag], nodes: Sequence[str], reform: RestartMode
+) -> tuple[int, ...]:
+    """The ranks that copy what they hold: for each piece the lowest holder on each of two nodes, where there are two.
+
+    None where each piece lives on two nodes, in processes that survive; a copy of some pieces alone is of no use.
+
+    Args:
+        tags: what each rank holds, by rank.
+        nodes: by rank.
+    """
+    holders: dict[str, dict[str, int]] = {}  # the lowest on each node, by piece
+    for rank in sorted(tags):
+        for piece in tags[rank].pieces:
+            holders.setdefault(piece, {}).setdefault(nodes[rank], rank)
+    needed = reform == "new_process" or any(len(by_node) < _COPIES_IN_MEMORY for by_node in holders.values())
+    keepers = {rank for by_node in holders.values() for rank in islice(by_node.values(), _COPIES_IN_MEMORY)}
+    return tuple(sorted(keepers)) if needed else ()
+
+
+def wants_memory_copy(state: DriverState, now_s: float) -> bool:
+    """Whether the ranks, idle at `driver_state.step`, are to be copied into memory now."""
+    interval_s = _memory_copy_interval_s(state)
+    if interval_s is None or state.keeping is not None or state.ending:
+        return False
+    return state.step > state.copied and now_s - state.kept_s >= interval_s
+
+
+def begin_memory_copy(turn: Transition, copies: Mapping[int, m.SnapshotTaken]) -> None:
+    """The keepers' pieces are copied: have them delivered, while the ranks go on."""
+    state = turn.state
+    workers = [state.members[rank].worker for rank in state.keepers]
+    keeping = MemoryCopy(
+        version=max(state.versions, state.generation.token << TOKEN_BITS) + 1,
+        step=state.step,
+        owing=PersistentSet(workers),
+        size_bytes=sum(copies[rank].size_bytes for rank in state.keepers),
+        blocked_s=max(copies[rank].blocked_s for rank in state.keepers),
+        started_s=turn.now_s,
+    )
+    turn.change(keeping=keeping, versions=keeping.version, kept_s=turn.now_s, copied_s=keeping.blocked_s)
+    hold = (state.kept.version,) if state.kept else ()
+    turn.call(workers, "keep", m.MemoryCopyRequest(version=keeping.version, hold=hold))
+
+
+def on_memory_copy_returned(turn: Transition, event: m.CallReturned) -> None:
+    """One keeper's files are in memory; after the last one the version counts."""
+    state = turn.state
+    node = state.members[state.rank_of[event.worker]].node
+    files = tuple(m.NodeMemoryFile(node=node, file=file) for file in event.value)
+    turn.change(keeping=replace(_current_memory_copy(state), files=_current_memory_copy(state).files + files))
+    _drop_memory_copy_owing(turn, frozenset({event.worker}))
+
+
+def drop_memory_copy_workers(turn: Transition, workers: frozenset[int]) -> None:
+    """These workers will deliver nothing more: the version on its way will not be."""
+    keeping = turn.state.keeping
+    if keeping is not None and keeping.owing & workers:
+        turn.change(keeping=replace(keeping, spoiled=True))
+        _drop_memory_copy_owing(turn, workers)
+
+
+def discard_memory_copies_from(turn: Transition, step: int) -> None:
+    """No copy that holds this step is to be used, by this driver or one after it."""
+    kept, keeping = turn.state.kept, turn.state.keeping
+    if kept is not None and kept.step >= step:
+        turn.change(kept=None)
+        turn.want(m.MarkComplete(kept=None))
+    if keeping is not None and keeping.step >= step:
+        turn.change(keeping=replace(keeping, spoiled=True))
+
+
+def on_memory_copy_refused(turn: Transition, event: m.CallRaised) -> None:
+    """A node has no room for a copy: keep no more, and say so."""
+    turn.change(keepers=(), keep_off=True)
+    turn.emit(Noted(text=f"no more copies of the state are kept in memory: {event.failure.error}"))
+    drop_memory_copy_workers(turn, frozenset({event.worker}))
+
+
+def _drop_memory_copy_owing(turn: Transition, workers: frozenset[int]) -> None:
+    keeping = _current_memory_copy(turn.state)
+    keeping = replace(keeping, owing=keeping.owing - workers)
+    turn.change(keeping=keeping if keeping.owing else None)
+    if not keeping.owing and not keeping.spoiled:
+        kept = m.MemoryCheckpoint(version=keeping.version, step=keeping.step, files=keeping.files)
+        turn.change(kept=kept)
+        turn.want(m.MarkComplete(kept=kept))
+        turn.emit(
+            Kept(
+                step=keeping.step,
+                size_bytes=keeping.size_bytes,
+                nodes=sorted({file.node for file in keeping.files}),
+                blocked_s=keeping.blocked_s,
+                seconds=turn.now_s - keeping.started_s,
+            )
+        )
+
+
+def _current_memory_copy(state: DriverState) -> MemoryCopy:
+    assert state.keeping is not None, "nothing is being kept"
+    return state.keeping
+
+
+# --- Milestones -------------------------------------------------------------------------------------------------------
+
+
+_RECHECK_S = 1.0  # to look again while one is on its way
+_MEMORY_COPY_SHARE = 0.01  # of the time, for copies in memory
+MIN_CHECKPOINT_INTERVAL_S, _SECONDS_PER_HOUR, ASSUMED_UPTIME_S = 10.0, 3600.0, 86400.0
+HANG_FACTOR = 30.0  # times the longest wait so far
+MIN_HANG_DEADLINE_S, _MAX_HANG_DEADLINE_S = (
+    120.0,
+    900.0,
+)  # a store that is slow is read again for a minute, and that is no hang
+
+
+def checkpoint_due(settings: RunPolicy, step: int) -> bool:
+    """Whether a checkpoint belongs to this many completed steps."""
+    if settings.checkpoint_auto:
+        return step >= settings.total_steps
+    return _is_multiple_reached(settings, step, _checkpoint_steps(settings))
+
+
+def evaluation_due(settings: RunPolicy, step: int) -> bool:
+    """Whether an evaluation belongs to this many completed steps."""
+    every = settings.evaluate_steps
+    return every is not None and _is_multiple_reached(settings, step, every)
+
+
+def _is_multiple_reached(settings: RunPolicy, step: int, every: int) -> bool:
+    """Whether a multiple of `every` was reached in the last stride, or the end."""
+    return step > 0 and (step // every > (step - settings.stride) // every or step >= settings.total_steps)
+
+
+def next_milestone(settings: RunPolicy, step: int) -> int:
+    """The first step after `step` at which anything is due, at most the last one."""
+    intervals = [settings.total_steps if settings.checkpoint_auto else _checkpoint_steps(settings)]
+    if settings.evaluate_steps is not None:
+        intervals.append(settings.evaluate_steps)
+    due = min(step - step % every + every for every in intervals)
+    return min(settings.total_steps, -(-due // settings.stride) * settings.stride)
+
+
+def _memory_copy_interval_s(state: DriverState) -> float | None:
+    """Seconds between copies of the state in memory: as wanted, but for at most a hundredth of the time."""
+    least_s = state.settings.keep_s
+    if least_s is None or state.keep_off or not state.keepers:
+        return None
+    return max(least_s, state.copied_s / _MEMORY_COPY_SHARE)
+
+
+def checkpoint_interval_s(state: DriverState) -> float | None:
+    """Seconds between checkpoints where time decides: sqrt(2 x cost x mean time between failures) (Young, 1974).
+
+    The cost is what the steps lost to the last checkpoint, and no upload begins before twice the time of the last one
+    has passed. The rate of failures is that of the last hour, at least one a day.
+    """
+    if not state.settings.checkpoint_auto:
+        return None
+    if not state.saving_s:
+        return MIN_CHECKPOINT_INTERVAL_S
+    between_s = min(ASSUMED_UPTIME_S, _SECONDS_PER_HOUR / len(state.failed_s)) if state.failed_s else ASSUMED_UPTIME_S
+    return max(math.sqrt(2 * state.saving_s * between_s), 2 * state.upload_s, MIN_CHECKPOINT_INTERVAL_S)
+
+
+def is_copy_due(state: DriverState, now_s: float) -> bool:
+    """Whether the time for a copy in memory or in storage has come, and none of its kind is on its way."""
+    return any(idle and due_s <= now_s for idle, due_s in _timed_copies(state))
+
+
+def seconds_until_copy(state: DriverState, now_s: float) -> float | None:
+    """Seconds until the ranks may have to pause for a copy that is due by time; None for never."""
+    copies = _timed_copies(state)
+    if not copies:
+        return None
+    return min(max(due_s - now_s, 0.0 if idle else _RECHECK_S) for idle, due_s in copies)
+
+
+def _timed_copies(state: DriverState) -> list[tuple[bool, float]]:
+    """Of those that come by time: whether none is on its way, and when the next is due."""
+    keep_s, checkpoint_s = _memory_copy_interval_s(state), checkpoint_interval_s(state)
+    keep = [(state.keeping is None, state.kept_s + keep_s)] if keep_s is not None else []
+    checkpoint = [(state.upload is None, state.saved_s + checkpoint_s)] if checkpoint_s is not None else []
+    return keep + checkpoint
+
+
+def hang_deadline_s(state: DriverState) -> float:
+    """Seconds without a completed step that are a hang: as the job says, or many times the longest wait so far.
+
+    Before the first step, which may compile, and for evaluations nothing is known: a quarter of an hour.
+    """
+    given = state.settings.hang_deadline_s
+    if given is not None:
+        return given
+    if state.phase is Phase.EVALUATING or not state.longest_s:
+        return _MAX_HANG_DEADLINE_S
+    return min(max(HANG_FACTOR * state.longest_s, MIN_HANG_DEADLINE_S), _MAX_HANG_DEADLINE_S)
+
+
+def _checkpoint_steps(settings: RunPolicy) -> int:
+    return settings.checkpoint_steps or settings.steps_per_epoch

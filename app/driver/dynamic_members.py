@@ -12,101 +12,116 @@ from dataclasses import replace
 
 from trainwright.core.errors import HangError, ResourceError, WorkerLost
 from trainwright.core.events import Joined, Leaving, Waiting
-from trainwright.core.group import Address, Group, Peer
-from trainwright.driver import crash_loops, memory_checkpointing
+from trainwright.core.topology import Address, Group, Peer
+from trainwright.driver import checkpointing, failure_policy
 from trainwright.driver import messages as m
-from trainwright.driver.checkpointing import forget
-from trainwright.driver.due_times import hang_deadline_s
-from trainwright.driver.membership import await_starts, fill, ready_recruits, spare_for, starting_text, take_recruit
+from trainwright.driver.checkpointing import drop_upload_workers, hang_deadline_s
+from trainwright.driver.driver_state import (
+    STEADY_PHASES,
+    DriverState,
+    FailureCause,
+    PendingMember,
+    PendingStage,
+    Phase,
+    Transition,
+)
+from trainwright.driver.membership import (
+    admissible_joiners,
+    admit_joiner,
+    arm_start_deadline,
+    assign_rank,
+    choose_standby,
+    describe_starting,
+)
+from trainwright.driver.messages import ReserveRequest
 from trainwright.driver.persistent_collections import PersistentSet
-from trainwright.driver.shutdown import close
-from trainwright.driver.state import STANDING, Apart, Blame, Doing, Phase, State
-from trainwright.driver.transition import Turn
-from trainwright.driver.worker_requests import Reservation
+from trainwright.driver.shutdown import end_run
 
-AGAIN_S, AGAIN_MOST_S = 1.0, 60.0  # before one that lost its peers tries again: by then it is known whether one ended
-TOGETHER_S = 10.0  # losses of several ranks that are one failure
-NOWHERE = Address(host="", port=0)
+_RETRY_S, _MAX_RETRY_S = 1.0, 60.0  # before one that lost its peers tries again: by then it is known whether one ended
+_SAME_FAILURE_S = 10.0  # losses of several ranks that are one failure
+NO_ADDRESS = Address(host="", port=0)
 _JOINING = frozenset({"reserve", "form", "heal"})
 _CALLED = _JOINING | {"run"}
 
 
-def tolerates(state: State, worker: int) -> bool:
+def is_dynamic(state: DriverState, worker: int) -> bool:
     """Whether the others go on without this process now."""
-    return state.phase in STANDING and worker in state.rank_of and state.settings.spares_rank(state.rank_of[worker])
+    return (
+        state.phase in STEADY_PHASES and worker in state.rank_of and state.settings.spares_rank(state.rank_of[worker])
+    )
 
 
-def follows(state: State, worker: int) -> bool:
+def follows_chief(state: DriverState, worker: int) -> bool:
     """Whether such a process follows a chief, to the end of the generation."""
-    return state.settings.topology == "coordinator" and tolerates(state, worker)
+    return state.settings.topology == "coordinator" and is_dynamic(state, worker)
 
 
-def at_work(state: State) -> list[int]:
+def active_workers(state: DriverState) -> list[int]:
     """Processes of tolerated roles that take part, in the order of ranks."""
     members = [member.worker for rank, member in enumerate(state.members) if state.settings.spares_rank(rank)]
     return [worker for worker in members if worker not in state.apart]
 
 
-def _anybody_works(state: State) -> bool:
+def _anybody_works(state: DriverState) -> bool:
     """Whether one takes part, or ends its part, or follows the chief."""
     late = [state.rank_of[worker] for worker, doing in state.apart.items() if doing.doing == "run"]
-    return bool(at_work(state)) or any(state.settings.spares_rank(rank) for rank in late)
+    return bool(active_workers(state)) or any(state.settings.spares_rank(rank) for rank in late)
 
 
 # --- losing -----------------------------------------------------------------------------------------------------------
 
 
-def lost(turn: Turn, blame: Blame, workers: frozenset[int], *, kill: bool = False) -> None:
+def on_members_lost(turn: Transition, blame: FailureCause, workers: frozenset[int], *, kill: bool = False) -> None:
     """These processes are gone, or must go: others take their ranks, unless that was one failure too many."""
-    if _counted(turn, blame, workers):
+    if _count_and_go_on(turn, blame, workers):
         for worker in sorted(workers):
             _replace(turn, worker, kill=kill)
-        look(turn)
+        update_hang_timer(turn)
     elif not kill:
         turn.change(rank_of=turn.state.rank_of.without(workers))
 
 
-def parted(turn: Turn, worker: int, blame: Blame) -> None:
+def on_member_left(turn: Transition, worker: int, blame: FailureCause) -> None:
     """A process has left the group by an error that need not come again: it joins once more.
 
     A lost peer is no failure until it is clear that none has ended.
     """
-    if not blame.peer and not _counted(turn, blame, frozenset({worker})):
+    if not blame.peer and not _count_and_go_on(turn, blame, frozenset({worker})):
         return
     state = turn.state
     was = state.apart.get(worker)
     tries = was.tries + 1 if was and was.doing != "run" else 0
-    wait_s = max(min(AGAIN_MOST_S, AGAIN_S * 2**tries), crash_loops.backoff_s(turn.state.failures))
+    wait_s = max(min(_MAX_RETRY_S, _RETRY_S * 2**tries), failure_policy.backoff_s(turn.state.failures))
     turn.change(awaiting=state.awaiting - {worker})
     since_s = was.since_s if was else turn.now_s
-    put(turn, worker, Apart(
+    _set_pending(turn, worker, PendingMember(
         doing="hold", until_s=turn.now_s + wait_s, since_s=since_s, former=worker, tries=tries,
         blame=blame if blame.peer else None,
     ))  # fmt: skip
-    look(turn)
+    update_hang_timer(turn)
 
 
-def depart(turn: Turn, event: m.Noticed) -> None:
+def on_member_preempted(turn: Transition, event: m.PreemptionNoticed) -> None:
     """A process will be ended soon: it is let go of at once, and another takes its rank. No failure."""
     state = turn.state
     rank = state.rank_of[event.worker]
     node = state.members[rank].node
     turn.emit(Leaving(worker=event.worker, rank=rank, node=node, why="preemption notice", left_s=event.left_s))
-    turn.want(m.Shun(worker=event.worker))
+    turn.want(m.ExcludeNode(worker=event.worker))
     _replace(turn, event.worker, kill=True)
-    look(turn)
+    update_hang_timer(turn)
 
 
-def release(turn: Turn) -> None:
+def replace_preempted(turn: Transition) -> None:
     """Those who are to go by now, and that the others do without, go."""
     for worker in sorted(turn.state.leaving):
-        if tolerates(turn.state, worker):
+        if is_dynamic(turn.state, worker):
             _replace(turn, worker, kill=True)
             turn.change(leaving={other: by_s for other, by_s in turn.state.leaving.items() if other != worker})
-            look(turn)
+            update_hang_timer(turn)
 
 
-def _counted(turn: Turn, blame: Blame, workers: frozenset[int]) -> bool:
+def _count_and_go_on(turn: Transition, blame: FailureCause, workers: frozenset[int]) -> bool:
     """Whether the run goes on after this failure: one that comes with others, such as a node's, counts as one."""
     state = turn.state
     ranks = frozenset(state.rank_of[worker] for worker in workers)
@@ -114,40 +129,44 @@ def _counted(turn: Turn, blame: Blame, workers: frozenset[int]) -> bool:
     doing = {state.apart[worker].doing for worker in workers if worker in state.apart}
     in_vain = "start" in doing or (bool(doing & _JOINING) and not _anybody_works(state))
     turn.change(blame=blame)
-    alike = bool(state.losing) and turn.now_s - state.failed_s[-1] < TOGETHER_S
+    alike = bool(state.losing) and turn.now_s - state.failed_s[-1] < _SAME_FAILURE_S
     if in_vain or not alike or ranks & state.losing:
-        crash_loops.count(turn)
+        failure_policy.count_failure(turn)
     turn.change(losing=state.losing | ranks)
-    return not crash_loops.give_up(turn)
+    return not failure_policy.is_given_up(turn)
 
 
-def _replace(turn: Turn, worker: int, *, kill: bool) -> None:
+def _replace(turn: Transition, worker: int, *, kill: bool) -> None:
     """Give a rank to a spare or a new process, which is not waited for; later each time that one does not come far."""
     state = turn.state
     rank, was = state.rank_of[worker], state.apart.get(worker)
     gone = frozenset({worker})
     if kill:
-        turn.want(m.Kill(worker=worker))
+        turn.want(m.KillWorker(worker=worker))
     turn.change(
         rank_of=state.rank_of.without(gone),
         apart={other: doing for other, doing in state.apart.items() if other != worker},
         starting=state.starting - gone,
         awaiting=state.awaiting - gone,
     )
-    forget(turn, gone)
-    memory_checkpointing.forget(turn, gone)
+    drop_upload_workers(turn, gone)
+    checkpointing.drop_memory_copy_workers(turn, gone)
     tries = was.tries + 1 if was and was.doing != "run" else 0
-    wait_s = crash_loops.backoff_s(tries)
-    fill(turn, rank, spare_for(turn.state, state.members[rank].node), wait_s)
+    wait_s = failure_policy.backoff_s(tries)
+    assign_rank(turn, rank, choose_standby(turn.state, state.members[rank].node), wait_s)
     new = turn.state.members[rank].worker
     starts = new in turn.state.starting
-    deadline_s = wait_s + turn.settings.place_deadline_s if starts else crash_loops.backoff_s(turn.state.failures)
-    doing: Doing = "start" if starts else "hold"
+    deadline_s = wait_s + turn.settings.place_deadline_s if starts else failure_policy.backoff_s(turn.state.failures)
+    doing: PendingStage = "start" if starts else "hold"
     since_s = was.since_s if was else turn.now_s
-    put(turn, new, Apart(doing=doing, until_s=turn.now_s + deadline_s, since_s=since_s, former=worker, tries=tries))
+    _set_pending(
+        turn,
+        new,
+        PendingMember(doing=doing, until_s=turn.now_s + deadline_s, since_s=since_s, former=worker, tries=tries),
+    )
 
 
-def look(turn: Turn) -> None:
+def update_hang_timer(turn: Transition) -> None:
     """After a change of who takes part: steps cannot be late while nobody is there to take them.
 
     Nor can an evaluation at a chief, which workers compute.
@@ -167,33 +186,33 @@ def look(turn: Turn) -> None:
 # --- joining ----------------------------------------------------------------------------------------------------------
 
 
-def recruit(turn: Turn, worker: int) -> None:
+def _admit_pending(turn: Transition, worker: int) -> None:
     """The world grows by a process that is up; nobody pauses for it."""
-    take_recruit(turn, worker)
-    put(turn, worker, Apart(doing="hold", until_s=turn.now_s, since_s=turn.now_s))
+    admit_joiner(turn, worker)
+    _set_pending(turn, worker, PendingMember(doing="hold", until_s=turn.now_s, since_s=turn.now_s))
     _reserve(turn, worker)
 
 
-def take_recruits(turn: Turn) -> None:
+def admit_joiners(turn: Transition) -> None:
     """The world grows by those that are up, where workers join by themselves."""
     state = turn.state
-    if state.phase in STANDING and state.settings.topology == "independent" and not state.stopping:
-        for worker in ready_recruits(state):
-            recruit(turn, worker)
+    if state.phase in STEADY_PHASES and state.settings.topology == "independent" and not state.stopping:
+        for worker in admissible_joiners(state):
+            _admit_pending(turn, worker)
 
 
-def started(turn: Turn, worker: int) -> None:
+def on_member_started(turn: Transition, worker: int) -> None:
     """A process that takes a rank is up: it joins, after failures in a row a little later."""
     state = turn.state
-    wait_s = crash_loops.backoff_s(state.failures)
+    wait_s = failure_policy.backoff_s(state.failures)
     since_s = state.failed_s[-1] if state.failed_s else turn.now_s
     until_s = max(turn.now_s, since_s + wait_s)
-    put(turn, worker, replace(state.apart[worker], doing="hold", until_s=until_s))
+    _set_pending(turn, worker, replace(state.apart[worker], doing="hold", until_s=until_s))
     if until_s <= turn.now_s:
         _reserve(turn, worker)
 
 
-def answered(turn: Turn, event: m.Returned) -> None:
+def on_member_answered(turn: Transition, event: m.CallReturned) -> None:
     """One that is not waited for has done what it was called for: on to the next."""
     state = turn.state
     apart, rank = state.apart[event.worker], state.rank_of[event.worker]
@@ -201,7 +220,7 @@ def answered(turn: Turn, event: m.Returned) -> None:
         case "reserve":
             _form(turn, event.worker, rank, event.value)
         case "form":
-            heal = m.Heal(step=state.step, source="join", passing=state.passing)
+            heal = m.RestorePlan(step=state.step, source="join", passing=state.passing)
             _call(turn, event.worker, "heal", heal)
         case "heal":
             member = replace(state.members[rank], told=True, fresh=False)
@@ -210,34 +229,34 @@ def answered(turn: Turn, event: m.Returned) -> None:
                 generation=state.generation.number, worker=event.worker, rank=rank, node=member.node,
                 former=apart.former, seconds=turn.now_s - apart.since_s,
             ))  # fmt: skip
-            _take_part(turn, event.worker)
+            _activate(turn, event.worker)
         case "run":
-            _take_part(turn, event.worker)
+            _activate(turn, event.worker)
 
 
-def _reserve(turn: Turn, worker: int) -> None:
+def _reserve(turn: Transition, worker: int) -> None:
     state = turn.state
     rank = state.rank_of[worker]
-    known = state.peers[rank].address if rank < len(state.peers) else NOWHERE
-    former = None if known == NOWHERE else known
+    known = state.peers[rank].address if rank < len(state.peers) else NO_ADDRESS
+    former = None if known == NO_ADDRESS else known
     role = state.settings.role_of(rank)
-    wanted = Reservation(generation=state.generation, plan=state.plan, role=role, former=former)
+    wanted = ReserveRequest(generation=state.generation, plan=state.plan, role=role, former=former)
     _call(turn, worker, "reserve", wanted)
 
 
-def _form(turn: Turn, worker: int, rank: int, address: Address) -> None:
+def _form(turn: Transition, worker: int, rank: int, address: Address) -> None:
     """The group as it stands, with this process in it; the others need not know. One still to join has no port."""
     state = turn.state
     peers = dict(enumerate(state.peers))
     for other in (*range(len(peers), rank), rank):
         node, role = state.members[other].node, state.settings.role_of(other)
-        peers[other] = Peer(rank=other, address=NOWHERE, role=role, node=node)
+        peers[other] = Peer(rank=other, address=NO_ADDRESS, role=role, node=node)
     peers[rank] = replace(peers[rank], address=address)
     turn.change(peers=tuple(peers.values()))
-    _call(turn, worker, "form", group_of(turn.state, rank))
+    _call(turn, worker, "form", group_for(turn.state, rank))
 
 
-def group_of(state: State, rank: int) -> Group:
+def group_for(state: DriverState, rank: int) -> Group:
     """What one rank is told of the generation."""
     slot, serves = state.members[rank].slot, state.settings.role_of(rank) == "server"
     return Group(
@@ -248,34 +267,34 @@ def group_of(state: State, rank: int) -> Group:
     )  # fmt: skip
 
 
-def _call(turn: Turn, worker: int, verb: Doing, argument: object) -> None:
+def _call(turn: Transition, worker: int, verb: PendingStage, argument: object) -> None:
     until_s = turn.now_s + turn.settings.call_deadline_s
-    put(turn, worker, replace(turn.state.apart[worker], doing=verb, until_s=until_s))
+    _set_pending(turn, worker, replace(turn.state.apart[worker], doing=verb, until_s=until_s))
     assert verb != "start" and verb != "hold", "what nobody is called for"
     turn.call([worker], verb, argument)
 
 
-def _take_part(turn: Turn, worker: int) -> None:
+def _activate(turn: Transition, worker: int) -> None:
     """From now on it is one of the others: steps under way are shared with it at once."""
     state = turn.state
     turn.change(apart={other: doing for other, doing in state.apart.items() if other != worker})
-    _arm(turn)
-    call_idle(turn)
-    look(turn)
+    _arm_deadline(turn)
+    _call_idle(turn)
+    update_hang_timer(turn)
 
 
-def call_idle(turn: Turn) -> None:
+def _call_idle(turn: Transition) -> None:
     """While steps are taken: those who have come to take part are called for what is left of them."""
     state = turn.state
-    if state.phase is not Phase.RUNNING or not segment_lasts(state):
+    if state.phase is not Phase.RUNNING or not is_segment_open(state):
         return
-    idle = [worker for worker in at_work(state) if worker not in state.awaiting]
+    idle = [worker for worker in active_workers(state) if worker not in state.awaiting]
     if idle:
         turn.change(awaiting=state.awaiting | frozenset(idle))
         turn.call(idle, "run", range(state.step, state.until))
 
 
-def segment_lasts(state: State) -> bool:
+def is_segment_open(state: DriverState) -> bool:
     """Whether one that decides about the end of the steps under way is still at them."""
     return any(state.settings.ends_segment(state.rank_of[worker]) for worker in state.awaiting)
 
@@ -283,7 +302,7 @@ def segment_lasts(state: State) -> bool:
 # --- not waited for ---------------------------------------------------------------------------------------------------
 
 
-def leave_behind(turn: Turn) -> None:
+def detach_late_workers(turn: Transition) -> None:
     """The steps are over: who is still at them ends its part when it can."""
     state = turn.state
     late = sorted(state.awaiting)
@@ -291,12 +310,12 @@ def leave_behind(turn: Turn) -> None:
         return
     follows = state.settings.topology == "coordinator"  # and does so to the end of the generation
     until_s = math.inf if follows else turn.now_s + hang_deadline_s(state)
-    apart = {worker: Apart(doing="run", until_s=until_s, since_s=turn.now_s, former=worker) for worker in late}
+    apart = {worker: PendingMember(doing="run", until_s=until_s, since_s=turn.now_s, former=worker) for worker in late}
     turn.change(awaiting=PersistentSet(), apart={**state.apart, **apart})
-    _arm(turn)
+    _arm_deadline(turn)
 
 
-def begin_segment(turn: Turn) -> None:
+def extend_deadlines(turn: Transition) -> None:
     """Whoever could not answer before, since no steps were taken, has all its time again."""
     until_s = turn.now_s + hang_deadline_s(turn.state)
     apart = {
@@ -304,48 +323,52 @@ def begin_segment(turn: Turn) -> None:
         for worker, doing in turn.state.apart.items()
     }
     turn.change(apart=apart)
-    _arm(turn)
+    _arm_deadline(turn)
 
 
-def expired(turn: Turn) -> Blame | None:
+def on_deadline(turn: Transition) -> FailureCause | None:
     """The time of one or more is over. Gives the cause where they and all others are cut off from those who stay."""
-    due = [worker for worker, apart in turn.state.apart.items() if apart.until_s <= turn.now_s + crash_loops.SOON_S]
+    due = [
+        worker
+        for worker, apart in turn.state.apart.items()
+        if apart.until_s <= turn.now_s + failure_policy.TIMER_TOLERANCE_S
+    ]
     for worker in sorted(due):
         apart = turn.state.apart.get(worker)
         if apart is not None and apart.blame is not None and apart.tries and not _anybody_works(turn.state):
-            return _alone(apart.blame)
+            return _isolated_cause(apart.blame)
         if apart is not None:
-            _give_up(turn, worker)
-    if turn.state.phase in STANDING:
-        _arm(turn)
+            _on_overdue(turn, worker)
+    if turn.state.phase in STEADY_PHASES:
+        _arm_deadline(turn)
     return None
 
 
-def _give_up(turn: Turn, worker: int) -> None:
+def _on_overdue(turn: Transition, worker: int) -> None:
     state = turn.state
     apart, settings = state.apart[worker], state.settings
     match apart.doing:
         case "hold" if apart.blame is not None and settings.reform == "new_process":
-            lost(turn, _alone(apart.blame), frozenset({worker}), kill=True)
+            on_members_lost(turn, _isolated_cause(apart.blame), frozenset({worker}), kill=True)
         case "hold":
-            if apart.blame is None or _counted(turn, _alone(apart.blame), frozenset({worker})):
+            if apart.blame is None or _count_and_go_on(turn, _isolated_cause(apart.blame), frozenset({worker})):
                 _reserve(turn, worker)
-        case "start" if not _alive(state):
-            missing = starting_text(state)
+        case "start" if not _is_any_alive(state):
+            missing = describe_starting(state)
             error = ResourceError(
                 f"none of the workers lives, and {missing} did not start within {settings.place_deadline_s:g} s",
                 remedy="free resources or add nodes, or raise place_deadline_s",
             )
-            close(turn, "stopped" if state.stopping else "failed", None if state.stopping else error)
+            end_run(turn, "stopped" if state.stopping else "failed", None if state.stopping else error)
         case "start":
-            put(turn, worker, replace(apart, until_s=turn.now_s + settings.place_deadline_s))
-        case "run" if state.phase is not Phase.RUNNING and at_work(state):
-            put(turn, worker, replace(apart, until_s=turn.now_s + hang_deadline_s(state)))
+            _set_pending(turn, worker, replace(apart, until_s=turn.now_s + settings.place_deadline_s))
+        case "run" if state.phase is not Phase.RUNNING and active_workers(state):
+            _set_pending(turn, worker, replace(apart, until_s=turn.now_s + hang_deadline_s(state)))
         case _:
-            silent(turn, frozenset({worker}))
+            on_members_silent(turn, frozenset({worker}))
 
 
-def _alone(blame: Blame) -> Blame:
+def _isolated_cause(blame: FailureCause) -> FailureCause:
     """A lost peer that nobody's end explains."""
     error = WorkerLost(
         f"rank {blame.event.rank} lost the others, and none of them ended",
@@ -356,12 +379,12 @@ def _alone(blame: Blame) -> Blame:
     return replace(blame, error=error, peer=False)
 
 
-def _alive(state: State) -> bool:
+def _is_any_alive(state: DriverState) -> bool:
     """Whether a process of a tolerated role is up."""
     return any(state.settings.spares_rank(rank) and w not in state.starting for w, rank in state.rank_of.items())
 
 
-def silent(turn: Turn, workers: frozenset[int]) -> None:
+def on_members_silent(turn: Transition, workers: frozenset[int]) -> None:
     """They do not answer: others take their ranks."""
     state = turn.state
     rank = min(state.rank_of[worker] for worker in workers)
@@ -371,17 +394,17 @@ def silent(turn: Turn, workers: frozenset[int]) -> None:
         where=f"node {state.members[rank].node}",
         remedy="if a step or an evaluation takes that long, raise hang_deadline_s",
     )
-    event = crash_loops.failed(turn.state, state.members[rank].worker, rank, error.what)
-    lost(turn, Blame(error=error, event=event, kind="hung"), workers, kill=True)
+    event = failure_policy.failed_event(turn.state, state.members[rank].worker, rank, error.what)
+    on_members_lost(turn, FailureCause(error=error, event=event, kind="hung"), workers, kill=True)
 
 
-def put(turn: Turn, worker: int, apart: Apart) -> None:
+def _set_pending(turn: Transition, worker: int, apart: PendingMember) -> None:
     """Note what one does that the others do not wait for."""
     turn.change(apart={**turn.state.apart, worker: apart})
-    _arm(turn)
+    _arm_deadline(turn)
 
 
-def _arm(turn: Turn) -> None:
+def _arm_deadline(turn: Transition) -> None:
     """One timer, for the first whose time will be over."""
     first_s = min((apart.until_s for apart in turn.state.apart.values()), default=math.inf)
     if math.isfinite(first_s):
@@ -390,11 +413,11 @@ def _arm(turn: Turn) -> None:
         turn.disarm("apart")
 
 
-def fold(turn: Turn) -> None:
+def reabsorb_members(turn: Transition) -> None:
     """The generation ends: who is called is waited for again, and those who start as all do."""
     state = turn.state
     if not state.apart:
         return
     busy = frozenset(worker for worker, apart in state.apart.items() if apart.doing in _CALLED)
     turn.change(apart={}, awaiting=state.awaiting | busy, losing=frozenset())
-    await_starts(turn)
+    arm_start_deadline(turn)

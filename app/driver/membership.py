@@ -2,32 +2,33 @@
 
 A slot is room for one process (a bundle of resources). A spare stands beside a slot and takes none of its resources; a
 recruit holds a slot of its own and waits to join. Ranks are given anew in each generation, slots stay.
+
+Where those who live hold a whole state that is newer than any copy, in another layout than the run's plan has, the run
+goes on in theirs, and changes to its plan as room that returned does: from a checkpoint of the very step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from heapq import heapify, heappop, heapreplace
 
 from trainwright.core.errors import ResourceError
-from trainwright.core.events import Noted, Placed, Promoted, Resized, Waiting
-from trainwright.core.plan import Plan
-from trainwright.core.rank_placement import seats
-from trainwright.driver import memory_checkpointing
+from trainwright.core.events import Noted, Placed, Promoted, Replanned, Resized, Waiting
+from trainwright.core.plan import Plan, assign_slots
+from trainwright.driver import checkpointing
 from trainwright.driver import messages as m
-from trainwright.driver.checkpointing import forget
+from trainwright.driver.checkpointing import drop_upload_workers
+from trainwright.driver.driver_state import DriverState, GroupMember, Phase, StandbyWorker, Transition
 from trainwright.driver.persistent_collections import PersistentList, PersistentMap, PersistentSet
-from trainwright.driver.shutdown import close
-from trainwright.driver.state import Member, Phase, Spare, State
-from trainwright.driver.transition import Turn
+from trainwright.driver.shutdown import end_run
 
-NOBODY = -1  # holds a rank for which a process is about to be placed
-SPARES_TRIED = 3  # that ended by themselves, one after another
+_UNASSIGNED = -1  # holds a rank for which a process is about to be placed
+MAX_STANDBY_FAILURES = 3  # that ended by themselves, one after another
 
 
-def place(turn: Turn, ranks: Iterable[int], *, kill: bool = False) -> None:
+def replace_workers(turn: Transition, ranks: Iterable[int], *, kill: bool = False) -> None:
     """Give each rank a new process in its slot. `kill` ends those that hold the ranks now."""
     gone: set[int] = set()
     starting = turn.state.starting
@@ -37,21 +38,21 @@ def place(turn: Turn, ranks: Iterable[int], *, kill: bool = False) -> None:
         if old.worker in state.rank_of:
             gone.add(old.worker)
             if kill:
-                turn.want(m.Kill(worker=old.worker))
+                turn.want(m.KillWorker(worker=old.worker))
             turn.change(rank_of=state.rank_of.without({old.worker}))
-        fill(turn, rank, spare_for(state, old.node))
+        assign_rank(turn, rank, choose_standby(state, old.node))
     state = turn.state
     turn.change(starting=state.starting - gone, awaiting=state.awaiting - gone)
-    forget(turn, frozenset(gone))
-    memory_checkpointing.forget(turn, frozenset(gone))
+    drop_upload_workers(turn, frozenset(gone))
+    checkpointing.drop_memory_copy_workers(turn, frozenset(gone))
     if turn.state.starting - starting:
         if not starting:
-            what = starting_text(turn.state)
+            what = describe_starting(turn.state)
             turn.emit(Waiting(what=f"{what} to start", deadline_s=turn.settings.place_deadline_s))
-        await_starts(turn)
+        arm_start_deadline(turn)
 
 
-def await_starts(turn: Turn) -> None:
+def arm_start_deadline(turn: Transition) -> None:
     """Those who start have so much time."""
     if turn.state.starting:
         turn.arm("place", turn.settings.place_deadline_s)
@@ -59,13 +60,13 @@ def await_starts(turn: Turn) -> None:
             turn.arm("shrink", turn.settings.shrink_s)
 
 
-def fill(turn: Turn, rank: int, spare: int | None, wait_s: float = 0.0) -> None:
+def assign_rank(turn: Transition, rank: int, spare: int | None, wait_s: float = 0.0) -> None:
     """Give a rank to a spare, or to a new process, which is started after a while."""
     state = turn.state
     held = None if spare is None else state.spares[spare]
     worker = state.next_worker if spare is None else spare
     slot = state.members[rank].slot if held is None or held.slot is None else held.slot
-    member = Member(worker=worker, slot=slot, node=held.node if held else "", home=held.home if held else "")
+    member = GroupMember(worker=worker, slot=slot, node=held.node if held else "", home=held.home if held else "")
     turn.change(
         members=state.members.put(rank, member),
         rank_of=state.rank_of.put(worker, rank),
@@ -74,17 +75,17 @@ def fill(turn: Turn, rank: int, spare: int | None, wait_s: float = 0.0) -> None:
         spares=state.spares.without({worker}),
     )
     if spare is None:
-        turn.want(m.Place(worker=worker, slot=slot, after_s=wait_s))
+        turn.want(m.StartWorker(worker=worker, slot=slot, after_s=wait_s))
     else:
         turn.emit(Promoted(worker=worker, rank=rank, slot=slot, node=member.node))
 
 
-def spare_for(state: State, node: str) -> int | None:
+def choose_standby(state: DriverState, node: str) -> int | None:
     """The spare that can take a rank of this node soonest; None where there is none.
 
     A recruit that is up will do where no other spare does, one that is still to come may never.
     """
-    stay, doomed = state.settings.spares_stay, doomed_nodes(state)  # then a node that is not known yet is no match
+    stay, doomed = state.settings.spares_stay, _nodes_to_leave(state)  # then a node that is not known yet is no match
     lasting = {worker: spare for worker, spare in state.spares.items() if spare.node not in doomed}
     beside = [w for w, s in lasting.items() if s.slot is None and (not stay or (node and s.node == node))]
     fitting = beside or [worker for worker, spare in lasting.items() if spare.slot is not None and spare.ready]
@@ -95,7 +96,7 @@ def spare_for(state: State, node: str) -> int | None:
     )
 
 
-def doomed_nodes(state: State) -> frozenset[str]:
+def _nodes_to_leave(state: DriverState) -> frozenset[str]:
     """Nodes of members that must go, where there are others: such a notice concerns a whole node as a rule."""
     if not state.leaving:
         return frozenset()
@@ -104,32 +105,32 @@ def doomed_nodes(state: State) -> frozenset[str]:
     return frozenset(doomed if nodes - doomed - {""} else ())
 
 
-def replenish(turn: Turn) -> None:
+def start_standbys(turn: Transition) -> None:
     """Have spares and recruits started, now that steps are running; none after some that ended by themselves."""
     state = turn.state
-    if state.spares_lost >= SPARES_TRIED or state.stopping:
+    if state.spares_lost >= MAX_STANDBY_FAILURES or state.stopping:
         return
     held = {member.slot for member in state.members} | {spare.slot for spare in state.spares.values()}
     free = [slot for slot in range(state.settings.most) if slot not in held]
     missing = state.settings.spares - sum(spare.slot is None for spare in state.spares.values())
     for _ in range(missing):
         number = turn.state.next_worker
-        _place_spare(turn, None, state.members[number % len(state.members)].slot)
+        _start_standby(turn, None, state.members[number % len(state.members)].slot)
     for slot in free:
-        _place_spare(turn, slot, slot)
+        _start_standby(turn, slot, slot)
 
 
-def _place_spare(turn: Turn, own: int | None, slot: int) -> None:
+def _start_standby(turn: Transition, own: int | None, slot: int) -> None:
     worker = turn.state.next_worker
-    turn.change(next_worker=worker + 1, spares=turn.state.spares.put(worker, Spare(slot=own)))
-    turn.want(m.Place(worker=worker, slot=slot, spare=True, beside=own is None))
+    turn.change(next_worker=worker + 1, spares=turn.state.spares.put(worker, StandbyWorker(slot=own)))
+    turn.want(m.StartWorker(worker=worker, slot=slot, spare=True, beside=own is None))
 
 
-def started(turn: Turn, event: m.Started) -> None:
+def on_worker_started(turn: Transition, event: m.WorkerStarted) -> None:
     """A placed process is up."""
     state = turn.state
     if event.worker in state.spares:
-        _spare_started(turn, event)
+        _on_standby_started(turn, event)
         return
     rank = state.rank_of[event.worker]
     _note_accelerators(turn, state.members[rank].slot, event)
@@ -143,7 +144,7 @@ def started(turn: Turn, event: m.Started) -> None:
         turn.disarm("place", "shrink")
 
 
-def _spare_started(turn: Turn, event: m.Started) -> None:
+def _on_standby_started(turn: Transition, event: m.WorkerStarted) -> None:
     """A spare is up. For a recruit the others pause, so that it can join."""
     state = turn.state
     spare = replace(state.spares[event.worker], node=event.node, home=event.home, ready=True)
@@ -151,11 +152,11 @@ def _spare_started(turn: Turn, event: m.Started) -> None:
     turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid, spare=True))
     if spare.slot is not None:
         _note_accelerators(turn, spare.slot, event)
-    if state.phase is Phase.RUNNING and may_grow(turn.state):
-        pause(turn)
+    if state.phase is Phase.RUNNING and can_grow(turn.state):
+        request_pause(turn)
 
 
-def _note_accelerators(turn: Turn, slot: int, event: m.Started) -> None:
+def _note_accelerators(turn: Transition, slot: int, event: m.WorkerStarted) -> None:
     if event.accelerators:
         turn.change(accelerators=turn.state.accelerators.put(slot, event.accelerators))
 
@@ -163,57 +164,57 @@ def _note_accelerators(turn: Turn, slot: int, event: m.Started) -> None:
 # --- shrinking and growing --------------------------------------------------------------------------------------------
 
 
-def ready_to_form(turn: Turn) -> bool:
+def complete_members(turn: Transition) -> bool:
     """Whether all ranks are held by processes that are up; gives up those that are missing for too long, if it may."""
-    if turn.state.starting and _may_shrink(turn.state):
-        _shrink(turn)
+    if turn.state.starting and _can_shrink(turn.state):
+        _remove_late_members(turn)
     if not turn.state.starting:
-        _join(turn)
+        _admit_joiners(turn)
     return not turn.state.starting
 
 
-def arrange(turn: Turn, plan: Plan | None) -> None:
+def arrange_ranks(turn: Transition, plan: Plan | None) -> None:
     """Lay the ranks over the nodes as the mesh wants them, where none has been told its rank or all begin anew."""
     state, mesh = turn.state, turn.settings.mesh
     anew = plan is not None and state.plan is not None and plan.layout != state.plan.layout
     if mesh is None or (any(member.told for member in state.members) and not anew):
         return
-    order = seats(
+    order = assign_slots(
         plan.mesh if plan else mesh,
         [member.home or member.node for member in state.members],
         len(turn.settings.devices),
     )
     members = tuple(state.members[place] for place in order)
-    renumber(turn, members)
+    assign_ranks(turn, members)
 
 
-def may_grow(state: State) -> bool:
+def can_grow(state: DriverState) -> bool:
     """Whether a recruit is up, and the survivors can take it in."""
     if state.settings.tolerates:
         return False  # they join by themselves
     room = len(state.members) < state.settings.most and state.settings.reform == "in_place"
-    return room and not state.stopping and wanted(state) > len(state.members)
+    return room and not state.stopping and target_size(state) > len(state.members)
 
 
-def wanted(state: State) -> int:
+def target_size(state: DriverState) -> int:
     """How many of the members and the recruits that are up the run can use."""
-    ready = len(state.members) + len(_ready(state))
+    ready = len(state.members) + len(_joiners_up(state))
     return state.seats(min(ready, state.settings.most))
 
 
-def _ready(state: State) -> list[int]:
+def _joiners_up(state: DriverState) -> list[int]:
     """Recruits that are up."""
     return sorted(worker for worker, spare in state.spares.items() if spare.slot is not None and spare.ready)
 
 
-def pause(turn: Turn) -> None:
+def request_pause(turn: Transition) -> None:
     """While steps run: have the ranks stop after the same one, soon, for something that is due."""
     if not turn.state.pausing:
         turn.change(pausing=True)
         turn.call([turn.state.members[0].worker], "stop")
 
 
-def _may_shrink(state: State) -> bool:
+def _can_shrink(state: DriverState) -> bool:
     if state.settings.fewest == len(state.members) or "shrink" in state.timers:
         return False
     if any(state.settings.role_of(state.rank_of[worker]) != "worker" for worker in state.starting):
@@ -222,35 +223,37 @@ def _may_shrink(state: State) -> bool:
     return left >= state.settings.fewest and state.seats(left) > 0
 
 
-def _shrink(turn: Turn) -> None:
+def _remove_late_members(turn: Transition) -> None:
     """Go on without those that did not start in time: they join when they come."""
     state = turn.state
-    late = {member.worker: Spare(slot=member.slot) for member in state.members if member.worker in state.starting}
+    late = {
+        member.worker: StandbyWorker(slot=member.slot) for member in state.members if member.worker in state.starting
+    }
     turn.disarm("place")
     turn.change(starting=PersistentSet(), spares=PersistentMap({**state.spares, **late}))
     patience_s = state.settings.shrink_s if "place" in state.timers else state.settings.place_deadline_s
     waited = f"no more started within {patience_s:g} s"
-    _seat(turn, tuple(member for member in state.members if member.worker not in late), waited)
+    _resize(turn, tuple(member for member in state.members if member.worker not in late), waited)
 
 
-def _join(turn: Turn) -> None:
+def _admit_joiners(turn: Transition) -> None:
     """Recruits that are up get ranks, as far as there is room; members that the plan has no rank for go."""
     state, count = turn.state, len(turn.state.members)
-    total = wanted(state)
+    total = target_size(state)
     unknown = state.heal is None  # how far those are who outlived another driver
     if state.loses_state(total) and (unknown or state.progress > state.copied):
         total = state.seats(count)  # what the members hold is newer than any copy: they grow when there is one
     change = total - count
     if change > 0:
-        ready = _ready(state)[:change]
-        joining = tuple(_recruited(worker, state.spares[worker]) for worker in ready)
+        ready = _joiners_up(state)[:change]
+        joining = tuple(_member_of_joiner(worker, state.spares[worker]) for worker in ready)
         turn.change(spares=state.spares.without(ready))
-        _seat(turn, (*state.members, *joining), "there is room")
+        _resize(turn, (*state.members, *joining), "there is room")
     elif change < 0:
-        dismiss(turn, _needless(state, -change), "no plan for more")
+        remove_members(turn, _surplus_members(state, -change), "no plan for more")
 
 
-def _needless(state: State, number: int) -> frozenset[int]:
+def _surplus_members(state: DriverState, number: int) -> frozenset[int]:
     """So many members whose part others hold too, as far as there are such; the last ones where there is a choice."""
     holders: dict[int, list[int]] = {}  # ranks, by part
     for rank, member in enumerate(state.members):
@@ -269,51 +272,51 @@ def _needless(state: State, number: int) -> frozenset[int]:
     return frozenset(state.members[rank].worker for rank in going)
 
 
-def _recruited(worker: int, spare: Spare) -> Member:
+def _member_of_joiner(worker: int, spare: StandbyWorker) -> GroupMember:
     assert spare.slot is not None, "a recruit has a slot"
-    return Member(worker=worker, slot=spare.slot, node=spare.node, home=spare.home)
+    return GroupMember(worker=worker, slot=spare.slot, node=spare.node, home=spare.home)
 
 
-def ready_recruits(state: State) -> list[int]:
+def admissible_joiners(state: DriverState) -> list[int]:
     """Recruits that are up, as far as the world may grow."""
-    return _ready(state)[: max(0, state.settings.most - len(state.members))]
+    return _joiners_up(state)[: max(0, state.settings.most - len(state.members))]
 
 
-def take_recruit(turn: Turn, worker: int) -> None:
+def admit_joiner(turn: Transition, worker: int) -> None:
     """Give a recruit the next rank."""
     state = turn.state
     turn.change(spares=state.spares.without({worker}))
-    renumber(turn, (*state.members, _recruited(worker, state.spares[worker])))
+    assign_ranks(turn, (*state.members, _member_of_joiner(worker, state.spares[worker])))
 
 
-def renumber(turn: Turn, members: tuple[Member, ...]) -> None:
+def assign_ranks(turn: Transition, members: tuple[GroupMember, ...]) -> None:
     """Give the members the ranks of their places."""
     ranks = PersistentMap((member.worker, rank) for rank, member in enumerate(members))
     turn.change(members=PersistentList(members), rank_of=ranks)
 
 
-def _seat(turn: Turn, members: tuple[Member, ...], why: str) -> None:
+def _resize(turn: Transition, members: tuple[GroupMember, ...], why: str) -> None:
     """Number the ranks anew."""
     former = len(turn.state.members)
-    renumber(turn, members)
+    assign_ranks(turn, members)
     workers, before = (turn.settings.crew(total)[0] for total in (len(members), former))
     turn.emit(Resized(workers=workers, former=before, why=why))
 
 
-def dismiss(turn: Turn, workers: frozenset[int], why: str) -> None:
+def remove_members(turn: Transition, workers: frozenset[int], why: str) -> None:
     """Go on without these idle members: recruits come in their stead when there is room."""
     turn.change(awaiting=turn.state.awaiting - workers)
     for worker in sorted(workers):
-        turn.want(m.Kill(worker=worker))
-    forget(turn, workers)
-    memory_checkpointing.forget(turn, workers)
-    _seat(turn, tuple(member for member in turn.state.members if member.worker not in workers), why)
+        turn.want(m.KillWorker(worker=worker))
+    drop_upload_workers(turn, workers)
+    checkpointing.drop_memory_copy_workers(turn, workers)
+    _resize(turn, tuple(member for member in turn.state.members if member.worker not in workers), why)
 
 
 # --- losing -----------------------------------------------------------------------------------------------------------
 
 
-def spare_died(turn: Turn, event: m.Died) -> None:
+def on_standby_died(turn: Transition, event: m.WorkerDied) -> None:
     """A process without a rank ended; after some that did so one after another no more are started."""
     state = turn.state
     turn.change(
@@ -321,37 +324,185 @@ def spare_died(turn: Turn, event: m.Died) -> None:
         spares_lost=state.spares_lost + 1,
     )
     if turn.state.phase is Phase.RUNNING:
-        replenish(turn)
-    if turn.state.spares_lost == SPARES_TRIED:
+        start_standbys(turn)
+    if turn.state.spares_lost == MAX_STANDBY_FAILURES:
         turn.emit(
-            Noted(text=f"going on without spare workers, since {SPARES_TRIED} ended by themselves: {event.cause}")
+            Noted(
+                text=f"going on without spare workers, since {MAX_STANDBY_FAILURES} ended by themselves: {event.cause}"
+            )
         )
 
 
-def place_expired(turn: Turn) -> None:
+def on_start_deadline(turn: Transition) -> None:
     """Not all processes started in time: where nobody said how many there must be, fewer go on from now on."""
     if turn.settings.last_resort is not None and not turn.state.stopping:
         turn.change(settings=replace(turn.settings, min_workers=turn.settings.last_resort))
-        if _may_shrink(turn.state):
+        if _can_shrink(turn.state):
             return  # `recovering.gathered` sees to it
     state = turn.state
     total, missing, layouts = len(state.members), len(state.starting), state.settings.layouts
     lacking = layouts.lacking(total - missing) if layouts is not None and missing < total else ""
     error = ResourceError(
-        f"{total - missing} of {count(total)} started within {state.settings.place_deadline_s:g} s",
+        f"{total - missing} of {_count_text(total)} started within {state.settings.place_deadline_s:g} s",
         where=lacking,
         remedy=f"free resources or add nodes, or set workers={max(1, total - missing)}, or raise place_deadline_s",
     )
-    close(turn, "stopped" if state.stopping else "failed", None if state.stopping else error)
+    end_run(turn, "stopped" if state.stopping else "failed", None if state.stopping else error)
 
 
-def starting_text(state: State) -> str:
+def describe_starting(state: DriverState) -> str:
     """Who starts: `2 workers and 1 server`, of a coordinator also `1 chief`."""
     roles = Counter(state.settings.role_of(state.rank_of[worker]) for worker in state.starting)
-    found = [count(roles[role], role) for role in ("worker", "server", "chief") if roles[role]]
+    found = [_count_text(roles[role], role) for role in ("worker", "server", "chief") if roles[role]]
     return " and ".join(filter(None, (", ".join(found[:-1]), found[-1])))
 
 
-def count(number: int, what: str = "worker") -> str:
+def _count_text(number: int, what: str = "worker") -> str:
     """`2 workers`."""
     return f"{number} {what}{'s' if number != 1 else ''}"
+
+
+# --- What a new driver takes over from one that died ------------------------------------------------------------------
+
+
+def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()) -> None:
+    """Take over what lives of the driver before us, and start what is missing."""
+    living = _reusable_workers(turn, living)
+    plan = _adopt_plan(turn, living)
+    settings = turn.settings
+    workers, most = (plan.workers, plan.workers) if plan else (settings.workers, settings.most)
+    slotted = sorted((one for one in living if one.slot is not None), key=lambda one: (one.waiting, one.rank))
+    ranked = [one for rank, one in enumerate(slotted) if rank < (workers if one.waiting else most)]
+    seated = {one.worker for one in ranked}
+    waiting = {
+        one.worker: StandbyWorker(slot=one.slot, node=one.node, home=one.home, ready=True)
+        for one in living
+        if one.worker not in seated
+    }
+    held = {one.slot for one in ranked} | {spare.slot for spare in waiting.values()}
+    free = [slot for slot in range(settings.most) if slot not in held]
+    servers = sum(settings.role_of(slot) != "worker" for slot in free)  # none can do without them
+    members = _members_by_rank(turn, ranked, free[: max(servers, workers - len(ranked))])
+    rank_of = PersistentMap(
+        (member.worker, rank) for rank, member in enumerate(members) if member.worker != _UNASSIGNED
+    )
+    turn.enter(
+        Phase.GATHERING,
+        members=PersistentList(members),
+        rank_of=rank_of,
+        next_worker=max((turn.state.next_worker, *(one.worker + 1 for one in living))),
+        spares=PersistentMap(waiting),
+        accelerators=PersistentMap((_slot_of_survivor(one), one.accelerators) for one in living if one.accelerators),
+        awaiting=PersistentSet(rank_of),
+    )
+    for one in living:
+        turn.emit(Placed(worker=one.worker, node=one.node, pid=one.pid, spare=one.worker in waiting))
+    _emit_repeated_steps(turn, living)
+    if rank_of:
+        turn.emit(Noted(text=f"took over {_count_text(len(living))} that outlived the driver before"))
+        turn.call(list(rank_of), "leave")
+        turn.arm("leave", settings.leave_deadline_s)
+    replace_workers(turn, [rank for rank, member in enumerate(members) if member.worker == _UNASSIGNED])
+
+
+def _emit_repeated_steps(turn: Transition, living: Sequence[m.SurvivingWorker]) -> None:
+    """Say which steps are done again, where no process holds what the driver before had reached."""
+    state = turn.state
+    if any(one.plan is not None for one in living):
+        return  # the first group tells what was lost
+    begin, kept = state.committed, state.kept.step if state.kept else 0
+    lost = state.told - max(begin, kept)
+    if lost > 0:
+        since = f"the checkpoint of step {begin}" if begin else "the beginning"
+        where = f"the copy in memory of step {kept}" if kept > begin else since
+        steps = "1 step after it is" if lost == 1 else f"{lost} steps after it are"
+        text = f"no worker outlived the driver before: the run goes on from {where}, and {steps} done again"
+        turn.emit(Noted(text=text))
+
+
+def _reusable_workers(turn: Transition, living: Sequence[m.SurvivingWorker]) -> Sequence[m.SurvivingWorker]:
+    """Those who can form a group: where that takes new processes, spares alone. The others end."""
+    if turn.settings.reform == "in_place":
+        return living
+    spent = [one.worker for one in living if not one.waiting]
+    if spent:
+        turn.emit(
+            Noted(text=f"{_count_text(len(spent))} of the driver before ended: this strategy begins in new processes")
+        )
+    for worker in spent:
+        turn.want(m.KillWorker(worker=worker))
+    turn.change(next_worker=max(spent, default=-1) + 1)
+    return [one for one in living if one.waiting]
+
+
+def _adopt_plan(turn: Transition, living: Sequence[m.SurvivingWorker]) -> Plan | None:
+    """The plan that those who live worked under, where their state would be lost under the run's own; it is told of."""
+    state, settings, layouts = turn.state, turn.settings, turn.settings.layouts
+    theirs = _plan_of_newest_state(living, state.copied)
+    if layouts is None or theirs is None:
+        return None
+    own = layouts.on(settings.workers, settings.fewest)
+    if own is not None and own.layout == theirs.layout:
+        turn.change(plan=theirs)  # whose parts seat them where there are more or fewer replicas now
+        return None
+    if theirs.workers < settings.fewest and settings.last_resort is not None:
+        settings = replace(settings, min_workers=settings.last_resort)  # as the driver before did
+    plan = layouts.on(theirs.workers, settings.fewest)
+    if plan is None or (plan.layout, plan.workers) != (theirs.layout, theirs.workers):
+        return None  # the run's plans are others by now
+    turn.change(settings=settings, plan=plan)
+    why = f"those who outlived the driver before hold {plan.name} of a step that no copy is of"
+    told = Replanned(plan=asdict(plan), name=plan.name, former=layouts.plans[0].name, workers=plan.workers, why=why)
+    turn.emit(told)
+    return plan
+
+
+def _plan_of_newest_state(living: Sequence[m.SurvivingWorker], copied: int) -> Plan | None:
+    """The plan whose newest state those who live hold all parts of; None where a copy is as new."""
+    newest = max(living, key=lambda one: one.step, default=None)
+    if newest is None or newest.plan is None or newest.step <= copied:
+        return None
+    plan = newest.plan
+    parts = {_part_of_survivor(one, plan) for one in living} - {-1}
+    return plan if len(parts) * plan.mesh.data == plan.mesh.size else None
+
+
+def _members_by_rank(
+    turn: Transition, living: Sequence[m.SurvivingWorker], free: Sequence[int]
+) -> tuple[GroupMember, ...]:
+    """Those who live at the ranks that they held, whose part of the model they have; nobody yet in the free slots.
+
+    The slots of servers are theirs alone.
+    """
+    plan, role_of, size = turn.state.plan, turn.settings.role_of, len(living) + len(free)
+    served = [slot for slot in free if role_of(slot) != "worker"]
+    found = {slot: GroupMember(worker=_UNASSIGNED, slot=slot) for slot in served}
+    rest: list[GroupMember] = []
+    for one in living:
+        member = GroupMember(
+            worker=one.worker,
+            slot=_slot_of_survivor(one),
+            node=one.node,
+            home=one.home,
+            told=not one.waiting,
+            fresh=one.waiting,
+            part=_part_of_survivor(one, plan),
+        )
+        if 0 <= one.rank < size and one.rank not in found:
+            found[one.rank] = member
+        else:
+            rest.append(member)
+    others = iter((*rest, *(GroupMember(worker=_UNASSIGNED, slot=slot) for slot in free if slot not in served)))
+    return tuple(found.get(rank) or next(others) for rank in range(size))
+
+
+def _part_of_survivor(living: m.SurvivingWorker, plan: Plan | None) -> int:
+    """The part of a replica that one holds in the layout of a plan; -1 for none."""
+    held = living.plan
+    if plan is None or held is None or held.layout != plan.layout:
+        return -1
+    return held.mesh.part_of(living.rank * held.devices_per_worker)
+
+
+def _slot_of_survivor(living: m.SurvivingWorker) -> int:
+    return -1 if living.slot is None else living.slot

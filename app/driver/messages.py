@@ -1,6 +1,6 @@
 """The words between the pure driver and the world: events that happened, effects that it wants.
 
-Verbs of `Call`, in the order of a run (the worker's methods of the same names):
+Verbs of `CallWorker`, in the order of a run (the worker's methods of the same names):
 
 | verb       | argument            | answers                  | thread |
 |------------|---------------------|--------------------------|--------|
@@ -22,45 +22,44 @@ A verb that meets a lost peer raises PeerLost after it has left the group, so th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from trainwright.core import events
-from trainwright.core.checkpoint import CheckpointRef, FileEntry
-from trainwright.core.data import Prefetch
+from trainwright.core.data import Columns, Feed, FeedAssignment, NoiseScale, PhaseTimes, PrefetchDepth
+from trainwright.core.engine import CheckpointFile, CheckpointRef
 from trainwright.core.errors import TrainwrightError
-from trainwright.core.gradient_noise import Noise
-from trainwright.core.group import Generation, Move, StateTag
+from trainwright.core.events import Probed
 from trainwright.core.plan import Plan
-from trainwright.core.staleness import Staleness
-from trainwright.core.step_phases import Phases
+from trainwright.core.topology import Address, Generation, Role, StalenessCounts, StateTag, StateTransfer
 
 Verb = Literal[
     "reserve", "form", "heal", "probe", "run", "evaluate", "snapshot", "upload", "keep", "stop", "interrupt", "leave"
 ]  # fmt: skip
-FailureKind = Literal["user", "peer", "data", "storage", "internal"]
-Outcome = Literal["done", "stopped", "failed"]
+CallFailureKind = Literal["user", "peer", "data", "storage", "internal"]
+RunOutcome = Literal["done", "stopped", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptFile:
+class NodeMemoryFile:
     """A file of a state in a node's memory."""
 
     node: str
-    file: FileEntry
+    file: CheckpointFile
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptState:
+class MemoryCheckpoint:
     """A state in the nodes' memory. A file may be there several times, on different nodes."""
 
     version: int
     step: int
-    files: tuple[KeptFile, ...]
+    files: tuple[NodeMemoryFile, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copying:
+class SnapshotRequest:
     """A snapshot is wanted, for these verbs to come."""
 
     step: int
@@ -68,7 +67,7 @@ class Copying:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepOrder:
+class MemoryCopyRequest:
     """Put the last snapshot into the node's memory as this version; of older ones, those in `hold` stay."""
 
     version: int
@@ -76,7 +75,7 @@ class KeepOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passed:
+class SkippedBatch:
     """A step that is taken with weight 0 and without its batch, since that ends the workers. Counted from 1."""
 
     step: int
@@ -84,7 +83,7 @@ class Passed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heal:
+class RestorePlan:
     """How a group gets its state: by moves between ranks, a keeper, a checkpoint, rank 0's build, or not (`join`).
 
     `passing` are all steps of the run whose batch is not to be touched.
@@ -92,10 +91,10 @@ class Heal:
 
     step: int
     source: Literal["initial", "replica", "keeper", "checkpoint", "join"]
-    moves: tuple[Move, ...] = ()
-    kept: KeptState | None = None
+    moves: tuple[StateTransfer, ...] = ()
+    kept: MemoryCheckpoint | None = None
     checkpoint: CheckpointRef | None = None
-    passing: tuple[Passed, ...] = ()
+    passing: tuple[SkippedBatch, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,17 +120,17 @@ class SegmentReport:
     skipped: int = 0
     passed: int = 0
     overflowed: int = 0
-    prefetch: Prefetch | None = None
+    prefetch: PrefetchDepth | None = None
     own_s: float | None = None
     finished: bool = False
-    phases: Phases | None = None
+    phases: PhaseTimes | None = None
     sampled: int = 0
-    noise: Noise | None = None
-    staleness: Staleness | None = None
+    noise: NoiseScale | None = None
+    staleness: StalenessCounts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class SnapshotTaken:
     """A copy in host memory was taken."""
 
     step: int
@@ -140,7 +139,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class CallFailure:
     """Why a call raised.
 
     Attributes:
@@ -148,7 +147,7 @@ class Failure:
         step: of `run`: newest completed step that the process can tell of; -1 where that is not known.
     """
 
-    kind: FailureKind
+    kind: CallFailureKind
     error: TrainwrightError
     step: int = -1
 
@@ -157,7 +156,7 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Living:
+class SurvivingWorker:
     """A worker process that outlived the driver before us, has let go of what it did, and is ours now.
 
     Attributes:
@@ -181,7 +180,7 @@ class Living:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acquired:
+class LeaseAcquired:
     """The log is ours.
 
     Attributes:
@@ -195,19 +194,19 @@ class Acquired:
     head: CheckpointRef | None
     older: tuple[CheckpointRef, ...] = ()
     told: int = 0
-    living: tuple[Living, ...] = ()
-    kept: KeptState | None = None
+    living: tuple[SurvivingWorker, ...] = ()
+    kept: MemoryCheckpoint | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lost:
+class LeaseLost:
     """The log is not, or no longer, ours, or cannot be reached; `error` says why."""
 
     error: Exception
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started:
+class WorkerStarted:
     """A placed worker process is up and answers; a spare has rehearsed.
 
     `accelerators` are ids of those that Ray gave it, none for a spare beside others; `home` is Ray's id of the node.
@@ -221,7 +220,7 @@ class Started:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Returned:
+class CallReturned:
     """A call came back."""
 
     worker: int
@@ -231,17 +230,17 @@ class Returned:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Raised:
+class CallRaised:
     """A call raised."""
 
     worker: int
     generation: Generation
     verb: Verb
-    failure: Failure
+    failure: CallFailure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Died:
+class WorkerDied:
     """A worker process ended, or its node did, or it could not be started."""
 
     worker: int
@@ -249,7 +248,7 @@ class Died:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Noticed:
+class PreemptionNoticed:
     """A worker process was told that it will be ended in `left_s` seconds (a preemption notice). It lives on."""
 
     worker: int
@@ -257,7 +256,7 @@ class Noticed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progressed:
+class StepsCompleted:
     """Steps were completed, up to `step`; the last of them with these losses."""
 
     generation: Generation
@@ -266,7 +265,7 @@ class Progressed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Committed:
+class CheckpointCommitted:
     """The log names the checkpoint, and before it those in `older`, newest last."""
 
     checkpoint: CheckpointRef
@@ -282,14 +281,14 @@ class CommitFailed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopAsked:
+class StopRequested:
     """The user (or a preemption notice) wants the run to end. `now` does not wait for a checkpoint."""
 
     now: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expired:
+class TimerExpired:
     """A timer ran out. `number` is the one given to SetTimer; older ones are dropped."""
 
     name: str
@@ -297,25 +296,36 @@ class Expired:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Released:
+class LeaseReleased:
     """The log holds our release."""
 
 
-Happening = (
-    Acquired | Lost | Started | Returned | Raised | Died | Progressed | Committed | CommitFailed | StopAsked | Expired
-    | Released | Noticed
-)  # fmt: skip
+DriverEvent = (
+    LeaseAcquired
+    | LeaseLost
+    | WorkerStarted
+    | CallReturned
+    | CallRaised
+    | WorkerDied
+    | StepsCompleted
+    | CheckpointCommitted
+    | CommitFailed
+    | StopRequested
+    | TimerExpired
+    | LeaseReleased
+    | PreemptionNoticed
+)
 
 # --- effects ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acquire:
+class AcquireLease:
     """Take the run's log. Answers Acquired or Lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class StartWorker:
     """Start a process in bundle `slot`: Started or Died. A `spare` rehearses first; `beside` takes none of its room."""
 
     worker: int
@@ -326,21 +336,21 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kill:
+class KillWorker:
     """End a worker process at once. Answers Died (once, also when it was dead already and that was not yet told)."""
 
     worker: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shun:
+class ExcludeNode:
     """Place nobody on this worker's node any more, as long as there is room elsewhere. No answer."""
 
     worker: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class CallWorker:
     """Call a worker. Answers Returned, Raised or Died."""
 
     worker: int
@@ -350,33 +360,33 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Commit:
+class CommitCheckpoint:
     """Write the manifest and name the checkpoint in the log. Answers Committed, CommitFailed or Lost (fenced)."""
 
     step: int
     path: str
-    files: tuple[FileEntry, ...]
+    files: tuple[CheckpointFile, ...]
     parent: str
     layout: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seal:
+class MarkComplete:
     """Have the keepers remember that this state is whole, for a driver after us; None: that none is to be used."""
 
-    kept: KeptState | None
+    kept: MemoryCheckpoint | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Release:
+class ReleaseLease:
     """Give the log back. Answers Released, or Lost."""
 
-    outcome: Outcome
+    outcome: RunOutcome
     step: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Emit:
+class EmitEvent:
     """Write an event of the run."""
 
     event: events.Event
@@ -399,12 +409,132 @@ class CancelTimer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finish:
+class FinishRun:
     """The driver is through: kill what is left of the workers and hand the outcome to the user."""
 
-    outcome: Outcome
+    outcome: RunOutcome
     step: int
     error: Exception | None = None
 
 
-Effect = Acquire | Place | Kill | Shun | Call | Commit | Seal | Release | Emit | SetTimer | CancelTimer | Finish
+Effect = (
+    AcquireLease
+    | StartWorker
+    | KillWorker
+    | ExcludeNode
+    | CallWorker
+    | CommitCheckpoint
+    | MarkComplete
+    | ReleaseLease
+    | EmitEvent
+    | SetTimer
+    | CancelTimer
+    | FinishRun
+)
+
+
+# --- What the driver asks of plans, and tells workers of them ---------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReserveRequest:
+    """A generation to come, and the plan that it works under; None for the one that every process was given.
+
+    A process that has built for another layout begins anew, and holds no state then.
+
+    Attributes:
+        role: that the process will have.
+        former: the address of the process before it at its rank, in this very generation, for engines whose groups
+            know each other by fixed addresses: it is to be bound again; None for any.
+    """
+
+    generation: Generation
+    plan: Plan | None = None
+    role: Role = "worker"
+    former: Address | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeRequest:
+    """Measure throwaway steps of the plan: `steps` at most, and none is begun after `seconds`, but for the first two.
+
+    They train, so that all of a step is timed; the process builds anew before it trains on.
+    """
+
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateRequest:
+    """The evaluation set is to be judged at a step, by those who have its shares.
+
+    Attributes:
+        feeding: the receiver's share; None for that of its rank in the plan.
+    """
+
+    step: int
+    feeding: FeedAssignment | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictRequest:
+    """The model's outputs are wanted for some feeds.
+
+    Attributes:
+        place: along the second dimension, the only one that is kept of outputs (rows, places, ...), others stay as they
+            are; None for all.
+    """
+
+    feeds: tuple[Feed, ...]
+    place: int | None = None
+
+    def chosen(self, outputs: Columns) -> Columns:
+        """What is wanted of a feed's outputs."""
+        if self.place is None:
+            return outputs
+        kept = slice(self.place, self.place + 1)
+        return {name: value[:, kept] if value.ndim > 2 else value for name, value in outputs.items()}
+
+
+class PlanSelector(Protocol):
+    """The plans of a run, all with one device in each worker. Pure: the same question gives the same answer."""
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of the run, then those that it is measured against before the first step."""
+
+    def on(self, room: int, fewest: int) -> Plan | None:
+        """For at most `room` and at least `fewest` workers: the run's plan, smaller where it must be, else another."""
+
+    def lacking(self, room: int) -> str:
+        """Why the run's own plan is none for so many workers, and why no other is either where that is so."""
+
+    def measured(self, step_s: Mapping[int, float], aside: Mapping[int, str]) -> tuple[PlanSelector, Probed]:
+        """The same with the best measured of `plans` as the run's, and an event that tells of it.
+
+        Args:
+            step_s: seconds of a step by place in `plans`; at least one.
+            aside: why the others could not be measured.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanTrials:
+    """Plans that are measured before the first step, by their places in `Layouts.plans`.
+
+    Attributes:
+        left: that are still to be measured, in order.
+        step_s: seconds of a step.
+        aside: why one cannot be measured.
+        first: the error of the first that was set aside.
+        trying: the first of `left` has been begun with.
+        since_s: when the first of all was begun with; 0 before.
+    """
+
+    left: tuple[int, ...]
+    since_s: float = 0.0
+    step_s: Mapping[int, float] = field(default_factory=dict)
+    aside: Mapping[int, str] = field(default_factory=dict)
+    first: Exception | None = None
+    trying: bool = False

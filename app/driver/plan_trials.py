@@ -13,76 +13,75 @@ from trainwright.core.errors import TrainwrightError
 from trainwright.core.events import Noted
 from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
-from trainwright.driver.due_times import hang_deadline_s
+from trainwright.driver.checkpointing import hang_deadline_s
+from trainwright.driver.driver_state import DriverState, Phase, Transition
+from trainwright.driver.messages import PlanTrials, ProbeRequest
 from trainwright.driver.persistent_collections import PersistentList
-from trainwright.driver.shutdown import close
-from trainwright.driver.state import Phase, State
-from trainwright.driver.transition import Turn
-from trainwright.driver.worker_requests import Probing, Trials
+from trainwright.driver.shutdown import end_run
 
-STEPS, SECONDS = 8, 3.0  # of steps that are timed, at most; a step that takes longer is timed once
+PROBE_STEPS, PROBE_SECONDS = 8, 3.0  # of steps that are timed, at most; a step that takes longer is timed once
 
 
-def plan_trials(turn: Turn, acquired: m.Acquired) -> None:
+def begin_trials(turn: Transition, acquired: m.LeaseAcquired) -> None:
     """Measure, where there is something to choose from and nothing of the run is there yet."""
     layouts, begun = turn.settings.layouts, acquired.head or acquired.kept or acquired.living
     if layouts is not None and len(layouts.plans) > 1 and not begun:
-        turn.change(trials=Trials(left=tuple(range(len(layouts.plans)))))
+        turn.change(trials=PlanTrials(left=tuple(range(len(layouts.plans)))))
 
 
-def candidate(turn: Turn) -> Plan | None:
+def next_candidate(turn: Transition) -> Plan | None:
     """The plan to try next, for the generation that begins; none where there are not the workers for it."""
     trials, layouts = turn.state.trials, turn.settings.layouts
     if trials is None or layouts is None:
         return None
     plan = layouts.plans[trials.left[0]]
     if plan.workers != len(turn.state.members):
-        _end(turn)
+        _end_trials(turn)
         return None
     turn.change(trials=replace(trials, trying=True, since_s=trials.since_s or turn.now_s))
     return plan
 
 
-def begin(turn: Turn) -> None:
+def begin_probe(turn: Transition) -> None:
     """All ranks stand ready under a plan: have its steps timed."""
     turn.enter(Phase.PROBING)
-    turn.call_all("probe", Probing(steps=STEPS, seconds=SECONDS))
+    turn.call_all("probe", ProbeRequest(steps=PROBE_STEPS, seconds=PROBE_SECONDS))
     turn.arm("hang", hang_deadline_s(turn.state))
 
 
-def probed(turn: Turn) -> None:
+def on_probe_returned(turn: Transition) -> None:
     """All ranks have told what a step took them: the next plan's turn."""
-    trials = _trials(turn.state)
+    trials = _current_trials(turn.state)
     step_s = {**trials.step_s, trials.left[0]: max(turn.state.answers.values())}
     trials = replace(trials, left=trials.left[1:], step_s=step_s, trying=False)
-    turn.change(trials=trials if _pays(turn, trials) else _cut_short(trials))
+    turn.change(trials=trials if _is_worthwhile(turn, trials) else _cut_short(trials))
     turn.disarm()
     turn.enter(Phase.GATHERING, blame=None)
     turn.call_all("leave")
     turn.arm("leave", turn.settings.leave_deadline_s)
 
 
-def _pays(turn: Turn, trials: Trials) -> bool:
+def _is_worthwhile(turn: Transition, trials: PlanTrials) -> bool:
     """Whether there is time for another plan, by what those so far took; the one that goes on is formed once more."""
     share, tried = turn.settings.probe_share, len(trials.step_s) + len(trials.aside)
     run_s = turn.settings.total_steps * min(trials.step_s.values())
     return share is None or (turn.now_s - trials.since_s) * (tried + 2) / tried <= share * run_s
 
 
-def _cut_short(trials: Trials) -> Trials:
+def _cut_short(trials: PlanTrials) -> PlanTrials:
     """The rest is not measured."""
     why = "forming groups takes too long beside the run for it to be measured"
     return replace(trials, left=(), aside={**trials.aside, **dict.fromkeys(trials.left, why)})
 
 
-def is_spare_try(state: State) -> bool:
+def is_optional_trial(state: DriverState) -> bool:
     """Whether what happens concerns a plan on trial that the run can do without."""
     return state.trials is not None and state.trials.trying and state.trials.left[0] > 0
 
 
-def set_aside(turn: Turn, error: Exception) -> None:
+def reject_plan(turn: Transition, error: Exception) -> None:
     """The plan on trial fails, unless it was set aside already: others raise as well, or lose their peers."""
-    trials, layouts = _trials(turn.state), turn.settings.layouts
+    trials, layouts = _current_trials(turn.state), turn.settings.layouts
     if not trials.trying:
         return
     assert layouts is not None, "plans are tried"
@@ -93,31 +92,31 @@ def set_aside(turn: Turn, error: Exception) -> None:
     turn.emit(Noted(text=f"{layouts.plans[place].name} is set aside, since it failed when it was tried: {why}"))
 
 
-def settled(turn: Turn) -> bool:
+def settle_trials(turn: Transition) -> bool:
     """Nobody is at work under a plan: whether the run can go on, under the quickest one when all were tried."""
     state = turn.state
-    if is_spare_try(state) and state.blame is not None:
-        set_aside(turn, state.blame.error)
+    if is_optional_trial(state) and state.blame is not None:
+        reject_plan(turn, state.blame.error)
     trials, layouts = turn.state.trials, turn.settings.layouts
     if trials is None or trials.left:
         return True
     if not trials.step_s:
-        close(turn, "failed", trials.first)
+        end_run(turn, "failed", trials.first)
         return False
     assert layouts is not None, "plans were tried"
     chosen, event = layouts.measured(trials.step_s, trials.aside)
-    _end(turn)
+    _end_trials(turn)
     turn.change(settings=replace(turn.settings, layouts=chosen))
     turn.emit(replace(event, seconds=turn.now_s - trials.since_s))
     return True
 
 
-def _end(turn: Turn) -> None:
+def _end_trials(turn: Transition) -> None:
     """No plan is tried any more: all begin anew."""
     members = PersistentList(replace(member, told=False) for member in turn.state.members)
     turn.change(trials=None, plan=None, members=members)
 
 
-def _trials(state: State) -> Trials:
+def _current_trials(state: DriverState) -> PlanTrials:
     assert state.trials is not None, "no plan is on trial"
     return state.trials

@@ -20,27 +20,26 @@ from trainwright.core.errors import (
     WorkerLost,
 )
 from trainwright.core.events import Noted, Stacks, Waiting
-from trainwright.driver import crash_loops, dynamic_members, plan_trials, preemption
+from trainwright.driver import dynamic_members, failure_policy, plan_trials, preemption
 from trainwright.driver import messages as m
-from trainwright.driver.checkpointing import forget
-from trainwright.driver.membership import place, ready_to_form, spare_died
+from trainwright.driver.checkpointing import drop_upload_workers
+from trainwright.driver.driver_state import RECOVERY_PHASES, DriverState, FailureCause, Phase, Transition
+from trainwright.driver.membership import complete_members, on_standby_died, replace_workers
 from trainwright.driver.persistent_collections import PersistentMap
-from trainwright.driver.shutdown import close
-from trainwright.driver.state import RECOVERING, Blame, Phase, State
-from trainwright.driver.transition import Turn
+from trainwright.driver.shutdown import end_run
 
-SHOWN_RANKS = 8
+_SHOWN_RANKS = 8
 _STEPPING = frozenset({Phase.RUNNING, Phase.HEALING, Phase.PROBING})  # throwaway steps are the first one's
 
 
-def died(turn: Turn, event: m.Died) -> None:
+def on_worker_died(turn: Transition, event: m.WorkerDied) -> None:
     """A process ended. Once the outcome is decided that matters only for what it was uploading."""
     state = turn.state
     if state.phase in (Phase.CLOSING, Phase.RELEASING):
-        _bury(turn, frozenset({event.worker}))
+        _drop_dead_workers(turn, frozenset({event.worker}))
         return
     if event.worker in state.spares:
-        spare_died(turn, event)
+        on_standby_died(turn, event)
         return
     rank = state.rank_of[event.worker]
     node = state.members[rank].node
@@ -49,65 +48,67 @@ def died(turn: Turn, event: m.Died) -> None:
         where=f"rank {rank}, node {node or 'not known'}",
         remedy="look for memory use, preemption and the node's health at that time; then run the same command again",
     )
-    blame = Blame(error=error, event=crash_loops.failed(turn.state, event.worker, rank, event.cause), kind="died")
-    if dynamic_members.tolerates(state, event.worker):
-        dynamic_members.lost(turn, blame, frozenset({event.worker}))
+    blame = FailureCause(
+        error=error, event=failure_policy.failed_event(turn.state, event.worker, rank, event.cause), kind="died"
+    )
+    if dynamic_members.is_dynamic(state, event.worker):
+        dynamic_members.on_members_lost(turn, blame, frozenset({event.worker}))
         return
-    gather(turn, blame, lost={event.worker}, again=event.worker in state.starting)
+    _begin_recovery(turn, blame, lost={event.worker}, again=event.worker in state.starting)
 
 
-def _bury(turn: Turn, workers: frozenset[int]) -> None:
+def _drop_dead_workers(turn: Transition, workers: frozenset[int]) -> None:
     """They are dead and will not be replaced: what they owe is not waited for."""
     state = turn.state
     turn.change(
         rank_of=state.rank_of.without(workers),
         spares=state.spares.without(workers),
     )
-    forget(turn, workers)
+    drop_upload_workers(turn, workers)
 
 
-def raised(turn: Turn, event: m.Raised) -> None:
+def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
     """A call raised: end the run where the user's code or data is the cause, otherwise recover."""
     state = turn.state
     rank, error, kind = state.rank_of[event.worker], event.failure.error, event.failure.kind
     detail = error.detail if isinstance(error, TrainwrightError) else ""
-    failed = crash_loops.failed(turn.state, event.worker, rank, _text(error), detail)
+    failed = failure_policy.failed_event(turn.state, event.worker, rank, _text(error), detail)
     if state.trials is not None and kind in ("user", "data", "internal"):
-        _try_another(turn, Blame(error=error, event=failed), kill=kind == "internal")
+        _try_another(turn, FailureCause(error=error, event=failed), kill=kind == "internal")
     elif event.verb == "heal" and isinstance(error, DamagedCheckpoint) and _has_older(state):
         _has_answered(turn, event.worker)
-        _fall_back(turn, error, Blame(error=error, event=failed))
+        _fall_back(turn, error, FailureCause(error=error, event=failed))
     elif kind in ("user", "data") or isinstance(error, CheckpointError):
         turn.emit(failed)
         if event.verb == "upload":
-            forget(turn, frozenset({event.worker}), error)
-        close(turn, "failed", error)
-    elif dynamic_members.tolerates(state, event.worker):
-        blame = Blame(error=error, event=failed, peer=kind == "peer")
+            drop_upload_workers(turn, frozenset({event.worker}), error)
+        end_run(turn, "failed", error)
+    elif dynamic_members.is_dynamic(state, event.worker):
+        blame = FailureCause(error=error, event=failed, peer=kind == "peer")
         spent = state.settings.reform == "new_process" and kind != "peer"  # no process joins twice
         if spent or kind == "internal" or event.verb in ("leave", "upload", "keep"):
-            dynamic_members.lost(turn, blame, frozenset({event.worker}), kill=True)
+            dynamic_members.on_members_lost(turn, blame, frozenset({event.worker}), kill=True)
         else:
-            dynamic_members.parted(turn, event.worker, blame)
+            dynamic_members.on_member_left(turn, event.worker, blame)
     elif kind == "internal" or event.verb in ("leave", "upload", "keep"):
-        blame = Blame(error=error, event=failed, kind=_text(error).split(":")[0] if kind == "internal" else "")
-        gather(turn, blame, lost={event.worker}, kill=True)
+        blame = FailureCause(error=error, event=failed, kind=_text(error).split(":")[0] if kind == "internal" else "")
+        _begin_recovery(turn, blame, lost={event.worker}, kill=True)
     elif kind == "peer":
         _has_answered(turn, event.worker)
-        gather(turn, Blame(error=error, event=failed, peer=True), left={event.worker})
+        _begin_recovery(turn, FailureCause(error=error, event=failed, peer=True), left={event.worker})
     else:
         if event.verb == "heal":
             turn.change(kept=None)  # what could not be read is not asked for again
         _has_answered(turn, event.worker)
-        gather(turn, Blame(error=error, event=failed))
+        _begin_recovery(turn, FailureCause(error=error, event=failed))
 
 
-def _has_older(state: State) -> bool:
+def _has_older(state: DriverState) -> bool:
     """Whether another checkpoint can take the place of the one that is loaded; one rank's word is enough for that."""
     return bool(state.older) or state.phase is Phase.GATHERING
 
 
-def _fall_back(turn: Turn, error: DamagedCheckpoint, blame: Blame) -> None:
+def _fall_back(turn: Transition, error: DamagedCheckpoint, blame: FailureCause) -> None:
     """Form again, and load the checkpoint before the damaged one. That is no failure of the workers."""
     state = turn.state
     if state.phase is not Phase.GATHERING and state.head is not None:
@@ -115,49 +116,49 @@ def _fall_back(turn: Turn, error: DamagedCheckpoint, blame: Blame) -> None:
         text = f"the checkpoint of step {state.head.step} is passed over: {error.what} ({error.where})"
         turn.emit(Noted(text=f"{text}; the run goes on from that of step {head.step}"))
         turn.change(head=head, older=tuple(older))
-    gather(turn, blame)
+    _begin_recovery(turn, blame)
     turn.change(failures=state.failures, failed_s=state.failed_s)
 
 
-def _has_answered(turn: Turn, worker: int) -> None:
+def _has_answered(turn: Transition, worker: int) -> None:
     """It owes nothing more, whether the others waited for it or not."""
     others = {other: doing for other, doing in turn.state.apart.items() if other != worker}
     turn.change(awaiting=turn.state.awaiting - {worker}, apart=others)
 
 
-def strayed(turn: Turn, event: m.Returned) -> None:
+def on_chief_lost(turn: Transition, event: m.CallReturned) -> None:
     """A worker was to follow the chief to the end of the generation: it lost the chief, whose end may be told yet."""
     error = PeerLost("it no longer follows the chief")
-    failed = crash_loops.failed(turn.state, event.worker, turn.state.rank_of[event.worker], error.what)
-    dynamic_members.parted(turn, event.worker, Blame(error=error, event=failed, peer=True))
+    failed = failure_policy.failed_event(turn.state, event.worker, turn.state.rank_of[event.worker], error.what)
+    dynamic_members.on_member_left(turn, event.worker, FailureCause(error=error, event=failed, peer=True))
 
 
-def _try_another(turn: Turn, blame: Blame, *, kill: bool) -> None:
+def _try_another(turn: Transition, blame: FailureCause, *, kill: bool) -> None:
     """A rank cannot work under the plan on trial: the others let go. No failure of the run."""
     worker, state = frozenset({blame.event.worker}), turn.state
-    if _only_peers_told(state):
+    if _is_counted_by_peers_only(state):
         turn.change(failures=state.failures - 1, failed_s=state.failed_s[:-1], suspect=None)
-    plan_trials.set_aside(turn, blame.error)
+    plan_trials.reject_plan(turn, blame.error)
     turn.change(awaiting=turn.state.awaiting - worker)
     if turn.state.phase is not Phase.GATHERING:
-        _let_idle_go(turn, worker, False)
+        _release_idle_workers(turn, worker, False)
     turn.change(blame=blame)
     if kill:
         _replace(turn, worker, kill=True)
 
 
-def _only_peers_told(state: State) -> bool:
+def _is_counted_by_peers_only(state: DriverState) -> bool:
     """Whether a failure was counted, of the first plan on trial, by none but those who lost a peer."""
-    if state.blame is None or state.phase is not Phase.GATHERING or plan_trials.is_spare_try(state):
+    if state.blame is None or state.phase is not Phase.GATHERING or plan_trials.is_optional_trial(state):
         return False
-    return state.blame.peer and not preemption.was_expected(state, state.blame)
+    return state.blame.peer and not preemption.is_expected_failure(state, state.blame)
 
 
-def silent(turn: Turn, deadline_s: float) -> None:
+def on_silence(turn: Transition, deadline_s: float) -> None:
     """Workers that owe an answer did not move in time: those that only wait for others can be interrupted."""
     state = turn.state
-    if all(dynamic_members.tolerates(state, worker) for worker in state.awaiting):
-        dynamic_members.silent(turn, frozenset(state.awaiting))
+    if all(dynamic_members.is_dynamic(state, worker) for worker in state.awaiting):
+        dynamic_members.on_members_silent(turn, frozenset(state.awaiting))
         return
     ranks = [state.rank_of[worker] for worker in state.awaiting]
     error = HangError(
@@ -165,12 +166,14 @@ def silent(turn: Turn, deadline_s: float) -> None:
         remedy="if a step or an evaluation takes that long, raise hang_deadline_s",
     )
     turn.change(stacks=PersistentMap())
-    gather(turn, Blame(error=error, event=crash_loops.failed(turn.state, -1, -1, error.what)), explain=True)
+    _begin_recovery(
+        turn, FailureCause(error=error, event=failure_policy.failed_event(turn.state, -1, -1, error.what)), explain=True
+    )
     if turn.state.phase is Phase.GATHERING:
         turn.arm("leave", state.settings.interrupt_deadline_s)
 
 
-def explained(turn: Turn, event: m.Returned) -> None:
+def on_stacks_returned(turn: Transition, event: m.CallReturned) -> None:
     """A rank says where it stood when the group did not move."""
     state = turn.state
     rank = state.rank_of[event.worker]
@@ -178,16 +181,16 @@ def explained(turn: Turn, event: m.Returned) -> None:
     turn.emit(Stacks(worker=event.worker, rank=rank, node=state.members[rank].node, text=event.value))
 
 
-def cut_off(turn: Turn, blame: Blame | None) -> None:
+def on_isolated(turn: Transition, blame: FailureCause | None) -> None:
     """Where there is a cause for it: nobody reaches those that all need, who themselves know nothing of it."""
     state = turn.state
     if blame is not None:
-        gather(turn, blame)
+        _begin_recovery(turn, blame)
     if blame is not None and state.losing:  # it was counted when the first of them was lost
         turn.change(failures=state.failures, failed_s=state.failed_s)
 
 
-def upload_silent(turn: Turn) -> None:
+def on_upload_deadline(turn: Transition) -> None:
     """The run waits for nothing but an upload, and the store does not take it: end the processes that hang in it."""
     upload = turn.state.upload
     assert upload is not None and upload.owing, "nothing is being uploaded"
@@ -196,13 +199,13 @@ def upload_silent(turn: Turn) -> None:
         where=upload.path,
         remedy="check that the store can be written; the same command goes on from the last checkpoint",
     )
-    blame = Blame(error=error, event=crash_loops.failed(turn.state, -1, -1, error.what))
-    gather(turn, blame, lost=upload.owing, kill=True)
+    blame = FailureCause(error=error, event=failure_policy.failed_event(turn.state, -1, -1, error.what))
+    _begin_recovery(turn, blame, lost=upload.owing, kill=True)
 
 
-def gather(
-    turn: Turn,
-    blame: Blame,
+def _begin_recovery(
+    turn: Transition,
+    blame: FailureCause,
     *,
     lost: Iterable[int] = (),
     left: Iterable[int] = (),
@@ -223,43 +226,43 @@ def gather(
     entering = state.phase is not Phase.GATHERING
     if not blame.peer:
         turn.emit(blame.event)
-    if (entering or again) and state.stopping and state.phase in RECOVERING:
-        close(turn, "stopped")
+    if (entering or again) and state.stopping and state.phase in RECOVERY_PHASES:
+        end_run(turn, "stopped")
         if not kill:
-            _bury(turn, frozenset(lost))
+            _drop_dead_workers(turn, frozenset(lost))
         return
     if entering or again or (state.blame is None and not blame.peer):  # who lets go as planned may lose others
         turn.change(blame=blame)
-        crash_loops.count(turn)
-        if preemption.was_expected(state, blame) or (entering and plan_trials.is_spare_try(state)):
+        failure_policy.count_failure(turn)
+        if preemption.is_expected_failure(state, blame) or (entering and plan_trials.is_optional_trial(state)):
             turn.change(failures=state.failures, failed_s=state.failed_s)
     elif state.blame is not None and state.blame.peer and not blame.peer:
         turn.change(blame=blame)
-    stepping = entering and state.phase in _STEPPING and not plan_trials.is_spare_try(state)
+    stepping = entering and state.phase in _STEPPING and not plan_trials.is_optional_trial(state)
     if stepping or (state.suspect and state.suspect.peer and not again):
         turn.change(suspect=blame)
     lost, left = frozenset(lost), frozenset(left)
     if entering:
-        _let_idle_go(turn, lost | left, explain)
+        _release_idle_workers(turn, lost | left, explain)
     elif not lost and not blame.peer:
-        _let_go(turn, frozenset({blame.event.worker}))
+        _release_workers(turn, frozenset({blame.event.worker}))
     _replace(turn, lost, kill=kill)
     if turn.settings.reform == "new_process":
         _replace(turn, left, kill=True)
 
 
-def _let_idle_go(turn: Turn, gone: frozenset[int], explain: bool) -> None:
+def _release_idle_workers(turn: Transition, gone: frozenset[int], explain: bool) -> None:
     turn.disarm()
-    dynamic_members.fold(turn)
+    dynamic_members.reabsorb_members(turn)
     state = turn.state
-    since_s = state.since_s if state.phase in RECOVERING else turn.now_s
+    since_s = state.since_s if state.phase in RECOVERY_PHASES else turn.now_s
     turn.enter(Phase.GATHERING, since_s=since_s)
     turn.call(sorted(state.awaiting - gone), "interrupt", explain)
-    _let_go(turn, frozenset(state.rank_of) - state.awaiting - state.starting - gone)
+    _release_workers(turn, frozenset(state.rank_of) - state.awaiting - state.starting - gone)
     turn.arm("leave", turn.settings.leave_deadline_s)
 
 
-def _let_go(turn: Turn, workers: frozenset[int]) -> None:
+def _release_workers(turn: Transition, workers: frozenset[int]) -> None:
     """Idle workers end their part in the old group: they leave it, or their process ends."""
     state = turn.state
     if state.settings.reform == "new_process":
@@ -269,21 +272,21 @@ def _let_go(turn: Turn, workers: frozenset[int]) -> None:
     turn.call(sorted(workers), "leave")
 
 
-def _replace(turn: Turn, workers: Set[int], *, kill: bool) -> None:
+def _replace(turn: Transition, workers: Set[int], *, kill: bool) -> None:
     if workers:
-        place(turn, sorted(turn.state.rank_of[worker] for worker in workers), kill=kill)
+        replace_workers(turn, sorted(turn.state.rank_of[worker] for worker in workers), kill=kill)
 
 
-def returned(turn: Turn, event: m.Returned) -> None:
+def on_call_returned(turn: Transition, event: m.CallReturned) -> None:
     """A survivor's call ended well, after the failure was known."""
     turn.change(awaiting=turn.state.awaiting - {event.worker})
     if event.verb == "run":
         turn.reached(event.value.step)
     if event.verb != "leave":
-        _let_go(turn, frozenset({event.worker}))
+        _release_workers(turn, frozenset({event.worker}))
 
 
-def leave_expired(turn: Turn) -> None:
+def on_leave_deadline(turn: Transition) -> None:
     """Survivors that neither answer nor leave hang: they are replaced, as part of the same failure.
 
     Where none has let go yet, and none is known to hang, all may be in the middle of a long step, and their state is
@@ -298,22 +301,22 @@ def leave_expired(turn: Turn) -> None:
     ranks = [state.rank_of[worker] for worker in state.awaiting]
     error = HangError(
         f"{_ranks(ranks)} hung: no answer {turn.now_s - state.phase_s:.0f} s after being interrupted",
-        where=", ".join(sorted({f"node {state.members[rank].node}" for rank in ranks})[:SHOWN_RANKS]),
+        where=", ".join(sorted({f"node {state.members[rank].node}" for rank in ranks})[:_SHOWN_RANKS]),
         remedy="look at what they wait for; if a step or an evaluation takes that long, raise hang_deadline_s",
         detail="\n".join(f"rank {rank} stood at:\n{state.stacks[rank]}" for rank in ranks if rank in state.stacks),
     )
     alone = ranks[0] if len(ranks) == 1 else -1
-    failed = crash_loops.failed(
+    failed = failure_policy.failed_event(
         turn.state, state.members[alone].worker if alone >= 0 else -1, alone, error.what, error.detail
     )
     turn.emit(failed)
     if hanging:
-        blame = Blame(error=error, event=failed, kind="hung")
+        blame = FailureCause(error=error, event=failed, kind="hung")
         turn.change(blame=blame, suspect=blame if state.suspect is not None else None)
     _replace(turn, state.awaiting, kill=True)
 
 
-def gathered(turn: Turn) -> bool:
+def is_gathered(turn: Transition) -> bool:
     """Whether all ranks are held by idle processes. Gives up when the failures are too many."""
     state = turn.state
     if state.awaiting:
@@ -321,18 +324,18 @@ def gathered(turn: Turn) -> bool:
     turn.disarm("leave")
     if state.blame is not None and state.blame.peer:
         turn.emit(state.blame.event)
-        turn.change(blame=replace(state.blame, peer=False, error=_nobody(state.blame.error)))
-    if crash_loops.give_up(turn) or not plan_trials.settled(turn):
+        turn.change(blame=replace(state.blame, peer=False, error=_network_error(state.blame.error)))
+    if failure_policy.is_given_up(turn) or not plan_trials.settle_trials(turn):
         return False  # the plan that goes on is settled first, since how many it takes is its own
-    return ready_to_form(turn) and not _backs_off(turn)
+    return complete_members(turn) and not _backs_off(turn)
 
 
-def _backs_off(turn: Turn) -> bool:
+def _backs_off(turn: Transition) -> bool:
     """Whether it is too soon to try again. The time runs from the last failure; a wish to stop ends it."""
     state = turn.state
-    wait_s = crash_loops.backoff_s(state.failures)
+    wait_s = failure_policy.backoff_s(state.failures)
     left_s = state.failed_s[-1] + wait_s - turn.now_s if wait_s and state.failed_s else 0.0
-    if left_s < crash_loops.SOON_S or state.stopping:
+    if left_s < failure_policy.TIMER_TOLERANCE_S or state.stopping:
         return False
     if "backoff" not in state.timers:
         turn.emit(Waiting(what=f"another try after {state.failures} failures in a row", deadline_s=left_s))
@@ -340,7 +343,7 @@ def _backs_off(turn: Turn) -> bool:
     return True
 
 
-def _nobody(error: Exception) -> WorkerLost:
+def _network_error(error: Exception) -> WorkerLost:
     return WorkerLost(
         "the workers lost each other, and none of them ended",
         remedy="check the network between the nodes",
@@ -353,6 +356,6 @@ def _text(error: Exception) -> str:
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(str(rank) for rank in sorted(ranks)[:SHOWN_RANKS])
-    more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
+    shown = ", ".join(str(rank) for rank in sorted(ranks)[:_SHOWN_RANKS])
+    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}{more}"

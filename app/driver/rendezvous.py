@@ -6,43 +6,38 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 
 from trainwright.core.events import Formed, Replanned
-from trainwright.core.group import Address, Generation, Peer, Role, StateTag
-from trainwright.core.plan import Plan
-from trainwright.core.rank_placement import ranks_by_node
+from trainwright.core.plan import Plan, ranks_by_node
+from trainwright.core.topology import Address, Generation, Peer, Role, StateAgreement, StateTag, StateTransfer
 from trainwright.driver import plan_trials
-from trainwright.driver.crash_loops import note
-from trainwright.driver.dynamic_members import group_of
-from trainwright.driver.loss_spikes import rolled_back
-from trainwright.driver.membership import arrange, place, renumber
-from trainwright.driver.memory_checkpointing import keepers_of
-from trainwright.driver.messages import Heal
+from trainwright.driver.checkpointing import choose_memory_copy_ranks
+from trainwright.driver.driver_state import DriverState, GroupMember, Phase, Transition
+from trainwright.driver.dynamic_members import group_for
+from trainwright.driver.failure_policy import losses_until, record_crash_loop
+from trainwright.driver.membership import arrange_ranks, assign_ranks, replace_workers
+from trainwright.driver.messages import ReserveRequest, RestorePlan
 from trainwright.driver.persistent_collections import PersistentList, PersistentSet
-from trainwright.driver.state import Member, Phase, State
-from trainwright.driver.state_agreement import agree, agree_at, writers_of
-from trainwright.driver.transition import Turn
-from trainwright.driver.worker_requests import Reservation
 
 
-def reserve(turn: Turn) -> None:
+def begin_rendezvous(turn: Transition) -> None:
     """Begin the next generation: every rank binds a port."""
-    plan = plan_trials.candidate(turn) or _plan(turn)
+    plan = plan_trials.next_candidate(turn) or _plan_for_members(turn)
     state = turn.state
     generation = Generation(token=state.generation.token, number=state.generation.number + 1)
     if plan is not None and state.plan is not None and plan.layout == state.plan.layout:
-        _keep_parts(turn, plan)
-    arrange(turn, plan)
+        _keep_state_parts(turn, plan)
+    arrange_ranks(turn, plan)
     turn.disarm()
     turn.enter(Phase.RESERVING, generation=generation, plan=plan)
     turn.change(awaiting=PersistentSet(member.worker for member in turn.state.members))
-    wanted: dict[Role, Reservation] = {}  # one for all of a role, so that it is pickled once
+    wanted: dict[Role, ReserveRequest] = {}  # one for all of a role, so that it is pickled once
     for rank, member in enumerate(turn.state.members):
         role = state.settings.role_of(rank)
-        wanted.setdefault(role, Reservation(generation=generation, plan=plan, role=role))
+        wanted.setdefault(role, ReserveRequest(generation=generation, plan=plan, role=role))
         turn.call([member.worker], "reserve", wanted[role])
     turn.arm("call", state.settings.call_deadline_s)
 
 
-def _plan(turn: Turn) -> Plan | None:
+def _plan_for_members(turn: Transition) -> Plan | None:
     """The plan for as many workers as there are; another layout than before is told of."""
     state, layouts = turn.state, turn.settings.layouts
     if layouts is None:
@@ -55,7 +50,7 @@ def _plan(turn: Turn) -> Plan | None:
     return plan
 
 
-def _keep_parts(turn: Turn, plan: Plan) -> None:
+def _keep_state_parts(turn: Transition, plan: Plan) -> None:
     """Where there are more or fewer replicas than before, give each member a rank that holds what it holds.
 
     Whoever can stay at a rank does, those first who hold a part of the state.
@@ -65,13 +60,13 @@ def _keep_parts(turn: Turn, plan: Plan) -> None:
     for rank, part in enumerate(parts):
         places.setdefault(part, []).append(rank)
     by_part, every = {part: iter(ranks) for part, ranks in places.items()}, iter(range(len(parts)))
-    claims: tuple[Callable[[int, Member], Iterable[int]], ...] = (
+    claims: tuple[Callable[[int, GroupMember], Iterable[int]], ...] = (
         lambda rank, member: [rank] if parts[rank] == member.part else [],
         lambda rank, member: by_part.get(member.part, ()),  # what one has looked at and not taken, nobody can take
         lambda rank, member: [rank],
         lambda rank, member: every,
     )
-    seated: dict[int, Member] = {}
+    seated: dict[int, GroupMember] = {}
     unseated = dict(enumerate(turn.state.members))
     for claim in claims:
         for rank, member in [*unseated.items()]:
@@ -79,10 +74,10 @@ def _keep_parts(turn: Turn, plan: Plan) -> None:
             if free is not None:
                 seated[free] = unseated.pop(rank)
     members = tuple(seated[rank] for rank in range(len(parts)))
-    renumber(turn, members)
+    assign_ranks(turn, members)
 
 
-def reserved(turn: Turn) -> None:
+def on_ports_reserved(turn: Transition) -> None:
     """All ports are known: tell each rank who its peers are."""
     state, settings = turn.state, turn.settings
     addresses: Mapping[int, Address] = state.answers
@@ -97,49 +92,49 @@ def reserved(turn: Turn) -> None:
         peers=peers,
     )
     for rank, member in enumerate(state.members):
-        turn.call([member.worker], "form", group_of(turn.state, rank))
+        turn.call([member.worker], "form", group_for(turn.state, rank))
     turn.arm("call", settings.call_deadline_s)
 
 
-def formed(turn: Turn) -> None:
+def on_group_formed(turn: Transition) -> None:
     """All say what they hold: choose the state to go on from. With none at all, every process begins anew."""
     state = turn.state
     tags: Mapping[int, StateTag] = state.answers
-    heal = choose_heal(state, tags)
+    heal = _choose_restore_plan(state, tags)
     if heal is None:
         turn.disarm()
         turn.enter(Phase.GATHERING)
-        place(turn, range(len(state.members)), kill=True)
+        replace_workers(turn, range(len(state.members)), kill=True)
         return
     if heal.source == "replica":
         turn.reached(heal.step)
-    note(turn)
+    record_crash_loop(turn)
     heal = replace(heal, passing=turn.state.passing)
     turn.enter(Phase.HEALING, heal=heal)
     turn.call_all("heal", heal)
     turn.arm("call", state.settings.call_deadline_s)
 
 
-def choose_heal(state: State, tags: Mapping[int, StateTag]) -> Heal | None:
+def _choose_restore_plan(state: DriverState, tags: Mapping[int, StateTag]) -> RestorePlan | None:
     """The first rung that holds: the ranks' own states, what is kept in memory, the newest checkpoint, a fresh build.
 
     A fresh build is one that was never trained (step None); where only trained and torn states are left, there is
     none, and the answer is None. After a spike the ranks' own states are of no use.
     """
-    agreement = None if state.spiked else agree(tags)
+    agreement = None if state.spiked else agree_on_state(tags)
     kept_step = state.kept.step if state.kept else -1
     newest = max(kept_step, state.committed)
     if agreement is not None and agreement.step is not None and agreement.step >= newest:
-        return Heal(step=agreement.step, source="replica", moves=agreement.moves)
+        return RestorePlan(step=agreement.step, source="replica", moves=agreement.moves)
     if state.kept is not None and kept_step > state.committed:
-        return Heal(step=kept_step, source="keeper", kept=state.kept)
+        return RestorePlan(step=kept_step, source="keeper", kept=state.kept)
     if state.head is not None:
-        return Heal(step=state.head.step, source="checkpoint", checkpoint=state.head)
-    fresh = agree_at(tags, None)
-    return Heal(step=0, source="initial", moves=fresh.moves) if fresh else None
+        return RestorePlan(step=state.head.step, source="checkpoint", checkpoint=state.head)
+    fresh = agree_at_step(tags, None)
+    return RestorePlan(step=0, source="initial", moves=fresh.moves) if fresh else None
 
 
-def healed(turn: Turn) -> None:
+def on_state_restored(turn: Transition) -> None:
     """Every rank stands at the same step: the generation is ready."""
     state, heal = turn.state, turn.state.heal
     assert heal is not None, "healed without a cure"
@@ -147,7 +142,7 @@ def healed(turn: Turn) -> None:
     reform = state.settings.reform
     assert all((tag.step or 0) == heal.step for tag in tags.values()), f"ranks stand apart, not at {heal.step}"
     if state.trials is not None:
-        plan_trials.begin(turn)
+        plan_trials.begin_probe(turn)
         return
     workers, servers = state.settings.crew(len(state.members))
     turn.emit(
@@ -169,23 +164,106 @@ def healed(turn: Turn) -> None:
         step=heal.step,
         progress=heal.step,
         members=PersistentList(
-            _ready(member, tags[rank], state.plan, rank) for rank, member in enumerate(state.members)
+            _member_with_state(member, tags[rank], state.plan, rank) for rank, member in enumerate(state.members)
         ),
-        writers=writers_of(tags),
-        keepers=() if state.keep_off else keepers_of(tags, [member.node for member in state.members], reform),
+        writers=choose_writers(tags),
+        keepers=()
+        if state.keep_off
+        else choose_memory_copy_ranks(tags, [member.node for member in state.members], reform),
         kept_s=turn.now_s if heal.source != "keeper" else state.kept_s,
         layout=tags[0].layout,
         considered=-1,
-        losses=rolled_back(state, heal.step),
+        losses=losses_until(state, heal.step),
         evaluated=min(state.evaluated, heal.step) if state.spiked else state.evaluated,
         spiked=0,
         told=0,
     )
 
 
-def _ready(member: Member, tag: StateTag, plan: Plan | None, rank: int) -> Member:
+def _member_with_state(member: GroupMember, tag: StateTag, plan: Plan | None, rank: int) -> GroupMember:
     """A member that holds its part of the state."""
     part = plan.mesh.part_of(rank * plan.devices_per_worker) if plan else 0
     if not member.fresh and (member.pieces, member.part) == (tag.pieces, part):
         return member
     return replace(member, fresh=False, pieces=tag.pieces, part=part)
+
+
+# --- Agreement --------------------------------------------------------------------------------------------------------
+
+
+def agree_on_state(tags: Mapping[int, StateTag]) -> StateAgreement | None:
+    """The highest step that sound pieces of one layout cover, and the moves that bring every rank there.
+
+    Survivors may stand at k and k + 1; newcomers hold a state that was never trained (step None, below every other).
+    A rank's own pieces are those of its tag where it has the agreed layout, otherwise the whole. A piece comes from
+    the lowest rank that holds it.
+
+    Args:
+        tags: what each rank holds, by rank.
+
+    Returns:
+        None when no step is covered: the state must come from elsewhere.
+    """
+    standing = _sound_by_step(tags)
+    steps = sorted(standing, key=lambda step: -1 if step is None else step, reverse=True)
+    answers = (_agreement_of_ranks(tags, step, standing[step]) for step in steps)
+    return next((answer for answer in answers if answer is not None), None)
+
+
+def agree_at_step(tags: Mapping[int, StateTag], step: int | None) -> StateAgreement | None:
+    """The agreement at one step, None when its sound pieces cover no layout. See `agree_on_state`.
+
+    At step None only the senders keep what they hold: builds are not trusted to be equal.
+    """
+    return _agreement_of_ranks(tags, step, _sound_by_step(tags).get(step, []))
+
+
+def _sound_by_step(tags: Mapping[int, StateTag]) -> dict[int | None, list[int]]:
+    """The ranks whose state is sound, in order, by the step that they stand at."""
+    found: dict[int | None, list[int]] = {}
+    for rank in sorted(tags):
+        if tags[rank].sound:
+            found.setdefault(tags[rank].step, []).append(rank)
+    return found
+
+
+def _agreement_of_ranks(
+    tags: Mapping[int, StateTag], step: int | None, standing: Iterable[int]
+) -> StateAgreement | None:
+    """The agreement at a step at which these ranks stand."""
+    by_layout: dict[str, list[int]] = {}
+    for rank in standing:
+        by_layout.setdefault(tags[rank].layout, []).append(rank)
+    for layout, there in by_layout.items():
+        holders = _holders_of_pieces(there, tags)
+        if len(holders) == tags[there[0]].total:
+            settled = frozenset(holders.values() if step is None else there)
+            return StateAgreement(step=step, moves=_moves_to_ranks(tags, settled, holders, layout))
+    return None
+
+
+def _holders_of_pieces(ranks: Iterable[int], tags: Mapping[int, StateTag]) -> dict[str, int]:
+    """The lowest of the ranks that holds each piece, by piece."""
+    holders: dict[str, int] = {}
+    for rank in sorted(ranks):
+        for piece in tags[rank].pieces:
+            holders.setdefault(piece, rank)
+    return holders
+
+
+def choose_writers(tags: Mapping[int, StateTag]) -> tuple[int, ...]:
+    """The ranks that write a checkpoint: the lowest that holds each piece. Rank 0 alone for replicas."""
+    return tuple(sorted(set(_holders_of_pieces(tags, tags).values())))
+
+
+def _moves_to_ranks(
+    tags: Mapping[int, StateTag], settled: frozenset[int], holders: Mapping[str, int], layout: str
+) -> tuple[StateTransfer, ...]:
+    """A piece that a rank is to hold comes from the one that holds it; where its layout is another, all pieces do."""
+    moves: list[StateTransfer] = []
+    for rank in sorted(tags):
+        if rank not in settled:
+            tag = tags[rank]
+            own = tag.pieces if tag.layout == layout else holders.keys()
+            moves.extend(StateTransfer(source=holders[piece], target=rank, piece=piece) for piece in sorted(own))
+    return tuple(moves)

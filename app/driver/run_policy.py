@@ -7,13 +7,13 @@ import hmac
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from trainwright.core.group import Generation, Reform, Role, Topology, role_of
 from trainwright.core.plan import Mesh, Plan
-from trainwright.driver.worker_requests import Layouts
+from trainwright.core.topology import Generation, RestartMode, Role, Topology, role_of
+from trainwright.driver.messages import PlanSelector
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class RunPolicy:
     """What a run is to do and how patient it is.
 
     Attributes:
@@ -72,7 +72,7 @@ class Settings:
     max_workers: int | None = None
     spares: int = 0
     spares_stay: bool = False
-    reform: Reform = "in_place"
+    reform: RestartMode = "in_place"
     topology: Topology = "collective"
     checkpoint_steps: int | None = None
     checkpoint_auto: bool = False
@@ -84,7 +84,7 @@ class Settings:
     spike_limit: int = 0
     pass_limit: int = 0
     samples_of: Callable[[int, int, int, Plan | None], Sequence[int]] | None = None
-    layouts: Layouts | None = None
+    layouts: PlanSelector | None = None
     probe_share: float | None = None
     place_deadline_s: float = 300.0
     shrink_s: float = 30.0

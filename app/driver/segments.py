@@ -6,162 +6,169 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from trainwright.core.data import Feeding, Prefetch, Sums
+from trainwright.core.data import FeedAssignment, MetricSums, PrefetchDepth, slowest_phase_times
 from trainwright.core.errors import StorageError, StoreDown
-from trainwright.core.events import Evaluated, Noted, Prefetched, Stale, Waiting
-from trainwright.driver import dynamic_members, loss_spikes, measurements, preemption, stragglers
+from trainwright.core.events import Evaluated, Measured, Noted, Prefetched, Stale, Waiting
+from trainwright.driver import dynamic_members, failure_policy, preemption
 from trainwright.driver import messages as m
-from trainwright.driver.checkpointing import skip_if_busy, snapshot, wants_checkpoint
-from trainwright.driver.crash_loops import careful
-from trainwright.driver.due_times import copies_due, evaluation_due, hang_deadline_s, next_milestone, pause_after_s
-from trainwright.driver.membership import may_grow, pause, replenish, wanted
-from trainwright.driver.memory_checkpointing import wants_keep
+from trainwright.driver.checkpointing import (
+    evaluation_due,
+    hang_deadline_s,
+    is_copy_due,
+    next_milestone,
+    seconds_until_copy,
+    skip_if_upload_runs,
+    take_snapshot,
+    wants_checkpoint,
+    wants_memory_copy,
+)
+from trainwright.driver.driver_state import DriverState, Phase, Transition
+from trainwright.driver.failure_policy import limit_target_step
+from trainwright.driver.membership import can_grow, request_pause, start_standbys, target_size
+from trainwright.driver.messages import EvaluateRequest
 from trainwright.driver.persistent_collections import PersistentSet
-from trainwright.driver.shutdown import close
-from trainwright.driver.state import Phase, State
-from trainwright.driver.transition import Turn
-from trainwright.driver.worker_requests import Evaluation
+from trainwright.driver.shutdown import end_run
 
-LATE_S = 2.0  # for workers to come to an evaluation, once the steps are over
+_LATE_S = 2.0  # for workers to come to an evaluation, once the steps are over
 _RETRY_MOST_S = 60.0
 
 
-def proceed(turn: Turn) -> None:
+def proceed(turn: Transition) -> None:
     """All ranks stand idle at one step: do what is due there, then step on or end."""
-    dynamic_members.release(turn)
-    dynamic_members.take_recruits(turn)
+    dynamic_members.replace_preempted(turn)
+    dynamic_members.admit_joiners(turn)
     if turn.state.spiked:
-        preemption.regroup(turn, preemption.goers(turn.state))
+        preemption.begin_regroup(turn, preemption.leaving_members(turn.state))
         return
-    if preemption.step_aside(turn):
+    if preemption.begin_handover(turn):
         return
-    skip_if_busy(turn)
+    skip_if_upload_runs(turn)
     state = turn.state
     copies = _wanted_copies(state, turn.now_s)
     if copies:
-        snapshot(turn, *copies)
+        take_snapshot(turn, *copies)
     elif _wants_evaluation(state):
         _evaluate(turn)
     elif not state.ending:
-        (_grow if may_grow(state) else _run)(turn)
+        (_grow if can_grow(state) else _run)(turn)
     elif state.upload is not None:
         _await_upload(turn)
     elif state.committed >= state.step:
-        close(turn, "done" if state.step >= state.settings.total_steps else "stopped")
+        end_run(turn, "done" if state.step >= state.settings.total_steps else "stopped")
     else:
-        _try_again(turn)
+        _retry_checkpoint(turn)
 
 
-def _wanted_copies(state: State, now_s: float) -> tuple[Literal["upload", "keep"], ...]:
+def _wanted_copies(state: DriverState, now_s: float) -> tuple[Literal["upload", "keep"], ...]:
     upload: tuple[Literal["upload"], ...] = ("upload",) if wants_checkpoint(state, now_s) else ()
-    keep: tuple[Literal["keep"], ...] = ("keep",) if wants_keep(state, now_s) else ()
+    keep: tuple[Literal["keep"], ...] = ("keep",) if wants_memory_copy(state, now_s) else ()
     return upload + keep
 
 
-def _wants_evaluation(state: State) -> bool:
+def _wants_evaluation(state: DriverState) -> bool:
     cut_short = state.stopping and state.step < state.settings.total_steps
     return not cut_short and state.evaluated < state.step and evaluation_due(state.settings, state.step)
 
 
-def _grow(turn: Turn) -> None:
+def _grow(turn: Transition) -> None:
     """Take recruits in; where all begin anew for that, from a checkpoint of this very step, which is waited for."""
     state, upload = turn.state, turn.state.upload
     quick = state.upload_s < turn.settings.upload_deadline_s
-    if not state.loses_state(wanted(state)) or state.committed >= state.step:
-        preemption.regroup(turn)
+    if not state.loses_state(target_size(state)) or state.committed >= state.step:
+        preemption.begin_regroup(turn)
     elif quick and upload is None and state.considered != state.step:
-        snapshot(turn, "upload")
+        take_snapshot(turn, "upload")
     elif quick and upload is not None and upload.step == state.step:
         _await_upload(turn)
     else:
         _run(turn)  # an older one is on its way, this one failed, or the last one took too long: at the next pause
 
 
-def waits_for_nobody(state: State) -> bool:
+def is_wait_needless(state: DriverState) -> bool:
     """Whether an upload is waited for on behalf of recruits that are gone by now."""
-    return state.phase is Phase.WAITING and not (state.ending or preemption.goers(state) or may_grow(state))
+    return state.phase is Phase.WAITING and not (state.ending or preemption.leaving_members(state) or can_grow(state))
 
 
-def put_off_growing(turn: Turn) -> None:
+def postpone_growth(turn: Transition) -> None:
     """The store does not take the checkpoint that more workers would begin from: go on, since its writers hold it."""
     upload, waited_s = turn.state.upload, turn.settings.upload_deadline_s
     assert upload is not None, "it is waited for"
     turn.emit(
         Noted(
-            text=f"going on with {len(turn.state.members)} of {wanted(turn.state)} workers for now: more would begin "
-            f"from the checkpoint of step {upload.step}, which was not written within {waited_s:g} s"
+            text=f"going on with {len(turn.state.members)} of {target_size(turn.state)} workers for now: more would "
+            f"begin from the checkpoint of step {upload.step}, which was not written within {waited_s:g} s"
         )
     )
     _run(turn)
 
 
-def _await_upload(turn: Turn) -> None:
+def _await_upload(turn: Transition) -> None:
     turn.enter(Phase.WAITING)
     if turn.state.upload is not None and not turn.state.upload.committing:
         turn.arm("upload", turn.settings.upload_deadline_s)
 
 
-def _run(turn: Turn) -> None:
-    until = careful(turn.state, next_milestone(turn.settings, turn.state.step))
+def _run(turn: Transition) -> None:
+    until = limit_target_step(turn.state, next_milestone(turn.settings, turn.state.step))
     turn.enter(Phase.RUNNING, moved_s=turn.now_s, pausing=False, until=until)
     turn.call_all("run", range(turn.state.step, until))
     turn.arm("hang", hang_deadline_s(turn.state))
-    dynamic_members.begin_segment(turn)
-    dynamic_members.look(turn)
+    dynamic_members.extend_deadlines(turn)
+    dynamic_members.update_hang_timer(turn)
     _arm_pause(turn)
-    preemption.arm(turn)
+    preemption.arm_handover_timer(turn)
 
 
-def _arm_pause(turn: Turn) -> None:
-    wishes = (pause_after_s(turn.state, turn.now_s), stragglers.look_after_s(turn.state, turn.now_s))
+def _arm_pause(turn: Transition) -> None:
+    wishes = (seconds_until_copy(turn.state, turn.now_s), preemption.seconds_until_comparison(turn.state, turn.now_s))
     soonest_s = min((wish for wish in wishes if wish is not None), default=None)
     if soonest_s is not None:
         turn.arm("pause", soonest_s)
 
 
-def pause_if_due(turn: Turn) -> None:
+def request_pause_if_due(turn: Transition) -> None:
     """The time has come to look whether something is due."""
-    if copies_due(turn.state, turn.now_s) or stragglers.look_is_due(turn.state, turn.now_s):
-        pause(turn)
+    if is_copy_due(turn.state, turn.now_s) or preemption.is_comparison_due(turn.state, turn.now_s):
+        request_pause(turn)
     else:
         _arm_pause(turn)
 
 
-def progressed(turn: Turn, event: m.Progressed) -> None:
+def on_steps_completed(turn: Transition, event: m.StepsCompleted) -> None:
     """Steps were completed."""
     turn.reached(event.step)
     if turn.state.phase is Phase.RUNNING:
-        loss_spikes.look(turn, event)
+        failure_policy.check_losses(turn, event)
     if turn.state.phase is Phase.RUNNING:
         waited_s = turn.now_s - turn.state.moved_s
         turn.change(moved_s=turn.now_s, longest_s=max(turn.state.longest_s, waited_s))
         turn.arm("hang", hang_deadline_s(turn.state))
-        dynamic_members.look(turn)
-        replenish(turn)
+        dynamic_members.update_hang_timer(turn)
+        start_standbys(turn)
 
 
-def is_over(state: State) -> bool:
+def is_phase_complete(state: DriverState) -> bool:
     """Whether all whom the phase waits for have answered. For an evaluation, all who may judge are worth a wait."""
     if state.phase is not Phase.RUNNING or not state.awaiting:
         return not state.awaiting
-    if state.settings.topology == "collective" or dynamic_members.segment_lasts(state):
+    if state.settings.topology == "collective" or dynamic_members.is_segment_open(state):
         return False
     return "late" not in state.timers
 
 
-def await_workers(turn: Turn) -> None:
+def arm_late_timer(turn: Transition) -> None:
     """The steps are over but for some who will be wanted for an evaluation: they have a moment to come."""
     state = turn.state
     if state.phase is not Phase.RUNNING or state.settings.topology != "independent" or not state.awaiting:
         return
-    over = not dynamic_members.segment_lasts(state) and "late" not in state.timers
+    over = not dynamic_members.is_segment_open(state) and "late" not in state.timers
     if over and _wants_evaluation(replace(state, step=state.answers[0].step)):
-        turn.arm("late", LATE_S)
+        turn.arm("late", _LATE_S)
 
 
-def segment_ended(turn: Turn) -> None:
+def on_segment_ended(turn: Transition) -> None:
     """All ranks have left the loop, after the same step, which rank 0 tells where workers step alone."""
-    dynamic_members.leave_behind(turn)
+    dynamic_members.detach_late_workers(turn)
     answers: Mapping[int, m.SegmentReport] = turn.state.answers
     reports = [answers[rank] for rank in sorted(answers)]
     together = turn.settings.topology == "collective"
@@ -179,13 +186,13 @@ def segment_ended(turn: Turn) -> None:
         turn.emit(Noted(text=f"{overflowed} steps changed nothing so far, because their gradient overflowed in fp16"))
     turn.change(phase=Phase.READY, step=reports[0].step, skipped=skipped, passed=passed, overflowed=overflowed)
     _finish_early(turn, reports)
-    stragglers.compare(turn, {rank: report.own_s for rank, report in answers.items()})
-    _tell_prefetch(turn, [report.prefetch for report in reports if report.prefetch])
-    measurements.tell(turn, reports)
-    _tell_staleness(turn, reports[0])
+    preemption.compare_ranks(turn, {rank: report.own_s for rank, report in answers.items()})
+    _emit_prefetch(turn, [report.prefetch for report in reports if report.prefetch])
+    _emit_measurements(turn, reports)
+    _emit_staleness(turn, reports[0])
 
 
-def _tell_staleness(turn: Turn, report: m.SegmentReport) -> None:
+def _emit_staleness(turn: Transition, report: m.SegmentReport) -> None:
     """Say how stale what was applied was."""
     stale = report.staleness
     if stale is not None and (stale.counts or stale.dropped or stale.again):
@@ -195,7 +202,7 @@ def _tell_staleness(turn: Turn, report: m.SegmentReport) -> None:
         )  # fmt: skip
 
 
-def _finish_early(turn: Turn, reports: Sequence[m.SegmentReport]) -> None:
+def _finish_early(turn: Transition, reports: Sequence[m.SegmentReport]) -> None:
     """The training is over before its last step: that step is the last one then."""
     step, settings = reports[0].step, turn.settings
     if any(report.finished for report in reports) and step < settings.total_steps:
@@ -203,7 +210,7 @@ def _finish_early(turn: Turn, reports: Sequence[m.SegmentReport]) -> None:
         turn.change(settings=replace(settings, total_steps=step))
 
 
-def _tell_prefetch(turn: Turn, found: list[Prefetch]) -> None:
+def _emit_prefetch(turn: Transition, found: list[PrefetchDepth]) -> None:
     """Say how far the rank that reads furthest ahead does so, whenever that changes."""
     furthest = max(found, key=lambda item: item.chunks * item.chunk_bytes, default=None)
     if furthest is not None and furthest != turn.state.prefetch:
@@ -211,13 +218,13 @@ def _tell_prefetch(turn: Turn, found: list[Prefetch]) -> None:
         turn.emit(Prefetched(**vars(furthest)))
 
 
-def _evaluate(turn: Turn) -> None:
+def _evaluate(turn: Transition) -> None:
     """Have the set judged: by all, by a chief for all, or dealt anew between those workers that are there."""
-    state, wanted = turn.state, Evaluation(step=turn.state.step)
+    state, wanted = turn.state, EvaluateRequest(step=turn.state.step)
     turn.enter(Phase.EVALUATING)
     match state.settings.topology:
         case "independent":
-            judges = dynamic_members.at_work(state)
+            judges = dynamic_members.active_workers(state)
         case "coordinator":
             judges = [state.members[0].worker]
         case _:
@@ -225,20 +232,20 @@ def _evaluate(turn: Turn) -> None:
     turn.change(awaiting=PersistentSet(judges), judges=len(judges))
     for place, worker in enumerate(judges):
         if state.settings.topology == "independent":
-            wanted = replace(wanted, feeding=Feeding(data_ranks=range(place, place + 1), total=len(judges)))
+            wanted = replace(wanted, feeding=FeedAssignment(data_ranks=range(place, place + 1), total=len(judges)))
         turn.call([worker], "evaluate", wanted)
     if judges:
         turn.arm("hang", hang_deadline_s(turn.state))
-        dynamic_members.look(turn)
+        dynamic_members.update_hang_timer(turn)
 
 
-def evaluated(turn: Turn) -> None:
+def on_evaluated(turn: Transition) -> None:
     """All sums are in, added in the order of ranks so that they repeat bitwise; once more where some were lost."""
     state = turn.state
     if not state.judges or len(state.answers) < state.judges:
         _evaluate(turn)
         return
-    total = Sums()
+    total = MetricSums()
     for rank in sorted(state.answers):
         total = total + state.answers[rank]
     seconds = turn.now_s - state.phase_s
@@ -246,7 +253,7 @@ def evaluated(turn: Turn) -> None:
     turn.change(phase=Phase.READY, evaluated=state.step)
 
 
-def _try_again(turn: Turn) -> None:
+def _retry_checkpoint(turn: Transition) -> None:
     """The last checkpoint failed: once more after a pause, a few times; while the store is down, for an hour."""
     state, settings = turn.state, turn.settings
     assert state.attempts > 0 and state.trouble is not None, "the last checkpoint was never tried"
@@ -257,9 +264,30 @@ def _try_again(turn: Turn) -> None:
             f"the checkpoint of step {state.step} could not be written in {state.attempts} attempts: {state.trouble}",
             remedy=f"mend the store, then run the same command: it goes on from step {state.committed}",
         )
-        close(turn, "failed", error)
+        end_run(turn, "failed", error)
         return
     if down and state.attempts == 1:
         turn.emit(Waiting(what="the store, to write the last checkpoint", deadline_s=settings.outage_deadline_s))
     turn.enter(Phase.WAITING)
     turn.arm("retry", min(_RETRY_MOST_S, settings.retry_s * 2 ** (state.attempts - 1)))
+
+
+# --- What the ranks have measured of their steps, told where they stand idle ------------------------------------------
+
+
+def _emit_measurements(turn: Transition, reports: Sequence[m.SegmentReport]) -> None:
+    """Emit the phases of the slowest rank and the best known noise scale; say once that the batch is far above it."""
+    phases = slowest_phase_times(report.phases for report in reports if report.phases)
+    if phases is None:
+        return
+    sampler = max(reports, key=lambda report: (report.noise is not None, report.sampled))
+    noise, roles = sampler.noise, [turn.settings.role_of(rank) for rank in range(len(turn.state.members))]
+    turn.emit(
+        Measured(
+            step=turn.state.step, steps=phases.steps, workers=roles.count("worker"), phases=dict(phases.medians),
+            data_s=phases.data_s, sampled=sampler.sampled, noise=vars(noise) if noise else {},
+        )
+    )  # fmt: skip
+    if noise is not None and noise.advice and not turn.state.advised:
+        turn.change(advised=True)
+        turn.emit(Noted(text=noise.advice))

@@ -5,14 +5,12 @@ from __future__ import annotations
 from trainwright.core import events
 from trainwright.core.errors import RunConflict, TrainwrightError
 from trainwright.driver import messages as m
-from trainwright.driver.checkpointing import abandon
-from trainwright.driver.due_times import evaluation_due
+from trainwright.driver.checkpointing import abandon_upload, evaluation_due
+from trainwright.driver.driver_state import RECOVERY_PHASES, DriverState, Phase, Transition
 from trainwright.driver.persistent_collections import PersistentMap, PersistentSet
-from trainwright.driver.state import RECOVERING, Phase, State
-from trainwright.driver.transition import Turn
 
 
-def stop_asked(turn: Turn, event: m.StopAsked) -> None:
+def on_stop_requested(turn: Transition, event: m.StopRequested) -> None:
     """Remember the wish. While steps run, rank 0 hears of it; elsewhere it counts at the next chance."""
     state = turn.state
     if event.now:
@@ -23,26 +21,26 @@ def stop_asked(turn: Turn, event: m.StopAsked) -> None:
             turn.call([state.members[0].worker], "stop")
 
 
-def _stop_now(turn: Turn) -> None:
+def _stop_now(turn: Transition) -> None:
     """Nothing is waited for but a log entry under way."""
     turn.change(stopping=True)
     if turn.state.phase in (Phase.ACQUIRING, Phase.RELEASING):
         return
     _kill_all(turn)
-    abandon(turn, "the run was stopped at once")
+    abandon_upload(turn, "the run was stopped at once")
     if turn.state.phase is not Phase.CLOSING:
-        close(turn, "stopped")
+        end_run(turn, "stopped")
 
 
-def nothing_left(state: State) -> bool:
+def is_recovery_needless(state: DriverState) -> bool:
     """Whether a recovery is in vain: all that is wanted is durable already."""
     last = state.progress >= state.settings.total_steps
     evaluated = state.evaluated >= state.progress or not evaluation_due(state.settings, state.progress)
     wanted = state.stopping or last
-    return state.phase in RECOVERING and wanted and state.committed >= state.progress and (evaluated or not last)
+    return state.phase in RECOVERY_PHASES and wanted and state.committed >= state.progress and (evaluated or not last)
 
 
-def close(turn: Turn, outcome: m.Outcome, error: Exception | None = None) -> None:
+def end_run(turn: Transition, outcome: m.RunOutcome, error: Exception | None = None) -> None:
     """Decide the outcome. Whatever the workers still answer is of no interest, but for an upload."""
     turn.disarm()
     empty = PersistentSet()
@@ -51,54 +49,54 @@ def close(turn: Turn, outcome: m.Outcome, error: Exception | None = None) -> Non
         turn.arm("upload", turn.settings.upload_deadline_s)
 
 
-def closed(turn: Turn) -> None:
+def release_run(turn: Transition) -> None:
     """No upload is on its way any more: give the log back."""
     state = turn.state
     if state.outcome == "stopped" and state.committed >= state.settings.total_steps:
         turn.change(outcome="done")
     turn.enter(Phase.RELEASING)
-    _tell_end(turn)
-    turn.want(m.Release(outcome=turn.state.outcome, step=state.committed))
+    _emit_run_ended(turn)
+    turn.want(m.ReleaseLease(outcome=turn.state.outcome, step=state.committed))
 
 
-def released(turn: Turn, event: m.Released) -> None:
+def on_lease_released(turn: Transition, event: m.LeaseReleased) -> None:
     """The log is free."""
     _finish(turn)
 
 
-def lost(turn: Turn, event: m.Lost) -> None:
+def on_lease_lost(turn: Transition, event: m.LeaseLost) -> None:
     """The log is not ours: write nothing more, and end the workers, unless they belong to another driver by now.
 
     An error that came before outranks this one.
     """
-    _let_go(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)
+    _drop_workers(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)
     turn.disarm()
     told = turn.state.phase is Phase.RELEASING
     turn.change(outcome="failed", error=turn.state.error or event.error)
     if not told:
-        _tell_end(turn)
+        _emit_run_ended(turn)
     _finish(turn)
 
 
-def _kill_all(turn: Turn) -> None:
+def _kill_all(turn: Transition) -> None:
     for worker in sorted([*turn.state.rank_of, *turn.state.spares]):
-        turn.want(m.Kill(worker=worker))
-    _let_go(turn)
+        turn.want(m.KillWorker(worker=worker))
+    _drop_workers(turn)
 
 
-def _let_go(turn: Turn) -> None:
+def _drop_workers(turn: Transition) -> None:
     empty = PersistentSet()
     turn.change(rank_of=PersistentMap(), awaiting=empty, starting=empty, spares=PersistentMap(), apart={})
 
 
-def _tell_end(turn: Turn) -> None:
+def _emit_run_ended(turn: Transition) -> None:
     state = turn.state
     error = state.error
     text = error.summary if isinstance(error, TrainwrightError) else str(error or "")
     turn.emit(events.RunEnded(outcome=state.outcome, step=state.committed, error=text))
 
 
-def _finish(turn: Turn) -> None:
+def _finish(turn: Transition) -> None:
     state = turn.state
     turn.enter(Phase.FINISHED)
-    turn.want(m.Finish(outcome=state.outcome, step=state.committed, error=state.error))
+    turn.want(m.FinishRun(outcome=state.outcome, step=state.committed, error=state.error))

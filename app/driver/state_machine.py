@@ -1,7 +1,8 @@
 """The driver: what to do about what happened. Pure: no clock, no randomness, no input or output.
 
-`begin` gives the first state and effects; `decide` turns each event into the next. An event that is out of date is
-dropped by `is_stale`; any other comes in a phase that `POSSIBLE` names, or the driver or its world is wrong.
+`take_over_workers` gives the first state and effects; `decide` turns each event into the next. An event that is out of
+date is dropped by `is_stale`; any other comes in a phase that `POSSIBLE_PHASES` names, or the driver or its world is
+wrong.
 """
 
 from __future__ import annotations
@@ -9,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainwright.core.group import Generation
+from trainwright.core.topology import Generation
 from trainwright.driver import (
-    checkpointing,  # fmt: skip
-    driver_takeover,
+    checkpointing,
     dynamic_members,
     membership,
-    memory_checkpointing,
     preemption,
     recovery,
     rendezvous,
@@ -24,12 +23,13 @@ from trainwright.driver import (
 )
 from trainwright.driver import messages as m
 from trainwright.driver import plan_trials as probing
-from trainwright.driver.due_times import hang_deadline_s
-from trainwright.driver.run_policy import Settings
-from trainwright.driver.state import STANDING, Phase, State
-from trainwright.driver.transition import Turn
+from trainwright.driver.checkpointing import hang_deadline_s
+from trainwright.driver.driver_state import STEADY_PHASES, DriverState, Phase, Transition
+from trainwright.driver.run_policy import RunPolicy
 
-Decision = tuple[State, tuple[m.Effect, ...]]
+Step = tuple[DriverState, tuple[m.Effect, ...]]
+EventKind = tuple[type, str]
+"""The type of an event, and the verb or the name of the timer where that makes a difference."""
 
 _ALL = frozenset(Phase) - {Phase.READY}
 _CALLING = frozenset(
@@ -52,38 +52,38 @@ _TIMED: Mapping[str, frozenset[Phase]] = {
     "retry": frozenset({Phase.WAITING}),
     "backoff": frozenset({Phase.GATHERING}),
     "late": frozenset({Phase.RUNNING}),
-    "apart": STANDING - {Phase.READY},
+    "apart": STEADY_PHASES - {Phase.READY},
 }
 
-POSSIBLE: Mapping[str, frozenset[Phase]] = {
-    "Acquired": frozenset({Phase.ACQUIRING}),
-    "Lost": _ALL - {Phase.FINISHED},
-    "Started": _WORKING - {Phase.PROBING},  # spares at any time
-    "Returned": _CALLING | {Phase.GATHERING, Phase.WAITING},  # while waiting, of those who are apart
-    "Raised": _CALLING | {Phase.GATHERING, Phase.WAITING},
-    "Returned interrupt": frozenset({Phase.GATHERING}),
-    "Returned upload": _LIVING - {Phase.PROBING},
-    "Raised upload": _LIVING - {Phase.PROBING},
-    "Returned keep": _WORKING - {Phase.PROBING},
-    "Raised keep": _WORKING - {Phase.PROBING},
-    "Died": _LIVING | {Phase.RELEASING},
-    "Noticed": _WORKING,
-    "Progressed": _WORKING - {Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.PROBING},
-    "Committed": _LIVING - {Phase.PROBING},
-    "CommitFailed": _LIVING - {Phase.PROBING},
-    "StopAsked": _ALL - {Phase.FINISHED},
-    "Released": frozenset({Phase.RELEASING}),
-    **{f"Expired {name}": phases for name, phases in _TIMED.items()},
+POSSIBLE_PHASES: Mapping[EventKind, frozenset[Phase]] = {
+    (m.LeaseAcquired, ""): frozenset({Phase.ACQUIRING}),
+    (m.LeaseLost, ""): _ALL - {Phase.FINISHED},
+    (m.WorkerStarted, ""): _WORKING - {Phase.PROBING},  # spares at any time
+    (m.CallReturned, ""): _CALLING | {Phase.GATHERING, Phase.WAITING},  # while waiting, of those who are apart
+    (m.CallRaised, ""): _CALLING | {Phase.GATHERING, Phase.WAITING},
+    (m.CallReturned, "interrupt"): frozenset({Phase.GATHERING}),
+    (m.CallReturned, "upload"): _LIVING - {Phase.PROBING},
+    (m.CallRaised, "upload"): _LIVING - {Phase.PROBING},
+    (m.CallReturned, "keep"): _WORKING - {Phase.PROBING},
+    (m.CallRaised, "keep"): _WORKING - {Phase.PROBING},
+    (m.WorkerDied, ""): _LIVING | {Phase.RELEASING},
+    (m.PreemptionNoticed, ""): _WORKING,
+    (m.StepsCompleted, ""): _WORKING - {Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.PROBING},
+    (m.CheckpointCommitted, ""): _LIVING - {Phase.PROBING},
+    (m.CommitFailed, ""): _LIVING - {Phase.PROBING},
+    (m.StopRequested, ""): _ALL - {Phase.FINISHED},
+    (m.LeaseReleased, ""): frozenset({Phase.RELEASING}),
+    **{(m.TimerExpired, name): phases for name, phases in _TIMED.items()},
 }
-"""In which phases each kind of event (see `kind_of`) can come when it is not out of date."""
+"""In which phases each kind of event (see `event_kind`) can come when it is not out of date."""
 
 
-def begin(settings: Settings, now_s: float) -> Decision:
+def begin_run(settings: RunPolicy, now_s: float) -> Step:
     """The first state of a run, and the wish to take its log."""
-    return State(settings=settings, since_s=now_s, phase_s=now_s), (m.Acquire(),)
+    return DriverState(settings=settings, since_s=now_s, phase_s=now_s), (m.AcquireLease(),)
 
 
-def decide(state: State, event: m.Happening, now_s: float) -> Decision:
+def decide(state: DriverState, event: m.DriverEvent, now_s: float) -> Step:
     """The state after an event, and the effects wanted, to be carried out in order.
 
     Args:
@@ -92,195 +92,197 @@ def decide(state: State, event: m.Happening, now_s: float) -> Decision:
     """
     if is_stale(state, event):
         return state, ()
-    kind = kind_of(event)
-    assert state.phase in POSSIBLE[kind], f"{kind} cannot come while {state.phase.value}"
-    turn = Turn(state, now_s)
-    HANDLERS[type(event)](turn, event)
+    kind = event_kind(event)
+    assert state.phase in POSSIBLE_PHASES[kind], f"{kind[0].__name__} cannot come while {state.phase.value}"
+    turn = Transition(state, now_s)
+    _HANDLERS[type(event)](turn, event)
     _advance(turn)
     return turn.state, tuple(turn.effects)
 
 
-def kind_of(event: m.Happening) -> str:
-    """Name of an event's kind: its type, with the upload's answers and the timers told apart."""
+def event_kind(event: m.DriverEvent) -> EventKind:
+    """Return the key of an event in `POSSIBLE_PHASES`."""
     match event:
-        case m.Returned(verb="upload" | "keep" | "interrupt") | m.Raised(verb="upload" | "keep"):
-            return f"{type(event).__name__} {event.verb}"
-        case m.Expired(name=name):
-            return f"Expired {name}"
-    return type(event).__name__
+        case m.CallReturned(verb="upload" | "keep" | "interrupt") | m.CallRaised(verb="upload" | "keep"):
+            return type(event), event.verb
+        case m.TimerExpired(name=name):
+            return type(event), name
+    return type(event), ""
 
 
-def is_stale(state: State, event: m.Happening) -> bool:
+def is_stale(state: DriverState, event: m.DriverEvent) -> bool:
     """Whether an event is about something that the driver has let go of."""
     if state.phase is Phase.FINISHED:
         return True
-    if state.phase is Phase.RELEASING and not isinstance(event, (m.Released, m.Lost, m.StopAsked, m.Died)):
+    if state.phase is Phase.RELEASING and not isinstance(
+        event, (m.LeaseReleased, m.LeaseLost, m.StopRequested, m.WorkerDied)
+    ):
         return True
     match event:
-        case m.Expired():
+        case m.TimerExpired():
             return state.timers.get(event.name) != event.number
-        case m.Progressed():
+        case m.StepsCompleted():
             return event.generation != state.generation or state.phase is Phase.CLOSING
-        case m.Started():
+        case m.WorkerStarted():
             unknown = event.worker not in state.starting and event.worker not in state.spares
             return unknown or state.phase is Phase.CLOSING
-        case m.Died():
+        case m.WorkerDied():
             return event.worker not in state.rank_of and event.worker not in state.spares
-        case m.Noticed():
-            return preemption.is_old_news(state, event)
-        case m.Returned(verb="interrupt"):  # the answer of the thread of steps counts; this one explains
+        case m.PreemptionNoticed():
+            return preemption.is_stale_notice(state, event)
+        case m.CallReturned(verb="interrupt"):  # the answer of the thread of steps counts; this one explains
             return not event.value or state.phase is not Phase.GATHERING or event.worker not in state.rank_of
-        case m.Returned(verb="stop") | m.Raised(verb="stop" | "interrupt"):
+        case m.CallReturned(verb="stop") | m.CallRaised(verb="stop" | "interrupt"):
             return True
-        case m.Returned(verb="upload") | m.Raised(verb="upload"):
+        case m.CallReturned(verb="upload") | m.CallRaised(verb="upload"):
             upload = state.upload  # one given up may still be answered
             return upload is None or event.worker not in upload.owing or event.generation != upload.generation
-        case m.Returned(verb="keep") | m.Raised(verb="keep"):
+        case m.CallReturned(verb="keep") | m.CallRaised(verb="keep"):
             keeping = state.keeping
             return keeping is None or event.worker not in keeping.owing or state.phase is Phase.CLOSING
-        case m.Returned() | m.Raised():
+        case m.CallReturned() | m.CallRaised():
             owing = event.worker in state.awaiting or event.worker in state.apart
             return event.generation != state.generation or not owing
     return False
 
 
-def _acquired(turn: Turn, event: m.Acquired) -> None:
+def _on_lease_acquired(turn: Transition, event: m.LeaseAcquired) -> None:
     step = event.head.step if event.head else 0
     turn.change(
         generation=Generation(token=event.token, number=0), head=event.head, older=event.older, told=event.told,
         progress=step, high=step, since_s=turn.now_s, saved_s=turn.now_s,
     )  # fmt: skip
     if step >= turn.settings.total_steps:
-        shutdown.close(turn, "done")
+        shutdown.end_run(turn, "done")
     elif turn.state.stopping:
-        shutdown.close(turn, "stopped")
+        shutdown.end_run(turn, "stopped")
     else:
         turn.change(kept=event.kept, versions=event.kept.version if event.kept else 0)
-        probing.plan_trials(turn, event)
-        driver_takeover.begin(turn, event.living)
+        probing.begin_trials(turn, event)
+        membership.take_over_workers(turn, event.living)
 
 
-def _started(turn: Turn, event: m.Started) -> None:
-    membership.started(turn, event)
+def _on_worker_started(turn: Transition, event: m.WorkerStarted) -> None:
+    membership.on_worker_started(turn, event)
     if event.worker in turn.state.apart:
-        dynamic_members.started(turn, event.worker)
+        dynamic_members.on_member_started(turn, event.worker)
     else:
-        dynamic_members.take_recruits(turn)
+        dynamic_members.admit_joiners(turn)
 
 
-def _returned(turn: Turn, event: m.Returned) -> None:
+def _on_call_returned(turn: Transition, event: m.CallReturned) -> None:
     if event.verb == "upload":
-        checkpointing.uploaded(turn, event)
+        checkpointing.on_upload_returned(turn, event)
     elif event.verb == "keep":
-        memory_checkpointing.delivered(turn, event)
+        checkpointing.on_memory_copy_returned(turn, event)
     elif event.verb == "interrupt":
-        recovery.explained(turn, event)
+        recovery.on_stacks_returned(turn, event)
     elif turn.state.phase is Phase.GATHERING:
-        recovery.returned(turn, event)
-    elif event.verb == "run" and dynamic_members.follows(turn.state, event.worker):
-        recovery.strayed(turn, event)
+        recovery.on_call_returned(turn, event)
+    elif event.verb == "run" and dynamic_members.follows_chief(turn.state, event.worker):
+        recovery.on_chief_lost(turn, event)
     elif event.worker in turn.state.apart:
-        dynamic_members.answered(turn, event)
+        dynamic_members.on_member_answered(turn, event)
     else:
-        _collect(turn, event)
+        _collect_answer(turn, event)
 
 
-def _collect(turn: Turn, event: m.Returned) -> None:
+def _collect_answer(turn: Transition, event: m.CallReturned) -> None:
     """One more answer; the last one ends the phase (see `_advance`)."""
     state = turn.state
     rank = state.rank_of[event.worker]
     turn.change(awaiting=state.awaiting - {event.worker}, answers=state.answers.put(rank, event.value))
     if state.phase is Phase.RUNNING:
         turn.reached(event.value.step)
-    segments.await_workers(turn)
+    segments.arm_late_timer(turn)
     if state.phase is Phase.RUNNING and turn.state.awaiting and not state.answers:
         turn.arm("hang", hang_deadline_s(turn.state))
 
 
-def _raised(turn: Turn, event: m.Raised) -> None:
+def _on_call_raised(turn: Transition, event: m.CallRaised) -> None:
     closing = turn.state.phase is Phase.CLOSING
     if event.verb == "upload" and (closing or event.failure.kind == "storage"):
-        checkpointing.upload_failed(turn, event)
+        checkpointing.on_upload_raised(turn, event)
     elif event.verb == "keep" and event.failure.kind == "storage":
-        memory_checkpointing.refused(turn, event)
+        checkpointing.on_memory_copy_refused(turn, event)
     else:
-        recovery.raised(turn, event)
+        recovery.on_call_raised(turn, event)
 
 
-def _expired(turn: Turn, event: m.Expired) -> None:
+def _on_timer_expired(turn: Transition, event: m.TimerExpired) -> None:
     state, settings = turn.state, turn.settings
     turn.change(timers={name: number for name, number in state.timers.items() if name != event.name})
     match event.name:
         case "place":
-            membership.place_expired(turn)
+            membership.on_start_deadline(turn)
         case "shrink" | "backoff" | "late":
             pass  # `_advance` sees that its time is over
         case "apart":
-            recovery.cut_off(turn, dynamic_members.expired(turn))
+            recovery.on_isolated(turn, dynamic_members.on_deadline(turn))
         case "leave":
-            recovery.leave_expired(turn)
+            recovery.on_leave_deadline(turn)
         case "call":
-            recovery.silent(turn, settings.call_deadline_s)
+            recovery.on_silence(turn, settings.call_deadline_s)
         case "hang":
-            recovery.silent(turn, hang_deadline_s(state))
+            recovery.on_silence(turn, hang_deadline_s(state))
         case "pause":
-            segments.pause_if_due(turn)
+            segments.request_pause_if_due(turn)
         case "notice":
-            preemption.time_is_short(turn)
+            preemption.on_handover_deadline(turn)
         case "retry":
-            checkpointing.snapshot(turn, "upload")
+            checkpointing.take_snapshot(turn, "upload")
         case "upload" if state.phase is Phase.CLOSING:
-            checkpointing.abandon(turn, f"not written within {settings.upload_deadline_s:g} s")
+            checkpointing.abandon_upload(turn, f"not written within {settings.upload_deadline_s:g} s")
         case "upload" if not state.ending:
-            segments.put_off_growing(turn)
+            segments.postpone_growth(turn)
         case _:
-            recovery.upload_silent(turn)
+            recovery.on_upload_deadline(turn)
 
 
-def _advance(turn: Turn) -> None:
+def _advance(turn: Transition) -> None:
     """Follow up on what an event completed."""
-    if turn.state.phase in COMPLETED and segments.is_over(turn.state):
+    if turn.state.phase in PHASE_COMPLETED and segments.is_phase_complete(turn.state):
         turn.disarm("call", "hang", "pause", "late")
-        COMPLETED[turn.state.phase](turn)
-    if segments.waits_for_nobody(turn.state):
+        PHASE_COMPLETED[turn.state.phase](turn)
+    if segments.is_wait_needless(turn.state):
         turn.disarm("upload")
         turn.change(phase=Phase.READY)
-    if shutdown.nothing_left(turn.state):
-        shutdown.close(turn, "stopped")
+    if shutdown.is_recovery_needless(turn.state):
+        shutdown.end_run(turn, "stopped")
     elif turn.state.phase is Phase.READY:
         segments.proceed(turn)
-    elif turn.state.phase is Phase.RUNNING and preemption.may_go(turn.state, turn.now_s):
-        membership.pause(turn)
-    if turn.state.phase is Phase.GATHERING and recovery.gathered(turn):
-        rendezvous.reserve(turn)
+    elif turn.state.phase is Phase.RUNNING and preemption.wants_handover(turn.state, turn.now_s):
+        membership.request_pause(turn)
+    if turn.state.phase is Phase.GATHERING and recovery.is_gathered(turn):
+        rendezvous.begin_rendezvous(turn)
     if turn.state.phase is Phase.CLOSING and turn.state.upload is None:
-        shutdown.closed(turn)
+        shutdown.release_run(turn)
 
 
-HANDLERS: Mapping[type, Callable[[Turn, Any], None]] = {
-    m.Acquired: _acquired,
-    m.Lost: shutdown.lost,
-    m.Started: _started,
-    m.Returned: _returned,
-    m.Raised: _raised,
-    m.Died: recovery.died,
-    m.Noticed: preemption.noticed,
-    m.Progressed: segments.progressed,
-    m.Committed: checkpointing.committed,
-    m.CommitFailed: checkpointing.commit_failed,
-    m.StopAsked: shutdown.stop_asked,
-    m.Expired: _expired,
-    m.Released: shutdown.released,
+_HANDLERS: Mapping[type, Callable[[Transition, Any], None]] = {
+    m.LeaseAcquired: _on_lease_acquired,
+    m.LeaseLost: shutdown.on_lease_lost,
+    m.WorkerStarted: _on_worker_started,
+    m.CallReturned: _on_call_returned,
+    m.CallRaised: _on_call_raised,
+    m.WorkerDied: recovery.on_worker_died,
+    m.PreemptionNoticed: preemption.on_preemption_notice,
+    m.StepsCompleted: segments.on_steps_completed,
+    m.CheckpointCommitted: checkpointing.on_committed,
+    m.CommitFailed: checkpointing.on_commit_failed,
+    m.StopRequested: shutdown.on_stop_requested,
+    m.TimerExpired: _on_timer_expired,
+    m.LeaseReleased: shutdown.on_lease_released,
 }
 """What to do about each type of event."""
 
-COMPLETED: Mapping[Phase, Callable[[Turn], None]] = {
-    Phase.RESERVING: rendezvous.reserved,
-    Phase.FORMING: rendezvous.formed,
-    Phase.HEALING: rendezvous.healed,
-    Phase.PROBING: probing.probed,
-    Phase.RUNNING: segments.segment_ended,
-    Phase.SNAPSHOTTING: checkpointing.snapshotted,
-    Phase.EVALUATING: segments.evaluated,
+PHASE_COMPLETED: Mapping[Phase, Callable[[Transition], None]] = {
+    Phase.RESERVING: rendezvous.on_ports_reserved,
+    Phase.FORMING: rendezvous.on_group_formed,
+    Phase.HEALING: rendezvous.on_state_restored,
+    Phase.PROBING: probing.on_probe_returned,
+    Phase.RUNNING: segments.on_segment_ended,
+    Phase.SNAPSHOTTING: checkpointing.on_snapshots_taken,
+    Phase.EVALUATING: segments.on_evaluated,
 }
 """What to do when all answers of a phase are in."""

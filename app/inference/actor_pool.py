@@ -1,7 +1,7 @@
 """A pool of Ray actors that compute ranges of rows; what a lost one was at is given to another.
 
 One that is silent for many times as long as a batch took so far is lost, too. Storing a part has no such pace: the
-store is given its time (`trainwright.storage.retry`).
+store is given its time (`trainwright.storage.object_store`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,23 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from trainwright.core.errors import HangError, ResourceError, StorageError, TrainwrightError, WorkerLost
-from trainwright.core.hang_timeout import LOOK_S, Pace, Silence
-from trainwright.inference.prediction_files import Range, Work, check_schema
-from trainwright.inference.prediction_worker import Hello, PredictOrder, PredictorProcess, Stored, device_options, told
+from trainwright.datasets.ray_data.hang_timeout import CHECK_INTERVAL_S, BatchDurations, SilenceTimer
+from trainwright.inference.prediction_files import Range, RangeQueue, check_schema
+from trainwright.inference.prediction_worker import (
+    PredictorConfig,
+    PredictorInfo,
+    PredictorProcess,
+    StoredPart,
+    device_options,
+    located_error,
+)
 
 _STILLBORN = 3  # processes in a row that may end before they could begin
 _START_S = 600.0  # to import the framework and load a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class PoolTimeouts:
     """How long to wait.
 
     Attributes:
@@ -37,7 +44,7 @@ class Patience:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Member:
+class _PoolActor:
     """One actor, and what it is asked for.
 
     Attributes:
@@ -54,7 +61,7 @@ class _Member:
     node: str = "a node that is not known yet"
     part: Range | None = None
     rows: int = 0
-    silence: Silence = field(default_factory=lambda: Silence(looked_s=time.monotonic()))
+    silence: SilenceTimer = field(default_factory=lambda: SilenceTimer(looked_s=time.monotonic()))
 
     @property
     def computing(self) -> Range | None:
@@ -62,7 +69,7 @@ class _Member:
         return self.part if self.part is not None and self.rows < self.part.rows else None
 
 
-class Pool:
+class PredictorPool:
     """Computes all ranges of some work. One thread; `run` blocks.
 
     Args:
@@ -77,10 +84,10 @@ class Pool:
 
     def __init__(
         self,
-        order: PredictOrder,
+        order: PredictorConfig,
         size: int,
-        work: Work,
-        patience: Patience,
+        work: RangeQueue,
+        patience: PoolTimeouts,
         *,
         schema: Mapping[str, str],
         on_rows: Callable[[int], object],
@@ -90,8 +97,8 @@ class Pool:
         self._schema, self._on_rows, self._on_note = schema, on_rows, on_note
         options = {**device_options(order.plan), "max_restarts": 0, "max_task_retries": 0}
         self._class: Any = ray.remote(scheduling_strategy="SPREAD", **options)(PredictorProcess)
-        self._members: list[_Member] = []
-        self._pace = Pace(most_s=patience.hang_s)
+        self._members: list[_PoolActor] = []
+        self._pace = BatchDurations(most_s=patience.hang_s)
         self._stillborn = 0
 
     def run(self) -> None:
@@ -115,7 +122,7 @@ class Pool:
         """Start processes while there is work for more, and give the idle ones something to do."""
         while len(self._members) < min(self._size, self._work.open):
             actor = self._class.remote()
-            self._members.append(_Member(actor=actor, answer=actor.hello.remote()))
+            self._members.append(_PoolActor(actor=actor, answer=actor.hello.remote()))
         for member in self._members:
             part = self._work.take() if member.phase == "idle" else None
             if part is not None:
@@ -123,7 +130,7 @@ class Pool:
                 self._ask(member, "busy", answers)
                 member.part, member.rows = part, 0
 
-    def _ask(self, member: _Member, phase: str, answer: Any) -> None:
+    def _ask(self, member: _PoolActor, phase: str, answer: Any) -> None:
         member.phase, member.answer = phase, answer
         member.silence.end(time.monotonic())
 
@@ -131,7 +138,7 @@ class Pool:
         """Wait for the next answer or deadline, and act on it."""
         waiting = {member.answer: member for member in self._members if member.answer is not None}
         soonest = min(self._limit_s(member) - member.silence.seconds for member in waiting.values())
-        ray.wait(list(waiting), num_returns=1, timeout=min(max(soonest, 0.0), LOOK_S))
+        ray.wait(list(waiting), num_returns=1, timeout=min(max(soonest, 0.0), CHECK_INTERVAL_S))
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)  # all of them: none may seem silent
         for answer in ready:
             self._hear(waiting[answer])
@@ -141,28 +148,28 @@ class Pool:
             if member.silence.look(now) >= self._limit_s(member):
                 self._late(member)
 
-    def _limit_s(self, member: _Member) -> float:
+    def _limit_s(self, member: _PoolActor) -> float:
         if member.computing is not None:
             return self._pace.limit_s(self._work.losses(member.computing))
         limits = {"placing": self._patience.place_s, "loading": max(_START_S, self._patience.hang_s)}
         return limits.get(member.phase, self._patience.hang_s)
 
-    def _hear(self, member: _Member) -> None:
+    def _hear(self, member: _PoolActor) -> None:
         """Take one answer."""
         try:
             answer = ray.get(next(member.answer) if member.phase == "busy" else member.answer)
         except RayTaskError as error:
-            raise told(error, member.node) from error
+            raise located_error(error, member.node) from error
         except RayError as error:
             self._lose(member, WorkerLost(f"the process ended: {_first_line(error)}", where=member.node))
             return
         took_s = member.silence.end(time.monotonic())
         if isinstance(answer, TrainwrightError):
             self._failed(member, answer)
-        elif isinstance(answer, Hello):
+        elif isinstance(answer, PredictorInfo):
             member.node = f"{answer.node}, pid {answer.pid}"
             self._ask(member, "loading", member.actor.load.remote(self._order))
-        elif isinstance(answer, Stored):
+        elif isinstance(answer, StoredPart):
             self._stored(member, answer)
         elif answer is None:
             self._ask(member, "idle", None)
@@ -171,7 +178,7 @@ class Pool:
             member.rows += answer
             self._on_rows(answer)
 
-    def _stored(self, member: _Member, answer: Stored) -> None:
+    def _stored(self, member: _PoolActor, answer: StoredPart) -> None:
         assert member.part is not None, "only a busy member stores"
         check_schema(self._schema or answer.schema, answer.schema, member.part)
         self._schema = self._schema or answer.schema
@@ -179,14 +186,14 @@ class Pool:
         member.part, self._stillborn = None, 0
         self._ask(member, "idle", None)
 
-    def _failed(self, member: _Member, error: TrainwrightError) -> None:
+    def _failed(self, member: _PoolActor, error: TrainwrightError) -> None:
         """An error of ours: final, but for a store that another process may reach."""
         if not isinstance(error, StorageError) or member.part is None:
             raise error
         self._give_back(member, error)
         self._ask(member, "idle", None)
 
-    def _late(self, member: _Member) -> None:
+    def _late(self, member: _PoolActor) -> None:
         """Nothing was heard in time."""
         limit_s = self._limit_s(member)
         if member.phase != "placing":
@@ -204,7 +211,7 @@ class Pool:
         self._size = placed
         self._on_note(f"going on with {placed} workers: the cluster had no room for more within {limit_s:g} s")
 
-    def _lose(self, member: _Member, error: TrainwrightError) -> None:
+    def _lose(self, member: _PoolActor, error: TrainwrightError) -> None:
         """A process is gone, or is ended because it hangs."""
         self._dismiss(member)
         if member.part is not None:
@@ -219,7 +226,7 @@ class Pool:
                 remedy="look at the memory of the nodes; verbose=True shows what the processes wrote",
             )
 
-    def _give_back(self, member: _Member, error: TrainwrightError) -> None:
+    def _give_back(self, member: _PoolActor, error: TrainwrightError) -> None:
         """The member's range goes to another one. Raises WorkerLost or StorageError when that was tried too often."""
         part, rows = member.part, member.rows
         assert part is not None, "only a busy member has something to give back"
@@ -227,7 +234,7 @@ class Pool:
         self._on_rows(-rows)
         self._work.lost(part, member.node, error)
 
-    def _dismiss(self, member: _Member) -> None:
+    def _dismiss(self, member: _PoolActor) -> None:
         self._members.remove(member)
         ray.kill(member.actor)
 

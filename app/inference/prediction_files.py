@@ -22,9 +22,9 @@ import pyarrow as pa
 
 from trainwright.core.data import Columns
 from trainwright.core.errors import HangError, JobError, RunConflict, StorageError, TrainwrightError, WorkerLost
-from trainwright.datasets.index import Index
-from trainwright.datasets.sampling.sampler import Lanes
-from trainwright.planning.job_description import changes
+from trainwright.datasets.data_source import Index
+from trainwright.datasets.sample_order import Lanes
+from trainwright.planning.job_description import description_changes
 
 MANIFEST = "_PREDICTIONS.json"
 SAMPLE = "sample"
@@ -59,7 +59,7 @@ class Range:
         return f"rows {self.start:,} to {self.stop - 1:,}"
 
 
-def usual_rows(index: Index, row_bytes: int = 0) -> int:
+def default_range_rows(index: Index, row_bytes: int = 0) -> int:
     """Rows of a range where none are given: by nothing that changes, so that a later call cuts in the same way.
 
     Args:
@@ -71,13 +71,13 @@ def usual_rows(index: Index, row_bytes: int = 0) -> int:
     return max(fitting, min(least, max(_RANGE_BYTES // max(row_bytes, 1), 1)))
 
 
-def cut(index: Index, rows: int) -> tuple[Range, ...]:
+def split_ranges(index: Index, rows: int) -> tuple[Range, ...]:
     """All ranges of a data set, in order: small neighbouring row groups are joined up to `rows` rows, others split."""
     edges = Lanes(rows=index.rows, count=1, window=rows, groups=index.firsts).edges.tolist()
     return tuple(Range(start=start, stop=stop) for start, stop in pairwise(edges))
 
 
-def missing(ranges: Sequence[Range], names: Iterable[str], folder: str) -> tuple[Range, ...]:
+def missing_ranges(ranges: Sequence[Range], names: Iterable[str], folder: str) -> tuple[Range, ...]:
     """The ranges of which no part is there yet.
 
     Args:
@@ -95,12 +95,13 @@ def missing(ranges: Sequence[Range], names: Iterable[str], folder: str) -> tuple
         raise RunConflict(
             f"the folder holds files that are no parts of these predictions, such as {strange[0]}",
             where=folder,
-            remedy="give another folder" + ("" if any(not is_part(name) for name in strange) else ", or fresh=True"),
+            remedy="give another folder"
+            + ("" if any(not is_part_name(name) for name in strange) else ", or fresh=True"),
         )
     return tuple(part for part in ranges if part.name not in found)
 
 
-def is_part(name: str) -> bool:
+def is_part_name(name: str) -> bool:
     """Whether a file has the name of a part."""
     return _PART.fullmatch(name) is not None
 
@@ -109,7 +110,7 @@ def is_part(name: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class PredictionManifest:
     """What was asked for. Two calls with equal manifests write the same parts.
 
     Attributes:
@@ -161,15 +162,15 @@ class Manifest:
                 f"the manifest cannot be read: {error}", where=where, remedy="give another folder, or fresh=True"
             ) from error
 
-    def differences(self, asked: Manifest) -> list[str]:
+    def differences(self, asked: PredictionManifest) -> list[str]:
         """Lines that say where what is asked for now differs."""
         old, new = asdict(self), asdict(asked)
-        lines = [line.replace("train: ", "data: ", 1) for line in changes(old.pop("job"), new.pop("job"))]
+        lines = [line.replace("train: ", "data: ", 1) for line in description_changes(old.pop("job"), new.pop("job"))]
         for facts in (old, new):
             facts.update({name: facts[name][:12] for name in ("data_sha256", "checkpoint_sha256")})
         return lines + [f"{name}: {old[name]} -> {new[name]}" for name in new if old[name] != new[name]]
 
-    def check(self, asked: Manifest, folder: str) -> None:
+    def check(self, asked: PredictionManifest, folder: str) -> None:
         """Raise RunConflict, naming the differences, where something else is asked for now."""
         lines = self.differences(asked)
         if not lines:
@@ -186,7 +187,7 @@ class Manifest:
 # --- work -------------------------------------------------------------------------------------------------------------
 
 
-class Work:
+class RangeQueue:
     """Who still has to be given what.
 
     Args:
@@ -249,7 +250,7 @@ class Work:
 # --- columns ----------------------------------------------------------------------------------------------------------
 
 
-def table_of(part: Range, kept: Columns, outputs: Columns) -> pa.Table:
+def part_table(part: Range, kept: Columns, outputs: Columns) -> pa.Table:
     """A part: `sample` (int64, the row number), the columns kept, the outputs; (rows, ...) as fixed-shape tensors.
 
     Raises:
@@ -260,11 +261,11 @@ def table_of(part: Range, kept: Columns, outputs: Columns) -> pa.Table:
         raise JobError([f"the model's output {taken[0]!r} has the name of another column of the predictions"])
     columns = {SAMPLE: pa.array(np.arange(part.start, part.stop, dtype=np.int64))}
     for name, array in {**kept, **outputs}.items():
-        columns[name] = arrow(name, array)
+        columns[name] = arrow_column(name, array)
     return pa.table(columns)
 
 
-def arrow(name: str, array: npt.NDArray[Any]) -> pa.Array:
+def arrow_column(name: str, array: npt.NDArray[Any]) -> pa.Array:
     """An array (rows, *shape) as an Arrow column. Raises JobError where Arrow has no such type."""
     try:
         if array.ndim == 1:
@@ -277,7 +278,7 @@ def arrow(name: str, array: npt.NDArray[Any]) -> pa.Array:
         raise JobError([f"column {name!r} ({array.dtype}, shape {array.shape}) cannot be written: {error}"]) from error
 
 
-def joined(pieces: Sequence[Columns], part: Range) -> dict[str, npt.NDArray[Any]]:
+def concatenate_outputs(pieces: Sequence[Columns], part: Range) -> dict[str, npt.NDArray[Any]]:
     """The outputs of a range's batches, one after the other.
 
     Raises:
@@ -291,7 +292,7 @@ def joined(pieces: Sequence[Columns], part: Range) -> dict[str, npt.NDArray[Any]
         arrays = [piece[name] for piece in pieces]
         shapes = sorted({array.shape[1:] for array in arrays})
         if len(shapes) > 1:
-            raise JobError([ragged(name, str(shapes[0]), str(shapes[-1]))], where=str(part))
+            raise JobError([_shape_mismatch(name, str(shapes[0]), str(shapes[-1]))], where=str(part))
         result[name] = np.concatenate(arrays)
     return result
 
@@ -301,10 +302,10 @@ def check_schema(first: Mapping[str, str], found: Mapping[str, str], part: Range
     for name in sorted({*first, *found}):
         before, now = first.get(name, "missing"), found.get(name, "missing")
         if before != now:
-            raise JobError([ragged(name, before, now)], where=str(part))
+            raise JobError([_shape_mismatch(name, before, now)], where=str(part))
 
 
-def ragged(name: str, one: str, other: str) -> str:
+def _shape_mismatch(name: str, one: str, other: str) -> str:
     """Why outputs that differ cannot be columns of one table."""
     return (
         f"the output {name!r} is {one} for some rows and {other} for others: let the model give one shape for every "

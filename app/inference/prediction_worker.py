@@ -18,27 +18,26 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainwright.core.checkpoint import CheckpointRef
 from trainwright.core.data import Batch, Columns, Feed
-from trainwright.core.engine import ModelSpec
+from trainwright.core.engine import CheckpointRef, ModelSpec
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
-from trainwright.datasets.index import Index
+from trainwright.datasets.data_source import Index
 from trainwright.datasets.loading.prefetch import ReadAhead
-from trainwright.datasets.ops.transforms import Counters
-from trainwright.inference.evaluate import lone_engine
-from trainwright.inference.prediction_files import Range, joined, table_of
+from trainwright.datasets.ops.row_transforms import Counters
+from trainwright.inference.prediction_files import Range, concatenate_outputs, part_table
+from trainwright.inference.trained_model import single_rank_engine
 from trainwright.storage.checkpoints import CheckpointReader, read_manifest
-from trainwright.storage.store import Store
-from trainwright.worker.job_pickle import unpack
+from trainwright.storage.object_store import Store
+from trainwright.worker.worker_config import unpickle_job
 
-Form = Callable[[Columns], Columns]
+OutputTransform = Callable[[Columns], Columns]
 """form(the model's outputs for some rows) -> what is written of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
+class CheckpointWeights:
     """A checkpoint of a run.
 
     Attributes:
@@ -61,7 +60,7 @@ class Weights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictOrder:
+class PredictorConfig:
     """All that a fresh process needs to predict.
 
     Attributes:
@@ -79,45 +78,47 @@ class PredictOrder:
     job: bytes
     plan: Plan
     index: Index
-    weights: Weights | None
+    weights: CheckpointWeights | None
     folder: Store
     outputs: tuple[str, ...]
     keep: tuple[str, ...]
     batch_size: int
-    form: Form | None = None
+    form: OutputTransform | None = None
 
 
-class Hello(NamedTuple):
+class PredictorInfo(NamedTuple):
     """A process that is up."""
 
     node: str
     pid: int
 
 
-class Stored(NamedTuple):
+class StoredPart(NamedTuple):
     """A part that is whole and in its place; types by column name."""
 
     schema: Mapping[str, str]
 
 
-Outputs = Callable[[Batch], Sequence[Columns]]
+OutputFunction = Callable[[Batch], Sequence[Columns]]
 """outputs(batch) -> the model's for its rows, in order, in pieces."""
 
 
-def lone_model(order: PredictOrder) -> Outputs:
-    """The order's model in this process. Raises as `standing`."""
-    job = unpack(order.job)
+def order_outputs(order: PredictorConfig) -> OutputFunction:
+    """The order's model in this process. Raises as `local_outputs`."""
+    job = unpickle_job(order.job)
     spec = job.model_spec(1, partial(job.train.row, order.index, _names(job, order)))
-    return standing(replace(spec, outputs=order.outputs), order.plan, order.weights)
+    return local_outputs(replace(spec, outputs=order.outputs), order.plan, order.weights)
 
 
-def standing(spec: ModelSpec, plan: Plan, weights: Weights | None, *, guest: bool = False) -> Outputs:
+def local_outputs(
+    spec: ModelSpec, plan: Plan, weights: CheckpointWeights | None, *, guest: bool = False
+) -> OutputFunction:
     """A model in this process, on one device; as a guest, where the process does other work too.
 
     Raises:
         CheckpointError, UserCodeError, JobError: the model cannot be built, or its weights do not fit.
     """
-    engine = lone_engine(spec, plan, guest=guest)
+    engine = single_rank_engine(spec, plan, guest=guest)
     if weights is not None:
         engine.load(weights.reader())
     return lambda batch: [engine.predict_step(_alone(batch))]
@@ -133,14 +134,14 @@ class Predictor:
         DataError: the source cannot be opened.
     """
 
-    def __init__(self, order: PredictOrder, outputs: Outputs) -> None:
+    def __init__(self, order: PredictorConfig, outputs: OutputFunction) -> None:
         self._order, self._outputs, self._form = order, outputs, order.form or _as_it_is
-        job = unpack(order.job)
+        job = unpickle_job(order.job)
         self._data, self._seed = job.train, job.seed
         self._names = _names(job, order)
         self._rows = self._data.reader(order.index, self._names)
 
-    def compute(self, part: Range) -> Iterator[int | Stored]:
+    def compute(self, part: Range) -> Iterator[int | StoredPart]:
         """Compute a range and store it: after each batch its number of rows, at the end what was stored.
 
         Raises:
@@ -154,11 +155,11 @@ class Predictor:
                 outputs.extend(map(self._form, self._outputs(batch)))
                 kept.append({name: batch.columns[name] for name in self._order.keep})
                 yield batch.rows
-        table = table_of(part, joined(kept, part), joined(outputs, part))
+        table = part_table(part, concatenate_outputs(kept, part), concatenate_outputs(outputs, part))
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink)
         self._order.folder.put(part.name, sink.getvalue().to_pybytes())
-        yield Stored({field.name: str(field.type) for field in table.schema})
+        yield StoredPart({field.name: str(field.type) for field in table.schema})
 
     def _batches(self, part: Range) -> Iterator[Batch]:
         """The range's rows in order, transformed."""
@@ -176,28 +177,28 @@ class PredictorProcess:
         self._node = f"{socket.gethostname()}, pid {os.getpid()}"
         self._predictor: Predictor | None = None
 
-    def hello(self) -> Hello:
+    def hello(self) -> PredictorInfo:
         """Say who and where this process is."""
-        return Hello(node=socket.gethostname(), pid=os.getpid())
+        return PredictorInfo(node=socket.gethostname(), pid=os.getpid())
 
-    def load(self, order: PredictOrder) -> TrainwrightError | None:
+    def load(self, order: PredictorConfig) -> TrainwrightError | None:
         """Build the model and load the checkpoint; the error that ended it."""
         try:
-            self._predictor = Predictor(order, lone_model(order))
+            self._predictor = Predictor(order, order_outputs(order))
         except Exception as error:
-            return told(error, self._node)
+            return located_error(error, self._node)
         return None
 
-    def compute(self, part: Range) -> Iterator[int | Stored | TrainwrightError]:
+    def compute(self, part: Range) -> Iterator[int | StoredPart | TrainwrightError]:
         """As `Predictor.compute`; an error ends it."""
         assert self._predictor is not None, "load comes first"
         try:
             yield from self._predictor.compute(part)
         except Exception as error:
-            yield told(error, f"{part} on {self._node}")
+            yield located_error(error, f"{part} on {self._node}")
 
 
-def told(error: Exception, where: str) -> TrainwrightError:
+def located_error(error: Exception, where: str) -> TrainwrightError:
     """An error of ours with the place added; anything else as one, with its traceback."""
     if isinstance(error, TrainwrightError):
         error.where = f"{error.where}; {where}" if error.where else where
@@ -207,7 +208,7 @@ def told(error: Exception, where: str) -> TrainwrightError:
     )
 
 
-def _names(job: Job, order: PredictOrder) -> tuple[str, ...] | None:
+def _names(job: Job, order: PredictorConfig) -> tuple[str, ...] | None:
     """The columns to read; None for all."""
     return None if job.columns is None else tuple(dict.fromkeys((*job.columns, *order.keep)))
 

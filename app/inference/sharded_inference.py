@@ -12,45 +12,40 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from trainwright.core.checkpoint import CheckpointRef
-from trainwright.core.data import Columns, Sums
+from trainwright.core import formatting
+from trainwright.core.data import Columns, MetricSums
+from trainwright.core.engine import CheckpointRef
 from trainwright.core.errors import HangError, PeerLost, ResourceError, TrainwrightError, WorkerLost
-from trainwright.core.group import Generation, Group, Peer
 from trainwright.core.job import Job
-from trainwright.core.plan import Plan
-from trainwright.core.rank_placement import seats
-from trainwright.datasets.index import Index
-from trainwright.datasets.loading.loader import schedule_of
-from trainwright.driver.crash_loops import backoff_s
-from trainwright.driver.messages import Failure
-from trainwright.driver.worker_requests import Predicting, Reservation
-from trainwright.inference.trained_plan import dealt, gathered
-from trainwright.reporting import formatting
-from trainwright.runtime.call_arguments import Arguments
-from trainwright.runtime.cluster_discovery import discover
+from trainwright.core.plan import Plan, assign_slots
+from trainwright.core.topology import Generation, Group, Peer
+from trainwright.datasets.data_source import Index
+from trainwright.datasets.loading.batch_loader import make_schedule
+from trainwright.driver.failure_policy import backoff_s
+from trainwright.driver.messages import CallFailure, PredictRequest, ReserveRequest
+from trainwright.inference.inference_plan import gather_outputs, split_into_feeds
+from trainwright.ray_cluster.discovery import discover
+from trainwright.ray_cluster.placement_groups import PlacementGroups, device_names, worker_resources
+from trainwright.ray_cluster.ray_compat import exit_reason
 from trainwright.runtime.controller import CALL_DEADLINE_S
-from trainwright.runtime.exit_reasons import cause_of
-from trainwright.runtime.placement_groups import Rooms
-from trainwright.runtime.resource_bundles import devices, resources
 from trainwright.runtime.takeover import BEAT_S, run_name
-from trainwright.runtime.worker_actor import WORKER, Berth
-from trainwright.storage.store import Store
-from trainwright.worker.job_pickle import pack
-from trainwright.worker.worker_config import WorkOrder
+from trainwright.runtime.worker_actor import WORKER_ACTOR, ArgumentPickler, WorkerSlot
+from trainwright.storage.object_store import Store
+from trainwright.worker.worker_config import WorkerConfig, pickle_job
 
-HANG_S = 900.0  # for what all ranks do together, where the job says nothing
-SOME = 16  # batches that are evaluated in one go
-EXPLAIN_S = 5.0  # for ranks that hang to say where
-CAUSE_S = 15.0  # for the rank that failed first to tell, once another has lost it
+_HANG_S = 900.0  # for what all ranks do together, where the job says nothing
+_BATCHES_A_CALL = 16  # batches that are evaluated in one go
+_EXPLAIN_S = 5.0  # for ranks that hang to say where
+_CAUSE_S = 15.0  # for the rank that failed first to tell, once another has lost it
 TOKEN = 0  # of a driver that owns no run
 
 
-def say(text: str) -> None:
+def _print_line(text: str) -> None:
     """A line for people."""
     print(text, file=sys.stderr)
 
 
-class Ranks:
+class ShardedModel:
     """A model on workers of the cluster that hold it together. One thread; calls block. Use it in a `with`.
 
     Where a worker is lost or hangs, all are placed anew and do again what was asked of them, as often as the job's
@@ -77,28 +72,28 @@ class Ranks:
         train: Index,
         evaluate: Index | None = None,
         outputs: tuple[str, ...] = (),
-        note: Callable[[str], object] = say,
+        note: Callable[[str], object] = _print_line,
     ) -> None:
         self._plan, self._job, self._checkpoint, self._note = plan, job, checkpoint, note
         served = job.replace(drop_last=False)  # or a few rows would be no batch
-        order = WorkOrder(
-            job=pack(served), plan=self._plan, storage=store.uri, run=job.name, train=train, evaluate=evaluate,
+        order = WorkerConfig(
+            job=pickle_job(served), plan=self._plan, storage=store.uri, run=job.name, train=train, evaluate=evaluate,
             outputs=outputs,
         )  # fmt: skip
         self._order, self._judged = ray.put(order), evaluate
         self._run = run_name(store.uri_of(job.name))
-        self._rooms = Rooms(self._plan, elastic=False, lasting=False)
+        self._rooms = PlacementGroups(self._plan, elastic=False, lasting=False)
         self._actors: list[Any] = []
         self._nodes: list[str] = []
         self._number = self._failures = 0
-        self._hang_s = job.hang_deadline_s or HANG_S
+        self._hang_s = job.hang_deadline_s or _HANG_S
         self._closed = threading.Event()
         where = "" if checkpoint is None else " that it was trained in"
         how = f"in the layout{where}: {plan.name}" if plan.mesh.size > plan.mesh.data else "each with the whole model"
         who = job.name if checkpoint is None else f"{job.name} at step {checkpoint.step:,}"
         self._note(f"{who} on {formatting.count(plan.workers, 'worker')}, {how}")
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> ShardedModel:
         threading.Thread(target=self._beat, name="trainwright-beat", daemon=True).start()
         return self
 
@@ -107,7 +102,7 @@ class Ranks:
         self._end()
         self._rooms.give_back()
 
-    def evaluate(self) -> Sums:
+    def evaluate(self) -> MetricSums:
         """Sums over the evaluation set, of which each data rank reads its share, some batches at a time.
 
         Raises:
@@ -116,9 +111,9 @@ class Ranks:
             TrainwrightError: what the user's code, the data or the store did.
         """
         assert self._judged is not None, "asked for only where there is an evaluation set"
-        total, steps = Sums(), schedule_of(self._judged, **self._job.ordering(evaluate=True)).total_steps
-        for start in range(0, steps, SOME):
-            some = range(start, min(start + SOME, steps))
+        total, steps = MetricSums(), make_schedule(self._judged, **self._job.ordering(evaluate=True)).total_steps
+        for start in range(0, steps, _BATCHES_A_CALL):
+            some = range(start, min(start + _BATCHES_A_CALL, steps))
             total = sum(self._together("evaluate_some", [some] * self._plan.workers), total)
         return total
 
@@ -127,16 +122,16 @@ class Ranks:
 
         Args:
             columns: of the rows, which may have more than the model is given.
-            place: see `Predicting`.
+            place: see `PredictRequest`.
 
         Raises:
             WorkerLost, HangError, ResourceError, TrainwrightError: as `evaluate`.
         """
         wanted = self._job.columns
         given = {name: column for name, column in columns.items() if wanted is None or name in wanted}
-        feeds = dealt(self._plan, given)
-        answers = self._together("predict", [Predicting(feeds=own, place=place) for own in feeds])
-        return list(gathered(self._plan, answers, feeds[0]))
+        feeds = split_into_feeds(self._plan, given)
+        answers = self._together("predict", [PredictRequest(feeds=own, place=place) for own in feeds])
+        return list(gather_outputs(self._plan, answers, feeds[0]))
 
     # --- inside -------------------------------------------------------------------------------------------
 
@@ -155,7 +150,7 @@ class Ranks:
                 self._note(f"begins again on new workers: {error.what} ({error.where})")
                 self._closed.wait(backoff_s(self._failures))
                 self._rooms.give_back()  # workers that had not heard of us for long gave it back themselves
-                self._rooms = Rooms(self._plan, elastic=False, lasting=False)
+                self._rooms = PlacementGroups(self._plan, elastic=False, lasting=False)
             else:
                 self._failures = 0
                 return answers
@@ -165,27 +160,29 @@ class Ranks:
         self._number += 1
         generation, size = Generation(token=TOKEN, number=self._number), self._plan.workers
         self._place()
-        addresses = self._ask("reserve", [Reservation(generation=generation)] * size)
+        addresses = self._ask("reserve", [ReserveRequest(generation=generation)] * size)
         peers = tuple(
             Peer(rank=rank, address=address, node=node)
             for rank, (address, node) in enumerate(zip(addresses, self._nodes, strict=True))
         )
         about: dict[str, Any] = {
-            "generation": generation, "peers": (), "key": secrets.token_bytes(), "devices": devices(self._plan),
+            "generation": generation, "peers": (), "key": secrets.token_bytes(), "devices": device_names(self._plan),
             "threads": self._plan.placement.threads, "deadline_s": max(CALL_DEADLINE_S, self._hang_s),
         }  # fmt: skip
-        common = Arguments().common(peers)
+        common = ArgumentPickler().common(peers)
         self._ask("form", [Group(rank=rank, slot=rank, **about) for rank in range(size)], common=common)
         if self._checkpoint is not None:
             self._ask("load", [self._checkpoint] * size)
 
     def _place(self) -> None:
         """A process for each rank, where the plan wants it to be."""
-        options = resources(self._plan.placement)
+        options = worker_resources(self._plan.placement)
         self._nodes = ["a node that is not known yet"] * self._plan.workers
         for slot in range(self._plan.workers):
-            berth, where = Berth(worker=slot, slot=slot, run=self._run), self._rooms.of(slot)
-            made = WORKER.options(scheduling_strategy=where, **options)  # not detached: Ray ends it with this process
+            berth, where = WorkerSlot(worker=slot, slot=slot, run=self._run), self._rooms.of(slot)
+            made = WORKER_ACTOR.options(
+                scheduling_strategy=where, **options
+            )  # not detached: Ray ends it with this process
             self._actors.append(made.remote(self._order, berth, TOKEN))
         patience_s = self._job.patience_s(discover(possible=True))
         late = ResourceError(
@@ -196,7 +193,7 @@ class Ranks:
         hellos = self._answers([actor.hello.remote() for actor in self._actors], patience_s, late)
         for slot, hello in enumerate(hellos):
             self._rooms.found(slot, hello.node_id)
-        order = seats(self._plan.mesh, [hello.node_id for hello in hellos], self._plan.devices_per_worker)
+        order = assign_slots(self._plan.mesh, [hello.node_id for hello in hellos], self._plan.devices_per_worker)
         self._actors = [self._actors[place] for place in order]
         self._nodes = [hellos[place].node for place in order]
 
@@ -226,7 +223,7 @@ class Ranks:
             answers[rank] = _answer(ready[0], f"rank {rank}, {self._nodes[rank]}")
             if isinstance(answers[rank], PeerLost):
                 lost = lost or WorkerLost(answers[rank].what, where=answers[rank].where)
-                until_s = min(until_s, time.monotonic() + CAUSE_S)
+                until_s = min(until_s, time.monotonic() + _CAUSE_S)
             elif isinstance(answers[rank], TrainwrightError):
                 raise answers[rank]
         if lost is not None:
@@ -238,7 +235,7 @@ class Ranks:
         if isinstance(late, HangError):
             late.where = "; ".join(f"rank {rank}, {self._nodes[rank]}" for rank in silent)
             told = {rank: self._actors[rank].interrupt.remote(self._number, True, TOKEN) for rank in silent}
-            ready, _ = ray.wait(list(told.values()), num_returns=len(told), timeout=EXPLAIN_S)
+            ready, _ = ray.wait(list(told.values()), num_returns=len(told), timeout=_EXPLAIN_S)
             answers = {rank: _answer(ref, late.where) for rank, ref in told.items() if ref in ready}
             late.detail = "\n".join(
                 f"rank {r} stood at:\n{text}" for r, text in answers.items() if isinstance(text, str)
@@ -263,5 +260,5 @@ def _answer(ready: Any, where: str) -> Any:
     try:
         answer = ray.get(ready)
     except RayError as error:
-        return WorkerLost(cause_of(error), where=where, remedy="look at the memory of the nodes")
-    return answer.error if isinstance(answer, Failure) else answer
+        return WorkerLost(exit_reason(error), where=where, remedy="look at the memory of the nodes")
+    return answer.error if isinstance(answer, CallFailure) else answer

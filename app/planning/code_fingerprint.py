@@ -30,8 +30,8 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.core.pickling import is_users, is_users_file
-from trainwright.core.redaction import without_secrets
+from trainwright.core.pickling import is_user_file, is_user_module
+from trainwright.core.redaction import redact
 
 SCHEME = f"bytecode of Python {sys.version_info[0]}.{sys.version_info[1]}"
 """Digests of another scheme say nothing of these."""
@@ -64,7 +64,7 @@ _KERAS = {"keras", "tensorflow", "tf_keras"}
 
 
 @dataclass(kw_only=True)
-class Part:
+class _Definition:
     """A definition that is reached.
 
     Attributes:
@@ -80,7 +80,7 @@ class Part:
     owner: Any = None
 
 
-class Fingerprints:
+class CodeFingerprints:
     """Digests of several values that may share definitions.
 
     Attributes:
@@ -89,9 +89,9 @@ class Fingerprints:
 
     def __init__(self) -> None:
         self.imported: dict[str, str] = {}
-        self._parts: dict[tuple[Any, ...], Part] = {}
+        self._parts: dict[tuple[Any, ...], _Definition] = {}
         self._labels: Counter[str] = Counter()
-        self._pending: list[tuple[Part, Callable[[_Refs], str]]] = []
+        self._pending: list[tuple[_Definition, Callable[[_Refs], str]]] = []
         self._left = _VALUES
         self._homes = {tempfile.gettempdir(): "<temporary>"}
 
@@ -104,7 +104,7 @@ class Fingerprints:
         """
         refs: _Refs = []
         self._left = _VALUES
-        own = _short(without_secrets(self._encode(value, refs)))
+        own = _short(redact(self._encode(value, refs)))
         self._settle()
         parts = list(self._reached(refs))
         if reached is not None:
@@ -113,7 +113,7 @@ class Fingerprints:
                 reached[_unused(f"arguments or attributes of {_name(value)}", reached)] = own
         return _sha([own, *(part.text for part in parts)])
 
-    def _reached(self, refs: _Refs) -> Iterator[Part]:
+    def _reached(self, refs: _Refs) -> Iterator[_Definition]:
         seen: set[tuple[Any, ...]] = set()
         waiting = refs[::-1]
         while waiting:
@@ -127,13 +127,13 @@ class Fingerprints:
         while self._pending:
             part, make = self._pending.pop()
             self._left = _VALUES
-            part.text = _short(without_secrets(make(part.refs)))
+            part.text = _short(redact(make(part.refs)))
 
     def _refer(self, refs: _Refs, key: tuple[Any, ...], label: str, owner: Any, make: Callable[[_Refs], str]) -> None:
         if key not in self._parts:
             self._labels[label] += 1
             number = self._labels[label]
-            part = Part(label=label if number == 1 else f"{label} #{number}", owner=owner)
+            part = _Definition(label=label if number == 1 else f"{label} #{number}", owner=owner)
             self._parts[key] = part
             self._pending.append((part, make))
         refs.append(key)
@@ -212,7 +212,7 @@ class Fingerprints:
         bases = {base.__module__.partition(".")[0] for base in kind.__mro__}
         name = self._encode(kind, refs, above)
         wrapped = _wrapped(value)
-        if wrapped is not None and not is_users_class(kind):
+        if wrapped is not None and not _is_user_class(kind):
             return f"{name} of {self._encode(wrapped, refs, above)}"
         if root in _BY_TYPE or place.startswith(_RANDOM) or bases & {"_io", "_thread", "_random"}:
             return name
@@ -226,7 +226,7 @@ class Fingerprints:
         if state:
             held = self._encode(state, refs, above)
             return f"{name} {held}"
-        if is_users_class(kind):
+        if _is_user_class(kind):
             return name
         try:
             text = repr(value)
@@ -280,7 +280,7 @@ class Fingerprints:
         return variable
 
     def _class(self, kind: type, refs: _Refs) -> str:
-        if not is_users_class(kind):
+        if not _is_user_class(kind):
             return self._foreign(kind, refs)
         where = _file(_class_file(kind))
         self._home(getattr(sys.modules.get(kind.__module__), "__file__", None), _class_file(kind))
@@ -311,7 +311,7 @@ class Fingerprints:
     def _module(self, module: ModuleType, refs: _Refs) -> str:
         """A module that is handed on as a whole: all of the user's own, the version of an installed one."""
         file = getattr(module, "__file__", None)
-        if file and is_users(module):
+        if file and is_user_module(module):
             return self._source(file, module.__name__, refs)
         self._installed(module.__name__, refs)
         return module.__name__
@@ -378,7 +378,7 @@ class Fingerprints:
         if name not in space or (name.startswith("__") and name.endswith("__")):
             return name if hasattr(builtins, name) else f"global {name}"
         value = space[name]
-        while isinstance(value, ModuleType) and is_users(value):
+        while isinstance(value, ModuleType) and is_user_module(value):
             attribute = next(chain, None)
             if attribute is None or attribute not in vars(value):
                 break
@@ -410,7 +410,7 @@ class Fingerprints:
             return name
         for candidate in (full, *(f"{full}.{each}" for each in names)):
             file = _module_file(candidate)
-            if file and is_users_file(file) and not _ours(candidate):
+            if file and is_user_file(file) and not _ours(candidate):
                 self._source(file, candidate, refs)
                 above = (candidate.rsplit(".", count)[0] for count in range(candidate.count(".") + 1))
                 self.imported |= {each: found for each in above if (found := _module_file(each))}
@@ -418,14 +418,14 @@ class Fingerprints:
         return full
 
 
-def is_users_class(kind: type) -> bool:
+def _is_user_class(kind: type) -> bool:
     """Whether a class was written by the user: in neither an installed module nor ours."""
     if _ours(kind.__module__) or kind.__module__ in ("builtins", "__builtin__"):
         return False
     module = sys.modules.get(kind.__module__)
     if module is None or kind.__module__ == "__main__":
         return True
-    return is_users(module)
+    return is_user_module(module)
 
 
 def _is_users_function(function: FunctionType) -> bool:
@@ -433,8 +433,8 @@ def _is_users_function(function: FunctionType) -> bool:
     if _ours(module) or _ours(str(function.__globals__.get("__name__"))):
         return False
     if file.startswith("<") and not _NOTEBOOK.search(file):  # made by a decorator, such as dataclass
-        return module == "__main__" or module not in sys.modules or is_users(sys.modules[module])
-    return is_users_file(file)
+        return module == "__main__" or module not in sys.modules or is_user_module(sys.modules[module])
+    return is_user_file(file)
 
 
 def _ours(module: str) -> bool:
@@ -465,7 +465,7 @@ def _file(path: str) -> str:
 def _class_file(kind: type) -> str:
     functions = (getattr(value, "__func__", value) for _, value in sorted(vars(kind).items()))
     files = [each.__code__.co_filename for each in functions if isinstance(each, FunctionType)]
-    written = [file for file in files if not file.startswith("<string>") and is_users_file(file)]
+    written = [file for file in files if not file.startswith("<string>") and is_user_file(file)]
     return written[0] if written else str(getattr(sys.modules.get(kind.__module__), "__file__", kind.__module__))
 
 
@@ -601,7 +601,7 @@ def _version(root: str) -> str:
     except (importlib.metadata.PackageNotFoundError, ValueError):
         module = sys.modules.get(root)
         version = getattr(module, "__version__", "")
-        return version.partition("+")[0] if isinstance(version, str) and not is_users(module) else ""
+        return version.partition("+")[0] if isinstance(version, str) and not is_user_module(module) else ""
 
 
 def _short(text: str) -> str:
@@ -633,6 +633,6 @@ def decode_table(text: str) -> tuple[str, dict[str, dict[str, str]]]:
         return "", {}
 
 
-def for_people(description: Mapping[str, Any]) -> dict[str, Any]:
+def without_code_table(description: Mapping[str, Any]) -> dict[str, Any]:
     """A description without what only `changes` reads."""
     return {name: value for name, value in description.items() if name != CODE}

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainwright.core.job import Job
-from trainwright.core.redaction import without_secrets
+from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Index
-from trainwright.planning.code_fingerprint import CODE, SCHEME, Fingerprints, decode_table, encode_table
+from trainwright.planning.code_fingerprint import CODE, SCHEME, CodeFingerprints, decode_table, encode_table
 
 # Fields that say where or how fast a job runs, and never what it computes.
 _FREE = frozenset(
@@ -45,10 +45,10 @@ def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = N
         if dataset is not None:
             words[name] = f"{dataset!r}, {_rows(index)}{_DATA}{codes.contents(name, dataset.functions, index)}"
     words[CODE] = codes.table()
-    return {name: without_secrets(text) for name, text in words.items()}
+    return {name: redact(text) for name, text in words.items()}
 
 
-def imported(job: Job) -> dict[str, str]:
+def imported_sources(job: Job) -> dict[str, str]:
     """Files of the user's modules that the job's functions import when they are called, by name."""
     codes = _Codes()
     for name in type(job).model_fields:
@@ -59,7 +59,7 @@ def imported(job: Job) -> dict[str, str]:
     return codes.imported
 
 
-def narrowed(description: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+def select_fields(description: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Some fields of a description, with the definitions that these reach."""
     kept = {name: description[name] for name in names}
     scheme, fields = decode_table(description[CODE])
@@ -71,14 +71,14 @@ def comparable(old: Mapping[str, str]) -> bool:
     return decode_table(old.get(CODE, ""))[0] == SCHEME
 
 
-def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+def description_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """Lines that say which fields that matter to the result differ.
 
     A data set is the same wherever it lies; more epochs are another result only where a schedule looks at the end. What
     has become a secret since the old one was written is none in the new one, and no difference. Where the old one was
     written by another version of Python or an older one of trainwright, code is not compared; see `comparable`.
     """
-    old = {name: without_secrets(words) for name, words in old.items()}
+    old = {name: redact(words) for name, words in old.items()}
     before, now = (decode_table(each.get(CODE, "")) for each in (old, new))
     if CODE in new and before[0] != now[0]:
         old, new = ({name: _DIGESTS.sub("", words) for name, words in each.items()} for each in (old, new))
@@ -118,8 +118,8 @@ def _compared(old: str, new: str) -> str:
     return "changed" if _DIGEST.fullmatch(old) or _DIGEST.fullmatch(new) else f"changed from {old} to {new}"
 
 
-def essence(description: Mapping[str, str]) -> dict[str, str]:
-    """What of a description a process's state depends on; see `changes`."""
+def state_relevant_fields(description: Mapping[str, str]) -> dict[str, str]:
+    """What of a description a process's state depends on; see `description_changes`."""
     return {name: _essence(name, words) for name, words in description.items() if name not in _FREE}
 
 
@@ -135,12 +135,12 @@ class _Codes:
     """Texts of a job's fields, and the definitions that they reach."""
 
     def __init__(self) -> None:
-        self._prints = Fingerprints()
+        self._prints = CodeFingerprints()
         self._fields: dict[str, dict[str, str]] = {}
 
     @property
     def imported(self) -> dict[str, str]:
-        """Of all fields so far; see `Fingerprints`."""
+        """Of all fields so far; see `CodeFingerprints`."""
         return self._prints.imported
 
     def table(self) -> str:

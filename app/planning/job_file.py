@@ -16,16 +16,16 @@ from typing import Any, TypeGuard
 from pydantic import ValidationError, validate_call
 
 from trainwright.core.errors import JobError, TrainwrightError, UserCodeError, nearest
-from trainwright.core.frameworks import missing
+from trainwright.core.frameworks import missing_framework
 from trainwright.core.job import Job
-from trainwright.core.strict_model import Fields
+from trainwright.core.strict_model import StrictModel
 
 _TEXTS = ("name", "storage")  # a run may be called 2024
 _STRINGS = ("string_type", "literal_error")  # what pydantic says where only strings will do
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sought:
+class _FileObject:
     """What a file is to hold.
 
     Attributes:
@@ -41,14 +41,17 @@ class Sought:
     written: str
 
 
-def distils(value: Any) -> bool:
+def _is_distillation(value: Any) -> bool:
     """Whether `tw.distill` takes it: a Distillation, or a recipe that has a `distill` of its own."""
     return callable(getattr(type(value), "distill", None)) or type(value).__name__ == "Distillation"
 
 
-JOB = Sought(word="job", names=("job",), fits=lambda value: isinstance(value, Job), written="tw.Job(...)")
-DISTILLATION = Sought(
-    word="distillation", names=("distillation", "search", "recipe"), fits=distils, written="tw.Distillation(...)"
+_JOB = _FileObject(word="job", names=("job",), fits=lambda value: isinstance(value, Job), written="tw.Job(...)")
+_DISTILLATION = _FileObject(
+    word="distillation",
+    names=("distillation", "search", "recipe"),
+    fits=_is_distillation,
+    written="tw.Distillation(...)",
 )
 
 
@@ -62,7 +65,7 @@ def load_job(path: str, overrides: Iterable[str] = ()) -> Job:
         JobError: there is no such file, no job or more than one in it, or an override is wrong.
         UserCodeError: the file, or its function, raised.
     """
-    job: Job = _loaded(_module(path), JOB, path, overrides)
+    job: Job = _loaded(_module(path), _JOB, path, overrides)
     return job
 
 
@@ -72,19 +75,21 @@ def load_distillation(path: str, overrides: Iterable[str] = ()) -> Any:
     Overrides are of its own fields, then of those of its parts, such as the student's job and the loss:
     `temperature=4`, `epochs=3`; a part may be named: `student.targets=label`. Raises as `load_job`.
     """
-    return _loaded(_module(path), DISTILLATION, path, overrides)
+    return _loaded(_module(path), _DISTILLATION, path, overrides)
 
 
 def load(path: str, overrides: Iterable[str] = ()) -> Any:
     """The distillation of a file where it has one, else its job. Raises as `load_job`."""
     module = _module(path)
     held = vars(module)
-    makers = [name for name in DISTILLATION.names if _makes(held.get(name))]
-    distilling = any(map(distils, held.values())) or (makers and ("distillation" in makers or "job" not in held))
-    return _loaded(module, DISTILLATION if distilling else JOB, path, overrides)
+    makers = [name for name in _DISTILLATION.names if _makes(held.get(name))]
+    distilling = any(map(_is_distillation, held.values())) or (
+        makers and ("distillation" in makers or "job" not in held)
+    )
+    return _loaded(module, _DISTILLATION if distilling else _JOB, path, overrides)
 
 
-def _loaded(module: ModuleType, sought: Sought, path: str, overrides: Iterable[str]) -> Any:
+def _loaded(module: ModuleType, sought: _FileObject, path: str, overrides: Iterable[str]) -> Any:
     make = next((vars(module)[name] for name in sought.names if name in vars(module)), None)
     texts, problems = _texts(overrides)
     if not _makes(make):
@@ -108,7 +113,7 @@ def _module(path: str) -> ModuleType:
     return _run(file)
 
 
-def _made(make: FunctionType, texts: dict[str, str], values: dict[str, Any], path: str, sought: Sought) -> Any:
+def _made(make: FunctionType, texts: dict[str, str], values: dict[str, Any], path: str, sought: _FileObject) -> Any:
     """What a file's function makes of values; where it takes a string alone, of the text: a tag may be 2024."""
     wrong: list[Any] = []
     made: Any = None
@@ -161,7 +166,7 @@ def _run(file: Path) -> ModuleType:
 
 def _raised(what: str, error: Exception, path: str) -> UserCodeError:
     """An error of the user's with the traceback from the job file on."""
-    absent = missing(error, path)
+    absent = missing_framework(error, path)
     if absent is not None:
         return absent
     file = Path(path).resolve()
@@ -172,7 +177,7 @@ def _raised(what: str, error: Exception, path: str) -> UserCodeError:
     return UserCodeError(f"{what} raised {type(error).__name__}: {error}", where=path, detail=detail)
 
 
-def _value_of(module: ModuleType, sought: Sought, path: str) -> Any:
+def _value_of(module: ModuleType, sought: _FileObject, path: str) -> Any:
     found = {name: value for name, value in vars(module).items() if sought.fits(value)}
     named = [name for name in sought.names if name in found]
     if named or len(found) == 1:
@@ -219,23 +224,23 @@ def _owner(value: Any, name: str) -> tuple[str, ...] | None:
     if dot:
         found = _owner(parts[first], rest) if first in parts else None
         return None if found is None else (first, *found)
-    if isinstance(value, Fields) and name in type(value).model_fields:
+    if isinstance(value, StrictModel) and name in type(value).model_fields:
         return ()
     below = ((part, _owner(inner, name)) for part, inner in parts.items())
     return next(((part, *way) for part, way in below if way is not None), None)
 
 
-def _parts(value: Any) -> dict[str, Fields]:
+def _parts(value: Any) -> dict[str, StrictModel]:
     """What a value is made of that has fields of its own."""
-    if not isinstance(value, Fields):
+    if not isinstance(value, StrictModel):
         return {}
     held = ((name, getattr(value, name)) for name in type(value).model_fields)
-    return {name: part for name, part in held if isinstance(part, Fields)}
+    return {name: part for name, part in held if isinstance(part, StrictModel)}
 
 
 def _names(value: Any) -> tuple[str, ...]:
     """All fields of a value and of its parts."""
-    own = tuple(type(value).model_fields) if isinstance(value, Fields) else ()
+    own = tuple(type(value).model_fields) if isinstance(value, StrictModel) else ()
     return (*own, *(name for part in _parts(value).values() for name in _names(part)))
 
 

@@ -11,22 +11,20 @@ from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, PlanError, ResourceError, RunConflict, RunFinished, nearest
 from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
-from trainwright.core.plan import Plan, Rejected
+from trainwright.core.plan import Plan, RejectedPlan
 from trainwright.datasets.dataset import Index
-from trainwright.datasets.formats.file_metadata import Indexing, indexing
-from trainwright.datasets.sampling.step_schedule import steps_per_epoch
-from trainwright.planning.cluster_growth import expansions, told
-from trainwright.planning.code_fingerprint import Fingerprints
-from trainwright.planning.job_description import changes, comparable, describe
-from trainwright.planning.plan_file import with_plan
-from trainwright.planning.planner import Decision, choose
-from trainwright.planning.profile_model import profile_job
-from trainwright.planning.replanning import pays
-from trainwright.runtime.cluster_discovery import discover
-from trainwright.runtime.ray_data_delivery import without_data
-from trainwright.storage.run_log import Entry, RunLog
-from trainwright.storage.run_summary import read_folding
-from trainwright.storage.store import Store, open_store
+from trainwright.datasets.metadata_cache import MetadataContext, metadata_context
+from trainwright.datasets.sample_order import steps_per_epoch
+from trainwright.planning.alternative_layouts import is_worth_measuring
+from trainwright.planning.code_fingerprint import CodeFingerprints
+from trainwright.planning.job_description import comparable, describe, description_changes
+from trainwright.planning.planner import Decision, apply_plan_file, choose, expansions, growth_notes
+from trainwright.planning.profiler import profile_job
+from trainwright.ray_cluster.discovery import discover
+from trainwright.runtime.ray_data_delivery import reserve_for_transforms
+from trainwright.storage.event_files import read_run_summary
+from trainwright.storage.object_store import Store, open_store
+from trainwright.storage.run_log import LogEntry, RunLog
 
 _REPLACED = 'TF_CONFIG of the environment is replaced in the workers; tf_config="environment" takes its addresses'
 
@@ -44,7 +42,7 @@ _NOT_COMPARED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedJob:
     """A job whose data and storage are there.
 
     Attributes:
@@ -80,7 +78,7 @@ class Prepared:
 
 def prepare(
     job: Job, *, resume: bool = False, fresh: bool = False, connect: Callable[[], object] | None = None
-) -> Prepared:
+) -> PreparedJob:
     """Look at data, storage and the run's past.
 
     Args:
@@ -95,7 +93,7 @@ def prepare(
     store = open_store(job.storage)
     store.check()
     find = partial(_kept, store, job.name) if not fresh else lambda name: None
-    with indexing(Indexing(find=find, connect=connect, fingerprint=Fingerprints().digest)) as used:
+    with metadata_context(MetadataContext(find=find, connect=connect, fingerprint=CodeFingerprints().digest)) as used:
         train = job.train.index()
         evaluate = job.evaluate.index() if job.evaluate is not None else None
     unused = _check_columns(job, train, evaluate)
@@ -103,7 +101,7 @@ def prepare(
     if not steps:
         rows = job.epoch_samples or train.rows
         raise JobError([f"batch_size={job.batch_size} with drop_last=True leaves no step of {rows} rows"])
-    prepared = Prepared(
+    prepared = PreparedJob(
         job=job, store=store, train=train, evaluate=evaluate, steps_per_epoch=steps,
         description=describe(job, train=train, evaluate=evaluate), metadata=used.kept, unused=unused,
     )  # fmt: skip
@@ -116,7 +114,7 @@ def prepare(
     return prepared
 
 
-def keep_metadata(prepared: Prepared) -> None:
+def store_metadata(prepared: PreparedJob) -> None:
     """Keep what is known of the data's files beside the run, for a resume on another machine. Raises StorageError."""
     for name, content in prepared.metadata.items():
         prepared.store.put(_metadata_path(prepared.job.name, name), content, sync=False)
@@ -130,28 +128,28 @@ def _metadata_path(run: str, name: str) -> str:
     return f"{run}/metadata/{name}"
 
 
-def _measured(prepared: Prepared) -> str:
+def _measured(prepared: PreparedJob) -> str:
     """Of the run's past; see `Prepared.measured`."""
-    probed = read_folding(prepared.store, prepared.job.name).probed
+    probed = read_run_summary(prepared.store, prepared.job.name).probed
     return probed.name if probed else ""
 
 
-def opens(job: Job) -> bool:
+def needs_cluster_to_open(job: Job) -> bool:
     """Whether a look at a row opens what is slow to open, such as a model, which a process of the cluster's does."""
     return any(data is not None and data.stateful for data in (job.train, job.evaluate))
 
 
-def profile_of(prepared: Prepared) -> ModelProfile:
+def profile_of(prepared: PreparedJob) -> ModelProfile:
     """What the job's model costs."""
     return profile_job(prepared.job, prepared.job.train, prepared.train)
 
 
-def decide_plan(prepared: Prepared) -> Decision:
+def decide_plan(prepared: PreparedJob) -> Decision:
     """The plan for the connected cluster."""
     return plan_for(prepared, discover(possible=True))
 
 
-def plan_for(prepared: Prepared, cluster: Cluster) -> Decision:
+def plan_for(prepared: PreparedJob, cluster: Cluster) -> Decision:
     """The plan for a given cluster, or for as many nodes more as it has to start for one."""
     profile, failed = profile_of(prepared), None
     for grown in expansions(cluster, prepared.job):
@@ -163,14 +161,14 @@ def plan_for(prepared: Prepared, cluster: Cluster) -> Decision:
     raise failed
 
 
-def _plan_on(prepared: Prepared, profile: ModelProfile, cluster: Cluster) -> Decision:
-    job = with_plan(prepared.job, profile, cluster)
+def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> Decision:
+    job = apply_plan_file(prepared.job, profile, cluster)
     asked = job.replace(probe=True) if prepared.measured else job  # for what it was measured among
-    room, kept = without_data(cluster, prepared.job)
+    room, kept = reserve_for_transforms(cluster, prepared.job)
     decision = replace(_settled(choose(profile, room, asked), prepared), cluster=cluster)
     _check_fit(prepared, decision.chosen)
     _check_weights(job, profile)
-    notes = [*prepared.notes, *told(cluster, prepared.job), *decision.chosen.notes, *kept]
+    notes = [*prepared.notes, *growth_notes(cluster, prepared.job), *decision.chosen.notes, *kept]
     if decision.profile.framework == "tensorflow" and job.tf_config == "own" and "TF_CONFIG" in os.environ:
         notes.append(_REPLACED)
     if prepared.train.in_order:
@@ -187,7 +185,7 @@ def _unused(names: Sequence[str]) -> str:
     return f"columns of train that nothing uses: {listed}; inputs=, targets= and sample_weight= name what is used"
 
 
-def _settled(decision: Decision, prepared: Prepared) -> Decision:
+def _settled(decision: Decision, prepared: PreparedJob) -> Decision:
     """What was measured once counts, and nothing is measured where it would not pay."""
     known = [plan for plan in decision.contenders if plan.name == prepared.measured]
     if known:
@@ -195,7 +193,7 @@ def _settled(decision: Decision, prepared: Prepared) -> Decision:
         chosen = replace(known[0], notes=(*known[0].notes, note))
         return replace(decision, chosen=chosen, rejected=_without(decision, chosen), contenders=())
     wanted = decision.contenders and prepared.job.probe and not prepared.begun
-    if not wanted or not pays(decision.contenders, prepared.total_steps):
+    if not wanted or not is_worth_measuring(decision.contenders, prepared.total_steps):
         return replace(decision, contenders=())
     names = [plan.strategy for plan in decision.contenders]
     rejected = [
@@ -207,16 +205,16 @@ def _settled(decision: Decision, prepared: Prepared) -> Decision:
     return replace(decision, rejected=tuple(rejected))
 
 
-def _without(decision: Decision, measured: Plan) -> tuple[Rejected, ...]:
+def _without(decision: Decision, measured: Plan) -> tuple[RejectedPlan, ...]:
     """What is rejected for a plan that was measured: with the one that would be chosen by its estimate."""
     others = tuple(item for item in decision.rejected if item.plan.strategy != measured.strategy)
     if decision.chosen.strategy == measured.strategy:
         return others
     reason = f"{measured.strategy} was quicker when plans were measured"
-    return (Rejected(plan=decision.chosen, reason=reason), *others)
+    return (RejectedPlan(plan=decision.chosen, reason=reason), *others)
 
 
-def _check_fit(prepared: Prepared, plan: Plan) -> None:
+def _check_fit(prepared: PreparedJob, plan: Plan) -> None:
     """Refuse a last training batch that Keras' fit would weigh unevenly. Raises JobError."""
     job, devices = prepared.job, plan.mesh.data_ranks
     last = prepared.train.rows % job.batch_size
@@ -271,12 +269,12 @@ def _unweighted(job: Job, where: str, index: Index, names: Sequence[str]) -> Ite
         )
 
 
-def _check_past(prepared: Prepared, head: Entry, resume: bool) -> None:
+def _check_past(prepared: PreparedJob, head: LogEntry, resume: bool) -> None:
     """Refuse to go on silently with another job's run."""
     if resume:
         return
     name, where = prepared.job.name, prepared.store.uri_of(prepared.job.name)
-    changed = changes(head.job, prepared.description)
+    changed = description_changes(head.job, prepared.description)
     if changed:
         listed = "".join(f"\n    {line}" for line in changed)
         raise RunConflict(

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from trainwright.core.accelerators import accelerator
-from trainwright.core.cluster import Cluster
+from trainwright.core.cluster import RAY_RESOURCES, Cluster, Node, find_accelerator
 from trainwright.core.errors import PlanError, ResourceError, nearest
 from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
-from trainwright.core.plan import Infeasible, Plan, Rejected
-from trainwright.core.plan_spec import Pins
-from trainwright.planning.replanning import contenders
-from trainwright.reporting.plan_charts import timeline_svg
-from trainwright.reporting.plan_view import compared, plan_html, plan_text
+from trainwright.core.plan import InfeasiblePlan, Plan, PlanConstraints, RejectedPlan
+from trainwright.planning.alternative_layouts import candidate_plans
+from trainwright.planning.plan_charts import timeline_svg
+from trainwright.reporting.plan_view import compare_plans, plan_html, plan_text
 from trainwright.strategies import STRATEGIES, strategies_for
-from trainwright.strategies.search.plan_request import Question, room_of
-from trainwright.strategies.search.ranking import (
+from trainwright.strategies.search.plan_ranking import (
     Ranking,
-    answer,
-    divides,
     estimate_of,
-    simplest,
-    steps_alone,
-    sure,
-    undivided,
+    is_asynchronous,
+    is_model_parallel,
+    search_plans,
+    simplest_plan,
+    suggest_changes,
+    with_interval,
+    without_model_parallel,
 )
-from trainwright.strategies.search.remedies import remedies
+from trainwright.strategies.search.plan_request import PlanRequest, worker_capacity
 
-NO_ENGINE = "trainwright has no engine for it yet"
-WORTH_SAYING = 1.1  # times as fast as what is pinned
+_NO_ENGINE = "trainwright has no engine for it yet"
+_WORTH_NOTING = 1.1  # times as fast as what is pinned
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -48,8 +51,8 @@ class Decision:
     """
 
     chosen: Plan
-    rejected: tuple[Rejected, ...]
-    infeasible: tuple[Infeasible, ...]
+    rejected: tuple[RejectedPlan, ...]
+    infeasible: tuple[InfeasiblePlan, ...]
     profile: ModelProfile
     cluster: Cluster
     used: Cluster
@@ -58,7 +61,7 @@ class Decision:
     @property
     def timeline(self) -> str:
         """One step of the chosen plan as it is expected, as SVG; empty where there is none that all take together."""
-        return "" if steps_alone(self.chosen) else timeline_svg(self.profile, self.used, self.chosen)
+        return "" if is_asynchronous(self.chosen) else timeline_svg(self.profile, self.used, self.chosen)
 
     def __repr__(self) -> str:
         return plan_text(self)
@@ -76,16 +79,16 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
     """
     if job.precision == "fp16" and profile.framework == "tensorflow":
         raise PlanError('precision="fp16" is for models of torch', where="precision", remedy='use precision="bf16"')
-    allowed, unknown = _known(usable(cluster, job))
-    question = Question.of(job, profile, allowed)
+    allowed, unknown = _known(usable_cluster(cluster, job))
+    question = PlanRequest.of(job, profile, allowed)
     names = _names(job, profile.framework, question.pins)
-    pins, found = question.pins, answer(question)
-    apart = job.strategy is not None or asks_alone(pins)
+    pins, found = question.pins, search_plans(question)
+    apart = job.strategy is not None or _asks_async(pins)
     plans = found.plans if apart else found.unasked
     eligible = [plan for plan in plans if plan.engine and plan.strategy in names and pins.allow(plan)]
     if not eligible:
         raise _nothing(question, found, names)
-    chosen = sure(question, simplest(undivided(eligible)))
+    chosen = with_interval(question, simplest_plan(without_model_parallel(eligible)))
     job.check_plan(chosen)
     own = (*_untraced(profile), *unknown, *_shared(allowed, chosen), *_stale(eligible, chosen))
     notes = (*own, *_not_the_best(question, job, chosen), *_better_alone(question, chosen))
@@ -98,11 +101,11 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
         profile=question.profile,
         cluster=cluster,
         used=allowed,
-        contenders=contenders(chosen, eligible, job),
+        contenders=candidate_plans(chosen, eligible, job),
     )
 
 
-def asks_alone(pins: Pins) -> bool:
+def _asks_async(pins: PlanConstraints) -> bool:
     """Whether what is pinned is for ranks that step alone; `sync` is done by all."""
     served = {"servers", "wire", "local_steps"} & pins.choices.keys()
     return bool(served) or pins.choices.get("consistency", "sync") != "sync"
@@ -142,7 +145,7 @@ def _stale(eligible: Iterable[Plan], chosen: Plan) -> tuple[str, ...]:
     return (f"{chosen.consistency} was chosen, since it is predicted {ratio}; consistency='sync' equals one device",)
 
 
-def _names(job: Job, framework: str, pins: Pins) -> Collection[str]:
+def _names(job: Job, framework: str, pins: PlanConstraints) -> Collection[str]:
     """The strategies that the job allows."""
     if job.strategy is None:
         return tuple(name for name in STRATEGIES)
@@ -155,7 +158,7 @@ def _names(job: Job, framework: str, pins: Pins) -> Collection[str]:
             f"strategy={job.strategy!r} is for models of {others}, and this one is of {framework}",
             remedy=f"use {', '.join(suited)}",
         )
-    if asks_alone(pins) and not hasattr(STRATEGIES[job.strategy], "ALONE"):
+    if _asks_async(pins) and not hasattr(STRATEGIES[job.strategy], "ALONE"):
         others = " or ".join(name for name, module in suited.items() if hasattr(module, "ALONE"))
         raise PlanError(
             f"{pins} is for workers that step alone, and strategy={job.strategy!r} has them step together",
@@ -165,7 +168,7 @@ def _names(job: Job, framework: str, pins: Pins) -> Collection[str]:
     return (job.strategy,)
 
 
-def usable(cluster: Cluster, job: Job) -> Cluster:
+def usable_cluster(cluster: Cluster, job: Job) -> Cluster:
     """The part of the cluster that the job may use. Raises ResourceError for a demand that it can never meet."""
     wanted = job.accelerator.upper()
     if wanted in ("GPU", "TPU"):
@@ -180,7 +183,7 @@ def usable(cluster: Cluster, job: Job) -> Cluster:
         cluster = cluster.without_accelerators()
     elif cluster.accelerators:
         cluster = cluster.only(cluster.accelerator)  # a head without any is no place for a worker
-    room = room_of(cluster)
+    room = worker_capacity(cluster)
     needed = job.min_workers or job.workers
     if needed and needed > room:
         what = cluster.accelerator or "CPU slots"
@@ -192,7 +195,7 @@ def usable(cluster: Cluster, job: Job) -> Cluster:
 
 def _known(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
     """The cluster with what nothing is known of as an accelerator without a name, and a note on each."""
-    unknown = [kind for kind in cluster.kinds if accelerator(kind) is None]
+    unknown = [kind for kind in cluster.kinds if find_accelerator(kind) is None]
     nodes = tuple(replace(node, kind="" if node.kind in unknown else node.kind) for node in cluster.nodes)
     notes = tuple(
         f"nothing is known of the accelerator {kind or 'of this cluster'}: its speed is assumed, its memory is not "
@@ -202,50 +205,52 @@ def _known(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
     return Cluster(nodes=nodes), notes
 
 
-def _nothing(question: Question, found: Ranking, names: Collection[str]) -> PlanError:
+def _nothing(question: PlanRequest, found: Ranking, names: Collection[str]) -> PlanError:
     """Why no plan can run the job, and what would."""
     pins = question.pins
     misfits = sorted(found.misfits, key=lambda item: item.plan is None or not pins.allow(item.plan))  # asked for: first
     reasons = [f"{item.strategy}: {item.reason} ({item.hint})" for item in _nearest(misfits) if item.strategy in names]
     asked = sorted((plan for plan in found.plans if plan.strategy in names), key=lambda plan: not pins.allow(plan))
     for plan in {plan.strategy: plan for plan in reversed(asked)}.values():
-        reasons.append(f"{plan.strategy}: {NO_ENGINE if pins.allow(plan) else f'does not match {pins}'}")
+        reasons.append(f"{plan.strategy}: {_NO_ENGINE if pins.allow(plan) else f'does not match {pins}'}")
     change = "change what a reason above names"
     if any(item.missing_bytes for item in found.misfits if item.strategy in names):
-        found_way = remedies(question, lambda plan: bool(plan.engine) and plan.strategy in names and pins.allow(plan))
+        found_way = suggest_changes(
+            question, lambda plan: bool(plan.engine) and plan.strategy in names and pins.allow(plan)
+        )
         change = found_way or change
     return PlanError("no plan can run this job", where="; ".join(reasons), remedy=change)
 
 
-def _not_the_best(question: Question, job: Job, chosen: Plan) -> tuple[str, ...]:
+def _not_the_best(question: PlanRequest, job: Job, chosen: Plan) -> tuple[str, ...]:
     """That what the job pins is not the best, and by how much."""
     names = ("strategy", "plan", "workers", "accumulation", "consistency")
     pinned = {name: getattr(job, name) for name in names}
     given = ", ".join(f"{name}={value!r}" for name, value in pinned.items() if value is not None)
     if not given or question.elastic or question.devices:
         return ()
-    free = [plan for plan in answer(question.free).unasked if plan.engine]
-    best = simplest(undivided(free)) if free else chosen
+    free = [plan for plan in search_plans(question.free).unasked if plan.engine]
+    best = simplest_plan(without_model_parallel(free)) if free else chosen
     ratio = estimate_of(chosen).target_s / estimate_of(best).target_s
-    if ratio < WORTH_SAYING:
+    if ratio < _WORTH_NOTING:
         return ()
     return (f"without {given}, {best.strategy} on {best.workers} workers is predicted {ratio:.1f} times as fast",)
 
 
-def _better_alone(question: Question, chosen: Plan) -> tuple[str, ...]:
+def _better_alone(question: PlanRequest, chosen: Plan) -> tuple[str, ...]:
     """That the accelerators of one kind alone would be quicker than all, which wait for the slowest."""
     kinds = question.cluster.kinds
     steps = {}
     for kind in kinds if len(kinds) > 1 and not question.workers else ():
         nodes = tuple(node for node in question.cluster.nodes if node.kind == kind)
-        alone = [plan for plan in answer(replace(question, cluster=Cluster(nodes=nodes))).unasked if plan.engine]
+        alone = [plan for plan in search_plans(replace(question, cluster=Cluster(nodes=nodes))).unasked if plan.engine]
         if alone:
-            steps[kind] = estimate_of(simplest(undivided(alone))).target_s
+            steps[kind] = estimate_of(simplest_plan(without_model_parallel(alone))).target_s
     best = min(steps, key=steps.__getitem__, default="")
-    if not best or WORTH_SAYING * steps[best] > estimate_of(chosen).target_s:
+    if not best or _WORTH_NOTING * steps[best] > estimate_of(chosen).target_s:
         return ()
     ratio = estimate_of(chosen).target_s / steps[best]
-    why = "the slowest add little" if steps_alone(chosen) else "all accelerators wait for the slowest"
+    why = "the slowest add little" if is_asynchronous(chosen) else "all accelerators wait for the slowest"
     return (f"{why}: the {best} alone are predicted {ratio:.1f} times as fast",)
 
 
@@ -267,23 +272,212 @@ def _best(plans: Iterable[Plan]) -> list[Plan]:
     return list(found.values())
 
 
-def _nearest(misfits: Iterable[Infeasible], but: Collection[str] = ()) -> list[Infeasible]:
+def _nearest(misfits: Iterable[InfeasiblePlan], but: Collection[str] = ()) -> list[InfeasiblePlan]:
     """What comes nearest to fitting of each strategy that has no plan."""
-    found: dict[str, Infeasible] = {}
+    found: dict[str, InfeasiblePlan] = {}
     for item in misfits:
         if item.strategy not in but:
             found.setdefault(item.strategy, item)
     return list(found.values())
 
 
-def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: Pins) -> Rejected:
+def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: PlanConstraints) -> RejectedPlan:
     ratio = estimate_of(plan).target_s / estimate_of(chosen).target_s
     if plan.strategy not in names or not pins.allow(plan):
-        said = f", though predicted {1 / ratio:.1f} times as fast" if 1 / ratio >= WORTH_SAYING else ""
-        return Rejected(plan=plan, reason=f"{chosen.strategy} is pinned{said}")
-    reason = compared(plan, chosen)
-    if plan.engine and divides(plan) and not divides(chosen):
+        said = f", though predicted {1 / ratio:.1f} times as fast" if 1 / ratio >= _WORTH_NOTING else ""
+        return RejectedPlan(plan=plan, reason=f"{chosen.strategy} is pinned{said}")
+    reason = compare_plans(plan, chosen)
+    if plan.engine and is_model_parallel(plan) and not is_model_parallel(chosen):
         reason += "; a model is divided unmeasured where it does not fit otherwise: it takes longer than predicted"
-    if plan.engine and steps_alone(plan) and not steps_alone(chosen):
+    if plan.engine and is_asynchronous(plan) and not is_asynchronous(chosen):
         reason += "; workers step alone unasked where nodes differ, may be taken back or are far apart"
-    return Rejected(plan=plan, reason=reason if plan.engine else f"{reason}; {NO_ENGINE}")
+    return RejectedPlan(plan=plan, reason=reason if plan.engine else f"{reason}; {_NO_ENGINE}")
+
+
+# --- Plans in files ---------------------------------------------------------------------------------------------------
+
+
+_PLAN_SUFFIX = ".json"
+_PLAN_VERSION = 1
+
+
+def write_plan(path: str, decision: Decision) -> None:
+    """Write the chosen plan; `Job(plan=path)` asks for it again.
+
+    Raises:
+        PlanError: the file cannot be written.
+    """
+    if not path.endswith(_PLAN_SUFFIX):
+        raise PlanError(
+            f"a plan's file must end in {_PLAN_SUFFIX}", where=path, remedy=f"write {Path(path).stem}{_PLAN_SUFFIX}"
+        )
+    chosen = decision.chosen
+    facts = {
+        "trainwright_plan": _PLAN_VERSION,
+        "strategy": chosen.strategy,
+        "plan": chosen.text,
+        "model": _model_facts(decision.profile),
+        "cluster": _cluster_facts(decision.cluster),
+        "batch_size": chosen.batch_size,
+        "precision": chosen.precision,
+        "step_s": chosen.estimate.step_s if chosen.estimate else None,
+    }
+    try:
+        Path(path).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise PlanError(
+            f"the plan cannot be written: {error.strerror}", where=path, remedy="give another --out"
+        ) from None
+
+
+def apply_plan_file(job: Job, profile: ModelProfile, cluster: Cluster) -> Job:
+    """The job with the plan of its file in its place; a job that names no file as it is.
+
+    Raises:
+        PlanError: the file cannot be read, or its plan was made for another model, cluster, batch or precision.
+    """
+    if job.plan is None or not job.plan.endswith(_PLAN_SUFFIX):
+        return job
+    facts = _read_plan(job.plan)
+    now = {
+        "model": _model_facts(profile),
+        "cluster": _cluster_facts(cluster),
+        "batch_size": job.batch_size,
+        "precision": job.precision,
+    }
+    differences = [
+        f"{name}: {_describe_fact(facts[name])} then, {_describe_fact(value)} now"
+        for name, value in now.items()
+        if facts[name] != value
+    ]
+    if differences:
+        raise PlanError(
+            f"the plan was made for something else: {'; '.join(differences)}",
+            where=job.plan,
+            remedy=f"write it again with trainwright plan --out {job.plan}, or set plan={facts['plan']!r}",
+        )
+    return job.replace(plan=facts["plan"], strategy=facts["strategy"])
+
+
+def _read_plan(path: str) -> dict[str, Any]:
+    try:
+        facts = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(
+            f"the plan cannot be read: {error.strerror}", where=path, remedy="give the path of a plan's file"
+        ) from None
+    except ValueError as error:
+        raise PlanError(
+            f"the file is no JSON: {error}", where=path, remedy="write it with trainwright plan --out"
+        ) from None
+    wanted = {"strategy", "plan", "model", "cluster", "batch_size", "precision"}
+    if not isinstance(facts, dict) or facts.get("trainwright_plan") != _PLAN_VERSION or not wanted <= facts.keys():
+        raise PlanError(
+            "the file holds no plan of this version", where=path, remedy="write it with trainwright plan --out"
+        )
+    return facts
+
+
+def _model_facts(profile: ModelProfile) -> dict[str, Any]:
+    layers = [(layer.parameters, layer.flops, layer.output_numbers) for layer in profile.layers]
+    return {
+        "parameters": profile.parameters,
+        "framework": profile.framework,
+        "fingerprint": hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:16],
+    }
+
+
+def _cluster_facts(cluster: Cluster) -> dict[str, Any]:
+    """What a plan rests on; which machines they are may change."""
+    nodes = sorted([node.cpus, node.accelerators, node.kind] for node in cluster.nodes)
+    return {"nodes": len(nodes), "cpus": cluster.cpus, "accelerators": cluster.accelerators, "each": nodes}
+
+
+def _describe_fact(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    if "parameters" in value:
+        return f"{value['parameters']:,} parameters of {value['framework']} ({value['fingerprint']})"
+    kinds = sorted({kind for _, count, kind in value["each"] if count})
+    devices = f", {value['accelerators']} {' and '.join(filter(None, kinds))}" if value["accelerators"] else ""
+    return f"{value['nodes']} nodes, {value['cpus']:g} CPUs{devices}"
+
+
+# --- How far a cluster that starts nodes is asked to grow for a job ---------------------------------------------------
+
+
+def expansions(cluster: Cluster, job: Job) -> Iterator[Cluster]:
+    """What runs, with the fewest nodes more that have room for the workers that the job begins with; then larger ones.
+
+    Whoever plans takes the first on which there is a plan: a model that does not fit asks for more by itself. An
+    elastic job begins with its `min_workers`, and grows when more nodes have come.
+    """
+    kind = accelerator_kind(cluster, job)
+    cluster = replace(cluster, possible=usable_nodes(cluster, kind))
+    most = len(cluster.possible)
+    number = nodes_needed(cluster, kind, _first_slots(job))
+    yield cluster.grown(number)
+    step = 1
+    while number < most:
+        number, step = min(most, number + step), 2 * step
+        yield cluster.grown(number)
+
+
+def grow_to_slots(cluster: Cluster, job: Job, slots: int) -> Cluster:
+    """What runs, with the fewest nodes more that have so many slots; with all of them where these are too few."""
+    kind = accelerator_kind(cluster, job)
+    cluster = replace(cluster, possible=usable_nodes(cluster, kind))
+    return cluster.grown(nodes_needed(cluster, kind, slots))
+
+
+def accelerator_kind(cluster: Cluster, job: Job) -> str:
+    """The accelerator that the job names, that runs, or that could come; empty for CPUs."""
+    if job.accelerator != "auto":
+        return "" if job.accelerator == "cpu" else job.accelerator.upper()
+    kinds = {node.accelerator for node in cluster.possible}
+    return cluster.accelerator or next((name for name in RAY_RESOURCES if name in kinds), "")
+
+
+def usable_nodes(cluster: Cluster, kind: str) -> tuple[Node, ...]:
+    """The possible nodes of use; for CPUs those with accelerators come last."""
+    if not kind:
+        return tuple(sorted(cluster.possible, key=lambda node: node.accelerators > 0))
+    return tuple(node for node in cluster.possible if node.accelerator == kind)
+
+
+def nodes_needed(cluster: Cluster, kind: str, slots: int) -> int:
+    """How many of the possible nodes give so many slots of a kind; all where they are too few."""
+    most = len(cluster.possible)
+    for number in range(most):
+        there = cluster.grown(number)
+        usable = there.only(kind) if kind else there.without_accelerators()
+        if usable.slots >= slots:
+            return number
+    return most
+
+
+def growth_notes(cluster: Cluster, job: Job) -> Iterator[str]:
+    """Notes of a plan: what has to be started for it, and what could be."""
+    if cluster.unseen:
+        yield f"only nodes that run are planned with: {cluster.unseen}"
+    if cluster.coming:
+        yield f"{_count_nodes(cluster.coming)} to be started first, which can take minutes and cost money"
+    possible = usable_nodes(cluster, accelerator_kind(cluster, job))
+    if possible and not (job.workers or job.elastic or job.plan):
+        more = _count_nodes(possible)
+        yield f"the cluster can start {more} more: workers= asks for them, max_workers= grows into them"
+
+
+def _first_slots(job: Job) -> int:
+    """Slots that the job begins with."""
+    pins = PlanConstraints.parse(job.plan) if job.plan and not job.plan.endswith(_PLAN_SUFFIX) else None
+    workers = job.min_workers or job.workers
+    if not workers and pins is not None and pins.mesh:
+        return pins.mesh.size
+    return (workers or 1) * (job.devices or 1)
+
+
+def _count_nodes(nodes: tuple[Node, ...]) -> str:
+    """`2 nodes (gpu), 1 node (cpu)`."""
+    counts = Counter(node.name.rpartition("#")[0] for node in nodes)
+    return ", ".join(f"{count} node{'s' if count != 1 else ''} ({name})" for name, count in counts.items())

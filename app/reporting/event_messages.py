@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+from trainwright.core import formatting
 from trainwright.core.events import (
     Checkpointed,
     CheckpointSkipped,
@@ -35,16 +36,15 @@ from trainwright.core.events import (
     Straggling,
     Waiting,
 )
-from trainwright.reporting import formatting
-from trainwright.reporting.history_records import noise_of, staleness_of, staleness_text
-from trainwright.storage.event_folding import epoch_of
+from trainwright.storage.run_records import noise_of, staleness_of, staleness_text
+from trainwright.storage.run_summary import epoch_of
 
 Tone = Literal["plain", "good", "warning", "bad"]
 _RECENT = 50  # steps over which throughput and loss are averaged
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class OutputLine:
     """One line for the user. `detail` follows it indented: a traceback."""
 
     text: str
@@ -53,7 +53,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class ProgressFigures:
     """What the progress bar shows. NaN where nothing was measured yet in this session.
 
     Attributes:
@@ -79,13 +79,15 @@ class Figures:
         """All of it in one plain line."""
         parts = [f"step {self.step:,}/{self.total:,}", f"epoch {self.epoch}/{self.epochs}"]
         if math.isfinite(self.samples_per_s):
-            parts += [f"loss {formatting.figure(self.loss)}", formatting.rate(self.samples_per_s)]
-            parts += [f"waiting for data {formatting.share(self.wait_share)}"] if math.isfinite(self.wait_share) else []
-            parts += [f"{formatting.clock(self.left_s)} left"]
+            parts += [f"loss {formatting.metric(self.loss)}", formatting.throughput(self.samples_per_s)]
+            parts += (
+                [f"waiting for data {formatting.percent(self.wait_share)}"] if math.isfinite(self.wait_share) else []
+            )
+            parts += [f"{formatting.clock_time(self.left_s)} left"]
         return ", ".join(parts + ([self.activity] if self.activity else []))
 
 
-class Narrator:
+class EventFormatter:
     """Folds events into lines and figures.
 
     Args:
@@ -103,13 +105,13 @@ class Narrator:
         self._waited_for = self._activity = ""
 
     @property
-    def figures(self) -> Figures:
+    def figures(self) -> ProgressFigures:
         """The state of the bar after the events so far."""
         total, per_epoch = self._start.total_steps, self._start.steps_per_epoch
         seconds = sum(row[2] for row in self._recent)
         measured = bool(self._recent) and seconds > 0
         pace_s = self._stepping_s / self._done if self._done else math.nan
-        return Figures(
+        return ProgressFigures(
             step=self._step,
             total=total,
             # Before the first step the epoch of the next one, then that of the last one.
@@ -122,7 +124,7 @@ class Narrator:
             activity=self._activity,
         )
 
-    def tell(self, event: Event) -> list[Line]:
+    def tell(self, event: Event) -> list[OutputLine]:
         """The lines that this event is worth; usually none."""
         match event:
             case RunStarted():
@@ -132,15 +134,15 @@ class Narrator:
             case Placed():
                 return self._tell_placed(event)
             case Promoted():
-                return [Line(text=promoted_text(event))] if self._verbose else []
+                return [OutputLine(text=_promoted_text(event))] if self._verbose else []
             case Leaving() | Straggling():
-                return [Line(text=event.text, tone="warning")]
+                return [OutputLine(text=event.text, tone="warning")]
             case Resized():
-                return [resized_line(event)]
+                return [_resized_line(event)]
             case Replanned():
-                return [replanned_line(event)]
+                return [_replanned_line(event)]
             case Probed() | Joined():
-                return [Line(text=event.text, tone="good")]
+                return [OutputLine(text=event.text, tone="good")]
             case Formed():
                 return self._tell_formed(event)
             case Steps():
@@ -148,53 +150,54 @@ class Narrator:
             case Measured():
                 return self._tell_measured(event)
             case Evaluated():
-                return [Line(text=evaluation_text(event, self._start.steps_per_epoch))]
+                return [OutputLine(text=_evaluation_text(event, self._start.steps_per_epoch))]
             case Checkpointed():
-                return [Line(text=checkpoint_text(event))] if self._verbose else []
+                return [OutputLine(text=_checkpoint_text(event))] if self._verbose else []
             case Kept():
-                return [Line(text=kept_text(event))] if self._verbose else []
+                return [OutputLine(text=_memory_checkpoint_text(event))] if self._verbose else []
             case CheckpointSkipped():
-                return [Line(text=f"no checkpoint at step {event.step:,}: {event.reason}", tone="warning")]
+                return [OutputLine(text=f"no checkpoint at step {event.step:,}: {event.reason}", tone="warning")]
             case Failed():
                 return self._tell_failure(event)
             case Printed():
-                return [] if self._verbose else [Line(text=event.text)]  # Ray shows it then
+                return [] if self._verbose else [OutputLine(text=event.text)]  # Ray shows it then
             case Noted():
-                return [Line(text=f"note: {event.text}", tone="warning")]
+                return [OutputLine(text=f"note: {event.text}", tone="warning")]
             case RunEnded():
                 self._activity = ""
-                return [end_line(event, self._start)]
+                return [_end_line(event, self._start)]
         return []
 
-    def _tell_start(self, event: RunStarted) -> list[Line]:
+    def _tell_start(self, event: RunStarted) -> list[OutputLine]:
         self._start, self._formed, self._activity = event, False, "starting"
         samples = event.job.get("batch_size", "")
         steps = formatting.count(event.total_steps, "step") + (f" of {samples} samples" if samples else "")
         epochs = formatting.count(epoch_of(event.total_steps, event.steps_per_epoch), "epoch")
-        return [Line(text=f"run {event.run}: {epochs}, {steps}; {event.cluster}")]
+        return [OutputLine(text=f"run {event.run}: {epochs}, {steps}; {event.cluster}")]
 
-    def _tell_waiting(self, event: Waiting) -> list[Line]:
+    def _tell_waiting(self, event: Waiting) -> list[OutputLine]:
         self._activity = f"waiting for {event.what}"
         if event.what == self._waited_for:
             return []
         self._waited_for = event.what
-        return [Line(text=waiting_text(event), tone="warning")]
+        return [OutputLine(text=waiting_text(event), tone="warning")]
 
-    def _tell_placed(self, event: Placed) -> list[Line]:
+    def _tell_placed(self, event: Placed) -> list[OutputLine]:
         self._pids[event.worker] = event.pid
-        return [Line(text=placed_text(event))] if self._verbose else []
+        return [OutputLine(text=_placed_text(event))] if self._verbose else []
 
-    def _tell_formed(self, event: Formed) -> list[Line]:
+    def _tell_formed(self, event: Formed) -> list[OutputLine]:
         again, self._formed, self._activity, self._waited_for = self._formed, True, "", ""
         self._step, self._stepping_since_s = event.step, event.time_s
         self._recent.clear()
         if again:
-            return [Line(text=recovery_text(event), tone="good")]
+            return [OutputLine(text=recovery_text(event), tone="good")]
         if event.step or event.source == "checkpoint":
-            return [Line(text=self._resuming(event), tone="good")]
+            return [OutputLine(text=self._resuming(event), tone="good")]
         return [
-            Line(
-                text=f"{formatting.crew(event.workers, event.servers)} ready after {formatting.duration(event.seconds)}"
+            OutputLine(
+                text=f"{formatting.worker_count(event.workers, event.servers)} ready after "
+                f"{formatting.duration(event.seconds)}"
             )
         ]
 
@@ -205,7 +208,7 @@ class Narrator:
             source = "/".join(part for part in (root, self._start.run, event.checkpoint) if part)
         return f"resuming step {event.step:,} from {source} after {formatting.duration(event.seconds)}"
 
-    def _count(self, event: Steps) -> list[Line]:
+    def _count(self, event: Steps) -> list[OutputLine]:
         self._recent.extend(zip(event.loss, event.samples, event.step_s, event.wait_s, strict=True))
         if event.step:
             self._step, self._activity = event.step[-1], ""
@@ -215,49 +218,51 @@ class Narrator:
             self._stepping_since_s = event.time_s
         return []
 
-    def _tell_measured(self, event: Measured) -> list[Line]:
+    def _tell_measured(self, event: Measured) -> list[OutputLine]:
         """The noise scale, once it is known."""
         first = bool(event.noise) and not self._told_noise
         self._told_noise = self._told_noise or first
-        return [Line(text=measured_text(event))] if first or self._verbose else []
+        return [OutputLine(text=_step_phases_text(event))] if first or self._verbose else []
 
-    def _tell_failure(self, event: Failed) -> list[Line]:
+    def _tell_failure(self, event: Failed) -> list[OutputLine]:
         self._activity = "recovering"
         # The whole traceback comes with the error if the run ends; a failure that is recovered from is worth a line.
         detail = event.detail if self._verbose else ""
-        return [Line(text=failure_text(event, self._pids), tone="bad", detail=detail)]
+        return [OutputLine(text=failure_text(event, self._pids), tone="bad", detail=detail)]
 
 
-def placed_text(event: Placed) -> str:
+def _placed_text(event: Placed) -> str:
     """`worker 2 is up as a spare: pid 1234 on node-a`."""
     return f"worker {event.worker} is up{' as a spare' if event.spare else ''}: pid {event.pid} on {event.node}"
 
 
-def promoted_text(event: Promoted) -> str:
+def _promoted_text(event: Promoted) -> str:
     """`worker 2, a spare on node-a, takes rank 1`."""
     return f"worker {event.worker}, a spare{f' on {event.node}' if event.node else ''}, takes rank {event.rank}"
 
 
-def resized_line(event: Resized) -> Line:
+def _resized_line(event: Resized) -> OutputLine:
     """`going on with 3 workers instead of 4: no more started within 30 s; the global batch stays`."""
     verb = "going on" if event.workers < event.former else "growing: going on"
     text = f"{verb} with {formatting.count(event.workers, 'worker')} instead of {event.former}: {event.why}"
-    return Line(text=f"{text}; the global batch stays", tone="warning" if event.workers < event.former else "good")
+    return OutputLine(
+        text=f"{text}; the global batch stays", tone="warning" if event.workers < event.former else "good"
+    )
 
 
-def replanned_line(event: Replanned) -> Line:
+def _replanned_line(event: Replanned) -> OutputLine:
     """`the layout changes from pipeline (pp=2) to one_device on 1 worker: ...`."""
-    return Line(text=event.text, tone="warning" if event.why else "good")
+    return OutputLine(text=event.text, tone="warning" if event.why else "good")
 
 
-def evaluation_text(event: Evaluated, steps_per_epoch: int) -> str:
+def _evaluation_text(event: Evaluated, steps_per_epoch: int) -> str:
     """`step 235 (epoch 1): accuracy 0.8812, loss 0.3312 (2.1 s)`."""
-    metrics = ", ".join(f"{name} {formatting.figure(value)}" for name, value in sorted(event.metrics.items()))
+    metrics = ", ".join(f"{name} {formatting.metric(value)}" for name, value in sorted(event.metrics.items()))
     epoch = epoch_of(event.step, steps_per_epoch)
     return f"step {event.step:,} (epoch {epoch}): {metrics} ({formatting.duration(event.seconds)})"
 
 
-def checkpoint_text(event: Checkpointed) -> str:
+def _checkpoint_text(event: Checkpointed) -> str:
     """`checkpoint at step 235: 1.2 MiB, steps waited 3 ms, stored in 120 ms`."""
     return (
         f"checkpoint at step {event.step:,}: {formatting.size(event.size_bytes)}, "
@@ -265,7 +270,7 @@ def checkpoint_text(event: Checkpointed) -> str:
     )
 
 
-def kept_text(event: Kept) -> str:
+def _memory_checkpoint_text(event: Kept) -> str:
     """`state of step 235 kept in memory on node-a: 1.2 MiB, steps waited 3 ms`."""
     where = f"on {', '.join(event.nodes)}" if event.nodes else ""
     size, waited = formatting.size(event.size_bytes), formatting.duration(event.blocked_s)
@@ -279,7 +284,7 @@ def prefetch_text(event: Prefetched) -> str:
     return f"data is read up to {event.chunks * event.chunk_steps:,} steps ahead ({chunks}, {held} at most)"
 
 
-def measured_text(event: Measured) -> str:
+def _step_phases_text(event: Measured) -> str:
     """`a step takes forward 3.1 ms, backward 6.2 ms, ...; gradient noise scale 310 samples, 250 to 400`."""
     parts = {**event.phases, "waiting for data": event.data_s}
     took = ", ".join(f"{name.replace('+', ' + ')} {formatting.duration(seconds)}" for name, seconds in parts.items())
@@ -318,80 +323,84 @@ def waiting_text(event: Waiting) -> str:
     return f"waiting for {event.what}" + (f", at most {formatting.duration(left_s)}" if left_s > 0 else "")
 
 
-def end_line(event: RunEnded, start: RunStarted) -> Line:
+def _end_line(event: RunEnded, start: RunStarted) -> OutputLine:
     """How the run ended, and after how long when its start is known."""
     seconds = f" after {formatting.duration(event.time_s - start.time_s)}" if start.time_s else ""
     steps = f"at step {event.step:,} of {start.total_steps:,}" if start.total_steps else f"at step {event.step:,}"
     if event.outcome == "done":
-        return Line(text=f"done: {formatting.count(event.step, 'step')}{seconds}", tone="good")
+        return OutputLine(text=f"done: {formatting.count(event.step, 'step')}{seconds}", tone="good")
     if event.outcome == "stopped":
-        return Line(text=f"stopped {steps}{seconds}; the same command goes on from here", tone="warning")
+        return OutputLine(text=f"stopped {steps}{seconds}; the same command goes on from here", tone="warning")
     first = event.error.strip().splitlines()[0] if event.error.strip() else "see the error"
-    return Line(text=f"failed {steps}{seconds}: {first}", tone="bad")
+    return OutputLine(text=f"failed {steps}{seconds}: {first}", tone="bad")
 
 
-def event_line(event: Event, steps_per_epoch: int = 0) -> Line:
+def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
     """Any event as one line on its own, for `logs`."""
     match event:
         case RunStarted():
-            return Line(text=f"driver {event.token} took run {event.run}: {event.total_steps:,} steps; {event.cluster}")
+            return OutputLine(
+                text=f"driver {event.token} took run {event.run}: {event.total_steps:,} steps; {event.cluster}"
+            )
         case Waiting():
-            return Line(text=waiting_text(event), tone="warning")
+            return OutputLine(text=waiting_text(event), tone="warning")
         case Placed():
-            return Line(text=placed_text(event))
+            return OutputLine(text=_placed_text(event))
         case Promoted():
-            return Line(text=promoted_text(event))
+            return OutputLine(text=_promoted_text(event))
         case Leaving() | Straggling():
-            return Line(text=event.text, tone="warning")
+            return OutputLine(text=event.text, tone="warning")
         case Resized():
-            return resized_line(event)
+            return _resized_line(event)
         case Replanned():
-            return replanned_line(event)
+            return _replanned_line(event)
         case Probed() | Joined():
-            return Line(text=event.text, tone="good")
+            return OutputLine(text=event.text, tone="good")
         case Formed():
             begins = event.source == "initial" and event.step == 0
             state = f"after {formatting.duration(event.seconds)}" if begins else f"again: {recovery_text(event)}"
-            return Line(text=f"{formatting.crew(event.workers, event.servers)} ready {state}", tone="good")
+            return OutputLine(
+                text=f"{formatting.worker_count(event.workers, event.servers)} ready {state}", tone="good"
+            )
         case Steps():
-            return Line(text=_steps_text(event))
+            return OutputLine(text=_steps_text(event))
         case Evaluated():
-            return Line(text=evaluation_text(event, steps_per_epoch))
+            return OutputLine(text=_evaluation_text(event, steps_per_epoch))
         case Checkpointed():
-            return Line(text=checkpoint_text(event))
+            return OutputLine(text=_checkpoint_text(event))
         case Kept():
-            return Line(text=kept_text(event))
+            return OutputLine(text=_memory_checkpoint_text(event))
         case CheckpointSkipped():
-            return Line(text=f"no checkpoint at step {event.step:,}: {event.reason}", tone="warning")
+            return OutputLine(text=f"no checkpoint at step {event.step:,}: {event.reason}", tone="warning")
         case Prefetched():
-            return Line(text=prefetch_text(event))
+            return OutputLine(text=prefetch_text(event))
         case Measured():
-            return Line(text=measured_text(event))
+            return OutputLine(text=_step_phases_text(event))
         case Stale():
-            return Line(text=f"staleness: {staleness_text(staleness_of([event])) or 'nothing was pushed'}")
+            return OutputLine(text=f"staleness: {staleness_text(staleness_of([event])) or 'nothing was pushed'}")
         case Failed():
-            return Line(text=failure_text(event), tone="bad", detail=event.detail)
+            return OutputLine(text=failure_text(event), tone="bad", detail=event.detail)
         case Stacks():
-            return Line(text=f"rank {event.rank} ({event.node}) stood at:", detail=event.text)
+            return OutputLine(text=f"rank {event.rank} ({event.node}) stood at:", detail=event.text)
         case Printed():
-            return Line(text=event.text)
+            return OutputLine(text=event.text)
         case Noted():
-            return Line(text=f"note: {event.text}", tone="warning")
+            return OutputLine(text=f"note: {event.text}", tone="warning")
         case Judged():
-            return Line(text=event.text, tone="good")
+            return OutputLine(text=event.text, tone="good")
         case RunEnded():
-            return Line(text=end_line(event, RunStarted()).text, tone=end_line(event, RunStarted()).tone)
-    return Line(text=event.kind)
+            return OutputLine(text=_end_line(event, RunStarted()).text, tone=_end_line(event, RunStarted()).tone)
+    return OutputLine(text=event.kind)
 
 
 def _steps_text(event: Steps) -> str:
     if not event.step:
         return "no steps"
     seconds = sum(event.step_s)
-    pace = formatting.rate(sum(event.samples) / seconds if seconds > 0 else math.nan)
+    pace = formatting.throughput(sum(event.samples) / seconds if seconds > 0 else math.nan)
     mean = sum(event.loss) / len(event.loss)
     first, last = event.step[0], event.step[-1]
     which = f"step {last:,}" if first == last else f"steps {first:,} to {last:,}"
     share = sum(event.wait_s) / (seconds or 1.0)
-    waited = f", waiting for data {formatting.share(share)}" if math.isfinite(share) else ""
-    return f"{which}: loss {formatting.figure(mean)}, {pace}{waited}"
+    waited = f", waiting for data {formatting.percent(share)}" if math.isfinite(share) else ""
+    return f"{which}: loss {formatting.metric(mean)}, {pace}{waited}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
-from itertools import groupby
+from itertools import groupby, product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -14,18 +15,30 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from trainwright.core.plan import Estimate, Infeasible, Mesh, Placement, Plan
-from trainwright.reporting import formatting
-from trainwright.reporting.mesh_view import mesh_html, mesh_table, mesh_text, planned_nodes
+from trainwright.core import formatting
+from trainwright.core.cluster import Cluster
+from trainwright.core.plan import (
+    Estimate,
+    InfeasiblePlan,
+    Mesh,
+    Plan,
+    WorkerResources,
+    assign_nodes,
+    format_ranges,
+    parse_ranges,
+    ranks_by_node,
+    slots_per_node,
+    tensor_workers,
+)
 from trainwright.strategies import current_engine
 
 if TYPE_CHECKING:
     from trainwright.planning.planner import Decision
 
-Fact = TypeVar("Fact")
+_Fact = TypeVar("_Fact")
 
 
-def compared(plan: Plan, best: Plan) -> str:
+def compare_plans(plan: Plan, best: Plan) -> str:
     """What a plan takes beside the best: by step, or where that is not all, to the same loss."""
     own, other = plan.estimate, best.estimate
     assert own is not None and other is not None, "both were ranked"
@@ -33,10 +46,10 @@ def compared(plan: Plan, best: Plan) -> str:
         return f"predicted {own.step_s / other.step_s:.2f} times the step time of {best.strategy}"
     took = f"predicted {own.target_s / other.target_s:.2f} times the time of {best.strategy} to the same loss"
     steps = f"{own.step_s / other.step_s:.2f} times its step time"
-    return f"{took} ({', '.join([steps, *factors_of(own)])})"
+    return f"{took} ({', '.join([steps, *_factors_of(own)])})"
 
 
-def factors_of(estimate: Estimate) -> list[str]:
+def _factors_of(estimate: Estimate) -> list[str]:
     """By what the same loss takes longer: `staleness x 1.15`."""
     return [f"{name.replace('_', ' ')} x {factor:.2f}" for name, factor in estimate.factors.items()]
 
@@ -46,7 +59,7 @@ def plan_line(plan: Plan) -> str:
 
     Example: `data_parallel: 2 workers x 1 thread on CPU, batch 256 = 2 x 128, est. 14 ms/step`.
     """
-    parts = [f"{plan.strategy}: {_workers(plan)}", *_layout(plan), *_apart(plan), _batch(plan)]
+    parts = [f"{plan.strategy}: {_workers(plan)}", *_layout(plan), *_server_parts(plan), _batch(plan)]
     if plan.precision != "fp32":
         parts.append(plan.precision)
     if plan.estimate is not None:
@@ -54,16 +67,16 @@ def plan_line(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def name_of(plan: Plan) -> str:
+def plan_name(plan: Plan) -> str:
     """Degrees and choices in words: `pipeline 8 x data 16 (ZeRO-1) x tensor 8, micro-batch 2, 1f1b, recompute full`."""
     rows = plan.micro_batch or plan.micro_batches(plan.batch_size)[1]
-    parts = [_degrees(plan) or "one device", f"micro-batch {rows}", *_choices(plan), *_apart(plan)]
+    parts = [_degrees(plan) or "one device", f"micro-batch {rows}", *_choices(plan), *_server_parts(plan)]
     return ", ".join(filter(None, parts))
 
 
-def misfit_name(misfit: Infeasible) -> str:
+def infeasible_name(misfit: InfeasiblePlan) -> str:
     """What cannot be: the strategy, and the plan where there is one."""
-    return f"{misfit.strategy}: {name_of(misfit.plan)}" if misfit.plan else misfit.strategy
+    return f"{misfit.strategy}: {plan_name(misfit.plan)}" if misfit.plan else misfit.strategy
 
 
 def plan_table(decision: Decision) -> RenderableType:
@@ -77,7 +90,7 @@ def plan_table(decision: Decision) -> RenderableType:
         parts.append(Padding(mesh_text(mesh), (1, 0, 0, 2)))
     if decision.chosen.estimate is not None:
         parts.append(Padding(estimate_table(decision.chosen.estimate), (1, 0, 0, 2)))
-    others = other_rows(others_of(decision))
+    others = other_rows(other_plans(decision))
     if others:
         parts.append(Padding(_others_table(others), (1, 0, 0, 2)))
     return Group(*parts)
@@ -102,7 +115,7 @@ def plan_html(decision: Decision) -> str:
         f"<p class='tw-head'>{escape(plan_line(decision.chosen))}</p><table>{rows}</table>",
         mesh_html(mesh) if mesh else "",
         *([_estimate_html(decision.chosen.estimate), decision.timeline] if decision.chosen.estimate else []),
-        _others_html(other_rows(others_of(decision))),
+        _others_html(other_rows(other_plans(decision))),
         "</div>",
     ]
     return "".join(parts)
@@ -118,9 +131,9 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         ("precision", plan.precision),
     ]
     if plan.servers:
-        rows += _alone_rows(plan)
+        rows += _server_rows(plan)
     if plan.stages:
-        rows.append(("layers by stage", runs_of(plan.stages)))
+        rows.append(("layers by stage", stage_sizes_text(plan.stages)))
     if plan.cuts:
         rows.append(("cut before", ", ".join(plan.cuts)))
     if plan.schedule:
@@ -135,13 +148,13 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         low, high = formatting.duration(plan.estimate.low_s), formatting.duration(plan.estimate.high_s)
         rows.append(("step, predicted", f"{formatting.duration(plan.estimate.step_s)} ({low} to {high})"))
         if plan.estimate.factors:
-            said = f"{', '.join(factors_of(plan.estimate))} (a model, not verified)"
+            said = f"{', '.join(_factors_of(plan.estimate))} (a model, not verified)"
             rows.append(("to the same loss", said))
-        rows.append(("memory by stage" if plan.mesh.pipeline > 1 else "memory", memory_of(plan.estimate)))
+        rows.append(("memory by stage" if plan.mesh.pipeline > 1 else "memory", memory_text(plan.estimate)))
     return rows + [("note", note) for note in plan.notes]
 
 
-def _alone_rows(plan: Plan) -> list[tuple[str, str]]:
+def _server_rows(plan: Plan) -> list[tuple[str, str]]:
     """Of workers that step alone."""
     rows = [("servers", str(plan.servers)), ("consistency", plan.consistency)]
     if plan.wire != "full":
@@ -151,23 +164,23 @@ def _alone_rows(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def memory_of(estimate: Estimate) -> str:
+def memory_text(estimate: Estimate) -> str:
     """What each stage takes, of what a device has: `1.2 GiB to 3.4 GiB of 80 GiB`."""
     low, high = min(estimate.stage_memory_bytes), max(estimate.stage_memory_bytes)
     taken = formatting.size(high) if low == high else f"{formatting.size(low)} to {formatting.size(high)}"
     return f"{taken} of {formatting.size(estimate.device_memory_bytes)}" if estimate.device_memory_bytes else taken
 
 
-def runs_of(stages: Iterable[int]) -> str:
+def stage_sizes_text(stages: Iterable[int]) -> str:
     """`4, 6 x 3, 5`: equal neighbours together."""
     sizes = ((size, len(list(same))) for size, same in groupby(stages))
     return ", ".join(f"{size} x {count}" if count > 1 else str(size) for size, count in sizes)
 
 
-def others_of(decision: Decision) -> list[dict[str, str]]:
+def other_plans(decision: Decision) -> list[dict[str, str]]:
     """Rejected and infeasible plans as facts for `RunStarted.rejected`: strategy, plan, reason, hint."""
     rejected = [
-        {"strategy": item.plan.strategy, "plan": f"{item.plan.strategy}: {name_of(item.plan)}", "reason": item.reason}
+        {"strategy": item.plan.strategy, "plan": f"{item.plan.strategy}: {plan_name(item.plan)}", "reason": item.reason}
         for item in decision.rejected
     ]
     return rejected + [
@@ -200,7 +213,7 @@ def plan_from(facts: Mapping[str, Any]) -> Plan | None:
             **facts,
             "engine": current_engine(facts["engine"]),
             "mesh": _known(Mesh, facts["mesh"]),
-            "placement": _known(Placement, facts["placement"]),
+            "placement": _known(WorkerResources, facts["placement"]),
             "estimate": estimate or None,
             "notes": tuple(facts.get("notes", ())),
             "stages": tuple(facts.get("stages", ())),
@@ -209,7 +222,7 @@ def plan_from(facts: Mapping[str, Any]) -> Plan | None:
     )
 
 
-def _known(kind: type[Fact], facts: Mapping[str, Any]) -> Fact:
+def _known(kind: type[_Fact], facts: Mapping[str, Any]) -> _Fact:
     """An object of the fields that this version knows; a later version may have written more."""
     names = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in facts.items() if name in names})
@@ -239,7 +252,7 @@ def _layout(plan: Plan) -> list[str]:
     return [*([] if plain else [_degrees(plan)]), *_choices(plan)]
 
 
-def _apart(plan: Plan) -> list[str]:
+def _server_parts(plan: Plan) -> list[str]:
     """Of workers that step alone, in a few words."""
     if not plan.servers:
         return []
@@ -290,12 +303,12 @@ def estimate_table(estimate: Estimate) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     for name, seconds in estimate.terms.items():
-        bar = Text("▇" * round(24 * _part(seconds, estimate)), style="cyan")
+        bar = Text("▇" * round(24 * _share_of_step(seconds, estimate)), style="cyan")
         table.add_row(name.replace("_", " "), formatting.duration(seconds), bar)
     return table
 
 
-def _part(seconds: float, estimate: Estimate) -> float:
+def _share_of_step(seconds: float, estimate: Estimate) -> float:
     return seconds / estimate.step_s if estimate.step_s > 0 else 0.0
 
 
@@ -319,7 +332,7 @@ _STYLE = (
 def _estimate_html(estimate: Estimate) -> str:
     rows = "".join(
         f"<tr><th>{escape(name.replace('_', ' '))}</th><td>{formatting.duration(seconds)}</td>"
-        f"<td><span class='tw-bar' style='width:{12 * _part(seconds, estimate):.2f}em'></span></td></tr>"
+        f"<td><span class='tw-bar' style='width:{12 * _share_of_step(seconds, estimate):.2f}em'></span></td></tr>"
         for name, seconds in estimate.terms.items()
     )
     return f"<table>{rows}</table>" if rows else ""
@@ -330,3 +343,150 @@ def _others_html(rows: Sequence[tuple[str, str, str]]) -> str:
         return ""
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<p class='tw-head'>Not chosen</p><table>{body}</table>"
+
+
+# --- Which rank holds which part of the model and of the batch, and on which node -------------------------------------
+
+
+_NAMED_NODES = 3  # nodes of one row whose names are all told
+SHOWN_ROWS = 16  # rows in a terminal, and in a page before the others are asked for
+
+_Coordinates = tuple[int, ...]  # coordinates of a rank, by dimension
+_CoordinateBox = tuple[tuple[int, ...], ...]  # all points whose coordinates are among these
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshTable:
+    """Rows of nodes.
+
+    Attributes:
+        columns: `node`, `ranks`, and the dimensions of more than one; where there are servers, `node` and the roles.
+        rows: cells; nodes that hold the same of each replica are one row.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def planned_nodes(plan: Plan, cluster: Cluster) -> dict[str, str]:
+    """The ranks that each node is to hold where nobody else is, as `core.arranging.ranges_of` tells them.
+
+    Empty where they do not fit, and where there are servers, which Ray places.
+    """
+    if plan.servers:
+        return {}
+    place, together = plan.placement, tensor_workers(plan.mesh, plan.devices_per_worker)
+    each = [
+        node.accelerators // place.accelerators if place.accelerators else int(node.cpus / place.cpus + 1e-6)
+        for node in cluster.nodes
+    ]
+    groups, capacities = plan.workers // together, [room // together for room in each]
+    if sum(capacities) < groups:
+        return {}
+    rooms = [together * room for room in slots_per_node(capacities, groups, close=bool(place.accelerators))]
+    nodes = assign_nodes(plan.mesh, rooms, plan.devices_per_worker)
+    return ranks_by_node(cluster.nodes[node].name for node in nodes)
+
+
+def mesh_table(plan: Plan, nodes: Mapping[str, str]) -> MeshTable | None:
+    """Who holds what; None of a single worker, or where the nodes hold other ranks than the plan's.
+
+    Args:
+        nodes: the ranks of the workers on each node, as `core.arranging.ranges_of` tells them.
+    """
+    if plan.servers:
+        return _roles(plan, nodes)
+    workers = sum(len(parse_ranges(ranks)) for ranks in nodes.values())
+    if workers != plan.workers and plan.mesh == Mesh(data=plan.mesh.data):
+        plan = plan.resized(max(workers, 1))
+    if workers != plan.workers or workers == 1:
+        return None
+    mesh, names = plan.mesh, ("data", "stage", "shard", "tensor")
+    shown = [number for number, degree in enumerate((mesh.data, mesh.pipeline, mesh.shard, mesh.tensor)) if degree > 1]
+    parts = [(node, box) for node, ranks in nodes.items() for box in _boxes(_points(plan, parse_ranges(ranks)))]
+    rows = []
+    for alike in _group_equal_nodes(parts):
+        held = [format_ranges(number for _, box in alike for number in box[column]) for column in shown]
+        if len(alike) > 1 and shown and shown[0] == 0:
+            held[0] += f", {len(alike[0][1][0])} on each"
+        ranks = format_ranges(rank // plan.devices_per_worker for _, box in alike for rank in _ranks(mesh, box))
+        rows.append((_node_names([node for node, _ in alike]), ranks, *held))
+    return MeshTable(columns=("node", "ranks", *(names[number] for number in shown)), rows=tuple(rows))
+
+
+def _roles(plan: Plan, nodes: Mapping[str, str]) -> MeshTable | None:
+    """The ranks of each role, of which all workers hold the same; None where no node is known."""
+    roles = tuple(dict.fromkeys(plan.role_of(rank) for rank in range(plan.processes)))
+    rows = [
+        (node, *(format_ranges(rank for rank in parse_ranges(ranks) if plan.role_of(rank) == role) for role in roles))
+        for node, ranks in nodes.items()
+    ]
+    return MeshTable(columns=("node", *roles), rows=tuple(rows)) if rows else None
+
+
+def _points(plan: Plan, workers: Iterable[int]) -> frozenset[_Coordinates]:
+    """Coordinates (data, stage, shard, tensor) of all ranks of these workers."""
+    mesh, devices = plan.mesh, plan.devices_per_worker
+    ranks = (rank for worker in workers for rank in range(worker * devices, (worker + 1) * devices))
+    return frozenset(_point(mesh, rank) for rank in ranks)
+
+
+def _point(mesh: Mesh, rank: int) -> _Coordinates:
+    data, shard = divmod(mesh.data_rank_of(rank), mesh.shard)
+    return data, mesh.stage_of(rank), shard, rank % mesh.tensor
+
+
+def _ranks(mesh: Mesh, box: _CoordinateBox) -> Iterable[int]:
+    """Of all points of a box: how `Mesh` numbers them."""
+    for data, stage, shard, tensor in product(*box):
+        yield ((stage * mesh.data + data) * mesh.shard + shard) * mesh.tensor + tensor
+
+
+def _boxes(points: frozenset[_Coordinates]) -> list[_CoordinateBox]:
+    """The points as few boxes: coordinates with the same rest are one."""
+    if () in points:
+        return [()]
+    rests: dict[int, set[_Coordinates]] = {}
+    for first, *rest in sorted(points):
+        rests.setdefault(first, set()).add(tuple(rest))
+    firsts: dict[frozenset[_Coordinates], list[int]] = {}
+    for first, found in rests.items():
+        firsts.setdefault(frozenset(found), []).append(first)
+    return [(tuple(some), *box) for rest, some in firsts.items() for box in _boxes(rest)]
+
+
+def _group_equal_nodes(parts: Sequence[tuple[str, _CoordinateBox]]) -> list[list[tuple[str, _CoordinateBox]]]:
+    """Those of nodes that hold the same of as many replicas, and nothing else, together."""
+    alone = {node for node, some in groupby(parts, key=lambda part: part[0]) if len(list(some)) == 1}
+    found: dict[object, list[tuple[str, _CoordinateBox]]] = {}
+    for number, (node, box) in enumerate(parts):
+        key = (len(box[0]), box[1:]) if node in alone else number
+        found.setdefault(key, []).append((node, box))
+    return list(found.values())
+
+
+def _node_names(nodes: Sequence[str]) -> str:
+    if len(nodes) <= _NAMED_NODES:
+        return ", ".join(nodes)
+    return f"{nodes[0]}, {nodes[1]} … {nodes[-1]} ({len(nodes)} nodes)"
+
+
+def mesh_text(table: MeshTable) -> Table:
+    """For the terminal: the first rows, and how many more there are."""
+    text = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for name in table.columns:
+        text.add_column(name, overflow="fold")
+    for row in table.rows[:SHOWN_ROWS]:
+        text.add_row(*map(Text, row))
+    if len(table.rows) > SHOWN_ROWS:
+        text.add_row(Text(f"and {len(table.rows) - SHOWN_ROWS} more", style="dim"))
+    return text
+
+
+def mesh_html(table: MeshTable) -> str:
+    """For notebooks: all rows, those after the first ones folded away."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
+    rows = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table.rows]
+    shown, more = ("".join(f"<tr>{row}</tr>" for row in some) for some in (rows[:SHOWN_ROWS], rows[SHOWN_ROWS:]))
+    rest = f"<details><summary>{len(rows) - SHOWN_ROWS} more</summary><table>{more}</table></details>" if more else ""
+    return f"<table><tr>{head}</tr>{shown}</table>{rest}"

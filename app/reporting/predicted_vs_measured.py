@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from trainwright.core.gradient_noise import LEAST
+from trainwright.core import formatting
+from trainwright.core.data import LEAST_NOISE_SAMPLES, STEP_PHASES, PhaseTimes
 from trainwright.core.plan import Estimate, Plan
-from trainwright.core.step_phases import PLACES, Phases
-from trainwright.reporting import formatting
-from trainwright.reporting.history import History
+from trainwright.reporting.run_history import RunHistory
 
 _WHERE: Mapping[str, frozenset[str]] = {
     "recompute": frozenset({"backward"}),
@@ -26,7 +25,7 @@ _ANYWHERE = frozenset({"forward", "backward"})  # of compute, and of what goes o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class StepPart:
     """One part of a step; None where it was not predicted, or not measured.
 
     Attributes:
@@ -53,7 +52,7 @@ class Row:
         return self.name, *seconds, "-" if self.ratio is None else f"{self.ratio:.2f}", self.note  # type: ignore[return-value]
 
 
-def compared(estimate: Estimate | None, phases: Phases, step_s: float) -> list[Row]:
+def compare_step(estimate: Estimate | None, phases: PhaseTimes, step_s: float) -> list[StepPart]:
     """The parts of a step in its order, then waiting for data, then the whole.
 
     A term may be spread over several phases, and a phase may hold several terms; what cannot be told apart is one part.
@@ -65,34 +64,34 @@ def compared(estimate: Estimate | None, phases: Phases, step_s: float) -> list[R
     spread = {name: _WHERE.get(name, _ANYWHERE) for name in terms}
     held = {phase: frozenset(phase.split("+")) for phase in phases.medians}
     rows = []
-    for places in _joined([*spread.values(), *held.values()]):
+    for places in _connected_phases([*spread.values(), *held.values()]):
         foretold = [name for name, where in spread.items() if where <= places]
         timed = [phase for phase, where in held.items() if where <= places]
         rows.append(
-            Row(
+            StepPart(
                 name=_name(foretold, timed),
                 predicted_s=sum(terms[name] for name in foretold) if foretold else None,
                 measured_s=sum(phases.medians[phase] for phase in timed) if timed else None,
                 note=_parts({name: terms[name] for name in foretold}, phases.medians, timed),
             )
         )
-    rows.append(Row(name="waiting for data", measured_s=phases.data_s))
+    rows.append(StepPart(name="waiting for data", measured_s=phases.data_s))
     return [*rows, _whole(estimate, step_s)]
 
 
-def step_parts(history: History, plan: Plan | None) -> list[Row]:
+def step_parts(history: RunHistory, plan: Plan | None) -> list[StepPart]:
     """The same for a run; empty where no phase was timed."""
     phases = history.phases
-    return compared(plan.estimate if plan else None, phases, history.median_step_s) if phases else []
+    return compare_step(plan.estimate if plan else None, phases, history.median_step_s) if phases else []
 
 
-def _joined(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
+def _connected_phases(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
     """The places of a step that hang together, in its order."""
     found: list[frozenset[str]] = []
     for one in sets:
         meeting = [other for other in found if one & other]
         found = [other for other in found if not one & other] + [one.union(*meeting)]
-    return sorted(found, key=lambda places: min(PLACES.index(place) for place in places))
+    return sorted(found, key=lambda places: min(STEP_PHASES.index(place) for place in places))
 
 
 def _name(terms: list[str], phases: list[str]) -> str:
@@ -116,12 +115,12 @@ def _parts(terms: Mapping[str, float], medians: Mapping[str, float], timed: list
     return "; ".join(notes)
 
 
-def _whole(estimate: Estimate | None, step_s: float) -> Row:
+def _whole(estimate: Estimate | None, step_s: float) -> StepPart:
     if estimate is None:
-        return Row(name="step", measured_s=step_s)
+        return StepPart(name="step", measured_s=step_s)
     inside = "within" if estimate.low_s <= step_s <= estimate.high_s else "outside"
     interval = f"{formatting.duration(estimate.low_s)} to {formatting.duration(estimate.high_s)}"
-    return Row(
+    return StepPart(
         name="step",
         predicted_s=estimate.step_s,
         measured_s=step_s,
@@ -129,7 +128,7 @@ def _whole(estimate: Estimate | None, step_s: float) -> Row:
     )
 
 
-def noise_text(history: History, plan: Plan | None) -> str:
+def noise_text(history: RunHistory, plan: Plan | None) -> str:
     """What is known of the gradient noise scale, or why it is not; empty before anything was measured."""
     if not history.measured:
         return ""
@@ -146,6 +145,6 @@ def noise_text(history: History, plan: Plan | None) -> str:
         return "cannot be measured: a batch that is not divided does not tell it; accumulation=2 divides it"
     if not sampled:
         return "not known: no step was sampled"
-    if sampled < LEAST:
-        return f"not known: {sampled} steps were sampled, it takes {LEAST}"
+    if sampled < LEAST_NOISE_SAMPLES:
+        return f"not known: {sampled} steps were sampled, it takes {LEAST_NOISE_SAMPLES}"
     return f"not known: the estimates of {sampled:,} steps scatter too much"

@@ -1,20 +1,20 @@
-"""What `runs`, `show` and `logs` print: read from storage alone, with no Ray running and no framework imported.
+"""What `runs_view`, `run_view` and `log_lines` print: read from storage alone, with no Ray running and no framework
+imported.
 
 Each view is a rich renderable with its content as JSON-able `data`. The keys are stable: new ones may come, none goes.
 Times are seconds since the epoch, sizes bytes, durations seconds; what is not known is null.
 
-`runs`: a list of {name, state, step, total_steps, loss, metrics, changed_s}.
+`runs_view`: a list of {name, state, step, total_steps, loss, metrics, changed_s}.
 
-`show`: {name, uri, state, remedy, error, step, total_steps, epoch, epochs, loss, metrics, samples_per_s, wait_share,
-plan, plan_line, mesh: [{node, ranks, data, stage, shard, tensor}],
-nodes: {node: ranks}, others, cluster, dashboard: {url, job, node}, versions, job,
-checkpoints: [{step, path, size_bytes}], failures: [{time_s, step,
-worker, node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing,
-data, start, recovery, checkpoint, evaluation, other}, step_parts: [{name, predicted_s, measured_s, note}],
-noise_scale: {step, scale, low, high, batch, count}, noise, staleness: {text, mean,
-counts, unit, dropped, again}, judged: fields of `distilling.verdict.Verdict`, waiting, notes, report, changed_s}.
+`run_view`: {name, uri, state, remedy, error, step, total_steps, epoch, epochs, loss, metrics, samples_per_s,
+wait_share, plan, plan_line, mesh: [{node, ranks, data, stage, shard, tensor}], nodes: {node: ranks}, others, cluster,
+dashboard: {url, job, node}, versions, job, checkpoints: [{step, path, size_bytes}], failures: [{time_s, step, worker,
+node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing, data,
+start, recovery, checkpoint, evaluation, other}, step_parts: [{name, predicted_s, measured_s, note}], noise_scale:
+{step, scale, low, high, batch, count}, noise, staleness: {text, mean, counts, unit, dropped, again}, judged: fields of
+`distilling.verdict.Verdict`, waiting, notes, report, changed_s}.
 
-`logs`: one event a line as it is stored: {kind, time_s, ...}, see `trainwright.core.events`.
+`log_lines`: one event a line as it is stored: {kind, time_s, ...}, see `trainwright.core.events`.
 """
 
 from __future__ import annotations
@@ -33,30 +33,26 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from trainwright.core.errors import StorageError, nearest
+from trainwright.core import formatting
+from trainwright.core.errors import StorageError, escape_control_characters, nearest
 from trainwright.core.events import Event, RunStarted
-from trainwright.core.terminal_text import printable
-from trainwright.distillation.scorecard import Verdict
-from trainwright.planning.code_fingerprint import for_people
-from trainwright.reporting import formatting
+from trainwright.planning.code_fingerprint import without_code_table
+from trainwright.ray_cluster.ray_compat import dashboard_text
 from trainwright.reporting.event_messages import event_line, failure_text, recovery_text, waiting_text
-from trainwright.reporting.history import History, read_history, state_of
-from trainwright.reporting.history_records import staleness_of, staleness_text
-from trainwright.reporting.mesh_view import MeshTable, mesh_table, mesh_text
-from trainwright.reporting.plan_view import other_rows, plan_from, plan_line
-from trainwright.reporting.predicted_vs_measured import Row, noise_text, step_parts
-from trainwright.storage.event_files import EventReader
-from trainwright.storage.event_folding import Folding, State, epoch_of
-from trainwright.storage.liveness import Wait, owner_alive, owners_alive
-from trainwright.storage.run_log import Entry, RunLog
-from trainwright.storage.run_summary import read_brief
-from trainwright.storage.store import Store, open_store
-from trainwright.tracking.ray_dashboard import dashboard_text
+from trainwright.reporting.plan_view import MeshTable, mesh_table, mesh_text, other_rows, plan_from, plan_line
+from trainwright.reporting.predicted_vs_measured import StepPart, noise_text, step_parts
+from trainwright.reporting.run_history import RunHistory, read_history, state_of
+from trainwright.reporting.scorecard import Scorecard
+from trainwright.storage.event_files import EventReader, read_brief_summary
+from trainwright.storage.object_store import Store, open_store
+from trainwright.storage.run_log import LogEntry, RunLog, WaitFunction, owner_alive, owners_alive
+from trainwright.storage.run_records import staleness_of, staleness_text
+from trainwright.storage.run_summary import RunState, RunSummary, epoch_of
 
-_COLOURS: dict[State, str] = {
+_COLOURS: dict[RunState, str] = {
     "running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red",
 }  # fmt: skip
-_REMEDIES: dict[State, str] = {
+_REMEDIES: dict[RunState, str] = {
     "interrupted": "the driver is gone: run the same command again, it goes on from the newest checkpoint",
     "stopped": "run the same command again, it goes on from here",
     "failed": "mend what the error names, then run the same command again",
@@ -66,7 +62,7 @@ _READERS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class RunView:
     """Something to print: `data` as JSON, or itself to a rich console."""
 
     data: Any
@@ -76,7 +72,7 @@ class View:
         return self.content
 
 
-def runs(storage: str, *, wait: Wait | None = None) -> View:
+def runs_view(storage: str, *, wait: WaitFunction | None = None) -> RunView:
     """All runs under a storage URI, the one that changed last on top. Raises StorageError.
 
     Args:
@@ -87,35 +83,35 @@ def runs(storage: str, *, wait: Wait | None = None) -> View:
         found = [row for row in pool.map(partial(_look, store), store.folders()) if row is not None]
     alive = owners_alive(store, {name: head for name, head, _ in found}, wait=wait)
     rows = [
-        _summary(printable(name), History.of(folding, state_of(folding, head, name in alive)))
+        _summary(escape_control_characters(name), RunHistory.of(folding, state_of(folding, head, name in alive)))
         for name, head, folding in found
     ]
     rows.sort(key=lambda row: -row["changed_s"])
-    return View(data=rows, content=_runs_table(rows) if rows else Text(f"no runs in {store.uri_of('')}"))
+    return RunView(data=rows, content=_runs_table(rows) if rows else Text(f"no runs in {store.uri_of('')}"))
 
 
-def _look(store: Store, name: str) -> tuple[str, Entry, Folding] | None:
+def _look(store: Store, name: str) -> tuple[str, LogEntry, RunSummary] | None:
     """A run with the newest entry of its log and its newest figures; None for a folder that is no run."""
     head = RunLog(store, name).head() if _is_run(store, name) else None
-    return None if head is None else (name, head, read_brief(store, name).brief)
+    return None if head is None else (name, head, read_brief_summary(store, name).brief)
 
 
-def show(storage: str, run: str) -> View:
+def run_view(storage: str, run: str) -> RunView:
     """One run. Raises StorageError, for a run that is not there too."""
     store = open_store(storage)
     _check(store, run)
     history = read_history(store, run)
     data = _details(store, run, history)
-    return View(data=data, content=_show_page(data, history))
+    return RunView(data=data, content=_show_page(data, history))
 
 
-def logs(
+def log_lines(
     storage: str,
     run: str,
     *,
     follow: bool = False,
     as_json: bool = False,
-    wait: Wait | None = None,
+    wait: WaitFunction | None = None,
 ) -> Iterator[str]:
     """What happened in a run, a line each; with `follow` until the run ends or its driver is gone.
 
@@ -131,7 +127,7 @@ def logs(
     return _lines(store, run, follow=follow, as_json=as_json, wait=wait or threading.Event().wait)
 
 
-def _lines(store: Store, run: str, *, follow: bool, as_json: bool, wait: Wait) -> Iterator[str]:
+def _lines(store: Store, run: str, *, follow: bool, as_json: bool, wait: WaitFunction) -> Iterator[str]:
     reader, log, per_epoch = EventReader(store, run), RunLog(store, run), 0
     while True:
         # Asked before reading: a driver that ends in between has its last events read all the same.
@@ -177,7 +173,7 @@ def _plain(value: Any) -> Any:
     return _known(value) if isinstance(value, float) else value
 
 
-def _summary(name: str, history: History) -> dict[str, Any]:
+def _summary(name: str, history: RunHistory) -> dict[str, Any]:
     return {
         "name": name,
         "state": history.state,
@@ -189,7 +185,7 @@ def _summary(name: str, history: History) -> dict[str, Any]:
     }
 
 
-def _details(store: Store, run: str, history: History) -> dict[str, Any]:
+def _details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
     start, plan, report = history.start, plan_from(history.start.plan), f"{run}/report.html"
     mesh = mesh_table(plan, history.nodes) if plan else None
     return {
@@ -209,7 +205,7 @@ def _details(store: Store, run: str, history: History) -> dict[str, Any]:
         "cluster": start.cluster,
         "dashboard": start.dashboard or None,
         "versions": start.versions,
-        "job": for_people(start.job),
+        "job": without_code_table(start.job),
         "checkpoints": _checkpoints(store, run),
         "failures": [
             {"time_s": f.time_s, "step": f.step, "worker": f.worker, "node": f.node, "cause": f.cause}
@@ -240,7 +236,7 @@ def _details(store: Store, run: str, history: History) -> dict[str, Any]:
     }
 
 
-def _staleness(history: History) -> dict[str, Any] | None:
+def _staleness(history: RunHistory) -> dict[str, Any] | None:
     """Of what workers pushed that step alone; None for those that step together."""
     found = staleness_of(history.stale)
     if not found.counts:
@@ -257,7 +253,11 @@ def _checkpoints(store: Store, run: str) -> list[dict[str, Any]]:
         sizes[folder] = sizes.get(folder, 0) + size_bytes
         whole |= {folder} if file == "MANIFEST.json" else set()
     return [
-        {"step": int(folder.split("-")[0]), "path": f"checkpoints/{printable(folder)}", "size_bytes": sizes[folder]}
+        {
+            "step": int(folder.split("-")[0]),
+            "path": f"checkpoints/{escape_control_characters(folder)}",
+            "size_bytes": sizes[folder],
+        }
         for folder in sorted(whole)
         if folder.split("-")[0].isdigit()
     ]
@@ -283,7 +283,7 @@ def _runs_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _show_page(data: dict[str, Any], history: History) -> RenderableType:
+def _show_page(data: dict[str, Any], history: RunHistory) -> RenderableType:
     head = Text.assemble((data["name"], "bold"), "  ", (data["state"], f"bold {_COLOURS[history.state]}"))
     parts: list[RenderableType] = [head]
     if data["remedy"]:
@@ -327,10 +327,10 @@ def _facts(data: dict[str, Any]) -> list[tuple[str, str]]:
     return [(name, value) for name, value in rows if value]
 
 
-def _lists(data: dict[str, Any], history: History) -> list[tuple[str, list[str]]]:
+def _lists(data: dict[str, Any], history: RunHistory) -> list[tuple[str, list[str]]]:
     incidents = [(f.time_s, f"{_when(f.time_s)}  {failure_text(f)}") for f in history.failures]
     incidents += [(r.formed.time_s, f"{_when(r.formed.time_s)}  {recovery_text(r.formed)}") for r in history.recoveries]
-    judged = Verdict.read(history.judged.verdict) if history.judged else None
+    judged = Scorecard.read(history.judged.verdict) if history.judged else None
     return [
         ("Students beside their teachers", str(judged).splitlines() if judged else []),
         (
@@ -348,7 +348,7 @@ def _step_table(data: dict[str, Any]) -> Table:
     for name in ("part", "predicted", "measured", "ratio", ""):
         table.add_column(name, justify="right" if name in ("predicted", "measured", "ratio") else "left")
     for part in data["step_parts"]:
-        table.add_row(*map(Text, Row(**part).cells()))
+        table.add_row(*map(Text, StepPart(**part).cells()))
     return table
 
 
@@ -362,7 +362,7 @@ def _pairs(rows: list[tuple[str, str]]) -> Table:
 
 
 def _figure(value: float | None) -> str:
-    return formatting.figure(value) if value is not None else "-"
+    return formatting.metric(value) if value is not None else "-"
 
 
 def _metrics(metrics: dict[str, float | None]) -> str:
@@ -373,8 +373,8 @@ def _speed(data: dict[str, Any]) -> str:
     if data["samples_per_s"] is None:
         return ""
     waited = data["wait_share"]
-    waiting = f", waiting for data {formatting.share(waited)}" if waited is not None else ""
-    return formatting.rate(data["samples_per_s"]) + waiting
+    waiting = f", waiting for data {formatting.percent(waited)}" if waited is not None else ""
+    return formatting.throughput(data["samples_per_s"]) + waiting
 
 
 def _when(time_s: float) -> str:

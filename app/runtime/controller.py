@@ -14,52 +14,49 @@ from functools import partial
 
 from trainwright.core import events
 from trainwright.core.errors import StorageError
-from trainwright.core.group import Capabilities
+from trainwright.core.frameworks import package_versions
 from trainwright.core.plan import Plan
-from trainwright.datasets.loading.loader import schedule_of
-from trainwright.datasets.sampling.step_schedule import Schedule
+from trainwright.core.topology import Capabilities
+from trainwright.datasets.loading.batch_loader import make_schedule
+from trainwright.datasets.sample_order import StepSchedule
 from trainwright.driver import messages as m
-from trainwright.driver.run_policy import Settings
-from trainwright.driver.state_machine import begin, decide
-from trainwright.driver.worker_requests import Layouts
-from trainwright.planning.job_description import essence
-from trainwright.planning.job_preparation import Prepared, keep_metadata
-from trainwright.planning.plan_file import with_plan
-from trainwright.planning.planner import Decision
-from trainwright.planning.replanning import SHARE, layouts_of
-from trainwright.reporting.plan_view import others_of
-from trainwright.reporting.versions import versions
-from trainwright.runtime.autoscaling import Lookout
-from trainwright.runtime.effect_executor import World
-from trainwright.runtime.placement_groups import Room
-from trainwright.runtime.ray_data_delivery import Feeding
-from trainwright.runtime.resource_bundles import devices
-from trainwright.storage.event_log import Journal, Listener
-from trainwright.storage.run_store import RunLedger
-from trainwright.storage.run_summary import Compactor
-from trainwright.storage.store import Store
+from trainwright.driver.messages import PlanSelector
+from trainwright.driver.run_policy import RunPolicy
+from trainwright.driver.state_machine import begin_run, decide
+from trainwright.planning.alternative_layouts import MEASURING_SHARE, alternative_plans
+from trainwright.planning.job_description import state_relevant_fields
+from trainwright.planning.job_preparation import PreparedJob, store_metadata
+from trainwright.planning.planner import Decision, apply_plan_file
+from trainwright.ray_cluster.autoscaling import PendingNodeWatcher
+from trainwright.ray_cluster.placement_groups import WorkerPlacement, device_names
+from trainwright.ray_cluster.ray_compat import dashboard_link
+from trainwright.reporting.plan_view import other_plans
+from trainwright.runtime.effect_executor import EffectExecutor
+from trainwright.runtime.ray_data_delivery import RayDataFeeder
+from trainwright.storage.event_files import EventCompactor
+from trainwright.storage.event_log import EventListener, EventLog
+from trainwright.storage.object_store import Store
+from trainwright.storage.run_store import RunStore
 from trainwright.strategies import engine_class
-from trainwright.strategies.search.plan_request import Question
-from trainwright.tracking.ray_dashboard import dashboard
-from trainwright.worker.job_pickle import pack
-from trainwright.worker.worker_config import WorkOrder
+from trainwright.strategies.search.plan_request import PlanRequest
+from trainwright.worker.worker_config import WorkerConfig, pickle_job
 
 CALL_DEADLINE_S = 180.0  # to form a group and to load a checkpoint, at least
-COLLECT_AFTER = 100_000  # new objects
+_COLLECT_AFTER = 100_000  # new objects
 
 
 @contextlib.contextmanager
 def collecting_rarely() -> Iterator[None]:
     """Let the garbage collector run rarely: with 10,000 workers it would take half of a recovery's time."""
     before = gc.get_threshold()
-    gc.set_threshold(max(COLLECT_AFTER, before[0]) if before[0] else 0, *before[1:])
+    gc.set_threshold(max(_COLLECT_AFTER, before[0]) if before[0] else 0, *before[1:])
     try:
         yield
     finally:
         gc.set_threshold(*before)
 
 
-class Session:
+class RunController:
     """Drives one run. `run` blocks; `stop` may be called from any thread.
 
     Args:
@@ -70,20 +67,20 @@ class Session:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedJob,
         decision: Decision,
         *,
         fresh: bool = False,
         notes: Sequence[str] = (),
-        room: Room | None = None,
+        room: WorkerPlacement | None = None,
     ) -> None:
         self._prepared, self._decision, self._fresh, self._notes = prepared, decision, fresh, notes
         self._room = room
         job = prepared.job
         self._layouts = _layouts(prepared, decision)
-        compactor = Compactor(prepared.store.impatient(), job.name)
-        self._journal = Journal(prepared.store, job.name, compact=compactor.compact)
-        self._ledger = RunLedger(
+        compactor = EventCompactor(prepared.store.impatient(), job.name)
+        self._journal = EventLog(prepared.store, job.name, compact=compactor.compact)
+        self._ledger = RunStore(
             prepared.store,
             job.name,
             job=prepared.description,
@@ -100,16 +97,16 @@ class Session:
         self._feeding = self._fed()
         self._journal.listen(self._feeding)
         if decision.cluster.grows:
-            self._journal.listen(Lookout(self._journal.write))
+            self._journal.listen(PendingNodeWatcher(self._journal.write))
         order, write = self._order(), self._journal.write
-        self._world = World(order, self._ledger, write, elastic=job.elastic, fresh=fresh, room=room)
+        self._world = EffectExecutor(order, self._ledger, write, elastic=job.elastic, fresh=fresh, room=room)
 
     @property
     def store(self) -> Store:
         """Where the run lives."""
         return self._prepared.store
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, listener: EventListener) -> None:
         """Add somebody who hears every event, those so far first."""
         self._journal.listen(listener)
 
@@ -119,13 +116,13 @@ class Session:
 
     def stop(self, now: bool = False) -> None:
         """Ask the run to end: after a checkpoint, or at once."""
-        self._world.put(m.StopAsked(now=now))
+        self._world.put(m.StopRequested(now=now))
 
     def flush(self) -> None:
         """Write the events so far, so that readers see them."""
         self._journal.flush()
 
-    def run(self) -> m.Finish:
+    def run(self) -> m.FinishRun:
         """Decide and carry out until the end; workers, files and timers are gone when it returns."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(collecting_rarely())
@@ -139,30 +136,30 @@ class Session:
                 self._ledger.give_up()
                 raise
 
-    def _drive(self) -> m.Finish:
-        event: m.Happening | None = None
-        state, effects = begin(self._settings(), time.monotonic())
+    def _drive(self) -> m.FinishRun:
+        event: m.DriverEvent | None = None
+        state, effects = begin_run(self._settings(), time.monotonic())
         while True:
             for effect in effects:
-                if isinstance(effect, m.Finish):
+                if isinstance(effect, m.FinishRun):
                     return effect
                 self._world.carry_out(effect)
-                if isinstance(effect, m.Emit) and isinstance(effect.event, events.Probed | events.Replanned):
+                if isinstance(effect, m.EmitEvent) and isinstance(effect.event, events.Probed | events.Replanned):
                     self._ledger.say(strategy=effect.event.plan["strategy"])
                     self._journal.flush_soon()  # so that nothing is measured again
-            if isinstance(event, m.Committed):
+            if isinstance(event, m.CheckpointCommitted):
                 self._journal.flush_soon(committed=True)  # what was told of the checkpoint included
             for text in self._feeding.news():
                 self._journal.write(events.Noted(text=text))
             event = self._world.next()
             state, effects = decide(state, event, time.monotonic())
 
-    def _settings(self) -> Settings:
+    def _settings(self) -> RunPolicy:
         job, plan, per_epoch = self._prepared.job, self._decision.chosen, self._prepared.steps_per_epoch
         capabilities = engine_class(plan).capabilities
         others = plan.processes - plan.workers
         fewest = 1 if capabilities.topology == "independent" else plan.workers  # those who are late join by themselves
-        return Settings(
+        return RunPolicy(
             workers=plan.processes,
             servers=plan.servers,
             tolerates=capabilities.tolerates,
@@ -187,7 +184,7 @@ class Session:
             pass_limit=job.skip_limit if job.on_crash_loop == "skip" else 0,
             samples_of=partial(_samples_of, _schedule(self._prepared), plan),
             layouts=self._layouts,
-            probe_share=SHARE,
+            probe_share=MEASURING_SHARE,
             place_deadline_s=job.patience_s(self._decision.cluster),
             shrink_s=job.shrink_s,
             replace_stragglers=job.replace_stragglers,
@@ -195,15 +192,15 @@ class Session:
             call_deadline_s=max(CALL_DEADLINE_S, job.hang_deadline_s or 0.0),
             hang_deadline_s=job.hang_deadline_s,
             threads=plan.placement.threads,
-            devices=devices(plan),
+            devices=device_names(plan),
             mesh=plan.mesh if capabilities.topology == "collective" and not job.elastic else None,
             secret=secrets.token_bytes(),
         )
 
-    def _order(self) -> WorkOrder:
+    def _order(self) -> WorkerConfig:
         prepared, job = self._prepared, self._prepared.job
-        return WorkOrder(
-            job=pack(job.replace(trackers=())),  # they are the driver's, and may hold a secret
+        return WorkerConfig(
+            job=pickle_job(job.replace(trackers=())),  # they are the driver's, and may hold a secret
             plan=self._decision.chosen,
             storage=prepared.store.uri,
             run=job.name,
@@ -216,12 +213,12 @@ class Session:
             row=self._row,
         )
 
-    def _fed(self) -> Feeding:
+    def _fed(self) -> RayDataFeeder:
         """Ray Data's delivery of data sets with heavy transforms."""
         prepared, plan, cluster = self._prepared, self._decision.chosen, self._decision.cluster
         used = plan.workers * plan.placement.accelerators
         gpus = cluster.accelerators - used if cluster.accelerator == "GPU" else 0
-        return Feeding(prepared.job, prepared.train, prepared.evaluate, cpus=plan.placement.data_cpus, gpus=gpus)
+        return RayDataFeeder(prepared.job, prepared.train, prepared.evaluate, cpus=plan.placement.data_cpus, gpus=gpus)
 
     def _open_journal(self, token: int) -> None:
         plan = self._decision.chosen
@@ -232,11 +229,11 @@ class Session:
                 token=token,
                 job=self._prepared.description,
                 plan=asdict(plan),
-                rejected=others_of(self._decision),
+                rejected=other_plans(self._decision),
                 cluster=str(self._decision.cluster),
-                dashboard=dashboard(),
+                dashboard=dashboard_link(),
                 timeline=self._decision.timeline,
-                versions=versions(),
+                versions=package_versions(),
                 total_steps=self._prepared.total_steps,
                 steps_per_epoch=self._prepared.steps_per_epoch,
                 fresh=self._fresh,
@@ -246,28 +243,28 @@ class Session:
             self._journal.write(events.Noted(text=text))
         self._journal.flush()
         try:
-            keep_metadata(self._prepared)
+            store_metadata(self._prepared)
         except StorageError as error:  # a resume elsewhere looks at the files again
             self.say(f"what is known of the data's files is not kept: {error.what}")
 
 
-def _schedule(prepared: Prepared) -> Schedule:
+def _schedule(prepared: PreparedJob) -> StepSchedule:
     """The order of the run's samples, for the cursors of its checkpoints."""
-    return schedule_of(prepared.train, **prepared.job.ordering())
+    return make_schedule(prepared.train, **prepared.job.ordering())
 
 
-def _layouts(prepared: Prepared, decision: Decision) -> Layouts | None:
-    job = with_plan(prepared.job, decision.profile, decision.cluster)
-    question = Question.of(job, decision.profile, decision.used)
-    return layouts_of(job, question, decision.contenders or (decision.chosen,))
+def _layouts(prepared: PreparedJob, decision: Decision) -> PlanSelector | None:
+    job = apply_plan_file(prepared.job, decision.profile, decision.cluster)
+    question = PlanRequest.of(job, decision.profile, decision.used)
+    return alternative_plans(job, question, decision.contenders or (decision.chosen,))
 
 
-def _identity(prepared: Prepared, plan: Plan, layouts: Layouts | None, room: Room | None) -> str:
+def _identity(prepared: PreparedJob, plan: Plan, layouts: PlanSelector | None, room: WorkerPlacement | None) -> str:
     """Of job, data, plan and room that is another's, as far as a worker process is good for nothing else."""
     known = asdict(replace(plan, estimate=None, notes=()))
     lasting = ("batch_size", "precision", "keras_backend", "devices_per_worker", "placement")
     facts = {
-        "job": essence(prepared.description),
+        "job": state_relevant_fields(prepared.description),
         "plan": {name: known[name] for name in lasting} if layouts else known,
         "room": room.name if room is not None else "",
     }
@@ -275,7 +272,7 @@ def _identity(prepared: Prepared, plan: Plan, layouts: Layouts | None, room: Roo
 
 
 def _samples_of(
-    schedule: Schedule, first: Plan, step: int, rank: int, workers: int, plan: Plan | None
+    schedule: StepSchedule, first: Plan, step: int, rank: int, workers: int, plan: Plan | None
 ) -> tuple[int, ...]:
     """Rows of the training set that a worker is fed in a step, which is counted from 1."""
     own = plan or (first.resized(workers) if first.topology == "collective" else first)

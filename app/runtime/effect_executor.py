@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,31 +19,39 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trainwright.core import events
+from trainwright.core import events, formatting
 from trainwright.core.errors import FencedError, RunConflict, TrainwrightError, WorkerLost
-from trainwright.core.group import Generation
 from trainwright.core.plan import Plan
+from trainwright.core.topology import Generation
 from trainwright.driver import messages as m
-from trainwright.reporting import formatting
-from trainwright.runtime.call_arguments import Arguments
-from trainwright.runtime.driver_lease import Lease, Ledger
-from trainwright.runtime.event_queue import EventQueue
-from trainwright.runtime.exit_reasons import cause_of
-from trainwright.runtime.placement_groups import Room, Rooms
-from trainwright.runtime.takeover import BEAT_S, Beats, Found, keeper_name, lasting, room_name, run_name, take_over
-from trainwright.runtime.worker_actor import KEEPER, WORKER, Berth
-from trainwright.storage.store import open_store
-from trainwright.worker.worker_config import WorkOrder
+from trainwright.driver.messages import DriverEvent, SetTimer, TimerExpired
+from trainwright.ray_cluster.placement_groups import PlacementGroups, WorkerPlacement
+from trainwright.ray_cluster.ray_compat import exit_reason
+from trainwright.runtime.takeover import (
+    BEAT_S,
+    DriverLease,
+    Heartbeats,
+    LeaseLedger,
+    TakenOverActors,
+    detached_options,
+    memory_store_name,
+    placement_group_prefix,
+    run_name,
+    take_over,
+)
+from trainwright.runtime.worker_actor import MEMORY_STORE_ACTOR, WORKER_ACTOR, ArgumentPickler, WorkerSlot
+from trainwright.storage.object_store import open_store
+from trainwright.worker.worker_config import WorkerConfig
 
-NEWS_EVERY_S = 0.2
-WATCH_S = 5.0
-REMOVE_S = 10.0
+_POLL_S = 0.2
+_WATCH_S = 5.0
+_REMOVE_S = 10.0
 OVERDUE_S = 120.0  # of a write that is not answered, before the user hears of it
-_SPOKEN = ("run", "evaluate")  # verbs whose answers follow what was printed meanwhile
+_VERBS_AFTER_PRINTS = ("run", "evaluate")  # verbs whose answers follow what was printed meanwhile
 SILENT_S = 30.0  # without an answer to a beat: a process that does not run
 
 
-class World:
+class EffectExecutor:
     """Carries out effects and collects what happens, on one thread: callbacks of others only queue.
 
     Args:
@@ -53,20 +65,20 @@ class World:
 
     def __init__(
         self,
-        order: WorkOrder,
-        ledger: Ledger,
+        order: WorkerConfig,
+        ledger: LeaseLedger,
         emit: Callable[[events.Event], object],
         *,
         elastic: bool = False,
         fresh: bool = False,
-        room: Room | None = None,
+        room: WorkerPlacement | None = None,
     ) -> None:
         self._work, self._order = order, ray.put(order)
         self._uri = open_store(order.storage).uri_of(order.run)
         self._name = run_name(self._uri)
-        self._arguments = Arguments()
+        self._arguments = ArgumentPickler()
         self._told = 0
-        self._lease = Lease(ledger, lambda: [*self._actors.values(), *self._keepers.values()])
+        self._lease = DriverLease(ledger, lambda: [*self._actors.values(), *self._keepers.values()])
         self._closed = threading.Event()
         self._nodes: dict[int, tuple[str, str]] = {}  # name and Ray's id, by worker
         self._slots: dict[int, int] = {}  # by worker
@@ -74,9 +86,11 @@ class World:
         self._fresh = fresh
         self._plan = order.plan
         self._together = order.plan.topology == "collective"
-        self._rooms: Room = room or Rooms(order.plan, elastic=elastic, name=room_name(self._name))
+        self._rooms: WorkerPlacement = room or PlacementGroups(
+            order.plan, elastic=elastic, name=placement_group_prefix(self._name)
+        )
         self._ledger, self._emit = ledger, emit
-        self._queue = EventQueue()
+        self._queue = _EventQueue()
         self._storage = ThreadPoolExecutor(1, thread_name_prefix="log")
         self._actors: dict[int, Any] = {}
         self._unwanted: set[int] = set()  # before they were placed
@@ -85,17 +99,17 @@ class World:
 
     # --- events -------------------------------------------------------------------------------------------
 
-    def put(self, event: m.Happening) -> None:
+    def put(self, event: m.DriverEvent) -> None:
         """Something happened; from any thread."""
         self._queue.put(event)
 
-    def next(self) -> m.Happening:
+    def next(self) -> m.DriverEvent:
         """Wait for the next event; a timer that runs out is one. A driver that was replaced gets no other than that."""
         while True:
             item = self._queue.wait()
             if not self._lease.check():
                 assert self._lease.lost is not None, "a lease that may not be used is lost"
-                return m.Lost(error=self._lease.lost)
+                return m.LeaseLost(error=self._lease.lost)
             if not callable(item):
                 return item
             item()
@@ -116,7 +130,7 @@ class World:
                 f"{what} for {formatting.duration(waited_s + after_s)} by now: the store at {self._work.storage} "
                 "does not answer. Training goes on; no newer checkpoint is written before it does"
             )
-            self.carry_out(m.Emit(event=events.Noted(text=text)))
+            self.carry_out(m.EmitEvent(event=events.Noted(text=text)))
             self._watch_write(what, answer, waited_s + after_s)
 
         self._queue.later(after_s, look)
@@ -124,7 +138,7 @@ class World:
     def _settle(self, done: Future[Any], action: Callable[[Future[Any]], None]) -> None:
         """Act on an answer, unless it says that another driver has the process."""
         refused = done.result() if done.exception() is None else None
-        if isinstance(refused, m.Failure) and isinstance(refused.error, FencedError):
+        if isinstance(refused, m.CallFailure) and isinstance(refused.error, FencedError):
             self._fence(refused.error)
         else:
             action(done)
@@ -138,33 +152,33 @@ class World:
     def carry_out(self, effect: m.Effect) -> None:
         """Start one effect; never blocks for long. Finish is the caller's."""
         match effect:
-            case m.Acquire():
+            case m.AcquireLease():
                 self._in_storage(self._acquire)
-            case m.Place() if effect.after_s:
+            case m.StartWorker() if effect.after_s:
                 self._queue.later(effect.after_s, lambda: self._place(effect))
-            case m.Place():
+            case m.StartWorker():
                 self._place(effect)
-            case m.Kill():
+            case m.KillWorker():
                 self._kill(effect.worker)
-            case m.Shun():
+            case m.ExcludeNode():
                 self._rooms.shun(self._nodes[effect.worker][1])
-            case m.Call():
+            case m.CallWorker():
                 self._call(effect)
-            case m.Commit():
+            case m.CommitCheckpoint():
                 committed = self._in_storage(lambda: self._commit(effect))
                 self._watch_write(f"the driver commits the checkpoint of step {effect.step}", committed)
-            case m.Release():
+            case m.ReleaseLease():
                 self._in_storage(lambda: self._release(effect))
-            case m.Seal():
+            case m.MarkComplete():
                 for keeper in self._keepers.values():
                     keeper.seal.remote(self._arguments.common(effect.kept), self._lease.token)
-            case m.Emit():
+            case m.EmitEvent():
                 self._emit(effect.event)
             case m.SetTimer():
                 self._queue.set_timer(effect)
             case m.CancelTimer():
                 self._queue.cancel_timer(effect.name)
-            case m.Finish():
+            case m.FinishRun():
                 self.close()
 
     def close(self) -> None:
@@ -179,15 +193,15 @@ class World:
 
     # --- workers ------------------------------------------------------------------------------------------
 
-    def _place(self, effect: m.Place) -> None:
+    def _place(self, effect: m.StartWorker) -> None:
         if effect.worker in self._unwanted:
             return
         self._slots[effect.worker] = effect.slot
         own, lent = None if effect.beside else effect.slot, self._rooms.lent(effect.slot)
         options = self._rooms.options(effect.slot, beside=effect.beside)
-        options |= lasting(f"{self._name}/worker-{effect.worker}-{self._lease.token}")
-        berth = Berth(worker=effect.worker, slot=own, run=self._name, lent=lent)
-        actor = WORKER.options(**options).remote(self._order, berth, self._lease.token)
+        options |= detached_options(f"{self._name}/worker-{effect.worker}-{self._lease.token}")
+        berth = WorkerSlot(worker=effect.worker, slot=own, run=self._name, lent=lent)
+        actor = WORKER_ACTOR.options(**options).remote(self._order, berth, self._lease.token)
         self._actors[effect.worker] = actor
         self._then(actor.hello.remote(effect.spare), lambda done: self._greeted(effect.worker, done))
 
@@ -208,7 +222,7 @@ class World:
             self._nodes[worker] = (hello.node, hello.node_id)
             self._rooms.found(self._slots[worker], hello.node_id)
             self.put(
-                m.Started(
+                m.WorkerStarted(
                     worker=worker, node=hello.node, pid=hello.pid, accelerators=hello.accelerators, home=hello.node_id
                 )
             )
@@ -224,14 +238,18 @@ class World:
         node, node_id = self._nodes[worker]
         if node not in self._keepers:
             stay = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            options = {**lasting(keeper_name(self._name, node)), "scheduling_strategy": stay, "get_if_exists": True}
-            self._keepers[node] = KEEPER.options(**options).remote(self._uri, self._lease.token)
+            options = {
+                **detached_options(memory_store_name(self._name, node)),
+                "scheduling_strategy": stay,
+                "get_if_exists": True,
+            }
+            self._keepers[node] = MEMORY_STORE_ACTOR.options(**options).remote(self._uri, self._lease.token)
 
     def _remove_copies(self) -> None:
         """What a lost node or its keeper leaves undone is swept up there by the next run."""
         removed = [keeper.remove.remote(self._lease.token) for keeper in self._keepers.values()]
         if removed:
-            ray.wait(removed, num_returns=len(removed), timeout=REMOVE_S)
+            ray.wait(removed, num_returns=len(removed), timeout=_REMOVE_S)
         for keeper in self._keepers.values():
             ray.kill(keeper)
         self._keepers.clear()
@@ -248,13 +266,13 @@ class World:
             if self._lease.check():  # otherwise it is another driver's
                 with suppress(RayError):  # of one that Ray could not even create
                     ray.kill(actor, no_restart=True)  # unreachable is as good as dead, and must stay so
-            self.put(m.Died(worker=worker, cause=cause_of(error)))
+            self.put(m.WorkerDied(worker=worker, cause=exit_reason(error)))
 
     def _noticed(self, worker: int, came: Future[Any]) -> None:
         if came.exception() is None:  # else the end of `live` tells of it
-            self.put(m.Noticed(worker=worker, left_s=came.result()))
+            self.put(m.PreemptionNoticed(worker=worker, left_s=came.result()))
 
-    def _call(self, effect: m.Call) -> None:
+    def _call(self, effect: m.CallWorker) -> None:
         actor = self._actors.get(effect.worker)
         if actor is None:
             return  # its death has been told
@@ -282,21 +300,27 @@ class World:
             node, _ = self._nodes[effect.worker]
             self._watch_write(f"worker {effect.worker} on {node} writes {effect.argument}", answer)
 
-    def _answered(self, call: m.Call, done: Future[Any]) -> None:
+    def _answered(self, call: m.CallWorker, done: Future[Any]) -> None:
         if done.exception() is not None:
             self._died(call.worker, done.exception())
             return
         value = done.result()
         about: dict[str, Any] = {"worker": call.worker, "generation": call.generation, "verb": call.verb}
-        failed = isinstance(value, m.Failure)
-        event = m.Raised(**about, failure=value) if failed else m.Returned(**about, value=value)
-        if self._speaker is not None and self._speaker[0] == call.worker and (failed or call.verb in _SPOKEN):
+        failed = isinstance(value, m.CallFailure)
+        event = m.CallRaised(**about, failure=value) if failed else m.CallReturned(**about, value=value)
+        if (
+            self._speaker is not None
+            and self._speaker[0] == call.worker
+            and (failed or call.verb in _VERBS_AFTER_PRINTS)
+        ):
             self._tell_prints(lambda: self._pass_on(call, event))
         else:
             self._pass_on(call, event)
 
-    def _pass_on(self, call: m.Call, event: m.Returned | m.Raised) -> None:
-        raised = event if isinstance(event, m.Raised) and self._together else None  # then every rank knows every step
+    def _pass_on(self, call: m.CallWorker, event: m.CallReturned | m.CallRaised) -> None:
+        raised = (
+            event if isinstance(event, m.CallRaised) and self._together else None
+        )  # then every rank knows every step
         knows = raised is not None and not 0 <= raised.failure.step <= self._told
         if call.verb == "run" and (knows or self._watched == (call.worker, call.generation)):
             self._tell_rest(event)
@@ -305,7 +329,7 @@ class World:
 
     # --- news ---------------------------------------------------------------------------------------------
 
-    def _listen_to(self, call: m.Call) -> None:
+    def _listen_to(self, call: m.CallWorker) -> None:
         """Tell what the first rank that runs the job's functions prints, from when it is formed."""
         group = call.argument
         first = next((peer.rank for peer in group.peers if peer.role in ("worker", "chief")), 0)
@@ -319,13 +343,13 @@ class World:
     def _ask_prints(self, speaker: tuple[int, int]) -> None:
         actor = self._actors.get(speaker[0])
         if actor is not None and self._speaker == speaker:
-            self._then(actor.printed.remote(WATCH_S, self._lease.token), lambda done: self._spoke(speaker, done))
+            self._then(actor.printed.remote(_WATCH_S, self._lease.token), lambda done: self._spoke(speaker, done))
 
     def _spoke(self, speaker: tuple[int, int], done: Future[Any]) -> None:
         """Pass lines on, and ask again a little later; the end of `live` tells of a death."""
         if done.exception() is None:
             self._emit_prints(speaker[1], done.result())
-            self._queue.later(NEWS_EVERY_S, lambda: self._ask_prints(speaker))
+            self._queue.later(_POLL_S, lambda: self._ask_prints(speaker))
 
     def _tell_prints(self, then: Callable[[], None]) -> None:
         """Tell the last lines before what a verb came to."""
@@ -347,7 +371,7 @@ class World:
         for line in lines:
             self._emit(events.Printed(rank=rank, line=line))
 
-    def _watch(self, call: m.Call) -> None:
+    def _watch(self, call: m.CallWorker) -> None:
         """Watch the oldest worker of a generation: it has been there longest and knows every step.
 
         Where not all of them step together, that is rank 0, which is called first.
@@ -361,7 +385,7 @@ class World:
     def _ask(self, watched: tuple[int, Generation]) -> None:
         actor = self._actors.get(watched[0])
         if actor is not None and self._watched == watched:
-            news = actor.watch.remote(self._told, WATCH_S, self._lease.token)
+            news = actor.watch.remote(self._told, _WATCH_S, self._lease.token)
             self._then(news, lambda done: self._heard(watched, done))
 
     def _heard(self, watched: tuple[int, Generation], done: Future[Any]) -> None:
@@ -370,9 +394,9 @@ class World:
             self._died(watched[0], done.exception())
         elif self._watched == watched:
             self._tell(watched[1], done.result())
-            self._queue.later(NEWS_EVERY_S, lambda: self._ask(watched))
+            self._queue.later(_POLL_S, lambda: self._ask(watched))
 
-    def _tell_rest(self, event: m.Returned | m.Raised) -> None:
+    def _tell_rest(self, event: m.CallReturned | m.CallRaised) -> None:
         """Tell the last steps of a segment before its end."""
 
         def told(done: Future[Any]) -> None:
@@ -391,23 +415,23 @@ class World:
         if fresh.step:
             self._told = fresh.step[-1]
             self._emit(fresh)
-            self.put(m.Progressed(generation=generation, step=self._told, losses=tuple(fresh.loss)))
+            self.put(m.StepsCompleted(generation=generation, step=self._told, losses=tuple(fresh.loss)))
 
     # --- storage ------------------------------------------------------------------------------------------
 
-    def _in_storage(self, action: Callable[[], m.Happening]) -> Future[None]:
+    def _in_storage(self, action: Callable[[], m.DriverEvent]) -> Future[None]:
         def run() -> None:
             try:
                 self.put(action())
             except TrainwrightError as error:
-                self._fence(error) if isinstance(error, RunConflict) else self.put(m.Lost(error=error))
+                self._fence(error) if isinstance(error, RunConflict) else self.put(m.LeaseLost(error=error))
             except Exception as error:  # nobody else would hear of it, and the driver would wait for ever
                 told = TrainwrightError(f"{type(error).__name__}: {error}", detail=traceback.format_exc())
-                self.put(m.Lost(error=told))
+                self.put(m.LeaseLost(error=told))
 
         return self._storage.submit(run)
 
-    def _acquire(self) -> m.Happening:
+    def _acquire(self) -> m.DriverEvent:
         """Take the log, then what lives of the driver before; where there was none, it is of a run that was deleted."""
         token = self._ledger.acquire()
         fresh = self._fresh or token == 1
@@ -418,13 +442,13 @@ class World:
         self._queue.put(lambda: self._know(told if found.workers else 0))
         living = tuple(survivor.living for survivor in found.workers)
         head, older = (chain[-1], chain[:-1]) if chain else (None, ())
-        return m.Acquired(token=token, head=head, older=older, told=told, living=living, kept=found.kept)
+        return m.LeaseAcquired(token=token, head=head, older=older, told=told, living=living, kept=found.kept)
 
     def _know(self, told: int) -> None:
         """Steps up to this one were told by the driver before."""
         self._told = told
 
-    def _welcome(self, token: int, found: Found) -> None:
+    def _welcome(self, token: int, found: TakenOverActors) -> None:
         """From now on the run is ours, and so are those who outlived the driver before."""
         self._lease.token, self._keepers = token, dict(found.keepers)
         for survivor in found.workers:
@@ -440,7 +464,7 @@ class World:
 
     def _beat(self) -> None:
         """Tell all that their driver lives, whatever its own thread waits for: a listener may write to a slow store."""
-        beats, told = Beats(), ""
+        beats, told = Heartbeats(), ""
         while not self._closed.is_set():
             try:
                 self._beat_once(beats)
@@ -448,11 +472,11 @@ class World:
             except Exception as error:  # without beats all processes of the run would end by themselves
                 text = f"the workers could not be told that their driver lives: {type(error).__name__}: {error}"
                 if text != told:
-                    self._queue.put(partial(self.carry_out, m.Emit(event=events.Noted(text=text))))
+                    self._queue.put(partial(self.carry_out, m.EmitEvent(event=events.Noted(text=text))))
                 told = text
             self._closed.wait(BEAT_S)
 
-    def _beat_once(self, beats: Beats) -> None:
+    def _beat_once(self, beats: Heartbeats) -> None:
         up = {worker: actor for worker, actor in [*self._actors.items()] if worker in self._nodes}
         for worker, silent_s in beats.send(up, self._lease.token).items():
             if silent_s > SILENT_S and self._expendable(worker):
@@ -465,7 +489,7 @@ class World:
         first = 1 if self._plan.topology == "coordinator" else self._plan.processes - self._plan.workers
         return not self._together and self._slots.get(worker, 0) >= first
 
-    def _commit(self, effect: m.Commit) -> m.Happening:
+    def _commit(self, effect: m.CommitCheckpoint) -> m.DriverEvent:
         try:
             return self._ledger.commit(effect)
         except FencedError:
@@ -473,6 +497,53 @@ class World:
         except TrainwrightError as error:
             return m.CommitFailed(step=effect.step, error=error)
 
-    def _release(self, effect: m.Release) -> m.Happening:
+    def _release(self, effect: m.ReleaseLease) -> m.DriverEvent:
         self._ledger.release(effect)
-        return m.Released()
+        return m.LeaseReleased()
+
+
+# --- The driver's queue of events, with alarms ------------------------------------------------------------------------
+
+
+_QueueItem = DriverEvent | Callable[[], None]
+
+
+class _EventQueue:
+    """Events, and calls that the waiting thread is to make. All but `put` are for that thread."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_QueueItem] = queue.SimpleQueue()
+        self._alarms: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+        self._timers: dict[str, int] = {}
+
+    def put(self, item: _QueueItem) -> None:
+        """Add an event or a call; from any thread."""
+        self._queue.put(item)
+
+    def wait(self) -> _QueueItem:
+        """Wait for the next item, or for the next alarm."""
+        timeout = max(0.0, self._alarms[0][0] - time.monotonic()) if self._alarms else None
+        try:
+            return self._queue.get(timeout=timeout)
+        except queue.Empty:
+            return heapq.heappop(self._alarms)[2]
+
+    def later(self, after_s: float, action: Callable[[], None]) -> None:
+        """Have a call made after so many seconds."""
+        heapq.heappush(self._alarms, (time.monotonic() + after_s, next(self._count), action))
+
+    def set_timer(self, timer: SetTimer) -> None:
+        """Put Expired when the timer runs out; replaces the timer of that name."""
+        self._timers[timer.name] = timer.number
+
+        def expire() -> None:
+            if self._timers.get(timer.name) == timer.number:
+                del self._timers[timer.name]
+                self.put(TimerExpired(name=timer.name, number=timer.number))
+
+        self.later(timer.after_s, expire)
+
+    def cancel_timer(self, name: str) -> None:
+        """Forget a timer."""
+        self._timers.pop(name, None)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from trainwright.core.errors import ResourceError, TrainwrightError
 
-SHORT_LIFE_S = 10.0
-SHORT_LIVES = 3  # one after the other, and it is given up
+_SHORT_LIFE_S = 10.0
+_MAX_SHORT_LIVES = 3  # one after the other, and it is given up
 _REMEDY = "set RAY_REDIS_ADDRESS=HOST:PORT before `ray start --head`"
 
 
@@ -58,7 +58,7 @@ def main() -> int:
         return revive(command, raylet)
 
 
-def revive(command: Command, raylet: OpenProcess) -> int:
+def revive(command: Command, raylet: _OpenProcess) -> int:
     """Start a GCS that has ended, again whenever it ends, while the raylet lives; 0 when the head was stopped.
 
     Raises:
@@ -78,10 +78,11 @@ def revive(command: Command, raylet: OpenProcess) -> int:
         )
         print(f"gcs_server is gone; started again (pid {child.pid})", flush=True)
         code = child.wait()
-        short_lives = short_lives + 1 if time.monotonic() - begun_s < SHORT_LIFE_S else 0
-        if short_lives == SHORT_LIVES and not raylet.ended:
+        short_lives = short_lives + 1 if time.monotonic() - begun_s < _SHORT_LIFE_S else 0
+        if short_lives == _MAX_SHORT_LIVES and not raylet.ended:
             raise ResourceError(
-                f"gcs_server ended {SHORT_LIVES} times within {SHORT_LIFE_S:g} s of its start, at last with {code}",
+                f"gcs_server ended {_MAX_SHORT_LIVES} times within {_SHORT_LIFE_S:g} s of its start, "
+                f"at last with {code}",
                 where=f"{command.option('log_dir')}/gcs_server.out",
                 remedy="see whether Redis answers",
             )
@@ -89,7 +90,7 @@ def revive(command: Command, raylet: OpenProcess) -> int:
     return 0
 
 
-class OpenProcess:
+class _OpenProcess:
     """A hold on a process that is no child of ours; the number of a dead one may be given to another."""
 
     def __init__(self, descriptor: int) -> None:
@@ -97,7 +98,7 @@ class OpenProcess:
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
 
-    def __enter__(self) -> OpenProcess:
+    def __enter__(self) -> _OpenProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -113,10 +114,10 @@ class OpenProcess:
         return bool(self._poll.poll(0))
 
 
-def open_process(pid: int) -> OpenProcess:
+def open_process(pid: int) -> _OpenProcess:
     """Hold on to a living process. Raises ResourceError when there is none."""
     try:
-        return OpenProcess(os.pidfd_open(pid))
+        return _OpenProcess(os.pidfd_open(pid))
     except ProcessLookupError:
         raise ResourceError(f"process {pid} has just ended", remedy="start the head, then this") from None
 

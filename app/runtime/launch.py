@@ -2,56 +2,61 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from trainwright.core.errors import ResourceError
+import ray
+from ray.exceptions import RayError
+
+from trainwright.core.errors import JobError, ResourceError, TrainwrightError
 from trainwright.core.job import Job
-from trainwright.integrations.ray_train import inside, refuse
-from trainwright.planning.function_trial import Preflight
-from trainwright.planning.job_preparation import Prepared, decide_plan, opens, prepare
+from trainwright.driver.messages import FinishRun
+from trainwright.integrations.ray_train import inside_ray_train, refuse_inside_ray_train
+from trainwright.planning.job_preparation import PreparedJob, decide_plan, needs_cluster_to_open, prepare
 from trainwright.planning.planner import Decision
+from trainwright.ray_cluster.discovery import TOKEN_HELP, connect, has_cluster
+from trainwright.ray_cluster.placement_groups import WorkerPlacement
 from trainwright.reporting.html import ReportListener
-from trainwright.reporting.progress import Progress
-from trainwright.reporting.tensorboard import TensorBoard
-from trainwright.runtime.cluster_discovery import TOKEN, connect, has_cluster
-from trainwright.runtime.controller import Session
-from trainwright.runtime.detached_driver import RemoteSession
-from trainwright.runtime.placement_groups import Room
-from trainwright.runtime.run_handle import Drives, Run
-from trainwright.runtime.signals import stopping
-from trainwright.runtime.takeover import kept_alive, run_name
-from trainwright.storage.store import open_store
-from trainwright.tracking.base import check
-from trainwright.tracking.prometheus import Metrics
-from trainwright.tracking.tracker_thread import Tracking
+from trainwright.reporting.progress_bar import RunProgress
+from trainwright.runtime.controller import RunController
+from trainwright.runtime.function_trial import Preflight
+from trainwright.runtime.run_handle import Run, RunDriver, stop_on_signals
+from trainwright.runtime.takeover import NAMESPACE, detached_options, kept_alive, run_name
+from trainwright.storage.event_log import EventListener
+from trainwright.storage.object_store import Store, open_store
+from trainwright.tracking.experiment_trackers import check_trackers
+from trainwright.tracking.prometheus import PrometheusListener
+from trainwright.tracking.tensorboard import TensorBoardWriter
+from trainwright.tracking.tracker_thread import TrackerThread
+from trainwright.worker.worker_config import pickle_job, unpickle_job
 
 
-def ready(
+def prepare_run(
     job: Job, *, resume: bool, fresh: bool, verbose: bool, detached: bool = False, notes: Sequence[str] = ()
-) -> tuple[Drives, Decision]:
+) -> tuple[RunDriver, Decision]:
     """What drives a job's run, heard by all who tell of it, and its plan. Raises as `tw.start`.
 
     Args:
         job, resume, fresh, verbose, detached: as of `tw.start`.
         notes: of what happened before, for a run that is driven from here.
     """
-    check(job.trackers)
-    if inside():
-        return _ready_inside(job, detached, resume=resume, fresh=fresh, verbose=verbose, notes=notes)
+    check_trackers(job.trackers)
+    if inside_ray_train():
+        return _prepare_inside_ray_train(job, detached, resume=resume, fresh=fresh, verbose=verbose, notes=notes)
     if detached and not has_cluster():
         raise ResourceError(
             "a detached driver needs a cluster that outlives this process",
             remedy="set RAY_ADDRESS to that of a running cluster, or leave detached out; if the cluster asks for a "
-            f"token, {TOKEN}",
+            f"token, {TOKEN_HELP}",
         )
     started: list[bool] = []  # whether each call did
 
     def connected() -> None:
         started.append(connect(verbose))
 
-    if opens(job) or has_cluster():
+    if needs_cluster_to_open(job) or has_cluster():
         connected()
     with kept_alive(run_name(open_store(job.storage).uri_of(job.name))) if started else nullcontext():
         prepared = prepare(job, resume=resume, fresh=fresh, connect=connected)
@@ -60,49 +65,197 @@ def ready(
             decision = decide_plan(prepared)
             notes = [*notes, *trial.settle(decision)]
         if detached:
-            return _detached(job, prepared, resume=resume, fresh=fresh), decision
-        progress = Progress(decision, verbose=verbose)  # a look at a row may open a model, which takes long
-        return heard(prepared, decision, progress, fresh=fresh, notes=notes), decision
+            return _start_detached_driver(job, prepared, resume=resume, fresh=fresh), decision
+        progress = RunProgress(decision, verbose=verbose)  # a look at a row may open a model, which takes long
+        return create_controller(prepared, decision, progress, fresh=fresh, notes=notes), decision
 
 
-def _ready_inside(job: Job, detached: bool, **options: Any) -> tuple[Drives, Decision]:
+def _prepare_inside_ray_train(job: Job, detached: bool, **options: Any) -> tuple[RunDriver, Decision]:
     """The same in a train function of Ray Train's."""
-    from trainwright.integrations.ray_train.rank_loop import ready_inside
+    from trainwright.integrations.ray_train.rank_loop import start_inside_ray_train
 
     if detached:
-        refuse("tw.start(detached=True)", "leave detached out: FailureConfig(max_failures=...) starts rank 0 again")
-    return ready_inside(job, **options)
+        refuse_inside_ray_train(
+            "tw.start(detached=True)", "leave detached out: FailureConfig(max_failures=...) starts rank 0 again"
+        )
+    return start_inside_ray_train(job, **options)
 
 
-def heard(
-    prepared: Prepared,
+def create_controller(
+    prepared: PreparedJob,
     decision: Decision,
-    progress: Progress,
+    progress: RunProgress,
     *,
     fresh: bool = False,
     notes: Sequence[str] = (),
-    room: Room | None = None,
-) -> Session:
+    room: WorkerPlacement | None = None,
+) -> RunController:
     """What drives a run, heard by who shows it and by all who keep what they hear; `room` as of a Session."""
-    session = Session(prepared, decision, fresh=fresh, notes=notes, room=room)
+    session = RunController(prepared, decision, fresh=fresh, notes=notes, room=room)
     session.listen(progress)
-    session.listen(TensorBoard(prepared.store, prepared.job.name))
+    session.listen(TensorBoardWriter(prepared.store, prepared.job.name))
     session.listen(ReportListener(prepared.store, prepared.job.name))
-    session.listen(Metrics())
+    session.listen(PrometheusListener())
     for tracker in prepared.job.trackers:
-        session.listen(Tracking(tracker, prepared.store, prepared.job.name, say=session.say))
+        session.listen(TrackerThread(tracker, prepared.store, prepared.job.name, say=session.say))
     return session
 
 
-def _detached(job: Job, prepared: Prepared, **options: bool) -> Drives:
-    session = RemoteSession(prepared, job, **options)
+def _start_detached_driver(job: Job, prepared: PreparedJob, **options: bool) -> RunDriver:
+    session = RemoteRunController(prepared, job, **options)
     session.begin()
     return session
 
 
-def awaited(run: Run) -> None:
+def wait_for_run(run: Run) -> None:
     """Until a run has ended; signals stop it. Raises as `Run.wait`."""
-    with stopping(run) as stops:
+    with stop_on_signals(run) as stops:
         while not run.wait(timeout_s=0.5):  # a join without a timeout would not let signals through
             continue
     run.signal = stops.last
+
+
+# --- A driver in an actor of the cluster ------------------------------------------------------------------------------
+
+
+_LINGER_S, _OVER_S = 60.0, 1.0  # for callers to hear of the end; for a driver to say that it is over
+# What is larger Ray keeps with the caller: it would be lost with it, and the driver could not be started again. It
+# carries smaller arguments with the actor's entry in its register, up to 10 MiB in all.
+_PIECE_BYTES, _MAX_JOB_BYTES = 64 * 1024, 8 * 1024**2
+
+
+class _DriverProcess:
+    """Runs a job. Begun again after a death, it goes on where the one before was, with the workers that live."""
+
+    def __init__(self, *job: bytes, resume: bool, fresh: bool) -> None:
+        again = ray.get_runtime_context().was_current_actor_reconstructed
+        self._options = {"resume": resume or again, "fresh": fresh and not again}
+        self._job = b"".join(job)
+        self._run: Any = None
+        self._began = threading.Event()
+        self._finish: FinishRun | None = None
+        self._thread = threading.Thread(target=self._drive, name="trainwright-detached", daemon=True)
+        self._thread.start()
+
+    def _drive(self) -> None:
+        from trainwright import api
+
+        try:
+            job = unpickle_job(self._job).replace(preflight=False)  # who asked for this driver has tried it
+            self._run = api.start(job, **self._options)
+            self._began.set()
+            self._run.wait()
+            self._finish = self._run.finish
+        except TrainwrightError as error:
+            self._finish = FinishRun(outcome="failed", step=0, error=error)
+        except Exception as error:  # nobody else would hear of it
+            told = TrainwrightError(f"{type(error).__name__}: {error}", where="the detached driver")
+            self._finish = FinishRun(outcome="failed", step=0, error=told)
+        self._began.set()
+        threading.Timer(_LINGER_S, self._leave).start()
+
+    def _leave(self) -> None:
+        """Nobody may ever ask for the end; a process that only exits would be begun again."""
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    @ray.method(concurrency_group="end")
+    def begun(self) -> FinishRun | None:
+        """Waits until the run is under way; its end, where it could not be begun."""
+        self._began.wait()
+        return self._finish if self._run is None else None
+
+    @ray.method(concurrency_group="end")
+    def end(self) -> FinishRun:
+        """Waits for the end of the run, however often this driver dies before."""
+        self._thread.join()
+        assert self._finish is not None, "the thread ends with a result"
+        return self._finish
+
+    def stop(self, now: bool) -> None:
+        """Ask the run to end."""
+        self._began.wait()
+        if self._run is not None:
+            self._run.stop(now)
+
+
+_DRIVER_OPTIONS: dict[str, Any] = {
+    "num_cpus": 0,
+    "max_restarts": -1,
+    "max_task_retries": -1,
+    "concurrency_groups": {"end": 8},
+}
+_DRIVER_ACTOR: Any = ray.remote(**_DRIVER_OPTIONS)(_DriverProcess)
+"""The actor class."""
+
+
+def _split_job(job: Job) -> list[bytes]:
+    packed = pickle_job(job)
+    if len(packed) > _MAX_JOB_BYTES:
+        size, most = (f"{value / 1024**2:.1f} MiB" for value in (len(packed), _MAX_JOB_BYTES))
+        problem = f"the job is {size} large, a detached driver takes {most}: let train= and evaluate= read files"
+        raise JobError([problem])
+    return [packed[start : start + _PIECE_BYTES] for start in range(0, len(packed), _PIECE_BYTES)]
+
+
+def _end_finished_driver(name: str) -> None:
+    """A driver whose run is over, but which still waits for callers to hear of it, goes now."""
+    try:
+        driver: Any = ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return  # there is none
+    over, _ = ray.wait([driver.end.remote()], timeout=_OVER_S)
+    if over:
+        ray.kill(driver, no_restart=True)
+
+
+class RemoteRunController:
+    """A session that is driven by an actor: what a Run needs of one."""
+
+    def __init__(self, prepared: PreparedJob, job: Job, *, resume: bool, fresh: bool) -> None:
+        self.store: Store = prepared.store
+        name = f"{run_name(prepared.store.uri_of(job.name))}/driver"
+        _end_finished_driver(name)
+        try:
+            self._driver = _DRIVER_ACTOR.options(**detached_options(name)).remote(
+                *_split_job(job), resume=resume, fresh=fresh
+            )
+        except ValueError as error:
+            raise ResourceError(
+                f"the run {job.name!r} has a detached driver already",
+                where=name,
+                remedy=f"follow it with: trainwright logs {job.name} --follow",
+            ) from error
+
+    def begin(self) -> None:
+        """Wait until the driver has taken up the run. Raises what keeps it from that, as `tw.start` without it does."""
+        finish: FinishRun | None = self._answer(self._driver.begun.remote())
+        if finish is not None and finish.error is not None:
+            ray.kill(self._driver, no_restart=True)
+            raise finish.error
+
+    def run(self) -> FinishRun:
+        """Wait for the end."""
+        finish: FinishRun = self._answer(self._driver.end.remote())
+        ray.kill(self._driver, no_restart=True)
+        return finish
+
+    def _answer(self, asked: Any) -> Any:
+        try:
+            return ray.get(asked)
+        except RayError as error:
+            raise ResourceError(
+                f"the detached driver cannot be reached: {error}", remedy="see trainwright show; the run may go on"
+            ) from error
+
+    def stop(self, now: bool = False) -> None:
+        """Ask the run to end."""
+        self._driver.stop.remote(now)
+
+    def flush(self) -> None:
+        """The driver writes its events itself."""
+
+    def listen(self, listener: EventListener) -> None:
+        """Refused: raises ResourceError."""
+        raise ResourceError(
+            "a detached driver's events are not heard here", remedy="read them: trainwright logs --json"
+        )

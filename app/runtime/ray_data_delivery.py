@@ -6,21 +6,21 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from trainwright.core import formatting
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Event, Steps
 from trainwright.core.job import Job
 from trainwright.datasets.dataset import Dataset, Index
-from trainwright.datasets.loading.loader import Fetcher
-from trainwright.datasets.ops.transforms import name_of
-from trainwright.reporting import formatting
+from trainwright.datasets.loading.batch_loader import Fetcher
+from trainwright.datasets.ops.row_transforms import function_name
 
-_SETTLED = 10  # steps after which waiting for data is no longer that for the first of them
-_JUDGED = 30  # steps whose waiting tells something
-_BOUND = 0.2  # share of their time
+_WARMUP_STEPS = 10  # steps after which waiting for data is no longer that for the first of them
+_MIN_STEPS = 30  # steps whose waiting tells something
+_MIN_WAIT_SHARE = 0.2  # share of their time
 
 
-def without_data(cluster: Cluster, job: Job) -> tuple[Cluster, tuple[str, ...]]:
+def reserve_for_transforms(cluster: Cluster, job: Job) -> tuple[Cluster, tuple[str, ...]]:
     """The cluster without the GPUs that heavy transforms ask for, and a line for the plan.
 
     Raises:
@@ -54,7 +54,7 @@ def _wanted(job: Job) -> list[tuple[str, float]]:
     for dataset in (job.train, job.evaluate):
         for step in dataset.transforms if dataset is not None else ():
             if step.heavy:
-                name = name_of(step.function)
+                name = function_name(step.function)
                 if step.stateful:
                     classes[step.function.key, step.cpus, step.gpus] = name, step.gpus
                 else:
@@ -63,7 +63,7 @@ def _wanted(job: Job) -> list[tuple[str, float]]:
     return [*classes.values(), *([(most, functions[most])] if most else [])]
 
 
-class Feeding:
+class RayDataFeeder:
     """Starts the feeder of a run's heavy data sets, and tells once where the steps wait for it.
 
     Args:
@@ -85,11 +85,13 @@ class Feeding:
         if job.evaluate is not None and evaluate is not None and job.evaluate.heavy:
             heavy["evaluate"] = job.evaluate, evaluate, job.ordering(evaluate=True)
         if heavy:
-            from trainwright.datasets.ray_data.fetcher import DEADLINE_S, recipe_of, start_feeders
+            from trainwright.datasets.ray_data.ray_fetcher import DEADLINE_S, make_pipeline_spec, start_delivery
 
-            recipes = [recipe_of(data, index, columns=job.columns, **order) for data, index, order in heavy.values()]
+            recipes = [
+                make_pipeline_spec(data, index, columns=job.columns, **order) for data, index, order in heavy.values()
+            ]
             hang_s = job.hang_deadline_s or DEADLINE_S
-            fetchers = start_feeders(recipes, cpus=cpus, gpus=gpus, deadline_s=max(hang_s, DEADLINE_S), hang_s=hang_s)
+            fetchers = start_delivery(recipes, cpus=cpus, gpus=gpus, deadline_s=max(hang_s, DEADLINE_S), hang_s=hang_s)
             self._fetchers = dict(zip(heavy, fetchers, strict=True))
 
     @property
@@ -107,7 +109,7 @@ class Feeding:
         if isinstance(event, Steps):
             for step_s, wait_s in zip(event.step_s, event.wait_s, strict=True):
                 self._steps += 1
-                if self._steps > _SETTLED and math.isfinite(wait_s):
+                if self._steps > _WARMUP_STEPS and math.isfinite(wait_s):
                     self._counted += 1
                     self._step_s, self._wait_s = self._step_s + step_s, self._wait_s + wait_s
 
@@ -121,11 +123,11 @@ class Feeding:
     def verdict(self) -> str:
         """That steps wait for Ray Data, for which stage, and what helps; empty where they do not, or it was said."""
         share = self._wait_s / self._step_s if self._step_s > 0 else 0.0
-        if self._told or "train" not in self._fetchers or self._counted < _JUDGED or share < _BOUND:
+        if self._told or "train" not in self._fetchers or self._counted < _MIN_STEPS or share < _MIN_WAIT_SHARE:
             return ""
         self._told = True
         stages = self._fetchers["train"].stages()
-        return bound(share, stages) if stages else ""
+        return _bottleneck_text(share, stages) if stages else ""
 
     def close(self) -> None:
         """End the feeder with all that it started. Safe to call twice."""
@@ -134,13 +136,13 @@ class Feeding:
         self._fetchers.clear()
 
 
-def bound(share: float, stages: Any) -> str:
+def _bottleneck_text(share: float, stages: Any) -> str:
     """What to do where steps wait for so large a share of their time; `stages` are those of a feeder."""
     slowest = max(stages, key=lambda stage: stage.seconds / stage.slots)
     at = "1 process" if slowest.slots == 1 else f"{slowest.slots} processes"
-    busy = f"{slowest.name}: {at}, {formatting.share(slowest.busy)} busy"
+    busy = f"{slowest.name}: {at}, {formatting.percent(slowest.busy)} busy"
     if slowest is stages[0]:
         helps = "make the functions before the first heavy one heavy too, or store what they make"
     else:
         helps = "give it more (fewer CPUs or GPUs each, or fewer workers), or compute what it adds once and store it"
-    return f"steps wait for data {formatting.share(share)} of their time, for {busy}; {helps}"
+    return f"steps wait for data {formatting.percent(share)} of their time, for {busy}; {helps}"

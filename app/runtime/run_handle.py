@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import threading
+from collections.abc import Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainwright.core.job import Job
-from trainwright.driver.messages import Finish
-from trainwright.reporting.history import History, read_history, read_steps
-from trainwright.storage.event_log import Listener
-from trainwright.storage.store import Store
+from trainwright.driver.messages import FinishRun
+from trainwright.reporting.run_history import RunHistory, read_history, read_steps
+from trainwright.storage.event_log import EventListener
+from trainwright.storage.object_store import Store
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-class Drives(Protocol):
+class RunDriver(Protocol):
     """Who drives a run: a session in this process, or a driver in the cluster."""
 
     @property
     def store(self) -> Store:
         """Where the run lives."""
 
-    def run(self) -> Finish:
+    def run(self) -> FinishRun:
         """Returns when the run has ended."""
 
     def stop(self, now: bool = False) -> None:
@@ -31,7 +36,7 @@ class Drives(Protocol):
     def flush(self) -> None:
         """Write the events so far."""
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, listener: EventListener) -> None:
         """Add somebody who hears every event. Raises TrainwrightError where none can be heard."""
 
 
@@ -46,10 +51,10 @@ class Run:
 
     signal = 0
 
-    def __init__(self, job: Job, session: Drives, decision: Any) -> None:
+    def __init__(self, job: Job, session: RunDriver, decision: Any) -> None:
         self.job, self.decision, self.plan = job, decision, decision.chosen
         self._session = session
-        self._finish: Finish | None = None
+        self._finish: FinishRun | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._drive, name=f"trainwright-{job.name}", daemon=True)
         self._thread.start()
@@ -76,7 +81,7 @@ class Run:
         return True
 
     @property
-    def finish(self) -> Finish | None:
+    def finish(self) -> FinishRun | None:
         """How the run ended; None while it runs."""
         return self._finish
 
@@ -84,7 +89,7 @@ class Run:
         """Ask for the end: at the next step after a checkpoint, or at once without one. Returns immediately."""
         self._session.stop(now)
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, listener: EventListener) -> None:
         """Let somebody hear every event, those so far first."""
         self._session.listen(listener)
 
@@ -123,7 +128,7 @@ class Run:
 
     def load_model(self) -> Any:
         """The model with the weights of the newest checkpoint, in this process."""
-        from trainwright.inference.evaluate import load_model
+        from trainwright.inference.trained_model import load_model
 
         return load_model(self.job)
 
@@ -139,6 +144,54 @@ class Run:
     def _store(self) -> Store:
         return self._session.store
 
-    def _read(self) -> History:
+    def _read(self) -> RunHistory:
         self._session.flush()
         return read_history(self._store, self.job.name)
+
+
+# --- Ctrl-C and SIGTERM as wishes to stop -----------------------------------------------------------------------------
+
+
+FIRST_SIGNAL_TEXT = "stopping after this step, with a checkpoint; a second signal stops at once, without it"
+SECOND_SIGNAL_TEXT = "stopping at once, without a checkpoint"
+_STDERR = 2
+
+
+class _Stoppable(Protocol):
+    """What can be asked to end."""
+
+    def stop(self, now: bool = False) -> None:
+        """Ask for the end."""
+
+
+class _SignalHandler:
+    """Which signals came. `last` is the number of the newest one, 0 for none."""
+
+    def __init__(self, run: _Stoppable) -> None:
+        self._run = run
+        self.last = 0
+
+    def take(self, number: int, _frame: FrameType | None) -> None:
+        """First a checkpoint, then no more waiting; what is done is said at once."""
+        self._run.stop(now=self.last != 0)
+        told, self.last = SECOND_SIGNAL_TEXT if self.last else FIRST_SIGNAL_TEXT, number
+        with contextlib.suppress(OSError):  # the terminal may be gone: that is why the signal came
+            os.write(_STDERR, f"\n{told}\n".encode())  # a print may be what was interrupted
+
+
+@contextlib.contextmanager
+def stop_on_signals(run: _Stoppable) -> Iterator[_SignalHandler]:
+    """Within it, SIGINT and SIGTERM stop the run; afterwards they are what they were.
+
+    Outside the main thread Python delivers no signals, and this does nothing.
+    """
+    stops = _SignalHandler(run)
+    if threading.current_thread() is not threading.main_thread():
+        yield stops
+        return
+    before = {number: signal.signal(number, stops.take) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stops
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,7 +1,7 @@
 """What outlives a driver: named, detached actors, which the next driver of the run finds and takes over.
 
-Workers and keepers of a run carry its name; they end by themselves when no driver has called for `ORPHAN_S`. So a
-killed driver costs no step where its cluster lives on: the next one interrupts the workers, and they form anew.
+Workers and keepers of a run carry its name; they end by themselves when no driver has called for `DRIVER_TIMEOUT_S`. So
+a killed driver costs no step where its cluster lives on: the next one interrupts the workers, and they form anew.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from trainwright.driver.messages import Failure, KeptState, Living
+from trainwright.core.engine import CheckpointRef
+from trainwright.core.errors import FencedError, TrainwrightError
+from trainwright.driver import messages as m
+from trainwright.driver.messages import CallFailure, MemoryCheckpoint, SurvivingWorker
+from trainwright.storage.run_owner import LEASE_S, boottime_s
 
 NAMESPACE = "trainwright"
-BEAT_S, ORPHAN_S = 10.0, 60.0
-ADOPT_S = 15.0
+BEAT_S, DRIVER_TIMEOUT_S = 10.0, 60.0
+_ANSWER_S = 15.0
 _log = logging.getLogger(__name__)
 
 
@@ -33,22 +37,22 @@ def run_name(uri: str) -> str:
     return f"trainwright/{hashlib.sha256(uri.encode()).hexdigest()[:12]}"
 
 
-def keeper_name(run: str, node: str) -> str:
+def memory_store_name(run: str, node: str) -> str:
     """The name of a node's keeper."""
     return f"{run}/keeper/{node}"
 
 
-def room_name(run: str) -> str:
+def placement_group_prefix(run: str) -> str:
     """With what the names of a run's placement groups begin."""
     return f"{run}/room"
 
 
-def lasting(name: str) -> dict[str, Any]:
+def detached_options(name: str) -> dict[str, Any]:
     """Options of an actor that outlives its driver."""
     return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
 
 
-class Orphanage:
+class DriverWatchdog:
     """Ends this process when no driver has called for a while, and gives its bundle of resources back.
 
     Args:
@@ -68,7 +72,7 @@ class Orphanage:
 
     def _look(self) -> None:
         tick = threading.Event()
-        while time.monotonic() - self._heard_s < ORPHAN_S:
+        while time.monotonic() - self._heard_s < DRIVER_TIMEOUT_S:
             tick.wait(1.0)
         self.end()
 
@@ -83,32 +87,32 @@ class Orphanage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adopted:
+class TakeoverAnswer:
     """A worker's answer to a new driver. `trouble`: why it is of no use."""
 
-    living: Living | None = None
+    living: SurvivingWorker | None = None
     node_id: str = ""
     group: PlacementGroup | None = None
     trouble: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survivor:
+class _TakenOverWorker:
     """A worker that was taken over."""
 
-    living: Living
+    living: SurvivingWorker
     actor: Any
     node_id: str
     group: PlacementGroup
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class TakenOverActors:
     """What outlived the driver before."""
 
-    workers: tuple[Survivor, ...] = ()
+    workers: tuple[_TakenOverWorker, ...] = ()
     keepers: dict[str, Any] = field(default_factory=dict)  # by node
-    kept: KeptState | None = None
+    kept: MemoryCheckpoint | None = None
 
 
 @contextmanager
@@ -150,7 +154,7 @@ def _keep_alive(run: str) -> None:
 
 def take_over(
     run: str, order: Any, token: int, *, fresh: bool = False, assure: Callable[[], object] = lambda: None
-) -> Found:
+) -> TakenOverActors:
     """Find the actors of a run and make them ours; workers that belong to another job, or do not answer, are ended.
 
     Room of the run in which none of them lives is given back: who was in it died with the driver.
@@ -166,27 +170,29 @@ def take_over(
     """
     actors = {name: actor for name in _names(run) if (actor := _actor(name)) is not None}
     workers = [actor for name, actor in actors.items() if name.startswith(f"{run}/worker-")]
-    prefix = keeper_name(run, "")
+    prefix = memory_store_name(run, "")
     keepers = {name.removeprefix(prefix): actor for name, actor in actors.items() if name.startswith(prefix)}
     if fresh:
         assure()
         _end([*workers, *keepers.values()], token, give_back=True)
-        _clear(run, ())
-        return Found()
+        _remove_unused_groups(run, ())
+        return TakenOverActors()
     survivors, foreign = [], []
-    for actor, answer in _asked([(actor, actor.adopt.remote(order, token)) for actor in workers]):
-        if isinstance(answer, Failure):
+    for actor, answer in _collect_answers([(actor, actor.adopt.remote(order, token)) for actor in workers]):
+        if isinstance(answer, CallFailure):
             raise answer.error
         if answer is None or answer.living is None:
             foreign.append(actor)
         else:
-            survivors.append(Survivor(living=answer.living, actor=actor, node_id=answer.node_id, group=answer.group))
-    kept = [kept for _, kept in _asked([(actor, actor.adopt.remote(token)) for actor in keepers.values()])]
-    sealed = [found for found in kept if isinstance(found, KeptState)]
+            survivors.append(
+                _TakenOverWorker(living=answer.living, actor=actor, node_id=answer.node_id, group=answer.group)
+            )
+    kept = [kept for _, kept in _collect_answers([(actor, actor.adopt.remote(token)) for actor in keepers.values()])]
+    sealed = [found for found in kept if isinstance(found, MemoryCheckpoint)]
     assure()
     _end(foreign, token, give_back=not survivors)  # they may hold bundles of one group
-    _clear(run, [survivor.group for survivor in survivors])
-    return Found(
+    _remove_unused_groups(run, [survivor.group for survivor in survivors])
+    return TakenOverActors(
         workers=tuple(sorted(survivors, key=lambda survivor: survivor.living.worker)),
         keepers=keepers,
         kept=max(sealed, key=lambda kept: kept.version, default=None),
@@ -196,18 +202,18 @@ def take_over(
 def _end(actors: list[Any], token: int, *, give_back: bool) -> None:
     """End them, those who do not answer too; on the way they give their bundles back."""
     if give_back:
-        _asked([(actor, actor.end.remote(token)) for actor in actors])
+        _collect_answers([(actor, actor.end.remote(token)) for actor in actors])
     for actor in actors:
         with suppress(RayError):
             ray.kill(actor, no_restart=True)
 
 
-def _clear(run: str, inhabited: Iterable[PlacementGroup]) -> None:
+def _remove_unused_groups(run: str, inhabited: Iterable[PlacementGroup]) -> None:
     """Remove a run's other placement groups."""
     kept = {group.id.hex() for group in inhabited}
     table: dict[str, dict[str, Any]] = placement_group_table()
     for number, facts in table.items():
-        empty = facts["name"].startswith(f"{room_name(run)}/") and number not in kept
+        empty = facts["name"].startswith(f"{placement_group_prefix(run)}/") and number not in kept
         if empty and facts["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))
 
@@ -224,10 +230,10 @@ def _actor(name: str) -> Any:
         return None
 
 
-def _asked(calls: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+def _collect_answers(calls: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Each actor with its answer; None of one that has died or is silent."""
     if calls:
-        ray.wait([ref for _, ref in calls], num_returns=len(calls), timeout=ADOPT_S)
+        ray.wait([ref for _, ref in calls], num_returns=len(calls), timeout=_ANSWER_S)
     answers = []
     for actor, ref in calls:
         try:
@@ -237,7 +243,7 @@ def _asked(calls: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     return answers
 
 
-class Beats:
+class Heartbeats:
     """What was asked of whom, and is not answered yet. For one thread."""
 
     def __init__(self) -> None:
@@ -254,3 +260,76 @@ class Beats:
         """The first beat that was not answered."""
         asked = self._asked.get(number)
         return None if asked is None or ray.wait([asked[0]], timeout=0)[0] else asked
+
+
+# --- Whether this driver still has its run, asked before it acts ------------------------------------------------------
+
+
+_BEAT_ANSWER_S = 1.0
+
+
+class LeaseLedger(Protocol):
+    """The run's log and checkpoints, as the driver needs them."""
+
+    def acquire(self) -> int:
+        """Take the run; returns the token. Raises RunConflict or StorageError."""
+
+    def assure(self) -> bool:
+        """Whether the run is known to be still ours; False when the store cannot tell. Raises FencedError."""
+
+    def chain(self) -> tuple[CheckpointRef, ...]:
+        """The checkpoints to go on from, newest last. Raises CheckpointError or StorageError."""
+
+    def commit(self, commit: m.CommitCheckpoint) -> m.CheckpointCommitted:
+        """Write the manifest and name the checkpoint; raises FencedError or StorageError."""
+
+    def told(self) -> int:
+        """The newest step that storage has an event of."""
+
+    def release(self, release: m.ReleaseLease) -> None:
+        """Give the run back."""
+
+
+class DriverLease:
+    """Use from the driver's thread; `lose` may be called from any.
+
+    Args:
+        ledger: asked first.
+        processes: the actors of the run, which know the driver that they belong to: asked while the store is away.
+
+    Attributes:
+        token: of this driver; 0 before it has the run.
+        lost: why the run is not this driver's; None while it is.
+    """
+
+    def __init__(self, ledger: LeaseLedger, processes: Callable[[], Sequence[Any]]) -> None:
+        self.token = 0
+        self.lost: TrainwrightError | None = None
+        self._ledger, self._processes = ledger, processes
+        self._asked_s = 0.0
+
+    def check(self) -> bool:
+        """Return whether this driver may act."""
+        if self.token and self.lost is None:
+            try:
+                if not self._ledger.assure():
+                    self._ask()
+            except FencedError as error:
+                self.lost = error
+        return self.lost is None
+
+    def lose(self, error: TrainwrightError) -> None:
+        """Another driver has the run."""
+        self.lost = error
+
+    def _ask(self) -> None:
+        now_s = boottime_s()
+        if now_s - self._asked_s < LEASE_S:
+            return
+        refs = [actor.beat.remote(self.token) for actor in self._processes()]
+        for ref in ray.wait(refs, num_returns=len(refs), timeout=_BEAT_ANSWER_S)[0] if refs else []:
+            with suppress(RayError):  # its death is told elsewhere
+                refusal = ray.get(ref)
+                if refusal is not None:
+                    raise refusal.error
+        self._asked_s = now_s

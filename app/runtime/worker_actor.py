@@ -1,15 +1,20 @@
-"""The worker as a Ray actor: one thread that steps, others that upload, watch and wait for the end."""
+"""The worker as a Ray actor: one thread that steps, others that upload, watch and wait for the end.
+
+A group of n ranks names n peers. If each rank were sent all of them, the driver would pickle and send n * n.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+import pickle
 import socket
 import threading
 import traceback
 from dataclasses import dataclass, replace
 from typing import Any
 
+import cloudpickle
 import ray
 from ray.exceptions import RayError
 
@@ -24,21 +29,20 @@ from trainwright.core.errors import (
     UserCodeError,
 )
 from trainwright.core.events import Steps
-from trainwright.core.group import Generation
-from trainwright.core.redaction import without_secrets
-from trainwright.driver.messages import Failure, FailureKind, KeptState, Living
-from trainwright.runtime.call_arguments import joined
-from trainwright.runtime.takeover import NAMESPACE, Adopted, Orphanage, keeper_name
-from trainwright.storage.memory_checkpoints import Fetch, Shelf
-from trainwright.strategies.common.host_address import be_at
-from trainwright.worker.preemption_notice import Notices
-from trainwright.worker.print_capture import Prints
+from trainwright.core.redaction import redact
+from trainwright.core.topology import Generation, Group
+from trainwright.driver.messages import CallFailure, CallFailureKind, MemoryCheckpoint, SurvivingWorker
+from trainwright.runtime.takeover import NAMESPACE, DriverWatchdog, TakeoverAnswer, memory_store_name
+from trainwright.storage.memory_checkpoints import FetchFile, MemoryCheckpointStore
+from trainwright.strategies.common.host_address import set_own_host
+from trainwright.worker.interruption import PreemptionNotices
+from trainwright.worker.print_capture import PrintCapture
 from trainwright.worker.worker import Worker
-from trainwright.worker.worker_config import WorkOrder
+from trainwright.worker.worker_config import WorkerConfig
 
-FETCH_S = 120.0
+_FETCH_S = 120.0
 
-_KINDS: tuple[tuple[tuple[type[Exception], ...], FailureKind], ...] = (
+_KINDS: tuple[tuple[tuple[type[Exception], ...], CallFailureKind], ...] = (
     ((UserCodeError, NonFiniteLoss, JobError), "user"),
     ((PeerLost,), "peer"),
     ((StorageError,), "storage"),
@@ -47,7 +51,7 @@ _KINDS: tuple[tuple[tuple[type[Exception], ...], FailureKind], ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hello:
+class WorkerInfo:
     """A process that is up.
 
     Attributes:
@@ -64,7 +68,7 @@ class Hello:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Berth:
+class WorkerSlot:
     """Who a worker process is.
 
     Attributes:
@@ -82,19 +86,19 @@ class Berth:
 class WorkerProcess:
     """Answers are `value | Failure`: an error of ours never travels as Ray's."""
 
-    def __init__(self, order: WorkOrder, berth: Berth, token: int) -> None:
+    def __init__(self, order: WorkerConfig, berth: WorkerSlot, token: int) -> None:
         self._berth, self._token = berth, token
         self._rank = -1  # that it was given last
         self._turn = threading.Condition()  # guards the token
-        self._orphanage = Orphanage(lent=berth.lent is not None)
-        self._notices = Notices(order.preemption_s)  # here, since this is the main thread
+        self._orphanage = DriverWatchdog(lent=berth.lent is not None)
+        self._notices = PreemptionNotices(order.preemption_s)  # here, since this is the main thread
         self._where = f"worker {berth.worker} on {socket.gethostname()}, pid {os.getpid()}"
         self._order = order
         self._worker: Worker | None = None
-        self._broken: Failure | None = None
-        self._prints = Prints.installed()
+        self._broken: CallFailure | None = None
+        self._prints = PrintCapture.installed()
 
-    def hello(self, spare: bool = False) -> Hello:
+    def hello(self, spare: bool = False) -> WorkerInfo:
         """Build the worker, framework imports included, and say who and where this process is; a spare rehearses first.
 
         What goes wrong with that is the answer to every verb, so that it is told as it is and not as a lost worker. Of
@@ -104,14 +108,14 @@ class WorkerProcess:
         if self._berth.lent is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._berth.lent)
         try:
-            be_at(str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
-            self._worker = Worker(self._order, socket.gethostname(), fetch_from(self._berth.run))
+            set_own_host(str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
+            self._worker = Worker(self._order, socket.gethostname(), _remote_fetch(self._berth.run))
             if spare:
                 self._worker.rehearse()
                 self._prints.take(0.0)  # which rank 0 has told, or will tell
         except Exception as error:
             self._broken = _failure(error, self._where)
-        return Hello(
+        return WorkerInfo(
             node=socket.gethostname(),
             node_id=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
@@ -121,7 +125,7 @@ class WorkerProcess:
 
     def call(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
         """A verb of the stepping thread. Its argument comes in two parts (see `arguments`), as in the next two."""
-        argument = joined(own, common)
+        argument = join_argument(own, common)
         if verb == "form":
             self._rank, self._berth = argument.rank, replace(self._berth, slot=argument.slot)
         return self._answer(verb, argument, token)
@@ -129,21 +133,21 @@ class WorkerProcess:
     @ray.method(concurrency_group="upload")
     def upload(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
         """A verb of the upload thread."""
-        return self._answer(verb, joined(own, common), token)
+        return self._answer(verb, join_argument(own, common), token)
 
     @ray.method(concurrency_group="keep")
     def keep(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
         """A verb of the thread that writes into memory."""
-        return self._answer(verb, joined(own, common), token)
+        return self._answer(verb, join_argument(own, common), token)
 
     @ray.method(concurrency_group="watch")
-    def watch(self, after: int, timeout_s: float, token: int) -> Steps | Failure:
+    def watch(self, after: int, timeout_s: float, token: int) -> Steps | CallFailure:
         """News of completed steps."""
         assert self._worker is not None, "hello comes first"
         return self._refusal(token) or self._worker.watch(after, timeout_s)
 
     @ray.method(concurrency_group="watch")
-    def stop(self, token: int) -> Failure | None:
+    def stop(self, token: int) -> CallFailure | None:
         """Wish to stop."""
         assert self._worker is not None, "hello comes first"
         refusal = self._refusal(token)
@@ -152,25 +156,25 @@ class WorkerProcess:
         return refusal
 
     @ray.method(concurrency_group="watch")
-    def interrupt(self, number: int, explain: bool, token: int) -> str | Failure:
+    def interrupt(self, number: int, explain: bool, token: int) -> str | CallFailure:
         """Free the stepping thread from a collective of that generation; says where the threads stood, on request."""
         generation = Generation(token=token, number=number)
         refusal = self._refusal(token)
         return refusal or (self._worker.interrupt(generation, explain) if self._worker is not None else "")
 
     @ray.method(concurrency_group="life")
-    def printed(self, timeout_s: float, token: int) -> list[str] | Failure:
+    def printed(self, timeout_s: float, token: int) -> list[str] | CallFailure:
         """Lines that the job printed since the last call; waits a while for the first one."""
         return self._refusal(token) or self._prints.take(timeout_s)
 
     @ray.method(concurrency_group="life")
-    def notice(self, token: int) -> float | Failure:
+    def notice(self, token: int) -> float | CallFailure:
         """Returns when this process is told that it will be ended: in so many seconds."""
         left_s = self._notices.wait()
         return self._refusal(token) or left_s
 
     @ray.method(concurrency_group="life")
-    def live(self, token: int) -> Failure:
+    def live(self, token: int) -> CallFailure:
         """Ends with the process, which is how a death is told at once; returns when another driver takes over."""
         with self._turn:
             self._turn.wait_for(lambda: self._token != token)
@@ -182,7 +186,7 @@ class WorkerProcess:
         self._orphanage.heard()
 
     @ray.method(concurrency_group="watch")
-    def beat(self, token: int) -> Failure | None:
+    def beat(self, token: int) -> CallFailure | None:
         """The driver lives."""
         refusal = self._refusal(token)
         if refusal is None:
@@ -190,7 +194,7 @@ class WorkerProcess:
         return refusal
 
     @ray.method(concurrency_group="watch")
-    def end(self, token: int) -> Failure | None:
+    def end(self, token: int) -> CallFailure | None:
         """The run goes on without this process."""
         refusal = self._refusal(token)
         if refusal is None:
@@ -198,26 +202,26 @@ class WorkerProcess:
         return refusal
 
     @ray.method(concurrency_group="watch")
-    def adopt(self, order: WorkOrder, token: int) -> Adopted | Failure:
+    def adopt(self, order: WorkerConfig, token: int) -> TakeoverAnswer | CallFailure:
         """Belong to another driver of the same job: the group of the one before is let go of."""
         refusal = self._refusal(token)
         if refusal is not None:
             return refusal
         self._orphanage.heard()
         if self._worker is None or self._broken is not None or order.identity != self._order.identity:
-            return Adopted(trouble="it belongs to another job, or is not up")
+            return TakeoverAnswer(trouble="it belongs to another job, or is not up")
         with self._turn:
             self._token = token
             self._turn.notify_all()
         self._order = order
         self._worker.renew(order, token)
         here, berth, (plan, step) = ray.get_runtime_context(), self._berth, self._worker.held
-        living = Living(
+        living = SurvivingWorker(
             worker=berth.worker, node=socket.gethostname(), pid=os.getpid(), slot=berth.slot,
             waiting=self._rank < 0, rank=self._rank, accelerators=_accelerators(berth), home=here.get_node_id(),
             plan=plan, step=step,
         )  # fmt: skip
-        return Adopted(living=living, node_id=here.get_node_id(), group=ray.util.get_current_placement_group())
+        return TakeoverAnswer(living=living, node_id=here.get_node_id(), group=ray.util.get_current_placement_group())
 
     def _answer(self, verb: str, argument: Any, token: int) -> Any:
         refusal = self._refusal(token)
@@ -238,11 +242,11 @@ class WorkerProcess:
             self._let_go(self._worker, failure)
         return failure
 
-    def _refusal(self, token: int) -> Failure | None:
+    def _refusal(self, token: int) -> CallFailure | None:
         """What a driver is answered that another one has replaced."""
         return _fenced(self._where) if token < self._token else None
 
-    def _let_go(self, worker: Worker, failure: Failure) -> None:
+    def _let_go(self, worker: Worker, failure: CallFailure) -> None:
         """Leave the group, so that the other ranks notice at once instead of at their deadline."""
         try:
             worker.leave()
@@ -255,45 +259,45 @@ _OPTIONS: dict[str, Any] = {
     "max_task_retries": 0,
     "concurrency_groups": {"upload": 1, "keep": 1, "watch": 3, "life": 8},
 }
-WORKER: Any = ray.remote(**_OPTIONS)(WorkerProcess)
+WORKER_ACTOR: Any = ray.remote(**_OPTIONS)(WorkerProcess)
 """The actor class of workers."""
 
 
-class KeeperProcess:
+class MemoryStoreProcess:
     """Guards a run's copies on one node: gives them to other nodes, and removes them at the end."""
 
     def __init__(self, uri: str, token: int) -> None:
-        self._shelf = Shelf(uri)
+        self._shelf = MemoryCheckpointStore(uri)
         self._token = token
-        self._sealed: KeptState | None = None
-        self._orphanage = Orphanage(self._shelf.remove)
+        self._sealed: MemoryCheckpoint | None = None
+        self._orphanage = DriverWatchdog(self._shelf.remove)
 
     def keep_alive(self) -> None:
         """Somebody prepares to take this process over: stay."""
         self._orphanage.heard()
 
-    def beat(self, token: int) -> Failure | None:
+    def beat(self, token: int) -> CallFailure | None:
         """The driver lives."""
         refusal = self._refusal(token)
         if refusal is None:
             self._orphanage.heard()
         return refusal
 
-    def end(self, token: int) -> Failure | None:
+    def end(self, token: int) -> CallFailure | None:
         """The run goes on without these copies."""
         refusal = self._refusal(token)
         if refusal is None:
             self._orphanage.end()
         return refusal
 
-    def seal(self, kept: bytes, token: int) -> Failure | None:
+    def seal(self, kept: bytes, token: int) -> CallFailure | None:
         """This state, as `arguments` send it, is whole: remember it for a driver to come. None: forget the last one."""
         refusal = self._refusal(token)
         if refusal is None:
-            self._sealed = joined(None, kept)
+            self._sealed = join_argument(None, kept)
         return refusal
 
-    def adopt(self, token: int) -> KeptState | Failure | None:
+    def adopt(self, token: int) -> MemoryCheckpoint | CallFailure | None:
         """Belong to another driver; answers the newest state that is whole."""
         refusal = self._refusal(token)
         if refusal is not None:
@@ -302,54 +306,54 @@ class KeeperProcess:
         self._orphanage.heard()
         return self._sealed
 
-    def read(self, version: int, name: str) -> bytes | Failure:
+    def read(self, version: int, name: str) -> bytes | CallFailure:
         """A file, for another node."""
         try:
             return self._shelf.read(version, name)
         except StorageError as error:
-            return Failure(kind="storage", error=error)
+            return CallFailure(kind="storage", error=error)
 
-    def remove(self, token: int) -> Failure | None:
+    def remove(self, token: int) -> CallFailure | None:
         """The run has ended."""
         refusal = self._refusal(token)
         if refusal is None:
             self._shelf.remove()
         return refusal
 
-    def _refusal(self, token: int) -> Failure | None:
+    def _refusal(self, token: int) -> CallFailure | None:
         return _fenced(f"keeper on {socket.gethostname()}, pid {os.getpid()}") if token < self._token else None
 
 
-KEEPER: Any = ray.remote(num_cpus=0, max_restarts=0)(KeeperProcess)
+MEMORY_STORE_ACTOR: Any = ray.remote(num_cpus=0, max_restarts=0)(MemoryStoreProcess)
 """The actor class of keepers."""
 
 
-def fetch_from(run: str) -> Fetch:
+def _remote_fetch(run: str) -> FetchFile:
     """Reads files of a state from the keepers of other nodes."""
 
     def fetch(node: str, version: int, name: str) -> bytes:
         try:
-            keeper: Any = ray.get_actor(keeper_name(run, node), namespace=NAMESPACE)
-            found: Any = ray.get(keeper.read.remote(version, name), timeout=FETCH_S)
+            keeper: Any = ray.get_actor(memory_store_name(run, node), namespace=NAMESPACE)
+            found: Any = ray.get(keeper.read.remote(version, name), timeout=_FETCH_S)
         except (ValueError, RayError) as error:
             raise StorageError(f"the memory of {node} cannot be reached: {error}") from error
-        if isinstance(found, Failure):
+        if isinstance(found, CallFailure):
             raise found.error
         return bytes(found)
 
     return fetch
 
 
-def _fenced(where: str) -> Failure:
+def _fenced(where: str) -> CallFailure:
     error = FencedError(
         "another driver has taken over the run's processes",
         where=where,
         remedy="nothing is lost: the run goes on in the other driver",
     )
-    return Failure(kind="internal", error=error)
+    return CallFailure(kind="internal", error=error)
 
 
-def _accelerators(berth: Berth) -> tuple[str, ...]:
+def _accelerators(berth: WorkerSlot) -> tuple[str, ...]:
     """Ids of those that Ray gave this process, or of its seat."""
     if berth.lent is not None:
         return berth.lent
@@ -357,22 +361,64 @@ def _accelerators(berth: Berth) -> tuple[str, ...]:
     return tuple(str(number) for numbers in ids.values() for number in numbers)
 
 
-def _failure(error: Exception, where: str) -> Failure:
+def _failure(error: Exception, where: str) -> CallFailure:
     """What is told of it. The secrets of this process stay here."""
     failure = _classified(error, where)
-    failure.error.hide(without_secrets)
+    failure.error.hide(redact)
     return failure
 
 
-def _classified(error: Exception, where: str) -> Failure:
+def _classified(error: Exception, where: str) -> CallFailure:
     if isinstance(error, NonFiniteLoss) and error.elsewhere:
-        return Failure(kind="peer", error=error)
+        return CallFailure(kind="peer", error=error)
     for kinds, kind in _KINDS:
         if isinstance(error, kinds):
             assert isinstance(error, TrainwrightError)
             error.where = f"{error.where}; {where}" if error.where else where
-            return Failure(kind=kind, error=error)
+            return CallFailure(kind=kind, error=error)
     told = TrainwrightError(
         f"{type(error).__name__}: {error}", where=where, detail="".join(traceback.format_exception(error))
     )
-    return Failure(kind="internal", error=told)
+    return CallFailure(kind="internal", error=told)
+
+
+# --- Arguments of the calls to workers --------------------------------------------------------------------------------
+
+
+INLINE_BYTES = 4096  # up to here it is quicker to send the bytes along than to have them fetched from the object store
+
+
+class ArgumentPickler:
+    """What the driver sends. For one thread."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, Any] = (None, pickle.dumps(None))
+
+    def of(self, argument: Any) -> tuple[Any, Any]:
+        """Split an argument into what is one worker's own, and what others get too; `join_argument` is the inverse."""
+        if isinstance(argument, Group):
+            return replace(argument, peers=()), self.common(argument.peers)
+        return None, self.common(argument)
+
+    def common(self, value: Any) -> Any:
+        """Return the pickled value, or a reference to it in Ray's object store.
+
+        The same object as the last time is not pickled again, so that calls of many workers with one argument cost one.
+        The store keeps it for as long as calls with it are under way; it is gone when this process ends.
+        """
+        if self._last[0] is not value:
+            data = pickle.dumps(value)
+            self._last = value, data if len(data) <= INLINE_BYTES else ray.put(data)
+        return self._last[1]
+
+
+def join_argument(own: Any, common: bytes) -> Any:
+    """The argument again, in the worker, where Ray has put the value in the place of a reference.
+
+    Args:
+        common: empty where all is the worker's own.
+    """
+    if not common:
+        return own
+    value = cloudpickle.loads(common)
+    return value if own is None else replace(own, peers=value)

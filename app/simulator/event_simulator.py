@@ -6,28 +6,34 @@ order, so that one gate, one state and one set of queues stand for each of them:
 A unit is: leased; pulled through the servers' link out and the worker's link; computed; pushed, through the worker's
 link and the servers' link in; applied in the servers' memory. Nothing is sent while it is computed, which makes it a
 little slower than it is.
+
+The noisy quadratic (Zhang et al., NeurIPS 2019): the loss is a sum of h * x^2 / 2 with curvatures h from 1 down, and a
+gradient's noise has the curvatures as its covariance, divided by the samples. It has what decides between forms of
+consistency, namely how large a learning rate stale updates bear and how noise averages out, and nothing else of a real
+model. All learning rates are tried at once, as rows of one array, and what is pushed is computed when it is applied.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from trainwright.core.staleness import Staleness
-from trainwright.simulator.outcome import Outcome
-from trainwright.simulator.scenario import Scenario
-from trainwright.simulator.toy_problem import Computed, Held, Learner
-from trainwright.strategies.ps.lease_table import Book, Closing, Grant
-from trainwright.strategies.ps.update_admission import Gate
+from trainwright.core.topology import StalenessCounts, WorkUnit
+from trainwright.simulator.scenario import Scenario, SimulationResult
+from trainwright.strategies.ps.lease_table import ClosedRound, Grant, LeaseTable
+from trainwright.strategies.ps.update_admission import UpdateAdmission
 
-POINTS = 200  # of a curve
-_DRAWN = 65_536  # random numbers at once
+_CURVE_POINTS = 200  # of a curve
+_RANDOM_BLOCK = 65_536  # random numbers at once
 
-_SERVED, _COMPUTED, _APPLIED, _AGAIN, _DEAD, _BACK, _DOWN = range(7)
+_SERVED, _COMPUTED, _APPLIED, _RECHECK, _DEAD, _BACK, _DOWN = range(7)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,7 +44,7 @@ class _Worker:
     key: str = ""
     grant: Grant | None = None
     seen: int = 0
-    push: Computed | None = None
+    push: ComputedPush | None = None
     idle_s: float | None = None  # since when it waits
 
 
@@ -62,11 +68,11 @@ class _Copy:
 
     step: int = 0
     at_s: float = 0.0
-    held: Held | None = None
+    held: _ServerState | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Times:
+class _UnitTimes:
     """Seconds of a unit's parts, where nobody else is in the way; `handled_s` is of the servers' memory, for each."""
 
     latency_s: float
@@ -79,7 +85,7 @@ class _Times:
     update_s: float
 
     @classmethod
-    def of(cls, scenario: Scenario) -> _Times:
+    def of(cls, scenario: Scenario) -> _UnitTimes:
         out_s = scenario.shard_bytes / scenario.server_bytes_per_s
         link_s = scenario.parameter_bytes / scenario.worker_bytes_per_s
         return cls(
@@ -104,17 +110,17 @@ class Simulation:
 
     def __init__(self, scenario: Scenario, *, learn: bool = True) -> None:
         self._scenario = scenario
-        self._times = _Times.of(scenario)
+        self._times = _UnitTimes.of(scenario)
         self._random = np.random.default_rng(scenario.seed)
         self._normals: list[float] = []
-        self._learner = Learner(scenario) if learn else None
+        self._learner = QuadraticProblem(scenario) if learn else None
         self._queues = {"link in": _Queue(), "link out": _Queue(), "memory": _Queue()}
         self._into, self._out, self._memory = self._queues.values()
         self._events: list[tuple[float, int, int, int, int]] = []  # time, serial, kind, worker, its life
         self._serial, self._now_s, self._again_s = 0, 0.0, math.inf
         self._idle: dict[str, _Worker] = {}
         self._parked: list[tuple[int, int]] = []  # heap: version that is needed, worker
-        self._staleness, self._computed_s, self._waited_s = Staleness(), 0.0, 0.0
+        self._staleness, self._computed_s, self._waited_s = StalenessCounts(), 0.0, 0.0
         self._again, self._lost = 0, [0, 0]
         self._curve: list[tuple[float, int, tuple[float, ...]]] = []
         self._copy = _Copy()
@@ -127,7 +133,7 @@ class Simulation:
             for number, (one, factor) in enumerate(pairs)
         ]
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         """Until all steps are applied."""
         scenario = self._scenario
         for worker in self._workers:
@@ -145,7 +151,7 @@ class Simulation:
             self._now_s, _, kind, number, life = heapq.heappop(events)
             if kind == _DOWN:
                 self._down()
-            elif kind == _AGAIN:
+            elif kind == _RECHECK:
                 self._again_s = math.inf
                 self._wake()
             elif life == workers[number].life:
@@ -183,7 +189,7 @@ class Simulation:
         assert worker.grant is not None, "it pulls for a unit"
         worker.seen = self._gate.version
         if self._learner:
-            worker.push = Computed(worker.grant.unit, self._learner.held.x)
+            worker.push = ComputedPush(worker.grant.unit, self._learner.held.x)
         computed_s = worker.unit_s * worker.grant.unit.steps * self._noise()
         self._computed_s += computed_s
         self._at(self._now_s + self._times.pulled_s + computed_s, _COMPUTED, worker)
@@ -213,7 +219,7 @@ class Simulation:
         if self._idle:
             self._wake()
 
-    def _close(self, closings: Sequence[Closing]) -> None:
+    def _close(self, closings: Sequence[ClosedRound]) -> None:
         """Apply rounds that are complete."""
         for closing in closings:
             self._gate.close(closing)
@@ -237,7 +243,7 @@ class Simulation:
         due_s = self._book.due_s()
         if self._idle and due_s is not None and max(due_s, self._now_s) < self._again_s:
             self._again_s = max(due_s, self._now_s)
-            self._put(self._again_s, _AGAIN, 0, 0)
+            self._put(self._again_s, _RECHECK, 0, 0)
 
     # --- what goes wrong ---
 
@@ -290,16 +296,16 @@ class Simulation:
         scenario = self._scenario
         rule = scenario.consistency
         self._waits = rule.waits
-        self._book = Book(shares=scenario.workers, start=step, consistency=rule, local_steps=scenario.local_steps)
+        self._book = LeaseTable(shares=scenario.workers, start=step, consistency=rule, local_steps=scenario.local_steps)
         self._book.extend(scenario.steps)
-        self._gate: Gate[Computed | None] = Gate(shares=scenario.workers, consistency=rule)
+        self._gate: UpdateAdmission[ComputedPush | None] = UpdateAdmission(shares=scenario.workers, consistency=rule)
 
     def _stepped(self) -> None:
         if self._now_s - self._copy.at_s >= self._scenario.copy_s and self._scenario.server_failures_per_hour:
             held = self._learner.held if self._learner else None
             self._copy = _Copy(step=self._book.step, at_s=self._now_s, held=held)
         last = self._curve[-1][1] if self._curve else 0
-        if self._book.step - last >= max(1, self._scenario.steps // POINTS) or self._book.over:
+        if self._book.step - last >= max(1, self._scenario.steps // _CURVE_POINTS) or self._book.over:
             self._point()
 
     def _point(self) -> None:
@@ -312,14 +318,14 @@ class Simulation:
         self._staleness += self._gate.staleness()
         self._again += self._book.again
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimulationResult:
         self._told()
         told = self._staleness
         busiest = max(self._queues, key=lambda name: self._queues[name].busy_s)
-        return Outcome(
+        return SimulationResult(
             scenario=self._scenario, seconds=self._now_s, computed_s=self._computed_s, waited_s=self._waited_s,
             busy=min(self._queues[busiest].busy_s / self._now_s, 1.0), busiest=busiest,
-            staleness=Staleness(counts=told.counts, unit=told.unit, dropped=told.dropped, again=self._again),
+            staleness=StalenessCounts(counts=told.counts, unit=told.unit, dropped=told.dropped, again=self._again),
             lost=(self._lost[0], self._lost[1]), curve=tuple(self._curve),
             rates=self._learner.rates if self._learner else (),
         )  # fmt: skip
@@ -330,7 +336,7 @@ class Simulation:
         if not spread:
             return 1.0
         if not self._normals:
-            drawn = np.exp(spread * self._random.standard_normal(_DRAWN) - spread**2 / 2)
+            drawn = np.exp(spread * self._random.standard_normal(_RANDOM_BLOCK) - spread**2 / 2)
             self._normals = drawn.tolist()
         return self._normals.pop()
 
@@ -340,3 +346,97 @@ class Simulation:
     def _put(self, seconds: float, kind: int, number: int, life: int) -> None:
         self._serial += 1
         heapq.heappush(self._events, (seconds, self._serial, kind, number, life))
+
+
+# --- Toy problem ------------------------------------------------------------------------------------------------------
+
+
+_Array = npt.NDArray[np.float64]
+_PARAMETERS = 24  # numbers that are learnt
+_LEARNING_RATES = tuple(2.0**power for power in range(0, -8, -1))  # of an update of a whole step
+_NOISE_SCALE = 0.3  # of a batch of 512 samples at curvature 1: a standard deviation
+_NOISE_POOL = 65_521  # gradients' noises, of which each unit has its own; prime
+_NOISE_STRIDE = 40_503  # from one unit's to the next
+
+
+class ComputedPush(NamedTuple):
+    """A unit, and the parameters that it was computed on: (rates, SIZE)."""
+
+    unit: WorkUnit
+    x: _Array
+
+
+class _ServerState(NamedTuple):
+    """What all servers together hold: parameters and the outer method's speed, each (rates, SIZE)."""
+
+    x: _Array
+    speed: _Array
+
+
+class QuadraticProblem:
+    """What the servers hold, and what units come to; nothing is written in place, so that workers may hold it too.
+
+    Args:
+        scenario: that is simulated.
+
+    Attributes:
+        held: starts at 1 everywhere.
+        rates: learning rates, one a row.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        rule = scenario.consistency
+        of_unit = 1.0 if rule.waits or rule.scaled or scenario.local_steps > 1 else 1.0 / scenario.workers
+        self.rates = tuple(rate * of_unit for rate in _LEARNING_RATES)
+        self._rates = np.array(self.rates)[:, None]
+        self._curvature = 1.0 / np.arange(1.0, _PARAMETERS + 1)
+        scale = _NOISE_SCALE * np.sqrt(self._curvature * 512.0 * scenario.workers / scenario.batch_size)
+        self._noise = np.random.default_rng(scenario.seed).standard_normal((_NOISE_POOL, _PARAMETERS)) * scale
+        self.held = _ServerState(
+            np.ones((len(_LEARNING_RATES), _PARAMETERS)), np.zeros((len(_LEARNING_RATES), _PARAMETERS))
+        )
+
+    @property
+    def losses(self) -> _Array:
+        """Without noise, by learning rate."""
+        found: _Array = 0.5 * (self.held.x * self.held.x) @ self._curvature
+        return found
+
+    def apply(self, pushes: Sequence[ComputedPush], *, staleness: int = 0) -> None:
+        """One update by the mean of what these come to; all are of as many samples and steps."""
+        x, speed = self.held
+        factor = 1.0 / max(1, staleness) if self._scenario.consistency.scaled else 1.0
+        if self._scenario.local_steps == 1:
+            self.held = _ServerState(x - factor * self._rates * self._gradient(pushes), speed)
+            return
+        outer, went = self._scenario.outer, self._went(pushes)
+        speed = outer.momentum * speed + went
+        self.held = _ServerState(x + outer.rate * (went + outer.momentum * speed), speed)
+
+    def _gradient(self, pushes: Sequence[ComputedPush]) -> _Array:
+        """The mean; many were computed on the same parameters."""
+        if len(pushes) == 1:
+            unit, x = pushes[0]
+            alone: _Array = self._curvature * x + self._noise[self._place(unit.step, unit.share)]
+            return alone
+        noise = self._noise[[self._place(unit.step, unit.share) for unit, _ in pushes]].mean(axis=0)
+        each = {id(x): x for _, x in pushes}
+        counts = Counter(id(x) for _, x in pushes)
+        mean = sum(count / len(pushes) * each[key] for key, count in counts.items())
+        found: _Array = self._curvature * mean + noise
+        return found
+
+    def _went(self, pushes: Sequence[ComputedPush]) -> _Array:
+        """How far local steps went, on average."""
+        begun = np.stack([x for _, x in pushes])
+        here = begun
+        for step in range(pushes[0].unit.steps):
+            places = [self._place(unit.step + step, unit.share) for unit, _ in pushes]
+            here = here - self._rates * (self._curvature * here + self._noise[places][:, None, :])
+        found: _Array = (here - begun).mean(axis=0)
+        return found
+
+    def _place(self, step: int, share: int) -> int:
+        """Of the noise of a share of a step, whoever computes it."""
+        return (step * self._scenario.workers + share) * _NOISE_STRIDE % _NOISE_POOL

@@ -17,14 +17,14 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
-from trainwright.core.checkpoint import OPTIMIZER, CheckpointRef, FileEntry, Manifest
 from trainwright.core.data import Cursor
+from trainwright.core.engine import OPTIMIZER_PREFIX, CheckpointFile, CheckpointManifest, CheckpointRef
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError
-from trainwright.storage.store import MissingFile, Store, StoreDown
+from trainwright.storage.object_store import MissingFile, Store, StoreDown
 
 MANIFEST = "MANIFEST.json"
 _FORMAT = 1
-_READERS = 4  # files at a time; each has up to 64 MiB in memory
+_PARALLEL_READS = 4  # files at a time; each has up to 64 MiB in memory
 _FOLDER = re.compile(r"(\d{8,})-(\d+)(?:\.(\d+))?")
 _REMEDY = "training goes on from the checkpoint before it; to use this one, restore the file from a copy"
 
@@ -39,7 +39,7 @@ class CheckpointWriter:
     def __init__(self, store: Store, run: str, path: str) -> None:
         self._store, self._folder = store, f"{run}/{path}"
         self._lock = threading.Lock()
-        self._entries: dict[str, FileEntry | None] = {}  # None: it is being written
+        self._entries: dict[str, CheckpointFile | None] = {}  # None: it is being written
 
     def write(self, name: str, *pieces: bytes | memoryview) -> None:
         """Store one file of pieces, of which no other of this checkpoint has the name. From any thread.
@@ -60,7 +60,7 @@ class CheckpointWriter:
             self._put(name, flat)
         size_bytes = sum(piece.nbytes for piece in flat)
         with self._lock:
-            self._entries[name] = FileEntry(name=name, size_bytes=size_bytes, sha256=summing.result())
+            self._entries[name] = CheckpointFile(name=name, size_bytes=size_bytes, sha256=summing.result())
 
     def _put(self, name: str, pieces: Sequence[memoryview]) -> None:
         try:
@@ -80,7 +80,7 @@ class CheckpointWriter:
             error.detail += f"what was written of the checkpoint is still there: {second.what}"
 
     @property
-    def entries(self) -> tuple[FileEntry, ...]:
+    def entries(self) -> tuple[CheckpointFile, ...]:
         """The files that are written, by name. Complete when every `write` has come back without an error."""
         with self._lock:
             return tuple(entry for _, entry in sorted(self._entries.items()) if entry is not None)
@@ -95,7 +95,7 @@ class CheckpointReader:
     """
 
     def __init__(
-        self, store: Store, run: str, ref: CheckpointRef, manifest: Manifest, *, weights_only: bool = False
+        self, store: Store, run: str, ref: CheckpointRef, manifest: CheckpointManifest, *, weights_only: bool = False
     ) -> None:
         self._store, self._folder = store, f"{run}/{ref.path}"
         self._files = {entry.name: entry for entry in manifest.files}
@@ -130,32 +130,32 @@ class CheckpointReader:
 # --- manifest ---------------------------------------------------------------------------------------------------------
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: CheckpointManifest) -> bytes:
     """The manifest as it is stored. `facts` may hold None, bools, numbers, strings, lists, and mappings of strings."""
     return json.dumps({"format": _FORMAT, **asdict(manifest)}, indent=1, sort_keys=True).encode()
 
 
-def decode_manifest(data: bytes) -> Manifest:
+def decode_manifest(data: bytes) -> CheckpointManifest:
     """Read a manifest. Raises ValueError, TypeError or KeyError for anything else."""
     fields = json.loads(data)
     if fields.pop("format") != _FORMAT:
         raise ValueError("of another version")
     cursor = fields.pop("cursor")
-    return Manifest(
+    return CheckpointManifest(
         cursor=Cursor(**{**cursor, "carry": tuple(cursor["carry"])}),
-        files=tuple(FileEntry(**item) for item in fields.pop("files")),
+        files=tuple(CheckpointFile(**item) for item in fields.pop("files")),
         **fields,
     )
 
 
-def write_manifest(store: Store, run: str, path: str, manifest: Manifest) -> str:
+def write_manifest(store: Store, run: str, path: str, manifest: CheckpointManifest) -> str:
     """Write a checkpoint's manifest, after all its files. Returns its SHA-256 for the log; raises StorageError."""
     data = encode_manifest(manifest)
     store.put(f"{run}/{path}/{MANIFEST}", data)
     return hashlib.sha256(data).hexdigest()
 
 
-def read_manifest(store: Store, run: str, ref: CheckpointRef) -> Manifest:
+def read_manifest(store: Store, run: str, ref: CheckpointRef) -> CheckpointManifest:
     """The manifest of a checkpoint that the log names.
 
     Raises:
@@ -177,7 +177,7 @@ def read_manifest(store: Store, run: str, ref: CheckpointRef) -> Manifest:
 
 def verify(
     store: Store, run: str, ref: CheckpointRef, *, checksums: bool = False, weights_only: bool = False
-) -> Manifest:
+) -> CheckpointManifest:
     """Make sure that a checkpoint is whole: its manifest, and every file with its size.
 
     Args:
@@ -198,13 +198,13 @@ def verify(
         _check_size(store, place, entry, sizes[place])
     if checksums:
         reader = CheckpointReader(store, run, ref, manifest)
-        names = [name for name in reader.names() if not (weights_only and name.startswith(OPTIMIZER))]
-        with ThreadPoolExecutor(_READERS) as pool:
+        names = [name for name in reader.names() if not (weights_only and name.startswith(OPTIMIZER_PREFIX))]
+        with ThreadPoolExecutor(_PARALLEL_READS) as pool:
             deque(pool.map(reader.verify, names), maxlen=0)
     return manifest
 
 
-def newest_good(
+def newest_intact(
     store: Store, run: str, refs: Sequence[CheckpointRef], *, checksums: bool = True, weights_only: bool = False
 ) -> tuple[CheckpointRef | None, list[str]]:
     """The newest checkpoint whose every file is as it was written, and a note on each one that was passed over.
@@ -225,18 +225,20 @@ def newest_good(
         try:
             verify(store, run, ref, checksums=checksums, weights_only=weights_only)
         except CheckpointError as error:
-            notes.append(passed_over(ref, error))
+            notes.append(damage_note(ref, error))
         else:
             return ref, notes
     return None, notes
 
 
-def passed_over(ref: CheckpointRef, error: CheckpointError) -> str:
+def damage_note(ref: CheckpointRef, error: CheckpointError) -> str:
     """A line for the user on a damaged checkpoint."""
     return f"the checkpoint of step {ref.step} is passed over: {error.what} ({error.where})"
 
 
-def retain(store: Store, run: str, keep: Sequence[CheckpointRef], *, writing: Collection[str] = ()) -> tuple[str, ...]:
+def delete_unreferenced(
+    store: Store, run: str, keep: Sequence[CheckpointRef], *, writing: Collection[str] = ()
+) -> tuple[str, ...]:
     """Delete the checkpoint folders that the log does not name: older ones, and what dead drivers left half written.
 
     Folders that are newer than the newest kept, by token, then by step, are left: they are uploads under way, of this
@@ -251,19 +253,19 @@ def retain(store: Store, run: str, keep: Sequence[CheckpointRef], *, writing: Co
     """
     if not keep:
         return ()
-    newest = _age(keep[-1].path)
+    newest = _folder_order(keep[-1].path)
     spared = {ref.path for ref in keep} | set(writing)
     doomed = []
     for name in store.folders(f"{run}/checkpoints"):
         path = f"checkpoints/{name}"
-        if _FOLDER.fullmatch(name) and path not in spared and _age(path) < newest:
+        if _FOLDER.fullmatch(name) and path not in spared and _folder_order(path) < newest:
             doomed.append(path)
     for path in doomed:
         store.delete_folder(f"{run}/{path}")
     return tuple(doomed)
 
 
-def _age(path: str) -> tuple[int, int, int]:
+def _folder_order(path: str) -> tuple[int, int, int]:
     """Token, step and try of a checkpoint's folder."""
     found = _FOLDER.fullmatch(path.rpartition("/")[2])
     if not found:
@@ -294,7 +296,7 @@ def _get(store: Store, place: str) -> bytes:
         raise _missing(store, place) from None
 
 
-def _portions(store: Store, place: str, entry: FileEntry) -> Iterator[memoryview]:
+def _portions(store: Store, place: str, entry: CheckpointFile) -> Iterator[memoryview]:
     """A file's portions; raises CheckpointError where it is not what the manifest says, before the last one ends."""
     found, taken = hashlib.sha256(), 0
     try:
@@ -309,7 +311,7 @@ def _portions(store: Store, place: str, entry: FileEntry) -> Iterator[memoryview
         raise _damaged(store, place, f"{entry.name} is altered: its checksum is not the one in the manifest")
 
 
-def _check_size(store: Store, place: str, entry: FileEntry, size: int) -> None:
+def _check_size(store: Store, place: str, entry: CheckpointFile, size: int) -> None:
     if size != entry.size_bytes:
         raise _damaged(store, place, f"{entry.name} is torn: it has {size} bytes, not {entry.size_bytes}")
 

@@ -2,22 +2,115 @@
 
 One driver writes batches of JSON lines (`eventfiles`), which never change once they are written. A batch that could not
 be written is kept and written again under the same number with the same bytes, so that a put which timed out and landed
-after all does no harm. What happens meanwhile waits in memory, within the bounds of a `Backlog`.
+after all does no harm. What happens meanwhile waits in memory, within the bounds of a `EventBuffer`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol, Self
 
 from trainwright.core.errors import StorageError, TrainwrightError
-from trainwright.core.events import Event, Noted
-from trainwright.core.redaction import json_without_secrets
-from trainwright.storage.event_buffer import Backlog
+from trainwright.core.events import (
+    CheckpointSkipped,
+    Event,
+    Measured,
+    Noted,
+    Prefetched,
+    Printed,
+    Stacks,
+    Steps,
+    Waiting,
+)
+from trainwright.core.redaction import redact_json
 from trainwright.storage.event_files import batch_path
+
+_MOST_STEP_RECORDS, _MOST_MINOR_EVENTS = 100_000, 10_000
+_MINOR_EVENTS = (CheckpointSkipped, Measured, Prefetched, Printed, Stacks, Waiting)  # others say as much
+_RECORDS_PER_EVENT = 1_000  # records of one event
+
+
+class EventBuffer:
+    """A list of events. One thread at a time.
+
+    Records of steps (about 300 bytes each) are thinned when there are more than `most_steps`: every second one goes,
+    the older ones again each time. Of events that matter less, the older half goes when there are more than
+    `most_lesser`. All others are kept: there are few in any outage.
+
+    Attributes:
+        items: in the order they were added.
+        steps_dropped: records of steps that went, since the last `take`.
+        lesser_dropped: other events that went, since the last `take`.
+    """
+
+    def __init__(self, *, most_steps: int = _MOST_STEP_RECORDS, most_lesser: int = _MOST_MINOR_EVENTS) -> None:
+        self._most_steps, self._most_lesser = most_steps, most_lesser
+        self._steps = self._lesser = 0
+        self.items: list[Event] = []
+        self.steps_dropped = self.lesser_dropped = 0
+
+    @property
+    def dropping(self) -> bool:
+        """Whether any went."""
+        return bool(self.steps_dropped or self.lesser_dropped)
+
+    def add(self, event: Event) -> None:
+        """One more event; drops older ones where that is needed."""
+        self.items.append(event)
+        if isinstance(event, Steps):
+            self._steps += len(event.step)
+            if self._steps > self._most_steps:
+                self._thin()
+        elif isinstance(event, _MINOR_EVENTS):
+            self._lesser += 1
+            if self._lesser > self._most_lesser:
+                self._drop_lesser()
+
+    def take(self) -> list[Event]:
+        """All events, which are no longer here."""
+        taken, self.items = self.items, []
+        self._steps = self._lesser = self.steps_dropped = self.lesser_dropped = 0
+        return taken
+
+    def _thin(self) -> None:
+        self.items = thin_steps(self.items)
+        left = sum(len(item.step) for item in self.items if isinstance(item, Steps))
+        self.steps_dropped += self._steps - left
+        self._steps = left
+
+    def _drop_lesser(self) -> None:
+        places = [place for place, item in enumerate(self.items) if isinstance(item, _MINOR_EVENTS)]
+        gone = set(places[: len(places) // 2])
+        self.items = [item for place, item in enumerate(self.items) if place not in gone]
+        self.lesser_dropped += len(gone)
+        self._lesser -= len(gone)
+
+
+def thin_steps(events: Iterable[Event]) -> list[Event]:
+    """The same events with every second record of steps, the newest one included, in few events."""
+    found: list[Event] = []
+    odd = False  # whether the record before was dropped, from the newest one back
+    for event in reversed(list(events)):
+        if not isinstance(event, Steps):
+            found.append(event)
+            continue
+        kept = event.every_second(last=not odd)
+        odd = odd ^ (len(event.step) % 2 == 1)
+        if not kept.step:
+            continue
+        newer = found[-1] if found else None
+        if isinstance(newer, Steps) and newer.generation == kept.generation and len(newer.step) < _RECORDS_PER_EVENT:
+            found[-1] = kept.followed_by(newer)
+        else:
+            found.append(kept)
+    return found[::-1]
+
+
+# --- Event log --------------------------------------------------------------------------------------------------------
+
 
 # A batch is at most this old when it is written: seconds at first, so that a reader sees a young run move, then a
 # hundredth of the run's age, so that a long run has few files.
@@ -26,14 +119,14 @@ _FLUSH_S, _FLUSH_MOST_S, _FLUSH_SHARE = 3.0, 30.0, 0.01
 _FEW, _FEW_BYTES, _MANY, _MANY_BYTES = 8, 64 << 10, 64, 4 << 20
 
 
-class Puts(Protocol):
+class _PutStore(Protocol):
     """What a journal asks of a store."""
 
     def put(self, path: str, data: bytes) -> None:
         """Write a whole file; raises StorageError."""
 
 
-class Listener(Protocol):
+class EventListener(Protocol):
     """Hears every event of the run, in order, on the thread that writes it."""
 
     def on(self, event: Event) -> None:
@@ -43,7 +136,7 @@ class Listener(Protocol):
         """The run has ended."""
 
 
-class Journal:
+class EventLog:
     """One driver's events: kept for listeners, written to storage in batches by a thread of its own.
 
     Until `open` names the driver's token nothing is written. Use as a context manager or call `close`. All methods
@@ -60,18 +153,18 @@ class Journal:
 
     def __init__(
         self,
-        store: Puts,
+        store: _PutStore,
         run: str,
         *,
         clock: Callable[[], float] = time.time,
         flush_s: float = _FLUSH_S,
-        backlog: Callable[[], Backlog] = Backlog,
+        backlog: Callable[[], EventBuffer] = EventBuffer,
         compact: Callable[[], object] = lambda: None,
     ) -> None:
         self._store, self._run, self._clock, self._flush_s = store, run, clock, flush_s
         self._token = 0
         self._events, self._pending = backlog(), backlog()
-        self._listeners: list[Listener] = []
+        self._listeners: list[EventListener] = []
         self._sealed: bytes | None = None
         self._compact, self._committed = compact, False
         self._sequence = self._compacted = self._loose_bytes = 0
@@ -100,7 +193,7 @@ class Journal:
         with self._lock:
             return tuple(self._events.items)
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, listener: EventListener) -> None:
         """Call `listener.on` with each event, those already written first.
 
         A listener that raises is taken off, and a Noted event says so: what watches a run must not end it.
@@ -121,14 +214,14 @@ class Journal:
             self._say_dropping()
             return stamped
 
-    def _tell(self, listener: Listener, event: Event) -> None:
+    def _tell(self, listener: EventListener, event: Event) -> None:
         if listener in self._listeners:
             try:
                 listener.on(event)
             except Exception as error:
                 self._take_off(listener, error)
 
-    def _take_off(self, listener: Listener, error: Exception) -> None:
+    def _take_off(self, listener: EventListener, error: Exception) -> None:
         self._listeners.remove(listener)
         cause = f"{type(error).__name__}: {error}"
         self.write(Noted(text=f"{type(listener).__name__} is switched off, training is not: {cause}"))
@@ -165,7 +258,7 @@ class Journal:
             if self._sealed is None and self._pending.items:
                 self._lost_steps += self._pending.steps_dropped
                 self._lost_lesser += self._pending.lesser_dropped
-                lines = (json_without_secrets(event.to_json()) for event in self._pending.take())
+                lines = (redact_json(event.to_json()) for event in self._pending.take())
                 self._sealed = "".join(f"{line}\n" for line in lines).encode()
             return self._sealed is not None
 
@@ -185,7 +278,7 @@ class Journal:
         """A batch is there. Where events were dropped, the one they are missing from is still to come."""
         with self._lock:
             if (self._failing or self._dropping) and not self._pending.dropping:
-                lost = _lost(self._lost_steps, self._lost_lesser)
+                lost = _loss_message(self._lost_steps, self._lost_lesser)
                 self._failing = self._dropping = False
                 self._lost_steps = self._lost_lesser = 0
                 self.write(Noted(text=f"events are written to storage again; {lost}"))
@@ -250,7 +343,7 @@ class Journal:
         return written
 
 
-def _lost(steps: int, lesser: int) -> str:
+def _loss_message(steps: int, lesser: int) -> str:
     """What was dropped, in words."""
     parts = [f"the records of {steps:,} steps"] if steps else []
     parts += [f"{lesser:,} lesser events"] if lesser else []

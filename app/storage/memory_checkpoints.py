@@ -20,24 +20,24 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from trainwright.core.checkpoint import FileEntry
+from trainwright.core.engine import CheckpointFile
 from trainwright.core.errors import StorageError
-from trainwright.driver.messages import KeptState
+from trainwright.driver.messages import MemoryCheckpoint
 from trainwright.storage.run_owner import Owner, provably_dead
 
-MEMORY = Path("/dev/shm")
-PREFIX, GUARD = "trainwright-", "GUARD"
-SPARE_ROOM = 1.1  # of the state's size, which the shared memory must have free
+SHARED_MEMORY = Path("/dev/shm")
+FOLDER_PREFIX, GUARD_FILE = "trainwright-", "GUARD"
+_HEADROOM = 1.1  # of the state's size, which the shared memory must have free
 
-Fetch = Callable[[str, int, str], bytes]  # (node, version, name) -> the file, from another node's keeper
+FetchFile = Callable[[str, int, str], bytes]  # (node, version, name) -> the file, from another node's keeper
 
 
-def no_fetch(node: str, version: int, name: str) -> bytes:
+def fetch_unavailable(node: str, version: int, name: str) -> bytes:
     """Where no other node can be reached."""
     raise StorageError(f"the memory of {node} cannot be reached", where=f"{version}/{name}")
 
 
-class Shelf:
+class MemoryCheckpointStore:
     """The copies of one run on one node.
 
     Args:
@@ -45,12 +45,12 @@ class Shelf:
         memory: a folder in memory.
     """
 
-    def __init__(self, uri: str, memory: Path = MEMORY) -> None:
-        self.folder = memory / f"{PREFIX}{os.geteuid()}-{hashlib.sha256(uri.encode()).hexdigest()[:12]}"
+    def __init__(self, uri: str, memory: Path = SHARED_MEMORY) -> None:
+        self.folder = memory / f"{FOLDER_PREFIX}{os.geteuid()}-{hashlib.sha256(uri.encode()).hexdigest()[:12]}"
 
-    def write(self, version: int, size_bytes: int, hold: Iterable[int]) -> ShelfWriter:
+    def write(self, version: int, size_bytes: int, hold: Iterable[int]) -> _MemoryCheckpointWriter:
         """Begin a version; older ones that are not in `hold` are removed first. Raises StorageError."""
-        sweep(self.folder.parent)
+        remove_stale_copies(self.folder.parent)
         if os.path.lexists(self.folder):
             _make_private(self.folder)
         for entry in self.folder.glob("[0-9]*"):
@@ -58,40 +58,40 @@ class Shelf:
                 shutil.rmtree(entry, ignore_errors=True)
         try:
             free_bytes = shutil.disk_usage(self.folder.parent).free
-            if free_bytes < size_bytes * SPARE_ROOM:
+            if free_bytes < size_bytes * _HEADROOM:
                 raise _no_room(self.folder, f"{size_bytes:,} bytes are needed, {free_bytes:,} are free")
             place = self.folder / str(version)
             self.folder.mkdir(mode=0o700, exist_ok=True)
             _make_private(self.folder)
             place.mkdir(mode=0o700, exist_ok=True)
-            own = self.folder / f"{GUARD}.{os.getpid()}"
+            own = self.folder / f"{GUARD_FILE}.{os.getpid()}"
             _write(own, json.dumps(asdict(Owner.parent())).encode())
-            own.replace(self.folder / GUARD)
+            own.replace(self.folder / GUARD_FILE)
         except OSError as error:
             raise _no_room(self.folder, str(error)) from error
-        return ShelfWriter(place)
+        return _MemoryCheckpointWriter(place)
 
     def read(self, version: int, name: str) -> bytes:
         """A file. Raises StorageError when it is not there, or another user could have put it there."""
         place = self.folder / str(version) / name
         try:
             _make_private(self.folder)
-            with open(place, "rb", opener=_opened) as file:
+            with open(place, "rb", opener=_open_regular_file) as file:
                 return file.read()
         except OSError as error:
-            raise _gone(place, str(error)) from error
+            raise _unreadable_copy(place, str(error)) from error
 
     def remove(self) -> None:
         """Let go of everything; what is another user's cannot be removed, and stays."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class ShelfWriter:
+class _MemoryCheckpointWriter:
     """Writes the files of one version. Implements `core.checkpoint.Writer`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.entries: tuple[FileEntry, ...] = ()
+        self.entries: tuple[CheckpointFile, ...] = ()
 
     def write(self, name: str, *pieces: bytes | memoryview) -> None:
         """Store one file of pieces. Raises StorageError when memory runs out."""
@@ -99,16 +99,16 @@ class ShelfWriter:
             size_bytes, sha256 = _write(self._folder / name, *pieces)
         except OSError as error:
             raise _no_room(self._folder, str(error)) from error
-        self.entries = (*self.entries, FileEntry(name=name, size_bytes=size_bytes, sha256=sha256))
+        self.entries = (*self.entries, CheckpointFile(name=name, size_bytes=size_bytes, sha256=sha256))
 
 
-class ShelfReader:
+class MemoryCheckpointReader:
     """Reads a state from this node's memory, or through `fetch` from another's. Implements `core.checkpoint.Reader`."""
 
-    def __init__(self, shelf: Shelf, kept: KeptState, node: str, fetch: Fetch) -> None:
+    def __init__(self, shelf: MemoryCheckpointStore, kept: MemoryCheckpoint, node: str, fetch: FetchFile) -> None:
         self._shelf, self._version, self._node, self._fetch = shelf, kept.version, node, fetch
         self.weights_only = False
-        self._files: dict[str, dict[str, FileEntry]] = {}
+        self._files: dict[str, dict[str, CheckpointFile]] = {}
         for item in kept.files:
             self._files.setdefault(item.file.name, {})[item.node] = item.file
 
@@ -134,17 +134,17 @@ class ShelfReader:
                 troubles.append(f"{node}: other bytes than were written (SHA-256)")
             else:
                 return data
-        raise _gone(self._shelf.folder / str(self._version) / name, "; ".join(troubles))
+        raise _unreadable_copy(self._shelf.folder / str(self._version) / name, "; ".join(troubles))
 
 
-def sweep(memory: Path = MEMORY) -> None:
+def remove_stale_copies(memory: Path = SHARED_MEMORY) -> None:
     """Remove this user's shelves whose guard is gone. Nothing of another user's is opened: it may block (a FIFO)."""
-    for folder in memory.glob(f"{PREFIX}*"):
+    for folder in memory.glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError, ValueError, TypeError):  # another process removes it at the same time, or has begun it
             about = folder.lstat()
             if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022:
                 continue
-            with open(folder / GUARD, opener=_opened) as file:
+            with open(folder / GUARD_FILE, opener=_open_regular_file) as file:
                 guard = Owner(**json.load(file))
             if provably_dead(guard):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -162,7 +162,7 @@ def _write(place: Path, *pieces: bytes | memoryview) -> tuple[int, str]:
     return size_bytes, digest.hexdigest()
 
 
-def _opened(path: str, flags: int) -> int:
+def _open_regular_file(path: str, flags: int) -> int:
     """An opener for `open` that follows no link and waits for nobody. Raises OSError where it is no regular file."""
     found = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(found).st_mode):
@@ -178,18 +178,18 @@ def _make_private(folder: Path) -> None:
     except FileNotFoundError:
         raise
     except OSError as error:  # a link, a file, a folder that another user has closed
-        raise _foreign(folder, error.strerror or str(error)) from error
+        raise _unsafe_folder(folder, error.strerror or str(error)) from error
     try:
         about = os.fstat(found)
         if about.st_uid != os.geteuid():
-            raise _foreign(folder, f"it belongs to the user with id {about.st_uid}")
+            raise _unsafe_folder(folder, f"it belongs to the user with id {about.st_uid}")
         if stat.S_IMODE(about.st_mode) != 0o700:
             os.fchmod(found, 0o700)
     finally:
         os.close(found)
 
 
-def _foreign(folder: Path, why: str) -> StorageError:
+def _unsafe_folder(folder: Path, why: str) -> StorageError:
     return StorageError(
         f"copies of the state in memory are not safe here: {why}",
         where=str(folder),
@@ -205,7 +205,7 @@ def _no_room(folder: Path, why: str) -> StorageError:
     )
 
 
-def _gone(place: Path, why: str) -> StorageError:
+def _unreadable_copy(place: Path, why: str) -> StorageError:
     return StorageError(
         f"a copy of the state in memory cannot be read: {why}",
         where=str(place),

@@ -15,33 +15,35 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any, Literal
 
-from trainwright.core.checkpoint import CheckpointRef
+from trainwright.core.engine import CheckpointRef
 from trainwright.core.errors import FencedError, OwnedError, RunConflict, StorageError
-from trainwright.storage.run_owner import Heartbeat, Owner, heartbeat_path, provably_dead
-from trainwright.storage.store import Store
+from trainwright.storage.object_store import MissingFile, Store
+from trainwright.storage.run_owner import HEARTBEAT_S, Heartbeat, Owner, heartbeat_path, provably_dead
 
-__all__ = ["Entry", "Heartbeat", "Owner", "RunLog", "provably_dead"]
+__all__ = ["Heartbeat", "Owner", "RunLog", "provably_dead"]
 
-PATIENCE_S = 10.0
+_TAKEOVER_WAIT_S = 10.0
 _POLL_S = 0.5
 _FORMAT = 1
 _NUMBER = re.compile(r"\d{8}")
 _READERS = 16
 
-Kind = Literal["acquire", "commit", "release"]
+_EntryKind = Literal["acquire", "commit", "release"]
 Outcome = Literal["", "done", "stopped", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class LogEntry:
     """One entry, which is also the whole state of the run after it.
 
     Attributes:
@@ -56,7 +58,7 @@ class Entry:
     """
 
     number: int
-    kind: Kind
+    kind: _EntryKind
     token: int
     time_s: float
     job: Mapping[str, Any] = field(default_factory=dict)
@@ -75,7 +77,7 @@ class Entry:
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
 
     @classmethod
-    def of(cls, fields: Any) -> Entry:
+    def of(cls, fields: Any) -> LogEntry:
         """The entry of a parsed file. Raises ValueError, TypeError, KeyError or AttributeError for anything else."""
         if fields.pop("format") != _FORMAT:
             raise ValueError("of another version")
@@ -114,14 +116,14 @@ class RunLog:
     ) -> None:
         self._store, self._run = store, run
         self._clock, self._sleep, self._now, self._dead = clock, sleep, now, dead
-        self._last: Entry | None = None
+        self._last: LogEntry | None = None
         self.torn: tuple[int, ...] = ()
         self._top = 0  # the highest number seen, those of torn entries included
         self.hint_error: StorageError | None = None
 
     # --- reading ------------------------------------------------------------------------------------------
 
-    def head(self) -> Entry | None:
+    def head(self) -> LogEntry | None:
         """The newest entry; None for a run that has none.
 
         Raises:
@@ -138,7 +140,7 @@ class RunLog:
                 raise self._no_run(stranger[0])
         return self._newest(numbers) or self._newest(self._numbers(0))
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[LogEntry]:
         """All entries that can be read, in order. Raises StorageError."""
         with ThreadPoolExecutor(_READERS) as pool:
             return [entry for entry in pool.map(self._read, self._numbers(0)) if entry is not None]
@@ -149,7 +151,7 @@ class RunLog:
         if head is not None:
             self._refuse_if_fenced(head, token)
 
-    def _newest(self, numbers: Sequence[int]) -> Entry | None:
+    def _newest(self, numbers: Sequence[int]) -> LogEntry | None:
         """The newest entry of these that is no torn one."""
         self._top = max(self._top, *numbers)
         torn: list[int] = []
@@ -179,7 +181,7 @@ class RunLog:
             remedy="give the job another name= or storage=, or move those files away",
         )
 
-    def _read(self, number: int) -> Entry | None:
+    def _read(self, number: int) -> LogEntry | None:
         """An entry; None for one that was torn while it was written."""
         path = self._path(number)
         try:
@@ -187,7 +189,7 @@ class RunLog:
         except ValueError:
             return None
         try:
-            entry = Entry.of(fields)
+            entry = LogEntry.of(fields)
             if entry.number != number:
                 raise ValueError("of another number")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -204,8 +206,8 @@ class RunLog:
     # --- writing ------------------------------------------------------------------------------------------
 
     def acquire(
-        self, owner: Owner, job: Mapping[str, Any], *, patience_s: float = PATIENCE_S, fresh: bool = False
-    ) -> Entry:
+        self, owner: Owner, job: Mapping[str, Any], *, patience_s: float = _TAKEOVER_WAIT_S, fresh: bool = False
+    ) -> LogEntry:
         """Take the run; the new entry's token must go with every later write.
 
         Takes over at once from a driver that is provably dead, else after having seen no heartbeat for `patience_s`.
@@ -218,7 +220,7 @@ class RunLog:
             RunConflict: there are files of that name that are no run.
             StorageError: the store cannot be used.
         """
-        watched: Entry | None = None
+        watched: LogEntry | None = None
         while True:
             head = self.head()
             if head is not None and head.owned and not self._dead(head.owner):
@@ -232,7 +234,7 @@ class RunLog:
             if self._append(entry):
                 return entry
 
-    def commit(self, token: int, checkpoint: CheckpointRef, keep: int) -> Entry:
+    def commit(self, token: int, checkpoint: CheckpointRef, keep: int) -> LogEntry:
         """Name a checkpoint: from now on it exists. Its folder must be complete.
 
         What the log named after the checkpoint's parent was passed over as damaged and is named no longer.
@@ -247,17 +249,17 @@ class RunLog:
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1")
 
-        def state(last: Entry) -> dict[str, Any]:
+        def state(last: LogEntry) -> dict[str, Any]:
             chain = [*_up_to(last.checkpoints, checkpoint.parent), checkpoint]
             return {"checkpoints": tuple(chain[-keep:])}
 
         return self._write(token, "commit", state)
 
-    def release(self, token: int, outcome: Outcome) -> Entry:
+    def release(self, token: int, outcome: Outcome) -> LogEntry:
         """Give the run back; doing it again changes nothing. Raises like `commit`."""
         return self._write(token, "release", lambda _: {"outcome": outcome})
 
-    def _write(self, token: int, kind: Kind, state: Callable[[Entry], dict[str, Any]]) -> Entry:
+    def _write(self, token: int, kind: _EntryKind, state: Callable[[LogEntry], dict[str, Any]]) -> LogEntry:
         """Append as the owner `token`, after whatever is there by now."""
         last = self._last or self.head()
         number = last.number + 1 if last else 0
@@ -276,7 +278,7 @@ class RunLog:
             last, number = self._read(number) or last, number + 1
         raise ValueError(f"run {self._run!r} was never acquired")
 
-    def _refuse_if_fenced(self, last: Entry, token: int) -> None:
+    def _refuse_if_fenced(self, last: LogEntry, token: int) -> None:
         if last.token < token:
             raise ValueError(f"{token} is no token of run {self._run!r}")
         if last.token > token or not last.owned:
@@ -288,11 +290,11 @@ class RunLog:
                 remedy="nothing is lost: the run goes on from its last checkpoint in the other driver",
             )
 
-    def _entry(self, number: int, kind: Kind, token: int, **state: Any) -> Entry:
+    def _entry(self, number: int, kind: _EntryKind, token: int, **state: Any) -> LogEntry:
         nonce = uuid.uuid4().hex
-        return Entry(number=number, kind=kind, token=token, time_s=self._now(), nonce=nonce, **state)
+        return LogEntry(number=number, kind=kind, token=token, time_s=self._now(), nonce=nonce, **state)
 
-    def _append(self, entry: Entry) -> bool:
+    def _append(self, entry: LogEntry) -> bool:
         """Write an entry; False when its number is taken."""
         if not self._store.create(self._path(entry.number), entry.to_json()):
             return False
@@ -305,7 +307,7 @@ class RunLog:
 
     # --- patience -----------------------------------------------------------------------------------------
 
-    def _outwait(self, head: Entry, patience_s: float) -> None:
+    def _outwait(self, head: LogEntry, patience_s: float) -> None:
         """Watch the owner's counter, timed by this process's own clock; raises OwnedError as soon as it changes."""
         path = heartbeat_path(self._run, head.token)
         seen = self._store.find(path)
@@ -315,7 +317,7 @@ class RunLog:
             if self._store.find(path) != seen:
                 raise self._owned(head)
 
-    def _owned(self, head: Entry) -> OwnedError:
+    def _owned(self, head: LogEntry) -> OwnedError:
         return OwnedError(
             f"run {self._run!r} is being trained by {head.owner}, since {_when(self._read(head.token) or head)}",
             where=self._store.uri_of(self._run),
@@ -329,5 +331,86 @@ def _up_to(chain: tuple[CheckpointRef, ...], parent: str) -> tuple[CheckpointRef
     return chain[: paths.index(parent) + 1] if parent in paths else ()
 
 
-def _when(entry: Entry) -> str:
+def _when(entry: LogEntry) -> str:
     return datetime.fromtimestamp(entry.time_s).astimezone().isoformat(sep=" ", timespec="seconds")
+
+
+# --- Whether the drivers that own runs are alive, as far as a reader of storage can tell ------------------------------
+
+
+_HEARTBEAT_WATCH_S = 4 * HEARTBEAT_S
+_STALE_HEARTBEAT_S = (
+    3600.0  # no clock is that wrong: object stores refuse requests of one that is a quarter of an hour off
+)
+_HEARTBEAT_READERS = 32
+WaitFunction = Callable[[float], Any]
+
+
+def owner_alive(
+    store: Store,
+    run: str,
+    head: LogEntry | None,
+    *,
+    patience_s: float = _HEARTBEAT_WATCH_S,
+    wait: WaitFunction | None = None,
+) -> bool:
+    """Whether somebody owns the run and lives; see `owners_alive`.
+
+    Args:
+        head: the newest entry of the run's log; None for a run that has none.
+    """
+    heads = {} if head is None else {run: head}
+    return run in owners_alive(store, heads, patience_s=patience_s, wait=wait)
+
+
+def owners_alive(
+    store: Store,
+    heads: Mapping[str, LogEntry],
+    *,
+    patience_s: float = _HEARTBEAT_WATCH_S,
+    wait: WaitFunction | None = None,
+) -> set[str]:
+    """The runs that somebody owns who lives.
+
+    A driver of this machine is known by its process. One elsewhere is known by its counter, which is watched for up to
+    `patience_s`, that of all runs at the same time: no clock of another machine is trusted, but for a counter that was
+    last written more than an hour ago.
+
+    Args:
+        heads: the newest entry of each run's log.
+        wait: waits for so many seconds.
+    """
+    owned = {run: head for run, head in heads.items() if head.owned and not provably_dead(head.owner)}
+    alive = {run for run, head in owned.items() if _is_here(head.owner)}
+    paths = {run: heartbeat_path(run, head.token) for run, head in owned.items() if run not in alive}
+    return alive | _runs_with_heartbeat(store, paths, patience_s, wait or threading.Event().wait) if paths else alive
+
+
+def _is_here(owner: Owner) -> bool:
+    """Whether the owner is a process of this machine; it lives, for it is not provably dead."""
+    here = Owner.here()
+    known = bool(owner.boot and owner.namespace and owner.pid and owner.started)
+    return known and (owner.boot, owner.namespace) == (here.boot, here.namespace)
+
+
+def _runs_with_heartbeat(store: Store, paths: Mapping[str, str], patience_s: float, pause: WaitFunction) -> set[str]:
+    """The runs whose counters, which are at these paths, go on."""
+    alive: set[str] = set()
+    with ThreadPoolExecutor(min(_HEARTBEAT_READERS, len(paths))) as pool:
+        first = dict(zip(paths, pool.map(store.find, paths.values()), strict=True))
+        ages = zip(paths, pool.map(partial(_is_old, store), paths.values()), strict=True)
+        watched, waited_s = [run for run, old in ages if not old], 0.0
+        while waited_s < patience_s and (silent := [run for run in watched if run not in alive]):
+            pause(HEARTBEAT_S / 2)
+            waited_s += HEARTBEAT_S / 2
+            seen = zip(silent, pool.map(store.find, [paths[run] for run in silent]), strict=True)
+            alive |= {run for run, counter in seen if counter != first[run]}
+    return alive
+
+
+def _is_old(store: Store, path: str) -> bool:
+    """Whether a counter was written last long ago; False where there is none: its owner may be about to start."""
+    try:
+        return time.time() - store.modified_s(path) > _STALE_HEARTBEAT_S
+    except MissingFile:
+        return False

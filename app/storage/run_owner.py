@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from trainwright.core import formatting
 from trainwright.core.errors import FencedError, StorageError
-from trainwright.reporting import formatting
-from trainwright.storage.store import Store
+from trainwright.storage.object_store import Store
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # runs on while the machine is suspended
 HEARTBEAT_S = 1.0
@@ -23,7 +23,7 @@ LEASE_S = 5.0  # after a heartbeat nobody takes the run over for at least this l
 CONFIRM_S = 15.0  # a heartbeat that may be under way, and one more
 
 
-def boot_s() -> float:
+def boottime_s() -> float:
     """Seconds from any origin, which also count while the process or the machine is stopped."""
     return time.clock_gettime(_CLOCK)
 
@@ -65,7 +65,7 @@ class Owner:
             boot=_boot(),
             namespace=_namespace(),
             pid=pid,
-            started=started_ticks(pid) or 0,
+            started=process_start_ticks(pid) or 0,
             ray_job=ray_job,
         )
 
@@ -113,7 +113,7 @@ def _namespace() -> str:
         return ""
 
 
-def started_ticks(pid: int) -> int | None:
+def process_start_ticks(pid: int) -> int | None:
     """Start time of a living process; None when there is none, or only its unburied rest (a zombie)."""
     try:
         return _ticks(_stat(pid))
@@ -161,7 +161,7 @@ class Heartbeat:
         every_s: float = HEARTBEAT_S,
         note: Callable[[str], object] = lambda text: None,
         confirm: Callable[[], object] = lambda: None,
-        clock: Callable[[], float] = boot_s,
+        clock: Callable[[], float] = boottime_s,
     ) -> None:
         self.error: StorageError | None = None
         self._store, self._path, self._every_s = store, heartbeat_path(run, token), every_s

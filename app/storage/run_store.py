@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainwright.core.checkpoint import CheckpointRef, Manifest
 from trainwright.core.data import Cursor
+from trainwright.core.engine import CheckpointManifest, CheckpointRef
 from trainwright.core.errors import CheckpointError, StorageError
 from trainwright.driver import messages as m
-from trainwright.storage.checkpoints import newest_good, retain, write_manifest
-from trainwright.storage.run_log import Entry, Heartbeat, Owner, RunLog
-from trainwright.storage.run_summary import read_folding
-from trainwright.storage.store import Store
+from trainwright.storage.checkpoints import delete_unreferenced, newest_intact, write_manifest
+from trainwright.storage.event_files import read_run_summary
+from trainwright.storage.object_store import Store
+from trainwright.storage.run_log import Heartbeat, LogEntry, Owner, RunLog
 
 
-class RunLedger:
+class RunStore:
     """Implements `driver.world.Ledger`. Methods are called from one storage thread, but for `say`.
 
     Args:
@@ -51,7 +51,7 @@ class RunLedger:
         self._cursor, self._facts = cursor, dict(facts)
         self._heartbeat: Heartbeat | None = None
         self._token = 0
-        self._entry: Entry | None = None
+        self._entry: LogEntry | None = None
         self._note, self._begin, self._tell = note, begin, tell
 
     def acquire(self) -> int:
@@ -81,9 +81,9 @@ class RunLedger:
         """
         assert self._entry is not None, "acquire comes first"
         named = self._entry.checkpoints
-        head, notes = newest_good(self._store, self._run, named, checksums=False)
+        head, notes = newest_intact(self._store, self._run, named, checksums=False)
         if named and head is None:
-            self.release(m.Release(outcome="failed", step=0))
+            self.release(m.ReleaseLease(outcome="failed", step=0))
             raise CheckpointError(
                 "no checkpoint of the run is whole: " + "; ".join(notes),
                 where=self._store.uri_of(f"{self._run}/checkpoints"),
@@ -98,9 +98,9 @@ class RunLedger:
         """Keep other small values in the manifests to come."""
         self._facts = {**self._facts, **facts}
 
-    def commit(self, commit: m.Commit) -> m.Committed:
+    def commit(self, commit: m.CommitCheckpoint) -> m.CheckpointCommitted:
         """Write the manifest, name it in the log, then delete what the log no longer names."""
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             step=commit.step,
             cursor=self._cursor(commit.step),
             files=commit.files,
@@ -113,12 +113,12 @@ class RunLedger:
         checkpoint = CheckpointRef(step=commit.step, path=commit.path, manifest_sha256=digest, parent=commit.parent)
         entry = self._log.commit(self._token, checkpoint, self._keep)
         try:
-            retain(self._store, self._run, entry.checkpoints)
+            delete_unreferenced(self._store, self._run, entry.checkpoints)
         except StorageError as error:  # the new checkpoint exists all the same
             self._note(f"older checkpoints could not be deleted: {error.what}")
-        return m.Committed(checkpoint=checkpoint, older=entry.checkpoints[:-1])
+        return m.CheckpointCommitted(checkpoint=checkpoint, older=entry.checkpoints[:-1])
 
-    def _see(self, commit: m.Commit) -> None:
+    def _see(self, commit: m.CommitCheckpoint) -> None:
         """Make sure that what the workers wrote is in the driver's store, and not on a disk of theirs."""
         sizes = dict(self._store.list(f"{self._run}/{commit.path}"))
         for file in commit.files:
@@ -131,9 +131,9 @@ class RunLedger:
 
     def told(self) -> int:
         """The newest step that storage has an event of; 0 for none."""
-        return read_folding(self._store, self._run).told
+        return read_run_summary(self._store, self._run).told
 
-    def release(self, release: m.Release) -> None:
+    def release(self, release: m.ReleaseLease) -> None:
         """Give the run back; the next driver may take it at once.
 
         A store that fails here costs nothing that is committed: it is noted, and the next driver finds out that this
@@ -152,7 +152,7 @@ class RunLedger:
     def give_up(self) -> None:
         """The driver broke: let the next one have the run."""
         if self._heartbeat is not None:
-            self.release(m.Release(outcome="failed", step=0))
+            self.release(m.ReleaseLease(outcome="failed", step=0))
 
     def close(self) -> None:
         """Stop the heartbeat."""

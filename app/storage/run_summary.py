@@ -1,197 +1,308 @@
-"""Summaries of a run's events, and their compaction: what readers fetch does not grow with the run.
-
-`SUMMARY.json` holds what the events up to some batch of each driver fold to, `BRIEF.json` the little of it that a list
-of runs shows. Both may be old, torn or missing: readers fold what came since, or all. So neither a driver that is
-killed at any moment nor one that was fenced and writes an old summary over a newer one does harm.
-"""
+"""A run's events folded one by one into what its readers need; it can be stored in between, and goes on from there."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Literal, Self, TypeVar
 
-from trainwright.core.events import Formed
-from trainwright.storage.event_files import (
-    EventFile,
-    EventReader,
-    Reads,
-    find_files,
-    folder_of,
-    needed,
-    pack,
-    packed_path,
-    parse,
-    unpack,
+from trainwright.core.errors import escape_control_characters
+from trainwright.core.events import (
+    Checkpointed,
+    CheckpointSkipped,
+    Evaluated,
+    Event,
+    Failed,
+    Formed,
+    Joined,
+    Judged,
+    Kept,
+    Leaving,
+    Measured,
+    Noted,
+    Placed,
+    Prefetched,
+    Probed,
+    Replanned,
+    RunEnded,
+    RunStarted,
+    Stacks,
+    Stale,
+    Steps,
+    Straggling,
+    Waiting,
+    from_json,
 )
-from trainwright.storage.event_folding import Folding
-from trainwright.storage.store_errors import MissingFile
+from trainwright.storage.run_records import MOST_ROWS, DriverSession, Recovery, StepTable, TimeTotals, staleness_of
 
-SUMMARY, BRIEF = "SUMMARY.json", "BRIEF.json"
-_PACKED_BYTES = 8 << 20  # the most that a packed file has, but for a single batch that has more
-_GRACE_S = 60.0  # for readers that have listed a file to read it
-
-
-class Writes(Reads, Protocol):
-    """What compaction asks of a store."""
-
-    def put(self, path: str, data: bytes) -> None:
-        """Write a whole file; raises StorageError."""
-
-    def delete(self, paths: Iterable[str]) -> None:
-        """Delete files, also those that are not there; raises StorageError."""
+_EventKind = TypeVar("_EventKind", bound=Event)
+RunState = Literal["running", "done", "stopped", "failed", "interrupted"]
+STATE_BY_OUTCOME: dict[str, RunState] = {"done": "done", "stopped": "stopped", "failed": "failed"}
+_MOST_MEASUREMENTS = 2_000  # measurements, and reports of staleness
+_FORMAT = 1  # of stored facts; another number where the same events fold to something else
+_SINGLE = ("start", "prefetch", "probed", "waiting", "end", "judged", "cause")
+_LISTS = ("failures", "resumes", "skipped", "notes", "measured", "stale")
+_NUMBERS = (
+    "step", "told", "steps_lost", "start_s", "recovery_s", "checkpoint_s", "evaluation_s", "last_s", "formed",
+)  # fmt: skip
 
 
-class Summary(NamedTuple):
-    """What events fold to, and by token the first batch that is not in it."""
-
-    folding: Folding
-    covered: Mapping[int, int]
+def epoch_of(step: int, steps_per_epoch: int) -> int:
+    """Epoch, from 1, that completed step `step` belongs to."""
+    return (max(step, 1) - 1) // steps_per_epoch + 1 if steps_per_epoch > 0 else 1
 
 
-def read_folding(store: Reads, run: str) -> Folding:
-    """What all events of a run fold to. Raises StorageError."""
-    return read_summary(store, run).folding
+class RunSummary:
+    """Takes events one by one. Old steps are merged (`StepTable`), so that a long run takes no more memory.
 
-
-def read_summary(store: Reads, run: str) -> Summary:
-    """The same, and which batches that is. Raises StorageError."""
-    stored = _stored(store, run, SUMMARY)
-    reader = EventReader(store, run, stored.covered)
-    newest = max(stored.covered, default=0)
-    for batch in reader.batches():
-        if batch.token < newest:  # of a driver that lost the run before, told late: it belongs in between
-            return _folded(store, run)
-        for event in parse(batch):
-            stored.folding.add(event)
-    return Summary(stored.folding, reader.covered)
-
-
-def read_brief(store: Reads, run: str) -> Folding:
-    """What the events of a run fold to, as far as a list of runs shows it. Raises StorageError."""
-    brief = _stored(store, run, BRIEF)
-    if not brief.covered:
-        return read_folding(store, run)
-    newest, exact_from = max(brief.covered), brief.folding.exact_from
-    for batch in EventReader(store, run, brief.covered).batches():
-        for event in parse(batch):
-            if batch.token < newest or (isinstance(event, Formed) and event.step < exact_from):
-                return read_folding(store, run)
-            brief.folding.add(event)
-    return brief.folding
-
-
-def _stored(store: Reads, run: str, name: str) -> Summary:
-    """A summary as it is stored; one of nothing where there is none that can be used."""
-    try:
-        facts = json.loads(store.get(folder_of(run) + name))
-        covered = {int(token): int(number) for token, number in facts["covered"].items()}
-        return Summary(Folding.of(facts["folded"]), covered)
-    except (MissingFile, ValueError, TypeError, KeyError, AttributeError):
-        return Summary(Folding(), {})
-
-
-def _folded(store: Reads, run: str) -> Summary:
-    """All events folded, from the first."""
-    folding, reader = Folding(), EventReader(store, run)
-    for event in reader.read():
-        folding.add(event)
-    return Summary(folding, reader.covered)
-
-
-class Compactor:
-    """Packs the batches of a run's events into few files, and stores the summaries.
-
-    A packed file takes in the ones before it that are no larger, so that their number grows with the logarithm of the
-    batches, and each byte is written again as often. What packed files cover is deleted a minute later.
+    Of more than 2,000 measurements every second one is dropped, and older reports of staleness are added up. All other
+    events that a report tells of are kept.
 
     Args:
-        clock: seconds, from any origin.
+        most_rows: of steps; None keeps each step.
+
+    Attributes:
+        told: the newest step that the last event of steps told of, 0 for none.
+        probed: how plans were measured, where they were.
     """
 
-    def __init__(self, store: Writes, run: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._run, self._clock = store, run, clock
-        self._doomed: dict[str, float] = {}  # covered files, and when they were seen to be
-        self._sound: set[str] = set()  # packed files that this process has written or read to the end
+    def __init__(self, most_rows: int | None = MOST_ROWS) -> None:
+        self._most_rows = most_rows
+        self.start = RunStarted()
+        self.steps = StepTable(most_rows)
+        self.evaluations: dict[int, Evaluated] = {}
+        self.failures: list[Failed] = []
+        self.recoveries: list[Recovery] = []
+        self.resumes: list[Formed] = []
+        self.skipped: list[CheckpointSkipped] = []
+        self.notes: list[Noted] = []
+        self.nodes: Mapping[str, str] = {}
+        self.processes: dict[int, Placed] = {}
+        self.sessions: list[DriverSession] = []
+        self.prefetch: Prefetched | None = None
+        self.probed: Probed | None = None
+        self.measured: list[Measured] = []
+        self.waiting: Waiting | None = None
+        self.end: RunEnded | None = None
+        self.stale: list[Stale] = []
+        self.judged: Judged | None = None
+        self.formed = False
+        self.cause: Failed | None = None
+        self.step = self.told = self.steps_lost = 0
+        self.start_s = self.recovery_s = self.last_s = self.evaluation_s = 0.0
+        self.checkpoint_s = 0.0  # that steps lost to checkpoints and to copies in memory
 
-    def compact(self) -> None:
-        """Do all of it. Raises StorageError, after which everything is still there to be read."""
-        files = needed(self._trusted(find_files(self._store, self._run)), {})
-        for loose in _runs([file for file in files if not file.packed]):
-            self._pack(loose, [file for file in files if file.packed and file.token == loose[0].token])
-        folding, covered = read_summary(self._store, self._run)
-        for name, part in ((SUMMARY, folding), (BRIEF, folding.brief)):
-            told = {"covered": covered, "folded": part.facts()}
-            self._store.put(folder_of(self._run) + name, json.dumps(told, separators=(",", ":")).encode())
-        self._delete()
+    def add(self, event: Event) -> None:
+        """Fold one event in."""
+        self.last_s = max(self.last_s, event.time_s)
+        match event:
+            case RunStarted():
+                self._started(event)
+            case Waiting():
+                self.waiting = event
+            case Placed():
+                self.processes[event.worker] = event
+            case Formed():
+                self._formed(event)
+            case Steps():
+                self._stepped(event)
+            case Prefetched():
+                self.prefetch = event
+            case Measured():
+                self.measured.append(event)
+                if len(self.measured) > _MOST_MEASUREMENTS:
+                    self.measured = self.measured[::-2][::-1]
+            case Evaluated():
+                self.evaluations[event.step] = event
+                self.evaluation_s += event.seconds
+            case Checkpointed() | Kept():
+                self.checkpoint_s += event.blocked_s
+            case CheckpointSkipped():
+                self.skipped.append(event)
+            case Failed():
+                self.failures.append(event)
+                self.processes.pop(event.worker, None)
+                self.cause = self.cause or event
+            case Stacks() if self.failures:
+                stood = f"rank {event.rank} ({event.node}) stood at:\n{event.text}"
+                last = self.failures[-1]
+                self.failures[-1] = replace(last, detail="\n".join(part for part in (last.detail, stood) if part))
+            case Replanned() | Probed():
+                self._replanned(event)
+            case Stale():
+                self._aged(event)
+            case Leaving() | Straggling() | Joined():
+                self.notes.append(Noted(time_s=event.time_s, text=event.text))
+            case Noted():
+                self.notes.append(event)
+            case Judged():
+                self.judged = event
+                return  # the session was over
+            case RunEnded():
+                self.end, self.waiting = event, None
+        self._extend(event)
 
-    def _pack(self, loose: Sequence[EventFile], packed: Sequence[EventFile]) -> None:
-        """Make few files of batches that follow each other, and of the packed files right before them."""
-        token, first, parts, size_bytes = loose[0].token, loose[0].first, list[bytes](), 0
-        for file in loose:
-            parts.append(pack(self._store.get(file.path)))
-            size_bytes += len(parts[-1])
-            if size_bytes >= _PACKED_BYTES or file is loose[-1]:
-                for older in reversed(packed):
-                    room = older.size_bytes <= min(size_bytes, _PACKED_BYTES - size_bytes)
-                    if older.last + 1 != first or not room or (data := self._whole(older)) is None:
-                        break
-                    parts.insert(0, data)
-                    first, size_bytes = older.first, size_bytes + len(data)
-                path = packed_path(self._run, token, first, file.last)
-                self._store.put(path, b"".join(parts))
-                self._sound.add(path)
-                first, parts, size_bytes = file.last + 1, [], 0
+    def _extend(self, event: Event) -> None:
+        if self.sessions:
+            last = self.sessions[-1]
+            outcome = event.outcome if isinstance(event, RunEnded) else last.outcome
+            ended_s = max(last.ended_s, event.time_s)
+            self.sessions[-1] = DriverSession(
+                token=last.token, started_s=last.started_s, ended_s=ended_s, outcome=outcome
+            )
 
-    def _trusted(self, files: Sequence[EventFile]) -> list[EventFile]:
-        """The same without damaged files whose batches others may have still: a power cut tears the last write."""
-        return [file for file in files if not (file.packed and self._is_doubtful(file, files))]
+    def _started(self, event: RunStarted) -> None:
+        if event.fresh:
+            told = self.told
+            self.__dict__.update(RunSummary(self._most_rows).__dict__)
+            self.told = told
+        self._close_start()
+        if event.plan != self.start.plan:
+            self.measured.clear()
+        self.start, self.end, self.waiting, self.cause, self.formed = event, None, None, None, False
+        self.processes.clear()
+        self.sessions.append(DriverSession(token=event.token, started_s=event.time_s, ended_s=event.time_s))
 
-    def _is_doubtful(self, file: EventFile, files: Sequence[EventFile]) -> bool:
-        shared = any(_overlap(file, other) for other in files if other is not file)
-        return shared and file.path not in self._sound and self._whole(file) is None
+    def _replanned(self, event: Replanned | Probed) -> None:
+        """Another plan from now on. Of what was measured beside it, its figures are why it was not chosen."""
+        self.notes.append(Noted(time_s=event.time_s, text=event.text))
+        rejected = list(self.start.rejected)
+        if isinstance(event, Probed):
+            self.probed = event
+            names = {row["name"].partition(" ")[0] for row in event.rows}
+            left = [item for item in rejected if item.get("strategy") not in names]
+            others = [row for row in event.rows if row["name"] != event.name]
+            rejected = [{"plan": row["name"], "reason": event.told(row)} for row in others] + left
+        self.start = replace(self.start, plan=event.plan, rejected=rejected)
+        self.measured.clear()
 
-    def _whole(self, file: EventFile) -> bytes | None:
-        """A packed file's bytes; None where they are damaged, so that the damage is not carried on."""
-        data = self._store.get(file.path)
-        try:
-            if sum(1 for _ in unpack(data)) != file.last - file.first + 1:
-                return None
-        except ValueError:
-            return None
-        self._sound.add(file.path)
-        return data
+    def _close_start(self) -> None:
+        """Count a session that never formed as start-up."""
+        if self.sessions and not self.formed:
+            self.start_s += self.sessions[-1].ended_s - self.sessions[-1].started_s
 
-    def _delete(self) -> None:
-        files, now_s = find_files(self._store, self._run), self._clock()
-        trusted = self._trusted(files)
-        kept = needed(trusted, {})
-        spared = {file.path for file in kept} | {
-            file.path for file in {*files} - {*trusted} if not any(_holds(other, file) for other in kept)
-        }
-        covered = [file.path for file in files if file.path not in spared]
-        self._doomed = {path: self._doomed.get(path, now_s) for path in covered}
-        self._store.delete([path for path, seen_s in self._doomed.items() if now_s - seen_s >= _GRACE_S])
-
-
-def _overlap(file: EventFile, other: EventFile) -> bool:
-    """Whether two files have a batch in common."""
-    return other.token == file.token and other.first <= file.last and other.last >= file.first
-
-
-def _holds(file: EventFile, other: EventFile) -> bool:
-    """Whether a file has all batches of another."""
-    return other.token == file.token and file.first <= other.first and file.last >= other.last
-
-
-def _runs(files: Iterable[EventFile]) -> list[list[EventFile]]:
-    """Files of one driver that follow each other, together; the files are in order."""
-    found: list[list[EventFile]] = []
-    for file in files:
-        before = found[-1][-1] if found else None
-        if before is not None and (before.token, before.last + 1) == (file.token, file.first):
-            found[-1].append(file)
+    def _formed(self, event: Formed) -> None:
+        lost, seconds = self.steps.cut(event.step)
+        self.recovery_s += seconds
+        for step in [step for step in self.evaluations if step > event.step]:
+            del self.evaluations[step]
+        self.stale = [item for item in self.stale if item.step <= event.step]
+        self.steps_lost += max(event.steps_lost, lost)
+        if self.formed:
+            self.recoveries.append(Recovery(formed=event, failure=self.cause))
+            self.recovery_s += event.seconds
         else:
-            found.append([file])
+            self.start_s += event.time_s - self.sessions[-1].started_s if self.sessions else event.seconds
+            if event.source == "checkpoint" or event.step:
+                self.resumes.append(event)
+        self.formed, self.cause, self.waiting, self.step = True, None, None, event.step
+        self.nodes = event.nodes
+
+    def _stepped(self, event: Steps) -> None:
+        self.waiting = None
+        self.steps.add(event, [epoch_of(step, self.start.steps_per_epoch) for step in event.step])
+        if event.step:
+            self.step = self.told = event.step[-1]
+
+    def _aged(self, event: Stale) -> None:
+        self.stale.append(event)
+        if len(self.stale) > _MOST_MEASUREMENTS:
+            old, self.stale = self.stale[: _MOST_MEASUREMENTS // 2], self.stale[_MOST_MEASUREMENTS // 2 :]
+            sums = staleness_of(old)
+            counts = [[age, count] for age, count in sorted(sums.counts.items())]
+            self.stale.insert(0, replace(old[-1], counts=counts, dropped=sums.dropped, again=sums.again))
+
+    def state(self, owner_alive: bool) -> RunState:
+        """What the events say of the state."""
+        if self.end is not None:
+            return STATE_BY_OUTCOME.get(self.end.outcome, "failed")
+        return "running" if owner_alive else "interrupted"
+
+    def totals(self) -> TimeTotals:
+        """Where the time went so far."""
+        start_s = self.start_s
+        if self.sessions and not self.formed:
+            start_s += self.sessions[-1].ended_s - self.sessions[-1].started_s
+        wall_s = sum(session.ended_s - session.started_s for session in self.sessions)
+        data_s = self.steps.waited_s
+        computing_s = self.steps.seconds - data_s
+        parts_s = computing_s + data_s + start_s + self.recovery_s + self.checkpoint_s + self.evaluation_s
+        return TimeTotals(
+            wall_s=max(wall_s, parts_s),
+            computing_s=computing_s,
+            data_s=data_s,
+            start_s=start_s,
+            recovery_s=self.recovery_s,
+            checkpoint_s=self.checkpoint_s,
+            evaluation_s=self.evaluation_s,
+            other_s=max(wall_s - parts_s, 0.0),
+        )
+
+    # --- storage ------------------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """All of it as JSON holds it."""
+        return {
+            "format": _FORMAT,
+            "steps": self.steps.facts(),
+            "evaluations": [event.to_json() for event in self.evaluations.values()],
+            "recoveries": [[r.formed.to_json(), r.failure.to_json() if r.failure else None] for r in self.recoveries],
+            "sessions": [asdict(session) for session in self.sessions],
+            "processes": [event.to_json() for event in self.processes.values()],
+            "nodes": dict(self.nodes),
+            **{name: [event.to_json() for event in getattr(self, name)] for name in _LISTS},
+            **{name: event.to_json() if (event := getattr(self, name)) else None for name in _SINGLE},
+            **{name: getattr(self, name) for name in _NUMBERS},
+        }
+
+    @property
+    def brief(self) -> RunSummary:
+        """What a list of runs shows, and no more: the newest step and evaluation.
+
+        It goes on like the whole one until steps before `exact_from` are lost.
+        """
+        found = RunSummary()
+        whole = self.start
+        found.start = RunStarted(
+            time_s=whole.time_s, run=whole.run, token=whole.token, total_steps=whole.total_steps,
+            steps_per_epoch=whole.steps_per_epoch,
+        )  # fmt: skip
+        found.steps = StepTable.of(self.steps.facts(newest=1))
+        found.evaluations = {step: self.evaluations[step] for step in sorted(self.evaluations)[-1:]}
+        found.end, found.formed, found.step, found.told = self.end, self.formed, self.step, self.told
+        found.last_s, found.sessions = self.last_s, self.sessions[-1:]
+        return found
+
+    @property
+    def exact_from(self) -> int:
+        """The oldest step to which a brief one can be taken back."""
+        return max([self.steps.last, *self.evaluations])
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Self:
+        """What gave these facts. Raises KeyError, TypeError or ValueError for anything else."""
+        if facts["format"] != _FORMAT:
+            raise ValueError("of another version")
+        found = cls()
+        found.steps = StepTable.of(facts["steps"])
+        found.evaluations = {event.step: event for event in _events(facts["evaluations"], Evaluated)}
+        found.processes = {event.worker: event for event in _events(facts["processes"], Placed)}
+        found.sessions = [DriverSession(**escape_control_characters(session)) for session in facts["sessions"]]
+        found.nodes = escape_control_characters(dict(facts["nodes"]))
+        for formed, failure in facts["recoveries"]:
+            cause = _events([failure], Failed)[0] if failure else None
+            found.recoveries.append(Recovery(formed=_events([formed], Formed)[0], failure=cause))
+        for name in _LISTS:
+            setattr(found, name, _events(facts[name], Event))
+        for name in _SINGLE:
+            setattr(found, name, from_json(facts[name]) if facts[name] else None)
+        for name in _NUMBERS:
+            setattr(found, name, facts[name])
+        return found
+
+
+def _events(lines: Sequence[str], kind: type[_EventKind]) -> list[_EventKind]:
+    found = [event for event in map(from_json, lines) if isinstance(event, kind)]
+    if len(found) < len(lines):
+        raise ValueError(f"an event is no {kind.__name__}")
     return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from obstore.exceptions import AlreadyExistsError, PermissionDeniedError, UnauthenticatedError
 
 from trainwright.core.errors import StorageError, StoreDown
-from trainwright.core.redaction import without_secrets
+from trainwright.core.redaction import redact
 
 
 class MissingFile(StorageError):
@@ -18,7 +18,7 @@ class MissingFile(StorageError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class _ErrorCause:
     """A cause.
 
     Attributes:
@@ -32,97 +32,103 @@ class Fault:
     passing: bool = False
 
 
-_FULL = Fault(what="there is no space left", remedy="free space or give another storage=", certain=True)
-_WRITE = Fault(what="it is not allowed", remedy="check the owner and rights of the folder", certain=True)
-_BLOCKED = Fault(
+_FULL = _ErrorCause(what="there is no space left", remedy="free space or give another storage=", certain=True)
+_WRITE = _ErrorCause(what="it is not allowed", remedy="check the owner and rights of the folder", certain=True)
+_BLOCKED = _ErrorCause(
     what="a part of the path is a file, not a folder", remedy="give the path of a folder as storage=", certain=True
 )
-_LOST = Fault(
+_NOT_RESPONDING = _ErrorCause(
     what="the disk or network folder does not answer",
     remedy="check that it is mounted, and the state of its server",
     passing=True,
 )
-_BY_NUMBER: Mapping[int, Fault] = {
+_BY_NUMBER: Mapping[int, _ErrorCause] = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
     errno.EACCES: _WRITE,
     errno.EPERM: _WRITE,
-    errno.EROFS: Fault(what="the file system is read-only", remedy="give another storage=", certain=True),
+    errno.EROFS: _ErrorCause(what="the file system is read-only", remedy="give another storage=", certain=True),
     errno.ENOTDIR: _BLOCKED,
     errno.EEXIST: _BLOCKED,
-    errno.ENAMETOOLONG: Fault(what="the name is too long", remedy="give a shorter name= or storage=", certain=True),
-    errno.ENOENT: Fault(what="the folder cannot be made", remedy="give another storage=", certain=True),
-    errno.EISDIR: Fault(what="a folder has the name of the file", remedy="move that folder away", certain=True),
+    errno.ENAMETOOLONG: _ErrorCause(
+        what="the name is too long", remedy="give a shorter name= or storage=", certain=True
+    ),
+    errno.ENOENT: _ErrorCause(what="the folder cannot be made", remedy="give another storage=", certain=True),
+    errno.EISDIR: _ErrorCause(what="a folder has the name of the file", remedy="move that folder away", certain=True),
     **dict.fromkeys(
         (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.EAGAIN),
-        _LOST,
+        _NOT_RESPONDING,
     ),
 }
 
-_NO_CREDENTIALS = Fault(
+_NO_CREDENTIALS = _ErrorCause(
     what="no credentials were found",
     remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (Google: GOOGLE_APPLICATION_CREDENTIALS; "
     "Azure: AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY) here and on every node",
     certain=True,
 )
-_REFUSED = Fault(
+_REFUSED = _ErrorCause(
     what="the store refuses the credentials, or they do not allow this",
     remedy="check the access key, its secret, its rights to read, write, list and delete, and this machine's clock",
     certain=True,
 )
-_NO_BUCKET = Fault(what="the bucket does not exist", remedy="create it, or mend its name in storage=", certain=True)
-_REGION = Fault(
+_NO_BUCKET = _ErrorCause(
+    what="the bucket does not exist", remedy="create it, or mend its name in storage=", certain=True
+)
+_REGION = _ErrorCause(
     what="the bucket is in another region", remedy="set AWS_REGION to the region of the bucket", certain=True
 )
-_SKEWED = Fault(
+_CLOCK_SKEW = _ErrorCause(
     what="the clock of this machine is off: the store refuses requests that are signed with a wrong time",
     remedy="set the clock, with chrony or systemd-timesyncd for instance, here and on every node",
     certain=True,
 )
-_EXPIRED = Fault(what="the credentials have expired", remedy="renew them here and on every node", certain=True)
-_TIMEOUT = Fault(
+_EXPIRED = _ErrorCause(what="the credentials have expired", remedy="renew them here and on every node", certain=True)
+_TIMEOUT = _ErrorCause(
     what="the store did not answer in time", remedy="check the network and the store's own state", passing=True
 )
-_UNREACHABLE = Fault(
+_UNREACHABLE = _ErrorCause(
     what="the store cannot be reached",
     remedy="check the network and the address of the endpoint (AWS_ENDPOINT_URL)",
     passing=True,
 )
-_THROTTLED = Fault(
+_THROTTLED = _ErrorCause(
     what="the store turns requests away for now: it throttles or is overloaded (it answers {})",
     remedy="let fewer runs share the bucket or prefix, checkpoint less often, or raise the limit of the store",
     passing=True,
 )
-_INSIDE = Fault(what="the store failed inside and answers {}", remedy="see the store's own log or state", passing=True)
-_CUT = Fault(
+_SERVER_ERROR = _ErrorCause(
+    what="the store failed inside and answers {}", remedy="see the store's own log or state", passing=True
+)
+_CONNECTION_BROKEN = _ErrorCause(
     what="the connection to the store broke off", remedy="check the network and the store's own state", passing=True
 )
-_CONFLICT = Fault(
+_CONFLICT = _ErrorCause(
     what="the store reports a conflict with another write",
     remedy="see whether anything else writes the same files",
     passing=True,
 )
-_BY_TEXT: tuple[tuple[re.Pattern[str], Fault], ...] = (
-    (re.compile(r"RequestTimeTooSkewed|RequestInTheFuture|Signature (expired|not yet current)"), _SKEWED),
+_BY_TEXT: tuple[tuple[re.Pattern[str], _ErrorCause], ...] = (
+    (re.compile(r"RequestTimeTooSkewed|RequestInTheFuture|Signature (expired|not yet current)"), _CLOCK_SKEW),
     (re.compile(r"ExpiredToken|TokenRefreshRequired|RequestExpired|Request has expired"), _EXPIRED),
     (re.compile(r"169\.254\.169\.254|metadata\.google\.internal|Account must be specified"), _NO_CREDENTIALS),
     (re.compile(r"InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|status: 40[13]\b"), _REFUSED),
-    (re.compile(r"NoSuchUpload"), _CUT),  # its parts were put together already, or thrown away: begin again
+    (re.compile(r"NoSuchUpload"), _CONNECTION_BROKEN),  # its parts are joined or deleted
     (re.compile(r"NoSuchBucket|ContainerNotFound|status: 404\b"), _NO_BUCKET),
     (re.compile(r"PermanentRedirect|redirect without LOCATION|AuthorizationHeaderMalformed"), _REGION),
     (re.compile(r"status: 507\b|InsufficientStorage|StorageFull|QuotaExceeded"), _FULL),
     (re.compile(r"status: (429|503)\b|SlowDown|ServerBusy"), _THROTTLED),
-    (re.compile(r"status: (408|50[0-9])\b|InternalError"), _INSIDE),
+    (re.compile(r"status: (408|50[0-9])\b|InternalError"), _SERVER_ERROR),
     (re.compile(r"kind: Timeout|timed out"), _TIMEOUT),
     (re.compile(r"kind: Connect|dns error"), _UNREACHABLE),
-    (re.compile(r"kind: (Request|Interrupted|Decode|Unknown|Body)|request or response body error"), _CUT),
+    (re.compile(r"kind: (Request|Interrupted|Decode|Unknown|Body)|request or response body error"), _CONNECTION_BROKEN),
 )
 _LONGEST = 200
 
 
-def classify(error: Exception) -> Fault:
+def classify_error(error: Exception) -> _ErrorCause:
     """The cause of an obstore or operating system error."""
-    text, number = str(error), _number(error)
+    text, number = str(error), _os_error_number(error)
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) and number:
         return _WRITE
     if number in _BY_NUMBER:
@@ -136,7 +142,10 @@ def classify(error: Exception) -> Fault:
         return _CONFLICT
     if isinstance(error, FileNotFoundError) and number == 0:
         return _NO_BUCKET
-    return Fault(what=_scrubbed(text), remedy="see the store's own log or state, then run the same command again")
+    return _ErrorCause(
+        what=_first_line_without_secrets(text),
+        remedy="see the store's own log or state, then run the same command again",
+    )
 
 
 def is_missing_file(error: Exception) -> bool:
@@ -144,14 +153,14 @@ def is_missing_file(error: Exception) -> bool:
     return isinstance(error, FileNotFoundError) and not re.search(r"NoSuchBucket|ContainerNotFound", str(error))
 
 
-def explain(error: Exception, *, doing: str, where: str) -> StorageError:
+def storage_error_for(error: Exception, *, doing: str, where: str) -> StorageError:
     """A StorageError for an obstore or operating system error; a StoreDown where it may pass by itself.
 
     Args:
         doing: what failed, such as `cannot write`.
         where: the URI, without secrets.
     """
-    fault = classify(error)
+    fault = classify_error(error)
     kind = StoreDown if fault.passing else StorageError
     return kind(f"{doing}: {fault.what}", where=where, remedy=fault.remedy)
 
@@ -162,7 +171,7 @@ def _status(text: str) -> str:
     return found.group(1) if found else "with an error"
 
 
-def _number(error: Exception) -> int:
+def _os_error_number(error: Exception) -> int:
     """The operating system's error number; 0 when it has none."""
     found = re.search(r"\(os error (\d+)\)", str(error))
     if found:
@@ -170,8 +179,8 @@ def _number(error: Exception) -> int:
     return error.errno or 0 if isinstance(error, OSError) else 0
 
 
-def _scrubbed(text: str) -> str:
+def _first_line_without_secrets(text: str) -> str:
     """The first line, short, without the value of any secret in the environment and without a reply's body."""
     line = text.partition("\n")[0].partition("<")[0].strip(" :.")
-    line = re.sub(r"//[^/@\s]*@", "//", without_secrets(line))
+    line = re.sub(r"//[^/@\s]*@", "//", redact(line))
     return line[:_LONGEST] or "the store failed and gave no reason"

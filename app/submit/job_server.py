@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import urllib.parse
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,24 +20,24 @@ from trainwright.core.errors import ResourceError, TrainwrightError
 
 CONNECT_S, ANSWER_S, SILENCE_S = 10.0, 60.0, 30.0
 _CLOSING = aiohttp.ClientWSTimeout(ws_close=CONNECT_S)
-_OVER = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
+_FINAL_STATES = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
 _OWN_ADDRESS = "RAY_API_SERVER_ADDRESS"  # Ray takes this before any argument
 
 
-class Unreachable(ResourceError):
+class JobServerUnreachable(ResourceError):
     """The job server does not answer now, which may pass by itself."""
 
 
-class Busy(ResourceError):
+class JobAgentUnavailable(ResourceError):
     """The job server is up, but what starts jobs is not yet."""
 
 
-class Taken(ResourceError):
+class JobIdTaken(ResourceError):
     """There is a job of this id already."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobNews:
+class JobDetails:
     """A job as the server tells it.
 
     Attributes:
@@ -56,10 +57,10 @@ class JobNews:
     @property
     def over(self) -> bool:
         """Whether it has ended."""
-        return self.status in _OVER
+        return self.status in _FINAL_STATES
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> JobNews:
+    def of(cls, told: Mapping[str, Any]) -> JobDetails:
         """Of the server's JSON."""
         return cls(
             id=told["submission_id"],
@@ -120,18 +121,18 @@ class JobServer:
     def __init__(self, address: str) -> None:
         self.address = address
         logging.getLogger("ray.dashboard.modules.dashboard_sdk").setLevel(logging.ERROR)
-        with self._explained(), _meaning(address):
+        with self._explained(), _address_override(address):
             self._client = _Client(address)
             self.ray_version = str(self._ask("GET", "/api/version").json()["ray_version"])
 
-    def jobs(self) -> tuple[JobNews, ...]:
+    def jobs(self) -> tuple[JobDetails, ...]:
         """All that were submitted."""
         listed = self._ask("GET", "/api/jobs/").json()
-        return tuple(JobNews.of(told) for told in listed if told.get("submission_id"))
+        return tuple(JobDetails.of(told) for told in listed if told.get("submission_id"))
 
-    def job(self, submission: str) -> JobNews:
+    def job(self, submission: str) -> JobDetails:
         """One of them."""
-        return JobNews.of(self._ask("GET", f"/api/jobs/{urllib.parse.quote(submission)}").json())
+        return JobDetails.of(self._ask("GET", f"/api/jobs/{urllib.parse.quote(submission)}").json())
 
     def log(self, submission: str) -> str:
         """Its whole log so far."""
@@ -170,10 +171,12 @@ class JobServer:
                 )  # fmt: skip
         except ResourceError as error:
             if "already exists" in error.what:
-                raise Taken(f"there is a job {submission} already", where=self.address) from error
+                raise JobIdTaken(f"there is a job {submission} already", where=self.address) from error
             if "No available agent" in error.what:
                 what = "the cluster is up, but its agent that starts jobs is not"
-                raise Busy(what, where=self.address, remedy="try again in a minute; see the head's logs") from error
+                raise JobAgentUnavailable(
+                    what, where=self.address, remedy="try again in a minute; see the head's logs"
+                ) from error
             raise
 
     async def tail(self, submission: str) -> AsyncIterator[str]:
@@ -220,10 +223,10 @@ class JobServer:
             "file with it; by default it is read from ~/.ray/auth_token",
         )
 
-    def _unreachable(self, error: BaseException) -> Unreachable:
+    def _unreachable(self, error: BaseException) -> JobServerUnreachable:
         local = urllib.parse.urlsplit(self.address).hostname in ("127.0.0.1", "localhost", "::1")
         tunnel = "in a second terminal, run `ray dashboard cluster.yaml`, which brings it here; or " if local else ""
-        return Unreachable(
+        return JobServerUnreachable(
             f"nobody answers at the job server's address: {type(error).__name__}",
             where=self.address,
             remedy=f"{tunnel}give the right one: --address http://HOST:8265; is the cluster up?",
@@ -231,7 +234,7 @@ class JobServer:
 
 
 @contextlib.contextmanager
-def _meaning(address: str) -> Iterator[None]:
+def _address_override(address: str) -> Iterator[None]:
     """Within it Ray's client takes this address, whatever the environment says."""
     before = os.environ.get(_OWN_ADDRESS)
     os.environ[_OWN_ADDRESS] = address
@@ -242,3 +245,80 @@ def _meaning(address: str) -> Iterator[None]:
             del os.environ[_OWN_ADDRESS]
         else:
             os.environ[_OWN_ADDRESS] = before
+
+
+# --- Which job server is meant ----------------------------------------------------------------------------------------
+
+
+DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+_HTTP = ("http://", "https://")
+
+
+def job_server_address(given: str | None, environment: Mapping[str, str]) -> str:
+    """The address of the job server: what is given, else what the environment says, else this machine's own port.
+
+    Of the environment only http addresses count: `RAY_ADDRESS` may also be that of a cluster that is joined.
+
+    Raises:
+        ResourceError: what is given is the address of something else, or holds credentials.
+    """
+    if given is None:
+        found = (environment.get(name, "") for name in _VARIABLES)
+        given = next((value for value in found if value.startswith(_HTTP)), DEFAULT_ADDRESS)
+    parts = urllib.parse.urlsplit(given)
+    if not given.startswith(_HTTP) or not parts.hostname:
+        raise ResourceError(
+            "this is no address of a job server, which is spoken to over HTTP",
+            where=f"--address {_without_credentials(given)}",
+            remedy="give the dashboard's address: http://HOST:8265; ray dashboard cluster.yaml brings it to "
+            f"{DEFAULT_ADDRESS}",
+        )
+    if "@" in parts.netloc:
+        raise ResourceError(
+            "the address of the job server holds credentials",
+            where="--address",
+            remedy="leave them out; a token is read from RAY_AUTH_TOKEN or ~/.ray/auth_token where RAY_AUTH_MODE=token",
+        )
+    return given.rstrip("/")
+
+
+def _without_credentials(address: str) -> str:
+    head, at, tail = address.rpartition("@")
+    return f"{head.partition('://')[0]}://...@{tail}" if at else tail
+
+
+# --- How a submitted job ended, as the command that followed it ends --------------------------------------------------
+
+
+_STOPPED = 128 + signal.SIGTERM  # what Ray sends to stop a job
+
+
+def exit_code(job: JobDetails, *, lacks_trainwright: bool = False) -> int:
+    """The code of the job's own driver; of one that a signal ended, 128 and its number.
+
+    Args:
+        job: that is over.
+        lacks_trainwright: its log says that there is no trainwright on the cluster.
+
+    Raises:
+        ResourceError: it never ran, or its driver went without a word.
+    """
+    if job.code is not None and job.code != 0 and lacks_trainwright:
+        raise ResourceError(
+            "the cluster's Python has no trainwright",
+            where=f"job {job.id}",
+            remedy="install it on every node: see setup_commands in cluster.yaml, then `ray up cluster.yaml`",
+        )
+    if job.code is not None:
+        return job.code if job.code >= 0 else 128 - job.code
+    if job.status == "SUCCEEDED":
+        return 0
+    if job.status == "STOPPED":
+        return _STOPPED
+    raise ResourceError(
+        "the cluster ended the job without an exit code: its driver could not start, or its node went",
+        where=f"job {job.id}",
+        remedy="submit it again: a run goes on where it was; --verbose shows what Ray says",
+        detail=job.message,
+    )

@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from trainwright.core.events import Checkpointed, Evaluated, Event, RunEnded, RunStarted, Steps
-from trainwright.planning.code_fingerprint import for_people
+from trainwright.planning.code_fingerprint import without_code_table
 from trainwright.reporting.plan_view import plan_from
-from trainwright.reporting.tensorboard import scalars_of
-from trainwright.tracking.base import Ending, Row, Tracked, Tracker, scrub
+from trainwright.tracking.experiment_trackers import Row, RunResult, TrackedRun, Tracker, without_credentials
+from trainwright.tracking.tensorboard import step_scalars
 
-ROOM_STEPS = 10_000  # that wait for a tracker which lags
-PATIENCE_S = 30.0  # for what waits when the run has ended
+_MOST_WAITING_STEPS = 10_000  # that wait for a tracker which lags
+_CLOSE_TIMEOUT_S = 30.0  # for what waits when the run has ended
 _EMPTY = ("", "()", "None")
-_HEARD = (RunStarted, Steps, Evaluated, Checkpointed, RunEnded)
+_RELEVANT_EVENTS = (RunStarted, Steps, Evaluated, Checkpointed, RunEnded)
 
 
-class Keeps(Protocol):
+class _TrackerStore(Protocol):
     """What is asked of a store."""
 
     def get(self, path: str) -> bytes:
@@ -36,7 +36,7 @@ class Keeps(Protocol):
         """Where a path is."""
 
 
-class Tracking:
+class TrackerThread:
     """A listener that tells one tracker.
 
     Args:
@@ -51,12 +51,12 @@ class Tracking:
     def __init__(
         self,
         tracker: Tracker,
-        store: Keeps,
+        store: _TrackerStore,
         run: str,
         *,
         say: Callable[[str], object],
-        room_steps: int = ROOM_STEPS,
-        patience_s: float = PATIENCE_S,
+        room_steps: int = _MOST_WAITING_STEPS,
+        patience_s: float = _CLOSE_TIMEOUT_S,
     ) -> None:
         self._tracker, self._store, self._run, self._say = tracker, store, run, say
         self._name = type(tracker).__name__
@@ -65,12 +65,12 @@ class Tracking:
         self._waiting: deque[Event] = deque()
         self._waiting_steps = 0
         self._closing = self._off = self._lagging = False
-        self._taken = _Taken()
+        self._taken = _TrackerPosition()
         self._thread = threading.Thread(target=self._work, name=f"trainwright-{self._name}", daemon=True)
 
     def on(self, event: Event) -> None:
         """Keep an event for the thread."""
-        if self._off or not isinstance(event, _HEARD):
+        if self._off or not isinstance(event, _RELEVANT_EVENTS):
             return
         with self._change:
             steps = len(event.step) if isinstance(event, Steps) else 0
@@ -105,7 +105,7 @@ class Tracking:
             self._tracker.end(self._taken.ending(self._store, self._run))
         except Exception as error:  # of any kind: it is somebody else's code
             self._off = True
-            cause = scrub(f"{type(error).__name__}: {error}".strip())
+            cause = without_credentials(f"{type(error).__name__}: {error}".strip())
             self._say(f"the tracker {self._name} is switched off, training is not: {cause[:500]}")
 
     def _next(self) -> list[Event] | None:
@@ -121,14 +121,14 @@ class Tracking:
         rows: list[Row] = []
         for event in events:
             if isinstance(event, RunStarted):
-                known = Tracked(name=self._run, id=_identity(self._store, event), total_steps=event.total_steps)
+                known = TrackedRun(name=self._run, id=_identity(self._store, event), total_steps=event.total_steps)
                 self._taken.begin(self._tracker.begin(known, params_of(event)))
             rows += self._taken.rows(event)
         if rows and not self._off:
             self._tracker.log(rows)
 
 
-class _Taken:
+class _TrackerPosition:
     """What a tracker holds, so that each step is told once, and what it is told at the end."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class _Taken:
         """What is new in an event."""
         match event:
             case Steps():
-                for step, values in scalars_of(event):
+                for step, values in step_scalars(event):
                     if step > self._step:
                         self._step = step
                         yield Row(step=step, time_s=event.time_s, values=values)
@@ -157,24 +157,30 @@ class _Taken:
             case RunEnded():
                 self._end = event
 
-    def ending(self, store: Keeps, run: str) -> Ending:
+    def ending(self, store: _TrackerStore, run: str) -> RunResult:
         """How the driver let go."""
         paths = {"folder": run, "report": f"{run}/report.html"}
         if self._checkpoint:
             paths["checkpoint"] = f"{run}/{self._checkpoint}"
         state: Any = self._end.outcome
-        return Ending(state=state, links={name: scrub(store.uri_of(path)) for name, path in paths.items()})
+        return RunResult(
+            state=state, links={name: without_credentials(store.uri_of(path)) for name, path in paths.items()}
+        )
 
 
 def params_of(event: RunStarted) -> Mapping[str, str]:
     """Facts of job and plan that say something."""
     plan = plan_from(event.plan)
     facts = {"plan": plan.name, "workers": str(plan.workers)} if plan else {}
-    job = {f"job.{name}": str(value) for name, value in for_people(event.job).items() if str(value) not in _EMPTY}
-    return {name: scrub(value) for name, value in {**job, **facts, "cluster": event.cluster}.items() if value}
+    job = {
+        f"job.{name}": str(value) for name, value in without_code_table(event.job).items() if str(value) not in _EMPTY
+    }
+    return {
+        name: without_credentials(value) for name, value in {**job, **facts, "cluster": event.cluster}.items() if value
+    }
 
 
-def _identity(store: Keeps, event: RunStarted) -> str:
+def _identity(store: _TrackerStore, event: RunStarted) -> str:
     """Of the run since it was begun last: made by the driver that began it, found by all that went on with it."""
     folder = f"{event.run}/trackers/"
     tokens = [int(path.rpartition("/")[2]) for path, _ in store.list(folder)]

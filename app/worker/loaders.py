@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainwright.core.data import Feeding
+from trainwright.core.data import FeedAssignment
 from trainwright.core.job import Job
-from trainwright.datasets.loading.bad_samples import Salvage
-from trainwright.datasets.loading.loader import Stream
+from trainwright.datasets.loading.bad_samples import SkippingReader
+from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.worker.quarantine import Quarantine
-from trainwright.worker.worker_config import WorkOrder
+from trainwright.worker.worker_config import WorkerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Streams:
+class RankStreams:
     """Opens streams for any data ranks.
 
     Attributes:
@@ -23,16 +23,16 @@ class Streams:
     """
 
     job: Job
-    order: WorkOrder
+    order: WorkerConfig
     accumulation: int
     static_shapes: bool
     quarantine: Quarantine
     evaluate_quarantine: Quarantine
 
-    def training(self, feeding: Feeding) -> Stream:
+    def training(self, feeding: FeedAssignment) -> BatchLoader:
         """The training set's."""
         job, order = self.job, self.order
-        return Stream(
+        return BatchLoader(
             job.train,
             order.train,
             fetcher=order.fetcher,
@@ -45,11 +45,11 @@ class Streams:
             **job.ordering(),
         )
 
-    def evaluation(self, feeding: Feeding) -> Stream:
+    def evaluation(self, feeding: FeedAssignment) -> BatchLoader:
         """The evaluation set's."""
         job, order = self.job, self.order
         assert job.evaluate is not None, "asked for only where there is an evaluation set"
-        return Stream(
+        return BatchLoader(
             job.evaluate,
             order.evaluate,
             fetcher=order.evaluate_fetcher,
@@ -61,5 +61,5 @@ class Streams:
             **job.ordering(evaluate=True),
         )
 
-    def _salvage(self, quarantine: Quarantine) -> Salvage | None:
-        return Salvage(self.job.skip_limit, quarantine) if self.job.on_error == "skip" else None
+    def _salvage(self, quarantine: Quarantine) -> SkippingReader | None:
+        return SkippingReader(self.job.skip_limit, quarantine) if self.job.on_error == "skip" else None

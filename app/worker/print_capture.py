@@ -12,16 +12,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from trainwright.core.redaction import without_secrets
-from trainwright.core.terminal_text import printable
+from trainwright.core.errors import escape_control_characters
+from trainwright.core.redaction import redact
 
-BURST, A_SECOND = 300, 10.0  # lines at once, and in the long run
-KEPT = 1000  # lines that nobody has asked for, the newest
-LONGEST = 2000  # letters of a line
-_RAYS = (":actor_name:", ":task_name:", ":job_id:")  # lines that Ray itself writes into its log files
+BURST_LINES, _LINES_PER_S = 300, 10.0  # lines at once, and in the long run
+MAX_LINES = 1000  # lines that nobody has asked for, the newest
+MAX_LINE_LENGTH = 2000  # letters of a line
+_RAY_MARKERS = (":actor_name:", ":task_name:", ":job_id:")  # lines that Ray itself writes into its log files
 
 
-class Prints:
+class PrintCapture:
     """A text stream before another one, which remembers the lines that pass. All methods may be called at any time.
 
     Args:
@@ -32,17 +32,17 @@ class Prints:
     def __init__(self, behind: Any, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._behind, self._clock = behind, clock
         self._news = threading.Condition()
-        self._lines: deque[str] = deque(maxlen=KEPT)
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._open = ""  # of a line that is not ended yet
         self._left_out = 0
-        self._allowed, self._allowed_s = float(BURST), clock()
+        self._allowed, self._allowed_s = float(BURST_LINES), clock()
 
     @classmethod
-    def installed(cls) -> Prints:
+    def installed(cls) -> PrintCapture:
         """The one that is this process's standard output, from now on."""
         if not isinstance(sys.stdout, cls):
             sys.stdout = cls(sys.stdout)
-        found: Prints = sys.stdout
+        found: PrintCapture = sys.stdout
         return found
 
     def write(self, text: str) -> int:
@@ -50,7 +50,7 @@ class Prints:
         written: int = self._behind.write(text)
         with self._news:
             *ended, self._open = (self._open + text).split("\n")
-            self._open = self._open[-LONGEST:]
+            self._open = self._open[-MAX_LINE_LENGTH:]
             for line in ended:
                 self._add(line.rstrip("\r").rpartition("\r")[2])
             if ended:
@@ -58,10 +58,10 @@ class Prints:
         return written
 
     def _add(self, line: str) -> None:
-        if line.startswith(_RAYS):
+        if line.startswith(_RAY_MARKERS):
             return
         now = self._clock()
-        self._allowed = min(self._allowed + (now - self._allowed_s) * A_SECOND, float(BURST))
+        self._allowed = min(self._allowed + (now - self._allowed_s) * _LINES_PER_S, float(BURST_LINES))
         self._allowed_s = now
         if self._allowed < 1.0:
             self._left_out += 1
@@ -81,8 +81,8 @@ class Prints:
             self._news.wait_for(lambda: bool(self._lines), timeout_s)
             if not timeout_s:
                 self._tell_left_out()
-            taken, self._lines = self._lines, deque(maxlen=KEPT)
-        return [printable(without_secrets(line[:LONGEST])) for line in taken]
+            taken, self._lines = self._lines, deque(maxlen=MAX_LINES)
+        return [escape_control_characters(redact(line[:MAX_LINE_LENGTH])) for line in taken]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._behind, name)

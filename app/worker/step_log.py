@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from statistics import median
 
-from trainwright.core.data import StepReport
+from trainwright.core.data import NoiseScale, NoiseScaleAverage, PhaseTimes, StepReport
 from trainwright.core.events import Steps
 
-KEPT = 20_000
-RECENT = 20  # steps in the median of this rank's own part
+_MAX_RECORDS = 20_000
+MEDIAN_STEPS = 20  # steps in the median of this rank's own part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +24,14 @@ class _Record:
     wait_s: float
 
 
-class StepRecords:
+class StepLog:
     """A bounded queue between the thread that steps and the one that is watched."""
 
     def __init__(self) -> None:
         self._news = threading.Condition()
-        self._records: deque[_Record] = deque(maxlen=KEPT)
+        self._records: deque[_Record] = deque(maxlen=_MAX_RECORDS)
         self._generation = 0
-        self._own_s: deque[float] = deque(maxlen=RECENT)
+        self._own_s: deque[float] = deque(maxlen=MEDIAN_STEPS)
 
     def begin(self, generation: int, step: int) -> None:
         """A generation starts at `step`; steps after it that an older one completed will be done again."""
@@ -57,7 +58,7 @@ class StepRecords:
     @property
     def own_s(self) -> float | None:
         """Median seconds of this rank's own part of its last steps; None before there are enough, or none is known."""
-        return median(self._own_s) if len(self._own_s) == RECENT else None
+        return median(self._own_s) if len(self._own_s) == MEDIAN_STEPS else None
 
     def since(self, after: int, timeout_s: float) -> Steps:
         """Steps after `after`; waits up to `timeout_s` for the first one."""
@@ -75,3 +76,52 @@ class StepRecords:
             step_s=[item.step_s for item in told],
             wait_s=[item.wait_s for item in told],
         )
+
+
+# --- What one rank measures of its steps beside their records ---------------------------------------------------------
+
+
+_MAX_TIMED_STEPS = 1_000  # steps in a median, at most
+_MIN_TIMED_STEPS = 20
+
+
+class StepTimer:
+    """One thread's. Phases are of one generation, the average of the noise lives as long as the process."""
+
+    def __init__(self) -> None:
+        self._average = NoiseScaleAverage()
+        self._steps: deque[tuple[Mapping[str, float], float, float]] = deque(
+            maxlen=_MAX_TIMED_STEPS
+        )  # phases, step_s, wait_s
+
+    def begin(self) -> None:
+        """A generation starts."""
+        self._steps.clear()
+
+    def add(self, report: StepReport, *, step_s: float, wait_s: float) -> None:
+        """Take one step, of which so many seconds waited for data."""
+        if report.scatter is not None:
+            self._average.add(report.scatter)
+        if report.phases is not None:
+            self._steps.append((report.phases, step_s, wait_s))
+
+    def phases(self, *, last: bool) -> PhaseTimes | None:
+        """Medians since they were told last; None where too few steps were timed, unless they are the run's `last`."""
+        if len(self._steps) < (1 if last else _MIN_TIMED_STEPS):
+            return None
+        names = self._steps[-1][0].keys()
+        alike = [row for row in self._steps if row[0].keys() == names]
+        medians = {name: median(phases[name] for phases, _, _ in alike) for name in names}
+        medians["other"] = median(max(step_s - wait_s - sum(phases.values()), 0.0) for phases, step_s, wait_s in alike)
+        self._steps.clear()
+        return PhaseTimes(steps=len(alike), data_s=median(wait_s for _, _, wait_s in alike), medians=medians)
+
+    @property
+    def sampled(self) -> int:
+        """Steps whose gradients were looked at."""
+        return self._average.count
+
+    @property
+    def noise(self) -> NoiseScale | None:
+        """The gradient noise scale; None while it cannot be trusted."""
+        return self._average.noise()

@@ -18,37 +18,51 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import cast
 
-from trainwright.core.checkpoint import CheckpointRef, FileEntry, Writer
-from trainwright.core.data import Batch, Columns, Feed, Sums
-from trainwright.core.engine import Coordinated, Engine, Independent, StateCopy
+from trainwright.core.data import Batch, Columns, Feed, MetricSums
+from trainwright.core.engine import (
+    CheckpointFile,
+    CheckpointRef,
+    CoordinatorEngine,
+    Engine,
+    IndependentEngine,
+    StateSnapshot,
+    StateWriter,
+)
 from trainwright.core.errors import NonFiniteLoss, StoreDown
 from trainwright.core.events import Steps
-from trainwright.core.group import Address, Generation, Group, Peer, Role, StateTag
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
-from trainwright.core.staleness import Staleness
-from trainwright.datasets.loading.batches import Coming, weightless
-from trainwright.datasets.loading.lease_feeds import Units
-from trainwright.datasets.loading.loader import Feeds, Stream
-from trainwright.driver.messages import Copying, Heal, KeepOrder, SegmentReport, Snapshot
-from trainwright.driver.worker_requests import Evaluation, Predicting, Probing, Reservation
+from trainwright.core.topology import Address, Generation, Group, Peer, Role, StalenessCounts, StateTag
+from trainwright.datasets.loading.batch_loader import BatchLoader, Feeds, LeasedFeeds, Lookahead, zero_weight
+from trainwright.driver.messages import (
+    EvaluateRequest,
+    MemoryCopyRequest,
+    PredictRequest,
+    ProbeRequest,
+    ReserveRequest,
+    RestorePlan,
+    SegmentReport,
+    SnapshotRequest,
+    SnapshotTaken,
+)
 from trainwright.storage.checkpoints import CheckpointReader, CheckpointWriter, read_manifest
-from trainwright.storage.memory_checkpoints import Fetch, Shelf, ShelfReader, no_fetch
-from trainwright.storage.store import open_store
+from trainwright.storage.memory_checkpoints import (
+    FetchFile,
+    MemoryCheckpointReader,
+    MemoryCheckpointStore,
+    fetch_unavailable,
+)
+from trainwright.storage.object_store import open_store
 from trainwright.strategies import engine_class
-from trainwright.worker.interruption import Interruption
-from trainwright.worker.job_pickle import unpack
-from trainwright.worker.loaders import Streams
-from trainwright.worker.quarantine import Quarantine
-from trainwright.worker.stack_dump import stacks
-from trainwright.worker.step_log import StepRecords
-from trainwright.worker.step_skipping import Passing
-from trainwright.worker.step_timing import Meter
-from trainwright.worker.worker_config import WorkOrder
+from trainwright.worker.interruption import Interruption, thread_stacks
+from trainwright.worker.loaders import RankStreams
+from trainwright.worker.quarantine import Quarantine, StepSkipper
+from trainwright.worker.step_log import StepLog, StepTimer
+from trainwright.worker.worker_config import WorkerConfig, unpickle_job
 
-INTERRUPT_DEADLINE_S = 5.0
-Save = Callable[[StateCopy, Writer], None]  # of the engine that made the copy, which may be gone by then
-REHEARSAL = Generation(token=0, number=0)  # of a spare, alone
+_INTERRUPT_DEADLINE_S = 5.0
+_Save = Callable[[StateSnapshot, StateWriter], None]  # of the engine that made the copy, which may be gone by then
+_REHEARSAL = Generation(token=0, number=0)  # of a spare, alone
 
 
 class Worker:
@@ -59,17 +73,17 @@ class Worker:
         fetch: reads from the memory of another node.
     """
 
-    def __init__(self, order: WorkOrder, node: str = "", fetch: Fetch = no_fetch) -> None:
+    def __init__(self, order: WorkerConfig, node: str = "", fetch: FetchFile = fetch_unavailable) -> None:
         self._order, self._node, self._fetch = order, node, fetch
         self._plan = order.plan
         self._engine: Engine = engine_class(order.plan)()
         self._store = open_store(order.storage)
-        self._shelf = Shelf(self._store.uri_of(order.run))
+        self._shelf = MemoryCheckpointStore(self._store.uri_of(order.run))
         self._quarantine = Quarantine(self._store, order.run)
         self._evaluate_quarantine = Quarantine(self._store, order.run, "evaluate")
         with suppress(StoreDown):  # an outage passes; credentials that this node lacks are told now, not at an upload
             self._store.exists(f"{order.run}/log/HINT")
-        self._records, self._meter = StepRecords(), Meter()
+        self._records, self._meter = StepLog(), StepTimer()
         self._wish = threading.Event()
         self._built = False
         self._tried = False  # steps were taken of which nothing may be left
@@ -78,17 +92,17 @@ class Worker:
         self._stepping: int | None = None  # the thread of steps
         self._interruption = Interruption()
         self._step = 0
-        self._stream: Stream | None = None
-        self._evaluation: Stream | None = None
+        self._stream: BatchLoader | None = None
+        self._evaluation: BatchLoader | None = None
         self._feeds: Feeds | None = None
-        self._units: Units | None = None  # of one that steps alone
+        self._units: LeasedFeeds | None = None  # of one that steps alone
         self._role: Role = "worker"
         self._judged: tuple[int, Feeds] | None = None  # of the evaluation set, and the batch that they stand at
-        self._coming: Coming | None = None  # of them
-        self._passing = Passing(self._quarantine)
-        self._staleness: Staleness | None = None  # of the last stretch of steps, where this one told of it
-        self._streams: Streams | None = None
-        self._copies: dict[str, tuple[StateCopy, Save]] = {}  # by the verb that they are for
+        self._coming: Lookahead | None = None  # of them
+        self._passing = StepSkipper(self._quarantine)
+        self._staleness: StalenessCounts | None = None  # of the last stretch of steps, where this one told of it
+        self._streams: RankStreams | None = None
+        self._copies: dict[str, tuple[StateSnapshot, _Save]] = {}  # by the verb that they are for
 
     def rehearse(self) -> None:
         """Do alone, on the CPU, what a first step needs, so that a rank can be taken at once; nothing is trained.
@@ -99,14 +113,14 @@ class Worker:
         capabilities = self._engine.capabilities
         if capabilities.reform == "new_process" or capabilities.topology != "collective":
             return
-        peer = Peer(rank=0, address=self._engine.reserve(REHEARSAL, "worker"))
+        peer = Peer(rank=0, address=self._engine.reserve(_REHEARSAL, "worker"))
         threads = self._plan.placement.threads
-        self.form(Group(generation=REHEARSAL, rank=0, peers=(peer,), threads=threads))
+        self.form(Group(generation=_REHEARSAL, rank=0, peers=(peer,), threads=threads))
         assert self._stream is not None, "form opens the streams"
         self._engine.warm(self._stream.warm_feed(0))
         self._engine.leave()
 
-    def reserve(self, wanted: Reservation) -> Address:
+    def reserve(self, wanted: ReserveRequest) -> Address:
         """Bind a port for the generation to come; begin anew where its plan wants another layout than is built."""
         self._interruption.enter(wanted.generation)
         plan = wanted.plan or self._order.plan
@@ -133,7 +147,7 @@ class Worker:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(group.accelerators)
         tag = self._engine.form(group)
         if self._seat != (group.rank, group.size):
-            rehearsal = group.generation == REHEARSAL
+            rehearsal = group.generation == _REHEARSAL
             fixed = rehearsal or self._plan.topology != "collective"
             self._open(group.rank, self._plan if fixed else self._plan.resized(group.size))
             self._seat = (-1, 0) if rehearsal else (group.rank, group.size)
@@ -154,23 +168,23 @@ class Worker:
     @cached_property
     def _job(self) -> Job:
         """Opened only after the engine has formed its first group."""
-        return unpack(self._order.job)
+        return unpickle_job(self._order.job)
 
     def _open(self, rank: int, plan: Plan) -> None:
         """Open the streams of a rank."""
         self._close_feeds()
-        streams = self._streams = Streams(
+        streams = self._streams = RankStreams(
             job=self._job, order=self._order, accumulation=plan.accumulation,
             static_shapes=self._engine.capabilities.static_shapes, quarantine=self._quarantine,
             evaluate_quarantine=self._evaluate_quarantine,
         )  # fmt: skip
         feeding, alone = plan.feed_of(rank), plan.topology == "independent"
         self._stream = streams.training(feeding)
-        self._units = Units(self._stream, partial(streams.training, feeding)) if alone else None
+        self._units = LeasedFeeds(self._stream, partial(streams.training, feeding)) if alone else None
         if self._job.evaluate is not None:
             self._evaluation = streams.evaluation(feeding)
 
-    def heal(self, heal: Heal) -> StateTag:
+    def heal(self, heal: RestorePlan) -> StateTag:
         """Bring the state to the agreed step, the stream to its cursor, and ready the group for steps."""
         assert self._stream is not None, "form comes before heal"
         self._close_feeds()
@@ -178,7 +192,7 @@ class Worker:
         if heal.source == "join" or (alone and self._role == "worker"):
             tag = StateTag(step=heal.step, pieces=frozenset())  # the others have it
         elif heal.kept is not None:
-            tag = self._engine.load(ShelfReader(self._shelf, heal.kept, self._node, self._fetch))
+            tag = self._engine.load(MemoryCheckpointReader(self._shelf, heal.kept, self._node, self._fetch))
         elif heal.checkpoint is None:
             tag = self._engine.transfer(heal.moves)
         else:
@@ -189,7 +203,7 @@ class Worker:
             self._engine.warm(blank)
         if not alone:
             self._feeds = self._stream.feeds(heal.step)
-            self._coming = Coming(self._feeds, self._plan.ahead, self._passing.told)
+            self._coming = Lookahead(self._feeds, self._plan.ahead, self._passing.told)
         self._step = heal.step
         self._records.begin(self._interruption.current.number, heal.step)
         self._meter.begin()
@@ -201,7 +215,7 @@ class Worker:
         manifest = read_manifest(store, run, checkpoint)
         return self._engine.load(CheckpointReader(store, run, checkpoint, manifest, weights_only=weights_only))
 
-    def probe(self, wanted: Probing) -> float:
+    def probe(self, wanted: ProbeRequest) -> float:
         """Median seconds of a step under the plan: real ones on one batch, all ranks as many, after an untimed one."""
         assert self._stream is not None, "heal comes before probe"
         self._close_feeds()  # they would read ahead meanwhile
@@ -218,7 +232,7 @@ class Worker:
                     break
                 if self._job.on_nonfinite == "raise" or blank:
                     raise
-                feed, blank, over = weightless(feed), True, False  # as the run would take it
+                feed, blank, over = zero_weight(feed), True, False  # as the run would take it
                 continue
             took.append(time.perf_counter() - before)
         return statistics.median(took[1:])
@@ -233,7 +247,7 @@ class Worker:
         elif self._plan.topology == "independent":
             stopped = self._serve(steps.stop)
         elif self._plan.topology == "coordinator" and self._role != "chief":
-            cast(Coordinated, self._engine).follow()
+            cast(CoordinatorEngine, self._engine).follow()
         else:
             stopped, finished = self._step_together(steps.stop)
             self._engine.verify()  # whatever follows, a checkpoint or an evaluation, is of one state
@@ -252,7 +266,7 @@ class Worker:
     def _serve(self, until: int) -> bool:
         """A server: let the others step. The first one tells of each step; a wish counts once it told of one."""
         assert self._stream is not None, "heal comes before run"
-        engine, first, stopped = cast(Independent, self._engine), self._step, False
+        engine, first, stopped = cast(IndependentEngine, self._engine), self._step, False
         begun = time.perf_counter()
         for report in engine.serve(until, lambda: self._wish.is_set() and self._step > first):
             self._step, stopped, now = report.step, report.wish, time.perf_counter()
@@ -264,7 +278,7 @@ class Worker:
     def _work(self, first: int) -> None:
         """A worker that steps alone: one unit after the other, until the steps from `first` on are over."""
         assert self._units is not None, "form opens the streams"
-        engine = cast(Independent, self._engine)
+        engine = cast(IndependentEngine, self._engine)
         while (unit := engine.lease(first)) is not None:
             begun = time.perf_counter()
             for feed in self._units.feeds(unit):
@@ -291,7 +305,7 @@ class Worker:
             self._meter.add(report, **times)
         return stopped, finished
 
-    def evaluate(self, wanted: Evaluation) -> Sums:
+    def evaluate(self, wanted: EvaluateRequest) -> MetricSums:
         """Sums over this rank's share of the evaluation set, or over the one that it is given."""
         if wanted.feeding is None:
             return self._sums(self._evaluation_feeds())
@@ -301,7 +315,7 @@ class Worker:
         with self._evaluation_feeds() as feeds:
             return self._sums(feeds)
 
-    def evaluate_some(self, steps: range) -> Sums:
+    def evaluate_some(self, steps: range) -> MetricSums:
         """The same over some batches of it, which are read ahead from those that were asked for before."""
         assert self._evaluation is not None, "asked for only where there is an evaluation set"
         if self._judged is None or self._judged[0] != steps.start:
@@ -313,10 +327,10 @@ class Worker:
         self._judged = steps.stop, feeds
         return sums
 
-    def _sums(self, feeds: Iterable[Feed]) -> Sums:
-        return sum((self._engine.evaluate_step(feed) for feed in feeds), Sums())
+    def _sums(self, feeds: Iterable[Feed]) -> MetricSums:
+        return sum((self._engine.evaluate_step(feed) for feed in feeds), MetricSums())
 
-    def predict(self, wanted: Predicting) -> tuple[Columns, ...]:
+    def predict(self, wanted: PredictRequest) -> tuple[Columns, ...]:
         """The model's outputs for each feed, on the ranks that have them; nothing on the others."""
         return tuple(wanted.chosen(self._engine.predict_step(feed)) for feed in wanted.feeds)
 
@@ -324,21 +338,21 @@ class Worker:
         assert self._evaluation is not None, "asked for only where there is an evaluation set"
         return self._evaluation.feeds(0)
 
-    def snapshot(self, wanted: Copying) -> Snapshot:
+    def snapshot(self, wanted: SnapshotRequest) -> SnapshotTaken:
         """Copy the state to host memory; steps may go on at once."""
         begun = time.perf_counter()
         copy = self._engine.snapshot()
         self._copies.update(dict.fromkeys(wanted.verbs, (copy, self._engine.save)))
-        return Snapshot(step=wanted.step, size_bytes=copy.size_bytes, blocked_s=time.perf_counter() - begun)
+        return SnapshotTaken(step=wanted.step, size_bytes=copy.size_bytes, blocked_s=time.perf_counter() - begun)
 
-    def upload(self, path: str) -> tuple[FileEntry, ...]:
+    def upload(self, path: str) -> tuple[CheckpointFile, ...]:
         """Write the last snapshot's files into a checkpoint's folder."""
         writer = CheckpointWriter(self._store, self._order.run, path)
         copy, save = self._copies.pop("upload")
         save(copy, writer)
         return writer.entries
 
-    def keep(self, order: KeepOrder) -> tuple[FileEntry, ...]:
+    def keep(self, order: MemoryCopyRequest) -> tuple[CheckpointFile, ...]:
         """Put the last snapshot's files into the node's memory, where they outlive this process."""
         copy, save = self._copies.pop("keep")
         writer = self._shelf.write(order.version, copy.size_bytes, order.hold)
@@ -354,19 +368,19 @@ class Worker:
 
         With `explain`, the stacks of all threads as they stood before; otherwise nothing.
         """
-        found = stacks(self._stepping) if explain else ""
+        found = thread_stacks(self._stepping) if explain else ""
         self._interruption.end(generation, self._interrupt)
         return found
 
     def _interrupt(self) -> None:
-        self._engine.interrupt(INTERRUPT_DEADLINE_S)
+        self._engine.interrupt(_INTERRUPT_DEADLINE_S)
 
     @property
     def held(self) -> tuple[Plan | None, int]:
         """The plan whose part of the state is held here, and its completed steps; None and 0 where none is."""
         return (self._plan, self._step) if self._step and not self._tried else (None, 0)
 
-    def renew(self, order: WorkOrder, token: int) -> None:
+    def renew(self, order: WorkerConfig, token: int) -> None:
         """Another driver: let go of the group of the one before. Its streams are opened anew."""
         self._order, self._seat = order, (-1, 0)
         self._interruption.end(Generation(token=token, number=0), self._interrupt)

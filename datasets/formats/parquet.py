@@ -1,11 +1,19 @@
-"""Parquet files as a source: their index from their footers, and reading one row group."""
+"""Parquet files as a source: their index from their footers, and reading one row group.
+
+pyarrow decodes the levels of a nested column value by value, which takes several times longer than reading the numbers
+of a fixed-size list or a tensor. Where a column chunk holds plain numbers and no null, its pages are arrays already,
+and any rows of it can be read without those before. All else is left to pyarrow: other encodings, other types, and the
+pages in front that refer to a dictionary: writers begin with one and give it up when it grows.
+Formats: parquet.apache.org/docs/file-format/data-pages and Thrift's compact protocol.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from base64 import b64decode, b64encode
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -20,22 +28,33 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from trainwright.core.errors import DataError
-from trainwright.datasets.formats.arrow_columns import Arrays, Field, field_of, select, to_array
-from trainwright.datasets.formats.file_metadata import metadata_of
-from trainwright.datasets.formats.in_memory import distinct
-from trainwright.datasets.formats.parquet_pages import PageReader
-from trainwright.datasets.formats.paths import absolute, common_folder, find, system_of
-from trainwright.datasets.formats.retry import retrying
-from trainwright.datasets.formats.scanned_files import Place, table_arrays
-from trainwright.datasets.index import Group, Index, digest
+from trainwright.datasets.data_source import (
+    Arrays,
+    Field,
+    Index,
+    RowGroup,
+    field_of,
+    hash_parts,
+    select_columns,
+    to_array,
+    unique_names,
+)
+from trainwright.datasets.formats.file_system import (
+    common_folder,
+    find_files,
+    resolve_file_system,
+    retry_transient,
+)
+from trainwright.datasets.formats.scanned_files import GroupLocation, table_arrays
+from trainwright.datasets.metadata_cache import cached_metadata
 
-__all__ = ["ParquetLoader", "ParquetSource", "absolute"]
+__all__ = ["ParquetLoader", "ParquetSource"]
 
 _SUFFIXES = (".parquet", ".parq", ".pq")
 _OPEN_FILES = 16
 _FOOTERS = 64  # read at a time
 _FORMAT = pads.ParquetFileFormat()
-_LEADING = 0.5  # of a row group: where more of its rows refer to a dictionary, pyarrow reads all of them
+_MOST_DICTIONARY_ROWS = 0.5  # of a row group: where more of its rows refer to a dictionary, pyarrow reads all of them
 
 
 class Footer(NamedTuple):
@@ -57,7 +76,7 @@ class Footer(NamedTuple):
         schema = footer.schema.to_arrow_schema().remove_metadata()
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         sizes: dict[str, int] = {}
-        if any((field := _field(kind)) is None or field.dtype == np.dtype(object) for kind in schema.types):
+        if any((field := _field_or_none(kind)) is None or field.dtype == np.dtype(object) for kind in schema.types):
             sizes = dict.fromkeys(schema.names, 0)
             for group in groups:
                 for chunk in map(group.column, range(group.num_columns)):
@@ -86,16 +105,16 @@ class ParquetSource:
 
     def index(self) -> Index:
         """Read the footer of every file that the caches do not know. Raises DataError for anything wrong."""
-        system, path = system_of(self.path)
-        files = find(system, path, self.path, "parquet", _SUFFIXES)
-        footers = metadata_of(
+        system, path = resolve_file_system(self.path)
+        files = find_files(system, path, self.path, "parquet", _SUFFIXES)
+        footers = cached_metadata(
             system, files, reads=("parquet", self.path), read=partial(_footers, system), pack=list, unpack=_unpacked
         )
         schemas = {footer.schema: _schema(footer.schema) for footer in footers}
         schema = schemas[footers[0].schema]
         others = {footer.schema: info.path for info, footer in zip(reversed(files), reversed(footers), strict=True)}
         for other, file in sorted(others.items(), key=lambda item: item[1]):
-            _same_schema(schema, schemas[other], files[0].path, file, self.columns)
+            _require_same_schema(schema, schemas[other], files[0].path, file, self.columns)
         groups = _groups(files, footers)
         if not groups:
             raise DataError("the data has no rows", where=self.path, remedy="write some rows, or name another path")
@@ -111,7 +130,7 @@ class ParquetSource:
 
     def open(self, index: Index) -> ParquetLoader:
         """A loader for one process."""
-        return ParquetLoader(system_of(self.path)[0], index)
+        return ParquetLoader(resolve_file_system(self.path)[0], index)
 
 
 class ParquetLoader:
@@ -132,10 +151,10 @@ class ParquetLoader:
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of row group `number` of the index; raises DataError that names file, row group, row and column."""
         group = self._index.groups[number]
-        place = Place(file=group.file, group=group.number, row=group.first - self._firsts[group.file])
+        place = GroupLocation(file=group.file, group=group.number, row=group.first - self._firsts[group.file])
         where = place.at()
         try:
-            table = retrying(lambda: self._read(group, columns), where)
+            table = retry_transient(lambda: self._read(group, columns), where)
         except (OSError, pa.ArrowException, IndexError) as error:
             raise DataError(
                 f"a row group cannot be read: {error}", where=where, remedy="write the file anew, or leave it out"
@@ -146,7 +165,7 @@ class ParquetLoader:
                 where=where,
                 remedy="keep the data as it is while a run reads it",
             )
-        select(dict.fromkeys(table.column_names), columns, where)
+        select_columns(dict.fromkeys(table.column_names), columns, where)
         return table_arrays(table, columns, place)
 
     def fill(self, number: int, rows: range, into: Arrays) -> list[str]:
@@ -160,13 +179,13 @@ class ParquetLoader:
         except (OSError, pa.ArrowException):  # `load` tries again, and says what is wrong
             return list(into)
 
-    def _filled(self, group: Group, name: str, rows: range, out: npt.NDArray[Any]) -> bool:
+    def _filled(self, group: RowGroup, name: str, rows: range, out: npt.NDArray[Any]) -> bool:
         file = self._file(group.file)
         metadata = file.metadata
         if group.number >= metadata.num_row_groups or metadata.row_group(group.number).num_rows != group.rows:
             return False
         leading = self._pages.fill(group.file, metadata, group.number, name, rows, out)
-        if leading > group.rows * _LEADING:
+        if leading > group.rows * _MOST_DICTIONARY_ROWS:
             return False
         if leading > rows.start:
             batch = next(file.iter_batches(leading, row_groups=[group.number], columns=[name], use_threads=False))
@@ -175,7 +194,7 @@ class ParquetLoader:
             out[: len(first)] = first[: len(out)]
         return True
 
-    def _read(self, group: Group, columns: Sequence[str]) -> pa.Table:
+    def _read(self, group: RowGroup, columns: Sequence[str]) -> pa.Table:
         try:
             return self._file(group.file).read_row_group(group.number, columns=list(columns), use_threads=False)
         except OSError:
@@ -187,17 +206,17 @@ class ParquetLoader:
             while len(self._files) >= _OPEN_FILES:
                 self._files.popitem(last=False)[1].close(force=True)
             file = pq.ParquetFile(path, filesystem=self._system, memory_map=True)
-            _unchanged(file.schema_arrow, self._index.schema, path)
+            _require_unchanged(file.schema_arrow, self._index.schema, path)
             self._files[path] = file
         self._files.move_to_end(path)
         return self._files[path]
 
 
-def _unchanged(schema: pa.Schema, fields: Mapping[str, Field], file: str) -> None:
+def _require_unchanged(schema: pa.Schema, fields: Mapping[str, Field], file: str) -> None:
     """Refuse a file whose columns are not what they were when it was indexed: its numbers would be misread."""
     for name, field in fields.items():
         place = schema.get_field_index(name)
-        if place < 0 or _field(schema.types[place]) != field:
+        if place < 0 or _field_or_none(schema.types[place]) != field:
             raise DataError(
                 f"the file changed: column {name!r} is {schema.types[place] if place >= 0 else 'missing'} "
                 f"and was {field.dtype} of shape {field.shape} when the run began",
@@ -206,7 +225,7 @@ def _unchanged(schema: pa.Schema, fields: Mapping[str, Field], file: str) -> Non
             )
 
 
-def _field(kind: pa.DataType) -> Field | None:
+def _field_or_none(kind: pa.DataType) -> Field | None:
     """What a column of this type becomes; None where it cannot become an array."""
     try:
         return field_of(kind)
@@ -229,7 +248,7 @@ def read_footer(system: pafs.FileSystem, info: pafs.FileInfo) -> Footer:
         return _FORMAT.make_fragment(info.path, filesystem=system, file_size=info.size).metadata
 
     try:
-        return Footer.of(retrying(read, info.path))
+        return Footer.of(retry_transient(read, info.path))
     except (OSError, pa.ArrowException) as error:
         raise DataError(
             f"the file is no whole parquet file: {error}",
@@ -250,9 +269,11 @@ def _schema(stored: str) -> pa.Schema:
     return pa.ipc.read_schema(pa.py_buffer(b64decode(stored, validate=True)))
 
 
-def _same_schema(schema: pa.Schema, other: pa.Schema, first: str, file: str, columns: tuple[str, ...] | None) -> None:
+def _require_same_schema(
+    schema: pa.Schema, other: pa.Schema, first: str, file: str, columns: tuple[str, ...] | None
+) -> None:
     """Refuse files whose columns differ from those of the first file, or come twice, where they are read."""
-    distinct((name for name in other.names if columns is None or name in columns), file)
+    unique_names((name for name in other.names if columns is None or name in columns), file)
     expected = {name: str(schema.field(name).type) for name in columns or schema.names if name in schema.names}
     found = {name: str(other.field(name).type) for name in other.names if columns is None or name in columns}
     for name in sorted({**expected, **found}, key=lambda name: name in expected and name in found):
@@ -266,7 +287,7 @@ def _same_schema(schema: pa.Schema, other: pa.Schema, first: str, file: str, col
 
 def _fields(schema: pa.Schema, columns: tuple[str, ...] | None, file: str) -> dict[str, Field]:
     fields: dict[str, Field] = {}
-    for name in select(dict.fromkeys(schema.names), columns, file):
+    for name in select_columns(dict.fromkeys(schema.names), columns, file):
         try:
             fields[name] = field_of(schema.field(name).type)
         except (pa.ArrowException, DataError) as error:
@@ -278,13 +299,13 @@ def _fields(schema: pa.Schema, columns: tuple[str, ...] | None, file: str) -> di
     return fields
 
 
-def _groups(files: list[pafs.FileInfo], footers: list[Footer]) -> tuple[Group, ...]:
-    groups: list[Group] = []
+def _groups(files: list[pafs.FileInfo], footers: list[Footer]) -> tuple[RowGroup, ...]:
+    groups: list[RowGroup] = []
     first = 0
     for info, footer in zip(files, footers, strict=True):
         for number, rows in enumerate(footer.rows):
             if rows:
-                groups.append(Group(file=info.path, number=number, rows=rows, first=first))
+                groups.append(RowGroup(file=info.path, number=number, rows=rows, first=first))
             first += rows
     return tuple(groups)
 
@@ -299,13 +320,272 @@ def _row_bytes(schemas: Mapping[str, pa.Schema], footers: list[Footer], fields: 
     return max(known, stored // rows)
 
 
-def _hash(files: list[pafs.FileInfo], groups: tuple[Group, ...], fields: dict[str, Field]) -> str:
+def _hash(files: list[pafs.FileInfo], groups: tuple[RowGroup, ...], fields: dict[str, Field]) -> str:
     """The same wherever the files lie: names within the common folder, sizes, row groups and columns."""
     folder = common_folder([info.path for info in files])
-    return digest(
+    return hash_parts(
         [
             *((os.path.relpath(info.path, folder or "."), info.size) for info in files),
             *((group.number, group.rows) for group in groups),
             *((name, field.dtype.str, field.shape) for name, field in sorted(fields.items())),
         ]
     )
+
+
+# --- Numbers straight from the pages of a parquet file ----------------------------------------------------------------
+
+
+_PHYSICAL_TYPES = {"FLOAT": "f4", "DOUBLE": "f8", "INT32": "i4", "INT64": "i8"}
+_CODECS = {"UNCOMPRESSED": None, "SNAPPY": "snappy", "ZSTD": "zstd", "GZIP": "gzip", "BROTLI": "brotli"}
+_PLAIN, _DICTIONARIES = 0, (2, 8)
+_DATA_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = 0, 2, 3
+_HEADER_BYTES = 512
+_OPEN_PAGE_FILES = 16
+
+
+class PageReader:
+    """Reads numbers from the pages of files; keeps a few files open. For one thread at a time."""
+
+    def __init__(self, system: pafs.FileSystem) -> None:
+        self._system, self._local = system, isinstance(system, pafs.LocalFileSystem)
+        self._files: OrderedDict[str, pa.NativeFile] = OrderedDict()
+
+    def fill(self, path: str, metadata: Any, group: int, name: str, rows: range, out: npt.NDArray[Any]) -> int:
+        """Read some rows of a column into `out`.
+
+        Args:
+            path: of the file.
+            metadata: its pyarrow.parquet.FileMetaData.
+            group: number of the row group in the file.
+            name: of the column.
+            rows: to read, counted within the row group.
+            out: (len(rows), *shape), contiguous.
+
+        Returns:
+            How many of the row group's first rows are not plain numbers: all of them where the column is not suited or
+            the file cannot be read. Their places in `out` are undefined.
+        """
+        width, every = max(out[:1].size, 1), metadata.row_group(group).num_rows
+        chunk = _chunk_of(metadata, group, name, width * every, out.dtype)
+        if chunk is None:
+            return int(every)
+        try:
+            file = self._file(path)
+            if not self._local:  # one request for all pages
+                content = file.read_at(chunk.stop - chunk.start, chunk.start)
+                file, chunk = pa.BufferReader(content), chunk._replace(start=0, stop=len(content))
+            return -(-_fill_chunk(file, chunk, rows.start * width, out.reshape(-1)) // width)
+        except _UnsupportedPages:
+            return int(every)
+        except (OSError, pa.ArrowException):  # pyarrow's own reader tries next, and says what is wrong
+            self._files.pop(path, None)
+            return int(every)
+
+    def _file(self, path: str) -> pa.NativeFile:
+        if path not in self._files:
+            while len(self._files) >= _OPEN_PAGE_FILES:
+                self._files.popitem(last=False)[1].close()
+            self._files[path] = self._system.open_input_file(path)
+        self._files.move_to_end(path)
+        return self._files[path]
+
+
+class _Chunk(NamedTuple):
+    """One column of one row group, as its file's footer has it.
+
+    Attributes:
+        start: offset of its first page.
+        stop: offset behind its last page.
+        values: in it, over all pages.
+        stored: numpy's name of the type in the file.
+        codec: pyarrow's name of the compression; None for none.
+        levels: kinds of levels (repetition, definition) in front of the values of a page.
+    """
+
+    start: int
+    stop: int
+    values: int
+    stored: str
+    codec: str | None
+    levels: int
+
+
+class _Page(NamedTuple):
+    """A page: where its content is, and what of it are values. `levels_bytes` None: lengths stand in the page."""
+
+    at: int
+    size: int
+    plain_size: int
+    values: int
+    plain: bool
+    levels_bytes: int | None
+    packed: bool
+
+
+class _UnsupportedPages(Exception):
+    """The chunk is none of plain numbers."""
+
+
+def _chunk_of(metadata: Any, group: int, name: str, values: int, dtype: np.dtype[Any]) -> _Chunk | None:
+    """The column `name` of a row group of a file (pyarrow.parquet.FileMetaData).
+
+    None where it does not hold as many numbers as `values`, or numbers that can become `dtype` no other way than by
+    taking them as they are or by leaving out leading bytes.
+    """
+    row_group = metadata.row_group(group)
+    leaves = [leaf for leaf in range(row_group.num_columns) if _top_level(metadata.schema.column(leaf).path) == name]
+    if len(leaves) != 1 or sys.byteorder != "little":
+        return None
+    column, schema = row_group.column(leaves[0]), metadata.schema.column(leaves[0])
+    stored = _PHYSICAL_TYPES.get(column.physical_type, "")
+    suited = dtype.str[1:] == stored if dtype.kind == "f" else stored[:1] == "i" and dtype.kind in "iu"
+    if not suited or column.num_values != values or column.compression not in _CODECS:
+        return None
+    start = column.dictionary_page_offset or column.data_page_offset
+    return _Chunk(
+        start=start,
+        stop=start + column.total_compressed_size,
+        values=values,
+        stored=stored,
+        codec=_CODECS[column.compression],
+        levels=(schema.max_repetition_level > 0) + (schema.max_definition_level > 0),
+    )
+
+
+def _fill_chunk(file: pa.NativeFile, chunk: _Chunk, first: int, out: npt.NDArray[Any]) -> int:
+    """Read values `first`... of a chunk into `out`, one-dimensional and contiguous.
+
+    Returns how many of the chunk's first values refer to a dictionary and were left out.
+
+    Raises:
+        _Unsuited: a page is not plain or holds a null.
+        OSError, pa.ArrowException: the file cannot be read.
+    """
+    at = leading = 0
+    for page in _pages(file, chunk):
+        low, high = max(first - at, 0), min(first + len(out) - at, page.values)
+        if not page.plain:
+            if leading != at:
+                raise _UnsupportedPages
+            leading += page.values
+        elif low < high:
+            _read_page(file, chunk, page, low, out[at + low - first : at + high - first])
+        at += page.values
+    if at != chunk.values:
+        raise _UnsupportedPages
+    return leading
+
+
+def _pages(file: pa.NativeFile, chunk: _Chunk) -> Iterator[_Page]:
+    at = chunk.start
+    while at < chunk.stop:
+        header = _ThriftHeader(file.read_at(min(_HEADER_BYTES, chunk.stop - at), at))
+        page = _page(header.struct(), header, at)
+        yield page
+        at = page.at + page.size
+
+
+def _page(fields: dict[int, Any], header: _ThriftHeader, at: int) -> _Page:
+    """Field numbers are those of PageHeader, DataPageHeader and DataPageHeaderV2 in parquet.thrift."""
+    try:
+        if fields[1] == _DICTIONARY_PAGE:
+            return _Page(at + header.at, fields[3], 0, 0, False, 0, False)
+        second = fields[1] == _DATA_PAGE_V2
+        data = fields[8 if second else 5]
+        encoding = data[4 if second else 2]
+        levels_bytes = data[5] + data[6] if second else None
+        packed = data.get(7, True) if second else True
+        page = _Page(at + header.at, fields[3], fields[2], data[1], encoding == _PLAIN, levels_bytes, packed)
+        sound = min(page.size, page.plain_size, page.values, page.levels_bytes or 0) >= 0
+    except (KeyError, TypeError) as error:  # no page header at all
+        raise _UnsupportedPages from error
+    if not sound or fields[1] not in (_DATA_PAGE, _DATA_PAGE_V2) or encoding not in (_PLAIN, *_DICTIONARIES):
+        raise _UnsupportedPages
+    return page
+
+
+def _read_page(file: pa.NativeFile, chunk: _Chunk, page: _Page, first: int, out: npt.NDArray[Any]) -> None:
+    """Read values `first`... of a page."""
+    if chunk.codec is not None and page.packed:
+        file, page = _decompressed(file, chunk.codec, page)
+    stored, skip = np.dtype(chunk.stored), _levels_bytes(file, chunk, page)
+    if page.plain_size - skip != page.values * stored.itemsize:
+        raise _UnsupportedPages  # a null has levels and no value
+    same = out.dtype.itemsize == stored.itemsize
+    into = out if same else np.empty(len(out), stored)
+    file.seek(page.at + skip + first * stored.itemsize)
+    if file.readinto(into.data.cast("B")) != into.nbytes:
+        raise _UnsupportedPages
+    if not same:
+        np.copyto(out, into, casting="unsafe")
+
+
+def _decompressed(file: pa.NativeFile, codec: str, page: _Page) -> tuple[pa.NativeFile, _Page]:
+    """The content of a page. In the second version the levels stand in front as they are, and are left out."""
+    front = page.levels_bytes or 0
+    size = page.plain_size - front
+    file.seek(page.at + front)
+    content = pa.decompress(file.read_buffer(page.size - front), size, codec=codec)
+    return pa.BufferReader(content), page._replace(at=0, plain_size=size, levels_bytes=page.levels_bytes and 0)
+
+
+def _levels_bytes(file: pa.NativeFile, chunk: _Chunk, page: _Page) -> int:
+    """Bytes of levels in front of the values; in the first version each kind begins with its length."""
+    if page.levels_bytes is not None:
+        return page.levels_bytes
+    size = 0
+    for _ in range(chunk.levels):
+        size += 4 + int.from_bytes(file.read_at(4, page.at + size), "little")
+    return size
+
+
+class _ThriftHeader:
+    """Reads a struct of Thrift's compact protocol. Raises _Unsuited for what page headers do not have."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self.at = data, 0
+
+    def struct(self) -> dict[int, Any]:
+        """Values by field number."""
+        fields: dict[int, Any] = {}
+        number = 0
+        while head := self._byte():
+            number = number + (head >> 4) if head >> 4 else self._signed()
+            fields[number] = self._value(head & 15)
+        return fields
+
+    def _value(self, kind: int) -> Any:
+        if kind in (1, 2):
+            return kind == 1
+        if kind in (4, 5, 6):
+            return self._signed()
+        if kind == 8:  # text or bytes: a minimum or maximum
+            length = self._number()
+            self.at += length
+            return None
+        if kind == 12:
+            return self.struct()
+        raise _UnsupportedPages
+
+    def _signed(self) -> int:
+        number = self._number()
+        return (number >> 1) ^ -(number & 1)
+
+    def _number(self) -> int:
+        number = shift = 0
+        while True:
+            byte = self._byte()
+            number |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return number
+
+    def _byte(self) -> int:
+        if self.at >= len(self._data):
+            raise _UnsupportedPages
+        self.at += 1
+        return self._data[self.at - 1]
+
+
+def _top_level(path: str) -> str:
+    return path.partition(".")[0]

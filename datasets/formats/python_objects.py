@@ -2,13 +2,19 @@
 
 An object travels with the job by pickle, and every worker asks its own copy for rows by number. Row groups are ranges
 of rows that are asked for together.
+
+The generators are seeded by (seed, epoch, row) before each row, so that a row has the same values wherever and however
+often it is computed, and others in the next epoch. They are put back afterwards, and held meanwhile: a step in another
+thread draws from the same ones. So rows that draw are not computed while a step runs.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -17,31 +23,31 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from trainwright.core import random_state
+from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, UserCodeError
+from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, hash_parts, select_columns, to_array
 from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.formats.arrow_columns import Arrays, Field, select, to_array
-from trainwright.datasets.index import Group, Index, digest
-from trainwright.datasets.sampling.row_seeds import RowRandomness
 
-Values = Mapping[str, Sequence[Any] | npt.NDArray[Any]]
+_Values = Mapping[str, Sequence[Any] | npt.NDArray[Any]]
 
 _SAMPLE_ROWS = 8
 _GROUP_BYTES, _GROUP_ROWS, _GROUPS = 1 << 20, 4096, 120
 _OBJECT = Field(np.dtype(object), ())
 
 
-class Access(Protocol):
+class _RowFetcher(Protocol):
     """How rows are asked for."""
 
     def __len__(self) -> int:
         """Rows."""
 
-    def fetch(self, rows: range, randomness: RowRandomness) -> Values:
+    def fetch(self, rows: range, randomness: _RowRandomness) -> _Values:
         """Consecutive rows as one value for each row, by column name."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ObjectSource:
+class _ObjectSource:
     """Rows of an object.
 
     Attributes:
@@ -51,7 +57,7 @@ class ObjectSource:
         replayable: whether the object gives the same values each time it is asked for a row of an epoch.
     """
 
-    access: Access
+    access: _RowFetcher
     name: str
     call: str
     replayable: bool = True
@@ -66,8 +72,8 @@ class ObjectSource:
         if not rows:
             raise DataError("the data set has no rows", where=self.describe(), remedy="give one with at least one row")
         picks = sorted({rows * turn // _SAMPLE_ROWS for turn in range(_SAMPLE_ROWS)} | {rows - 1})
-        samples, again = ([self.access.fetch(range(row, row + 1), RowRandomness()) for row in picks] for _ in range(2))
-        if self.replayable and values_digest(samples) != values_digest(again):
+        samples, again = ([self.access.fetch(range(row, row + 1), _RowRandomness()) for row in picks] for _ in range(2))
+        if self.replayable and hash_values(samples) != hash_values(again):
             raise DataError(
                 "the data set gives other values each time it is asked for the same row",
                 where=self.describe(),
@@ -77,24 +83,24 @@ class ObjectSource:
             )
         fields = {name: self._field(name, samples) for name in samples[0]}
         row_bytes = max(sum(_size(values[0]) for row in samples for values in row.values()) // len(samples), 1)
-        content = values_digest(samples) if self.replayable else ""
+        content = hash_values(samples) if self.replayable else ""
         schema = sorted((name, field.dtype.str, field.shape) for name, field in fields.items())
         return Index(
             rows=rows,
             groups=_groups(rows, group_rows(rows, row_bytes), self.name),
             schema=fields,
             row_bytes=row_bytes,
-            hash=digest([self.name, rows, *schema, content]),
+            hash=hash_parts([self.name, rows, *schema, content]),
         )
 
-    def open(self, index: Index) -> ObjectLoader:
+    def open(self, index: Index) -> _ObjectLoader:
         """A loader for one process."""
-        return ObjectLoader(self.access, index, drawn=not self.replayable)
+        return _ObjectLoader(self.access, index, drawn=not self.replayable)
 
-    def _field(self, name: str, samples: list[Values]) -> Field:
+    def _field(self, name: str, samples: list[_Values]) -> Field:
         """One dtype and shape where all sampled rows have them; objects where only the lengths differ."""
         where = f"{self.describe()}, column {name!r}"
-        _same_names(samples, where)
+        _require_same_names(samples, where)
         found = {_field_of(sample[name]) for sample in samples}
         if len(found) > 1 and len({(field.dtype, len(field.shape)) for field in found}) > 1:
             raise DataError(
@@ -105,7 +111,7 @@ class ObjectSource:
         return found.pop() if len(found) == 1 else _OBJECT
 
 
-class ObjectLoader:
+class _ObjectLoader:
     """Asks for the rows of a row group.
 
     Args:
@@ -114,9 +120,9 @@ class ObjectLoader:
         drawn: its rows are known to differ from epoch to epoch.
     """
 
-    def __init__(self, access: Access, index: Index, drawn: bool = False) -> None:
+    def __init__(self, access: _RowFetcher, index: Index, drawn: bool = False) -> None:
         self._access, self._index = access, index
-        self._randomness = RowRandomness()
+        self._randomness = _RowRandomness()
         self._randomness.drawn = drawn
 
     @property
@@ -139,12 +145,12 @@ class ObjectLoader:
                 remedy="give the job a data set that does not change",
             )
         values = self._access.fetch(range(group.first, group.first + group.rows), self._randomness)
-        select(values, columns, where)
+        select_columns(values, columns, where)
         return {name: _column(name, values[name], self._index.schema[name], group) for name in columns}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SampleAccess:
+class _SampleAccess:
     """`dataset[row]`, or `dataset.__getitems__(rows)` where there is one.
 
     Attributes:
@@ -158,14 +164,14 @@ class SampleAccess:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def fetch(self, rows: range, randomness: RowRandomness) -> Values:
+    def fetch(self, rows: range, randomness: _RowRandomness) -> _Values:
         """Lists of values. Raises UserCodeError where the object raises, DataError where rows are named differently."""
         samples = randomness.ask(rows, self._sample, self._samples if self._many is not None else None)
         named = [
-            {name: _plain(value, f"row {row}, column {name!r}") for name, value in self._named(sample, row).items()}
+            {name: _to_array(value, f"row {row}, column {name!r}") for name, value in self._named(sample, row).items()}
             for row, sample in zip(rows, samples, strict=True)
         ]
-        _same_names(named, f"rows {rows.start} to {rows.stop - 1} of {type(self.dataset).__name__}")
+        _require_same_names(named, f"rows {rows.start} to {rows.stop - 1} of {type(self.dataset).__name__}")
         return {name: [sample[name] for sample in named] for name in named[0]}
 
     @property
@@ -206,7 +212,7 @@ class SampleAccess:
         names = self.columns
         if isinstance(sample, Mapping):
             found = {str(key): value for key, value in sample.items()}
-            return {name: found[name] for name in select(found, names, f"row {row}")}
+            return {name: found[name] for name in select_columns(found, names, f"row {row}")}
         several = isinstance(sample, tuple) or (isinstance(sample, list) and names is not None and len(names) > 1)
         values = tuple(sample) if several else (sample,)
         names = names or getattr(sample, "_fields", None) or tuple(map(str, range(len(values))))
@@ -220,7 +226,7 @@ class SampleAccess:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ArrowAccess:
+class _ArrowAccess:
     """`dataset[start:stop]` as an Arrow table."""
 
     dataset: Any
@@ -228,7 +234,7 @@ class ArrowAccess:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def fetch(self, rows: range, randomness: RowRandomness) -> Values:
+    def fetch(self, rows: range, randomness: _RowRandomness) -> _Values:
         """Arrays; nothing of them is random. Raises DataError for nulls and for what Arrow cannot read."""
         where = f"rows {rows.start} to {rows.stop - 1}"
         try:
@@ -268,9 +274,9 @@ def from_torch(dataset: Any, columns: Iterable[str] | None = None, *, replayable
             f"a {type(dataset).__name__} is no map-style data set: it has no __len__ and __getitem__",
             remedy="write its samples as parquet, or give a data set whose rows can be asked for by number",
         )
-    access = SampleAccess(dataset=dataset, columns=None if columns is None else tuple(columns))
+    access = _SampleAccess(dataset=dataset, columns=None if columns is None else tuple(columns))
     name = type(dataset).__name__
-    return Dataset(source=ObjectSource(access=access, name=name, call="from_torch", replayable=replayable))
+    return Dataset(source=_ObjectSource(access=access, name=name, call="from_torch", replayable=replayable))
 
 
 def from_huggingface(dataset: Any, columns: Iterable[str] | None = None) -> Dataset:
@@ -299,9 +305,9 @@ def from_huggingface(dataset: Any, columns: Iterable[str] | None = None) -> Data
         remedy = "give the function to .map(...) here, or the data set to from_torch(...), which calls it for each row"
     if remedy:
         raise DataError(f"this {kind} cannot be read by row number as Arrow", where="from_huggingface", remedy=remedy)
-    names = select(dict.fromkeys(dataset.features), columns, f"from_huggingface({kind})")
-    access = ArrowAccess(dataset=dataset.with_format("arrow", columns=list(names)))
-    return Dataset(source=ObjectSource(access=access, name=kind, call="from_huggingface"))
+    names = select_columns(dict.fromkeys(dataset.features), columns, f"from_huggingface({kind})")
+    access = _ArrowAccess(dataset=dataset.with_format("arrow", columns=list(names)))
+    return Dataset(source=_ObjectSource(access=access, name=kind, call="from_huggingface"))
 
 
 def arrow_array(column: pa.ChunkedArray, where: str) -> npt.NDArray[Any]:
@@ -322,7 +328,7 @@ def group_rows(rows: int, row_bytes: int) -> int:
     return max(min(_GROUP_BYTES // max(row_bytes, 1), _GROUP_ROWS, max(rows // _GROUPS, 16)), 1)
 
 
-def objects(values: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
+def object_array(values: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Values as an array of objects (rows,), whatever they are."""
     column = np.empty(len(values), dtype=object)
     for row, value in enumerate(values):
@@ -330,15 +336,15 @@ def objects(values: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[Any]:
     return column
 
 
-def _groups(rows: int, size: int, name: str) -> tuple[Group, ...]:
+def _groups(rows: int, size: int, name: str) -> tuple[RowGroup, ...]:
     starts = range(0, rows, size)
     return tuple(
-        Group(file=name, number=number, rows=min(size, rows - start), first=start)
+        RowGroup(file=name, number=number, rows=min(size, rows - start), first=start)
         for number, start in enumerate(starts)
     )
 
 
-def _plain(value: Any, where: str) -> Any:
+def _to_array(value: Any, where: str) -> Any:
     """A tensor of any framework, an image or a number as an array; text, bytes, dicts and the like as they are."""
     if value is None:
         raise DataError("the value is None", where=where, remedy="drop or fill it before training")
@@ -364,10 +370,10 @@ def _field_of(values: Sequence[Any] | npt.NDArray[Any]) -> Field:
     return _OBJECT if first.dtype.kind in "OUS" else Field(first.dtype, first.shape[1:])
 
 
-def _column(name: str, values: Sequence[Any] | npt.NDArray[Any], field: Field, group: Group) -> npt.NDArray[Any]:
+def _column(name: str, values: Sequence[Any] | npt.NDArray[Any], field: Field, group: RowGroup) -> npt.NDArray[Any]:
     """The values of a row group, which must be as the index says."""
     if field == _OBJECT:
-        return objects(values)
+        return object_array(values)
     if isinstance(values, np.ndarray) and values.dtype == field.dtype and values.shape[1:] == field.shape:
         return values
     for row, value in enumerate(values, group.first):
@@ -380,7 +386,7 @@ def _column(name: str, values: Sequence[Any] | npt.NDArray[Any], field: Field, g
     return np.stack(list(values))
 
 
-def _same_names(samples: Sequence[Mapping[str, Any]], where: str) -> None:
+def _require_same_names(samples: Sequence[Mapping[str, Any]], where: str) -> None:
     for sample in samples:
         if sample.keys() != samples[0].keys():
             raise DataError(
@@ -400,7 +406,7 @@ def _size(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes) else 64
 
 
-def values_digest(samples: Iterable[Values]) -> str:
+def hash_values(samples: Iterable[_Values]) -> str:
     """SHA-256 over the content of sampled rows."""
     sums = hashlib.sha256()
     for sample in samples:
@@ -409,3 +415,75 @@ def values_digest(samples: Iterable[Values]) -> str:
             sums.update(f"{name} {_shown(Field(array.dtype, array.shape))}\n".encode())
             sums.update(repr(values[0]).encode() if array.dtype.kind in "OUS" else array.tobytes())
     return sums.hexdigest()
+
+
+# --- Random numbers of rows whose code draws from the global generators, as torch's data sets do ----------------------
+
+
+_LOCKED_S = 0.02  # after which a step may have the generators
+
+
+class _RowRandomness:
+    """Asks for rows, with the global generators seeded for each.
+
+    Attributes:
+        seed: of the run.
+        epoch: from 0.
+        drawn: some row has drawn from the generators so far.
+    """
+
+    def __init__(self, seed: int = 0, epoch: int = 0) -> None:
+        self.seed, self.epoch = seed, epoch
+        self.drawn = False
+
+    def ask(
+        self,
+        rows: Sequence[int],
+        one: Callable[[int], Any],
+        many: Callable[[Sequence[int]], list[Any]] | None = None,
+    ) -> list[Any]:
+        """What `one` gives for each row; or `many` for all of them, where none draws a random number."""
+        found: list[Any] = []
+        while len(found) < len(rows):
+            with _global_generators():
+                found += self._some(rows[len(found) :], one, many)
+        return found
+
+    def _some(
+        self, rows: Sequence[int], one: Callable[[int], Any], many: Callable[[Sequence[int]], list[Any]] | None
+    ) -> list[Any]:
+        """As many of the rows as take a moment."""
+        until = time.monotonic() + _LOCKED_S
+        if not self.drawn:
+            random_state.seed_generators(0)
+            before = random_state.generator_states()
+            found = many(rows) if many else _until(until, rows, one)
+            if random_state.generator_states() == before:
+                return found
+            self.drawn = True
+        return _until(until, rows, lambda row: self._seeded(row, one))
+
+    def _seeded(self, row: int, one: Callable[[int], Any]) -> Any:
+        random_state.seed_generators(fold_seed(self.seed, self.epoch, row))
+        return one(row)
+
+
+def _until(until: float, rows: Sequence[int], one: Callable[[int], Any]) -> list[Any]:
+    """One row at least."""
+    found = []
+    for row in rows:
+        found.append(one(row))
+        if time.monotonic() > until:
+            break
+    return found
+
+
+@contextmanager
+def _global_generators() -> Iterator[None]:
+    """The generators are this thread's, and afterwards as they were."""
+    with random_state.GENERATORS_LOCK:
+        again = random_state.save_generators()
+        try:
+            yield
+        finally:
+            again()

@@ -21,17 +21,16 @@ from typing import Any
 import pyarrow as pa
 
 from trainwright.core.errors import DataError
+from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, hash_parts, select_columns
 from trainwright.datasets.dataset import Dataset, parquet
-from trainwright.datasets.formats.arrow_columns import Arrays, Field, select
+from trainwright.datasets.formats.parquet_writer import is_complete, write_shards
 from trainwright.datasets.formats.python_objects import arrow_array
-from trainwright.datasets.index import Group, Index, digest
-from trainwright.datasets.tools.parquet_writer import finished, write_shards
 
 _FILE = "Ray block"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class _BlockInfo:
     """What is known of a block.
 
     Attributes:
@@ -48,7 +47,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RaySource:
+class _RaySource:
     """Blocks in Ray's object store, without the empty ones.
 
     Attributes:
@@ -56,7 +55,7 @@ class RaySource:
         references: to them, pickled by Ray; whoever unpickles them borrows the blocks.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[_BlockInfo, ...]
     references: bytes
 
     def describe(self) -> str:
@@ -73,7 +72,7 @@ class RaySource:
                     where=f"{_FILE} {number}",
                     remedy="give every row the same columns, types and shapes",
                 )
-            groups.append(Group(file=_FILE, number=number, rows=block.rows, first=first))
+            groups.append(RowGroup(file=_FILE, number=number, rows=block.rows, first=first))
             first += block.rows
         parts = [(name, field.dtype.str, field.shape) for name, field in sorted(schema.items())]
         return Index(
@@ -81,7 +80,7 @@ class RaySource:
             groups=tuple(groups),
             schema=schema,
             row_bytes=max(sum(block.size_bytes for block in self.blocks) // first, 1),
-            hash=digest([*parts, *((block.rows, block.ends) for block in self.blocks)]),
+            hash=hash_parts([*parts, *((block.rows, block.ends) for block in self.blocks)]),
         )
 
     def open(self, index: Index) -> RayLoader:
@@ -136,21 +135,21 @@ def from_ray(dataset: Any, cache: str | None = None) -> Dataset:
             f"a {type(dataset).__name__} is no Ray Dataset", where="from_ray", remedy="give a ray.data.Dataset"
         )
     if cache is None:
-        return Dataset(source=_kept(dataset))
-    if not finished(cache):
+        return Dataset(source=_materialize(dataset))
+    if not is_complete(cache):
         write_shards(_batches(dataset), cache)
     return parquet(cache)
 
 
-def _kept(dataset: Any) -> RaySource:
+def _materialize(dataset: Any) -> _RaySource:
     """Execute a data set and look at each of its blocks, where it lies."""
     import ray
     from ray import cloudpickle
 
-    with _in_order(dataset):
+    with _preserve_order(dataset):
         bundles = list(dataset.materialize().iter_internal_ref_bundles())
     references = [reference for bundle in bundles for reference in bundle.block_refs]
-    look = ray.remote(num_cpus=0)(_look)
+    look = ray.remote(num_cpus=0)(_block_info)
     try:
         blocks = ray.get([look.remote(reference, number) for number, reference in enumerate(references)])
     except ray.exceptions.RayTaskError as error:
@@ -159,18 +158,18 @@ def _kept(dataset: Any) -> RaySource:
     if not filled:
         raise DataError("the Ray Dataset has no rows", where="from_ray", remedy="look at how it was made")
     found, kept = zip(*filled, strict=True)
-    return RaySource(blocks=found, references=cloudpickle.dumps(kept))  # type: ignore[no-untyped-call]
+    return _RaySource(blocks=found, references=cloudpickle.dumps(kept))  # type: ignore[no-untyped-call]
 
 
 def _batches(dataset: Any) -> Iterator[Arrays]:
-    with _in_order(dataset):
+    with _preserve_order(dataset):
         for number, table in enumerate(dataset.iter_batches(batch_size=None, batch_format="pyarrow")):
             if table.num_rows:
                 yield _arrays(table, table.column_names, f"{_FILE} {number}")
 
 
 @contextlib.contextmanager
-def _in_order(dataset: Any) -> Iterator[None]:
+def _preserve_order(dataset: Any) -> Iterator[None]:
     """Ask Ray Data to keep the order of blocks while the data set is executed."""
     options = dataset.context.execution_options
     before, options.preserve_order = options.preserve_order, True
@@ -180,19 +179,19 @@ def _in_order(dataset: Any) -> Iterator[None]:
         options.preserve_order = before
 
 
-def _look(block: Any, number: int) -> Block:
+def _block_info(block: Any, number: int) -> _BlockInfo:
     """Runs as a task of Ray, near the block."""
     table = _table(block)
     rows = table.num_rows
     if not rows:
-        return Block(rows=0, size_bytes=0, schema={}, ends="")
+        return _BlockInfo(rows=0, size_bytes=0, schema={}, ends="")
     both = pa.concat_tables([table.slice(0, 1), table.slice(rows - 1, 1)])
     ends = _arrays(both, table.column_names, f"{_FILE} {number}")
     sums = hashlib.sha256()
     for name, array in sorted(ends.items()):
         sums.update(repr((name, array.tolist())).encode())
     schema = {name: Field(array.dtype, array.shape[1:]) for name, array in ends.items()}
-    return Block(rows=rows, size_bytes=table.nbytes, schema=schema, ends=sums.hexdigest())
+    return _BlockInfo(rows=rows, size_bytes=table.nbytes, schema=schema, ends=sums.hexdigest())
 
 
 def _table(block: Any) -> pa.Table:
@@ -202,7 +201,7 @@ def _table(block: Any) -> pa.Table:
 
 
 def _arrays(table: pa.Table, columns: Sequence[str], where: str) -> Arrays:
-    select(dict.fromkeys(table.column_names), columns, where)
+    select_columns(dict.fromkeys(table.column_names), columns, where)
     return {name: arrow_array(table.column(name), f"{where}, column {name!r}") for name in columns}
 
 

@@ -7,29 +7,35 @@ which files, one schema for all of them, the hash, and reading only the byte ran
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pafs
 
 from trainwright.core.errors import DataError
-from trainwright.datasets.formats.arrow_columns import Arrays, Field, select, to_array
-from trainwright.datasets.formats.byte_ranges import COMPRESSIONS, Ranges, compression, opened
-from trainwright.datasets.formats.file_metadata import metadata_of
-from trainwright.datasets.formats.paths import common_folder, find, system_of
-from trainwright.datasets.index import Group, Index, digest
-from trainwright.datasets.ops.first_pass import first_pass
+from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, hash_parts, select_columns, to_array
+from trainwright.datasets.formats.file_system import (
+    COMPRESSIONS,
+    RandomAccessFile,
+    common_folder,
+    compression_codec,
+    find_files,
+    open_file,
+    resolve_file_system,
+)
+from trainwright.datasets.metadata_cache import cached_metadata, first_pass
 
-_SURVEYS = 4  # files looked at together
-_HEADS = 64
+_SURVEY_THREADS = 4  # files looked at together
+_KEPT_HEADS = 64
 
 
-class Piece(NamedTuple):
+class RecordRange(NamedTuple):
     """Bytes start..stop of a file, which hold whole rows."""
 
     start: int
@@ -38,7 +44,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survey:
+class FileSurvey:
     """What the first pass found in one file.
 
     Attributes:
@@ -46,12 +52,12 @@ class Survey:
         traits: by column, what the format knows about it.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RecordRange, ...]
     traits: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class GroupLocation:
     """A group of rows, for messages.
 
     Attributes:
@@ -71,7 +77,7 @@ class Place:
         return words + (f", column {column!r}" if column is not None else "")
 
 
-class Format(Protocol):
+class _FileFormat(Protocol):
     """How the files of one format are read. Frozen and picklable.
 
     Attributes:
@@ -81,13 +87,13 @@ class Format(Protocol):
     """
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str: ...
     @property
-    def call(self) -> str: ...  # noqa: D102
+    def call(self) -> str: ...
     @property
-    def suffixes(self) -> tuple[str, ...]: ...  # noqa: D102
+    def suffixes(self) -> tuple[str, ...]: ...
 
-    def survey(self, data: Ranges) -> Survey:
+    def survey(self, data: RandomAccessFile) -> FileSurvey:
         """Pass over a file in bounded memory. Raises DataError that names file and row for a damaged one."""
 
     def merge(self, one: Any, other: Any) -> Any | None:
@@ -102,7 +108,7 @@ class Format(Protocol):
     def unpack(self, stored: Any) -> Any:
         """The trait that `pack` was given. Raises ValueError, TypeError or ArrowException for other JSON."""
 
-    def decode(self, head: bytes, body: bytes, traits: Mapping[str, Any], place: Place) -> Arrays:
+    def decode(self, head: bytes, body: bytes, traits: Mapping[str, Any], place: GroupLocation) -> Arrays:
         """Columns of one group.
 
         Args:
@@ -113,7 +119,7 @@ class Format(Protocol):
         """
 
 
-class PlainTraits:
+class TextTraits:
     """For formats whose traits are text, which JSON holds as it is."""
 
     def pack(self, trait: str) -> Any:
@@ -126,26 +132,26 @@ class PlainTraits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surveying:
+class SurveyTask:
     """The first pass over single files, in any process."""
 
     path: str
-    format: Format
+    format: _FileFormat
 
-    def __call__(self, file: tuple[str, int]) -> Survey:
+    def __call__(self, file: tuple[str, int]) -> FileSurvey:
         """The survey of a file, given by its path in the file system and its size in bytes."""
         path, size_bytes = file
-        with opened(self._system, path, size_bytes) as data:
+        with open_file(self._system, path, size_bytes) as data:
             survey = self.format.survey(data)
-        if compression(path) is None or not survey.pieces:
+        if compression_codec(path) is None or not survey.pieces:
             return survey
         pieces = survey.pieces  # a part of a compressed file costs as much as all of it
-        whole = Piece(pieces[0].start, pieces[-1].stop, sum(piece.rows for piece in pieces))
-        return Survey(pieces=(whole,), traits=survey.traits)
+        whole = RecordRange(pieces[0].start, pieces[-1].stop, sum(piece.rows for piece in pieces))
+        return FileSurvey(pieces=(whole,), traits=survey.traits)
 
     @cached_property
     def _system(self) -> pafs.FileSystem:
-        return system_of(self.path)[0]
+        return resolve_file_system(self.path)[0]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "format": self.format}  # another process has credentials of its own
@@ -162,7 +168,7 @@ class FileSource:
     """
 
     path: str
-    format: Format
+    format: _FileFormat
     columns: tuple[str, ...] | None = None
 
     def describe(self) -> str:
@@ -171,10 +177,10 @@ class FileSource:
 
     def index(self) -> Index:
         """Pass over every file that the caches do not know. Raises DataError for anything wrong."""
-        system, path = system_of(self.path)
+        system, path = resolve_file_system(self.path)
         suffixes = self.format.suffixes
         packed = tuple(suffix + packing for suffix in suffixes for packing in COMPRESSIONS)
-        files = find(system, path, self.path, self.format.name, suffixes + packed)
+        files = find_files(system, path, self.path, self.format.name, suffixes + packed)
         surveys = self._surveys(system, files)
         groups = _groups(files, surveys)
         if not groups:
@@ -194,34 +200,34 @@ class FileSource:
 
     def open(self, index: Index) -> FileLoader:
         """A loader for one process."""
-        return FileLoader(system_of(self.path)[0], self.format, index)
+        return FileLoader(resolve_file_system(self.path)[0], self.format, index)
 
-    def _surveys(self, system: pafs.FileSystem, files: list[pafs.FileInfo]) -> list[Survey]:
+    def _surveys(self, system: pafs.FileSystem, files: list[pafs.FileInfo]) -> list[FileSurvey]:
         """Surveys of files that the caches do not know are made now."""
 
-        def read(infos: list[pafs.FileInfo]) -> list[Survey]:
-            surveying = Surveying(path=self.path, format=self.format)
-            return first_pass(surveying, [(info.path, info.size) for info in infos], threads=_SURVEYS)
+        def read(infos: list[pafs.FileInfo]) -> list[FileSurvey]:
+            surveying = SurveyTask(path=self.path, format=self.format)
+            return first_pass(surveying, [(info.path, info.size) for info in infos], threads=_SURVEY_THREADS)
 
-        return metadata_of(
+        return cached_metadata(
             system, files, reads=(self.format, self.path), read=read, pack=self._packed, unpack=self._unpacked
         )
 
-    def _packed(self, survey: Survey) -> Any:
+    def _packed(self, survey: FileSurvey) -> Any:
         return [survey.pieces, {name: self.format.pack(trait) for name, trait in survey.traits.items()}]
 
-    def _unpacked(self, stored: Any) -> Survey:
+    def _unpacked(self, stored: Any) -> FileSurvey:
         pieces, traits = stored
-        return Survey(
-            pieces=tuple(Piece(*map(int, piece)) for piece in pieces),
+        return FileSurvey(
+            pieces=tuple(RecordRange(*map(int, piece)) for piece in pieces),
             traits={name: self.format.unpack(trait) for name, trait in traits.items()},
         )
 
-    def _merged(self, files: list[pafs.FileInfo], surveys: list[Survey]) -> dict[str, Any]:
+    def _merged(self, files: list[pafs.FileInfo], surveys: list[FileSurvey]) -> dict[str, Any]:
         """One trait for each column; the files that have rows must have the same columns where they are read."""
         pairs = zip(files, surveys, strict=True)
         (first, survey), *others = [(info.path, survey) for info, survey in pairs if survey.pieces]
-        merged = {name: survey.traits[name] for name in select(survey.traits, self.columns, first)}
+        merged = {name: survey.traits[name] for name in select_columns(survey.traits, self.columns, first)}
         for file, found in others:
             for name in sorted({*merged, *(found.traits if self.columns is None else ())}):
                 merged[name] = self._joined(name, merged.get(name), found.traits.get(name), (first, file))
@@ -252,9 +258,9 @@ class FileSource:
 class FileLoader:
     """Reads the byte range of one group at a time. For one thread at a time."""
 
-    def __init__(self, system: pafs.FileSystem, form: Format, index: Index) -> None:
+    def __init__(self, system: pafs.FileSystem, form: _FileFormat, index: Index) -> None:
         self._system, self._format, self._index = system, form, index
-        self._firsts: dict[str, Group] = {}
+        self._firsts: dict[str, RowGroup] = {}
         for group in index.groups:
             self._firsts.setdefault(group.file, group)
         self._heads: dict[str, bytes] = {}
@@ -266,9 +272,9 @@ class FileLoader:
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of group `number` of the index; raises DataError that names file, group, and the row where known."""
         group = self._index.groups[number]
-        place = Place(file=group.file, group=group.number, row=group.first - self._firsts[group.file].first)
-        names = select(self._index.traits, columns, place.at())
-        with opened(self._system, group.file, self._index.sizes.get(group.file)) as data:
+        place = GroupLocation(file=group.file, group=group.number, row=group.first - self._firsts[group.file].first)
+        names = select_columns(self._index.traits, columns, place.at())
+        with open_file(self._system, group.file, self._index.sizes.get(group.file)) as data:
             head, body = self._head(data), data.read(group.start, group.stop)
         arrays = self._format.decode(head, body, {name: self._index.traits[name] for name in names}, place)
         for name, array in arrays.items():
@@ -280,15 +286,15 @@ class FileLoader:
                 )
         return arrays
 
-    def _head(self, data: Ranges) -> bytes:
+    def _head(self, data: RandomAccessFile) -> bytes:
         if data.file not in self._heads:
-            if len(self._heads) >= _HEADS:
+            if len(self._heads) >= _KEPT_HEADS:
                 self._heads.clear()
             self._heads[data.file] = data.read(0, self._firsts[data.file].start)
         return self._heads[data.file]
 
 
-def table_arrays(table: pa.Table, names: Sequence[str], place: Place) -> Arrays:
+def table_arrays(table: pa.Table, names: Sequence[str], place: GroupLocation) -> Arrays:
     """Columns of an Arrow table; DataError names the first row that is null."""
     for name in names:
         column = table.column(name)
@@ -303,17 +309,17 @@ def null_error(what: str, where: str) -> DataError:
     return DataError(what, where=where, remedy="drop or fill them before training; nulls have no meaning as numbers")
 
 
-def _groups(files: list[pafs.FileInfo], surveys: list[Survey]) -> tuple[Group, ...]:
-    groups: list[Group] = []
+def _groups(files: list[pafs.FileInfo], surveys: list[FileSurvey]) -> tuple[RowGroup, ...]:
+    groups: list[RowGroup] = []
     first = 0
     for info, survey in zip(files, surveys, strict=True):
         for number, (start, stop, rows) in enumerate(survey.pieces):
-            groups.append(Group(file=info.path, number=number, rows=rows, first=first, start=start, stop=stop))
+            groups.append(RowGroup(file=info.path, number=number, rows=rows, first=first, start=start, stop=stop))
             first += rows
     return tuple(groups)
 
 
-def _row_bytes(groups: tuple[Group, ...], fields: Mapping[str, Field], rows: int) -> int:
+def _row_bytes(groups: tuple[RowGroup, ...], fields: Mapping[str, Field], rows: int) -> int:
     """Decoded size of a row; objects are charged with their size in the files."""
     known = sum(field.row_bytes for field in fields.values())
     if all(field.dtype != np.dtype(object) for field in fields.values()):
@@ -322,14 +328,104 @@ def _row_bytes(groups: tuple[Group, ...], fields: Mapping[str, Field], rows: int
 
 
 def _hash(
-    files: list[pafs.FileInfo], groups: tuple[Group, ...], traits: Mapping[str, Any], fields: Mapping[str, Field]
+    files: list[pafs.FileInfo], groups: tuple[RowGroup, ...], traits: Mapping[str, Any], fields: Mapping[str, Field]
 ) -> str:
     """The same wherever the files lie: names within the common folder, sizes, ranges and columns."""
     folder = common_folder([info.path for info in files])
-    return digest(
+    return hash_parts(
         [
             *((os.path.relpath(info.path, folder or "."), info.size) for info in files),
             *((group.number, group.rows, group.start, group.stop) for group in groups),
             *((name, traits[name], fields[name].dtype.str, fields[name].shape) for name in sorted(fields)),
         ]
+    )
+
+
+# --- Cutting files that have no index into ranges of whole records ----------------------------------------------------
+
+
+_GROUP_ROWS, _GROUP_BYTES = 4096, 8 << 20
+_RECORD_BYTES = 256 << 20
+CHUNK_BYTES = 8 << 20
+
+Offsets = npt.NDArray[np.int64]
+_FindEnds = Callable[[bytes, bool], Offsets]
+"""ends(data, last): where the records end in data that begins with a record, ascending, only whole records; `last`
+says that the file ends with the data."""
+
+
+def group_boundaries(ends: Offsets, last: bool, rows: int = _GROUP_ROWS, size_bytes: int = _GROUP_BYTES) -> list[int]:
+    """Behind which records to cut data that begins with one: `rows` at a time, or fewer that reach `size_bytes`.
+
+    Args:
+        ends: where each record ends, ascending.
+        last: these are all. Otherwise cuts that depend on what follows are left open, so that the cuts do not depend on
+            how much of a file was looked at together.
+        rows: of a group.
+        size_bytes: of a group.
+
+    Returns:
+        How many records stand before each cut, ascending.
+    """
+    cuts: list[int] = []
+    record = low = 0
+    while record < len(ends):
+        index = min(record + rows - 1, int(np.searchsorted(ends, low + size_bytes)))
+        if index >= len(ends):
+            if not last:
+                break
+            index = len(ends) - 1
+        low, record = int(ends[index]), index + 1
+        cuts.append(record)
+    return cuts
+
+
+def whole_records(
+    data: RandomAccessFile, start: int, ends: _FindEnds, limit_bytes: int = _RECORD_BYTES
+) -> Iterator[tuple[int, bytes]]:
+    """Ranges of whole records with the byte where each begins, in the memory of two ranges and a chunk.
+
+    Args:
+        data: the file.
+        start: where its first record begins.
+        ends: finds records.
+        limit_bytes: no record is longer.
+
+    Raises:
+        DataError: a record is longer, or is not whole at the end of the file.
+    """
+    offset = position = start
+    rest = b""
+    records = 0
+    while position < data.size_bytes:
+        after = min(position + CHUNK_BYTES, data.size_bytes)
+        rest += data.read(position, after)
+        position, low = after, 0
+        last = position == data.size_bytes
+        found = ends(rest, last)
+        cuts = group_boundaries(found, last)
+        for high in found[np.array(cuts, dtype=np.int64) - 1].tolist():
+            yield offset + low, rest[low:high]
+            low = high
+        unfinished = int(found[-1]) if len(found) else 0
+        if (last and unfinished < len(rest)) or len(rest) - unfinished > limit_bytes:
+            raise _unfinished_record_error(data, offset + unfinished, records + len(found), limit_bytes, last)
+        records += cuts[-1] if cuts else 0
+        offset, rest = offset + low, rest[low:]
+
+
+def line_ends(data: bytes, last: bool) -> Offsets:
+    """Ends of lines, the newline included; at the end of a file it may be missing."""
+    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")).astype(np.int64) + 1
+    if last and data and not data.endswith(b"\n"):
+        ends = np.append(ends, len(data))
+    return ends
+
+
+def _unfinished_record_error(data: RandomAccessFile, offset: int, row: int, limit_bytes: int, last: bool) -> DataError:
+    within = "before the file does" if last else f"within {limit_bytes >> 20} MiB"
+    return DataError(
+        f"the row that begins at byte {offset} of {data.size_bytes} does not end {within}",
+        where=f"{data.file}, row {row}",
+        remedy="the file may be cut off, or a quotation mark not closed: write it anew, or leave it out",
     )

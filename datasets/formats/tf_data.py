@@ -17,13 +17,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from trainwright.core.errors import DataError, UserCodeError
+from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, hash_parts
 from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.formats.arrow_columns import Arrays, Field
-from trainwright.datasets.formats.python_objects import objects, values_digest
-from trainwright.datasets.index import Group, Index, digest
-from trainwright.datasets.sampling.sampler import Rows
+from trainwright.datasets.formats.python_objects import hash_values, object_array
+from trainwright.datasets.sample_order import Rows
 
-_LOOKED_AT = 64  # rows that are read twice
+_SAMPLED_ROWS = 64  # rows that are read twice
 _BLOCK_ROWS = 256
 END_S = 0.5  # for functions of the pipeline that are under way when it is let go
 _AUTOTUNE, _INFINITE, _UNKNOWN = -1, -1, -2  # as tf.data has them
@@ -31,7 +30,7 @@ _PARTS = ("x", "y", "weight")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PipelineSource:
+class _PipelineSource:
     """Rows of a pipeline.
 
     Attributes:
@@ -58,9 +57,9 @@ class PipelineSource:
         pipeline = self.opened(0)
         schema, rows = self._schema(pipeline.element_spec), self._length(pipeline)
         first, again = self._first_rows(pipeline, schema), self._first_rows(self.opened(0), schema)
-        if self.replayable and values_digest([first]) != values_digest([again]):
+        if self.replayable and hash_values([first]) != hash_values([again]):
             raise DataError(
-                f"the pipeline gives other rows among its first {_LOOKED_AT} each time it is iterated",
+                f"the pipeline gives other rows among its first {_SAMPLED_ROWS} each time it is iterated",
                 where=self.describe(),
                 remedy="seed its shuffle (a function of the epoch may give each another one), keep it deterministic, "
                 "or pass replayable=False: then a recovered run may count some rows twice and others never",
@@ -69,10 +68,10 @@ class PipelineSource:
         looked_at = len(next(iter(first.values())))
         return Index(
             rows=rows,
-            groups=(Group(file=self.describe(), number=0, rows=rows, first=0),),
+            groups=(RowGroup(file=self.describe(), number=0, rows=rows, first=0),),
             schema=schema,
             row_bytes=max(sum(array.nbytes for array in first.values()) // looked_at, 1),
-            hash=digest([rows, *named, values_digest([first]) if self.replayable else ""]),
+            hash=hash_parts([rows, *named, hash_values([first]) if self.replayable else ""]),
             in_order=True,
             weight=_PARTS[2] if isinstance(pipeline.element_spec, tuple) and _PARTS[2] in schema else "",
         )
@@ -81,9 +80,9 @@ class PipelineSource:
         """There are no rows by number. Raises DataError."""
         raise DataError("a tf.data pipeline has no rows by number", where=self.describe(), remedy="read it in order")
 
-    def passes(self, index: Index, columns: Sequence[str]) -> PipelineRows:
+    def passes(self, index: Index, columns: Sequence[str]) -> _PipelineRows:
         """A reader for one process."""
-        return PipelineRows(self, index, columns)
+        return _PipelineRows(self, index, columns)
 
     def opened(self, epoch: int) -> Any:
         """The pipeline of an epoch. Raises UserCodeError, DataError."""
@@ -124,7 +123,7 @@ class PipelineSource:
 
     def _schema(self, spec: Any) -> dict[str, Field]:
         """Columns as the pipeline declares them; values whose shape differs from row to row are objects."""
-        columns = named(spec, self.describe())
+        columns = named_components(spec, self.describe())
         shapes = [component.shape for component in columns.values()]
         if len(shapes) > 1 and all(shape.rank and shape[0] is None for shape in shapes):
             raise DataError(
@@ -135,12 +134,12 @@ class PipelineSource:
         return {name: _field_of(component) for name, component in columns.items()}
 
     def _first_rows(self, pipeline: Any, schema: Mapping[str, Field]) -> Arrays:
-        for block in blocks(pipeline.take(_LOOKED_AT), schema, self.describe()):
+        for block in read_blocks(pipeline.take(_SAMPLED_ROWS), schema, self.describe()):
             return block
         raise DataError("the pipeline gives no row", where=self.describe(), remedy="look at how it is made")
 
 
-class PipelineRows:
+class _PipelineRows:
     """Rows of one pass after the other. A row before those last read begins the pass anew. Safe with several threads.
 
     Args:
@@ -149,7 +148,7 @@ class PipelineRows:
         columns: to give.
     """
 
-    def __init__(self, source: PipelineSource, index: Index, columns: Sequence[str]) -> None:
+    def __init__(self, source: _PipelineSource, index: Index, columns: Sequence[str]) -> None:
         self._source, self._index, self._columns = source, index, columns
         self._lock = threading.Lock()
         self._epoch = -1
@@ -177,7 +176,7 @@ class PipelineRows:
 
     def _begin(self, epoch: int, row: int) -> None:
         pipeline = self._source.opened(epoch).skip(row)
-        self._blocks = blocks(pipeline, self._index.schema, self._source.describe(), row)
+        self._blocks = read_blocks(pipeline, self._index.schema, self._source.describe(), row)
         self._kept, self._epoch, self._first, self._next = [], epoch, row, row
 
     def _read(self, wanted: int) -> None:
@@ -229,10 +228,10 @@ def from_tf(make: Callable[..., Any], *, rows: int | None = None, replayable: bo
         )
     if rows is not None and rows < 1:
         raise DataError(f"rows={rows} is no length of a pass", where="from_tf", remedy="give 1 or more")
-    return Dataset(source=PipelineSource(make=make, rows=rows, replayable=replayable))
+    return Dataset(source=_PipelineSource(make=make, rows=rows, replayable=replayable))
 
 
-def blocks(pipeline: Any, schema: Mapping[str, Field], where: str, first: int = 0) -> Iterator[Arrays]:
+def read_blocks(pipeline: Any, schema: Mapping[str, Field], where: str, first: int = 0) -> Iterator[Arrays]:
     """Arrays of consecutive rows.
 
     Args:
@@ -256,15 +255,15 @@ def blocks(pipeline: Any, schema: Mapping[str, Field], where: str, first: int = 
                     where=f"{where}, rows {first} to {first + _BLOCK_ROWS}",
                     remedy="mend the data or the function, or append .ignore_errors() and pass rows=",
                 ) from error
-            columns = named(element, where)
+            columns = named_components(element, where)
             block = {name: _array(columns[name], field) for name, field in schema.items()}
             first += _rows(block)
             yield block
     finally:
-        _let_go(held)
+        _close_iterator(held)
 
 
-def _let_go(held: list[Any]) -> None:
+def _close_iterator(held: list[Any]) -> None:
     """End an iterator: what it runs has ended when this returns, but for a thread of TensorFlow's that may sleep on.
 
     The end of an iterator waits for its autotuner. TensorFlow 2.21 wakes that before it marks it as cancelled, so that
@@ -275,7 +274,7 @@ def _let_go(held: list[Any]) -> None:
     end.join(END_S)
 
 
-def named(element: Any, where: str) -> dict[str, Any]:
+def named_components(element: Any, where: str) -> dict[str, Any]:
     """The parts of an element by column name."""
     if isinstance(element, Mapping):
         return dict(element)
@@ -305,9 +304,9 @@ def _field_of(spec: Any) -> Field:
 def _array(values: Any, field: Field) -> Any:
     """A batch of one column; of ragged values, an array for each row."""
     if hasattr(values, "row_lengths"):
-        return objects([row.numpy() for row in values])
+        return object_array([row.numpy() for row in values])
     array = values.numpy()
-    return array if field.dtype != np.dtype(object) or array.ndim == 1 else objects(list(array))
+    return array if field.dtype != np.dtype(object) or array.ndim == 1 else object_array(list(array))
 
 
 def _rows(block: Arrays) -> int:

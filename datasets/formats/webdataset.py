@@ -16,14 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.errors import DataError
+from trainwright.datasets.data_source import Arrays, Field
 from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.formats.arrow_columns import Arrays, Field
-from trainwright.datasets.formats.byte_ranges import Ranges
-from trainwright.datasets.formats.paths import absolute
-from trainwright.datasets.formats.record_boundaries import cut
-from trainwright.datasets.formats.scanned_files import FileSource, Piece, Place, PlainTraits, Survey
+from trainwright.datasets.formats.file_system import RandomAccessFile, absolute_path
+from trainwright.datasets.formats.scanned_files import (
+    FileSource,
+    FileSurvey,
+    GroupLocation,
+    RecordRange,
+    TextTraits,
+    group_boundaries,
+)
 
-KEY = "__key__"
+_KEY = "__key__"
 _NAME = re.compile(r"((?:.*/|)[^./][^./]*)\.([^/]+)")
 _BLOCK = tarfile.BLOCKSIZE
 _BUFFER_BYTES = 4 << 20
@@ -40,26 +45,26 @@ class _Sample(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TarFormat(PlainTraits):
+class _TarFormat(TextTraits):
     """Tar files as WebDataset writes them. The key of a member is its path up to the first dot of its name."""
 
     name = "WebDataset"
     call = "webdataset"
     suffixes = (".tar",)
 
-    def survey(self, data: Ranges) -> Survey:
+    def survey(self, data: RandomAccessFile) -> FileSurvey:
         """Walk over the headers."""
-        traits: dict[str, str] = {KEY: "text"}
+        traits: dict[str, str] = {_KEY: "text"}
         starts: list[int] = []
         stops: list[int] = []
-        with io.BufferedReader(_Reading(data), _BUFFER_BYTES) as stream:
+        with io.BufferedReader(_RangeStream(data), _BUFFER_BYTES) as stream:
             for sample in _samples(stream, data.file, whole=True):
                 starts.append(sample.start)
                 stops.append(sample.stop)
-                traits.update((name, trait_of(name)) for name in sample.members)
-        cuts = cut(np.array(stops, dtype=np.int64) - min(starts, default=0), last=True)
-        pieces = [Piece(starts[low], stops[high - 1], high - low) for low, high in pairwise([0, *cuts])]
-        return Survey(pieces=tuple(pieces), traits=traits)
+                traits.update((name, _column_decoder(name)) for name in sample.members)
+        cuts = group_boundaries(np.array(stops, dtype=np.int64) - min(starts, default=0), last=True)
+        pieces = [RecordRange(starts[low], stops[high - 1], high - low) for low, high in pairwise([0, *cuts])]
+        return FileSurvey(pieces=tuple(pieces), traits=traits)
 
     def merge(self, one: str, other: str) -> str | None:
         """An extension means the same everywhere."""
@@ -69,21 +74,21 @@ class TarFormat(PlainTraits):
         """What arrays of a column look like."""
         return Field(np.dtype(np.int64 if trait == "class" else object), ())
 
-    def decode(self, head: bytes, body: bytes, traits: Mapping[str, str], place: Place) -> Arrays:
+    def decode(self, head: bytes, body: bytes, traits: Mapping[str, str], place: GroupLocation) -> Arrays:
         """Columns of one group."""
         samples = list(_samples(io.BytesIO(body), place.at(), whole=False))
         return {name: _column(samples, body, name, trait, place) for name, trait in traits.items()}
 
 
-def trait_of(name: str) -> str:
+def _column_decoder(name: str) -> str:
     """How the column of an extension is decoded: by the part behind its last dot."""
     return _DECODED.get(name.rpartition(".")[2], "bytes")
 
 
-def _column(samples: list[_Sample], body: bytes, name: str, trait: str, place: Place) -> npt.NDArray[Any]:
+def _column(samples: list[_Sample], body: bytes, name: str, trait: str, place: GroupLocation) -> npt.NDArray[Any]:
     values: list[Any] = []
     for row, sample in enumerate(samples):
-        if name == KEY:
+        if name == _KEY:
             values.append(sample.key)
             continue
         if name not in sample.members:
@@ -150,21 +155,21 @@ def _members(stream: IO[bytes], where: str, whole: bool) -> Iterator[tarfile.Tar
             stream.seek(archive.offset)
             end = stream.read(_BLOCK)
     except tarfile.TarError as error:
-        raise _damaged(str(error), where) from error
+        raise _damaged_archive_error(str(error), where) from error
     if end.strip(b"\0"):
-        raise _damaged(f"no header stands at byte {archive.offset}", where)
+        raise _damaged_archive_error(f"no header stands at byte {archive.offset}", where)
     if whole and not end:
-        raise _damaged("it has no end: it may be cut off", where)
+        raise _damaged_archive_error("it has no end: it may be cut off", where)
 
 
-def _damaged(how: str, where: str) -> DataError:
+def _damaged_archive_error(how: str, where: str) -> DataError:
     return DataError(f"the archive is damaged: {how}", where=where, remedy="write the shard anew, or leave it out")
 
 
-class _Reading(io.RawIOBase):
+class _RangeStream(io.RawIOBase):
     """Ranges as a binary file."""
 
-    def __init__(self, data: Ranges) -> None:
+    def __init__(self, data: RandomAccessFile) -> None:
         self._data, self._at = data, 0
 
     def readable(self) -> bool:
@@ -200,4 +205,4 @@ def webdataset(path: str | os.PathLike[str], columns: Iterable[str] | None = Non
         columns: read only these; by default all.
     """
     names = None if columns is None else tuple(columns)
-    return Dataset(source=FileSource(path=absolute(path), format=TarFormat(), columns=names))
+    return Dataset(source=FileSource(path=absolute_path(path), format=_TarFormat(), columns=names))

@@ -11,17 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.errors import DataError, TrainwrightError, UserCodeError
-from trainwright.datasets.formats.arrow_columns import Arrays, Field
-from trainwright.datasets.sampling.sampler import Rows
+from trainwright.datasets.data_source import Arrays, Field
+from trainwright.datasets.sample_order import Rows
 
-Read = Callable[[Rows], Arrays]
+_Read = Callable[[Rows], Arrays]
 _Parts = list[tuple[Rows, Arrays | None]]
 
-_AROUND = 64  # samples before the bad ones, and of the first ones, that are tried where no good row is known
+_NEARBY_SAMPLES = 64  # samples before the bad ones, and of the first ones, that are tried where no good row is known
 
 
 @dataclass(frozen=True, kw_only=True)
-class Skipped:
+class SkippedSample:
     """A sample that could not be read or transformed.
 
     Attributes:
@@ -35,7 +35,7 @@ class Skipped:
     error: str
 
 
-class Salvage:
+class SkippingReader:
     """Reads what can be read and is like the other rows: the first read settles their columns. For one thread.
 
     Args:
@@ -43,12 +43,12 @@ class Salvage:
         record: is told of each, once.
     """
 
-    def __init__(self, limit: int, record: Callable[[Skipped], None]) -> None:
+    def __init__(self, limit: int, record: Callable[[SkippedSample], None]) -> None:
         self._limit, self._record = limit, record
-        self._skipped: dict[int, Skipped] = {}
+        self._skipped: dict[int, SkippedSample] = {}
         self._row: Arrays | None = None  # a good row, which all others are like
 
-    def read(self, read: Read, samples: Rows) -> tuple[Arrays, npt.NDArray[np.bool_]]:
+    def read(self, read: _Read, samples: Rows) -> tuple[Arrays, npt.NDArray[np.bool_]]:
         """read(samples), and which of its rows are good; a bad one holds a copy of a good one.
 
         Raises DataError where the limit is passed, or no row of these is good and none is found elsewhere.
@@ -64,13 +64,13 @@ class Salvage:
         columns = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
         return _spread(columns, good), good
 
-    def _parts(self, read: Read, samples: Rows) -> _Parts:
+    def _parts(self, read: _Read, samples: Rows) -> _Parts:
         """Parts of the samples in order with their columns, None for a single bad one: halved until each is known."""
         if not len(samples):
             return []
         try:
             return [(samples, self._alike(read(samples), samples))]
-        except TooManySkipped:
+        except _TooManyBadSamples:
             raise
         except (DataError, UserCodeError) as error:
             if len(samples) == 1:
@@ -87,7 +87,7 @@ class Salvage:
             raise DataError(difference, where=f"sample {samples[0]}", remedy=remedy)
         return arrays
 
-    def _settled(self, read: Read, found: _Parts) -> _Parts:
+    def _settled(self, read: _Read, found: _Parts) -> _Parts:
         """Choose the good row from what most rows are like; the parts, those that differ having been read again."""
         rows: Counter[frozenset[tuple[str, Field]]] = Counter()
         examples: dict[frozenset[tuple[str, Field]], Arrays] = {}
@@ -107,7 +107,7 @@ class Salvage:
             parts += [(part, arrays)] if same else self._parts(read, part)
         return parts
 
-    def _repeated(self, read: Read, samples: Rows) -> Arrays:
+    def _repeated(self, read: _Read, samples: Rows) -> Arrays:
         """The good row, for samples none of which is good; a run that was resumed here may not have seen one yet."""
         if self._row is None:
             self._row = self._elsewhere(read, int(samples[0]))
@@ -115,9 +115,9 @@ class Salvage:
             raise self._none_left(samples)
         return self._row
 
-    def _elsewhere(self, read: Read, first: int) -> Arrays | None:
+    def _elsewhere(self, read: _Read, first: int) -> Arrays | None:
         """A good row that was not asked for; those that fail are not counted."""
-        for sample in (*range(first - 1, max(first - _AROUND, 0) - 1, -1), *range(_AROUND)):
+        for sample in (*range(first - 1, max(first - _NEARBY_SAMPLES, 0) - 1, -1), *range(_NEARBY_SAMPLES)):
             # an IndexError says that the data has fewer rows
             with suppress(DataError, UserCodeError, IndexError):
                 if sample not in self._skipped:
@@ -125,11 +125,11 @@ class Salvage:
         return None
 
     def _skip(self, sample: int, error: TrainwrightError) -> None:
-        skipped = Skipped(sample=sample, where=error.where, error=error.what)
+        skipped = SkippedSample(sample=sample, where=error.where, error=error.what)
         self._skipped[sample] = skipped
         self._record(skipped)
         if len(self._skipped) > self._limit:
-            raise _too_many(self._limit, error)
+            raise _skip_limit_error(self._limit, error)
 
     def _none_left(self, samples: Rows) -> DataError:
         first = self._skipped[int(samples[0])]
@@ -140,12 +140,12 @@ class Salvage:
         )
 
 
-class TooManySkipped(DataError):
+class _TooManyBadSamples(DataError):
     """The limit of samples that may be skipped was passed."""
 
 
-def _too_many(limit: int, last: TrainwrightError) -> TooManySkipped:
-    return TooManySkipped(
+def _skip_limit_error(limit: int, last: TrainwrightError) -> _TooManyBadSamples:
+    return _TooManyBadSamples(
         f"more than {limit} samples cannot be read, which is the limit; the last: {last.what}",
         where=last.where,
         remedy="look at the quarantine beside the run, mend the data, or raise skip_limit",

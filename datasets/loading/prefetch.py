@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-Item = TypeVar("Item")
+_Item = TypeVar("_Item")
 _JOIN_S = 30.0
 
 
-class ReadAhead(Generic[Item], Iterator[Item]):
+class ReadAhead(Generic[_Item], Iterator[_Item]):
     """Runs an iterator in a thread of its own, up to `depth` items ahead.
 
     What the iterator raises is raised in the consumer, after the items before it. `close` ends the thread; it is also
@@ -28,18 +28,18 @@ class ReadAhead(Generic[Item], Iterator[Item]):
 
     def __init__(
         self,
-        items: Iterator[Item],
+        items: Iterator[_Item],
         *,
         depth: int = 2,
         name: str = "read-ahead",
-        size_of: Callable[[Item], int] | None = None,
+        size_of: Callable[[_Item], int] | None = None,
         memory_bytes: int = 64 << 20,
     ) -> None:
-        self._shared = _Shared[Item](depth, size_of, memory_bytes)
+        self._shared = _Shared[_Item](depth, size_of, memory_bytes)
         self._thread = threading.Thread(target=_produce, args=(items, self._shared), name=name, daemon=True)
         self._thread.start()
 
-    def __next__(self) -> Item:
+    def __next__(self) -> _Item:
         return self._shared.take()
 
     @property
@@ -57,20 +57,20 @@ class ReadAhead(Generic[Item], Iterator[Item]):
         self._shared.stop()
 
 
-class _Shared(Generic[Item]):
+class _Shared(Generic[_Item]):
     """What the two threads share; it holds no reference to the consumer's side."""
 
-    def __init__(self, depth: int, size_of: Callable[[Item], int] | None, memory_bytes: int) -> None:
+    def __init__(self, depth: int, size_of: Callable[[_Item], int] | None, memory_bytes: int) -> None:
         self.depth = depth
         self._size_of, self._memory_bytes = size_of, memory_bytes
         self._largest_bytes = 0
         self._filled = False
-        self._ready: deque[Item] = deque()
+        self._ready: deque[_Item] = deque()
         self._change = threading.Condition()
         self._stopped = self._ended = False
         self._error: BaseException | None = None
 
-    def put(self, item: Item) -> bool:
+    def put(self, item: _Item) -> bool:
         """Wait for room. False: the consumer is gone."""
         with self._change:
             self._change.wait_for(lambda: self._stopped or len(self._ready) < self.depth)
@@ -86,7 +86,7 @@ class _Shared(Generic[Item]):
             self._ended, self._error = True, error
             self._change.notify_all()
 
-    def take(self) -> Item:
+    def take(self) -> _Item:
         """The next item; raises what the iterator raised, or StopIteration."""
         with self._change:
             if not self._ready:
@@ -114,7 +114,7 @@ class _Shared(Generic[Item]):
             self._change.notify_all()
 
 
-def _produce(items: Iterator[Item], shared: _Shared[Item]) -> None:
+def _produce(items: Iterator[_Item], shared: _Shared[_Item]) -> None:
     error: BaseException | None = None
     try:
         for item in items:

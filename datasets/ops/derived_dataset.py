@@ -11,20 +11,28 @@ a `pack` are counted by the sample alone. Augmentation belongs after them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from trainwright.core.errors import DataError
-from trainwright.datasets.formats.arrow_columns import Arrays, Field, select
-from trainwright.datasets.formats.file_metadata import current, with_run
-from trainwright.datasets.index import Group, Index, Loader, digest
-from trainwright.datasets.ops.first_pass import first_pass
-from trainwright.datasets.ops.transforms import Counters, owned
-from trainwright.datasets.sampling.sampler import Rows
+from trainwright.datasets.data_source import (
+    Arrays,
+    Field,
+    Index,
+    Loader,
+    RowGroup,
+    hash_parts,
+    select_columns,
+    stack_rows,
+)
+from trainwright.datasets.metadata_cache import current_context, first_pass, run_cached
+from trainwright.datasets.ops.row_transforms import Counters, call_user_function, copy_objects
+from trainwright.datasets.sample_order import Rows
 
 if TYPE_CHECKING:
     from trainwright.datasets.dataset import Dataset
@@ -70,7 +78,7 @@ class DerivedSource:
         """Derive every row group once and count. Raises DataError where no row is left."""
         base = self.base.index()
         counted = self._counted(base)
-        groups: list[Group] = []
+        groups: list[RowGroup] = []
         schema: Mapping[str, Field] = {}
         first = size_bytes = 0
         for number, (group, found) in enumerate(zip(base.groups, counted, strict=True)):
@@ -92,28 +100,28 @@ class DerivedSource:
             groups=tuple(groups),
             schema=schema,
             row_bytes=-(-size_bytes // first),
-            hash=digest([base.hash, self.derivation.word, *((group.number, group.rows) for group in groups)]),
+            hash=hash_parts([base.hash, self.derivation.word, *((group.number, group.rows) for group in groups)]),
             base=base,
         )
 
-    def _counted(self, base: Index) -> list[_Counted]:
+    def _counted(self, base: Index) -> list[_GroupCount]:
         """What comes of each row group: as it was counted when the run was started, by the same code, or now."""
 
-        def count() -> list[_Counted]:
-            return first_pass(_Counting(source=self, base=base), range(len(base.groups)))
+        def count() -> list[_GroupCount]:
+            return first_pass(_CountTask(source=self, base=base), range(len(base.groups)))
 
-        fingerprint = current().fingerprint
+        fingerprint = current_context().fingerprint
         if fingerprint is None:
             return count()
-        return with_run((fingerprint(self), base.hash), count, pack=_packed, unpack=_unpacked)
+        return run_cached((fingerprint(self), base.hash), count, pack=_packed, unpack=_unpacked)
 
     def open(self, index: Index) -> Loader:
         """A loader for one process."""
         assert index.base is not None, "an index of derived rows keeps that of the rows they come from"
-        return _DerivedLoader(_Deriving(self, index.base), index, self.describe())
+        return _DerivedLoader(_Deriver(self, index.base), index, self.describe())
 
 
-class _Deriving:
+class _Deriver:
     """Loads row groups of the base and derives them."""
 
     def __init__(self, source: DerivedSource, base: Index) -> None:
@@ -125,12 +133,12 @@ class _Deriving:
         """What comes of row group `number` of the base."""
         group = self._base.groups[number]
         samples = np.arange(group.first, group.first + group.rows, dtype=np.int64)
-        loaded = {name: array.copy() for name, array in owned(self._loader.load(number, self._names)).items()}
+        loaded = {name: array.copy() for name, array in copy_objects(self._loader.load(number, self._names)).items()}
         columns = self._source.base.transform(loaded, samples, Counters(), None)
         return self._source.derivation.derive(columns, samples)
 
 
-class _Counted(NamedTuple):
+class _GroupCount(NamedTuple):
     """What comes of a row group."""
 
     rows: int
@@ -138,7 +146,7 @@ class _Counted(NamedTuple):
     size_bytes: int
 
 
-def _packed(counted: Sequence[_Counted]) -> Any:
+def _packed(counted: Sequence[_GroupCount]) -> Any:
     """Counts as JSON, each schema once."""
     schemas: list[Any] = []
     groups = []
@@ -150,28 +158,28 @@ def _packed(counted: Sequence[_Counted]) -> Any:
     return [schemas, groups]
 
 
-def _unpacked(stored: Any) -> list[_Counted]:
+def _unpacked(stored: Any) -> list[_GroupCount]:
     schemas = [
         {str(name): Field(np.dtype(kind), tuple(map(int, shape))) for name, kind, shape in schema}
         for schema in stored[0]
     ]
-    return [_Counted(int(rows), schemas[schema], int(size_bytes)) for rows, schema, size_bytes in stored[1]]
+    return [_GroupCount(int(rows), schemas[schema], int(size_bytes)) for rows, schema, size_bytes in stored[1]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Counting:
+class _CountTask:
     """The first pass over single row groups of the base, in any process."""
 
     source: DerivedSource
     base: Index
 
-    def __call__(self, number: int) -> _Counted:
+    def __call__(self, number: int) -> _GroupCount:
         arrays = self._deriving.derived(number)
-        return _Counted(_rows(arrays), _schema(arrays), sum(array.nbytes for array in arrays.values()))
+        return _GroupCount(_rows(arrays), _schema(arrays), sum(array.nbytes for array in arrays.values()))
 
     @cached_property
-    def _deriving(self) -> _Deriving:
-        return _Deriving(self.source, self.base)
+    def _deriving(self) -> _Deriver:
+        return _Deriver(self.source, self.base)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"source": self.source, "base": self.base}  # another process opens the files for itself
@@ -180,7 +188,7 @@ class _Counting:
 class _DerivedLoader:
     """Gives derived row groups, as many rows as were counted."""
 
-    def __init__(self, deriving: _Deriving, index: Index, where: str) -> None:
+    def __init__(self, deriving: _Deriver, index: Index, where: str) -> None:
         self._deriving, self._index, self._where = deriving, index, where
 
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
@@ -193,7 +201,7 @@ class _DerivedLoader:
                 where=f"{self._where}, {group.file}",
                 remedy="make the function depend on the row alone: no clock, no random numbers of its own, no counter",
             )
-        return {name: arrays[name] for name in select(arrays, columns, self._where)}
+        return {name: arrays[name] for name in select_columns(arrays, columns, self._where)}
 
 
 def _rows(arrays: Arrays) -> int:
@@ -204,7 +212,7 @@ def _schema(arrays: Arrays) -> dict[str, Field]:
     return {name: Field(array.dtype, array.shape[1:]) for name, array in arrays.items()}
 
 
-def _check_schema(first: Mapping[str, Field], found: Mapping[str, Field], group: Group, where: str) -> None:
+def _check_schema(first: Mapping[str, Field], found: Mapping[str, Field], group: RowGroup, where: str) -> None:
     for name in sorted({*first, *found}):
         if first.get(name) != found.get(name):
             here, there = _shown(found.get(name)), _shown(first.get(name))
@@ -217,3 +225,178 @@ def _check_schema(first: Mapping[str, Field], found: Mapping[str, Field], group:
 
 def _shown(field: Field | None) -> str:
     return "missing" if field is None else f"{field.dtype} {list(field.shape)}"
+
+
+# --- What derived data sets are made by -------------------------------------------------------------------------------
+
+
+RowPredicate = Callable[[dict[str, Any]], bool]
+BatchPredicate = Callable[[Arrays], Any]
+RowsFunction = Callable[[dict[str, Any]], Iterable[Mapping[str, Any]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filter:
+    """Keeps the rows for which function(row) is true."""
+
+    function: RowPredicate
+    word: str = "filter"
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """The predicate."""
+        return (self.function,)
+
+    def derive(self, columns: Arrays, samples: Rows) -> Arrays:
+        """The rows that are kept."""
+        keep = np.zeros(len(samples), dtype=np.bool_)
+        for row, sample in enumerate(samples.tolist()):
+            keep[row] = call_user_function(self.function, f"sample {sample}", _row(columns, row), bool)
+        return _kept(columns, keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFilter:
+    """Keeps the rows for which function(columns), an array of booleans, is true."""
+
+    function: BatchPredicate
+    word: str = "filter_batches"
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """The predicate."""
+        return (self.function,)
+
+    def derive(self, columns: Arrays, samples: Rows) -> Arrays:
+        """The rows that are kept."""
+        where = f"samples {samples[0]} to {samples[-1]}"
+        keep = np.asarray(call_user_function(self.function, where, dict(columns)))
+        if keep.shape != (len(samples),) or keep.dtype != np.bool_:
+            raise DataError(
+                f"the filter returned {keep.dtype} of shape {keep.shape} for {len(samples)} rows",
+                where=where,
+                remedy="return one boolean for each row",
+            )
+        return _kept(columns, keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatMap:
+    """Any number of rows for each row."""
+
+    function: RowsFunction
+    word: str = "flat_map"
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """The function."""
+        return (self.function,)
+
+    def derive(self, columns: Arrays, samples: Rows) -> Arrays:
+        """All rows that come of these, in order."""
+        made: list[Mapping[str, Any]] = []
+        for row, sample in enumerate(samples.tolist()):
+            where = f"sample {sample}"
+            made.extend(call_user_function(self.function, where, _row(columns, row), finish=list))
+        _require_same_columns(made)
+        if not made:
+            return {}
+        return {name: stack_rows([item[name] for item in made], f"{name!r} from flat_map") for name in made[0]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """Sequences of tokens, laid end to end and cut to one length; no sequence spans two row groups.
+
+    Attributes:
+        column: of arrays of tokens, one document a row.
+        length: of a packed sequence, in tokens.
+        split: whether a document may go on in the next sequence; otherwise one that does not fit begins a new
+            sequence, and one longer than `length` is cut.
+    """
+
+    column: str
+    length: int
+    split: bool = True
+    word: str = "pack"
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """None."""
+        return ()
+
+    def derive(self, columns: Arrays, samples: Rows) -> Arrays:
+        """Columns of (sequences, length): the tokens, `mask` (1 where there is one), `segment` (the document, counted
+        from 1 within its sequence, 0 for padding) and `position` (of a token within its piece of the document).
+        """
+        select_columns(columns, (self.column,), "pack")
+        documents = [_document(value) for value in columns[self.column]]
+        _check_documents(documents, samples, self.column)
+        starts = self._starts([len(document) for document in documents])
+        return self._laid(documents, starts)
+
+    def _starts(self, sizes: list[int]) -> list[int]:
+        """Where each document begins in the flat space of all sequences."""
+        starts, end = [], 0
+        for size in sizes:
+            if not self.split and end % self.length + min(size, self.length) > self.length:
+                end += self.length - end % self.length
+            starts.append(end)
+            end += size if self.split else min(size, self.length)
+        return starts
+
+    def _laid(self, documents: list[npt.NDArray[Any]], starts: list[int]) -> Arrays:
+        if not self.split:
+            documents = [document[: self.length] for document in documents]
+        ends = [start + len(document) for start, document in zip(starts, documents, strict=True)]
+        rows = -(-max(ends, default=0) // self.length)
+        dtype = np.result_type(*{document.dtype for document in documents}) if documents else np.dtype(np.int64)
+        tokens = np.zeros(rows * self.length, dtype)
+        mask = np.zeros(rows * self.length, np.float32)
+        segment, position = (np.zeros(rows * self.length, np.int32) for _ in range(2))
+        for start, document in zip(starts, documents, strict=True):
+            self._lay(start, document, tokens, mask, segment, position)
+        flat = {self.column: tokens, "mask": mask, "segment": segment, "position": position}
+        return {name: array.reshape(rows, self.length) for name, array in flat.items()}
+
+    def _lay(self, start: int, document: npt.NDArray[Any], *arrays: npt.NDArray[Any]) -> None:
+        tokens, mask, segment, position = arrays
+        stop = start + len(document)
+        tokens[start:stop], mask[start:stop] = document, 1.0
+        for low in range(start - start % self.length, stop, self.length):
+            piece = slice(max(low, start), min(low + self.length, stop))
+            segment[piece] = segment[low : piece.start].max(initial=0) + 1
+            position[piece] = np.arange(piece.stop - piece.start)
+
+
+def _row(columns: Arrays, row: int) -> dict[str, Any]:
+    return {name: column[row] for name, column in columns.items()}
+
+
+def _kept(columns: Arrays, keep: npt.NDArray[np.bool_]) -> Arrays:
+    return {name: column[keep] for name, column in columns.items()}
+
+
+def _require_same_columns(made: list[Mapping[str, Any]]) -> None:
+    for item in made:
+        if not isinstance(item, Mapping) or item.keys() != made[0].keys():
+            given = f"columns {sorted(item)}" if isinstance(item, Mapping) else f"a {type(item).__name__}"
+            raise DataError(
+                f"flat_map gave {given} for a row", remedy="yield dicts with the same columns for every row"
+            )
+
+
+def _document(value: Any) -> npt.NDArray[Any]:
+    """A document as an array; an empty one has no type of its own."""
+    document = np.asarray(value)
+    return document if document.size or document.ndim != 1 else document.astype(np.int64)
+
+
+def _check_documents(documents: list[npt.NDArray[Any]], samples: Rows, column: str) -> None:
+    for document, sample in zip(documents, samples.tolist(), strict=True):
+        if document.ndim != 1 or document.dtype.kind not in "iu":
+            raise DataError(
+                f"column {column!r} holds {document.dtype} of shape {document.shape}, and tokens were expected",
+                where=f"sample {sample}",
+                remedy="pack arrays of integers, one document a row: tokenise first",
+            )

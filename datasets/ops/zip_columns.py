@@ -15,21 +15,20 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.errors import DataError
-from trainwright.datasets.formats.arrow_columns import Arrays, Field
-from trainwright.datasets.index import Index, Loader, Source, digest
-from trainwright.datasets.loading.row_reader import Reader
-from trainwright.datasets.ops.transforms import BatchMap, RowMap, Transform, name_of
-from trainwright.datasets.sampling.sampler import MEMORY_BYTES, Rows
+from trainwright.datasets.data_source import Arrays, Field, Index, Loader, Source, hash_parts
+from trainwright.datasets.ops.row_transforms import BatchMap, RowMap, Transform, function_name
+from trainwright.datasets.row_reader import RowReader
+from trainwright.datasets.sample_order import MEMORY_BYTES, Rows
 
 if TYPE_CHECKING:
     from trainwright.datasets.dataset import Dataset
 
-KEY = "sample"
-_SHARE = 4  # of the memory of a reader goes to the second data set's row groups
+_KEY = "sample"
+_MEMORY_SHARE = 4  # of the memory of a reader goes to the second data set's row groups
 
 
 @dataclass(frozen=True, kw_only=True)
-class BesideIndex(Index):
+class _ZippedIndex(Index):
     """Index of two data sets side by side.
 
     Attributes:
@@ -42,7 +41,7 @@ class BesideIndex(Index):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BesideSource:
+class _ZippedSource:
     """The rows of a source, with the columns of another's.
 
     Attributes:
@@ -64,43 +63,43 @@ class BesideSource:
         """All functions of the user's that the rows go through before."""
         return (*getattr(self.base, "functions", ()), *getattr(self.other, "functions", ()))
 
-    def index(self) -> BesideIndex:
+    def index(self) -> _ZippedIndex:
         """Index both and read the column `sample`.
 
         Raises:
             DataError: there is none, a column is in both, or a row has no other, two of them, or one too many.
         """
         base, other = self.base.index(), self.other.index()
-        named = {self.prefix + name: field for name, field in other.schema.items() if self.prefix or name != KEY}
+        named = {self.prefix + name: field for name, field in other.schema.items() if self.prefix or name != _KEY}
         _check_names(base.schema, named, self.describe())
         places = self._places(base.rows, other)
-        return BesideIndex(
+        return _ZippedIndex(
             rows=base.rows,
             groups=base.groups,
             schema={**base.schema, **named},
             row_bytes=base.row_bytes + other.row_bytes,
-            hash=digest([base.hash, "beside", other.hash]),
+            hash=hash_parts([base.hash, "beside", other.hash]),
             sides=(base, other),
             places=places,
         )
 
-    def open(self, index: Index) -> BesideLoader:
+    def open(self, index: Index) -> _ZippedLoader:
         """A loader for one process."""
-        assert isinstance(index, BesideIndex), "data sets side by side are opened with an index of their own"
-        return BesideLoader(self, index, self.base.open(index.sides[0]), _Others(self, index))
+        assert isinstance(index, _ZippedIndex), "data sets side by side are opened with an index of their own"
+        return _ZippedLoader(self, index, self.base.open(index.sides[0]), _SecondRows(self, index))
 
     def _places(self, rows: int, other: Index) -> Rows | None:
         """Where each row's other is. Raises DataError where that is not exactly one place."""
-        field = other.schema.get(KEY)
+        field = other.schema.get(_KEY)
         if field is None or field.shape or field.dtype.kind not in "iu":
             found = "there is no such column" if field is None else f"it is {field.dtype} {list(field.shape)}"
             raise DataError(
-                f"the column {KEY!r} says which row each row belongs to, and {found}",
+                f"the column {_KEY!r} says which row each row belongs to, and {found}",
                 where=self.other.describe(),
-                remedy=f"give what tw.predict wrote, or add {KEY!r} with row numbers from 0 on to the files",
+                remedy=f"give what tw.predict wrote, or add {_KEY!r} with row numbers from 0 on to the files",
             )
         loader = self.other.open(other)
-        samples = np.concatenate([loader.load(number, (KEY,))[KEY] for number in range(len(other.groups))])
+        samples = np.concatenate([loader.load(number, (_KEY,))[_KEY] for number in range(len(other.groups))])
         samples = samples.astype(np.int64, copy=False)
         if len(samples) == rows and bool((samples == np.arange(rows)).all()):
             return None
@@ -135,13 +134,13 @@ class BesideSource:
         )
 
 
-class BesideLoader:
+class _ZippedLoader:
     """Loads a row group of the first, and the rows beside it."""
 
-    def __init__(self, source: BesideSource, index: BesideIndex, base: Loader, others: _Others) -> None:
+    def __init__(self, source: _ZippedSource, index: _ZippedIndex, base: Loader, others: _SecondRows) -> None:
         self._index, self._base, self._others = index, base, others
         if hasattr(base, "twin"):
-            self.twin = lambda: BesideLoader(source, index, base.twin(), others)
+            self.twin = lambda: _ZippedLoader(source, index, base.twin(), others)
         if hasattr(base, "fill"):
             self.fill = self._fill
 
@@ -181,12 +180,12 @@ class BesideLoader:
         return np.arange(group.first, group.first + group.rows, dtype=np.int64)
 
 
-class _Others:
+class _SecondRows:
     """The rows of the second data set, by those of the first. Safe to use from several threads."""
 
-    def __init__(self, source: BesideSource, index: BesideIndex) -> None:
+    def __init__(self, source: _ZippedSource, index: _ZippedIndex) -> None:
         self._source, self._index = source, index
-        self._readers: dict[tuple[str, ...], Reader] = {}
+        self._readers: dict[tuple[str, ...], RowReader] = {}
         self.seed, self.epoch = 0, 0
 
     @property
@@ -198,17 +197,17 @@ class _Others:
         found = self._reader(tuple(name.removeprefix(prefix) for name in names)).gather(places, self.epoch)
         return {prefix + name: array for name, array in found.items()}
 
-    def _reader(self, names: tuple[str, ...]) -> Reader:
+    def _reader(self, names: tuple[str, ...]) -> RowReader:
         if names not in self._readers:
             other = self._index.sides[1]
             loader = self._source.other.open(other)
-            reader = Reader(loader, other, names, memory_bytes=MEMORY_BYTES // _SHARE, seed=self.seed)
+            reader = RowReader(loader, other, names, memory_bytes=MEMORY_BYTES // _MEMORY_SHARE, seed=self.seed)
             self._readers.setdefault(names, reader)
         return self._readers[names]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Aside:
+class _SideTransform:
     """A transform of one of the two, which leaves the other's columns as they are.
 
     Attributes:
@@ -222,7 +221,7 @@ class Aside:
     second: bool
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "__qualname__", name_of(self.function))  # by which errors call it
+        object.__setattr__(self, "__qualname__", function_name(self.function))  # by which errors call it
 
     def __call__(self, columns: Mapping[str, Any], *rng: Any) -> Any:
         """The columns, or the row, of both, its own transformed."""
@@ -236,7 +235,7 @@ class Aside:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Together:
+class _MergeColumns:
     """Ends the time apart: the second's columns get their own names.
 
     Attributes:
@@ -251,12 +250,12 @@ class Together:
         """Columns of both, without `sample`. Raises DataError for a name that both have."""
         first = {name: array for name, array in columns.items() if not name.startswith(self.prefix)}
         second = {name.removeprefix(self.prefix): array for name, array in columns.items() if name not in first}
-        second.pop(KEY, None)
+        second.pop(_KEY, None)
         _check_names(first, second, self.where)
         return {**first, **second}
 
 
-def beside(first: Dataset, second: Dataset) -> Dataset:
+def zip_datasets(first: Dataset, second: Dataset) -> Dataset:
     """See `trainwright.datasets.dataset.Dataset.beside`."""
     if not hasattr(second, "need_rows_by_number"):
         raise DataError(
@@ -265,20 +264,20 @@ def beside(first: Dataset, second: Dataset) -> Dataset:
         )
     for dataset in (first, second):
         dataset.need_rows_by_number("beside")
-    source = BesideSource(base=first.source, other=second.source)
+    source = _ZippedSource(base=first.source, other=second.source)
     if not first.transforms and not second.transforms:
         return replace(first, source=source)
     source = replace(source, prefix=f"beside-{len(first.transforms)}/")  # another one where it is done again
-    together = Together(prefix=source.prefix, where=source.describe())
+    together = _MergeColumns(prefix=source.prefix, where=source.describe())
     return replace(
-        first, source=source, transforms=(*_aside(first, second, source.prefix), BatchMap(function=together))
+        first, source=source, transforms=(*_side_transforms(first, second, source.prefix), BatchMap(function=together))
     )
 
 
-def _aside(first: Dataset, second: Dataset, prefix: str) -> Iterator[Transform]:
+def _side_transforms(first: Dataset, second: Dataset, prefix: str) -> Iterator[Transform]:
     for side, dataset in enumerate((first, second)):
         for step in dataset.transforms:
-            aside = Aside(function=step.function, prefix=prefix, second=side == 1)
+            aside = _SideTransform(function=step.function, prefix=prefix, second=side == 1)
             yield RowMap(function=aside) if isinstance(step, RowMap) else replace(step, function=aside)
 
 

@@ -23,19 +23,24 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from trainwright.core.errors import DataError, HangError, ResourceError, TrainwrightError, UserCodeError
-from trainwright.core.hang_timeout import LOOK_S, Pace, Silence
-from trainwright.datasets.ops.stateful_map import Stateful
-from trainwright.datasets.ops.transforms import BatchMap, name_of
-from trainwright.datasets.ray_data.pipeline import Piece, Recipe, advance, opened, spent
+from trainwright.datasets.ops.row_transforms import BatchMap, StatefulFunction, function_name
+from trainwright.datasets.ray_data.delivery_pipeline import (
+    PipelineSpec,
+    SharePart,
+    open_stage,
+    run_stage,
+    stage_seconds,
+)
+from trainwright.datasets.ray_data.hang_timeout import CHECK_INTERVAL_S, BatchDurations, SilenceTimer
 
-DEATHS = 3  # in a row, while opening or with one piece, before it is the user's code that is to blame
-_FLIGHT = 2  # pieces that an actor is given at a time, so that it need not wait for the next one
+MAX_DEATHS = 3  # in a row, while opening or with one piece, before it is the user's code that is to blame
+_PIECES_IN_FLIGHT = 2  # pieces that an actor is given at a time, so that it need not wait for the next one
 _CLOSE_S = 5.0  # for the user's `close`
 
-Slot = tuple[int, int]  # number of a data set, number of a stage
+_StageKey = tuple[int, int]  # number of a data set, number of a stage
 
 
-class Holder:
+class _TransformActor:
     """The actor's class: one object of the user's class, and the light transforms after it."""
 
     def __init__(self) -> None:
@@ -44,7 +49,7 @@ class Holder:
     def open(self, recipe: Sequence[Any], stage: int) -> TrainwrightError | str:
         """Open the heavy transform of a stage; where that is, or the error that ended it."""
         try:
-            self._function = opened(recipe[0], stage)
+            self._function = open_stage(recipe[0], stage)
         except TrainwrightError as error:
             return error
         return f"{socket.gethostname()}, pid {os.getpid()}"
@@ -53,17 +58,17 @@ class Holder:
         self, recipe: Sequence[Any], block: pa.Table, row: int, stage: int
     ) -> tuple[pa.Table, dict[str, float]]:
         """Take one row of a block through a stage; also the seconds that its stages took."""
-        made = advance(recipe[0], block, row, stage)
-        return made, spent(made)
+        made = run_stage(recipe[0], block, row, stage)
+        return made, stage_seconds(made)
 
     def close(self) -> None:
         """Let go of what was opened, as the user's class wants it."""
-        if isinstance(self._function, Stateful):
+        if isinstance(self._function, StatefulFunction):
             self._function.close()
 
 
 @dataclass(kw_only=True, eq=False)
-class _Work:
+class _PendingPiece:
     """One piece on its way through a pool.
 
     Attributes:
@@ -82,7 +87,7 @@ class _Work:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Flight:
+class _InFlight:
     """What an actor has been given, in order, of which it computes the first.
 
     Attributes:
@@ -90,30 +95,30 @@ class _Flight:
         silence: since it could begin with the first.
     """
 
-    works: list[_Work] = field(default_factory=list)
-    silence: Silence = field(default_factory=lambda: Silence(looked_s=time.monotonic()))
+    works: list[_PendingPiece] = field(default_factory=list)
+    silence: SilenceTimer = field(default_factory=lambda: SilenceTimer(looked_s=time.monotonic()))
 
-    def add(self, work: _Work) -> None:
+    def add(self, work: _PendingPiece) -> None:
         """One more."""
         if not self.works:
             self.silence.end(time.monotonic())
         self.works.append(work)
 
-    def done(self, work: _Work) -> float:
+    def done(self, work: _PendingPiece) -> float:
         """One less; the seconds that it took."""
         self.works.remove(work)
         return self.silence.end(time.monotonic())
 
-    async def silent(self, pace: Pace) -> float:
+    async def silent(self, pace: BatchDurations) -> float:
         """Wait until the silence is a hang; its seconds."""
         while True:
             if self.works and self.silence.look(time.monotonic()) >= (limit_s := pace.limit_s(self.works[0].deaths)):
                 return limit_s
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
 
 @dataclass(kw_only=True, eq=False)
-class Pool:
+class TransformPool:
     """Actors for one heavy transform. Used within one event loop.
 
     Args:
@@ -129,9 +134,11 @@ class Pool:
     recipe: Any
     stage: int
     size: int
-    pace: Pace
+    pace: BatchDurations
     note: Callable[[str], object]
-    _queue: asyncio.PriorityQueue[tuple[tuple[int, ...], int, _Work]] = field(default_factory=asyncio.PriorityQueue)
+    _queue: asyncio.PriorityQueue[tuple[tuple[int, ...], int, _PendingPiece]] = field(
+        default_factory=asyncio.PriorityQueue
+    )
     _numbers: Any = field(default_factory=itertools.count)
     _seats: list[asyncio.Task[None]] = field(default_factory=list)
     _actors: list[Any] = field(default_factory=list)
@@ -142,7 +149,7 @@ class Pool:
     @property
     def name(self) -> str:
         """As errors and reports call it."""
-        return name_of(self.step.function)
+        return function_name(self.step.function)
 
     @property
     def opening(self) -> int:
@@ -155,7 +162,7 @@ class Pool:
             self._seats = [asyncio.create_task(self._seat()) for _ in range(self.size)]
 
     async def compute(
-        self, recipe: Any, block: Any, row: int, stage: int, piece: Piece, wanted: Callable[[], bool]
+        self, recipe: Any, block: Any, row: int, stage: int, piece: SharePart, wanted: Callable[[], bool]
     ) -> tuple[Any, dict[str, float]] | None:
         """The block that a stage makes of one row of another, and the seconds of its stages by name.
 
@@ -170,7 +177,7 @@ class Pool:
             raise self._failed
         done = asyncio.get_running_loop().create_future()
         place = (piece.step, piece.rank, piece.part)
-        self._put(_Work(place=place, arguments=([recipe], block, row, stage), wanted=wanted, done=done))
+        self._put(_PendingPiece(place=place, arguments=([recipe], block, row, stage), wanted=wanted, done=done))
         made: tuple[Any, dict[str, float]] | None = await done
         return made
 
@@ -179,7 +186,7 @@ class Pool:
         for seat in self._seats:
             seat.cancel()
         await asyncio.gather(*self._seats, return_exceptions=True)
-        closing = [asyncio.create_task(_quietly(actor.close.remote())) for actor in self._actors]
+        closing = [asyncio.create_task(_suppress_ray_error(actor.close.remote())) for actor in self._actors]
         if closing:
             await asyncio.wait(closing, timeout=_CLOSE_S)
         for actor in self._actors:
@@ -187,13 +194,13 @@ class Pool:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _put(self, work: _Work) -> None:
+    def _put(self, work: _PendingPiece) -> None:
         self._queue.put_nowait((work.place, next(self._numbers), work))
 
     async def _seat(self) -> None:
         """One actor after the other, each until it dies."""
         kind: Any = ray.remote(num_cpus=self.step.cpus, num_gpus=self.step.gpus, max_restarts=0, max_task_retries=0)(
-            Holder
+            _TransformActor
         )
         while self._failed is None:
             actor = kind.remote()
@@ -206,7 +213,7 @@ class Pool:
                     finally:
                         self._open -= 1
             except Exception as error:  # nobody else would hear of it
-                self._fail(_told(error, f"the actors of the transform {self.name} failed"))
+                self._fail(_as_our_error(error, f"the actors of the transform {self.name} failed"))
             self._actors.remove(actor)
             ray.kill(actor)
 
@@ -216,8 +223,8 @@ class Pool:
             answer: TrainwrightError | str = await actor.open.remote([self.recipe], self.stage)
         except RayActorError as death:
             self._deaths += 1
-            if self._deaths >= DEATHS:
-                self._fail(_deadly(self.name, "died", "while it was opened", str(death)))
+            if self._deaths >= MAX_DEATHS:
+                self._fail(_lost_actor_error(self.name, "died", "while it was opened", str(death)))
             return ""
         if isinstance(answer, TrainwrightError):
             self._fail(answer)
@@ -227,8 +234,8 @@ class Pool:
 
     async def _serve(self, actor: Any, where: str) -> None:
         """Give an actor pieces until it dies or is silent for too long; those that it had are put back."""
-        flight = _Flight()
-        tasks = [asyncio.create_task(self._take(actor, flight)) for _ in range(_FLIGHT)]
+        flight = _InFlight()
+        tasks = [asyncio.create_task(self._take(actor, flight)) for _ in range(_PIECES_IN_FLIGHT)]
         tasks.append(asyncio.create_task(self._watch(flight)))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -244,13 +251,13 @@ class Pool:
         self.note(f"an actor of {self.name} {how} ({where}){why and f': {why}'}; it is replaced{again}")
         for number, work in enumerate(flight.works):
             work.deaths += number == 0  # the others waited for this one
-            if work.deaths < DEATHS:
+            if work.deaths < MAX_DEATHS:
                 self._put(work)
             else:
                 when = f"each time it was given this batch ({_rows(work)})"
-                work.done.set_exception(_deadly(self.name, how, when, why or str(end)))
+                work.done.set_exception(_lost_actor_error(self.name, how, when, why or str(end)))
 
-    async def _take(self, actor: Any, flight: _Flight) -> None:
+    async def _take(self, actor: Any, flight: _InFlight) -> None:
         while True:
             _, _, work = await self._queue.get()
             if not work.wanted():
@@ -268,7 +275,7 @@ class Pool:
                 work.done.set_result(made)
             self.pace.took(flight.done(work))
 
-    async def _watch(self, flight: _Flight) -> None:
+    async def _watch(self, flight: _InFlight) -> None:
         """Raises HangError once an actor is silent for too long."""
         limit_s = await flight.silent(self.pace)
         raise HangError(f"nothing came of {_rows(flight.works[0])} within {limit_s:g} s{self.pace.usual}")
@@ -280,36 +287,36 @@ class Pool:
             self._queue.get_nowait()[2].done.set_exception(self._failed)
 
 
-def pooled(recipes: Sequence[Recipe]) -> dict[Slot, BatchMap]:
+def pooled_transforms(recipes: Sequence[PipelineSpec]) -> dict[_StageKey, BatchMap]:
     """The heavy transforms on actors, by data set and stage."""
     return {(source, stage): recipe.heavy(stage) for source, recipe in enumerate(recipes) for stage in recipe.on_actors}
 
 
-def groups(recipes: Sequence[Recipe]) -> dict[tuple[Any, ...], list[Slot]]:
+def pool_groups(recipes: Sequence[PipelineSpec]) -> dict[tuple[Any, ...], list[_StageKey]]:
     """Those that share a pool: the same class with the same arguments and needs."""
-    found: dict[tuple[Any, ...], list[Slot]] = {}
-    for slot, step in pooled(recipes).items():
+    found: dict[tuple[Any, ...], list[_StageKey]] = {}
+    for slot, step in pooled_transforms(recipes).items():
         key = getattr(step.function, "key", slot)
         found.setdefault((key, step.cpus, step.gpus), []).append(slot)
     return found
 
 
-def deal(recipes: Sequence[Recipe], free: Mapping[str, float]) -> tuple[list[int], dict[str, float]]:
-    """How many actors each of `groups` gets of the CPUs and GPUs for Ray Data, and what is left for its tasks.
+def allocate_actors(recipes: Sequence[PipelineSpec], free: Mapping[str, float]) -> tuple[list[int], dict[str, float]]:
+    """How many actors each of `pool_groups` gets of the CPUs and GPUs for Ray Data, and what is left for its tasks.
 
     One each, and more in turn while there is room; tasks take turns as one that needs as much as the largest of them.
 
     Raises:
         ResourceError: there is no room for one each.
     """
-    steps = pooled(recipes)
-    first = [steps[slots[0]] for slots in groups(recipes).values()]
+    steps = pooled_transforms(recipes)
+    first = [steps[slots[0]] for slots in pool_groups(recipes).values()]
     tasks = [recipe.heavy(stage) for recipe in recipes for stage in range(1, recipe.on_actors.start)]
     members = [step.needs for step in first]
     if tasks:
         members.append({name: max(step.needs[name] for step in tasks) for name in free})
     for name in free:
-        _check(name, sum(needs[name] for needs in members), free[name], [*first, *tasks])
+        _require_resources(name, sum(needs[name] for needs in members), free[name], [*first, *tasks])
     counts, left = [0] * len(members), dict(free)
 
     def fits(needs: Mapping[str, float]) -> bool:
@@ -325,10 +332,10 @@ def deal(recipes: Sequence[Recipe], free: Mapping[str, float]) -> tuple[list[int
     return counts[: len(first)], left
 
 
-def _check(name: str, need: float, there: float, steps: Sequence[BatchMap]) -> None:
+def _require_resources(name: str, need: float, there: float, steps: Sequence[BatchMap]) -> None:
     if need <= there + 1e-6:
         return
-    asking = list(dict.fromkeys(name_of(step.function) for step in steps if step.needs[name]))
+    asking = list(dict.fromkeys(function_name(step.function) for step in steps if step.needs[name]))
     raise ResourceError(
         f"{_asking(asking)} for {need:g} {name}s and {there:g} are left for Ray Data",
         where="map_batches",
@@ -343,31 +350,31 @@ def _asking(names: Sequence[str]) -> str:
     return f"the transforms {', '.join(names[:-1])} and {names[-1]} ask"
 
 
-def _rows(work: _Work) -> str:
+def _rows(work: _PendingPiece) -> str:
     step, rank, part = work.place
     return f"rows {part} of data rank {rank} at step {step}"
 
 
-def _deadly(name: str, how: str, when: str, detail: str) -> UserCodeError:
+def _lost_actor_error(name: str, how: str, when: str, detail: str) -> UserCodeError:
     remedies = {
         "died": "look for too little memory, of the machine or the accelerator, or a crash in native code",
         "hung": "look for a deadlock, or raise hang_deadline_s to twice what a batch may take",
     }
     return UserCodeError(
-        f"the process of the transform {name} {how} {DEATHS} times {when}",
+        f"the process of the transform {name} {how} {MAX_DEATHS} times {when}",
         where="Ray Data",
         remedy=remedies[how],
         detail=detail,
     )
 
 
-def _told(error: Exception, what: str) -> TrainwrightError:
+def _as_our_error(error: Exception, what: str) -> TrainwrightError:
     if isinstance(error, TrainwrightError):
         return error
     return DataError(what, remedy="see the error above", detail=f"{type(error).__name__}: {error}")
 
 
-async def _quietly(closing: Any) -> None:
+async def _suppress_ray_error(closing: Any) -> None:
     """The end of an actor's `close`; one that dies of it is gone as well."""
     with contextlib.suppress(RayError):
         await closing

@@ -10,7 +10,7 @@ _PORTS = 16  # that are tried
 _told: list[str] = []
 
 
-def be_at(host: str) -> None:
+def set_own_host(host: str) -> None:
     """This process is reached at an address that who placed it there knows, whatever route leads out."""
     _told[:] = [host]
 
@@ -30,7 +30,7 @@ def own_host() -> str:
         return str(probe.getsockname()[0])
 
 
-def bound(host: str, port: int = 0) -> socket.socket:
+def bind_socket(host: str, port: int = 0) -> socket.socket:
     """A TCP socket at an address of this machine, at a port that the system chooses by default. Raises OSError.
 
     At every interface where the address is another's: that of a router which forwards to this machine.
@@ -49,18 +49,18 @@ def bound(host: str, port: int = 0) -> socket.socket:
     return made
 
 
-def bound_twice(host: str) -> tuple[socket.socket, socket.socket]:
+def bind_with_loopback(host: str) -> tuple[socket.socket, socket.socket]:
     """Sockets at one port of an address and of loopback, for who does not know yet from where it will be reached.
 
     Twice the same socket where the first covers both. Raises OSError where no port is free at both.
     """
     for attempt in reversed(range(_PORTS)):
-        outer = bound(host)
+        outer = bind_socket(host)
         address, port = outer.getsockname()
         if address in (LOOPBACK, "0.0.0.0"):
             return outer, outer
         try:
-            return outer, bound(LOOPBACK, port)
+            return outer, bind_socket(LOOPBACK, port)
         except OSError:
             outer.close()
             if not attempt:

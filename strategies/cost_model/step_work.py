@@ -15,30 +15,36 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.core.accelerators import Accelerator
+from trainwright.core.cluster import Accelerator
 from trainwright.core.errors import PlanError
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Mesh, Plan
-from trainwright.core.staleness import Consistency, Wire
-from trainwright.strategies.cost_model.calibration import Vector
-from trainwright.strategies.cost_model.machine import Group, Machine, group, leaves_node
-from trainwright.strategies.search.partition import divided
-from trainwright.strategies.search.stage_sections import by_stage, leaves_stage, staging
+from trainwright.core.topology import Consistency, GradientCompression
+from trainwright.strategies.cost_model.machine_model import (
+    MachineModel,
+    RankGroup,
+    Vector,
+    next_stage_is_remote,
+    rank_group,
+)
+from trainwright.strategies.cost_model.plan_constraints import crosses_stages, invalid_staging, sum_by_stage
+from trainwright.strategies.cost_model.stage_partition import balanced_partition
 
 Indices = npt.NDArray[np.intp]
 BACKWARD = 2.0  # operations and traffic of backward, in those of forward
 LAUNCHES_BACK = 1.6  # operations of backward, in those of forward: many are fused
-SCORES_PART = 0.08  # of a block's forward that makes attention's scores, which selective recomputation makes again
+_SCORES_SHARE = 0.08  # of a block's forward that makes attention's scores, which selective recomputation makes again
 UPDATE_BYTES = {2: 34.0, 4: 28.0}  # Adam reads and writes so many a parameter, by bytes of a number
-ADDED = 3.0  # passes over a gradient that is added to another: both are read, one is written
-_LISTED = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")  # the name of what a list holds
+_ACCUMULATE_PASSES = 3.0  # passes over a gradient that is added to another: both are read, one is written
+_LIST_ITEM = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")  # the name of what a list holds
 HOST_BYTES_PER_S = 2e10  # of the host's memory, a device's share: assumed
 NUMBER_BYTES = {"fp16": 2, "bf16": 2}  # 4 in all other precisions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guest:
-    """A model that runs forward in the loss, on each rank whole. Vectors as in `Work`; `counts` are of its layers."""
+class LossModelWork:
+    """A model that runs forward in the loss, on each rank whole. Vectors as in `StepWork`; `counts` "
+    "are of its layers."""
 
     counts: Vector
     flops_s: Vector
@@ -50,7 +56,7 @@ class Guest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     """One step. Vectors are by distinct layer, of one micro-batch on one rank, forward.
 
     Attributes:
@@ -91,7 +97,7 @@ class Work:
         kind: of work that can be compared.
     """
 
-    machine: Machine
+    machine: MachineModel
     mesh: Mesh
     counts: Vector
     flops_s: Vector
@@ -120,21 +126,21 @@ class Work:
     consistency: Consistency
     pushed: float
     local_steps: int
-    tensor: Group
-    data: Group
-    shard: Group
+    tensor: RankGroup
+    data: RankGroup
+    shard: RankGroup
     remote: bool
-    guests: tuple[Guest, ...]
+    guests: tuple[LossModelWork, ...]
     shape: tuple[float, ...]
     kind: str
 
     def by_stage(self, values: Vector) -> Vector:
         """Sums over the sections of each stage."""
-        return by_stage(values, self.schedule, self.mesh.pipeline)
+        return sum_by_stage(values, self.schedule, self.mesh.pipeline)
 
 
 @dataclass(frozen=True, eq=False)
-class Layers:
+class _LayerVectors:
     """A profile's layers as vectors: one entry for each distinct one, `order` says which stands where."""
 
     order: Indices
@@ -186,7 +192,7 @@ class Layers:
         """Share of each layer's forward that backward computes again; the last layer's is at hand."""
         found = np.full(len(self.flops), {"none": 0.0, "selective": 0.0, "full": 1.0}[recompute])
         if recompute == "selective":
-            found += SCORES_PART * (self.scores_numbers > 0)
+            found += _SCORES_SHARE * (self.scores_numbers > 0)
         found[self.last] = 0.0
         return found
 
@@ -201,23 +207,25 @@ class Layers:
 
 
 @lru_cache(maxsize=64)
-def gathered(profile: ModelProfile) -> Layers:
+def layer_vectors(profile: ModelProfile) -> _LayerVectors:
     """The layers of a profile as vectors."""
     distinct = list(dict.fromkeys(profile.layers))
     index = {layer: number for number, layer in enumerate(distinct)}
-    names = [item.name for item in fields(Layers) if item.name not in ("order", "last")]
+    names = [item.name for item in fields(_LayerVectors) if item.name not in ("order", "last")]
     columns = {name: np.array([getattr(layer, name) for layer in distinct], float) for name in names}
     order = np.array([index[layer] for layer in profile.layers])
-    return Layers(order=order, last=int(order[-1]), **columns)
+    return _LayerVectors(order=order, last=int(order[-1]), **columns)
 
 
 @lru_cache(maxsize=512)
-def counted(profile: ModelProfile, sizes: tuple[int, ...]) -> Vector:
+def section_counts(profile: ModelProfile, sizes: tuple[int, ...]) -> Vector:
     """`Layers.counts`, once for the many plans that have the same sections."""
-    return gathered(profile).counts(sizes)
+    return layer_vectors(profile).counts(sizes)
 
 
-def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: int, precision: str) -> Work:
+def compute_step_work(
+    profile: ModelProfile, machine: MachineModel, plan: Plan, *, batch_size: int, precision: str
+) -> StepWork:
     """The work of one step.
 
     Raises:
@@ -225,22 +233,22 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
     """
     mesh = plan.mesh
     micro_batches, rows = plan.micro_batches(batch_size)
-    check(profile, machine, plan, batch_size)
-    layers, sizes = gathered(profile), plan.stages or even(profile, plan.sections)
-    counts = counted(profile, sizes)
+    check_plan(profile, machine, plan, batch_size)
+    layers, sizes = layer_vectors(profile), plan.stages or even_partition(profile, plan.sections)
+    counts = section_counts(profile, sizes)
     width, over = NUMBER_BYTES.get(precision, 4), layers.over(mesh.tensor)
-    own, memory = NUMBER_BYTES.get(stored(profile, precision), 4), machine.device.memory_bytes_per_s
-    parameters = by_stage(counts @ (layers.held(mesh.pipeline) / over), plan.schedule, mesh.pipeline)
+    own, memory = NUMBER_BYTES.get(parameter_precision(profile, precision), 4), machine.device.memory_bytes_per_s
+    parameters = sum_by_stage(counts @ (layers.held(mesh.pipeline) / over), plan.schedule, mesh.pipeline)
     sharded = mesh.data_ranks if mesh.shard == 1 else mesh.shard
     updated = UPDATE_BYTES[own] + 2 * own * plan.streamed  # of two versions one is copied
     update_bytes = updated * parameters.max() / (sharded if plan.zero else 1)
     offload, visits = plan.offload and machine.device.apart, 3 if plan.zero == 3 else 2
-    crossing = leaves_stage(plan.schedule, mesh.pipeline, plan.sections)
-    return Work(
+    crossing = crosses_stages(plan.schedule, mesh.pipeline, plan.sections)
+    return StepWork(
         machine=machine,
         mesh=mesh,
         counts=counts,
-        **_of_layers(profile, machine.device, precision, mesh.tensor, rows),
+        **_layer_work(profile, machine.device, precision, mesh.tensor, rows),
         passes=_passes(profile, micro_batches),
         again=layers.again(plan.recompute),
         regathered=plan.sequence / 2,
@@ -253,31 +261,31 @@ def work_of(profile: ModelProfile, machine: Machine, plan: Plan, *, batch_size: 
         schedule=plan.schedule,
         chunks=plan.chunks,
         zero=plan.zero,
-        gathers=plan.zero * units(profile) / mesh.pipeline if plan.zero >= 2 and sharded > 1 else 0.0,
+        gathers=plan.zero * fsdp_units(profile) / mesh.pipeline if plan.zero >= 2 and sharded > 1 else 0.0,
         speeds=machine.speeds(mesh.size, precision),
         servers=plan.servers,
         consistency=Consistency.parse(plan.consistency or "sync"),
-        pushed=Wire.parse(plan.wire).part,
+        pushed=GradientCompression.parse(plan.wire).part,
         local_steps=plan.local_steps,
-        tensor=group(machine, mesh.tensor, 1),
-        data=group(machine, mesh.data, mesh.size // mesh.data),
-        shard=group(machine, mesh.shard, mesh.tensor),
-        remote=leaves_node(machine, mesh),
-        guests=tuple(_guest(guest, machine.device, precision, rows) for guest in profile.guests),
+        tensor=rank_group(machine, mesh.tensor, 1),
+        data=rank_group(machine, mesh.data, mesh.size // mesh.data),
+        shard=rank_group(machine, mesh.shard, mesh.tensor),
+        remote=next_stage_is_remote(machine, mesh),
+        guests=tuple(_loss_model_work(guest, machine.device, precision, rows) for guest in profile.guests),
         shape=_shape(profile, mesh, rows, micro_batches),
         kind=f"{machine.device.name} {precision} {plan.recompute} zero{plan.zero}{' offload' * offload}",
     )
 
 
 @lru_cache(maxsize=1024)
-def _of_layers(
+def _layer_work(
     profile: ModelProfile, device: Accelerator, precision: str, tensor: int, rows: int
 ) -> Mapping[str, Vector]:
-    """What of `Work` is by distinct layer and has nothing to do with where the layers stand."""
-    layers, width = gathered(profile), NUMBER_BYTES.get(precision, 4)
+    """What of `StepWork` is by distinct layer and has nothing to do with where the layers stand."""
+    layers, width = layer_vectors(profile), NUMBER_BYTES.get(precision, 4)
     over, shared, memory = layers.over(tensor), layers.shared_traffic, device.memory_bytes_per_s
     traffic = layers.traffic_numbers * (shared + (1 - shared) / over)
-    own = NUMBER_BYTES.get(stored(profile, precision), 4)
+    own = NUMBER_BYTES.get(parameter_precision(profile, precision), 4)
     return {
         "flops_s": rows * layers.flops / over / (device.rate(precision) * device.sustained),
         "matmuls": layers.matmuls * device.host,
@@ -290,18 +298,18 @@ def _of_layers(
     }
 
 
-def _guest(profile: ModelProfile, device: Accelerator, precision: str, rows: int) -> Guest:
-    found = _of_layers(profile, device, precision, 1, rows)
-    own = {item.name: found[item.name] for item in fields(Guest) if item.name != "counts"}
-    return Guest(counts=counted(profile, (len(profile.layers),))[0], **own)
+def _loss_model_work(profile: ModelProfile, device: Accelerator, precision: str, rows: int) -> LossModelWork:
+    found = _layer_work(profile, device, precision, 1, rows)
+    own = {item.name: found[item.name] for item in fields(LossModelWork) if item.name != "counts"}
+    return LossModelWork(counts=section_counts(profile, (len(profile.layers),))[0], **own)
 
 
 @lru_cache(maxsize=256)
-def units(profile: ModelProfile) -> int:
+def fsdp_units(profile: ModelProfile) -> int:
     """Groups of layers that ZeRO gathers one after the other: each that a list holds, and the rest together."""
     if not profile.framework:
         return len(profile.layers)
-    listed = {found[0] for found in map(_LISTED.match, (layer.name for layer in profile.layers)) if found}
+    listed = {found[0] for found in map(_LIST_ITEM.match, (layer.name for layer in profile.layers)) if found}
     return len(listed) + 1
 
 
@@ -311,13 +319,13 @@ def _passes(profile: ModelProfile, micro_batches: int) -> Vector:
     What is looked up gives a gradient of all that there is; and our engines add that of a micro-batch to those before
     it, where what has no framework does so within the product.
     """
-    looked_up = gathered(profile).flops == 0
-    added = ADDED if micro_batches > 1 and profile.framework else 0.0
+    looked_up = layer_vectors(profile).flops == 0
+    added = _ACCUMULATE_PASSES if micro_batches > 1 and profile.framework else 0.0
     found: Vector = looked_up + np.full(len(looked_up), added)
     return found
 
 
-def stored(profile: ModelProfile, precision: str) -> str:
+def parameter_precision(profile: ModelProfile, precision: str) -> str:
     """The precision of parameters and gradients where a step is in this one.
 
     Engines compute under autocast, of parameters in full precision. What has no framework is as published systems keep
@@ -326,14 +334,14 @@ def stored(profile: ModelProfile, precision: str) -> str:
     return "fp32" if profile.framework else precision
 
 
-def check(profile: ModelProfile, machine: Machine, plan: Plan, batch_size: int) -> None:
+def check_plan(profile: ModelProfile, machine: MachineModel, plan: Plan, batch_size: int) -> None:
     """Raises PlanError where the plan cannot be."""
-    reason = refusal(profile, machine, plan, batch_size)
+    reason = invalid_plan(profile, machine, plan, batch_size)
     if reason is not None:
         raise PlanError(reason[0], where=str(plan.mesh), remedy=reason[1])
 
 
-def refusal(profile: ModelProfile, machine: Machine, plan: Plan, batch_size: int) -> tuple[str, str] | None:
+def invalid_plan(profile: ModelProfile, machine: MachineModel, plan: Plan, batch_size: int) -> tuple[str, str] | None:
     """Why a plan cannot be, and what would make it possible; None where it can."""
     mesh = plan.mesh
     if mesh.size > machine.devices:
@@ -347,11 +355,11 @@ def refusal(profile: ModelProfile, machine: Machine, plan: Plan, batch_size: int
         return "sequence=1 divides tokens over tensor-parallel ranks, and tp=1", "use tp=2 or more, or leave it out"
     if mesh.tensor > 1 and not any(layer.splits for layer in profile.layers):
         return "no layer of this model is known to be divisible by tensor parallelism", "use tp=1"
-    return staging(profile, plan, batch_size)
+    return invalid_staging(profile, plan, batch_size)
 
 
 @lru_cache(maxsize=256)
-def even(profile: ModelProfile, stages: int) -> tuple[int, ...]:
+def even_partition(profile: ModelProfile, stages: int) -> tuple[int, ...]:
     """Layers of each stage as people divide them: as many of the repeated blocks on each, the rest at the ends.
 
     A model without blocks is divided by operations.
@@ -360,10 +368,10 @@ def even(profile: ModelProfile, stages: int) -> tuple[int, ...]:
     block = max(dict.fromkeys(layers), key=layers.count)
     count = layers.count(block)
     if count < max(stages, len(layers) / 2):
-        return divided([layer.flops + layer.traffic_numbers for layer in layers], stages)
+        return balanced_partition([layer.flops + layer.traffic_numbers for layer in layers], stages)
     first, last = layers.index(block), len(layers) - 1 - layers[::-1].index(block)
     if last - first + 1 != count:
-        return divided([layer.flops + layer.traffic_numbers for layer in layers], stages)
+        return balanced_partition([layer.flops + layer.traffic_numbers for layer in layers], stages)
     each, rest = divmod(count, stages)
     sizes = [each + (number < rest) for number in range(stages)]
     sizes[0] += first

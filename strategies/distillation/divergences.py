@@ -1,6 +1,6 @@
 """How far what a student says is from what a teacher says; the functions of tensors that this takes, by framework.
 
-`distillation/tensor_ops.py` in `strategies/torch` and in `strategies/tensorflow` has their `Tensors`.
+`distillation/tensor_ops.py` in `strategies/torch` and in `strategies/tensorflow` has their `TensorOps`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainwright.core.errors import JobError
-from trainwright.core.frameworks import load
-from trainwright.core.teacher_columns import Inline
+from trainwright.core.frameworks import load_module
+from trainwright.core.loss_api import InlineTeacher
 
 if TYPE_CHECKING:
     from trainwright.core.soft_loss import SoftLoss
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
 
 
-class Tensors(Protocol):
+class TensorOps(Protocol):
     """A framework's functions of tensors, as the losses take them.
 
     Attributes:
@@ -53,7 +53,7 @@ class Tensors(Protocol):
     def called(self, function: Callable[..., Any], outputs: Any, targets: Any, *, metric: bool = False) -> Any:
         """A loss or metric of the user's, as the engines call it."""
 
-    def answers(self, teacher: Inline, columns: Mapping[str, Any], like: Any) -> Mapping[str, Any]:
+    def answers(self, teacher: InlineTeacher, columns: Mapping[str, Any], like: Any) -> Mapping[str, Any]:
         """The columns of a teacher that runs in the step, on the device of a tensor."""
 
     def log_softmax(self, logits: Any) -> Any:
@@ -114,7 +114,7 @@ class Tensors(Protocol):
         """The first tensor of what a model gives."""
 
 
-def tensors_of(outputs: Any) -> Tensors:
+def tensor_ops_for(outputs: Any) -> TensorOps:
     """The functions of the framework that outputs are of. Raises JobError for what is no tensor."""
     value = outputs
     while isinstance(value, Mapping | tuple | list) and len(value):
@@ -122,12 +122,12 @@ def tensors_of(outputs: Any) -> Tensors:
     for kind in type(value).__mro__:
         framework = _FRAMEWORKS.get(kind.__module__.partition(".")[0])
         if framework:
-            tensors: Tensors = load(f"trainwright.strategies.{framework}.distillation.tensor_ops").TENSORS
+            tensors: TensorOps = load_module(f"trainwright.strategies.{framework}.distillation.tensor_ops").TENSORS
             return tensors
     raise JobError([f"the model returned {type(value).__name__}: return tensors of torch or TensorFlow"])
 
 
-def divergence(soft: SoftLoss, student: Any, teacher: Any, ops: Tensors) -> Any:
+def divergence(soft: SoftLoss, student: Any, teacher: Any, ops: TensorOps) -> Any:
     """D(teacher, student) at temperature T, without the factor T^2.
 
     Args:
@@ -153,13 +153,13 @@ def divergence(soft: SoftLoss, student: Any, teacher: Any, ops: Tensors) -> Any:
     return _kl(theirs, middle, ops) * 0.5 + _kl(own, middle, ops) * 0.5
 
 
-def surprise(soft: SoftLoss, teacher: Any, ops: Tensors) -> Any:
+def teacher_entropy(soft: SoftLoss, teacher: Any, ops: TensorOps) -> Any:
     """The entropy of what a teacher says, for each sample, token or label."""
     chances = _outcomes(soft, teacher, ops)
     return -_last_total(ops.counted(ops.exp(chances), chances), ops)
 
 
-def union(soft: SoftLoss, said: Any, shares: Any, ops: Tensors) -> Any:
+def combined_teacher(soft: SoftLoss, said: Any, shares: Any, ops: TensorOps) -> Any:
     """What several teachers say together, as a teacher would: the logits of the mean of their chances, or the mean.
 
     Args:
@@ -174,19 +174,19 @@ def union(soft: SoftLoss, said: Any, shares: Any, ops: Tensors) -> Any:
     return ops.log_total(ops.log_softmax(said) + logs)
 
 
-def _outcomes(soft: SoftLoss, logits: Any, ops: Tensors) -> Any:
+def _outcomes(soft: SoftLoss, logits: Any, ops: TensorOps) -> Any:
     """Logarithms of the chances of what can be, along the last axis: the classes, or yes and no for each label."""
     if soft.kind == "multi_label":
         return ops.paired(ops.log_sigmoid(logits), ops.log_sigmoid(-logits))
     return ops.log_softmax(logits)
 
 
-def _kl(one: Any, other: Any, ops: Tensors) -> Any:
+def _kl(one: Any, other: Any, ops: TensorOps) -> Any:
     """KL(one || other) of logarithms of chances along the last axis."""
     return _last_total(ops.counted(ops.exp(one), one - other), ops)
 
 
-def _last_total(value: Any, ops: Tensors) -> Any:
+def _last_total(value: Any, ops: TensorOps) -> Any:
     return ops.total(value, (len(ops.shape(value)) - 1,))
 
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from trainwright.core import random_state
 from trainwright.core.data import Columns
 from trainwright.core.errors import JobError, nearest
-from trainwright.core.frameworks import load
-from trainwright.core.teacher_columns import matched, of_layer, teacher_column
-from trainwright.strategies.distillation.layer_projection import Bridge, Shape, bridge
-from trainwright.strategies.distillation.losses import Distilled
+from trainwright.core.frameworks import load_module
+from trainwright.core.loss_api import bridge_output, layer_output, teacher_column
+from trainwright.strategies.distillation.distillation_loss import DistillationLoss
+from trainwright.strategies.distillation.layer_match import LayerProjection, Shape, projection_for
 
 _FRAMEWORKS = {"torch": "torch", "keras.src.backend.tensorflow": "tensorflow"}
 Builder = Callable[[], Any]
@@ -20,7 +20,7 @@ Names = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class RequestedOutputs:
     """What the model gives beside the students' own outputs.
 
     Attributes:
@@ -31,15 +31,15 @@ class Wanted:
     """
 
     layers: Mapping[str, tuple[str, str]]
-    bridges: Mapping[str, Bridge] = field(default_factory=dict)
+    bridges: Mapping[str, LayerProjection] = field(default_factory=dict)
     teachers: int = 0
     only: str = ""
 
 
-class Classes(Protocol):
+class StudentBackend(Protocol):
     """What a framework knows of such models."""
 
-    def model_of(self, models: Mapping[str, Any], wanted: Wanted) -> Any:
+    def model_of(self, models: Mapping[str, Any], wanted: RequestedOutputs) -> Any:
         """The models as one."""
 
     def shapes(self, build: Builder, sample: Columns, inputs: Names, keywords: Names) -> Mapping[str, Shape]:
@@ -47,7 +47,7 @@ class Classes(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Students:
+class StudentModels:
     """A job's `model=` that goes with `loss=Distilled(...)`: () -> one model around all students.
 
     Its parameters are the students' own, as `students.<name>.<parameter>`, the bridges' and the weights of teachers
@@ -62,8 +62,8 @@ class Students:
     """
 
     builders: Mapping[str, Builder]
-    loss: Distilled
-    bridges: Mapping[str, Bridge] = field(default_factory=dict)
+    loss: DistillationLoss
+    bridges: Mapping[str, LayerProjection] = field(default_factory=dict)
     only: str = ""
 
     def __post_init__(self) -> None:
@@ -74,13 +74,13 @@ class Students:
 
     def __call__(self) -> Any:
         """Build them."""
-        again, models = random_state.kept(), {}
+        again, models = random_state.save_generators(), {}
         for name, build in self.builders.items():
             again()
             models[name] = build()
         return _classes(next(iter(models.values()))).model_of(models, self.wanted)
 
-    def fitted(self, sample: Columns, inputs: Names, keywords: Names = ()) -> Students:
+    def fitted(self, sample: Columns, inputs: Names, keywords: Names = ()) -> StudentModels:
         """The same with the bridges that its matches need, found by running the students once on a row.
 
         Args:
@@ -95,14 +95,14 @@ class Students:
             return self
         bare = replace(self, bridges={}, only="")
         found = _classes(next(iter(self.builders.values()))()).shapes(bare, sample, inputs, keywords)
-        bridges: dict[str, Bridge] = {}
+        bridges: dict[str, LayerProjection] = {}
         problems: list[str] = []
         for student in self.loss.learners:
             for number, match in enumerate(self.loss.soft.matches):
-                output, teacher = matched(student, number), self.loss.teacher_of(match)
-                theirs = found.get(of_layer(teacher, match.teacher)) or _column(sample, teacher, match.teacher)
+                output, teacher = bridge_output(student, number), self.loss.teacher_of(match)
+                theirs = found.get(layer_output(teacher, match.teacher)) or _column(sample, teacher, match.teacher)
                 try:
-                    needed = bridge(match, found[output], theirs)
+                    needed = projection_for(match, found[output], theirs)
                 except ValueError as error:
                     problems.append(f"{match.student!r} of {student!r} and {match.teacher!r} of {teacher!r}: {error}")
                 else:
@@ -112,23 +112,23 @@ class Students:
         return replace(self, bridges=bridges)
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> RequestedOutputs:
         """What the model gives."""
         loss, soft = self.loss, self.loss.soft
         layers = {
-            matched(student, number): (student, match.student)
+            bridge_output(student, number): (student, match.student)
             for student in loss.learners
             for number, match in enumerate(soft.matches)
         }
         layers |= {
-            of_layer(teacher, match.teacher): (teacher, match.teacher)
+            layer_output(teacher, match.teacher): (teacher, match.teacher)
             for match in soft.matches
             if (teacher := loss.teacher_of(match)) in loss.students
         }
         teachers = len(loss.told) + len(loss.joint) if soft.combine == "learned" else 0
-        return Wanted(layers=layers, bridges=self.bridges, teachers=teachers, only=self.only)
+        return RequestedOutputs(layers=layers, bridges=self.bridges, teachers=teachers, only=self.only)
 
-    def alone(self, student: str) -> Students:
+    def alone(self, student: str) -> StudentModels:
         """The same, of which one student runs and gives its own outputs: to evaluate, predict or export it.
 
         It has the names of the whole, so that checkpoints fit, and goes with a loss and metrics of one model.
@@ -139,18 +139,20 @@ class Students:
         return replace(self, only=student)
 
 
-def lone(model: Any) -> Any:
+def unwrap_student(model: Any) -> Any:
     """The one student that a model is of which `Students.alone` built; any other model as it is."""
     only = getattr(model, "only", "")
     return model.students[only] if only and hasattr(model, "students") else model
 
 
-def _classes(model: Any) -> Classes:
+def _classes(model: Any) -> StudentBackend:
     """What a model's framework knows of classes. Raises JobError for what is no model."""
     for kind in type(model).__mro__:
         for package, framework in _FRAMEWORKS.items():
             if kind.__module__.startswith(package):
-                classes: Classes = load(f"trainwright.strategies.{framework}.distillation.students").CLASSES
+                classes: StudentBackend = load_module(
+                    f"trainwright.strategies.{framework}.distillation.student_models"
+                ).CLASSES
                 return classes
     named = f"{type(model).__module__}.{type(model).__qualname__}"
     raise JobError([f"a student's builder returned {named}: return a torch.nn.Module, or a keras.Model"])

@@ -13,11 +13,11 @@ from trainwright.core.errors import JobError, nearest
 
 LOGITS = "logits"  # the output that teaches where there are several and none is named
 _NEAR = 1e-3  # by which a sum of probabilities may be off, as those of half precision are
-LogOdds = Callable[[Any, bool], Any]
-Look = Callable[[Any], npt.NDArray[Any]]
+_LogOdds = Callable[[Any, bool], Any]
+ToArray = Callable[[Any], npt.NDArray[Any]]
 
 
-def chosen_output(outputs: Mapping[str, Any], name: str = "") -> Any:
+def _chosen_output(outputs: Mapping[str, Any], name: str = "") -> Any:
     """The output of this name; where none is given the only one, or the logits. Raises JobError."""
     wanted = name or (next(iter(outputs)) if len(outputs) == 1 else LOGITS)
     if wanted not in outputs:
@@ -27,7 +27,7 @@ def chosen_output(outputs: Mapping[str, Any], name: str = "") -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lesson:
+class TeacherOutputs:
     """What a teacher is given, and what its columns are made of.
 
     Attributes:
@@ -54,7 +54,7 @@ class Lesson:
         """The layer that each further output of the model holds, by the output's name."""
         return {f"layer:{number}": layer for number, layer in enumerate(self.layers)}
 
-    def told(self, outputs: Mapping[str, Any], log_odds: LogOdds, look: Look | None = None) -> dict[str, Any]:
+    def told(self, outputs: Mapping[str, Any], log_odds: _LogOdds, look: ToArray | None = None) -> dict[str, Any]:
         """The teacher's columns for some rows.
 
         Args:
@@ -66,15 +66,17 @@ class Lesson:
             JobError: there is no such output, or it is no logits, or no probabilities, and the teacher says it is.
         """
         layers = [outputs[name] for name in self.tapped]
-        output = chosen_output({name: value for name, value in outputs.items() if name not in self.tapped}, self.output)
+        output = _chosen_output(
+            {name: value for name, value in outputs.items() if name not in self.tapped}, self.output
+        )
         if look is not None:
-            check(look(output), self.probabilities)
+            _check_outputs(look(output), self.probabilities)
         if self.probabilities:
             output = log_odds(output, self.probabilities == "sigmoid")
         return dict(zip(self.columns, (output, *layers), strict=True))
 
 
-def check(output: npt.NDArray[Any], probabilities: str) -> None:
+def _check_outputs(output: npt.NDArray[Any], probabilities: str) -> None:
     """Raise JobError where what a teacher says of some rows is not what it is said to be."""
     several = output.ndim > 1 and output.shape[-1] > 1
     one = several and _fractions(output) and bool((np.abs(output.sum(axis=-1, dtype=np.float64) - 1) <= _NEAR).all())

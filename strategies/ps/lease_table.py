@@ -13,13 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trainwright.core.staleness import Consistency, Unit
-from trainwright.strategies.ps.service_times import Usual
+from trainwright.core.topology import Consistency, WorkUnit
 
-WINDOW = 16  # rounds that `async` reads ahead of the first that is not complete
-_SWEPT = 256  # entries of a heap, before what is long done is looked for
-OVERDUE = 4.0  # times what a unit at most usually takes its worker, after which it is handed out again
-SOONER = 1.5  # times what it usually takes the idle worker: a unit that is expected to be out for longer is copied
+_WINDOW = 16  # rounds that `async` reads ahead of the first that is not complete
+_SWEEP_ENTRIES = 256  # entries of a heap, before what is long done is looked for
+OVERDUE_FACTOR = 4.0  # times what a unit at most usually takes its worker, after which it is handed out again
+SPECULATION_FACTOR = (
+    1.5  # times what it usually takes the idle worker: a unit that is expected to be out for longer is copied
+)
 
 
 class Grant(NamedTuple):
@@ -31,13 +32,13 @@ class Grant(NamedTuple):
         needs: rounds that the parameters must hold the updates of.
     """
 
-    unit: Unit
+    unit: WorkUnit
     at: int
     needs: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Closing:
+class ClosedRound:
     """A round that is closed.
 
     Attributes:
@@ -50,25 +51,25 @@ class Closing:
     at: int
     step: int
     steps: int
-    units: tuple[Unit, ...]
+    units: tuple[WorkUnit, ...]
 
 
 @dataclass(kw_only=True)
 class _Round:
     step: int
     steps: int
-    units: set[Unit]  # that are not done
-    done: set[Unit] = field(default_factory=set)
+    units: set[WorkUnit]  # that are not done
+    done: set[WorkUnit] = field(default_factory=set)
 
 
 class _Lease(NamedTuple):
-    unit: Unit
+    unit: WorkUnit
     at: int
     since_s: float
     ends_s: float  # expected
 
 
-class Book:
+class LeaseTable:
     """Leases of one generation.
 
     Args:
@@ -80,7 +81,7 @@ class Book:
     """
 
     def __init__(
-        self, *, shares: int, start: int, consistency: Consistency, local_steps: int = 1, window: int = WINDOW
+        self, *, shares: int, start: int, consistency: Consistency, local_steps: int = 1, window: int = _WINDOW
     ) -> None:
         assert 0 <= consistency.backup < shares, "a step needs at least one unit"
         self._shares, self._local_steps, self._consistency = shares, local_steps, consistency
@@ -92,17 +93,17 @@ class Book:
         self._rounds: dict[int, _Round] = {}
         self._next = [0] * shares  # by share, the first round of which nobody was given its unit
         self._others = [(0, share) for share in range(shares)]  # heap of the same
-        self._free: list[tuple[int, Unit]] = []  # heap of units that were given and are wanted again
-        self._wanted: set[tuple[int, Unit]] = set()  # those of the heap that still are
+        self._free: list[tuple[int, WorkUnit]] = []  # heap of units that were given and are wanted again
+        self._wanted: set[tuple[int, WorkUnit]] = set()  # those of the heap that still are
         self._leases: dict[str, _Lease] = {}
-        self._holders: dict[Unit, set[str]] = {}
-        self._slowest: list[tuple[float, int, int, Unit]] = []  # heap: expected end (negative), serial, round, unit
-        self._sweep = _SWEPT  # length of that heap at which it is swept
+        self._holders: dict[WorkUnit, set[str]] = {}
+        self._slowest: list[tuple[float, int, int, WorkUnit]] = []  # heap: expected end (negative), serial, round, unit
+        self._sweep = _SWEEP_ENTRIES  # length of that heap at which it is swept
         self._dues: list[tuple[float, int, str, _Lease]] = []  # heap: when a lease is overdue, serial, worker
         self._undated: list[tuple[str, _Lease]] = []  # leases of a time when nothing was known
         self._serial = 0
-        self._usual = Usual()
-        self._closed: list[Closing] = []
+        self._usual = _ServiceTimes()
+        self._closed: list[ClosedRound] = []
 
     @property
     def step(self) -> int:
@@ -141,7 +142,7 @@ class Book:
             return next(iter(workers), None)
         least_s = self._usual.least
         late_s = self._late_s(now_s)
-        if least_s is None or late_s <= SOONER * least_s:
+        if least_s is None or late_s <= SPECULATION_FACTOR * least_s:
             return None
         return next((worker for worker in workers if self._sooner(worker, late_s)), None)
 
@@ -151,7 +152,7 @@ class Book:
             heapq.heappop(self._dues)
         return self._dues[0][0] if self._dues else None
 
-    def done(self, worker: str, unit: Unit, at: int, now_s: float) -> bool:
+    def done(self, worker: str, unit: WorkUnit, at: int, now_s: float) -> bool:
         """Every server has the unit's push. False where it did not count: it was done before, or its round closed."""
         self._timed(worker, unit, at, now_s)
         mine = self._rounds.get(at)
@@ -164,11 +165,11 @@ class Book:
         self._close()
         return True
 
-    def wants(self, unit: Unit, at: int) -> bool:
+    def wants(self, unit: WorkUnit, at: int) -> bool:
         """Whether a unit is not done and counts in that round."""
         return at in self._rounds and unit in self._rounds[at].units
 
-    def knows(self, unit: Unit, at: int) -> bool:
+    def knows(self, unit: WorkUnit, at: int) -> bool:
         """Whether a unit counts in that round, done or not, or came too late for it."""
         return at < self._first or (at in self._rounds and unit in self._rounds[at].units | self._rounds[at].done)
 
@@ -187,7 +188,7 @@ class Book:
         self.release(worker)
         self._usual.forget(worker)
 
-    def closings(self) -> list[Closing]:
+    def closings(self) -> list[ClosedRound]:
         """Rounds that closed since this was asked last, in order."""
         closed, self._closed = self._closed, []
         return closed
@@ -205,7 +206,7 @@ class Book:
             heapq.heappush(self._others, (self._next[share], share))
         return self._others[0]
 
-    def _unheld(self, share: int) -> tuple[int, Unit] | None:
+    def _unheld(self, share: int) -> tuple[int, WorkUnit] | None:
         """What nobody holds, for the worker of a share; taken."""
         own = self._next[share] if self._may(self._next[share]) else None
         while self._free and self._free[0] not in self._wanted:
@@ -218,22 +219,22 @@ class Book:
         at, share = (own, share) if own is not None else self._oldest()
         return (at, self._taken(at, share)) if self._may(at) else None
 
-    def _taken(self, at: int, share: int) -> Unit:
+    def _taken(self, at: int, share: int) -> WorkUnit:
         """A share's unit of a round, given for the first time."""
         if at == self._laid:
             self._lay()
         self._next[share] = at + 1
         mine = self._rounds[at]
-        return Unit(mine.step, share, mine.steps)
+        return WorkUnit(mine.step, share, mine.steps)
 
     def _lay(self) -> None:
         """Begin the next round."""
         step, steps = self._laid_steps, min(self._local_steps, self.until - self._laid_steps)
-        units = {Unit(step, share, steps) for share in range(self._shares)}
+        units = {WorkUnit(step, share, steps) for share in range(self._shares)}
         self._rounds[self._laid] = _Round(step=step, steps=steps, units=units)
         self._laid, self._laid_steps = self._laid + 1, step + steps
 
-    def _copied(self, worker: str, now_s: float) -> tuple[int, Unit] | None:
+    def _copied(self, worker: str, now_s: float) -> tuple[int, WorkUnit] | None:
         """What one worker alone holds and will for longer than this one takes (Zaharia et al., OSDI 2008)."""
         if not self._sooner(worker, self._late_s(now_s)):
             return None
@@ -244,7 +245,7 @@ class Book:
     def _sooner(self, worker: str, late_s: float) -> bool:
         """Whether a copy of what is out for so long would be done before."""
         usual_s = self._usual.of(worker)
-        return usual_s is not None and late_s > SOONER * usual_s
+        return usual_s is not None and late_s > SPECULATION_FACTOR * usual_s
 
     def _late_s(self, now_s: float) -> float:
         """For how long the unit is still out, as expected, that comes last of those that one worker holds."""
@@ -257,7 +258,7 @@ class Book:
 
     # --- what is out ---
 
-    def _granted(self, worker: str, at: int, unit: Unit, now_s: float) -> Grant:
+    def _granted(self, worker: str, at: int, unit: WorkUnit, now_s: float) -> Grant:
         usual_s = self._usual.of(worker)
         lease = _Lease(unit, at, now_s, now_s + (usual_s or 0.0))
         self._leases[worker] = lease
@@ -277,13 +278,13 @@ class Book:
         """Forget what is done of the units that are out: where nobody ever waits, nobody else comes to it."""
         self._slowest = [entry for entry in self._slowest if self.wants(entry[3], entry[2])]
         heapq.heapify(self._slowest)
-        self._sweep = max(_SWEPT, 2 * len(self._slowest))
+        self._sweep = max(_SWEEP_ENTRIES, 2 * len(self._slowest))
 
     def _overdue_s(self, worker: str) -> float:
         """After so long a worker is thought to be frozen."""
-        return OVERDUE * self._usual.most(worker)
+        return OVERDUE_FACTOR * self._usual.most(worker)
 
-    def _want(self, at: int, unit: Unit) -> None:
+    def _want(self, at: int, unit: WorkUnit) -> None:
         """A unit that was given is to be given again, unless it is done."""
         if self.wants(unit, at) and (at, unit) not in self._wanted:
             self._wanted.add((at, unit))
@@ -295,7 +296,7 @@ class Book:
             _, _, _, lease = heapq.heappop(self._dues)
             self._want(lease.at, lease.unit)
 
-    def _timed(self, worker: str, unit: Unit, at: int, now_s: float) -> None:
+    def _timed(self, worker: str, unit: WorkUnit, at: int, now_s: float) -> None:
         """The worker has ended its lease: learn how long such take."""
         lease = self._leases.get(worker)
         if lease is None or (lease.unit, lease.at) != (unit, at):
@@ -329,7 +330,7 @@ class Book:
                 return
             del self._rounds[self._first]
             units = tuple(sorted(mine.done))
-            self._closed.append(Closing(at=self._first, step=mine.step, steps=mine.steps, units=units))
+            self._closed.append(ClosedRound(at=self._first, step=mine.step, steps=mine.steps, units=units))
             self._first += 1
             if mine.units:
                 self._carry(mine)
@@ -343,3 +344,73 @@ class Book:
             self._next[unit.share] = max(self._next[unit.share], self._first)
             self._rounds[self._first].units.add(unit)
             self._want(self._first, unit)
+
+
+# --- How long a unit usually takes a worker, learnt from those that it did --------------------------------------------
+
+
+_NEWEST_WEIGHT = 0.3  # weight of the newest
+_DEVIATIONS = 4.0  # mean deviations that are nothing out of the ordinary, as TCP has it (Jacobson, 1988)
+
+
+@dataclass(kw_only=True, slots=True)
+class _ServiceTime:
+    mean_s: float
+    off_s: float = 0.0
+
+    def learn(self, spent_s: float) -> None:
+        off_s = spent_s - self.mean_s
+        self.mean_s += _NEWEST_WEIGHT * off_s
+        self.off_s += _NEWEST_WEIGHT * (abs(off_s) - self.off_s)
+
+
+class _ServiceTimes:
+    """Exponential means of seconds, by worker; those of all workers' where one is new."""
+
+    def __init__(self) -> None:
+        self._by_worker: dict[str, _ServiceTime] = {}
+        self._of_all: _ServiceTime | None = None
+        self._least: float | None = None  # where it is known
+
+    @property
+    def least(self) -> float | None:
+        """The least that `of` gives; None while nothing is known."""
+        if self._least is None and self._of_all is not None:
+            self._least = min(one.mean_s for one in (self._of_all, *self._by_worker.values()))
+        return self._least
+
+    def of(self, worker: str) -> float | None:
+        """A worker's mean; None while nothing is known of any."""
+        times = self._by_worker.get(worker, self._of_all)
+        return None if times is None else times.mean_s
+
+    def most(self, worker: str) -> float:
+        """What would be nothing out of the ordinary for a worker; `of` knows something."""
+        times = self._by_worker.get(worker, self._of_all)
+        assert times is not None, "learn comes first"
+        return times.mean_s + _DEVIATIONS * times.off_s
+
+    def learn(self, worker: str, spent_s: float) -> None:
+        """A unit took a worker so long."""
+        if self._of_all is None:
+            self._of_all = _ServiceTime(mean_s=spent_s)
+        times = self._by_worker.get(worker)
+        if times is None:
+            times = self._by_worker[worker] = _ServiceTime(mean_s=spent_s)
+        for one in (times, self._of_all):
+            before_s = one.mean_s
+            one.learn(spent_s)
+            self._changed(before_s, one.mean_s)
+
+    def forget(self, worker: str) -> None:
+        """A worker is gone."""
+        self._by_worker.pop(worker, None)
+        self._least = None
+
+    def _changed(self, before_s: float, after_s: float) -> None:
+        """One of the means did: keep the least where that is clear, rather than look at all again."""
+        if self._least is not None:
+            if after_s <= self._least:
+                self._least = after_s
+            elif before_s == self._least:
+                self._least = None

@@ -11,15 +11,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from trainwright.core.staleness import Consistency, Staleness, Unit
-from trainwright.strategies.ps.lease_table import Closing
+from trainwright.core.topology import Consistency, StalenessCounts, WorkUnit
+from trainwright.strategies.ps.lease_table import ClosedRound
 
-T = TypeVar("T")
-Verdict = Literal["apply", "keep", "drop"]
+_T = TypeVar("_T")
+_Decision = Literal["apply", "keep", "drop"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Update(Generic[T]):
+class RoundUpdate(Generic[_T]):
     """An update to apply now.
 
     Attributes:
@@ -27,17 +27,17 @@ class Update(Generic[T]):
         pushes: of the units that count, in their order.
     """
 
-    closing: Closing
-    pushes: tuple[T, ...]
+    closing: ClosedRound
+    pushes: tuple[_T, ...]
 
 
-class _Kept(NamedTuple, Generic[T]):
+class _PendingPush(NamedTuple, Generic[_T]):
     worker: str
     seen: int
-    push: T
+    push: _T
 
 
-class Gate(Generic[T]):
+class UpdateAdmission(Generic[_T]):
     """What one server has applied and holds in this generation; T is what a push is to the caller.
 
     Args:
@@ -53,13 +53,15 @@ class Gate(Generic[T]):
         self.version = 0
         self._open = 0  # the first round that is not complete here
         self._applied: dict[int, dict[int, str]] = {}  # by round and share, the worker; `async`
-        self._kept: dict[int, dict[Unit, _Kept[T]]] = {}  # by round
-        self._closings: dict[int, Closing] = {}
-        self._left_out: dict[str, list[tuple[int, Unit]]] = {}  # by worker, rounds that did without what they pushed
+        self._kept: dict[int, dict[WorkUnit, _PendingPush[_T]]] = {}  # by round
+        self._closings: dict[int, ClosedRound] = {}
+        self._left_out: dict[
+            str, list[tuple[int, WorkUnit]]
+        ] = {}  # by worker, rounds that did without what they pushed
         self._counts: Counter[int] = Counter()
         self._dropped = 0
 
-    def offer(self, worker: str, unit: Unit, at: int, seen: int) -> Verdict:
+    def offer(self, worker: str, unit: WorkUnit, at: int, seen: int) -> _Decision:
         """What to do with a push: apply it now, `keep` a copy of it, or drop it since it is here or came too late.
 
         Args:
@@ -82,22 +84,22 @@ class Gate(Generic[T]):
         self._mark(worker, unit, at)
         return "apply"
 
-    def first(self, unit: Unit, at: int) -> str | None:
+    def first(self, unit: WorkUnit, at: int) -> str | None:
         """The worker whose push of a unit is here; None where none is, or its round is complete."""
         if not self._waits:
             return self._applied.get(at, {}).get(unit.share)
         kept = self._kept[at].get(unit) if at in self._kept else None
         return None if kept is None else kept.worker
 
-    def keep(self, worker: str, unit: Unit, at: int, seen: int, push: T) -> None:
+    def keep(self, worker: str, unit: WorkUnit, at: int, seen: int, push: _T) -> None:
         """A push that `offer` wants kept; it must stay as it is until its round is applied."""
-        self._kept.setdefault(at, {})[unit] = _Kept(worker, seen, push)
+        self._kept.setdefault(at, {})[unit] = _PendingPush(worker, seen, push)
 
-    def close(self, closing: Closing) -> None:
+    def close(self, closing: ClosedRound) -> None:
         """The first server says which units count in a round; those are here, or still come."""
         self._closings[closing.at] = closing
 
-    def due(self) -> Update[T] | None:
+    def due(self) -> RoundUpdate[_T] | None:
         """The next round's update, where that is closed and its units are here. `applied` follows it."""
         closing = self._closings.get(self.version)
         if closing is None:
@@ -105,9 +107,9 @@ class Gate(Generic[T]):
         kept = self._kept.get(closing.at, {})
         if any(unit not in kept for unit in closing.units):
             return None
-        return Update(closing=closing, pushes=tuple(kept[unit].push for unit in closing.units))
+        return RoundUpdate(closing=closing, pushes=tuple(kept[unit].push for unit in closing.units))
 
-    def applied(self, update: Update[T]) -> None:
+    def applied(self, update: RoundUpdate[_T]) -> None:
         """The round that `due` gave is applied: what is kept of it is let go."""
         at = update.closing.at
         counted = set(update.closing.units)
@@ -120,7 +122,7 @@ class Gate(Generic[T]):
         del self._closings[at]
         self.version += 1
 
-    def left_out(self, worker: str, since: int) -> list[tuple[int, Unit]]:
+    def left_out(self, worker: str, since: int) -> list[tuple[int, WorkUnit]]:
         """Rounds and units of a worker's pushes that were kept, and did not count when their round was applied.
 
         Args:
@@ -137,14 +139,14 @@ class Gate(Generic[T]):
         """Whether a round is closed and not applied."""
         return bool(self._closings)
 
-    def staleness(self) -> Staleness:
+    def staleness(self) -> StalenessCounts:
         """Of what was applied since this was asked last."""
         counts, dropped = dict(self._counts), self._dropped
         self._counts, self._dropped = Counter(), 0
         unit: Literal["steps", "updates"] = "steps" if self._waits else "updates"
-        return Staleness(counts=counts, unit=unit, dropped=dropped)
+        return StalenessCounts(counts=counts, unit=unit, dropped=dropped)
 
-    def _mark(self, worker: str, unit: Unit, at: int) -> None:
+    def _mark(self, worker: str, unit: WorkUnit, at: int) -> None:
         """Remember that a unit is applied; of complete rounds nothing need be remembered."""
         self.version += 1
         self._applied.setdefault(at, {})[unit.share] = worker

@@ -9,31 +9,31 @@ from itertools import pairwise
 from typing import ClassVar
 
 from trainwright.core.data import Feed, StepReport
-from trainwright.core.group import Capabilities, Group, Move, StateTag
-from trainwright.strategies.reference.base import Base, weightless
+from trainwright.core.topology import Capabilities, Group, StateTag, StateTransfer
 from trainwright.strategies.reference.model import Array
-from trainwright.strategies.reference.star_transport import Star
+from trainwright.strategies.reference.reference_engine import ReferenceEngine, zero_weighted
+from trainwright.strategies.reference.star_transport import StarGroup
 from trainwright.strategies.reference.state import from_bytes, to_bytes
-from trainwright.strategies.reference.user_functions import advance
+from trainwright.strategies.reference.user_functions import apply_step
 
 
-class Replicated(Base):
+class ReplicatedEngine(ReferenceEngine):
     """Ranks in a star, the whole state on each of them."""
 
     @property
-    def star(self) -> Star:
+    def star(self) -> StarGroup:
         """The formed group's connections."""
-        assert isinstance(self._connections, Star), "form comes first"
+        assert isinstance(self._connections, StarGroup), "form comes first"
         return self._connections
 
     def form(self, group: Group) -> StateTag:
         """Meet the others within the group's deadline. Raises PeerLost."""
-        self._connections = star = Star(group, self._enter(group))
+        self._connections = star = StarGroup(group, self._enter(group))
         with self._acting():
             star.open()
         return self._tag()
 
-    def transfer(self, moves: Sequence[Move]) -> StateTag:
+    def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
         """Each source's state goes to its targets, in the order of source ranks."""
         targets: dict[int, list[int]] = {}
         for move in moves:
@@ -58,7 +58,7 @@ class Replicated(Base):
         return total
 
 
-class Reference(Replicated):
+class Reference(ReplicatedEngine):
     """One data rank for each actor; a new generation forms in the surviving processes."""
 
     capabilities: ClassVar[Capabilities] = Capabilities()
@@ -66,7 +66,7 @@ class Reference(Replicated):
     def warm(self, feed: Feed) -> None:
         """One throwaway step of weight 0, its sum included. Nothing is applied."""
         with self._acting():
-            self.star.sum(self._shares(weightless(feed)))
+            self.star.sum(self._shares(zero_weighted(feed)))
 
     def train_step(self, feed: Feed) -> StepReport:
         """This rank's part of one global step.
@@ -82,7 +82,7 @@ class Reference(Replicated):
             times.append(time.perf_counter())
             total = self.star.sum(shares)
             times.append(time.perf_counter())
-            self._state, report = advance(self.program, self.state, feed, total)
+            self._state, report = apply_step(self.program, self.state, feed, total)
             times.append(time.perf_counter())
         spent = [after - before for before, after in pairwise(times)]
         return replace(report, phases=dict(zip(("forward+backward", "wait", "optimizer"), spent, strict=True)))

@@ -11,18 +11,18 @@ import numpy.typing as npt
 
 from trainwright.core.data import Batch, Feed, StepReport
 from trainwright.core.errors import PeerLost
-from trainwright.core.group import Capabilities
-from trainwright.strategies.reference.base import weightless
-from trainwright.strategies.reference.collective import Replicated
+from trainwright.core.topology import Capabilities
+from trainwright.strategies.reference.collective import ReplicatedEngine
 from trainwright.strategies.reference.model import Array
-from trainwright.strategies.reference.state import decode, encode
-from trainwright.strategies.reference.user_functions import advance
+from trainwright.strategies.reference.reference_engine import zero_weighted
+from trainwright.strategies.reference.state import decode_arrays, encode_arrays
+from trainwright.strategies.reference.user_functions import apply_step
 
 _END = b""
 _WEIGHTS, _SAMPLES, _COLUMN, _HEAD = "weights", "samples", "column/", "head"
 
 
-class Coordinator(Replicated):
+class Coordinator(ReplicatedEngine):
     """Rank 0 deals data rank d to actor d mod size, and adds up in the order of data ranks.
 
     So results do not depend on the number of actors. The sum goes to every actor, which applies it too: each holds a
@@ -35,7 +35,7 @@ class Coordinator(Replicated):
     def warm(self, feed: Feed) -> None:
         """One throwaway step of weight 0 over all actors, at rank 0. Nothing is applied."""
         with self._acting():
-            self._dealt(weightless(feed), apply=False)
+            self._dealt(zero_weighted(feed), apply=False)
 
     def train_step(self, feed: Feed) -> StepReport:
         """One global step, at rank 0; `feed` holds every data rank.
@@ -47,7 +47,7 @@ class Coordinator(Replicated):
         with self._acting():
             self._expect(feed)
             total = self._dealt(feed, apply=True)
-            self._state, report = advance(self.program, self.state, feed, total)
+            self._state, report = apply_step(self.program, self.state, feed, total)
         return report
 
     def follow(self) -> None:
@@ -60,7 +60,7 @@ class Coordinator(Replicated):
             return
         with self._acting():
             while (request := self._request()) != _END:
-                feed, apply = unpack(request)
+                feed, apply = unpack_feed(request)
                 self._answer(feed, apply)
 
     def leave(self) -> None:
@@ -73,10 +73,10 @@ class Coordinator(Replicated):
         """Deal out, compute the own share, gather, and tell everyone the sum."""
         size, until = self.group.size, self.star.until()
         for rank in self.star.others:
-            self.star.send(rank, pack(_slice(feed, rank, size), apply), until)
-        vectors = self._by_data_rank(_slice(feed, 0, size))
+            self.star.send(rank, pack_feed(_feed_of_actor(feed, rank, size), apply), until)
+        vectors = self._by_data_rank(_feed_of_actor(feed, 0, size))
         for frame in self.star.gather(until).values():
-            vectors.update({int(name): vector for name, vector in decode(frame).items()})
+            vectors.update({int(name): vector for name, vector in decode_arrays(frame).items()})
         ordered = [vectors[data_rank] for data_rank in sorted(vectors)]
         total = sum(ordered[1:], start=ordered[0])
         total[-1] = float(feed.wish)
@@ -90,12 +90,12 @@ class Coordinator(Replicated):
             self._expect(feed)
         vectors = self._by_data_rank(feed)
         try:
-            self.star.send(0, encode({str(data_rank): vector for data_rank, vector in vectors.items()}), until)
+            self.star.send(0, encode_arrays({str(data_rank): vector for data_rank, vector in vectors.items()}), until)
             total = np.frombuffer(self.star.receive(0, until), np.float64)
         except PeerLost:
             return  # rank 0 is gone; the next request ends the service
         if apply:
-            self._state, _ = advance(self.program, self.state, feed, total)
+            self._state, _ = apply_step(self.program, self.state, feed, total)
 
     def _request(self) -> bytes:
         """The next request; the end when rank 0 is gone. Rank 0 may take its time between steps."""
@@ -119,7 +119,7 @@ class Coordinator(Replicated):
                 continue  # that rank has left already, or never came
 
 
-def pack(feed: Feed, apply: bool) -> bytes:
+def pack_feed(feed: Feed, apply: bool) -> bytes:
     """A feed as bytes."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     for part_number, part in enumerate(feed.parts):
@@ -134,12 +134,12 @@ def pack(feed: Feed, apply: bool) -> bytes:
         "rows": feed.rows,
         "apply": apply,
     }
-    return encode({_HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays})
+    return encode_arrays({_HEAD: np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays})
 
 
-def unpack(data: bytes) -> tuple[Feed, bool]:
-    """The feed that `pack` packed, and whether its step is to be applied."""
-    arrays = decode(data)
+def unpack_feed(data: bytes) -> tuple[Feed, bool]:
+    """The feed that `pack_feed` packed, and whether its step is to be applied."""
+    arrays = decode_arrays(data)
     head = json.loads(arrays.pop(_HEAD).tobytes())
     parts = tuple(
         tuple(_batch(arrays, f"{part_number}/{number}/") for number in range(count))
@@ -164,7 +164,7 @@ def _batch(arrays: Mapping[str, npt.NDArray[Any]], prefix: str) -> Batch:
     )
 
 
-def _slice(feed: Feed, rank: int, size: int) -> Feed:
+def _feed_of_actor(feed: Feed, rank: int, size: int) -> Feed:
     """The data ranks dealt to one actor."""
     ranks = feed.data_ranks[rank::size]
     return Feed(

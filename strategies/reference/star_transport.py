@@ -12,16 +12,16 @@ from contextlib import suppress
 import numpy as np
 
 from trainwright.core.errors import PeerLost
-from trainwright.core.group import Address, Group, Peer
-from trainwright.strategies.ps import handshake
-from trainwright.strategies.ps.frames import REMEDY, left, lost
+from trainwright.core.topology import Address, Group, Peer
+from trainwright.strategies.common import socket_transport
+from trainwright.strategies.common.socket_transport import LOST_PEER_REMEDY, connection_lost, remaining_s
 from trainwright.strategies.reference.model import Array
 
 _HEADER = struct.Struct(">Q")
 _COMPLETE = b"complete"
 
 
-class Link:
+class _PeerLink:
     """A connection to one peer."""
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
@@ -36,10 +36,10 @@ class Link:
     def send(self, payload: bytes, until: float) -> None:
         """Send one frame; `until` is on the clock of `time.monotonic`. Raises PeerLost."""
         try:
-            self._socket.settimeout(left(until))
+            self._socket.settimeout(remaining_s(until))
             self._socket.sendall(_HEADER.pack(len(payload)) + payload)
         except OSError as error:
-            raise lost(self.peer, error) from error
+            raise connection_lost(self.peer, error) from error
 
     def receive(self, until: float, limit: int | None = None) -> bytes:
         """Receive one frame, of at most `limit` bytes. Raises PeerLost."""
@@ -49,7 +49,7 @@ class Link:
                 raise ConnectionError("a frame too long")
             return self._exactly(size, until)
         except OSError as error:
-            raise lost(self.peer, error) from error
+            raise connection_lost(self.peer, error) from error
 
     def cut(self) -> None:
         """End the connection, from any thread: a blocked call of another thread raises."""
@@ -65,7 +65,7 @@ class Link:
         buffer = bytearray(size)
         view, have = memoryview(buffer), 0
         while have < size:
-            self._socket.settimeout(left(until))
+            self._socket.settimeout(remaining_s(until))
             count = self._socket.recv_into(view[have:])
             if not count:
                 raise ConnectionError("end of stream")
@@ -73,7 +73,7 @@ class Link:
         return bytes(buffer)
 
 
-class Port:
+class ReservedPort:
     """A listening socket on a port that the system chose; kept from `reserve` on, so that nobody else gets it."""
 
     def __init__(self, host: str) -> None:
@@ -84,19 +84,21 @@ class Port:
         """For selectors."""
         return self._socket.fileno()
 
-    def accept(self, key: bytes, until: float) -> tuple[int, Link] | None:
+    def accept(self, key: bytes, until: float) -> tuple[int, _PeerLink] | None:
         """Wait for a member, which knows the group's key: its rank and link. None for a stranger. Raises PeerLost."""
         try:
-            self._socket.settimeout(left(until))
+            self._socket.settimeout(remaining_s(until))
             connection, _ = self._socket.accept()
         except OSError as error:
-            raise PeerLost("no other rank joined within the deadline", remedy=REMEDY) from error
+            raise PeerLost("no other rank joined within the deadline", remedy=LOST_PEER_REMEDY) from error
         try:
-            rank = handshake.accept(connection, key, min(until, time.monotonic() + handshake.HANDSHAKE_S))
+            rank = socket_transport.authenticate_peer(
+                connection, key, min(until, time.monotonic() + socket_transport.HANDSHAKE_S)
+            )
         except OSError:
             connection.close()
             return None
-        return rank, Link(connection, f"rank {rank}")
+        return rank, _PeerLink(connection, f"rank {rank}")
 
     def cut(self) -> None:
         """Stop listening, from any thread."""
@@ -108,36 +110,36 @@ class Port:
         self._socket.close()
 
 
-def dial(peer: Peer, key: bytes, rank: int, until: float) -> Link:
+def _connect(peer: Peer, key: bytes, rank: int, until: float) -> _PeerLink:
     """Connect to a peer that has reserved its port, and prove each other by the key. Raises PeerLost."""
     try:
-        connection = socket.create_connection((peer.address.host, peer.address.port), left(until))
+        connection = socket.create_connection((peer.address.host, peer.address.port), remaining_s(until))
     except OSError as error:
-        raise PeerLost(f"rank {peer.rank} cannot be reached ({error})", remedy=REMEDY) from error
+        raise PeerLost(f"rank {peer.rank} cannot be reached ({error})", remedy=LOST_PEER_REMEDY) from error
     try:
-        handshake.join(connection, key, rank, until)
+        socket_transport.authenticate(connection, key, rank, until)
     except OSError as error:
         connection.close()
-        raise lost(f"rank {peer.rank}", error) from error
-    return Link(connection, f"rank {peer.rank}")
+        raise connection_lost(f"rank {peer.rank}", error) from error
+    return _PeerLink(connection, f"rank {peer.rank}")
 
 
-class Star:
+class StarGroup:
     """All ranks of a group, linked through rank 0. Sums run in rank order, so they repeat bitwise.
 
     Rank 0 accepts on `port`, the others dial it; `open` returns when all are there.
     """
 
-    def __init__(self, group: Group, port: Port) -> None:
+    def __init__(self, group: Group, port: ReservedPort) -> None:
         self.group, self._port = group, port
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, _PeerLink] = {}
         self._end = False
 
     def open(self) -> None:
         """Meet the others. Raises PeerLost at the deadline."""
         until = self.until()
         if self.group.rank:
-            self._add(0, dial(self.group.peers[0], self.group.key, self.group.rank, until))
+            self._add(0, _connect(self.group.peers[0], self.group.key, self.group.rank, until))
             self._links[0].receive(until, len(_COMPLETE))
         else:
             self._gather_members(until)
@@ -190,10 +192,10 @@ class Star:
             for rank in self.others:
                 selector.register(self._links[rank], selectors.EVENT_READ, rank)
             while len(frames) < len(self.others):
-                ready = selector.select(left(until))
+                ready = selector.select(remaining_s(until))
                 if not ready:
                     late = [rank for rank in self.others if rank not in frames]
-                    raise PeerLost(f"ranks {late} did not answer within the deadline", remedy=REMEDY)
+                    raise PeerLost(f"ranks {late} did not answer within the deadline", remedy=LOST_PEER_REMEDY)
                 for key, _ in ready:
                     frames[key.data] = self.receive(key.data, until)
                     selector.unregister(key.fileobj)
@@ -237,7 +239,7 @@ class Star:
                 continue
             self._add(rank, link)
 
-    def _add(self, rank: int, link: Link) -> None:
+    def _add(self, rank: int, link: _PeerLink) -> None:
         self._links[rank] = link
         if self._end:  # cut by another thread just before
             link.cut()

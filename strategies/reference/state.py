@@ -15,15 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.errors import CheckpointError, TrainwrightError
-from trainwright.strategies.reference.optimizers import Arrays
+from trainwright.strategies.reference.model import Arrays
 
 _MODEL, _OPTIMIZER, _STEP = "model/", "optimizer/", "step"
-_CUT = re.compile(r"(?P<name>.+)\[(?P<start>\d+):\d+\]")
+_ROW_SLICE = re.compile(r"(?P<name>.+)\[(?P<start>\d+):\d+\]")
 _LENGTH = struct.Struct(">Q")
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class ReferenceState:
     """All that training changes; replaced as a whole, never written into, so it is always sound.
 
     Attributes:
@@ -41,16 +41,16 @@ class State:
         """Bytes of all arrays."""
         return sum(value.nbytes for value in (*self.parameters.values(), *self.slots.values()))
 
-    def copy(self) -> State:
+    def copy(self) -> ReferenceState:
         """A deep copy."""
-        return State(
+        return ReferenceState(
             parameters={name: value.copy() for name, value in self.parameters.items()},
             slots={name: value.copy() for name, value in self.slots.items()},
             step=self.step,
         )
 
 
-def encode(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
+def encode_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
     """Named arrays as one message: the length of a JSON header, names, types and shapes in it, then the raw bytes."""
     solid = {name: np.ascontiguousarray(value).reshape(value.shape) for name, value in arrays.items()}
     if any(value.dtype.hasobject for value in solid.values()):
@@ -60,7 +60,7 @@ def encode(arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
     return b"".join((_LENGTH.pack(len(header)), header, *(value.tobytes() for value in solid.values())))
 
 
-def decode(data: bytes) -> dict[str, npt.NDArray[Any]]:
+def decode_arrays(data: bytes) -> dict[str, npt.NDArray[Any]]:
     """The named arrays of a message, writable. Nothing in it can execute."""
     start = _LENGTH.size + _LENGTH.unpack_from(data)[0]
     arrays: dict[str, npt.NDArray[Any]] = {}
@@ -72,7 +72,7 @@ def decode(data: bytes) -> dict[str, npt.NDArray[Any]]:
     return arrays
 
 
-def to_bytes(state: State) -> bytes:
+def to_bytes(state: ReferenceState) -> bytes:
     """A state as a npz archive: `model/<name>`, `optimizer/<slot>` and `step` (-1 for None)."""
     arrays = {
         **{f"{_MODEL}{name}": value for name, value in state.parameters.items()},
@@ -84,24 +84,24 @@ def to_bytes(state: State) -> bytes:
     return buffer.getvalue()
 
 
-def from_bytes(data: bytes | bytearray) -> State:
+def from_bytes(data: bytes | bytearray) -> ReferenceState:
     """The state that `to_bytes` wrote."""
     with np.load(io.BytesIO(data), allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files}
     step = int(arrays.pop(_STEP))
-    return State(
+    return ReferenceState(
         parameters={name.removeprefix(_MODEL): value for name, value in arrays.items() if name.startswith(_MODEL)},
         slots={name.removeprefix(_OPTIMIZER): value for name, value in arrays.items() if name.startswith(_OPTIMIZER)},
         step=None if step < 0 else step,
     )
 
 
-def cut_name(name: str, start: int, stop: int) -> str:
+def row_slice_name(name: str, start: int, stop: int) -> str:
     """What the rows from `start` to before `stop` of an array are called."""
     return f"{name}[{start}:{stop}]"
 
 
-def merge(parts: Iterable[State]) -> State:
+def merge_states(parts: Iterable[ReferenceState]) -> ReferenceState:
     """One state of the disjoint shards of one step; the order does not matter. Rows come together again."""
     parameters: dict[str, Any] = {}
     slots: dict[str, Any] = {}
@@ -111,15 +111,15 @@ def merge(parts: Iterable[State]) -> State:
         slots.update(part.slots)
         steps.append(part.step)
     step = max((step for step in steps if step is not None), default=0)
-    return State(parameters=_joined(parameters), slots=_joined(slots), step=step)
+    return ReferenceState(parameters=_join_rows(parameters), slots=_join_rows(slots), step=step)
 
 
-def _joined(arrays: Arrays) -> Arrays:
+def _join_rows(arrays: Arrays) -> Arrays:
     """Arrays of which there are rows, as a whole."""
     whole: dict[str, Any] = {}
     cut: dict[str, dict[int, Any]] = {}
     for name, value in arrays.items():
-        found = _CUT.fullmatch(name)
+        found = _ROW_SLICE.fullmatch(name)
         if found is None:
             whole[name] = value
         else:
@@ -127,7 +127,7 @@ def _joined(arrays: Arrays) -> Arrays:
     return whole | {name: np.concatenate([rows[start] for start in sorted(rows)]) for name, rows in cut.items()}
 
 
-def fitted(loaded: State, built: State) -> State:
+def fit_state(loaded: ReferenceState, built: ReferenceState) -> ReferenceState:
     """The arrays of `loaded` that `built` has, in its order; raises CheckpointError where they do not fit."""
     problems = [
         f"{name}: {_shape(found, name)} in the checkpoint, {value.shape} in the job"
@@ -141,7 +141,7 @@ def fitted(loaded: State, built: State) -> State:
             detail="\n".join(problems),
             remedy="use the model and optimizer that wrote it, or start a run under a new name",
         )
-    return State(
+    return ReferenceState(
         parameters={name: loaded.parameters[name] for name in built.parameters},
         slots={name: loaded.slots[name] for name in built.slots},
         step=loaded.step,

@@ -15,20 +15,18 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.core.argument_order import in_order
-from trainwright.core.data import Batch, Columns, Feed, StepReport, Sums, Terms, fold
+from trainwright.core.data import Batch, Columns, Feed, MetricSums, StepReport, Terms, fold_seed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, TrainwrightError, UserCodeError
-from trainwright.strategies.reference.losses import Graded
-from trainwright.strategies.reference.model import Array, Model
-from trainwright.strategies.reference.optimizers import Arrays, Optimizer
-from trainwright.strategies.reference.state import State
+from trainwright.core.loss_api import outputs_first
+from trainwright.strategies.reference.model import Array, Arrays, LossWithGradient, Optimizer, ReferenceModel
+from trainwright.strategies.reference.state import ReferenceState
 
 _TAIL = 3  # loss, weight, wish
 
 
 @dataclass(frozen=True, kw_only=True)
-class Totals:
+class SummedGradients:
     """A vector of sums, taken apart."""
 
     gradients: Arrays
@@ -37,7 +35,7 @@ class Totals:
     wish: bool
 
 
-class Program:
+class ReferenceProgram:
     """The functions of a job and the model they work on. Holds no state of the training.
 
     Args:
@@ -48,17 +46,17 @@ class Program:
     def __init__(self, spec: ModelSpec, where: str) -> None:
         self.spec, self.where = spec, where
         with self._user("model"):
-            self.model: Model = spec.model()
-            self.model.initialize(fold(spec.seed))
+            self.model: ReferenceModel = spec.model()
+            self.model.initialize(fold_seed(spec.seed))
         self._shapes = {name: value.shape for name, value in self.model.parameters.items()}
         assert spec.optimizer is not None, "only a job with run='fit' may leave it out"
         with self._user("optimizer"):
             self.optimizer: Optimizer = spec.optimizer(self.model.parameters)
 
-    def initial(self) -> State:
+    def initial(self) -> ReferenceState:
         """Parameters and slots before the first step; the same on every rank for one seed."""
         parameters = dict(self.model.parameters)
-        return State(parameters=parameters, slots=self.optimizer.initial(parameters))
+        return ReferenceState(parameters=parameters, slots=self.optimizer.initial(parameters))
 
     def share(self, parameters: Arrays, batches: tuple[Batch, ...], *, step: int, data_rank: int) -> Array:
         """The vector of sums over the micro-batches of one data rank.
@@ -69,11 +67,11 @@ class Program:
         self.model.parameters, self.model.training = parameters, True
         vector = np.zeros(sum(int(np.prod(shape)) for shape in self._shapes.values()) + _TAIL)
         for number, batch in enumerate(batches):
-            self.model.reseed(fold(self.spec.seed, step, number, data_rank, 0))
+            self.model.reseed(fold_seed(self.spec.seed, step, number, data_rank, 0))
             vector += self._micro_batch(batch, step)
         return vector
 
-    def totals(self, vector: Array) -> Totals:
+    def totals(self, vector: Array) -> SummedGradients:
         """A vector of sums by parameter."""
         gradients: dict[str, Array] = {}
         start = 0
@@ -82,9 +80,9 @@ class Program:
             gradients[name] = vector[start : start + size].reshape(shape)
             start += size
         loss, weight, wishes = vector[start:]
-        return Totals(gradients=gradients, loss=float(loss), weight=float(weight), wish=bool(wishes > 0))
+        return SummedGradients(gradients=gradients, loss=float(loss), weight=float(weight), wish=bool(wishes > 0))
 
-    def mean_gradients(self, totals: Totals, step: int, *, clip: bool = True) -> tuple[Arrays, float]:
+    def mean_gradients(self, totals: SummedGradients, step: int, *, clip: bool = True) -> tuple[Arrays, float]:
         """Gradients scaled by 1 / weight, then clipped unless that is for others; and their norm before clipping.
 
         Raises:
@@ -111,13 +109,13 @@ class Program:
         with self._user("optimizer"):
             return self.optimizer.update(parameters, gradients, slots, rate)
 
-    def evaluate(self, parameters: Arrays, feed: Feed) -> Sums:
+    def evaluate(self, parameters: Arrays, feed: Feed) -> MetricSums:
         """Sums of `loss` and of each metric over all rows of the feed; dropout is off."""
         self.model.parameters, self.model.training = parameters, False
-        total = Sums()
+        total = MetricSums()
         for batch in _batches(feed):
             values, weights = self._terms("loss", self._loss(batch)[0], batch)
-            total += Sums(totals={"loss": _sums(values, weights)})
+            total += MetricSums(totals={"loss": _weighted_sums(values, weights)})
             if self.spec.metrics:
                 total += self._metrics(batch)
         return total
@@ -131,10 +129,10 @@ class Program:
         """The vector of sums of one micro-batch."""
         graded, outputs = self._loss(batch)
         values, weights = self._terms("loss", graded, batch)
-        if not isinstance(graded, Graded) or (outputs is not None and graded.gradient.shape != outputs.shape):
+        if not isinstance(graded, LossWithGradient) or (outputs is not None and graded.gradient.shape != outputs.shape):
             self._refuse("loss= must return Graded(values, gradient), gradient of the shape of the outputs")
         self._check_finite(values, weights, batch, step)
-        loss, weight = _sums(values, weights)
+        loss, weight = _weighted_sums(values, weights)
         factor = weights.reshape(weights.shape + (1,) * (graded.gradient.ndim - weights.ndim))
         with self._user("model"):
             gradients = self.model.backward(graded.gradient * factor)
@@ -149,7 +147,7 @@ class Program:
             self._refuse("give either loss= with inputs= and targets=, or step=")
         outputs = self._outputs(batch)
         with self._user("loss"):
-            return in_order(self.spec.loss)(outputs, self._targets(batch)), outputs
+            return outputs_first(self.spec.loss)(outputs, self._targets(batch)), outputs
 
     def _outputs(self, batch: Batch) -> Array:
         """The model's outputs, first dimension rows."""
@@ -159,7 +157,7 @@ class Program:
             outputs = self.model(*(self._column(batch, name) for name in self.spec.inputs))
         if not isinstance(outputs, np.ndarray) or outputs.ndim == 0 or len(outputs) != batch.rows:
             self._refuse(
-                f"the model returned {_kind(outputs)} for {batch.rows} rows: "
+                f"the model returned {_describe(outputs)} for {batch.rows} rows: "
                 f"return an array whose first dimension is {batch.rows}"
             )
         return outputs
@@ -177,12 +175,12 @@ class Program:
 
     def _terms(self, what: str, result: Any, batch: Batch) -> tuple[Array, Array]:
         """Values and weights of one shape, (rows,) or (rows, k); the batch's own weights multiplied in."""
-        values = np.asarray(result[0] if isinstance(result, Graded | Terms) else result)
-        weights = {Graded: 2, Terms: 1}.get(type(result))
+        values = np.asarray(result[0] if isinstance(result, LossWithGradient | Terms) else result)
+        weights = {LossWithGradient: 2, Terms: 1}.get(type(result))
         if values.ndim == 0:
             self._refuse(f"{what} returned one number for {batch.rows} rows: return one value per sample, no mean")
         if values.ndim > 2 or len(values) != batch.rows:
-            self._refuse(f"{what} returned {_kind(values)} for {batch.rows} rows: return ({batch.rows},) or Terms")
+            self._refuse(f"{what} returned {_describe(values)} for {batch.rows} rows: return ({batch.rows},) or Terms")
         own = np.ones(values.shape) if weights is None else np.asarray(result[weights], np.float64)
         try:
             own = np.broadcast_to(own, values.shape)
@@ -190,15 +188,15 @@ class Program:
             self._refuse(f"{what} returned weights of shape {own.shape} for values of shape {values.shape}")
         return values, own * batch.weights.reshape((-1,) + (1,) * (values.ndim - 1))
 
-    def _metrics(self, batch: Batch) -> Sums:
+    def _metrics(self, batch: Batch) -> MetricSums:
         """Sums of the metrics of one micro-batch."""
         outputs, targets = self._outputs(batch), self._targets(batch)
         totals: dict[str, tuple[float, float]] = {}
         for name, metric in self.spec.metrics.items():
             with self._user(f"metric {name!r}"):
-                result = in_order(metric)(outputs, targets)
-            totals[name] = _sums(*self._terms(f"metric {name!r}", result, batch))
-        return Sums(totals=totals)
+                result = outputs_first(metric)(outputs, targets)
+            totals[name] = _weighted_sums(*self._terms(f"metric {name!r}", result, batch))
+        return MetricSums(totals=totals)
 
     def _check_finite(self, values: Array, weights: Array, batch: Batch, step: int) -> None:
         """Raise NonFiniteLoss that names the samples; values of weight 0 do not count."""
@@ -227,7 +225,9 @@ class Program:
             ) from error
 
 
-def advance(program: Program, state: State, feed: Feed, vector: Array) -> tuple[State, StepReport]:
+def apply_step(
+    program: ReferenceProgram, state: ReferenceState, feed: Feed, vector: Array
+) -> tuple[ReferenceState, StepReport]:
     """Apply one step's sums over the global batch: scale, clip, update. Pure in the state.
 
     Without any weight nothing is applied, the loss is 0, and the step counts.
@@ -246,7 +246,7 @@ def advance(program: Program, state: State, feed: Feed, vector: Array) -> tuple[
         gradient_norm=None if program.spec.clip_norm is None else norm,
         wish=totals.wish,
     )
-    return State(parameters=parameters, slots=slots, step=feed.step + 1), report
+    return ReferenceState(parameters=parameters, slots=slots, step=feed.step + 1), report
 
 
 def _batches(feed: Feed) -> Iterator[Batch]:
@@ -255,11 +255,11 @@ def _batches(feed: Feed) -> Iterator[Batch]:
         yield from part
 
 
-def _sums(values: Array, weights: Array) -> tuple[float, float]:
+def _weighted_sums(values: Array, weights: Array) -> tuple[float, float]:
     """Weighted sum and sum of weights; values of weight 0 do not count, whatever they are."""
     return float(np.sum(np.where(weights == 0, 0.0, values * weights))), float(np.sum(weights))
 
 
-def _kind(value: Any) -> str:
+def _describe(value: Any) -> str:
     """A value's type and shape, for messages."""
     return f"shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__

@@ -11,22 +11,21 @@ from typing import TYPE_CHECKING
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import PlanError
 from trainwright.core.model_profile import ModelProfile
-from trainwright.core.plan import Infeasible, Mesh, Placement, Plan
-from trainwright.core.plan_spec import Pins
-from trainwright.core.staleness import choices_of
+from trainwright.core.plan import InfeasiblePlan, Mesh, Plan, PlanConstraints, WorkerResources
+from trainwright.core.topology import async_choices
 
 if TYPE_CHECKING:
     from trainwright.core.job import Job
 
-RESERVED_CPUS = 1.0  # of each node, for Ray Data and the driver
-ANY = Pins()
-CPU_WORKERS_PER_CPU = 4  # more than this on one CPU is a mistake
-BATCH_NORM = "batch_norm"  # among what differs from one device
-REPLICATED = ("one_device", "data_parallel")  # strategies that have all of a torch model on each worker
+_RESERVED_CPUS = 1.0  # of each node, for Ray Data and the driver
+_NO_PINS = PlanConstraints()
+_CPU_WORKERS_PER_CPU = 4  # more than this on one CPU is a mistake
+_BATCH_NORM = "batch_norm"  # among what differs from one device
+_REPLICATED = ("one_device", "data_parallel")  # strategies that have all of a torch model on each worker
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PlanRequest:
     """This model on this cluster, and what of the answer is given already.
 
     Attributes:
@@ -46,7 +45,7 @@ class Question:
     cluster: Cluster
     batch_size: int
     precision: str
-    pins: Pins = ANY
+    pins: PlanConstraints = _NO_PINS
     own_step: bool = False
     offload: bool = False
     together: bool = False
@@ -63,9 +62,11 @@ class Question:
     tpu: str | None = None
 
     @classmethod
-    def of(cls, job: Job, profile: ModelProfile, cluster: Cluster) -> Question:
+    def of(cls, job: Job, profile: ModelProfile, cluster: Cluster) -> PlanRequest:
         """What a job asks. Raises PlanError where its `plan=` cannot be read."""
-        pins = Pins.parse(job.plan or "").beside(choices_of(job.consistency, job.wire, job.local_steps, job.outer))
+        pins = PlanConstraints.parse(job.plan or "").beside(
+            async_choices(job.consistency, job.wire, job.local_steps, job.outer)
+        )
         pinned = max(1, pins.mesh.size // (job.devices or 1)) if pins.mesh else None
         if pins.mesh and job.workers and job.workers * (job.devices or 1) != pins.mesh.size:
             has = f"workers={job.workers}" + (f" of {job.devices} devices" if job.devices else "")
@@ -75,7 +76,7 @@ class Question:
                 remedy=f"change a degree, or set workers={pinned} or leave it out",
             )
         return cls(
-            profile=divided(profile, job.tensor_plan),
+            profile=_apply_tensor_plan(profile, job.tensor_plan),
             cluster=cluster,
             batch_size=job.batch_size,
             precision=job.precision,
@@ -88,7 +89,7 @@ class Question:
             min_workers=job.min_workers,
             max_workers=job.max_workers,
             devices=job.devices,
-            accumulation=job.accumulation or pins.choices.get("accumulation") or _undivided(job),
+            accumulation=job.accumulation or pins.choices.get("accumulation") or _single_micro_batch(job),
             inexact=job.inexact,
             run=job.run,
             compile=job.compile,
@@ -97,9 +98,9 @@ class Question:
         )
 
     @property
-    def free(self) -> Question:
+    def free(self) -> PlanRequest:
         """The same without what is pinned of the layout."""
-        return Question(
+        return PlanRequest(
             profile=self.profile, cluster=self.cluster, batch_size=self.batch_size, precision=self.precision,
             own_step=self.own_step, inexact=self.inexact, run=self.run, compile=self.compile,
             together=self.together, seated=self.seated,
@@ -119,7 +120,7 @@ class Question:
     @property
     def inexact_parts(self) -> tuple[str, ...]:
         """What of the model differs from one device, on several."""
-        return tuple(item for item in self.profile.inexact if not (self.together and item == BATCH_NORM))
+        return tuple(item for item in self.profile.inexact if not (self.together and item == _BATCH_NORM))
 
     @cached_property
     def per_node(self) -> int:
@@ -145,16 +146,16 @@ class Question:
             devices: of each worker; on a CPU they share a slot.
         """
         shared = devices if self.cluster.accelerators else 1
-        slots, room = max(1, self.cluster.slots // shared), max(1, room_of(self.cluster) // shared)
+        slots, room = max(1, self.cluster.slots // shared), max(1, worker_capacity(self.cluster) // shared)
         if not self.elastic:
             return self.workers or min(slots, self.batch_size)
         wanted = self.workers or min(slots, self.max_workers or self.batch_size)
         return max(min(wanted, room), self.min_workers or 1)
 
     @cached_property
-    def place(self) -> Callable[..., Placement]:
-        """`place` on this cluster, remembered: a node is looked at once, not for each of thousands of plans."""
-        return cache(partial(place, self.cluster))
+    def place(self) -> Callable[..., WorkerResources]:
+        """`placement_for` on this cluster, remembered: a node is looked at once, not for each of thousands of plans."""
+        return cache(partial(placement_for, self.cluster))
 
     def plan(
         self, strategy: str, engine: str, mesh: Mesh, *, devices: int = 1, servers: int = 0, **choices: object
@@ -183,56 +184,58 @@ class Question:
         found = self.inexact_parts
         return tuple(f"{item}: computed over each device's own share, as the job accepts" for item in found)
 
-    def unequal(self, strategy: str, data_ranks: int) -> Infeasible | None:
+    def unequal(self, strategy: str, data_ranks: int) -> InfeasiblePlan | None:
         """Why so many data ranks cannot do what one device does; None where they can, or the job accepts that."""
         if self.batch_size < data_ranks:
             reason = f"batch_size={self.batch_size} is smaller than the {data_ranks} data ranks"
-            return Infeasible(strategy=strategy, reason=reason, hint=f"set batch_size={data_ranks} or more")
+            return InfeasiblePlan(strategy=strategy, reason=reason, hint=f"set batch_size={data_ranks} or more")
         if self.undeclared and data_ranks > 1:
             reason = f"{', '.join(self.undeclared)} would give another result than one device"
             accepted = f"inexact={self.undeclared}"
             synced = (
-                'set batch_norm="sync", ' if self.undeclared == (BATCH_NORM,) and strategy == REPLICATED[-1] else ""
+                'set batch_norm="sync", ' if self.undeclared == (_BATCH_NORM,) and strategy == _REPLICATED[-1] else ""
             )
             hint = f"{synced}use a layer that looks at one sample (group or layer norm), or accept it: {accepted}"
-            return Infeasible(strategy=strategy, reason=reason, hint=hint)
+            return InfeasiblePlan(strategy=strategy, reason=reason, hint=hint)
         return None
 
-    def needs_replicas(self, strategy: str) -> Infeasible | None:
+    def needs_replicas(self, strategy: str) -> InfeasiblePlan | None:
         """Why a strategy cannot do what the job asks of replicas; None where it can."""
-        own = strategy in REPLICATED and self.profile.framework in ("torch", "")
+        own = strategy in _REPLICATED and self.profile.framework in ("torch", "")
         if own or not (self.together or self.seated):
             return None
         asked = "local_state=" if self.seated else 'batch_norm="sync"'
         if self.profile.framework != "torch":
             hint = "leave it out" if self.seated else "Keras has BatchNormalization(synchronized=True)"
-            return Infeasible(strategy=strategy, reason=f"{asked} is for torch models", hint=hint)
+            return InfeasiblePlan(strategy=strategy, reason=f"{asked} is for torch models", hint=hint)
         reason = f"{asked} needs all of the model on each worker"
-        return Infeasible(strategy=strategy, reason=reason, hint=f"use {REPLICATED[-1]}")
+        return InfeasiblePlan(strategy=strategy, reason=reason, hint=f"use {_REPLICATED[-1]}")
 
-    def without_engine(self, strategy: str) -> Infeasible | None:
+    def without_engine(self, strategy: str) -> InfeasiblePlan | None:
         """A framework or strategy that cannot be run on TPUs; only a job's own cluster is asked about that."""
         if self.cluster.accelerator != "TPU" or not self.profile.framework:
             return None
         if self.profile.framework == "tensorflow":
-            return Infeasible(strategy=strategy, reason="TensorFlow's TPUs have their own strategy", hint="use tf_tpu")
+            return InfeasiblePlan(
+                strategy=strategy, reason="TensorFlow's TPUs have their own strategy", hint="use tf_tpu"
+            )
         reason = f"there is no engine for {self.profile.framework} on TPU yet"
-        return Infeasible(strategy=strategy, reason=reason, hint="use GPU or CPU")
+        return InfeasiblePlan(strategy=strategy, reason=reason, hint="use GPU or CPU")
 
-    def alone(self, strategy: str) -> Infeasible | None:
+    def alone(self, strategy: str) -> InfeasiblePlan | None:
         """Why there are not several ranks, and what would make it possible; None where there are."""
         if self.ranks > 1 or self.elastic:
             return None
         why = "workers=1 is pinned" if self.workers else "there is room for one worker only"
-        return Infeasible(strategy=strategy, reason=why, hint="give the job two workers or more")
+        return InfeasiblePlan(strategy=strategy, reason=why, hint="give the job two workers or more")
 
 
-def _undivided(job: Job) -> int | None:
+def _single_micro_batch(job: Job) -> int | None:
     """One micro-batch of each worker, where batch norms look at all of them as at the whole batch."""
-    return 1 if job.batch_norm == "sync" and BATCH_NORM not in job.inexact else None
+    return 1 if job.batch_norm == "sync" and _BATCH_NORM not in job.inexact else None
 
 
-def divided(profile: ModelProfile, plan: Mapping[str, str]) -> ModelProfile:
+def _apply_tensor_plan(profile: ModelProfile, plan: Mapping[str, str]) -> ModelProfile:
     """A model whose layers tensor parallelism divides as a job says, by name or pattern; without a plan as it is."""
     if not plan:
         return profile
@@ -246,24 +249,24 @@ def divided(profile: ModelProfile, plan: Mapping[str, str]) -> ModelProfile:
     return replace(profile, layers=tuple(layers), indivisible="")
 
 
-def room_of(cluster: Cluster) -> int:
+def worker_capacity(cluster: Cluster) -> int:
     """Workers that the cluster can hold: one for each accelerator, a few for each CPU where there is none."""
-    return cluster.accelerators or int(cluster.cpus * CPU_WORKERS_PER_CPU)
+    return cluster.accelerators or int(cluster.cpus * _CPU_WORKERS_PER_CPU)
 
 
-def place(cluster: Cluster, workers: int, devices: int = 1) -> Placement:
+def placement_for(cluster: Cluster, workers: int, devices: int = 1) -> WorkerResources:
     """What each of `workers` actors with so many devices reserves, leaving CPU on every node for Ray Data.
 
     Servers are counted as workers here, and reserve a worker's share or less.
     """
     nodes = len(cluster.nodes)
     cpus = min(node.cpus for node in cluster.nodes)
-    reserved = RESERVED_CPUS if cpus >= 2 else cpus / 2
+    reserved = _RESERVED_CPUS if cpus >= 2 else cpus / 2
     on_a_node = max(1, -(-workers // nodes))
     share = int(100 * (cpus - reserved) / on_a_node) / 100
-    return Placement(
+    return WorkerResources(
         cpus=max(0.01, share),
-        server_cpus=min(Placement.server_cpus, max(0.01, share)),
+        server_cpus=min(WorkerResources.server_cpus, max(0.01, share)),
         accelerators=devices if cluster.accelerators else 0,
         accelerator=cluster.accelerator,
         threads=max(1, int(cpus // on_a_node)),
@@ -276,6 +279,6 @@ def divisors(number: int) -> Iterator[int]:
     yield from (each for each in range(1, number + 1) if number % each == 0)
 
 
-def engine_for(engines: Mapping[str, str], question: Question) -> str:
+def engine_for(engines: Mapping[str, str], question: PlanRequest) -> str:
     """The engine for a model's framework; empty where there is none yet."""
     return engines.get(question.profile.framework, "")

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from trainwright.core.group import Capabilities, Group
-from trainwright.strategies.tensorflow.base import TensorFlowEngine
-from trainwright.strategies.tensorflow.training.devices import names_of
+from trainwright.core.topology import Capabilities, Group
+from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine, device_names
 
 
 class CentralStorage(TensorFlowEngine):
@@ -21,4 +20,4 @@ class CentralStorage(TensorFlowEngine):
     def open_strategy(self, group: Group) -> Any:
         """On the worker's devices; several on a CPU are logical ones."""
         assert group.size == 1, "the devices of one node are driven by one worker"
-        return tf.distribute.experimental.CentralStorageStrategy(names_of(group), parameter_device="/cpu:0")
+        return tf.distribute.experimental.CentralStorageStrategy(device_names(group), parameter_device="/cpu:0")

@@ -21,28 +21,26 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainwright.core.argument_order import takes_targets_first
-from trainwright.core.data import Batch, Feed, StepReport, Sums, Terms
+from trainwright.core.data import COMPILED_PHASE, Batch, Feed, MetricSums, StepReport, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
+from trainwright.core.loss_api import takes_targets_first
 from trainwright.core.plan import Plan
-from trainwright.core.step_phases import COMPILED
-from trainwright.strategies.tensorflow.base import TensorFlowEngine
-from trainwright.strategies.tensorflow.distillation.teacher import digest
+from trainwright.strategies.tensorflow.distillation.teacher_backend import digest
 from trainwright.strategies.tensorflow.mirrored import Mirrored
 from trainwright.strategies.tensorflow.one_device import OneDevice
 from trainwright.strategies.tensorflow.tensorflow_compat import keras_mask
-from trainwright.strategies.tensorflow.training import batches
-from trainwright.strategies.tensorflow.training.checkpoint_files import OTHERS
-from trainwright.strategies.tensorflow.training.error_mapping import user_code
-from trainwright.strategies.tensorflow.training.loss_call import Masked
-from trainwright.strategies.tensorflow.training.objective import Caller
-from trainwright.strategies.tensorflow.training.train_state import Trained, built_model, generators
+from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine
+from trainwright.strategies.tensorflow.training import tensor_conversion
+from trainwright.strategies.tensorflow.training.checkpoint_files import CARRIED_OTHERS
+from trainwright.strategies.tensorflow.training.objective import KerasCaller, MaskedTerms
+from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
+from trainwright.strategies.tensorflow.training.train_state import KerasTrainState, build_model, seed_generators
 
 _LOSS = "loss"
 
 
-class Compiled:
+class _CompiledModel:
     """A model with its loss, metrics and optimizer.
 
     Args:
@@ -63,11 +61,11 @@ class Compiled:
         UserCodeError: they raised.
     """
 
-    def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: Caller) -> None:
+    def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: KerasCaller) -> None:
         self.spec, self.strategy, self.caller = spec, strategy, caller
         self.step: int | None = None
         self.sound = True
-        self.model = built_model(spec, strategy, plan, caller)
+        self.model = build_model(spec, strategy, plan, caller)
         given = ", ".join(f"{name}=" for name in ("optimizer", "loss", "metrics") if getattr(spec, name))
         if not self.model.compiled:
             self._compile()
@@ -85,11 +83,11 @@ class Compiled:
             used = self._traced(spec.sample())
         self.carried: Mapping[str, list[tf.Variable]] = {
             "metrics": [variable.value for variable in self.model.metrics_variables],
-            "seeds": [generator.state.value for generator in generators(self.model)],
+            "seeds": [generator.state.value for generator in seed_generators(self.model)],
         }
         held = tf.train.Checkpoint(model=self.model, optimizer=self.optimizer, **self.carried)
         known = {id(_plain(each)) for each in tf.train.TrackableView(held).descendants()}
-        self.carried = {**self.carried, OTHERS: [each for each in used if id(each) not in known]}
+        self.carried = {**self.carried, CARRIED_OTHERS: [each for each in used if id(each) not in known]}
 
     @property
     def optimizer(self) -> Any:
@@ -100,7 +98,7 @@ class Compiled:
         """Raise JobError where several devices would each divide by their own number of unmasked steps."""
         if self.strategy.num_replicas_in_sync == 1:
             return
-        columns = batches.columns_of(self.spec.collation, row, self.spec.inputs)
+        columns = tensor_conversion.column_tensors(self.spec.collation, row, self.spec.inputs)
         with self.strategy.scope():
             outputs = self.caller.outputs(self.model, columns, training=False)
         if any(keras_mask(each) is not None for each in tf.nest.flatten(outputs)):
@@ -131,7 +129,7 @@ class Compiled:
         data, where = self.data(_repeated(row, rows), training=True), self.caller.where
         step = tf.function(lambda: self.strategy.run(self.model.train_step, args=(data,)), autograph=False)
         try:
-            with self._building_once(), user_code("train_step()", where):
+            with self._building_once(), TensorFlowUserCode("train_step()", where):
                 traced = step.get_concrete_function()
         except UserCodeError:
             if not self._eager:
@@ -150,7 +148,7 @@ class Compiled:
         """Within it, optimizers of the model make their variables once for all replicas, and not in each of them."""
         unbuilt = [optimizer for optimizer in self.optimizers if not optimizer.built]
         for optimizer in unbuilt if self.strategy.num_replicas_in_sync > 1 else ():
-            object.__setattr__(optimizer, "build", partial(_merged, optimizer.build))
+            object.__setattr__(optimizer, "build", partial(_build_once, optimizer.build))
         try:
             yield
         finally:
@@ -176,7 +174,7 @@ class Compiled:
             problem = 'run="fit" needs a compiled model: call compile() in model(), or give optimizer= and loss='
             raise JobError([problem], where=where)
         with self.strategy.scope():
-            with user_code("optimizer()", where):
+            with TensorFlowUserCode("optimizer()", where):
                 optimizer = spec.optimizer(self.model.trainable_variables)
             self.model.compile(
                 optimizer=optimizer,
@@ -189,7 +187,7 @@ class Compiled:
     def data(self, batch: Batch, *, training: bool) -> Any:
         """Inputs, targets and samples' weights, as far as there are any, as `fit` gives them to `train_step`."""
         spec = self.spec
-        columns = batches.columns_of(spec.collation, batch, self.caller.wanted)
+        columns = tensor_conversion.column_tensors(spec.collation, batch, self.caller.wanted)
         given: Any = tuple(columns[name] for name in spec.inputs)
         if spec.keywords:
             given = dict(zip(spec.keywords, given, strict=True))
@@ -213,10 +211,10 @@ class Compiled:
             tf.nest.map_structure(lambda values, at=at: values[at * size : (at + 1) * size], data)
             for at in range(replicas)
         ]
-        return [batches.dealt(self.strategy, shares, 0)]
+        return [tensor_conversion.distribute_values(self.strategy, shares, 0)]
 
 
-class Fit:
+class _FitLoop:
     """The loop of `fit`, walked one step at a time.
 
     Args:
@@ -224,7 +222,7 @@ class Fit:
         callbacks: of the user's; none for an evaluation alone.
     """
 
-    def __init__(self, compiled: Compiled, callbacks: Sequence[Any] = ()) -> None:
+    def __init__(self, compiled: _CompiledModel, callbacks: Sequence[Any] = ()) -> None:
         spec = compiled.spec
         self._compiled, self._model = compiled, compiled.model
         self._epoch_steps, self._total_steps = spec.total_steps // spec.epochs, spec.total_steps
@@ -235,8 +233,8 @@ class Fit:
         self._test_alone = self._tested_alone if self._model.run_eagerly else tf.function(self._tested_alone)
         self._tested: dict[str, float] = {}
         self._tested_rows = 0
-        self._validated: tuple[str, list[Sums]] = ("", [])  # of the model with this digest
-        self._user = user_code("a callback", compiled.caller.where)
+        self._validated: tuple[str, list[MetricSums]] = ("", [])  # of the model with this digest
+        self._user = TensorFlowUserCode("a callback", compiled.caller.where)
         self._callbacks = keras.callbacks.CallbackList(
             list(callbacks), add_history=True, model=self._model, epochs=spec.epochs, steps=self._epoch_steps, verbose=0
         )
@@ -252,10 +250,10 @@ class Fit:
         data = compiled.dealt(feed, training=True)
         self._begin(epoch, batch)
         before = self._seen()
-        with user_code("train_step()", compiled.caller.where):
+        with TensorFlowUserCode("train_step()", compiled.caller.where):
             logs = model.train_function(data)
         loss = self._loss_of(logs, before)
-        phases = {COMPILED: time.perf_counter() - begun}
+        phases = {COMPILED_PHASE: time.perf_counter() - begun}
         compiled.step = feed.step + 1
         if not math.isfinite(loss):
             compiled.sound = False
@@ -279,7 +277,7 @@ class Fit:
             finished=finished, phases=phases,
         )  # fmt: skip
 
-    def evaluate(self, feed: Feed) -> Sums:
+    def evaluate(self, feed: Feed) -> MetricSums:
         """What a batch adds to the loss and metrics of the evaluation, whose first batch is that of step 0.
 
         A metric need not be a mean: the sums are such that together they are what Keras has after the last batch. The
@@ -318,7 +316,7 @@ class Fit:
         return dict(results if set(results) == set(logs) else logs)
 
     def _validate(self) -> dict[str, float]:
-        spec, sums = self._compiled.spec, list[Sums]()
+        spec, sums = self._compiled.spec, list[MetricSums]()
         assert spec.validation is not None and self._compiled.step is not None
         with self._user:
             self._callbacks.on_test_begin()
@@ -333,13 +331,13 @@ class Fit:
         self._validated = (digest(self._model), sums)
         return dict(self._tested)
 
-    def _test(self, feed: Feed) -> Sums:
+    def _test(self, feed: Feed) -> MetricSums:
         model, rows = self._model, _whole(feed).rows
         if feed.step == 0:
             model.reset_metrics()
             self._tested, self._tested_rows = {}, 0
         replicas = self._compiled.strategy.num_replicas_in_sync
-        with user_code("test_step()", self._compiled.caller.where):
+        with TensorFlowUserCode("test_step()", self._compiled.caller.where):
             if rows % replicas:
                 logs = self._test_alone(self._compiled.data(_whole(feed), training=False))
             else:
@@ -350,7 +348,7 @@ class Fit:
         found = {name: float(value) for name, value in logs.items()}
         before = {name: value * self._tested_rows for name, value in self._tested.items()}
         self._tested, self._tested_rows = found, seen
-        return Sums(totals={name: (value * seen - before.get(name, 0.0), rows) for name, value in found.items()})
+        return MetricSums(totals={name: (value * seen - before.get(name, 0.0), rows) for name, value in found.items()})
 
     def _tested_alone(self, data: Any) -> Any:
         """The logs of a batch that replicas cannot divide: all are given all of it, and the first one counts it."""
@@ -400,16 +398,16 @@ class Fit:
         return float(np.mean(tf.convert_to_tensor(told).numpy()))
 
 
-class Fitting(TensorFlowEngine):
+class _FitEngine(TensorFlowEngine):
     """What the engines share that train as `fit` does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._fit: Fit | None = None
+        self._fit: _FitLoop | None = None
 
     def warm(self, feed: Feed) -> None:
         """Begin the loop anew at the state that is there. The step is compiled with the first one."""
-        self._fit = self._guarded(lambda: Fit(self._compiled, _callbacks(self._compiled)))
+        self._fit = self._guarded(lambda: _FitLoop(self._compiled, _callbacks(self._compiled)))
 
     def train_step(self, feed: Feed) -> StepReport:
         """One step of `fit`, and what belongs to the ends of epochs and of the training.
@@ -422,27 +420,27 @@ class Fitting(TensorFlowEngine):
         assert fit is not None, "warm() comes before steps"
         return self._guarded(lambda: fit.train(feed))
 
-    def evaluate_step(self, feed: Feed) -> Sums:
+    def evaluate_step(self, feed: Feed) -> MetricSums:
         """Sums of the loss and the metrics that the model was compiled with. Raises UserCodeError, JobError."""
-        self._fit = self._fit or self._guarded(lambda: Fit(self._compiled))
+        self._fit = self._fit or self._guarded(lambda: _FitLoop(self._compiled))
         fit = self._fit
         return self._guarded(lambda: fit.evaluate(feed))
 
     @property
-    def _compiled(self) -> Compiled:
+    def _compiled(self) -> _CompiledModel:
         compiled = self.replica
-        assert isinstance(compiled, Compiled)
+        assert isinstance(compiled, _CompiledModel)
         return compiled
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> Trained:
-        return Compiled(spec, self._strategy, plan, Caller(spec=spec, where=self._where))
+    def _made(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
+        return _CompiledModel(spec, self._strategy, plan, KerasCaller(spec=spec, where=self._where))
 
 
-class FitOneDevice(Fitting, OneDevice):
+class FitOneDevice(_FitEngine, OneDevice):
     """`fit` on one device."""
 
 
-class FitMirrored(Fitting, Mirrored):
+class FitMirrored(_FitEngine, Mirrored):
     """`fit` on all devices of one node."""
 
 
@@ -467,7 +465,7 @@ def _repeated(row: Batch, rows: int) -> Batch:
     )
 
 
-def _merged(build: Callable[[Any], None], variables: Any) -> None:
+def _build_once(build: Callable[[Any], None], variables: Any) -> None:
     """Call an optimizer's build outside all replicas and graphs, when all replicas have come to it."""
 
     def merged(strategy: tf.distribute.Strategy) -> None:
@@ -499,7 +497,7 @@ class _Loss(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
     As it does, it gives each replica its share of the mean, and leaves out what Keras' mask does.
     """
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: KerasCaller) -> None:
         super().__init__()
         self._caller = caller
 
@@ -511,7 +509,7 @@ class _Loss(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
         return tf.math.divide_no_nan(tf.reduce_sum(values * counted), tf.reduce_sum(counted)) / replicas
 
 
-def _metric(caller: Caller, name: str) -> keras.metrics.Metric:
+def _metric(caller: KerasCaller, name: str) -> keras.metrics.Metric:
     """One of Keras' metrics, made here so that the strategy has its variables; or the mean of a function's values."""
     metric = caller.spec.metrics[name]
     if isinstance(metric, keras.metrics.Metric):
@@ -519,7 +517,7 @@ def _metric(caller: Caller, name: str) -> keras.metrics.Metric:
     return keras.metrics.MeanMetricWrapper(partial(_values, caller, name), name=name)
 
 
-def _values(caller: Caller, name: str, targets: Any, outputs: Any) -> Any:
+def _values(caller: KerasCaller, name: str, targets: Any, outputs: Any) -> Any:
     """Values of a metric; what Keras' mask leaves out, Keras leaves out itself."""
     result = caller.applied(f"metric {name!r}", caller.spec.metrics[name], outputs, targets, metric=True)
     return result.values if isinstance(_single(result), Terms) else result
@@ -527,15 +525,15 @@ def _values(caller: Caller, name: str, targets: Any, outputs: Any) -> Any:
 
 def _single(result: Any) -> Any:
     """One value for each sample, or those of them that Keras' mask lets count. Raises JobError for Terms."""
-    if isinstance(result, Terms) and not isinstance(result, Masked):
+    if isinstance(result, Terms) and not isinstance(result, MaskedTerms):
         raise JobError(['run="fit" takes one loss per sample, and no Terms: leave run out, or return the losses'])
     return result
 
 
-def _callbacks(compiled: Compiled) -> list[Any]:
+def _callbacks(compiled: _CompiledModel) -> list[Any]:
     """The user's callbacks. Raises JobError, UserCodeError."""
     spec, where = compiled.spec, compiled.caller.where
-    with user_code("callbacks()", where):
+    with TensorFlowUserCode("callbacks()", where):
         callbacks = list(spec.callbacks()) if spec.callbacks else []
     for callback in callbacks:
         if not isinstance(callback, keras.callbacks.Callback):

@@ -11,11 +11,11 @@ from typing import Any
 import tensorflow as tf
 
 from trainwright.core.errors import JobError
-from trainwright.core.group import Address, Generation, Group, Role
+from trainwright.core.topology import Address, Generation, Group, Role
 from trainwright.strategies.common.host_address import own_host
-from trainwright.strategies.tensorflow.base import TensorFlowEngine
+from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine
 
-TF_CONFIG = "TF_CONFIG"
+_TF_CONFIG = "TF_CONFIG"
 
 
 class MultiWorkerMirrored(TensorFlowEngine):
@@ -37,7 +37,7 @@ class MultiWorkerMirrored(TensorFlowEngine):
     def open_strategy(self, group: Group) -> Any:
         """Start this worker's server and meet the others."""
         self._close()
-        os.environ[TF_CONFIG] = json.dumps(cluster_spec(group))
+        os.environ[_TF_CONFIG] = json.dumps(_tf_config(group))
         options = tf.distribute.experimental.CommunicationOptions(
             timeout_seconds=timedelta(seconds=group.deadline_s).total_seconds()
         )
@@ -60,7 +60,7 @@ class AtGivenAddresses(MultiWorkerMirrored):
     def reserve(self, generation: Generation, role: Role) -> Address:
         """This worker's own address. Raises JobError where TF_CONFIG does not tell it."""
         self._check_new()
-        given = os.environ.get(TF_CONFIG)
+        given = os.environ.get(_TF_CONFIG)
         try:
             config = json.loads(given or "")
             task = config["task"]
@@ -75,7 +75,7 @@ class AtGivenAddresses(MultiWorkerMirrored):
             ) from error
 
 
-def cluster_spec(group: Group) -> dict[str, Any]:
+def _tf_config(group: Group) -> dict[str, Any]:
     """TF_CONFIG of a member: the chief is index 0 and does a worker's work too."""
     addresses = [f"{peer.address.host}:{peer.address.port}" for peer in group.peers]
     cluster = {"chief": addresses[:1], **({"worker": addresses[1:]} if addresses[1:] else {})}

@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainwright.core.group import Group
-from trainwright.strategies.tensorflow.base import TensorFlowEngine
+from trainwright.core.topology import Group
+from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine
 
 
 class OneDevice(TensorFlowEngine):

@@ -18,21 +18,21 @@ from typing import Any, ClassVar, TypeVar
 import tensorflow as tf
 
 from trainwright.core.errors import ResourceError
-from trainwright.core.group import Address, Capabilities, Group
-from trainwright.strategies.common.error_mapping import first_line
-from trainwright.strategies.tensorflow.ps.coordinator_engine import Led
+from trainwright.core.topology import Address, Capabilities, Group
+from trainwright.strategies.common.user_code_errors import first_line
+from trainwright.strategies.tensorflow.coordinator_engine import CoordinatorEngine
 
 LOCAL, TPU_NAME = "local", "TPU_NAME"
 _CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")  # as the kernel shows them
-VARIABLES = (TPU_NAME, "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "TPU_CONFIG", "COLAB_TPU_ADDR")
+TPU_VARIABLES = (TPU_NAME, "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "TPU_CONFIG", "COLAB_TPU_ADDR")
 _SCHEME = "grpc://"
 _PROBE_S = 5.0
 _NO_SOFTWARE = "tensorflow-tpu is not installed, and TensorFlow's own package knows no TPU"
 _INSTALL = "install tensorflow-tpu in the place of tensorflow: its last release on PyPI is 2.20"
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
-class TPU(Led):
+class TPU(CoordinatorEngine):
     """The TPU of this host, or the one that the environment tells of."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -42,7 +42,7 @@ class TPU(Led):
     def lead(self, group: Group, servers: Mapping[int, Address]) -> Any:
         """Find the TPU, ready it, and open the strategy on all its cores. Raises ResourceError."""
         until = time.monotonic() + group.deadline_s
-        resolver = resolved(self.name(), until, self._where)
+        resolver = resolve_tpu(self.name(), until, self._where)
         return tf.distribute.TPUStrategy(resolver)
 
     def serve(self, group: Group, address: Address) -> Any:
@@ -53,10 +53,11 @@ class TPU(Led):
         """`local` where there are chips on this host, else what the environment names. Raises ResourceError."""
         if any(map(glob, _CHIPS)):
             return LOCAL
-        told = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), None)
+        told = next((os.environ[name] for name in TPU_VARIABLES if os.environ.get(name)), None)
         if told is None:
             raise ResourceError(
-                f"there is no TPU: this host has no {' or '.join(_CHIPS)}, and none of {', '.join(VARIABLES)} is set",
+                f"there is no TPU: this host has no {' or '.join(_CHIPS)}, and none of "
+                f"{', '.join(TPU_VARIABLES)} is set",
                 where=self._where,
                 remedy="run on a host with a TPU, or name it: tpu=",
             )
@@ -71,7 +72,7 @@ class NamedTPU(TPU):
         return os.environ[TPU_NAME]
 
 
-def resolved(name: str, until: float, where: str) -> Any:
+def resolve_tpu(name: str, until: float, where: str) -> Any:
     """The resolver of a TPU that is connected and ready.
 
     Args:
@@ -83,7 +84,7 @@ def resolved(name: str, until: float, where: str) -> Any:
         ResourceError: says what is missing: software, an address that answers, the TPU, or time.
     """
     _check_software(where)
-    for host, port in addresses(name):
+    for host, port in tpu_addresses(name):
         _probe(host, port, until, where)
     find = tf.distribute.cluster_resolver.TPUClusterResolver
 
@@ -95,7 +96,7 @@ def resolved(name: str, until: float, where: str) -> Any:
         return resolver
 
     try:
-        return within(ready, until)
+        return _run_until(ready, until)
     except TimeoutError:
         what, remedy = "did not answer within the deadline", "look whether it runs, and whether its hosts are reached"
     except Exception as error:  # of many kinds: HTTP, gRPC, the runtime's
@@ -104,7 +105,7 @@ def resolved(name: str, until: float, where: str) -> Any:
     raise ResourceError(f"the TPU {name!r} {what}", where=where, remedy=remedy)
 
 
-def addresses(name: str) -> Iterable[tuple[str, int]]:
+def tpu_addresses(name: str) -> Iterable[tuple[str, int]]:
     """Hosts and ports in a TPU's name; none where it is no list of addresses."""
     for part in name.split(","):
         host, _, port = part.strip().removeprefix(_SCHEME).rpartition(":")
@@ -112,9 +113,9 @@ def addresses(name: str) -> Iterable[tuple[str, int]]:
             yield host.strip("[]"), int(port)
 
 
-def within(work: Callable[[], Result], until: float) -> Result:
+def _run_until(work: Callable[[], _Result], until: float) -> _Result:
     """What work gives. Raises TimeoutError when it is late; its thread is left behind, for nothing can end it."""
-    found: list[Result] = []
+    found: list[_Result] = []
     failed: list[Exception] = []
 
     def run() -> None:

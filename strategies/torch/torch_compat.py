@@ -64,12 +64,12 @@ def assert_on_device(condition: Tensor) -> None:
     torch._assert_async(condition)
 
 
-def multiply(tensors: list[Tensor], factor: float) -> None:
+def foreach_multiply(tensors: list[Tensor], factor: float) -> None:
     """Multiply tensors in place, in one kernel where the device can."""
     torch._foreach_mul_(tensors, factor)
 
 
-def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+def foreach_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors into others, in one kernel where the device can."""
     torch._foreach_copy_(targets, sources)
 
@@ -207,3 +207,17 @@ class FsdpState:
             return [*self._state._fsdp_param_groups]
         group = self._state._fsdp_param_group
         return [] if group is None else [group]
+
+
+# --- What torch is told for a whole process ---------------------------------------------------------------------------
+
+
+def captured() -> dict[str, Any]:
+    """The settings of this process; empty where they are torch's own."""
+    kind = torch.get_default_dtype()
+    return {} if kind is torch.float32 else {"dtype": kind}
+
+
+def apply(settings: dict[str, Any]) -> None:
+    """Give this process the settings of another."""
+    torch.set_default_dtype(settings["dtype"])

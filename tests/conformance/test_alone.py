@@ -15,7 +15,7 @@ from tests.support.conformance import problems
 from tests.support.conformance.harness import Pool, Rank
 from tests.support.conformance.problems import PROBLEMS
 from tests.support.conformance.server_processes import Served
-from trainwright.core.staleness import Unit
+from trainwright.core.topology import WorkUnit
 
 STEPS = 30
 
@@ -35,7 +35,7 @@ def test_a_frozen_worker_holds_nobody_up_and_goes_on_when_it_wakes(pool: Pool, c
             reports, nothing = (one.outcome().value for one in own.servers)
         finally:
             os.kill(pid_of(frozen), signal.SIGCONT)
-        assert frozen.outcome().value == [Unit(step=0, share=0)]
+        assert frozen.outcome().value == [WorkUnit(step=0, share=0)]
         assert len(reports) == STEPS and not nothing
         assert sum(report.weight for report in reports) == sum(map(len, problems.batches(problem)))
         stale = own.servers[0].call("staleness")

@@ -26,7 +26,7 @@ from tests.support.conformance import problems
 from tests.support.conformance.cases import CASES, Case, label, several, sizes
 from tests.support.conformance.harness import Pool, World
 from tests.support.conformance.problems import CLIP, PROBLEMS, RATE, Problem
-from trainwright.core.data import Feed, StepReport, Sums
+from trainwright.core.data import Feed, MetricSums, StepReport
 
 _FOUND: dict[tuple[str, Problem, str], tuple[Any, Any, Any]] = {}
 TOLERANCE = 1e-9  # over 50 steps in float64
@@ -100,7 +100,7 @@ def test_evaluation_sums_merge_to_the_mean_of_the_whole_set(pool: Pool, case: Ca
         if case.topology == "coordinator":
             sums = world.ranks[0].call("evaluate", [step[0] for step in feeds])
         else:
-            sums = sum(world.every("evaluate", lambda rank: ([step[rank] for step in feeds],)), start=Sums())
+            sums = sum(world.every("evaluate", lambda rank: ([step[rank] for step in feeds],)), start=MetricSums())
         outputs = _predicted(case, world, [_whole(problem)] * workers)[0]
     y = problems.columns(problem)["y"]
     losses = np.log(np.exp(outputs).sum(axis=1)) - outputs[np.arange(problem.rows), y]

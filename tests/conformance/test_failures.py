@@ -12,7 +12,7 @@ from tests.support.conformance.harness import SOON_S, Outcome, Pool, World
 from tests.support.conformance.problems import PROBLEMS, Problem
 from tests.support.conformance.unbroken_runs import PART, PROBLEM, WHOLE, assert_same, state_of, unbroken
 from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
-from trainwright.driver.state_agreement import agree_at
+from trainwright.driver.rendezvous import agree_at_step
 
 FAULTS = {
     "error": (UserCodeError, "ZeroDivisionError"),
@@ -170,7 +170,7 @@ def _recover(world: World, newcomer: int, feeds: list[list[object]], files: Mapp
     assert tags[newcomer].step is None and all(tag.sound for tag in tags)
     source = max(range(len(tags)), key=lambda rank: -1 if tags[rank].step is None else tags[rank].step)
     assert tags[source].step == PART
-    if agree_at(dict(enumerate(tags)), PART) is None:
+    if agree_at_step(dict(enumerate(tags)), PART) is None:
         assert {tag.step for tag in world.every("load", lambda rank: (files,))} == {PART}
         world.warm(feeds[PART])
     else:

@@ -15,9 +15,9 @@ from tests.support.conformance.problems import PROBLEMS
 from tests.support.conformance.torch_case import adamw
 from trainwright.core.data import Batch, Columns, Feed, StepReport
 from trainwright.core.engine import ModelSpec
-from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.inference.generate import Logits, Sampling, Tokens, continued
-from trainwright.inference.trained_plan import dealt, gathered
+from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.inference.inference_plan import gather_outputs, split_into_feeds
+from trainwright.inference.text_generation import Logits, Sampling, Tokens, extend_prompts
 
 TORCH = "trainwright.strategies.torch"
 PROBLEM = replace(PROBLEMS["ragged"], seed=3)
@@ -54,7 +54,7 @@ def trained(pool: Pool, engine: str, mesh: Mesh, **choices: Any) -> Any:
     """Reports and last state of a few steps on batches that do not divide."""
     layout = Plan(
         strategy="conformance", engine=f"{TORCH}.engines.{engine}", mesh=mesh, batch_size=PROBLEM.batch_size,
-        placement=Placement(cpus=1), accumulation=2, **choices,
+        placement=WorkerResources(cpus=1), accumulation=2, **choices,
     )  # fmt: skip
     job = ModelSpec(
         model=llama, loss=cross_entropy, optimizer=adamw, total_steps=STEPS,
@@ -73,13 +73,13 @@ def written(world: World) -> list[list[int]]:
     """What the model writes on where it was trained: all ranks predict alike, one of them has the logits."""
 
     def predict(tokens: Tokens, place: int) -> Logits:
-        feeds = dealt(world.plan, {"tokens": tokens})
+        feeds = split_into_feeds(world.plan, {"tokens": tokens})
         answers = world.every("predict", lambda rank: feeds[rank])
-        found = gathered(world.plan, [[answer] for answer in answers], feeds[0])
+        found = gather_outputs(world.plan, [[answer] for answer in answers], feeds[0])
         return np.concatenate([piece["logits"] for piece in found])[:, place]
 
     prompts = columns()["tokens"][:2, :3]
-    return continued(predict, prompts, CONTEXT, 4, Sampling(temperature=0.0)).tolist()
+    return extend_prompts(predict, prompts, CONTEXT, 4, Sampling(temperature=0.0)).tolist()
 
 
 @pytest.fixture(scope="module")

@@ -294,7 +294,7 @@ import sys
 import keras
 import numpy as np
 from trainwright.core.errors import JobError
-from trainwright.planning.profile_model import profiler_of
+from trainwright.planning.profiler import profiler_of
 
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
 try:

@@ -10,8 +10,7 @@ from tests.support.conformance import problems
 from tests.support.conformance.cases import CASES, Case, label
 from tests.support.conformance.harness import Pool
 from tests.support.conformance.problems import PROBLEMS, Problem
-from trainwright.core.gradient_noise import OFTEN
-from trainwright.core.step_phases import PLACES
+from trainwright.core.data import SAMPLE_EVERY_EARLY, STEP_PHASES
 
 FRAMEWORKS = ("torch", "tensorflow")
 SHARED = [  # a divided model's gradient of one share is nowhere whole
@@ -26,7 +25,7 @@ TIMED = [(case, case.workers[0]) for case in CASES if case.topology == "collecti
 
 @pytest.mark.parametrize(("case", "workers", "problem"), SHARED, ids=label)
 def test_a_sampled_step_tells_the_norms_of_all_shares(pool: Pool, case: Case, workers: int, problem: Problem) -> None:
-    feeds = case.feeds(problem, workers, range(OFTEN - 2, OFTEN + 1))
+    feeds = case.feeds(problem, workers, range(SAMPLE_EVERY_EARLY - 2, SAMPLE_EVERY_EARLY + 1))
     with case.world(pool, problem, workers) as world:
         world.start(feeds[0])
         world.train(feeds[:1])
@@ -35,7 +34,7 @@ def test_a_sampled_step_tells_the_norms_of_all_shares(pool: Pool, case: Case, wo
     data = problems.columns(problem)
     shares = [batch.samples for feed in feeds[1] for part in feed.parts for batch in part if batch.weights.any()]
     norms = [case.code.by_hand(problem, start, [ids], data)[1][0] for ids in shares]
-    whole = problems.batches(problem, OFTEN)[-1]
+    whole = problems.batches(problem, SAMPLE_EVERY_EARLY)[-1]
     norm = case.code.by_hand(problem, start, [whole], data)[1][0]
     expected = {
         "samples": len(whole),
@@ -52,13 +51,13 @@ def test_a_sampled_step_tells_the_norms_of_all_shares(pool: Pool, case: Case, wo
 def test_a_sampled_step_trains_to_the_same_bits(pool: Pool, case: Case, workers: int, problem: Problem) -> None:
     feeds = case.feeds(problem, workers, range(3))
     found = []
-    for first in (OFTEN - 2, OFTEN):
+    for first in (SAMPLE_EVERY_EARLY - 2, SAMPLE_EVERY_EARLY):
         numbered = [[replace(feed, step=first + step) for feed in each] for step, each in enumerate(feeds)]
         with case.world(pool, problem, workers) as world:
             world.start(numbered[0])
             told = [any(report.scatter for report in reports) for reports in world.train(numbered)]
             found.append({name: value.tobytes() for name, value in case.code.parameters(world.files()).items()})
-            assert all(told) == (first < OFTEN)
+            assert all(told) == (first < SAMPLE_EVERY_EARLY)
     assert found[0] == found[1]
 
 
@@ -70,4 +69,6 @@ def test_every_part_of_a_step_is_timed_once(pool: Pool, case: Case, workers: int
         for report in world.train(feeds)[0]:
             assert report.phases is not None and all(seconds >= 0 for seconds in report.phases.values())
             timed = [place for phase in report.phases for place in phase.split("+")]
-            assert len(timed) == len(set(timed)) and {"forward", "backward", "optimizer"} <= set(timed) < set(PLACES)
+            assert len(timed) == len(set(timed)) and {"forward", "backward", "optimizer"} <= set(timed) < set(
+                STEP_PHASES
+            )

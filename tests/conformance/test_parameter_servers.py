@@ -21,7 +21,7 @@ from tests.support.conformance import problems, tensorflow_case
 from tests.support.conformance.cases import Case, label
 from tests.support.conformance.harness import Outcome, Pool, World, value_of
 from tests.support.conformance.problems import PROBLEMS, Problem
-from trainwright.core.data import Batch, Columns, Feed, Sums
+from trainwright.core.data import Batch, Columns, Feed, MetricSums
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost
 from trainwright.core.plan import Plan
@@ -170,11 +170,11 @@ def test_the_same_accuracy_as_one_process(pool: Pool, world: World) -> None:
         alone.start()
         rank = alone.ranks[0]
         rank.call("train", feeds(one, data, steps))
-        wanted: Sums = rank.call("evaluate", [_joined(feed) for feed in held_out])
+        wanted: MetricSums = rank.call("evaluate", [_joined(feed) for feed in held_out])
         accuracies = found.means()["accuracy"], wanted.means()["accuracy"]
         assert min(accuracies) > 0.75 and abs(accuracies[0] - accuracies[1]) < 0.06, accuracies
         rank.call("load", files)
-        same: Sums = rank.call("evaluate", [_joined(feed) for feed in held_out])
+        same: MetricSums = rank.call("evaluate", [_joined(feed) for feed in held_out])
         assert same.means() == pytest.approx(found.means(), rel=1e-5)
         assert rank.call("predict", held_out[0])["output"].shape == (BATCH, CLASSES)
         other = rank.call("files")

@@ -24,8 +24,8 @@ from trainwright.core.data import StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, PeerLost, UserCodeError
 from trainwright.core.plan import Plan
-from trainwright.driver.state_agreement import agree
-from trainwright.strategies.torch.distributed.process_group import Membership
+from trainwright.driver.rendezvous import agree_on_state
+from trainwright.strategies.torch.distributed.process_group import ProcessGroupHandle
 
 NAMED = {case.name: case for case in CASES}
 SENT_S = 8.0  # within which a stage has sent what it has to send
@@ -143,7 +143,7 @@ def test_a_stage_without_a_loss_dies_and_its_replica_gives_its_state(pool: Pool)
         assert outcomes[dead].dead and spent_s < 15.0
         assert all(isinstance(one.error, PeerLost) for rank, one in enumerate(outcomes) if rank != dead), outcomes
         tags = world.form()
-        agreement = agree(dict(enumerate(tags)))
+        agreement = agree_on_state(dict(enumerate(tags)))
         assert agreement is not None and {(move.source, move.target) for move in agreement.moves} == {(1, 0)}
         assert {tag.step for tag in world.every("transfer", lambda rank: (agreement.moves,))} == {PART}
         world.warm(feeds[PART])
@@ -219,15 +219,15 @@ class Torn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Any:
-        leave, folder = Membership.leave, ctx.folder
+        leave, folder = ProcessGroupHandle.leave, ctx.folder
 
-        def late(membership: Membership) -> None:
-            Membership.leave = leave  # type: ignore[method-assign]
+        def late(membership: ProcessGroupHandle) -> None:
+            ProcessGroupHandle.leave = leave  # type: ignore[method-assign]
             (folder / "raised").touch()
             processes.wait_for((folder / "sent").exists)
             leave(membership)
 
-        Membership.leave = late  # type: ignore[method-assign]
+        ProcessGroupHandle.leave = late  # type: ignore[method-assign]
         raise ZeroDivisionError("torn on purpose")
 
 

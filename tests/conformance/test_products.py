@@ -21,7 +21,7 @@ from tests.support.conformance.torch_case import adamw
 from trainwright.core.data import StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh
-from trainwright.strategies.torch.tensor_parallel.vocab_logits import Parted
+from trainwright.strategies.torch.tensor_parallel.sharded_tensor import ShardedTensor
 
 ENGINE = "trainwright.strategies.torch"
 
@@ -125,7 +125,7 @@ def test_shards_of_stages_train_in_half_precision(pool: Pool) -> None:
 def apart(outputs: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy, whose logits no rank holds whole."""
     values = torch_case.cross_entropy(outputs, targets)
-    assert isinstance(outputs, Parted) and outputs.apart
+    assert isinstance(outputs, ShardedTensor) and outputs.apart
     return values
 
 

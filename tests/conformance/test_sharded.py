@@ -21,9 +21,9 @@ from tests.support.conformance.unbroken_runs import PART, PROBLEM, WHOLE, assert
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, UserCodeError
-from trainwright.core.group import Generation, Group, Move, Peer
 from trainwright.core.plan import Plan
-from trainwright.driver.state_agreement import agree
+from trainwright.core.topology import Generation, Group, Peer, StateTransfer
+from trainwright.driver.rendezvous import agree_on_state
 
 NAMED = {case.name: case for case in CASES}
 TORCH = "trainwright.strategies.torch"
@@ -54,8 +54,8 @@ def test_a_dead_ranks_part_comes_from_its_replica(pool: Pool, name: str, kind: s
         assert [(tag.step, *tag.pieces) for tag in tags] == [
             (PART, f"{kind}-0"), (PART, f"{kind}-1"), (PART, f"{kind}-0"), (None, f"{kind}-1"),
         ]  # fmt: skip
-        agreement = agree(dict(enumerate(tags)))
-        assert agreement is not None and agreement.moves == (Move(source=1, target=dead, piece=f"{kind}-1"),)
+        agreement = agree_on_state(dict(enumerate(tags)))
+        assert agreement is not None and agreement.moves == (StateTransfer(source=1, target=dead, piece=f"{kind}-1"),)
         assert {tag.step for tag in world.every("transfer", lambda rank: (agreement.moves,))} == {PART}
         world.warm(feeds[PART])
         world.train(feeds[PART:])

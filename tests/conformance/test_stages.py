@@ -21,9 +21,8 @@ from tests.support.conformance.staged_model import plan, spec, streamed
 from tests.support.conformance.unbroken_runs import assert_same
 from trainwright.core.data import Feed
 from trainwright.core.errors import JobError, PeerLost, UserCodeError
-from trainwright.core.pipeline_layout import section_of
-from trainwright.core.plan import Plan
-from trainwright.strategies.search.pipeline_schedules import order
+from trainwright.core.plan import Plan, section_of
+from trainwright.strategies.cost_model.pipeline_schedules import stage_operations
 
 WIDE = torch.float64
 SOON_S = 15.0  # half of the group's deadline
@@ -118,7 +117,7 @@ def expected(
 ) -> list[tuple[str, int, int]]:
     """What layers see of a stage's order: the first section's input has no gradient."""
     seen, asked = [], {"stage": stage, "stages": stages, "micro_batches": count, "chunks": chunks}
-    for kind, number, chunk in order(schedule, **asked, **streaming):
+    for kind, number, chunk in stage_operations(schedule, **asked, **streaming):
         section = section_of(schedule, stage=stage, stages=stages, chunk=chunk)
         kinds = ("inputs", "weights") if kind == "backward" else (kind,)
         seen += [(each, number, section) for each in kinds if each != "inputs" or section]

@@ -20,7 +20,7 @@ from tests.support.conformance.unbroken_runs import assert_same
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Plan
-from trainwright.datasets.loading.batches import weightless
+from trainwright.datasets.loading.batch_loader import zero_weight
 from trainwright.strategies.torch.engines.pipeline import Pipeline
 
 SILENT = 3
@@ -36,7 +36,7 @@ def steps_of(layout: Plan, problem: Problem, steps: range) -> Steps:
 
 def silent(steps: Steps) -> Steps:
     """With a step that is not applied."""
-    return [[weightless(feed) if feed.step == SILENT else feed for feed in feeds] for feeds in steps]
+    return [[zero_weight(feed) if feed.step == SILENT else feed for feed in feeds] for feeds in steps]
 
 
 def delayed(
@@ -185,7 +185,10 @@ def test_a_step_that_is_passed_by_changes_no_other(pool: Pool) -> None:
     job, steps = spec(Drawing), steps_of(TWO, RAGGED, range(6))
     bad = [[_spoilt(feed) if feed.step == 3 else feed for feed in feeds] for feeds in steps]
     found = []
-    for given in (streamed(bad), [[weightless(feed) if feed.step == 3 else feed for feed in feeds] for feeds in steps]):
+    for given in (
+        streamed(bad),
+        [[zero_weight(feed) if feed.step == 3 else feed for feed in feeds] for feeds in steps],
+    ):
         with World(pool, "torch", TWO, job) as world:
             world.start(given[0])
             reports = world.every("train_past", lambda rank, given=given: ([feeds[rank] for feeds in given],))

@@ -22,9 +22,9 @@ from tests.support.conformance.keras_cases import ALONE, MIRRORED, PROBLEM
 from tests.support.conformance.staged_model import plan, spec, trained
 from tests.support.torch_engines import Files
 from trainwright.core.soft_loss import Match, SoftLoss
-from trainwright.strategies.distillation.layer_projection import Bridge
-from trainwright.strategies.distillation.losses import Distilled, judged
-from trainwright.strategies.distillation.multi_student import Students, lone
+from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics
+from trainwright.strategies.distillation.layer_match import LayerProjection
+from trainwright.strategies.distillation.multi_student import StudentModels, unwrap_student
 from trainwright.strategies.tensorflow.training.checkpoint_files import take_weights
 
 
@@ -36,7 +36,7 @@ def small() -> nn.Module:
     )
 
 
-LOSS = Distilled(
+LOSS = DistillationLoss(
     soft=SoftLoss(alpha=0.3, matches=(Match(student="1", teacher="in", of="big", weight=0.5),), combine="learned"),
     hard=torch_case.cross_entropy,
     targets=("y", "teacher.big", "teacher.big/in"),
@@ -45,10 +45,10 @@ LOSS = Distilled(
     teachers=("big",),
     joint=("small",),
 )
-CLASS = Students(
+CLASS = StudentModels(
     builders={"deep": bent, "small": small},
     loss=LOSS,
-    bridges={"deep/match-0": Bridge(axis=1, given=WIDTH, wanted=problems.FEATURES)},
+    bridges={"deep/match-0": LayerProjection(axis=1, given=WIDTH, wanted=problems.FEATURES)},
 )
 JOB = spec(CLASS, loss=LOSS, targets=("y", "t", "z"))
 CUTS = {"stages": ("students.deep.2.out",), "shards of stages": ("students.deep.2",)}
@@ -77,7 +77,7 @@ def masked(outputs: Any, targets: Any) -> Any:
 
 def test_weights_of_the_hard_loss_count_for_all_terms(pool: Pool) -> None:
     """One student, bare, with teachers weighted by confidence."""
-    loss = Distilled(
+    loss = DistillationLoss(
         soft=SoftLoss(divergence="jensen_shannon", combine="confidence"),
         hard=masked, targets=("y", "w", "teacher.one", "teacher.two"), labels=("y", "w"), teachers=("one", "two"),
     )  # fmt: skip
@@ -127,24 +127,24 @@ TRAINED = "optimizer/_trainable_variables/"
 KERAS = {"wide": partial(functional, problems.FEATURES), "narrow": partial(functional, 3)}
 
 
-def keras_class(*names: str) -> Students:
+def keras_class(*names: str) -> StudentModels:
     """Of some of them: a layer is matched, which needs a bridge in one, and two teachers' weights are learned."""
     match = Match(student="hidden", teacher="in", of="big", by="cosine")
-    loss = Distilled(
+    loss = DistillationLoss(
         soft=SoftLoss(alpha=0.3, matches=(match,), combine="learned"), hard=tensorflow_case.cross_entropy,
         targets=("y", "teacher.big", "teacher.big/in", "x"), labels=("y",), students=names, teachers=("big",),
         inline={"beside": Beside()},
     )  # fmt: skip
-    needed = {"narrow/match-0": Bridge(axis=1, given=3, wanted=problems.FEATURES)} if "narrow" in names else {}
-    return Students(builders={name: KERAS[name] for name in names}, loss=loss, bridges=needed)
+    needed = {"narrow/match-0": LayerProjection(axis=1, given=3, wanted=problems.FEATURES)} if "narrow" in names else {}
+    return StudentModels(builders={name: KERAS[name] for name in names}, loss=loss, bridges=needed)
 
 
-def keras_trained(pool: Pool, case: Case, students: Students) -> tuple[Any, Mapping[str, bytes]]:
+def keras_trained(pool: Pool, case: Case, students: StudentModels) -> tuple[Any, Mapping[str, bytes]]:
     """What is said of the first batch after six steps, and the files."""
     feeds = case.feeds(PROBLEM, 1, range(PROBLEM.steps))
     job = replace(
         tensorflow_case.spec(PROBLEM), model=students, loss=students.loss, targets=("y", "t", "z", "x"),
-        metrics=judged({"accuracy": tensorflow_case.accuracy}, students.loss),
+        metrics=student_metrics({"accuracy": tensorflow_case.accuracy}, students.loss),
     )  # fmt: skip
     with World(pool, "tensorflow", case.plan(PROBLEM, 1), job, reusable=False) as world:
         world.start(feeds[0])
@@ -177,5 +177,5 @@ def test_a_class_of_keras_on_two_devices_is_each_alone_on_one(pool: Pool, case: 
     model = students.alone("narrow")()
     take_weights(model, reader)
     data, rows = problems.columns(PROBLEM), problems.rows_of(case.feeds(PROBLEM, 1, range(1))[0][0])
-    outputs = lone(model)([tf.constant(data[name][rows]) for name in PROBLEM.inputs])
+    outputs = unwrap_student(model)([tf.constant(data[name][rows]) for name in PROBLEM.inputs])
     assert np.allclose(outputs, said["narrow"], rtol=1e-9, atol=1e-12)

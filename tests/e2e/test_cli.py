@@ -13,7 +13,7 @@ import pytest
 from tests.support.cli_job import JOB
 from tests.support.processes import finish
 from trainwright.cli.main import main
-from trainwright.reporting.run_views import show
+from trainwright.reporting.run_views import run_view
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def test_evaluate_agrees_with_the_run(trained: tuple[Path, str, str], typed: Typ
     file, _, _ = trained
     code, out, err = typed("evaluate", file, "--json")
     assert code == 0 and "little at step 40 on 2 workers" in err, err
-    metrics = show(str(file.parent / "runs"), "little").data["metrics"]
+    metrics = run_view(str(file.parent / "runs"), "little").data["metrics"]
     for name, value in json.loads(out).items():
         assert value == pytest.approx(metrics[name], rel=1e-6)
 

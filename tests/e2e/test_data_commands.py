@@ -16,13 +16,13 @@ from rich.console import Console
 
 from tests.support.processes import finish
 from tests.support.s3_server import S3Bucket
-from trainwright.cli.data import as_data, as_table, progress
+from trainwright.cli.data_commands import as_data, as_table, progress
 from trainwright.core.errors import DataError
 from trainwright.datasets import parquet, table
-from trainwright.datasets.formats.paths import system_of
-from trainwright.datasets.tools.convert import Progress, convert, detect, source_at
-from trainwright.datasets.tools.inspect import inspect
-from trainwright.datasets.tools.parquet_writer import finished, group_rows, shard_rows, write_shards
+from trainwright.datasets.formats.file_system import resolve_file_system
+from trainwright.datasets.formats.parquet_writer import group_rows, is_complete, shard_rows, write_shards
+from trainwright.datasets.tools.dataset_conversion import ConversionProgress, convert, detect_format, open_dataset
+from trainwright.datasets.tools.dataset_inspection import inspect
 
 
 def write(path: Path, rows: int = 1000, group: int = 10, **more: Any) -> Path:
@@ -131,20 +131,20 @@ def test_formats_are_told_by_suffix(tmp_path: Path, names: list[str], kind: str)
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
-    assert detect(str(tmp_path)) == kind
-    assert detect(str(tmp_path / names[0])) == kind
-    assert detect(f"{tmp_path}/**/*.{names[0].partition('.')[2]}") == kind
+    assert detect_format(str(tmp_path)) == kind
+    assert detect_format(str(tmp_path / names[0])) == kind
+    assert detect_format(f"{tmp_path}/**/*.{names[0].partition('.')[2]}") == kind
 
 
 def test_formats_that_cannot_be_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing at this path"):
-        detect(str(tmp_path / "nowhere"))
+        detect_format(str(tmp_path / "nowhere"))
     for name in ("a.csv", "b.csv", "c.tar"):
         (tmp_path / name).write_text("")
     with pytest.raises(DataError, match="several formats lie here: 2 csv, 1 webdataset"):
-        detect(str(tmp_path))
+        detect_format(str(tmp_path))
     with pytest.raises(DataError, match="no format 'parqet'") as caught:
-        source_at(str(tmp_path), "parqet")
+        open_dataset(str(tmp_path), "parqet")
     assert caught.value.remedy == "did you mean 'parquet'?"
 
 
@@ -161,13 +161,13 @@ def test_row_groups_have_a_good_size_by_default(tmp_path: Path) -> None:
     rows = 300_000
     rng = np.random.default_rng(0)
     data = table({"x": rng.normal(size=(rows, 16)), "flags": rng.integers(0, 2, (rows, 2)) == 1})
-    told: list[Progress] = []
+    told: list[ConversionProgress] = []
     written = convert(data, str(tmp_path / "out"), shard_bytes=16 << 20, report=told.append)
     index = parquet(tmp_path / "out").index()
     sizes = [group.rows * index.row_bytes for group in index.groups]
     assert all(8 << 20 <= size <= 16 << 20 for size in sizes[:-1]) and len(sizes) == written.groups > 2
     assert [progress.rows for progress in told] == sorted(progress.rows for progress in told)
-    assert told[-1] == Progress(rows=rows, total=rows)
+    assert told[-1] == ConversionProgress(rows=rows, total=rows)
     assert written.files == len(list((tmp_path / "out").glob("*.parquet"))) == 2
     sample = parquet(tmp_path / "out").read(index, [rows - 1])
     np.testing.assert_array_equal(sample["x"][0], data.read(data.index(), [rows - 1])["x"][0])
@@ -186,7 +186,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         write_shards([], str(out))
     with pytest.raises(DataError, match="no type in parquet"):
         convert(table({"x": np.array([1, "a"], dtype=object)}), str(out))
-    assert list(tmp_path.iterdir()) == [] and not finished(str(out))
+    assert list(tmp_path.iterdir()) == [] and not is_complete(str(out))
     out.write_text("")
     with pytest.raises(DataError, match="a file has this name"):
         write_shards([], str(out))
@@ -196,15 +196,15 @@ def test_a_uri_is_written_too(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     written = write_shards([{"x": np.arange(5)}, {"x": np.arange(5, 9)}], out.as_uri(), rows_per_group=4)
-    assert written.rows == 9 and written.groups == 3 and finished(out.as_uri())
+    assert written.rows == 9 and written.groups == 3 and is_complete(out.as_uri())
     assert read_all(out)["x"].tolist() == list(range(9))
 
 
 def test_an_object_store_gets_the_same_shards(s3_bucket: S3Bucket) -> None:
     out = f"{s3_bucket.uri}/data"
     written = write_shards([{"x": np.arange(5)}, {"x": np.arange(5, 9)}], out, rows_per_group=4, shard_bytes=1)
-    assert written.files == 3 and finished(out)
-    system, folder = system_of(out)
+    assert written.files == 3 and is_complete(out)
+    system, folder = resolve_file_system(out)
     listed = system.get_file_info(FileSelector(folder, recursive=True))
     assert sorted(info.base_name for info in listed) == ["_SUCCESS", *(f"part-0000{n}.parquet" for n in range(3))]
     index = parquet(out).index()
@@ -248,7 +248,7 @@ def test_progress_is_a_bar_in_a_terminal_and_few_lines_elsewhere(terminal: bool)
     console = Console(file=out, force_terminal=terminal, width=80, _environ={"TERM": "xterm"})
     with progress(console, clock=lambda: 0.0) as report:
         for rows in range(1, 1001):
-            report(Progress(rows=rows, total=1000))
+            report(ConversionProgress(rows=rows, total=1000))
     text = out.getvalue()
     if terminal:
         assert "\x1b[" in text and "1,000/1,000 rows" in text

@@ -9,7 +9,7 @@ import pytest
 import trainwright as tw
 from tests.support.processes import ROOT
 from trainwright.planning.job_file import load_job
-from trainwright.reporting.run_views import show
+from trainwright.reporting.run_views import run_view
 
 
 @pytest.mark.parametrize("form", ["async", "local"])
@@ -21,7 +21,7 @@ def test_the_example_learns_in_every_form(
     run = tw.fit(job)
     assert run.metrics["accuracy"] > 0.9, run.metrics
     assert tw.evaluate(job, here=True)["accuracy"] == pytest.approx(run.metrics["accuracy"]), "of its checkpoint"
-    shown = show("runs", f"parameter-server-{form}").data
+    shown = run_view("runs", f"parameter-server-{form}").data
     pushed = sum(shown["staleness"]["counts"].values())
     assert pushed == 2 * (40 if form == "local" else 320), "each share of each step once"
     assert shown["wait_share"] is None, "the servers that tell of steps know nothing of the workers' waiting"

@@ -7,15 +7,14 @@ from typer.testing import CliRunner
 
 import trainwright as tw
 from trainwright.cli.main import app
-from trainwright.core.accelerators import ACCELERATORS, Accelerator
-from trainwright.core.cluster import Cluster, Node
+from trainwright.core.cluster import ACCELERATORS, Accelerator, Cluster, Node
 from trainwright.core.errors import ResourceError
-from trainwright.planning import probe_accelerators
-from trainwright.planning.probe_accelerators import _measured, _wanted
+from trainwright.planning import profiler
+from trainwright.planning.profiler import _benchmark, _unknown_kinds
 
 
 def test_a_core_is_measured_and_plans_know_it(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_accelerators, "ACCELERATORS", measured := {})
+    monkeypatch.setattr(profiler, "ACCELERATORS", measured := {})
     done = CliRunner().invoke(app, ["probe", "--all"])
     assert done.exit_code == 0, done.output
     core = measured["CPU"]
@@ -35,9 +34,9 @@ def test_a_core_is_measured_and_plans_know_it(ray_cluster: None, monkeypatch: py
 
 def test_a_device_that_torch_cannot_use_is_said(ray_cluster: None) -> None:
     with pytest.raises(ResourceError, match="a TPU cannot be measured yet"):
-        _measured("TPU-V9", "TPU")
+        _benchmark("TPU-V9", "TPU")
     unnamed = Node(name="a", cpus=4, memory_bytes=0, accelerators=1, accelerator="GPU")
     with pytest.raises(ResourceError, match="Ray does not say which GPU"):
-        _wanted(Cluster(nodes=(unnamed,)), False)
-    assert _wanted(tw.Cluster.parse("2xA100-80GB + 4xL4"), False) == []
-    assert _wanted(tw.Cluster.parse("2xA100-80GB"), True) == [("A100-80GB", "GPU"), ("CPU", "CPU")]
+        _unknown_kinds(Cluster(nodes=(unnamed,)), False)
+    assert _unknown_kinds(tw.Cluster.parse("2xA100-80GB + 4xL4"), False) == []
+    assert _unknown_kinds(tw.Cluster.parse("2xA100-80GB"), True) == [("A100-80GB", "GPU"), ("CPU", "CPU")]

@@ -15,12 +15,12 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 
 from tests.support.s3_server import KEY, SECRET, S3Bucket
-from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path
 from trainwright.core.data import Cursor
+from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.errors import StorageError
-from trainwright.storage.checkpoints import CheckpointWriter, newest_good, retain, write_manifest
+from trainwright.storage.checkpoints import CheckpointWriter, delete_unreferenced, newest_intact, write_manifest
+from trainwright.storage.object_store import MissingFile, RetryPolicy, Store, open_store
 from trainwright.storage.run_log import Owner, RunLog
-from trainwright.storage.store import MissingFile, Patience, Store, open_store
 
 
 @pytest.fixture
@@ -72,17 +72,17 @@ def test_a_checkpoint_is_committed_read_and_retained(store: Store) -> None:
         path = checkpoint_path(step, token)
         writer = CheckpointWriter(store, "run", path)
         writer.write("shard", b"%d" % step)
-        manifest = Manifest(step=step, cursor=Cursor(), files=writer.entries)
+        manifest = CheckpointManifest(step=step, cursor=Cursor(), files=writer.entries)
         digest = write_manifest(store, "run", path, manifest)
         parent = refs[-1].path if refs else ""
         refs.append(CheckpointRef(step=step, path=path, manifest_sha256=digest, parent=parent))
-        retain(store, "run", log.commit(token, refs[-1], 2).checkpoints)
+        delete_unreferenced(store, "run", log.commit(token, refs[-1], 2).checkpoints)
     left = {path.rpartition("/")[0] for path, _ in store.list("run/checkpoints")}
     assert left == {f"run/{ref.path}" for ref in refs[1:]}
     store.put(f"run/{refs[2].path}/shard", b"31")
     head = RunLog(open_store(store.uri), "run").head()
     assert head is not None
-    ref, notes = newest_good(store, "run", head.checkpoints)
+    ref, notes = newest_intact(store, "run", head.checkpoints)
     assert ref == refs[1] and "step 30 is passed over" in notes[0]
 
 
@@ -133,7 +133,7 @@ def test_nobody_at_the_address(s3_bucket: S3Bucket, monkeypatch: pytest.MonkeyPa
 def test_a_server_that_says_nothing(s3_bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        store = Store(s3_bucket.uri, Patience(connect_s=1, silence_s=0.3, request_s=0.3, total_s=0.5))
+        store = Store(s3_bucket.uri, RetryPolicy(connect_s=1, silence_s=0.3, request_s=0.3, total_s=0.5))
         with pytest.raises(StorageError, match="did not answer in time"):
             store.create("a", b"1")
 

@@ -15,20 +15,20 @@ import pytest
 from tests.support.faulty_proxy import SKEWED, SLOW_DOWN, Fault, FaultyProxy
 from tests.support.run_logs import FAR, JOB
 from tests.support.s3_server import S3Server
-from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path
 from trainwright.core.data import Cursor
+from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.errors import StorageError
 from trainwright.core.events import Noted
 from trainwright.driver import messages as m
-from trainwright.storage import store
-from trainwright.storage.checkpoints import CheckpointWriter, newest_good, retain, write_manifest
+from trainwright.storage import object_store
+from trainwright.storage.checkpoints import CheckpointWriter, delete_unreferenced, newest_intact, write_manifest
 from trainwright.storage.event_files import read_events
-from trainwright.storage.event_log import Journal
+from trainwright.storage.event_log import EventLog
+from trainwright.storage.object_store import RetryPolicy, Store, StoreDown, open_store
 from trainwright.storage.run_log import Heartbeat, RunLog
-from trainwright.storage.run_store import RunLedger
-from trainwright.storage.store import Patience, Store, StoreDown, open_store
+from trainwright.storage.run_store import RunStore
 
-SHORT = Patience(connect_s=0.5, silence_s=0.45, request_s=5.0, total_s=6.0)
+SHORT = RetryPolicy(connect_s=0.5, silence_s=0.45, request_s=5.0, total_s=6.0)
 SHARD = os.urandom(300_000)
 PART = 5 << 20
 LARGE = os.urandom(PART + 1000)
@@ -51,7 +51,7 @@ def proxy(clean: str, s3_server: S3Server) -> Iterator[FaultyProxy]:
         yield proxy
 
 
-def through(proxy: FaultyProxy, uri: str, patience: Patience) -> Store:
+def through(proxy: FaultyProxy, uri: str, patience: RetryPolicy) -> Store:
     """A store behind the proxy."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", proxy.address)
@@ -81,7 +81,7 @@ class Scene:
     def manifest(self, store: Store, step: int, path: str) -> str:
         writer = CheckpointWriter(open_store(f"memory://{self.direct.uri.rpartition('/')[2]}"), RUN, path)
         writer.write("shard", SHARD)
-        return write_manifest(store, RUN, path, Manifest(step=step, cursor=Cursor(), files=writer.entries))
+        return write_manifest(store, RUN, path, CheckpointManifest(step=step, cursor=Cursor(), files=writer.entries))
 
     def commit(self, store: Store, step: int, path: str) -> CheckpointRef:
         digest = self.manifest(self.direct, step, path)
@@ -108,7 +108,7 @@ def scene(clean: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Sc
     for module in ("storage.object_store", "storage.retry"):
         monkeypatch.setattr(f"trainwright.{module}.FIRST_S", 0.02)
         monkeypatch.setattr(f"trainwright.{module}.LONGEST_S", 0.2)
-    monkeypatch.setattr(store, "CHUNK_BYTES", PART)
+    monkeypatch.setattr(object_store, "CHUNK_BYTES", PART)
     uri = f"{clean}/{next(_numbers)}"
     direct = open_store(uri)
     made = Scene(proxy=proxy, direct=direct, store=through(proxy, uri, SHORT))
@@ -142,7 +142,7 @@ def manifest(scene: Scene) -> None:
     path = scene.files(30)
     digest = scene.manifest(scene.store, 30, path)
     ref = CheckpointRef(step=30, path=path, manifest_sha256=digest)
-    assert newest_good(scene.direct, RUN, [ref]) == (ref, [])
+    assert newest_intact(scene.direct, RUN, [ref]) == (ref, [])
 
 
 def commit(scene: Scene) -> None:
@@ -158,7 +158,7 @@ def beat(scene: Scene) -> None:
 
 
 def flush(scene: Scene) -> None:
-    with Journal(scene.store, RUN, flush_s=3600) as journal:
+    with EventLog(scene.store, RUN, flush_s=3600) as journal:
         journal.open(scene.token)
         journal.write(Noted(text="kept"))
         assert journal.flush()
@@ -168,7 +168,7 @@ def flush(scene: Scene) -> None:
 def resume(scene: Scene) -> None:
     head = RunLog(scene.store, RUN).head()
     assert head is not None
-    assert newest_good(scene.store, RUN, head.checkpoints) == (scene.refs[-1], [])
+    assert newest_intact(scene.store, RUN, head.checkpoints) == (scene.refs[-1], [])
 
 
 def read_large(scene: Scene) -> None:
@@ -177,7 +177,7 @@ def read_large(scene: Scene) -> None:
 
 
 def delete(scene: Scene) -> None:
-    assert retain(scene.store, RUN, scene.refs[1:]) == (scene.refs[0].path,)
+    assert delete_unreferenced(scene.store, RUN, scene.refs[1:]) == (scene.refs[0].path,)
     assert {path.split("/")[2] for path, _ in scene.direct.list(f"{RUN}/checkpoints")} == {"00000020-1"}
 
 
@@ -272,8 +272,8 @@ def test_an_entry_that_landed_unseen_is_found_by_the_next_one(scene: Scene) -> N
     entry = log.commit(scene.token, second_ref, 3)
     assert scene.kinds() == ["acquire", "commit", "commit", "commit", "commit"] and entry.number == 5
     assert [item.step for item in entry.checkpoints] == [10, 20, 40], "one line of parents"
-    retain(scene.direct, RUN, entry.checkpoints)
-    assert newest_good(scene.direct, RUN, entry.checkpoints) == (second_ref, [])
+    delete_unreferenced(scene.direct, RUN, entry.checkpoints)
+    assert newest_intact(scene.direct, RUN, entry.checkpoints) == (second_ref, [])
 
 
 def test_a_conflict_about_a_write_that_came_to_nothing_is_no_lost_race(scene: Scene) -> None:
@@ -365,14 +365,14 @@ def test_an_outage_is_told_once_when_it_begins_and_once_when_it_ends(scene: Scen
 
 def test_a_run_that_cannot_be_given_back_is_over_all_the_same(scene: Scene) -> None:
     notes: list[str] = []
-    ledger = RunLedger(
+    ledger = RunStore(
         scene.impatient(), "other", job={}, keep=2, fresh=False, cursor=lambda step: Cursor(), facts={},
         note=notes.append, begin=lambda token: None, tell=lambda: None,
     )  # fmt: skip
     ledger.acquire()
     assert ledger.chain() == ()
     scene.proxy.add(Fault(kind="answer", status=500))
-    ledger.release(m.Release(outcome="done", step=30))
+    ledger.release(m.ReleaseLease(outcome="done", step=30))
     assert any("does not say that the run is over" in note and "No checkpoint is lost" in note for note in notes)
     scene.proxy.clear()
     assert RunLog(scene.direct, "other", dead=lambda owner: True).acquire(FAR, JOB).token == 2

@@ -12,8 +12,8 @@ from tests.support.cli_job import JOB
 from tests.support.processes import FORKING, finish
 from tests.support.s3_server import S3Bucket
 from trainwright.planning.job_file import load_job
-from trainwright.reporting.run_views import show
-from trainwright.storage.store import open_store
+from trainwright.reporting.run_views import run_view
+from trainwright.storage.object_store import open_store
 
 # Each epoch's checkpoint is committed before the next epoch goes on: one that is due during an upload goes by.
 PACED = """
@@ -29,7 +29,7 @@ def test_train_show_and_evaluate_on_s3(s3_bucket: S3Bucket, tmp_path: Path, fork
     code, out, err = finish("fit", file, module=FORKING)
     assert code == 0, err
     assert f"{s3_bucket.uri}/little/report.html" in out
-    shown = show(s3_bucket.uri, "little").data
+    shown = run_view(s3_bucket.uri, "little").data
     assert shown["state"] == "done" and shown["step"] == 40 and len(shown["checkpoints"]) == 3
     assert shown["metrics"]["accuracy"] > 0.8
     assert b"<svg" in open_store(s3_bucket.uri).get("little/report.html")

@@ -17,12 +17,12 @@ from tests.support.finished_runs import final_state
 from tests.support.job_server import Cluster, serving
 from tests.support.processes import wait_for
 from tests.support.s3_server import SECRET, S3Bucket
-from trainwright.chaos_testing.tcp_proxy import Proxy
+from trainwright.chaos_testing.store_outage import TcpProxy
 from trainwright.cli.main import app
 from trainwright.core.errors import JobError, ResourceError, RunConflict
-from trainwright.storage.store import open_store
+from trainwright.storage.object_store import open_store
+from trainwright.submit.job_log import LogDisplay, LogFollower
 from trainwright.submit.job_server import JobServer
-from trainwright.submit.log_follower import Follower, Screen
 
 pytestmark = pytest.mark.hosts  # a cluster of its own with a job server
 CANARY = "canary-7c1f-of-the-tests"
@@ -195,7 +195,7 @@ def test_a_log_is_whole_and_told_once_over_a_connection_that_breaks(cluster: Clu
         metadata={},
     )
     host, port = cluster.address.removeprefix("http://").split(":")
-    proxy = Proxy((host, int(port)))
+    proxy = TcpProxy((host, int(port)))
     surface, said = Kept(), []
 
     def say(line: str) -> None:
@@ -206,7 +206,7 @@ def test_a_log_is_whole_and_told_once_over_a_connection_that_breaks(cluster: Clu
 
     surface.at["first 40"] = lambda: proxy.tell("refuse")
     server = JobServer(f"http://127.0.0.1:{proxy.port}")
-    news = Follower(server, "talker-1", Screen(Console(), surface=surface), say=say).follow()
+    news = LogFollower(server, "talker-1", LogDisplay(Console(), surface=surface), say=say).follow()
     proxy.close()
     assert news.status == "SUCCEEDED" and len(said) == 2 and "answers again" in said[1]
     assert surface.lines == [f"{word} {i}" for word in ("first", "second") for i in range(1, 41)] + ["end"]
@@ -234,10 +234,10 @@ def test_a_cluster_that_goes_silent_is_given_up_with_the_way_back(cluster: Clust
     server = JobServer(cluster.address)
     server.submit("endless-1", "while true; do sleep 0.2; done", runtime_env={}, metadata={})
     host, port = cluster.address.removeprefix("http://").split(":")
-    proxy = Proxy((host, int(port)))
+    proxy = TcpProxy((host, int(port)))
     through = JobServer(f"http://127.0.0.1:{proxy.port}")
     proxy.tell("refuse")
     with pytest.raises(ResourceError, match="nobody answers"):
-        Follower(through, "endless-1", Screen(Console(), surface=Kept()), patience_s=0.5).follow()
+        LogFollower(through, "endless-1", LogDisplay(Console(), surface=Kept()), patience_s=0.5).follow()
     proxy.close()
     server.stop("endless-1")

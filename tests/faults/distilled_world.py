@@ -22,8 +22,8 @@ from torch.nn import functional
 import trainwright as tw
 from tests.support import exactly_once_job, torch_jobs
 from tests.support.processes import wait_for
-from trainwright.inference import predict
-from trainwright.reporting.row_progress import Meter
+from trainwright.inference import batch_inference
+from trainwright.reporting.progress_bar import RowProgress
 
 ROWS, WIDTH, CLASSES, BATCH, EPOCHS = 1200, 8, 4, 100, 2
 STEPS = ROWS // BATCH * EPOCHS
@@ -182,7 +182,7 @@ def distillation(folder: Path, way: Any, script: Script = Script(), **fields: An
     return tw.Distillation(student=student, teachers=(big,), loss=soft, way=way, keep="fp32", cpus=0.5)
 
 
-class Heard(Meter):
+class Heard(RowProgress):
     """Leaves a mark of the process when it first hears of rows that a pool has computed."""
 
     mark: Path
@@ -201,5 +201,5 @@ def drive(address: str, folder: str, way: str, script: Script) -> None:
     """A driver, as the target of a process."""
     os.environ["RAY_ADDRESS"] = address
     Heard.mark = heard(Marks(str(Path(folder).parent)), os.getpid())
-    predict.Meter = Heard  # type: ignore[misc]
+    batch_inference.RowProgress = Heard  # type: ignore[misc]
     tw.distill(distillation(Path(folder), way, script))

@@ -17,7 +17,7 @@ from tests.faults.cloud import cloud
 from tests.faults.elastic_world import Smooth, world_size
 from tests.support import torch_jobs
 from trainwright.core.errors import ResourceError
-from trainwright.runtime.cluster_discovery import discover
+from trainwright.ray_cluster.discovery import discover
 
 FEWEST, MOST = 2, 4
 CPU = {"resources": {"CPU": 4}, "max_workers": 2}

@@ -20,8 +20,8 @@ from torch import nn
 
 import trainwright as tw
 from tests.support import torch_jobs
-from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.runtime.placement_groups import Rooms
+from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.ray_cluster.placement_groups import PlacementGroups
 
 CPUS = 3  # of each node: room for two workers, and one left for data
 LOSE_AT, SLOW_S = 8, 0.2  # so slow a step from there on leaves time for nodes to come and go
@@ -107,7 +107,9 @@ def rooms() -> None:
         cluster.add_node(num_cpus=CPUS)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     mesh = Mesh(data=2, tensor=2)
-    rooms = Rooms(Plan(strategy="", engine="", mesh=mesh, batch_size=4, placement=Placement(cpus=1.0)), elastic=False)
+    rooms = PlacementGroups(
+        Plan(strategy="", engine="", mesh=mesh, batch_size=4, placement=WorkerResources(cpus=1.0)), elastic=False
+    )
     homes = [_home(rooms, slot) for slot in range(mesh.size)]
     rooms.shun(homes[2])
     print(*homes[:2])
@@ -118,7 +120,7 @@ def rooms() -> None:
     cluster.shutdown()
 
 
-def _home(rooms: Rooms, slot: int) -> str:
+def _home(rooms: PlacementGroups, slot: int) -> str:
     """The node on which a slot's process runs."""
     task = ray.remote(lambda: ray.get_runtime_context().get_node_id())
     home: str = ray.get(task.options(num_cpus=1, scheduling_strategy=rooms.of(slot)).remote(), timeout=60)

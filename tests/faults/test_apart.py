@@ -21,10 +21,8 @@ from tests.support.exactly_once_job import strike
 from tests.support.finished_runs import final_state, told
 from tests.support.processes import wait_for
 from trainwright.core import events
-from trainwright.strategies.reference.losses import Graded, cross_entropy
-from trainwright.strategies.reference.model import Array, Mlp
-from trainwright.strategies.reference.optimizers import Sgd
-from trainwright.strategies.reference.state import from_bytes, merge
+from trainwright.strategies.reference.model import Array, LossWithGradient, Mlp, Sgd, cross_entropy
+from trainwright.strategies.reference.state import from_bytes, merge_states
 
 ROWS, WIDTH, CLASSES, BATCH, EPOCHS, RATE = 192, 8, 4, 24, 3, 0.01
 EVERY = ROWS // BATCH  # steps of an epoch, after each of which a checkpoint is due
@@ -62,9 +60,9 @@ class Counting(Mlp):
         return {**super().backward(gradient[:, :-1]), "seen": seen}
 
 
-def loss(outputs: Array, targets: npt.NDArray[Any]) -> Graded:
+def loss(outputs: Array, targets: npt.NDArray[Any]) -> LossWithGradient:
     graded = cross_entropy(outputs[:, :-1], targets)
-    return Graded(graded.values, np.concatenate([graded.gradient, np.ones((len(outputs), 1))], axis=1))
+    return LossWithGradient(graded.values, np.concatenate([graded.gradient, np.ones((len(outputs), 1))], axis=1))
 
 
 def correct(outputs: Array, targets: npt.NDArray[Any]) -> Array:
@@ -125,7 +123,7 @@ def parameters(folder: Path) -> Mapping[str, Array]:
     """Those of the newest checkpoint."""
     state = final_state(folder, "apart")
     assert state.step == STEPS
-    return merge(from_bytes(content) for _, content in sorted(state.files.items())).parameters
+    return merge_states(from_bytes(content) for _, content in sorted(state.files.items())).parameters
 
 
 @pytest.fixture(scope="module")

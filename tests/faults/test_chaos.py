@@ -11,8 +11,8 @@ import torch
 
 import trainwright as tw
 from tests.support import processes, torch_jobs
-from trainwright.chaos_testing.remote_signal import Hands
-from trainwright.chaos_testing.run_state import Process
+from trainwright.chaos_testing.fault_schedule import ObservedWorker
+from trainwright.chaos_testing.process_control import ProcessSignaller
 from trainwright.core.errors import JobError
 
 STEP_S = 0.1
@@ -70,18 +70,18 @@ def test_processes_of_other_nodes_are_reached_by_a_task_there(ray_cluster: None)
 
     @ray.remote(num_cpus=0)
     class Sleeper:
-        def where(self) -> Process:
+        def where(self) -> ObservedWorker:
             import os
             import socket
 
-            return Process(worker=0, node=socket.gethostname(), pid=os.getpid())
+            return ObservedWorker(worker=0, node=socket.gethostname(), pid=os.getpid())
 
     sleeper = Sleeper.remote()
     process = ray.get(sleeper.where.remote())
-    hands = Hands(here="another machine")
+    hands = ProcessSignaller(here="another machine")
     hands.meet(process)
     assert hands.lives(process) and hands.send(process, 9)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(sleeper.where.remote())
     processes.wait_for(lambda: not hands.lives(process))  # its node tells of its end before it is reaped
-    assert not hands.send(Process(worker=0, node="a node that is gone", pid=process.pid), 9)
+    assert not hands.send(ObservedWorker(worker=0, node="a node that is gone", pid=process.pid), 9)

@@ -20,7 +20,7 @@ from tests.support.finished_runs import State, final_state, told
 from tests.support.processes import wait_for
 from tests.support.sample_run import Recorder
 from trainwright.core import events
-from trainwright.driver import due_times
+from trainwright.driver import checkpointing
 
 STEP_S, LEAST_S, BETWEEN_S = 0.3, 0.4, 5.0
 
@@ -29,8 +29,8 @@ def test_a_run_goes_on_from_a_checkpoint_whose_time_had_come(
     folder: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
 ) -> None:
     """The least time between two is 0.4 s instead of 10, and a failure is expected every 5 s instead of every day."""
-    monkeypatch.setattr(due_times, "MIN_CHECKPOINT_INTERVAL_S", LEAST_S)
-    monkeypatch.setattr(due_times, "ASSUMED_UPTIME_S", BETWEEN_S)
+    monkeypatch.setattr(checkpointing, "MIN_CHECKPOINT_INTERVAL_S", LEAST_S)
+    monkeypatch.setattr(checkpointing, "ASSUMED_UPTIME_S", BETWEEN_S)
     made, quick, heard = torch_jobs.make_step(()), folder.parent / "quick", Recorder()
 
     def step(model: Any, batch: Any) -> torch.Tensor:

@@ -17,7 +17,7 @@ from tests.faults.distilled_world import NAME, Fault, Marks, Script, distillatio
 from tests.support import processes, torch_jobs
 from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events
-from trainwright.inference.prediction_files import is_part
+from trainwright.inference.prediction_files import is_part_name
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def await_held(marks: Marks, name: str, process: Any) -> None:
 
 def parts(folder: Path) -> dict[str, int]:
     """The parts of stored targets, and when each was written."""
-    return {path.name: path.stat().st_mtime_ns for path in folder.rglob("part-*.parquet") if is_part(path.name)}
+    return {path.name: path.stat().st_mtime_ns for path in folder.rglob("part-*.parquet") if is_part_name(path.name)}
 
 
 def rows_of(part: str) -> range:

@@ -12,7 +12,7 @@ from tests.support import exactly_once_job, processes, torch_jobs
 from tests.support.driver_kills import committed
 from tests.support.finished_runs import final_state, told
 from trainwright.core import events
-from trainwright.datasets.loading.loader import schedule_of
+from trainwright.datasets.loading.batch_loader import make_schedule
 
 JOB_FILE = """
 from tests.support import exactly_once_job, torch_jobs
@@ -37,7 +37,7 @@ def counted(folder: Path) -> np.ndarray:
 def id_at(position: int) -> int:
     """The id at a position of the pass; the rows that are left are the ids in order."""
     index = exactly_once_job.dataset("", -1).index()
-    schedule = schedule_of(
+    schedule = make_schedule(
         index, batch_size=exactly_once_job.BATCH, epochs=1, seed=exactly_once_job.SEED, shuffle=True, drop_last=False
     )
     return int(schedule.order.rows_at(0, np.array([position]))[0])

@@ -17,9 +17,9 @@ from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events
 from trainwright.planning.job_file import load_job
 from trainwright.planning.job_preparation import prepare
-from trainwright.runtime.detached_driver import RemoteSession
+from trainwright.runtime.launch import RemoteRunController
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
-from trainwright.storage.store import open_store
 
 
 def test_the_next_driver_takes_over_those_who_live_and_replaces_the_dead(
@@ -61,9 +61,9 @@ def test_a_driver_in_the_cluster_is_revived_and_takes_over(
 
 def test_a_detached_driver_whose_run_is_over_gives_its_name_back(folder: Path, tmp_path: Path) -> None:
     job = load_job(str(processes.write_job(tmp_path, folder, workers=1)))
-    unheard = RemoteSession(prepare(job), job, resume=False, fresh=False)
+    unheard = RemoteRunController(prepare(job), job, resume=False, fresh=False)
     assert ray.get(unheard._driver.end.remote()).outcome == "done" and lasting_actors()
-    assert RemoteSession(prepare(job, fresh=True), job, resume=False, fresh=True).run().outcome == "done"
+    assert RemoteRunController(prepare(job, fresh=True), job, resume=False, fresh=True).run().outcome == "done"
     assert not lasting_actors()
 
 

@@ -11,14 +11,14 @@ from tests.support import torch_jobs
 from tests.support.checkpoint_jobs import kept_job
 from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events
-from trainwright.storage.memory_checkpoints import MEMORY, PREFIX, Shelf
-from trainwright.storage.store import open_store
+from trainwright.storage.memory_checkpoints import FOLDER_PREFIX, SHARED_MEMORY, MemoryCheckpointStore
+from trainwright.storage.object_store import open_store
 
 
 def shelves(folder: Path) -> list[Path]:
     """What the memory of this machine holds of the run."""
     uri = open_store(str(folder)).uri_of("faulty")
-    return [path for path in MEMORY.glob(f"{PREFIX}*") if path == Shelf(uri).folder]
+    return [path for path in SHARED_MEMORY.glob(f"{FOLDER_PREFIX}*") if path == MemoryCheckpointStore(uri).folder]
 
 
 def test_when_all_die_at_once_the_state_comes_from_memory(folder: Path, unbroken: Callable[[int], State]) -> None:

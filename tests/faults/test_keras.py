@@ -16,8 +16,8 @@ from tests.support.torch_jobs import Kill
 from trainwright.core import events
 from trainwright.core.errors import RunConflict
 from trainwright.planning.job_file import load_job
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
-from trainwright.storage.store import open_store
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,10 @@ from tests.support.finished_runs import State, final_state, told
 from tests.support.processes import FORKING, ROOT
 from tests.support.s3_server import S3Bucket
 from trainwright.core import events
-from trainwright.reporting.history import read_history
-from trainwright.storage.event_log import Journal
+from trainwright.reporting.run_history import read_history
+from trainwright.storage.event_log import EventLog
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
-from trainwright.storage.store import open_store
 
 HOUR_S = 3600.0
 JOB = """
@@ -136,7 +136,7 @@ def test_a_driver_whose_clock_is_behind_goes_on_like_any_other(
     def clock() -> float:
         return time.time() - 6 * HOUR_S
 
-    monkeypatch.setattr("trainwright.runtime.controller.Journal", functools.partial(Journal, clock=clock))
+    monkeypatch.setattr("trainwright.runtime.controller.EventLog", functools.partial(EventLog, clock=clock))
     monkeypatch.setattr("trainwright.storage.run_store.RunLog", functools.partial(RunLog, now=clock))
     tw.fit(torch_jobs.job(folder), resume=True)
     assert final_state(folder, "faulty") == unbroken(2)

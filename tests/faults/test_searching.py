@@ -21,17 +21,17 @@ from tests.soak import living_actors
 from tests.support import processes
 from tests.support.finished_runs import final_state, told
 from trainwright.core import events
-from trainwright.distillation.search_result import Found
+from trainwright.distillation.search_result import SearchResult
 from trainwright.runtime.takeover import run_name
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
-from trainwright.storage.store import open_store
 
 HELD = (FAIR, ALONE)
 SOURCES = {GOOD: ["initial"], BAD: ["initial"], FAIR: ["initial", "replica"], ALONE: ["initial", "checkpoint"]}
 
 
 @pytest.fixture(scope="module")
-def whole(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
+def whole(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, SearchResult]:
     """An unbroken search."""
     folder = tmp_path_factory.mktemp("whole") / "runs"
     return folder / NAME, tw.search(world.search(folder))
@@ -68,14 +68,14 @@ def files(folder: Path, *runs: str) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for run in runs for path in (folder / NAME / run).rglob("*")}
 
 
-def figures(found: Found) -> Found:
+def figures(found: SearchResult) -> SearchResult:
     """What does not depend on where and when it was found."""
     models: dict[str, Any] = {"student": replace(found.student, latency_s={})}
     return replace(found, uri="", teachers=tuple(replace(each, latency_s={}) for each in found.teachers), **models)
 
 
 @pytest.mark.soak
-def test_a_killed_search_goes_on(folder: Path, whole: tuple[Path, Found]) -> None:
+def test_a_killed_search_goes_on(folder: Path, whole: tuple[Path, SearchResult]) -> None:
     """The driver in the third run, after one is done and one was stopped; then driver and worker in the last one."""
     marks = Marks(str(folder.parent))
     with driver(folder, FAIR):

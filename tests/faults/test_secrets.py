@@ -11,8 +11,8 @@ import torch
 import trainwright as tw
 from tests.support.regression_job import job, squared
 from trainwright.core.errors import UserCodeError
-from trainwright.core.redaction import HIDDEN
-from trainwright.reporting.run_views import logs, show
+from trainwright.core.redaction import REDACTED
+from trainwright.reporting.run_views import log_lines, run_view
 
 CANARY = "canary-of-a-worker/7+x="
 
@@ -29,9 +29,10 @@ def test_a_secret_in_a_workers_error_is_told_to_nobody(
 ) -> None:
     with pytest.raises(UserCodeError, match="403 for key") as caught:
         tw.fit(job(tmp_path, loss=telling, failures=0))
-    assert HIDDEN in str(caught.value)
+    assert REDACTED in str(caught.value)
     storage = str(tmp_path / "runs")
-    said = f"{caught.value}{show(storage, 'wrong').data}{[*logs(storage, 'wrong', as_json=True)]}{capfd.readouterr()}"
+    lines = [*log_lines(storage, "wrong", as_json=True)]
+    said = f"{caught.value}{run_view(storage, 'wrong').data}{lines}{capfd.readouterr()}"
     stored = {str(path): path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     assert "403 for key" in said and CANARY not in said
     assert any(b"403 for key" in data for data in stored.values()), "the run tells of the error"

@@ -17,8 +17,8 @@ from tests.support.finished_runs import final_state, told
 from tests.support.server_jobs import Strike
 from trainwright.core import events
 from trainwright.runtime import effect_executor
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
-from trainwright.storage.store import open_store
 
 BAND = 0.1  # of accuracy, between runs of which no two are alike
 KILLED = {

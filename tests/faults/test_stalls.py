@@ -20,12 +20,12 @@ from tests.support.driver_kills import killed_driver, lasting_actors, steps_told
 from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events
 from trainwright.core.errors import FencedError
-from trainwright.driver.messages import Failure
+from trainwright.driver.messages import CallFailure
 from trainwright.planning.job_file import load_job
 from trainwright.runtime.takeover import NAMESPACE
-from trainwright.runtime.worker_actor import KeeperProcess, WorkerProcess
-from trainwright.storage.run_log import Entry, RunLog
-from trainwright.storage.store import open_store
+from trainwright.runtime.worker_actor import MemoryStoreProcess, WorkerProcess
+from trainwright.storage.object_store import open_store
+from trainwright.storage.run_log import LogEntry, RunLog
 
 STEP_S = 2.0  # so that 27 steps last for all stalls
 Driver = subprocess.Popen[str]
@@ -47,7 +47,7 @@ class Stalls:
         """Events of a kind so far."""
         return len(told(self.folder, "faulty", kind)) if self.folder.exists() else 0
 
-    def head(self) -> Entry | None:
+    def head(self) -> LogEntry | None:
         """The newest entry of the log."""
         return RunLog(open_store(str(self.folder)), "faulty").head() if self.folder.exists() else None
 
@@ -156,12 +156,12 @@ def test_processes_of_a_run_refuse_all_that_an_older_driver_asks(
     for name in [item["name"] for item in lasting_actors()]:
         actor: Any = ray.get_actor(name, namespace=NAMESPACE)
         kinds.add(kind := re.split("[/-]", name)[2])
-        methods = vars({"worker": WorkerProcess, "keeper": KeeperProcess}[kind]).items()
+        methods = vars({"worker": WorkerProcess, "keeper": MemoryStoreProcess}[kind]).items()
         taking = {method for method, code in methods if "token" in getattr(code, "__annotations__", ())}
         assert {method for method in taking if not method.startswith("_")} == CALLS[kind].keys() | (LATE & taking)
         for method, arguments in CALLS[kind].items():
             answer = ray.get(getattr(actor, method).remote(*arguments), timeout=60)
-            assert isinstance(answer, Failure) and isinstance(answer.error, FencedError), (name, method, answer)
+            assert isinstance(answer, CallFailure) and isinstance(answer.error, FencedError), (name, method, answer)
     (tmp_path / "quick").touch()
     assert kinds == set(CALLS) and run.wait(100) and final_state(folder, "faulty") == unbroken(2)
     assert not told(folder, "faulty", events.Failed)

@@ -31,11 +31,11 @@ from trainwright.core.errors import DataError, JobError, RunConflict, StorageErr
 from trainwright.reporting import run_views
 from trainwright.reporting.html import write_report
 from trainwright.runtime import effect_executor
-from trainwright.runtime.takeover import Beats
-from trainwright.storage.checkpoints import CheckpointWriter, newest_good, write_manifest
+from trainwright.runtime.takeover import Heartbeats
+from trainwright.storage.checkpoints import CheckpointWriter, newest_intact, write_manifest
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
-from trainwright.storage.store import open_store
-from trainwright.strategies.torch.checkpoint.files import read as read_state
+from trainwright.strategies.torch.checkpoint.safetensors_files import read as read_state
 
 
 def newest(folder: Path) -> Path:
@@ -129,7 +129,7 @@ def load_newest(folder: Path) -> object:
     """Read the state as a worker does."""
     entry = RunLog(open_store(str(folder)), "faulty").head()
     assert entry is not None
-    ref, _ = newest_good(open_store(str(folder)), "faulty", entry.checkpoints)
+    ref, _ = newest_intact(open_store(str(folder)), "faulty", entry.checkpoints)
     return ref and read_state(reader_of(folder, "faulty", ref))
 
 
@@ -140,8 +140,9 @@ def test_no_file_of_a_run_executes_when_it_is_read(stopped: Path, folder: Path, 
     kinds = {re.sub(r"\d+", "", str(path.relative_to(folder))): path for path in folder.rglob("*") if path.is_file()}
     load = partial(load_newest, folder)
     others = (
-        load, partial(run_views.show, str(folder), "faulty"), lambda: list(run_views.logs(str(folder), "faulty")),
-        partial(run_views.runs, str(folder)), partial(write_report, open_store(str(folder)), "faulty"),
+        load, partial(run_views.run_view, str(folder), "faulty"), lambda: list(run_views.log_lines(str(folder),
+        "faulty")),
+        partial(run_views.runs_view, str(folder)), partial(write_report, open_store(str(folder)), "faulty"),
     )  # fmt: skip
     assert len(kinds) > 8 and not errors_of(*others)
     whole = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -325,15 +326,15 @@ def test_beats_that_cannot_be_sent_are_told_at_once_and_sent_again(
 ) -> None:
     """Without them all workers would end by themselves a minute later."""
     monkeypatch.setattr(effect_executor, "BEAT_S", 0.1)
-    sent, send = list[Any](), Beats.send
+    sent, send = list[Any](), Heartbeats.send
 
-    def broken(self: Beats, actors: Any, token: int) -> Any:
+    def broken(self: Heartbeats, actors: Any, token: int) -> Any:
         sent.append(actors)
         if len(sent) < 4:
             raise ZeroDivisionError("a bug")
         return send(self, actors, token)
 
-    monkeypatch.setattr(Beats, "send", broken)
+    monkeypatch.setattr(Heartbeats, "send", broken)
     tw.fit(torch_jobs.job(folder))
     noted: Any = told(folder, "faulty", events.Noted)
     text = "the workers could not be told that their driver lives: ZeroDivisionError: a bug"

@@ -14,8 +14,8 @@ from tests.support.conformance.problems import Problem
 from tests.support.conformance.rank import Files
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
-from trainwright.core.group import Generation, Group, Peer
 from trainwright.core.plan import Plan
+from trainwright.core.topology import Generation, Group, Peer
 
 GPU, CPU = os.environ.get(STAND_IN, "cuda:0"), "cpu"
 TORCH = "trainwright.strategies.torch"

@@ -16,9 +16,8 @@ from tests.support.conformance.attention_model import HALF, JOB, Attentive, bent
 from tests.support.conformance.harness import Pool
 from tests.support.conformance.problems import PROBLEMS, Problem
 from tests.support.conformance.server_processes import Served
-from trainwright.core.data import Sums
+from trainwright.core.data import STEP_PHASES, MetricSums
 from trainwright.core.engine import ModelSpec
-from trainwright.core.step_phases import PLACES
 from trainwright.strategies.torch.training.phase_timer import EVERY, FIRST
 
 pytestmark = pytest.mark.gpu
@@ -116,13 +115,13 @@ def test_phases_are_told_in_the_step_after_those_that_are_timed() -> None:
     told = {number: report.phases for number, report in enumerate(reports) if report.phases is not None}
     assert [*told] == [FIRST + 1, FIRST + EVERY + 1]
     for phases in told.values():
-        assert phases.keys() == {"forward", "backward", "optimizer"} <= set(PLACES)
+        assert phases.keys() == {"forward", "backward", "optimizer"} <= set(STEP_PHASES)
         assert all(0 < seconds < 10 for seconds in phases.values())
 
 
 def test_evaluation_and_prediction_are_those_of_the_cpu() -> None:
     task = Task.of(PROBLEMS["dividing"])
-    found: list[tuple[Sums, dict[str, np.ndarray]]] = []
+    found: list[tuple[MetricSums, dict[str, np.ndarray]]] = []
     for device in (GPU, CPU):
         with Lone(task, device) as lone:
             lone.train(0, 5)

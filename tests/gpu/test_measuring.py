@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from tests.gpu.lone import GPU, ONE_DEVICE, Lone, Task
 from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
-from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.strategies.cost_model.calibration import EFFICIENCIES
-from trainwright.strategies.cost_model.memory import stage_memory
+from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.strategies.cost_model.machine_model import EFFICIENCIES
+from trainwright.strategies.cost_model.memory_estimate import stage_memory
 from trainwright.strategies.torch.profiling.device_probe import probe
 from trainwright.strategies.torch.profiling.model_profile import profile_model
 
@@ -88,7 +88,7 @@ def test_peak_memory_is_near_what_the_plan_foretells(size: str, choices: dict[st
     width, layers, heads, tokens, rows = SIZES[size]
     build = partial(Decoder, width, layers, heads, tokens)
     plan = Plan(
-        strategy="test", engine=ONE_DEVICE, mesh=Mesh(), batch_size=rows, placement=Placement(cpus=1), **choices
+        strategy="test", engine=ONE_DEVICE, mesh=Mesh(), batch_size=rows, placement=WorkerResources(cpus=1), **choices
     )  # type: ignore[arg-type]
     profile = profile_model(build, {"x": np.zeros((1, tokens), np.int64)}, ("x",))
     (foretold,) = stage_memory(profile, plan, batch_size=rows, precision=plan.precision)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.hosts.lan import Host
 from tests.support import processes
-from trainwright.cluster_files.placeholders import fill
+from trainwright.cluster_files.placeholders import fill_placeholders
 
 SCRIPT = processes.ROOT / "clusters" / "slurm.sbatch"
 USER = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
@@ -78,7 +78,7 @@ class Job:
 def submit(head: Host, script: Path, values: Mapping[str, str]) -> Job:
     """`sbatch` the script of `clusters/`, changed by a user's values, from the folder where it lies."""
     own = {"venv": sys.prefix, "output": "said-%j", "object_store_bytes": "200000000"}
-    script.write_text(fill(SCRIPT.read_text(), {**own, **values}))
+    script.write_text(fill_placeholders(SCRIPT.read_text(), {**own, **values}))
     at = ("sh", "-c", f"cd {script.parent} && sbatch --parsable {script.name}")
     return Job(head=head, number=head.machine.run(*at, env=USER).strip(), folder=script.parent)
 

@@ -17,7 +17,7 @@ from typing import Any
 from tests.support import s3_server
 from tests.support.finished_runs import told
 from trainwright.core import events
-from trainwright.storage.store import open_store
+from trainwright.storage.object_store import open_store
 
 BUCKET = "hosts"
 STORAGE = f"s3://{BUCKET}/runs"

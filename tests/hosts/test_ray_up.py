@@ -19,7 +19,7 @@ from tests.hosts import ssh, store
 from tests.hosts.lan import HOME, PORTS, Host
 from tests.hosts.world import CHECKOUT, ENV_FILE, World, checkout, job_text, world
 from tests.support.finished_runs import final_state, told
-from trainwright.cluster_files.placeholders import fill
+from trainwright.cluster_files.placeholders import fill_placeholders
 from trainwright.core import events
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(180, func_only=True)]  # the cluster has deadlines of its own
@@ -80,7 +80,7 @@ def prepare(made: World) -> None:
     }  # fmt: skip
     (made.shared / "environment").write_text(ENVIRONMENT)
     file = made.shared / "checkout" / FILE
-    file.write_text(fill(file.read_text(), values))
+    file.write_text(fill_placeholders(file.read_text(), values))
     project = made.shared / "project"
     project.mkdir()
     (project / "job.py").write_text(job_text(**FIELDS))

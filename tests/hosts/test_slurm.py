@@ -17,8 +17,8 @@ from tests.support.conformance import reference_case
 from tests.support.finished_runs import final_state, told
 from tests.support.processes import ROOT
 from trainwright.core import events
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
-from trainwright.storage.store import open_store
 
 pytestmark = pytest.mark.hosts
 NAMES = ("head", "one", "two", "three", "four")
@@ -30,9 +30,9 @@ JOB = """
 import pathlib, time
 import numpy as np
 import trainwright as tw
-from trainwright.strategies.reference.losses import cross_entropy
+from trainwright.strategies.reference.model import cross_entropy
 from trainwright.strategies.reference.model import Mlp
-from trainwright.strategies.reference.optimizers import Sgd
+from trainwright.strategies.reference.model import Sgd
 
 folder = pathlib.Path({folder!r})
 x = np.random.default_rng(5).normal(size=(192, 8))

@@ -14,8 +14,8 @@ from ray.cluster_utils import Cluster
 import trainwright as tw
 from tests.support import ray_clusters
 from trainwright.diagnostics import cluster_probe
-from trainwright.diagnostics.cluster_checks import judge_absent
-from trainwright.diagnostics.facts import Absent, Fleet
+from trainwright.diagnostics.cluster_checks import check_unreachable
+from trainwright.diagnostics.node_facts import ClusterFacts, UnreachableNode
 
 
 def waits() -> None:
@@ -30,13 +30,13 @@ def main(folder: str) -> None:
     second = cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     print(tw.doctor(storage=folder, imports=False))
-    there = [stop for stop in cluster_probe.stops(ray.nodes()) if stop.number == second.node_id]  # type: ignore[no-untyped-call]
+    there = [stop for stop in cluster_probe.living_nodes(ray.nodes()) if stop.number == second.node_id]  # type: ignore[no-untyped-call]
     dying = threading.Timer(1.0, cluster.remove_node, (second,), {"allow_graceful": False})
     dying.start()
-    absent = cluster_probe.everywhere(there, waits, lambda stop: (), 30.0)
+    absent = cluster_probe.run_on_nodes(there, waits, lambda stop: (), 30.0)
     dying.join()
-    assert all(isinstance(each, Absent) for each in absent.values()), absent
-    print("THEN", *judge_absent(Fleet(machines={}, absent=absent)))
+    assert all(isinstance(each, UnreachableNode) for each in absent.values()), absent
+    print("THEN", *check_unreachable(ClusterFacts(machines={}, absent=absent)))
     ray.shutdown()
     cluster.shutdown()
 

@@ -14,9 +14,9 @@ import trainwright as tw
 from tests.support.finished_runs import told
 from trainwright.core import events
 from trainwright.core.errors import JobError, UserCodeError
-from trainwright.planning import function_trial
-from trainwright.reporting.run_views import logs
-from trainwright.storage.store import open_store
+from trainwright.reporting.run_views import log_lines
+from trainwright.runtime import function_trial
+from trainwright.storage.object_store import open_store
 
 ROWS = 32
 
@@ -46,9 +46,9 @@ def job(folder: Path, **fields: Any) -> tw.Job:
 def test_a_mended_job_goes_on_where_no_run_had_begun_and_rank_0_is_heard(
     tmp_path: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(function_trial, "connected", lambda: False)
+    monkeypatch.setattr(function_trial, "ray_is_connected", lambda: False)
     monkeypatch.setattr(
-        function_trial, "way", lambda framework="": "fresh"
+        function_trial, "start_method", lambda framework="": "fresh"
     )  # a fork may harm the connection of this process
     with pytest.raises(JobError, match="one value per sample") as caught:
         tw.fit(job(tmp_path, metrics={"close": lambda outputs, targets: (outputs[:, 0] - targets).mean()}))
@@ -61,7 +61,7 @@ def test_a_mended_job_goes_on_where_no_run_had_begun_and_rank_0_is_heard(
     assert shown.count("[rank 0] loss of rank 0") >= 8 and not [line for line in shown if "rank 1" in line], shown
     lines = [event.line for event in told(tmp_path, "begun", events.Printed) if isinstance(event, events.Printed)]
     assert len(lines) == len([line for line in shown if line.startswith("[rank 0]")]), "storage has them too"
-    assert any("[rank 0] the model is built" in line for line in logs(str(tmp_path), "begun"))
+    assert any("[rank 0] the model is built" in line for line in log_lines(str(tmp_path), "begun"))
 
 
 def test_what_was_printed_before_an_error_is_shown_before_it(

@@ -14,8 +14,8 @@ from tests.support import processes
 from tests.support.finished_runs import final_state
 from tests.support.processes import wait_for
 from trainwright.runtime.takeover import NAMESPACE
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
-from trainwright.storage.store import open_store
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

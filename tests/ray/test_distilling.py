@@ -17,7 +17,7 @@ from tests.support.distillation_jobs import TEACHER_EPOCHS, cross_entropy, job, 
 from tests.support.finished_runs import told
 from trainwright.core import events
 from trainwright.core.errors import JobError
-from trainwright.distillation import evaluate_students
+from trainwright.distillation import student_evaluation
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_what_was_stored_is_not_computed_again(
     run = tw.distill(again, fresh=True)
     assert parts and run.state == "done"
     here = run.verdict
-    monkeypatch.setattr(evaluate_students, "LOCAL_FLOPS", 0)
+    monkeypatch.setattr(student_evaluation, "LOCAL_FLOPS", 0)
     pooled = run.judge()
     assert [*(tmp_path / "student-offline" / "judged").rglob("*.parquet")] and here is not None
     for one, other in zip(here.marks, pooled.marks, strict=True):

@@ -14,7 +14,7 @@ import pytest
 
 import trainwright as tw
 from trainwright.diagnostics import cluster_probe
-from trainwright.diagnostics.facts import Absent
+from trainwright.diagnostics.node_facts import UnreachableNode
 
 
 def test_a_connected_cluster_is_looked_at(tmp_path: Path, ray_cluster: None) -> None:
@@ -36,9 +36,9 @@ def _dies(*_: Any) -> None:
 def test_a_node_that_hangs_or_dies_is_a_finding(task: Any, deadline_s: float, why: str, ray_cluster: None) -> None:
     import ray
 
-    there = cluster_probe.stops(ray.nodes())  # type: ignore[no-untyped-call]
-    (answer,) = cluster_probe.everywhere(there, task, lambda stop: (), deadline_s).values()
-    assert isinstance(answer, Absent) and why in answer.why
+    there = cluster_probe.living_nodes(ray.nodes())  # type: ignore[no-untyped-call]
+    (answer,) = cluster_probe.run_on_nodes(there, task, lambda stop: (), deadline_s).values()
+    assert isinstance(answer, UnreachableNode) and why in answer.why
 
 
 def test_two_nodes_are_compared(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ import pytest
 import trainwright as tw
 from tests.support.torch_jobs import ROWS, job
 from trainwright.core.errors import DataError, UserCodeError
-from trainwright.datasets import json_lines, parquet
-from trainwright.datasets.formats import file_metadata
+from trainwright.datasets import json_lines, metadata_cache, parquet
 from trainwright.datasets.formats import parquet as files
-from trainwright.datasets.ops import derived_dataset, first_pass
+from trainwright.datasets.ops import derived_dataset
 from trainwright.planning.job_preparation import prepare
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -26,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass is long enough for tasks, from the second item on."""
-    monkeypatch.setattr(first_pass, "MIN_PASS_S", -1.0)
-    monkeypatch.setattr(first_pass, "LONG_PASS_S", -1.0)
+    monkeypatch.setattr(metadata_cache, "MIN_PASS_S", -1.0)
+    monkeypatch.setattr(metadata_cache, "LONG_PASS_S", -1.0)
 
 
 @pytest.mark.usefixtures("long")
@@ -36,7 +35,7 @@ def test_items_are_spread_over_processes_in_order() -> None:
         time.sleep(0.05)
         return item, os.getpid()
 
-    found = first_pass.first_pass(work, range(40))
+    found = metadata_cache.first_pass(work, range(40))
     assert [item for item, _ in found] == [*range(40)]
     assert [process == os.getpid() for _, process in found] == [True] * 2 + [False] * 38
     assert len({process for _, process in found}) > 2
@@ -49,8 +48,8 @@ def test_files_and_filters_give_the_same_index_as_here(tmp_path: Path, monkeypat
         (tmp_path / f"{number:02}.jsonl").write_text("\n".join(lines), encoding="utf-8")
     data = json_lines(tmp_path).filter(lambda row: row["id"] % 3 > 0)
     spread = data.index()
-    monkeypatch.setattr(first_pass, "on_ray", None)
-    monkeypatch.setattr(first_pass, "connected", lambda: False)
+    monkeypatch.setattr(metadata_cache, "run_as_ray_tasks", None)
+    monkeypatch.setattr(metadata_cache, "ray_connected", lambda: False)
     assert data.index() == spread and spread.rows == 32
 
 
@@ -68,12 +67,12 @@ def test_what_ends_a_task_ends_the_pass(how: str, kind: type[Exception], message
         return item
 
     with pytest.raises(kind, match=message):
-        first_pass.first_pass(work, range(9))
+        metadata_cache.first_pass(work, range(9))
 
 
 def test_a_run_keeps_what_is_known_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume on a machine without a cache reads no footer, and filters nothing again."""
-    monkeypatch.setattr(file_metadata, "SETTLED_S", {True: -60.0, False: -60.0})
+    monkeypatch.setattr(metadata_cache, "SETTLED_S", {True: -60.0, False: -60.0})
     made = job(tmp_path / "runs", epochs=1, workers=1)
     folder = tmp_path / "data"
     folder.mkdir()

@@ -17,11 +17,11 @@ from tests.support import torch_jobs
 from tests.support.finished_runs import told
 from tests.support.processes import ROOT, wait_for
 from trainwright.core import events
-from trainwright.reporting.history import History
+from trainwright.reporting.run_history import RunHistory
 from trainwright.storage.event_files import read_events
-from trainwright.storage.store import open_store
-from trainwright.tracking import metric_values
-from trainwright.tracking.metric_catalogue import METRICS
+from trainwright.storage.object_store import open_store
+from trainwright.tracking import prometheus
+from trainwright.tracking.prometheus import METRICS
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -60,7 +60,7 @@ def expected(folder: Path) -> dict[str, float]:
     losses = [value for event in late for value in event.loss]
     pace, samples = summed(late, "samples") / summed(late, "step_s"), summed(steps, "samples")
     done, waited = sum(len(event.step) for event in steps), summed(steps, "wait_s")
-    totals = History.fold(read_events(open_store(str(folder)), RUN)).totals
+    totals = RunHistory.fold(read_events(open_store(str(folder)), RUN)).totals
     return {
         "step": STEPS, "total_steps": 27, "workers": 1, "workers_wanted": 1, "loss": sum(losses) / len(losses),
         "samples_per_second": pace, "data_wait_share": summed(late, "wait_s") / summed(late, "step_s"),
@@ -83,7 +83,7 @@ def heard(folder: Path) -> bool:
 def test_what_prometheus_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray hands it on every ten seconds. The run waits for that at a step, since its gauges end with it; before, its
     worker is killed after steps that the driver has heard of."""
-    monkeypatch.setattr(metric_values, "GOODPUT_INTERVAL_S", 0.0)  # reckoned with each event, not every ten seconds
+    monkeypatch.setattr(prometheus, "GOODPUT_INTERVAL_S", 0.0)  # reckoned with each event, not every ten seconds
     gate, folder = tmp_path / "gate", tmp_path / "runs"
 
     def held(step: int, total: int) -> float:

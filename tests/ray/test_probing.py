@@ -86,7 +86,7 @@ def test_the_quickest_plan_goes_on_and_the_run_is_the_one_without(
     assert measured[probed.name.partition(" ")[0]] <= 1.02 * min(value for value in measured.values() if value)
     assert len(told(tmp_path / "probed", "faulty", events.Placed)) == 2, "in the same processes"
     assert len(told(tmp_path / "probed", "faulty", events.Formed)) == 1
-    shown = run_views.show(str(tmp_path / "probed"), "faulty").data
+    shown = run_views.run_view(str(tmp_path / "probed"), "faulty").data
     assert shown["plan"]["strategy"] == probed.name.partition(" ")[0]
     assert any("ms a step" in other["reason"] for other in shown["others"])
     plan = str(probed.name.partition("(")[2].rstrip(")"))

@@ -20,8 +20,8 @@ from tests.support.processes import wait_for
 from tests.support.streams import collect
 from trainwright.core.errors import DataError, ResourceError, UserCodeError
 from trainwright.datasets import Dataset, table
-from trainwright.datasets.ray_data.actor_pools import DEATHS, deal
-from trainwright.datasets.ray_data.fetcher import RayFetcher, recipe_of, start_feeders
+from trainwright.datasets.ray_data.actor_pools import MAX_DEATHS, allocate_actors
+from trainwright.datasets.ray_data.ray_fetcher import RayFetcher, make_pipeline_spec, start_delivery
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -72,7 +72,7 @@ def dataset(folder: Path, fatal: int = -1, kind: type = Model, **more: Any) -> D
 
 
 def start(*data: Dataset) -> list[RayFetcher]:
-    return start_feeders([recipe_of(one, one.index(), **ORDER) for one in data], cpus=1.0, deadline_s=90.0)
+    return start_delivery([make_pipeline_spec(one, one.index(), **ORDER) for one in data], cpus=1.0, deadline_s=90.0)
 
 
 def marked(folder: Path, what: str) -> set[int]:
@@ -146,10 +146,12 @@ def test_a_constructor_that_raises_is_told_to_all_and_not_tried_again(tmp_path: 
 def test_a_constructor_that_ends_its_process_is_told_after_a_few(tmp_path: Path) -> None:
     data = dataset(tmp_path, kind=Broken, number=int(signal.SIGKILL))
     (fetcher,) = start(data)
-    with pytest.raises(UserCodeError, match=f"process of the transform Broken died {DEATHS} times while it was opened"):
+    with pytest.raises(
+        UserCodeError, match=f"process of the transform Broken died {MAX_DEATHS} times while it was opened"
+    ):
         next(stream(data, 0, 1, fetcher).feeds(0))
     fetcher.close()
-    assert len(marked(tmp_path, "tried")) == DEATHS
+    assert len(marked(tmp_path, "tried")) == MAX_DEATHS
 
 
 class Stuck(Model):
@@ -161,13 +163,15 @@ class Stuck(Model):
 
 def test_one_that_hangs_with_a_batch_each_time_is_told_after_a_few(tmp_path: Path) -> None:
     data = dataset(tmp_path, kind=Stuck)
-    (fetcher,) = start_feeders([recipe_of(data, data.index(), **ORDER)], cpus=1.0, deadline_s=90.0, hang_s=2.0)
-    hung = rf"process of the transform Stuck hung {DEATHS} times each time it was given this batch \(rows \d"
+    (fetcher,) = start_delivery(
+        [make_pipeline_spec(data, data.index(), **ORDER)], cpus=1.0, deadline_s=90.0, hang_s=2.0
+    )
+    hung = rf"process of the transform Stuck hung {MAX_DEATHS} times each time it was given this batch \(rows \d"
     with pytest.raises(UserCodeError, match=hung) as caught:
         next(stream(data, 0, 1, fetcher).feeds(0))
     assert "within 1 s" in caught.value.detail and "raise hang_deadline_s" in caught.value.remedy
     fetcher.close()
-    assert len(marked(tmp_path, "tried")) >= DEATHS
+    assert len(marked(tmp_path, "tried")) >= MAX_DEATHS
     for process in marked(tmp_path, "tried"):
         wait_for(lambda process=process: not Path(f"/proc/{process}").exists(), 20)
 
@@ -189,14 +193,14 @@ def test_a_class_of_a_job_file_which_no_other_process_can_import_is_opened(tmp_p
 
 def test_cpus_are_dealt_to_classes_and_tasks_in_turn(tmp_path: Path) -> None:
     one, other = dataset(tmp_path), dataset(tmp_path).map_batches(Model, gpus=1, fn_constructor_args=("there",))
-    recipes = [recipe_of(data, data.index(), **ORDER) for data in (one, other)]
-    assert deal(recipes[:1], {"CPU": 1.0, "GPU": 0.0}) == ([1], {"CPU": 0.5, "GPU": 0.0})
-    assert deal(recipes[:1], {"CPU": 2.5, "GPU": 0.0}) == ([3], {"CPU": 1.0, "GPU": 0.0})
-    assert deal(recipes, {"CPU": 1.0, "GPU": 2.0}) == ([1, 2], {"CPU": 0.5, "GPU": 0.0})
+    recipes = [make_pipeline_spec(data, data.index(), **ORDER) for data in (one, other)]
+    assert allocate_actors(recipes[:1], {"CPU": 1.0, "GPU": 0.0}) == ([1], {"CPU": 0.5, "GPU": 0.0})
+    assert allocate_actors(recipes[:1], {"CPU": 2.5, "GPU": 0.0}) == ([3], {"CPU": 1.0, "GPU": 0.0})
+    assert allocate_actors(recipes, {"CPU": 1.0, "GPU": 2.0}) == ([1, 2], {"CPU": 0.5, "GPU": 0.0})
     with pytest.raises(ResourceError, match="the transform Model asks for 1 GPUs and 0 are left"):
-        deal(recipes, {"CPU": 1.0, "GPU": 0.0})
+        allocate_actors(recipes, {"CPU": 1.0, "GPU": 0.0})
     with pytest.raises(ResourceError, match=r"the transforms Model and .*lambda> ask for 1 CPUs and 0.75 are left"):
-        deal(recipes, {"CPU": 0.75, "GPU": 1.0})
+        allocate_actors(recipes, {"CPU": 0.75, "GPU": 1.0})
 
 
 def test_what_is_no_class_to_call_is_told_at_once() -> None:

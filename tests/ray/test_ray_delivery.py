@@ -25,10 +25,10 @@ from trainwright.core.data import Feed
 from trainwright.core.errors import DataError, HangError, ResourceError, UserCodeError
 from trainwright.core.pickling import dumps, loads
 from trainwright.datasets import Dataset, table
-from trainwright.datasets.loading.loader import schedule_of
-from trainwright.datasets.ray_data import pipeline
-from trainwright.datasets.ray_data.feeder import Answer, Feeder, Feeders, _Window
-from trainwright.datasets.ray_data.fetcher import RayFetcher, start_feeder
+from trainwright.datasets.loading.batch_loader import make_schedule
+from trainwright.datasets.ray_data import delivery_pipeline
+from trainwright.datasets.ray_data.delivery_actor import DatasetDelivery, DeliveryActor, ShareReply, _PipelineWindow
+from trainwright.datasets.ray_data.ray_fetcher import RayFetcher, start_dataset_delivery
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -59,7 +59,7 @@ def dataset() -> Dataset:
 
 
 def feeder(data: Dataset, **more: Any) -> RayFetcher:
-    return start_feeder(data, data.index(), cpus=2.0, deadline_s=90.0, **{**OPTIONS, **more})
+    return start_dataset_delivery(data, data.index(), cpus=2.0, deadline_s=90.0, **{**OPTIONS, **more})
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_the_same_batches_both_ways(shared: RayFetcher, total: int, start: int) 
         check(collect(stream(data, rank, total, shared), start), light)
 
 
-async def answer_of(local: Feeder, step: int) -> Answer:
+async def answer_of(local: DatasetDelivery, step: int) -> ShareReply:
     """Ask a feeder in this process, and end its pump."""
     answer = await local.chunk(step, 1, 2, 60.0)
     local._window = None
@@ -91,12 +91,12 @@ async def answer_of(local: Feeder, step: int) -> Answer:
 def test_no_more_is_read_than_the_consumers_will_want_soon() -> None:
     """Four chunks ahead of the furthest consumer; readers of a pipeline that was replaced are told to end."""
     data = dataset()
-    schedule = schedule_of(data.index(), shuffle=True, drop_last=False, **OPTIONS)
-    recipe = pipeline.Recipe(dataset=data, index=data.index(), columns=None, schedule=schedule, length=2)
+    schedule = make_schedule(data.index(), shuffle=True, drop_last=False, **OPTIONS)
+    recipe = delivery_pipeline.PipelineSpec(dataset=data, index=data.index(), columns=None, schedule=schedule, length=2)
 
     async def ask() -> None:
-        local = Feeders([dumps(recipe)], {"CPU": 1.0, "GPU": 0.0}).feeders[0]
-        window = local._window = _Window(number=7, start=4, total=1)
+        local = DeliveryActor([dumps(recipe)], {"CPU": 1.0, "GPU": 0.0}).feeders[0]
+        window = local._window = _PipelineWindow(number=7, start=4, total=1)
         assert await local.admit(7, 12) and not await local.admit(6, 4)
         late = asyncio.ensure_future(local.admit(7, 14))
         await asyncio.sleep(0)
@@ -106,7 +106,7 @@ def test_no_more_is_read_than_the_consumers_will_want_soon() -> None:
         assert await asyncio.wait_for(late, 10)
         never = asyncio.ensure_future(local.admit(7, 100))
         await asyncio.sleep(0)
-        local._window = _Window(number=8, start=0, total=1)
+        local._window = _PipelineWindow(number=8, start=0, total=1)
         local._tell()
         assert not await asyncio.wait_for(never, 10)
 
@@ -128,18 +128,18 @@ def test_blocks_that_come_in_any_order_or_together_are_found_by_their_label(monk
     def scrambled(stored: Any, pieces: Any, free: Any, gate: Any) -> Iterator[Any]:
         made = loads(ray.get(stored))
         contents = [(piece, made.transform(made.read(piece), 1)) for piece in pieces]
-        blocks = [pipeline._block(piece, content, ()) for piece, content in reversed(contents)]
+        blocks = [delivery_pipeline._block(piece, content, ()) for piece, content in reversed(contents)]
         yield from (ray.put(pa.concat_tables(blocks[start : start + 3])) for start in range(0, len(blocks), 3))
 
-    monkeypatch.setattr(pipeline, "run", scrambled)
-    recipe = pipeline.Recipe(
+    monkeypatch.setattr(delivery_pipeline, "run_pipeline", scrambled)
+    recipe = delivery_pipeline.PipelineSpec(
         dataset=data, index=data.index(), columns=None, schedule=fetcher._schedule, length=fetcher._length
     )
-    local = Feeders([dumps(recipe)], {"CPU": 1.0, "GPU": 0.0}).feeders[0]
+    local = DeliveryActor([dumps(recipe)], {"CPU": 1.0, "GPU": 0.0}).feeders[0]
     monkeypatch.setattr(local, "_handle", lambda: None)
     chunk = recipe.schedule.chunk(9, recipe.length)
     answer = asyncio.run(answer_of(local, chunk.start))
-    found = [pipeline.content(ray.get(block), row) for block, row in answer.blocks]
+    found = [delivery_pipeline.block_content(ray.get(block), row) for block, row in answer.blocks]
     expected = recipe.schedule.share(chunk, 1, 2).samples
     assert len(found) > 1
     np.testing.assert_array_equal(np.concatenate([content.samples for content in found]), expected)
@@ -147,7 +147,7 @@ def test_blocks_that_come_in_any_order_or_together_are_found_by_their_label(monk
     fetcher.close()
 
 
-class OpenGate(pipeline.Gate):
+class OpenGate(delivery_pipeline.ReadGate):
     """Holds nothing back."""
 
     def pass_(self, step: int) -> None:
@@ -156,28 +156,28 @@ class OpenGate(pipeline.Gate):
 
 def test_a_pipeline_takes_pieces_as_it_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The labels of a run that never ends: one execution's are taken before the first block, then the next one's."""
-    data, taken = dataset(), list[pipeline.Piece]()
-    schedule = schedule_of(data.index(), shuffle=True, drop_last=False, **{**OPTIONS, "epochs": 10**12})
-    recipe = pipeline.Recipe(dataset=data, index=data.index(), columns=None, schedule=schedule, length=8)
+    data, taken = dataset(), list[delivery_pipeline.SharePart]()
+    schedule = make_schedule(data.index(), shuffle=True, drop_last=False, **{**OPTIONS, "epochs": 10**12})
+    recipe = delivery_pipeline.PipelineSpec(dataset=data, index=data.index(), columns=None, schedule=schedule, length=8)
 
-    def pieces() -> Iterator[pipeline.Piece]:
+    def pieces() -> Iterator[delivery_pipeline.SharePart]:
         for piece in recipe.pieces(10**12, 2):
             assert len(taken) < 24, "no more was needed"
             taken.append(piece)
             yield piece
 
-    monkeypatch.setattr(pipeline, "MAX_TASKS", 12)
-    blocks = pipeline.run(ray.put(dumps(recipe)), pieces(), {"CPU": 2.0}, OpenGate(None, 0))
+    monkeypatch.setattr(delivery_pipeline, "MAX_TASKS", 12)
+    blocks = delivery_pipeline.run_pipeline(ray.put(dumps(recipe)), pieces(), {"CPU": 2.0}, OpenGate(None, 0))
     made = [ray.get(next(blocks))]
     assert len(taken) == 12
     made += [ray.get(next(blocks)) for _ in range(23)]
     assert len(taken) == 24
     blocks.close()
-    assert sorted(label for block in made for label in pipeline.labels(block)) == sorted(taken)
+    assert sorted(label for block in made for label in delivery_pipeline.block_labels(block)) == sorted(taken)
     for block in made[:3]:
-        (label,), found = pipeline.labels(block), pipeline.content(block, 0)
+        (label,), found = delivery_pipeline.block_labels(block), delivery_pipeline.block_content(block, 0)
         share = schedule.share(schedule.chunk(label.step, 8), label.rank, label.total)
-        own = slice(label.part * pipeline.PIECE_ROWS, (label.part + 1) * pipeline.PIECE_ROWS)
+        own = slice(label.part * delivery_pipeline.PART_ROWS, (label.part + 1) * delivery_pipeline.PART_ROWS)
         np.testing.assert_array_equal(found.columns["id"], share.samples[own])
 
 
@@ -250,7 +250,7 @@ def test_a_hanging_transform_is_told_within_the_deadline(tmp_path: Path) -> None
         return columns
 
     data = table({"id": np.arange(ROWS)}).map_batches(waits, cpus=1)
-    fetcher = start_feeder(data, data.index(), cpus=1.0, deadline_s=3.0, **OPTIONS)
+    fetcher = start_dataset_delivery(data, data.index(), cpus=1.0, deadline_s=3.0, **OPTIONS)
     with pytest.raises(HangError, match="delivered nothing within 3 s"):
         next(stream(data, 0, 1, fetcher).feeds(0))
     (tmp_path / "go").touch()
@@ -266,10 +266,10 @@ def test_too_few_cpus_are_told_before_anything_starts() -> None:
 ON_A_GPU = """
 import numpy as np, ray
 from tests.support import ray_clusters
-from trainwright.core.data import Feeding
+from trainwright.core.data import FeedAssignment
 from trainwright.datasets import table
-from trainwright.datasets.ray_data.fetcher import start_feeder
-from trainwright.datasets.loading.loader import Stream
+from trainwright.datasets.ray_data.ray_fetcher import start_dataset_delivery
+from trainwright.datasets.loading.batch_loader import BatchLoader
 
 ray_clusters.thrifty()
 ray.init(address="local", num_cpus=1, num_gpus=1, include_dashboard=False, log_to_driver=False)
@@ -287,8 +287,9 @@ class Visible:
 
 data = table({"x": np.arange(40)}).map_batches(visible, gpus=0.5).map_batches(Visible, gpus=0.5)
 index = data.index()
-fetcher = start_feeder(data, index, batch_size=8, cpus=0.0, gpus=1)
-with Stream(data, index, batch_size=8, feeding=Feeding(data_ranks=range(1), total=1), fetcher=fetcher).feeds() as feeds:
+fetcher = start_dataset_delivery(data, index, batch_size=8, cpus=0.0, gpus=1)
+with BatchLoader(data, index, batch_size=8, feeding=FeedAssignment(data_ranks=range(1), total=1),
+fetcher=fetcher).feeds() as feeds:
     found = [batch.columns for feed in feeds for part in feed.parts for batch in part]
 assert sorted(x for columns in found for x in columns["x"].tolist()) == list(range(40))
 print({gpu for columns in found for name in ("gpus", "held") for gpu in columns[name].tolist()})

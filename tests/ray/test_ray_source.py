@@ -13,7 +13,7 @@ import ray
 
 from trainwright.core.errors import DataError
 from trainwright.datasets import from_ray
-from trainwright.datasets.formats.arrow_columns import Field
+from trainwright.datasets.data_source import Field
 from trainwright.datasets.formats.ray_dataset import RayLoader
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

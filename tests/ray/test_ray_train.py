@@ -22,7 +22,7 @@ from tests.support import keras_jobs, torch_jobs
 from tests.support.finished_runs import State, final_state, told
 from tests.support.processes import wait_for
 from trainwright.core import events
-from trainwright.integrations.ray_train.train_report import POINTER
+from trainwright.integrations.ray_train.rank_loop import POINTER_FILE
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -81,7 +81,7 @@ def test_torch(tmp_path: Path, unbroken: State) -> None:
     assert evaluation and evaluation.items() <= result.metrics.items()
     assert result.metrics["step"] == 27 and result.metrics["epoch"] == 3
     with result.checkpoint.as_directory() as folder:
-        pointer = json.loads((Path(folder) / POINTER).read_text())
+        pointer = json.loads((Path(folder) / POINTER_FILE).read_text())
     assert pointer["step"] == 27 and Path(pointer["checkpoint"].removeprefix("file://"), "MANIFEST.json").exists()
     assert left() == []
 

@@ -17,9 +17,9 @@ import trainwright as tw
 from tests.support import processes, torch_jobs
 from tests.support.distillation_jobs import adam, cross_entropy, job, narrow, wide
 from trainwright.core.errors import JobError, RunFinished, UserCodeError
-from trainwright.distillation.compose_job import composed
+from trainwright.distillation.distillation_job import compose_job
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import Owner, RunLog
-from trainwright.storage.store import open_store
 
 UNLABELLED = tw.datasets.table({"x": np.random.default_rng(3).normal(size=(160, torch_jobs.WIDTH)).astype(np.float32)})
 
@@ -132,12 +132,12 @@ def test_each_generation_is_taught_by_the_one_before(tmp_path: Path, ray_cluster
     first, second, third = recipe.stages()
     assert isinstance(first, tw.Job) and isinstance(second, tw.Distillation) and isinstance(third, tw.Distillation)
     assert [first.seed, second.student.seed, third.student.seed] == [5, 6, 7]
-    last = tw.load_model(composed(third).job).students["student"].state_dict()
+    last = tw.load_model(compose_job(third).job).students["student"].state_dict()
     for name, value in tw.students(recipe)["student"].load_model().state_dict().items():
         torch.testing.assert_close(value, last[name], rtol=0, atol=0)
     models = {
         "generation-0": tw.load_model(first),
-        "generation-1": tw.load_model(composed(second).job).students["student"],
+        "generation-1": tw.load_model(compose_job(second).job).students["student"],
     }
     assert len([*(tmp_path / "targets").glob("generation-*")]) == len(models)
     for name, model in models.items():

@@ -16,8 +16,8 @@ from tests.support.finished_runs import told
 from tests.support.keras_distillation import keras_linear, keras_loss, keras_sgd
 from trainwright.core import events
 from trainwright.core.errors import RunConflict, TrainwrightError
-from trainwright.distillation.search import Parts
-from trainwright.distillation.search_result import Found
+from trainwright.distillation.hyperparameter_search import SearchJobs
+from trainwright.distillation.search_result import SearchResult
 from trainwright.runtime.takeover import NAMESPACE
 
 SEED, SHARE = 5, 0.25
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, ray_cluster: None) -> Found:
+def found(folder: Path, ray_cluster: None) -> SearchResult:
     return tw.search(search_in(folder))
 
 
@@ -69,7 +69,7 @@ def last(folder: Path, run: str) -> events.Evaluated:
     return newest
 
 
-def test_figures_are_those_of_the_runs(found: Found, folder: Path) -> None:
+def test_figures_are_those_of_the_runs(found: SearchResult, folder: Path) -> None:
     kept = [each for each in (*found.settings, found.alone) if not each.stopped]
     assert len(found.settings) == 2 and len(kept) >= 2
     for each in kept:
@@ -83,8 +83,8 @@ def test_figures_are_those_of_the_runs(found: Found, folder: Path) -> None:
     assert found.chosen == best.name
 
 
-def test_the_test_set_is_told_of_the_chosen_and_of_the_student_alone(found: Found, folder: Path) -> None:
-    parts = Parts.of(search_in(folder), False)
+def test_the_test_set_is_told_of_the_chosen_and_of_the_student_alone(found: SearchResult, folder: Path) -> None:
+    parts = SearchJobs.of(search_in(folder), False)
     for name, score in ((found.chosen, found.test), ("alone", found.test_alone)):
         jobs_of = parts.runs(search_in(folder), (name,), found.seeds)
         for run, value in zip(jobs_of.values(), score.values, strict=True):
@@ -99,8 +99,8 @@ def test_the_test_set_is_told_of_the_chosen_and_of_the_student_alone(found: Foun
     assert set(found.student.latency_s) == {1, 32}
 
 
-def test_the_student_alone_sees_the_same_rows(folder: Path, found: Found) -> None:
-    parts = Parts.of(search_in(folder), False)
+def test_the_student_alone_sees_the_same_rows(folder: Path, found: SearchResult) -> None:
+    parts = SearchJobs.of(search_in(folder), False)
     rows = {}
     for name, data in (("taught", parts.train), ("alone", parts.alone.train), ("validation", parts.validation)):
         index = data.index()
@@ -110,7 +110,7 @@ def test_the_student_alone_sees_the_same_rows(folder: Path, found: Found) -> Non
     assert len(rows["validation"]) == pytest.approx(SHARE * torch_jobs.ROWS, abs=25)
 
 
-def test_nothing_is_left_and_nothing_is_done_again(found: Found, folder: Path) -> None:
+def test_nothing_is_left_and_nothing_is_done_again(found: SearchResult, folder: Path) -> None:
     import ray
 
     named = ray.util.list_named_actors(all_namespaces=True)
@@ -123,7 +123,7 @@ def test_nothing_is_left_and_nothing_is_done_again(found: Found, folder: Path) -
     assert {path.name for path in changed} <= {"search.json"}
 
 
-def test_only_what_is_missing_is_made(found: Found, folder: Path) -> None:
+def test_only_what_is_missing_is_made(found: SearchResult, folder: Path) -> None:
     home = folder / "small-search"
     run = f"alone-seed{SEED + 1}"
     (home / "found.json").unlink()

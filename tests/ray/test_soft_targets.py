@@ -19,9 +19,9 @@ from tests.support.torch_engines import Net, feed, one_device
 from tests.support.trained_layouts import trained
 from trainwright.core.data import Batch
 from trainwright.core.errors import DataError, JobError, PlanError, RunConflict
+from trainwright.distillation.distillation_spec import Teacher
 from trainwright.distillation.target_cache import stored_targets
-from trainwright.distillation.target_encoding import Form, decode
-from trainwright.distillation.teachers import Teacher
+from trainwright.distillation.target_encoding import TargetEncoding, decode_targets
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -169,8 +169,8 @@ def test_a_divided_teacher_is_asked_in_its_layout_with_its_layers(
     with torch.no_grad():
         given = torch.from_numpy(read(data)["x"])
         expected, hidden = model(given).numpy(), model.middle(model.first(given)).numpy()
-    found, form = read(stored), Form.parse("topk(2)")
-    whole = decode(form, "output", form.encode("output", expected))
+    found, form = read(stored), TargetEncoding.parse("topk(2)")
+    whole = decode_targets(form, "output", form.encode("output", expected))
     np.testing.assert_allclose(found["teacher.big"], whole, atol=2e-3)
     np.testing.assert_allclose(found["teacher.big/middle"], hidden, atol=1e-3)
 
@@ -188,7 +188,7 @@ def test_a_layer_that_a_layout_would_tear_is_told_by_whole_copies_where_they_fit
     def none(*_: Any) -> Any:
         raise PlanError("no plan can run this job", where="one_device: 80 GiB are needed")
 
-    monkeypatch.setattr("trainwright.inference.inference_layout.plan_pool", none)
+    monkeypatch.setattr("trainwright.inference.inference_model._plan_pool", none)
     with pytest.raises(JobError, match=r"hidden states of Teacher\('big'\) are asked for, which the layout .* whole"):
         stored_targets(teacher, chosen.train, folder=str(tmp_path / "other"))
 

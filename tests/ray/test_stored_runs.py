@@ -13,7 +13,7 @@ import trainwright as tw
 from tests import stored_runs
 from tests.support.finished_runs import told
 from trainwright.core import events
-from trainwright.reporting.versions import versions
+from trainwright.core.frameworks import package_versions
 
 STORED = [(place.parent.name, place.name) for place in sorted(stored_runs.HERE.glob("*/*")) if place.is_dir()]
 SHOWN = ("python", "torch", "keras", "tensorflow")  # a change of theirs is one of the job
@@ -35,7 +35,9 @@ def test_a_stored_run_is_read_and_resumed(version: str, name: str, tmp_path: Pat
     with pytest.raises(tw.TrainwrightError, match=r"resume=True"):
         tw.fit(stored_runs.job(name, stored).replace(batch_size=4))
     start: Any = told(stored, name, events.RunStarted)[0]
-    same = all(start.versions[package] == version for package, version in versions().items() if package in SHOWN)
+    same = all(
+        start.versions[package] == version for package, version in package_versions().items() if package in SHOWN
+    )
     assert tw.fit(stored_runs.job(name, stored), resume=not same).state == "done", "the job is the one that was stored"
     formed: Any = told(stored, name, events.Formed)
     assert (formed[-1].source, formed[-1].step) == ("checkpoint", stored_runs.STOPPED_AT)

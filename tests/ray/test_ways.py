@@ -10,10 +10,10 @@ import pytest
 import trainwright as tw
 from tests.support.distillation_jobs import job, narrow
 from tests.support.small_distillation import wide
-from trainwright.distillation import delivery_benchmark, delivery_choice
-from trainwright.distillation.delivery_choice import Weighed
+from trainwright.distillation import delivery_benchmark, teacher_delivery
 from trainwright.distillation.target_cache import stored_targets
-from trainwright.storage.store import open_store
+from trainwright.distillation.teacher_delivery import DeliveryComparison
+from trainwright.storage.object_store import open_store
 
 
 def distillation(folder: Path, **fields: Any) -> tw.Distillation:
@@ -27,7 +27,7 @@ def test_the_three_ways_are_tried_and_told(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(delivery_benchmark, "SECONDS", 0.2)
     monkeypatch.setattr(delivery_benchmark, "AHEAD_S", 1.0)
     found = tw.plan(distillation(tmp_path))
-    assert isinstance(found, Weighed) and found.tried_rows == 203
+    assert isinstance(found, DeliveryComparison) and found.tried_rows == 203
     by_way = {cost.way: cost for cost in found.costs}
     assert by_way.keys() == {"offline", "inline", "online"} and not any(cost.refused for cost in found.costs)
     assert all(0 < cost.step_s < 10 and 0 < cost.setup_s < 120 for cost in found.costs)
@@ -47,11 +47,11 @@ def test_a_run_takes_a_way_says_why_and_keeps_it(
     assert tw.distill(short).state == "done"
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("teachers are asked")]
     assert line.startswith("teachers are asked inline") and "(estimated from operations)" in line, "too short to pay"
-    monkeypatch.setattr(delivery_choice, "weigh", None)  # a run that goes on asks nobody
+    monkeypatch.setattr(teacher_delivery, "compare_deliveries", None)  # a run that goes on asks nobody
     longer = short.replace(student=short.student.replace(epochs=3))
     assert tw.distill(longer).state == "done"
     monkeypatch.undo()
     kept = short.replace(student=short.student.replace(name="kept"))
     for teacher in kept.teachers:
         stored_targets(teacher, kept.student.train, folder=kept.folder, keep=kept.keep)
-    assert delivery_choice.settled(kept).way == "offline", "what is kept costs nothing"
+    assert teacher_delivery.choose_delivery(kept).way == "offline", "what is kept costs nothing"

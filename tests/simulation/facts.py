@@ -20,10 +20,10 @@ from trainwright.core.errors import (
     UserCodeError,
     WorkerLost,
 )
-from trainwright.core.job_checks import LOOP
+from trainwright.core.job import CRASH_LOOP_FAILURES
 from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
-from trainwright.driver.run_policy import Settings
+from trainwright.driver.run_policy import RunPolicy
 
 if TYPE_CHECKING:
     from tests.simulation.world import Driver
@@ -56,37 +56,37 @@ class Facts:
         self.noticed = False  # a process was told that it will be ended, which may cost steps
         self.unquiet = False  # a fault came after the wish to stop
         self.evaluated: dict[int, dict[str, float]] = {}
-        self.release: m.Release | None = None
+        self.release: m.ReleaseLease | None = None
 
-    def resumed(self, event: m.Acquired, settings: Settings) -> None:
+    def resumed(self, event: m.LeaseAcquired, settings: RunPolicy) -> None:
         """The driver begins, at a checkpoint where there is one."""
         self.start = self.high = self.line = event.head.step if event.head else 0
         self.plans = settings.layouts.plans if settings.layouts else ()
         self.trying = len(self.plans) > 1 and not (event.head or event.living or event.kept)
 
-    def hear(self, event: m.Happening) -> None:
+    def hear(self, event: m.DriverEvent) -> None:
         """Note what matters of a delivered event."""
         match event:
-            case m.Progressed():
+            case m.StepsCompleted():
                 self._reached(event.step)
                 first = event.step - len(event.losses) + 1
                 self.spikes |= {step for step, loss in enumerate(event.losses, first) if loss == SPIKE}
                 self.unquiet = self.unquiet or self.spiking
-            case m.Returned(verb="run"):
+            case m.CallReturned(verb="run"):
                 self._reached(event.value.step)
-            case m.Died():
+            case m.WorkerDied():
                 self._fault()
-            case m.Raised():
+            case m.CallRaised():
                 self._raised(event)
-            case m.Noticed():
+            case m.PreemptionNoticed():
                 self.noticed = True
-            case m.Lost():
+            case m.LeaseLost():
                 self.lost = event.error
-            case m.Committed():
+            case m.CheckpointCommitted():
                 self.storage_in_a_row = 0
             case m.CommitFailed():
                 self.storage_in_a_row += 1
-            case m.StopAsked():
+            case m.StopRequested():
                 self.stop_now = self.stop_now or (event.now and self.release is None)
                 if self.stop_at is None:
                     self.stop_at = self.line
@@ -108,7 +108,7 @@ class Facts:
         self.most_faults = max(self.most_faults, self.faults)
         self.recovering = self.unquiet = True
 
-    def _raised(self, event: m.Raised) -> None:
+    def _raised(self, event: m.CallRaised) -> None:
         kind = event.failure.kind
         if self.trying and kind in ("user", "data", "internal"):
             self.tried.append(event.failure.error)
@@ -134,7 +134,7 @@ class Facts:
         added = steps - self.passing
         self.back = min(added & self.spikes, default=self.back)
         added -= self.spikes
-        if added and (self.faults < LOOP or added != {self.high + 1}):
+        if added and (self.faults < CRASH_LOOP_FAILURES or added != {self.high + 1}):
             raise Violation(f"{added} are passed by after {self.faults} faults at step {self.high}")
         self.passing = steps
 
@@ -146,7 +146,7 @@ class Facts:
             self._fault()
         self.unquiet = True
 
-    def called(self, call: m.Call, leads: bool) -> None:
+    def called(self, call: m.CallWorker, leads: bool) -> None:
         """The driver calls a worker, or one who `leads` others."""
         if call.verb == "probe" and not self.trying:
             raise Violation("plans are tried although the run goes on with one")
@@ -197,7 +197,7 @@ class Facts:
                 raise Violation(f"failed with {finish.error!r}, although {store.sound[-1].path} is whole")
             self._judge_failed(scenario, driver, finish, now_s)
 
-    def _judge_ends(self, driver: Driver, finish: m.Finish) -> None:
+    def _judge_ends(self, driver: Driver, finish: m.FinishRun) -> None:
         if self.lost is None and (self.release is None or self.release.outcome != finish.outcome):
             raise Violation(f"ended as {finish.outcome}, but released {self.release}")
         if (finish.outcome == "failed") != (finish.error is not None):
@@ -208,7 +208,7 @@ class Facts:
         if unkilled and (at_once or (ours and not self.release)):
             raise Violation(f"workers live on: {[process.worker for process in unkilled]}")
 
-    def _judge_done(self, scenario: Scenario, store: Store, finish: m.Finish) -> None:
+    def _judge_done(self, scenario: Scenario, store: Store, finish: m.FinishRun) -> None:
         settings = scenario.settings
         if store.head is None or finish.step != settings.total_steps or store.head.step != settings.total_steps:
             raise Violation(f"done at step {finish.step} with {store.head}")
@@ -224,14 +224,14 @@ class Facts:
             if metrics is None or not _whole(metrics, settings):
                 raise Violation(f"the evaluation of step {step} gave {metrics}")
 
-    def _judge_stopped(self, finish: m.Finish, store: Store) -> None:
+    def _judge_stopped(self, finish: m.FinishRun, store: Store) -> None:
         if self.stop_at is None:
             raise Violation("stopped, but nobody asked for it")
         quiet = not (self.unquiet or self.noticed or self.stop_now or self.user or self.lost)
         if quiet and finish.step < self.stop_at:
             raise Violation(f"stopped at step {finish.step}, although step {self.stop_at} was complete")
 
-    def _judge_failed(self, scenario: Scenario, driver: Driver, finish: m.Finish, now_s: float) -> None:
+    def _judge_failed(self, scenario: Scenario, driver: Driver, finish: m.FinishRun, now_s: float) -> None:
         error: Any = finish.error
         if self.user and self.lost is None and not self._spent(scenario) and not any(error is e for e in self.user):
             raise Violation(f"failed with {error!r} instead of {self.user[0]!r}")
@@ -259,7 +259,7 @@ class Facts:
         return self.storage_in_a_row >= scenario.settings.storage_attempts
 
 
-def _whole(metrics: dict[str, float], settings: Settings) -> bool:
+def _whole(metrics: dict[str, float], settings: RunPolicy) -> bool:
     """Whether each rank of a world within its bounds was counted once; servers do not count."""
     right = abs(metrics["rank"] - (metrics["size"] + 1) / 2) < 1e-9
     least = 1 if settings.tolerates else least_of(settings)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from tests.simulation.processes import Process, Team, apply
 from tests.simulation.shop import SERVED, Shop
 from tests.simulation.store import Violation
-from trainwright.core.data import Sums
+from trainwright.core.data import MetricSums
 from trainwright.core.errors import PeerLost
-from trainwright.core.group import StateTag
+from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Guild(Shop):
     def _needed(self, process: Process) -> bool:
         return not self._settings.spares_rank(process.rank)
 
-    def _begin(self, process: Process, call: m.Call) -> None:
+    def _begin(self, process: Process, call: m.CallWorker) -> None:
         court = self._court(process)
         court.team.arrived.append(process)
         if call.verb == "form":
@@ -105,12 +105,12 @@ class Guild(Shop):
         if forming and len(court.seated) == court.size - 1:
             self._answer(chief, self.tag(chief), 0.1, 0.6)
 
-    def _heal_other(self, court: Court, process: Process, call: m.Call) -> None:
+    def _heal_other(self, court: Court, process: Process, call: m.CallWorker) -> None:
         process.step = call.argument.step
         self._answer(process, replace(self.tag(process), step=process.step), 0.0, 0.3)
 
-    def _heal_chief(self, court: Court, process: Process, call: m.Call) -> None:
-        heal: m.Heal = call.argument
+    def _heal_chief(self, court: Court, process: Process, call: m.CallWorker) -> None:
+        heal: m.RestorePlan = call.argument
         if self._restore(process, heal):
             court.step, court.lineage = heal.step, process.lineage
             court.passing = frozenset(passed.step for passed in heal.passing)
@@ -118,7 +118,7 @@ class Guild(Shop):
 
     # --- steps --------------------------------------------------------------------------------------------
 
-    def _run_other(self, court: Court, process: Process, call: m.Call) -> None:
+    def _run_other(self, court: Court, process: Process, call: m.CallWorker) -> None:
         """It follows, to the end of the generation."""
         if court.team.broken or court.seated.get(process.rank) is not process:
             self._return(process)
@@ -129,7 +129,7 @@ class Guild(Shop):
         report = m.SegmentReport(step=process.step, stopped=False, tag=self.tag(process))
         self._answer(process, report, 0.0, 0.4)
 
-    def _lead(self, court: Court, process: Process, call: m.Call) -> None:
+    def _lead(self, court: Court, process: Process, call: m.CallWorker) -> None:
         behind = (process.step, process.lineage) != (court.step, court.lineage)
         if not call.argument or call.argument.start != court.step or behind:
             raise Violation(f"a segment of steps {call.argument} from step {court.step} on")
@@ -163,14 +163,14 @@ class Guild(Shop):
         if victim is not chief:
             self._later(court, chief)
 
-    def _judge(self, court: Court, process: Process, call: m.Call) -> None:
+    def _judge(self, court: Court, process: Process, call: m.CallWorker) -> None:
         """The chief judges, for all."""
         if call.argument.feeding is not None or process.step != call.argument.step:
             raise Violation(f"a chief at step {process.step} is to judge {call.argument}")
         size = court.size - self._settings.servers
-        self._answer(process, Sums(totals={"rank": ((size + 1) / 2, 1.0), "size": (float(size), 1.0)}), 0.1, 1.0)
+        self._answer(process, MetricSums(totals={"rank": ((size + 1) / 2, 1.0), "size": (float(size), 1.0)}), 0.1, 1.0)
 
-    def _evaluate_other(self, court: Court, process: Process, call: m.Call) -> None:
+    def _evaluate_other(self, court: Court, process: Process, call: m.CallWorker) -> None:
         raise Violation(f"rank {process.rank} is to {call.verb}, which is the chief's")
 
     _snapshot_other = _evaluate_other
@@ -181,7 +181,7 @@ class Guild(Shop):
             raise Violation(f"rank {process.rank} is told of a wish, which is for the chief")
         self._court(process).wish = True
 
-    def _copy(self, court: Court, process: Process, call: m.Call) -> None:
+    def _copy(self, court: Court, process: Process, call: m.CallWorker) -> None:
         court.team.arrived.remove(process)
         self._labour.alone(process, call)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def heal(labour: Labour, team: Team, arrived: list[Process]) -> None:
     """All ranks of a group get their state, which is the run's right one."""
-    wanted: m.Heal = team.argument
+    wanted: m.RestorePlan = team.argument
     by_rank = {process.rank: process for process in arrived}
     known = max((process.step for process in arrived if process.sound and process.trained), default=0)
     spike = arrived[0].driver.facts.back

@@ -17,9 +17,9 @@ from tests.simulation.scenario import Scenario, least_of
 from tests.simulation.shop import Shop
 from tests.simulation.store import Store, Violation
 from tests.simulation.uploads import Uploads
-from trainwright.core.data import Sums
+from trainwright.core.data import MetricSums
 from trainwright.core.errors import DamagedCheckpoint, DataError, PeerLost, StorageError, UserCodeError
-from trainwright.core.group import Address, StateTag
+from trainwright.core.topology import Address, StateTag
 from trainwright.driver import messages as m
 
 COLLECTIVE = frozenset({"form", "heal", "probe", "run"})
@@ -31,7 +31,7 @@ class Labour:
     def __init__(self, scenario: Scenario, rng: Random, clock: Clock, store: Store, right: list[int]) -> None:
         self.scenario, self.rng, self.rand = scenario, rng, rng.random
         self.clock, self.store, self.right = clock, store, right
-        self.deliver: Callable[[Any, m.Happening], None] = lambda driver, event: None
+        self.deliver: Callable[[Any, m.DriverEvent], None] = lambda driver, event: None
         size = scenario.settings.workers
         servers = scenario.settings.servers
         pieces = {"replicated": 1, "sharded": size, "hybrid": size // 2, "planned": 1, "served": servers, "led": 1}
@@ -67,7 +67,7 @@ class Labour:
 
     # --- calls --------------------------------------------------------------------------------------------
 
-    def begin(self, process: Process, call: m.Call) -> None:
+    def begin(self, process: Process, call: m.CallWorker) -> None:
         """A call reaches a living process."""
         if call.verb == "upload":
             self.uploads.begin(process, call)
@@ -96,7 +96,7 @@ class Labour:
             else:
                 self.alone(process, call)
 
-    def alone(self, process: Process, call: m.Call) -> None:
+    def alone(self, process: Process, call: m.CallWorker) -> None:
         """What a process does by itself."""
         match call.verb:
             case "reserve":
@@ -117,16 +117,16 @@ class Labour:
             case "evaluate":
                 self._must_stand(process, call)
                 size = process.team.size  # type: ignore[union-attr]
-                sums = Sums(totals={"rank": (process.rank + 1.0, 1.0), "size": (1.0, 1.0 / size)})
+                sums = MetricSums(totals={"rank": (process.rank + 1.0, 1.0), "size": (1.0, 1.0 / size)})
                 self.answer(process, sums, 0.1, 1.0)
             case "snapshot":
                 self._must_stand(process, call)
                 process.copies.update(
                     dict.fromkeys(call.argument.verbs, (process.piece, process.step, process.lineage))
                 )
-                self.answer(process, m.Snapshot(step=process.step, size_bytes=8, blocked_s=0.005), 0.01, 0.2)
+                self.answer(process, m.SnapshotTaken(step=process.step, size_bytes=8, blocked_s=0.005), 0.01, 0.2)
 
-    def _must_stand(self, process: Process, call: m.Call) -> None:
+    def _must_stand(self, process: Process, call: m.CallWorker) -> None:
         step = call.argument.step
         if process.step != step or not process.sound:
             raise Violation(f"{call.verb} at step {step} of a worker at step {process.step}")
@@ -135,23 +135,23 @@ class Labour:
         """Return from the call after a while."""
         call = process.call
         assert call is not None
-        event = m.Returned(worker=process.worker, generation=call.generation, verb=call.verb, value=value)
+        event = m.CallReturned(worker=process.worker, generation=call.generation, verb=call.verb, value=value)
         self._respond(process, event, self.between(low_s, high_s))
 
-    def fail(self, process: Process, kind: m.FailureKind, error: Exception, delay_s: float) -> None:
+    def fail(self, process: Process, kind: m.CallFailureKind, error: Exception, delay_s: float) -> None:
         """Raise from the call after a while."""
         call = process.call
         assert call is not None
         process.member = False
-        failure = m.Failure(kind=kind, error=error)
-        event = m.Raised(worker=process.worker, generation=call.generation, verb=call.verb, failure=failure)
+        failure = m.CallFailure(kind=kind, error=error)
+        event = m.CallRaised(worker=process.worker, generation=call.generation, verb=call.verb, failure=failure)
         self._respond(process, event, delay_s)
 
-    def _respond(self, process: Process, event: m.Happening, delay_s: float) -> None:
+    def _respond(self, process: Process, event: m.DriverEvent, delay_s: float) -> None:
         process.due_s = self.clock.now_s + delay_s
         self.clock.after(delay_s, self._arrive, process, process.ticket, event)
 
-    def _arrive(self, process: Process, ticket: int, event: m.Happening) -> None:
+    def _arrive(self, process: Process, ticket: int, event: m.DriverEvent) -> None:
         if process.ticket == ticket and not process.hung:
             self.news.before(process.driver, event)
             process.call = None
@@ -190,7 +190,7 @@ class Labour:
 
     # --- together -----------------------------------------------------------------------------------------
 
-    def _join(self, process: Process, call: m.Call) -> None:
+    def _join(self, process: Process, call: m.CallWorker) -> None:
         team = process.team
         assert team is not None, "reserve comes before every other verb"
         if call.generation.number != team.number:
@@ -337,7 +337,7 @@ class Labour:
             process.tear()
 
     def _leave_heal(self, team: Team, process: Process, torn: bool) -> None:
-        heal: m.Heal = team.argument
+        heal: m.RestorePlan = team.argument
         if not torn or self.rand() < 0.5:
             return
         if heal.source == "checkpoint" and self.rand() < 0.5:
@@ -345,11 +345,11 @@ class Labour:
         elif heal.source == "checkpoint" or any(move.target == process.rank for move in heal.moves):
             process.tear()
 
-    def _interrupt(self, process: Process, call: m.Call) -> None:
+    def _interrupt(self, process: Process, call: m.CallWorker) -> None:
         """Its connections are shut: it cannot wait for anybody any more, nor anybody for it."""
         team = process.team
         if call.argument and process.alive and not process.hung:
-            stood = m.Returned(worker=process.worker, generation=call.generation, verb="interrupt", value="a stack")
+            stood = m.CallReturned(worker=process.worker, generation=call.generation, verb="interrupt", value="a stack")
             self.clock.after(self.between(0.0, 0.2), self.deliver, process.driver, stood)
         if not process.alive or process.hung or team is None or team.number != call.generation.number:
             return
@@ -393,4 +393,4 @@ class Labour:
 
     def _tell_death(self, process: Process) -> None:
         process.told = True
-        self.deliver(process.driver, m.Died(worker=process.worker, cause="killed"))
+        self.deliver(process.driver, m.WorkerDied(worker=process.worker, cause="killed"))

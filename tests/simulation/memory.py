@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation.processes import Process
 from tests.simulation.store import Violation
-from trainwright.core.checkpoint import FileEntry
+from trainwright.core.engine import CheckpointFile
 from trainwright.core.errors import StorageError
 from trainwright.driver import messages as m
 
@@ -20,28 +20,28 @@ class Memory:
     def __init__(self, labour: Labour) -> None:
         self._labour = labour
         self.kept: dict[tuple[int, str], tuple[int, int]] = {}  # by version and piece
-        self.sealed: dict[int, m.KeptState | None] = {}  # by driver
+        self.sealed: dict[int, m.MemoryCheckpoint | None] = {}  # by driver
         self.full = self.lost = False
 
-    def keep(self, process: Process, call: m.Call) -> None:
+    def keep(self, process: Process, call: m.CallWorker) -> None:
         if "keep" not in process.copies:
             raise Violation("a copy is to be kept without a snapshot")
         self._labour.clock.after(
             self._labour.between(0.1, 1.0), self._delivered, process, call, process.copies.pop("keep")
         )
 
-    def gone(self, kept: m.KeptState) -> bool:
+    def gone(self, kept: m.MemoryCheckpoint) -> bool:
         """Whether it cannot be read any more: the next driver's versions remove those of one that is fenced."""
         return self.lost or any((kept.version, item.file.name) not in self.kept for item in kept.files)
 
-    def _delivered(self, process: Process, call: m.Call, copy: tuple[str, int, int]) -> None:
+    def _delivered(self, process: Process, call: m.CallWorker, copy: tuple[str, int, int]) -> None:
         if not process.alive:
             return
         about: dict[str, Any] = {"worker": process.worker, "generation": call.generation, "verb": "keep"}
-        order: m.KeepOrder = call.argument
+        order: m.MemoryCopyRequest = call.argument
         if self.full:
-            failure = m.Failure(kind="storage", error=StorageError("no room"))
-            self._labour.deliver(process.driver, m.Raised(**about, failure=failure))
+            failure = m.CallFailure(kind="storage", error=StorageError("no room"))
+            self._labour.deliver(process.driver, m.CallRaised(**about, failure=failure))
             return
         for key in [key for key in self.kept if key[0] < order.version and key[0] not in order.hold]:
             del self.kept[key]
@@ -49,10 +49,10 @@ class Memory:
         self.kept[order.version, piece] = (state[0], state[1])
         if call.generation.token != process.driver.token:
             return  # the driver that asked is dead
-        file = FileEntry(name=piece, size_bytes=8, sha256="")
-        self._labour.deliver(process.driver, m.Returned(**about, value=(file,)))
+        file = CheckpointFile(name=piece, size_bytes=8, sha256="")
+        self._labour.deliver(process.driver, m.CallReturned(**about, value=(file,)))
 
-    def check(self, heal: m.Heal, driver: Any) -> None:
+    def check(self, heal: m.RestorePlan, driver: Any) -> None:
         """What all keepers had told of is not passed over for an older checkpoint, unless a spike is in it."""
         known, spike = self.sealed.get(driver.token), driver.facts.back
         if known and spike and spike <= known.step:

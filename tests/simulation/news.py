@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.processes import Process
-from trainwright.core.group import Generation
+from trainwright.core.topology import Generation
 from trainwright.driver import messages as m
 
 if TYPE_CHECKING:
@@ -28,16 +28,16 @@ class News:
         if labour.rand() < 0.6:
             labour.clock.after(labour.between(0.0, 0.6), self._told, process.driver, call.generation, step)
 
-    def before(self, driver: Any, event: m.Happening) -> None:
+    def before(self, driver: Any, event: m.DriverEvent) -> None:
         """What must be told before an answer."""
-        if not (self._spikes and isinstance(event, m.Returned) and event.verb == "run"):
+        if not (self._spikes and isinstance(event, m.CallReturned) and event.verb == "run"):
             return
         if event.value.step > driver.told:
             self._told(driver, event.generation, event.value.step)
 
     def _told(self, driver: Any, generation: Generation, step: int) -> None:
         losses = self._losses(driver, generation, step) if self._spikes else ()
-        self._labour.deliver(driver, m.Progressed(generation=generation, step=step, losses=losses))
+        self._labour.deliver(driver, m.StepsCompleted(generation=generation, step=step, losses=losses))
 
     def _losses(self, driver: Any, generation: Generation, step: int) -> tuple[float, ...]:
         """Of the steps up to one that were not told of yet; none with news that are out of date."""

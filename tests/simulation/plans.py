@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from trainwright.core.events import Probed
-from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.core.plan import Mesh, Plan, WorkerResources
 
 
 def staged(stages: int, workers: int, strategy: str = "pipeline") -> Plan:
     """A plan of so many stages on so many workers."""
     mesh = Mesh(pipeline=stages, data=workers // stages)
-    return Plan(strategy=strategy, engine=f"{strategy}:Engine", mesh=mesh, batch_size=64, placement=Placement(cpus=1))
+    return Plan(
+        strategy=strategy, engine=f"{strategy}:Engine", mesh=mesh, batch_size=64, placement=WorkerResources(cpus=1)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

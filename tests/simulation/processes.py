@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainwright.core.group import StateTag
 from trainwright.core.plan import Plan
+from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
 
 FRESH = 1  # the lineage of a build: no step applied yet
@@ -65,13 +65,13 @@ class Process:
         "worker",
     )  # fmt: skip
 
-    def __init__(self, driver: Any, place: m.Place, now_s: float) -> None:
+    def __init__(self, driver: Any, place: m.StartWorker, now_s: float) -> None:
         self.driver, self.worker, self.slot, self.rank = driver, place.worker, place.slot, place.slot
         self.spare, self.beside = place.spare, place.beside
         self.born_s = now_s
         self.up, self.alive, self.killed, self.told = False, True, False, False
-        self.call: m.Call | None = None  # on the thread of steps
-        self.upload: m.Call | None = None
+        self.call: m.CallWorker | None = None  # on the thread of steps
+        self.upload: m.CallWorker | None = None
         self.ticket = 0  # numbers the answer to the call; older ones are void
         self.due_s = 0.0
         self.raise_next = ""

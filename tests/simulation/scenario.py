@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from tests.simulation.plans import Plans, staged
-from trainwright.driver.loss_spikes import LEAST
-from trainwright.driver.run_policy import Settings
+from trainwright.driver.failure_policy import MIN_LOSSES
+from trainwright.driver.run_policy import RunPolicy
 
 KINDS = {
     "kill": 24, "kill two": 5, "kill all": 2, "crash loop": 2, "hang": 5, "internal": 4, "user": 2, "data": 1,
@@ -36,13 +36,13 @@ class Scenario:
     """A run, the layout of its state, and its faults."""
 
     seed: int
-    settings: Settings
+    settings: RunPolicy
     layout: str = "replicated"
     faults: tuple[Fault, ...] = ()
     spikes: frozenset[int] = frozenset()  # steps whose loss is far above that of the others
 
 
-def least_of(settings: Settings) -> int:
+def least_of(settings: RunPolicy) -> int:
     """Fewest workers that a run may ever go on with."""
     return settings.fewest if settings.last_resort is None else settings.last_resort
 
@@ -53,7 +53,7 @@ def draw(seed: int, workers: int | None = None, also: tuple[str, ...] = ()) -> S
     count = rng.choice((1, 2, 2, 2, 3, 3, 4, 4, 5, 6, 8))
     count = workers or count
     total = rng.randint(2, 12)
-    settings = Settings(
+    settings = RunPolicy(
         workers=count,
         total_steps=total,
         steps_per_epoch=rng.randint(2, 8),
@@ -174,9 +174,9 @@ def _spiky(scenario: Scenario, rng: Random) -> Scenario:
 
 def spiked(scenario: Scenario, rng: Random, limit: int) -> Scenario:
     """The same for longer, with a spike or two."""
-    total = rng.randint(LEAST + 4, LEAST + 16)
+    total = rng.randint(MIN_LOSSES + 4, MIN_LOSSES + 16)
     settings = replace(scenario.settings, total_steps=total, max_loss_ratio=10.0, spike_limit=limit)
-    spikes = frozenset(rng.choices(range(LEAST + 1, total + 1), k=rng.choice((1, 1, 2))))
+    spikes = frozenset(rng.choices(range(MIN_LOSSES + 1, total + 1), k=rng.choice((1, 1, 2))))
     return replace(scenario, settings=settings, spikes=spikes)
 
 

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from tests.simulation.scenario import draw
 from tests.simulation.store import Violation
 from tests.simulation.world import simulate
-from trainwright.driver.state_machine import POSSIBLE
+from trainwright.driver.state_machine import POSSIBLE_PHASES
 
 COVERED = 0.97  # share of the possible (phase, event) pairs that must have been seen
 ENDS = ("done", "stopped", "failed", "killed")
-POSSIBLE_PAIRS = {(phase.value, kind) for kind, phases in POSSIBLE.items() for phase in phases}
+POSSIBLE_PAIRS = {
+    (phase.value, kind.__name__, detail) for (kind, detail), phases in POSSIBLE_PHASES.items() for phase in phases
+}
 
 
 @dataclass
@@ -31,7 +33,7 @@ class Tally:
 
     schedules: int = 0
     events: int = 0
-    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    pairs: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
 
     def check(self) -> None:

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation.processes import Process, Team, apply
 from tests.simulation.store import Violation
-from trainwright.core.data import Sums
+from trainwright.core.data import MetricSums
 from trainwright.core.errors import StorageError
-from trainwright.core.group import StateTag
-from trainwright.core.staleness import Staleness
+from trainwright.core.topology import StalenessCounts, StateTag
 from trainwright.driver import messages as m
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class Shop:
 
     # --- calls --------------------------------------------------------------------------------------------
 
-    def begin(self, process: Process, call: m.Call) -> None:
+    def begin(self, process: Process, call: m.CallWorker) -> None:
         """A call reaches a process."""
         if call.verb == "leave":
             process.member = False
@@ -95,7 +94,7 @@ class Shop:
                 raise Violation(f"rank {process.rank} is a {roles[process.rank]}")
         self._begin(process, call)
 
-    def _begin(self, process: Process, call: m.Call) -> None:
+    def _begin(self, process: Process, call: m.CallWorker) -> None:
         if call.verb == "evaluate":
             self._evaluate(process, call)
             return
@@ -106,12 +105,12 @@ class Shop:
         else:
             getattr(self, f"_{call.verb}_{'server' if self._serves(process) else 'worker'}")(trade, process, call)
 
-    def _evaluate(self, process: Process, call: m.Call) -> None:
+    def _evaluate(self, process: Process, call: m.CallWorker) -> None:
         feeding = call.argument.feeding
         if self._serves(process) or feeding is None or len(feeding.data_ranks) != 1:
             raise Violation(f"rank {process.rank} is to judge {feeding}")
         place = feeding.data_ranks.start
-        sums = Sums(totals={"rank": (place + 1.0, 1.0), "size": (1.0, 1.0 / feeding.total)})
+        sums = MetricSums(totals={"rank": (place + 1.0, 1.0), "size": (1.0, 1.0 / feeding.total)})
         self._labour.answer(process, sums, 0.1, 1.0)
 
     def _answer(self, process: Process, value: Any, low_s: float = 0.0, high_s: float = 0.2) -> None:
@@ -119,7 +118,7 @@ class Shop:
             process.team.arrived.remove(process)
         self._labour.answer(process, value, low_s, high_s)
 
-    def _form_server(self, trade: Trade, process: Process, call: m.Call) -> None:
+    def _form_server(self, trade: Trade, process: Process, call: m.CallWorker) -> None:
         if process.rank in trade.servers:
             raise Violation(f"server {process.rank} is given to worker {process.worker} too")
         if self._settings.servers > 1:
@@ -131,20 +130,20 @@ class Shop:
             for worker in joining:
                 self._answer(worker, self.tag(worker), 0.1, 0.6)
 
-    def _form_worker(self, trade: Trade, process: Process, call: m.Call) -> None:
+    def _form_worker(self, trade: Trade, process: Process, call: m.CallWorker) -> None:
         process.step, process.trained, process.sound = 0, False, True
         if len(trade.servers) < self._settings.servers:
             trade.joining.append(process)
         else:
             self._answer(process, self.tag(process), 0.1, 0.6)
 
-    def _heal_server(self, trade: Trade, process: Process, call: m.Call) -> None:
-        heal: m.Heal = call.argument
+    def _heal_server(self, trade: Trade, process: Process, call: m.CallWorker) -> None:
+        heal: m.RestorePlan = call.argument
         if self._restore(process, heal):
             trade.step, trade.lineage, trade.begun = heal.step, process.lineage, heal.step
             self._answer(process, self.tag(process), 0.1, 0.8)
 
-    def _restore(self, process: Process, heal: m.Heal) -> bool:
+    def _restore(self, process: Process, heal: m.RestorePlan) -> bool:
         """Give one that holds a state the run's right one; False where that cannot be read."""
         labour = self._labour
         if heal.moves or heal.source == "join":
@@ -166,13 +165,13 @@ class Shop:
             raise Violation(f"rank {process.rank}: steps lost or applied twice by {heal.source} at {heal.step}")
         return True
 
-    def _heal_worker(self, trade: Trade, process: Process, call: m.Call) -> None:
+    def _heal_worker(self, trade: Trade, process: Process, call: m.CallWorker) -> None:
         process.step, process.trained = call.argument.step, True
         self._answer(process, self.tag(process), 0.1, 0.8)
 
     # --- steps --------------------------------------------------------------------------------------------
 
-    def _run_server(self, trade: Trade, process: Process, call: m.Call) -> None:
+    def _run_server(self, trade: Trade, process: Process, call: m.CallWorker) -> None:
         if trade.serving and trade.until != call.argument.stop:
             raise Violation(f"servers run different segments: {call.argument}, {trade.until}")
         behind = (process.step, process.lineage) != (trade.step, trade.lineage)
@@ -184,7 +183,7 @@ class Shop:
             trade.open, trade.first = True, trade.step
             self._go_on(trade)  # a wish may have come by now, and workers before
 
-    def _run_worker(self, trade: Trade, process: Process, call: m.Call) -> None:
+    def _run_worker(self, trade: Trade, process: Process, call: m.CallWorker) -> None:
         self._lease(trade, process)
 
     def stop(self, process: Process) -> None:
@@ -240,7 +239,7 @@ class Shop:
         serving, trade.serving = trade.serving, []
         for server in serving:
             server.take(trade.step, trade.lineage)
-            stale = Staleness(counts={0: trade.shares}) if server.rank == 0 else None
+            stale = StalenessCounts(counts={0: trade.shares}) if server.rank == 0 else None
             step = trade.step if server.rank == 0 else 0
             report = m.SegmentReport(step=step, stopped=stopped, tag=self.tag(server), staleness=stale)
             self._answer(server, report, 0.0, 0.4)

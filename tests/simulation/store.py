@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainwright.core.checkpoint import CheckpointRef, FileEntry
+from trainwright.core.engine import CheckpointFile, CheckpointRef
 from trainwright.driver import messages as m
 
 
@@ -35,20 +35,20 @@ class Store:
         """Those that can be loaded."""
         return [ref for ref in self.chain if ref.path not in self.damaged]
 
-    def acquire(self) -> m.Acquired:
+    def acquire(self) -> m.LeaseAcquired:
         """A new owner; the old one is fenced."""
         self.entries += 1
         self.owner = self.entries
-        return m.Acquired(token=self.owner, head=self.head, older=tuple(self.chain[:-1]))
+        return m.LeaseAcquired(token=self.owner, head=self.head, older=tuple(self.chain[:-1]))
 
-    def write(self, path: str, piece: str, step: int, lineage: int) -> tuple[FileEntry, ...]:
+    def write(self, path: str, piece: str, step: int, lineage: int) -> tuple[CheckpointFile, ...]:
         """One writer's file."""
         if path in self.committed:
             raise Violation(f"a file of the committed {path} was written again")
         self.files[path, piece] = (step, lineage)
-        return (FileEntry(name=piece, size_bytes=8, sha256=str(lineage)),)
+        return (CheckpointFile(name=piece, size_bytes=8, sha256=str(lineage)),)
 
-    def commit(self, token: int, commit: m.Commit) -> CheckpointRef:
+    def commit(self, token: int, commit: m.CommitCheckpoint) -> CheckpointRef:
         """Name a checkpoint, for its owner only; whole, of one step, right, and the child of the head."""
         if token != self.owner:
             raise Violation("a fenced driver committed")

@@ -36,7 +36,7 @@ class Strikes:
             else:
                 self._world.clock.after(fault.at_s, self.strike, fault, None)
 
-    def after_call(self, process: Process, call: m.Call) -> None:
+    def after_call(self, process: Process, call: m.CallWorker) -> None:
         """A worker was called: faults that waited for it strike a little later."""
         number = self._calls[call.verb] = self._calls.get(call.verb, 0) + 1
         for fault in self._by_call.pop((call.verb, number), ()):
@@ -72,7 +72,7 @@ class Strikes:
     def _at_preempt(self, target: Process, living: list[Process]) -> None:
         target.noticed = True
         left_s = self._world.scenario.settings.preemption_s
-        notice = m.Noticed(worker=target.worker, left_s=left_s)
+        notice = m.PreemptionNoticed(worker=target.worker, left_s=left_s)
         self._world.clock.after(self._world.labour.between(0.0, 0.3), self._world.deliver, target.driver, notice)
         self._world.clock.after(left_s, self._world.labour.die, target)
 
@@ -195,20 +195,22 @@ class Strikes:
     # --- wishes and drivers -------------------------------------------------------------------------------
 
     def _on_stop(self, fault: Fault) -> None:
-        self._world.deliver(self._world.driver, m.StopAsked())
+        self._world.deliver(self._world.driver, m.StopRequested())
 
     def _on_stop_now(self, fault: Fault) -> None:
-        self._world.deliver(self._world.driver, m.StopAsked(now=True))
+        self._world.deliver(self._world.driver, m.StopRequested(now=True))
 
     def _on_stop_twice(self, fault: Fault) -> None:
         driver = self._world.driver
-        self._world.deliver(driver, m.StopAsked())
-        self._world.clock.after(fault.amount * 3.0, self._world.deliver, driver, m.StopAsked(now=fault.amount > 0.3))
+        self._world.deliver(driver, m.StopRequested())
+        self._world.clock.after(
+            fault.amount * 3.0, self._world.deliver, driver, m.StopRequested(now=fault.amount > 0.3)
+        )
 
     def _on_log_lost(self, fault: Fault) -> None:
         self.log_lost = True
         if fault.amount < 0.5:
-            self._world.deliver(self._world.driver, m.Lost(error=StorageError("the log cannot be reached")))
+            self._world.deliver(self._world.driver, m.LeaseLost(error=StorageError("the log cannot be reached")))
 
     def _on_crash(self, fault: Fault) -> None:
         if self._succeed(lambda: self._world.crash(self._world.driver)):

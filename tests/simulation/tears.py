@@ -18,20 +18,19 @@ from types import ModuleType
 from typing import Any
 
 import trainwright.storage.event_files
+import trainwright.storage.object_store
 import trainwright.storage.run_log
-import trainwright.storage.run_summary
-import trainwright.storage.store
 from tests.simulation.store import Violation
 from tests.support.sample_run import checkpointed, started, stepped
 from trainwright.core import events
-from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path
 from trainwright.core.data import Cursor
+from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.errors import StorageError
-from trainwright.reporting.history import History
-from trainwright.storage.checkpoints import CheckpointWriter, newest_good, retain, write_manifest
-from trainwright.storage.event_folding import Folding
+from trainwright.reporting.run_history import RunHistory
+from trainwright.storage.checkpoints import CheckpointWriter, delete_unreferenced, newest_intact, write_manifest
+from trainwright.storage.object_store import Store
 from trainwright.storage.run_log import Owner
-from trainwright.storage.store import Store
+from trainwright.storage.run_summary import RunSummary
 
 RUN = "run"
 KEEP = 2
@@ -45,8 +44,8 @@ class Code:
 
     log: ModuleType = trainwright.storage.run_log
     eventfiles: ModuleType = trainwright.storage.event_files
-    summary: ModuleType = trainwright.storage.run_summary
-    store: ModuleType = trainwright.storage.store
+    summary: ModuleType = trainwright.storage.event_files
+    store: ModuleType = trainwright.storage.object_store
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def record(rng: Random) -> Played:
         log = trainwright.storage.run_log.RunLog(store, RUN, dead=lambda owner: True)
         token = log.acquire(Owner(host="here", pid=number + 1), {"name": RUN}).token
         clock, step = _Minutes(), refs[-1].step if refs else 0
-        compactor = trainwright.storage.run_summary.Compactor(store, RUN, clock=clock)
+        compactor = trainwright.storage.event_files.EventCompactor(store, RUN, clock=clock)
         _tell(store, told, token, 0, [started(token=token), events.Formed(time_s=101, step=step, nodes={"a": "0"})])
         for batch in range(1, rng.randint(2, 7)):
             step += 3
@@ -151,10 +150,10 @@ def _commit(store: Store, log: Any, token: int, step: int, refs: tuple[Checkpoin
     path = checkpoint_path(step, token)
     writer = CheckpointWriter(store, RUN, path)
     writer.write("model", b"%d" % step)
-    digest = write_manifest(store, RUN, path, Manifest(step=step, cursor=Cursor(), files=writer.entries))
+    digest = write_manifest(store, RUN, path, CheckpointManifest(step=step, cursor=Cursor(), files=writer.entries))
     ref = CheckpointRef(step=step, path=path, manifest_sha256=digest, parent=refs[-1].path if refs else "")
     entry = log.commit(token, ref, KEEP)
-    retain(store, RUN, entry.checkpoints)
+    delete_unreferenced(store, RUN, entry.checkpoints)
     return entry.checkpoints
 
 
@@ -210,7 +209,7 @@ def _check_log(code: Code, store: Store, whole: list[Change], change: Change) ->
     if (head.to_json() if head else None) != (entries[-1] if entries else None):
         raise Violation(f"{change.path} is torn, and the head is {head}")
     if head and head.checkpoints:
-        ref, notes = newest_good(store, RUN, head.checkpoints)
+        ref, notes = newest_intact(store, RUN, head.checkpoints)
         if ref != head.checkpoints[-1]:
             raise Violation(f"{change.path} is torn, and a checkpoint is passed over: {notes}")
 
@@ -231,7 +230,7 @@ def _check_events(code: Code, store: Store, played: Played, whole: list[Change],
 
 
 def _check_folded(code: Code, store: Store, found: list[str]) -> None:
-    folding = Folding()
+    folding = RunSummary()
     for line in found:
         folding.add(events.from_json(line))
     if code.summary.read_folding(store, RUN).facts() != folding.facts():
@@ -240,9 +239,9 @@ def _check_folded(code: Code, store: Store, found: list[str]) -> None:
         raise Violation("the list of runs says something else than the events")
 
 
-def _row(folding: Folding) -> str:
+def _row(folding: RunSummary) -> str:
     """What a list of runs shows."""
-    history = History.of(folding, folding.state(owner_alive=True))
+    history = RunHistory.of(folding, folding.state(owner_alive=True))
     return repr((history.state, history.step, history.start.total_steps, history.loss, history.last_s))
 
 

@@ -20,7 +20,7 @@ class Uploads:
         self._labour = labour
         self.faults: list[str] = []
 
-    def begin(self, process: Process, call: m.Call) -> None:
+    def begin(self, process: Process, call: m.CallWorker) -> None:
         """Files of a copy are to be stored."""
         if process.upload is not None:
             raise Violation(f"worker {process.worker} is asked for a second upload during one")
@@ -33,18 +33,18 @@ class Uploads:
             return
         self._labour.clock.after(self._labour.between(0.2, 4.0), self._uploaded, process, call, fault)
 
-    def _uploaded(self, process: Process, call: m.Call, fault: str) -> None:
+    def _uploaded(self, process: Process, call: m.CallWorker, fault: str) -> None:
         if not process.alive or process.upload is not call:
             return
         process.upload = None
         about: dict[str, Any] = {"worker": process.worker, "generation": call.generation, "verb": "upload"}
         if fault == "internal":
             process.raised = True
-            failure = m.Failure(kind="internal", error=RuntimeError("a bug"))
-            self._labour.deliver(process.driver, m.Raised(**about, failure=failure))
+            failure = m.CallFailure(kind="internal", error=RuntimeError("a bug"))
+            self._labour.deliver(process.driver, m.CallRaised(**about, failure=failure))
         elif fault or self._labour.clock.now_s < self._labour.outage_until_s:
-            failure = m.Failure(kind="storage", error=StorageError("the store did not answer"))
-            self._labour.deliver(process.driver, m.Raised(**about, failure=failure))
+            failure = m.CallFailure(kind="storage", error=StorageError("the store did not answer"))
+            self._labour.deliver(process.driver, m.CallRaised(**about, failure=failure))
         else:
             files = self._labour.store.write(call.argument, *process.copies.pop("upload"))
-            self._labour.deliver(process.driver, m.Returned(**about, value=files))
+            self._labour.deliver(process.driver, m.CallReturned(**about, value=files))

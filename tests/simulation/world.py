@@ -22,7 +22,7 @@ from trainwright.core import events
 from trainwright.core.errors import FencedError, StorageError
 from trainwright.driver import messages as m
 from trainwright.driver import state_machine as real
-from trainwright.driver.state import STANDING, Phase, State
+from trainwright.driver.driver_state import STEADY_PHASES, DriverState, Phase
 
 PATIENCE_S = 10.0  # without a heartbeat, before another driver takes the run over
 
@@ -34,8 +34,8 @@ class Driver:
         self.code = code
         self.token = 0
         self.alive = True
-        self.state: State | None = None
-        self.finish: m.Finish | None = None
+        self.state: DriverState | None = None
+        self.finish: m.FinishRun | None = None
         self.processes: dict[int, Process] = {}
         self.slots: dict[int, int] = {}
         self.teams: dict[int, Team] = {}
@@ -45,7 +45,7 @@ class Driver:
         self.told = 0  # the last step whose loss was
         self.told_before = 0  # by the drivers before; 0 after the first group has formed
         self.stalled = False
-        self.missed: list[m.Happening] = []  # while it was, which come before the timers that ran out
+        self.missed: list[m.DriverEvent] = []  # while it was, which come before the timers that ran out
         self.expired: list[m.SetTimer] = []
 
     def team(self, number: int) -> Team:
@@ -62,7 +62,7 @@ class Driver:
     @property
     def standing(self) -> bool:
         """Whether its workers are at work, and it goes on being so."""
-        return self.state is not None and self.state.phase in STANDING
+        return self.state is not None and self.state.phase in STEADY_PHASES
 
     @property
     def living(self) -> list[Process]:
@@ -78,14 +78,16 @@ class Outcome:
     step: int
     events: int
     seconds: float
-    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    pairs: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     emitted: list[events.Event] = field(default_factory=list)
 
 
 class World:
     """One schedule."""
 
-    def __init__(self, scenario: Scenario, code: Any = real, pairs: Counter[tuple[str, str]] | None = None) -> None:
+    def __init__(
+        self, scenario: Scenario, code: Any = real, pairs: Counter[tuple[str, str, str]] | None = None
+    ) -> None:
         self.scenario, self.code = scenario, code
         self.rng = Random(scenario.seed + 1)
         right = lineages(scenario.settings.total_steps + 1)
@@ -95,11 +97,16 @@ class World:
         self.labour.deliver = self.deliver
         self.strikes = Strikes(self)
         self.drivers: list[Driver] = []
-        self.pairs: Counter[tuple[str, str]] = Counter() if pairs is None else pairs
+        self.pairs: Counter[tuple[str, str, str]] = Counter() if pairs is None else pairs
         self.emitted: list[events.Event] = []
         self.delivered = 0
         self._coming = 0
         self.heritage: Driver | None = None  # a dead driver whose workers live
+        self._others: dict[type, Any] = {
+            m.AcquireLease: self._acquire, m.CommitCheckpoint: self._commit, m.ExcludeNode: self._shun,
+            m.FinishRun: self._finish, m.KillWorker: self._kill, m.MarkComplete: self._seal,
+            m.ReleaseLease: self._release, m.StartWorker: self._place,
+        }  # fmt: skip
 
     def run(self) -> Outcome:
         """Until every driver has finished or died."""
@@ -133,27 +140,30 @@ class World:
         """Begin a driver on what the store holds."""
         driver = Driver(self.code)
         self.drivers.append(driver)
-        state, effects = self.code.begin(self.scenario.settings, self.clock.now_s)
+        state, effects = self.code.begin_run(self.scenario.settings, self.clock.now_s)
         driver.state = state
         self._carry_out(driver, effects)
 
     # --- events -------------------------------------------------------------------------------------------
 
-    def deliver(self, driver: Driver, event: m.Happening) -> None:
+    def deliver(self, driver: Driver, event: m.DriverEvent) -> None:
         """Let a driver decide about an event, and carry out what it wants."""
         if not driver.alive:
             return
         if driver.stalled:
             driver.missed.append(event)
             return
-        if 0 < driver.token < self.store.owner and driver.finish is None and not isinstance(event, m.Lost):
-            event = m.Lost(error=FencedError("another driver has the run"))  # its lease is checked before each event
+        if 0 < driver.token < self.store.owner and driver.finish is None and not isinstance(event, m.LeaseLost):
+            event = m.LeaseLost(
+                error=FencedError("another driver has the run")
+            )  # its lease is checked before each event
         state = driver.state
         assert state is not None
         self.delivered += 1
         if not driver.code.is_stale(state, event):
-            self.pairs[state.phase.value, driver.code.kind_of(event)] += 1
-        if driver.finish is None and not (isinstance(event, m.Died) and driver.processes[event.worker].harmless):
+            kind, detail = driver.code.event_kind(event)
+            self.pairs[state.phase.value, kind.__name__, detail] += 1
+        if driver.finish is None and not (isinstance(event, m.WorkerDied) and driver.processes[event.worker].harmless):
             driver.facts.hear(event)
         driver.state, effects = driver.code.decide(state, event, self.clock.now_s)
         self._check_tolerance(state, driver.state, event)
@@ -161,9 +171,13 @@ class World:
             raise Violation(f"effects after the end: {effects}")
         self._carry_out(driver, effects)
 
-    def _check_tolerance(self, before: State, after: State, event: m.Happening) -> None:
+    def _check_tolerance(self, before: DriverState, after: DriverState, event: m.DriverEvent) -> None:
         """The end of one that the others do without ends no generation."""
-        if not isinstance(event, m.Died) or before.phase not in STANDING or after.phase is not Phase.GATHERING:
+        if (
+            not isinstance(event, m.WorkerDied)
+            or before.phase not in STEADY_PHASES
+            or after.phase is not Phase.GATHERING
+        ):
             return
         rank = before.rank_of.get(event.worker)
         if rank is not None and self.scenario.settings.spares_rank(rank):
@@ -174,17 +188,17 @@ class World:
     def _carry_out(self, driver: Driver, effects: tuple[m.Effect, ...]) -> None:
         for effect in effects:
             kind = type(effect)
-            if kind is m.Call:
+            if kind is m.CallWorker:
                 self._call(driver, effect)  # type: ignore[arg-type]
             elif kind is m.SetTimer:
                 driver.timers[effect.name] = effect.number  # type: ignore[union-attr]
                 self.clock.after(effect.after_s, self._expire, driver, effect)  # type: ignore[union-attr]
             elif kind is m.CancelTimer:
                 driver.timers.pop(effect.name, None)  # type: ignore[union-attr]
-            elif kind is m.Emit:
+            elif kind is m.EmitEvent:
                 self._emit(driver, effect.event)  # type: ignore[union-attr]
             else:
-                getattr(self, "_" + kind.__name__.lower())(driver, effect)
+                self._others[kind](driver, effect)
 
     def _expire(self, driver: Driver, timer: m.SetTimer) -> None:
         if driver.finish is not None or not driver.alive or driver.timers.get(timer.name) != timer.number:
@@ -198,9 +212,9 @@ class World:
         if timer.name in ("call", "hang", "leave") and not stuck:
             raise Violation(f"the timer {timer.name!r} ran out although nobody hangs")
         driver.facts.expired(timer.name)
-        self.deliver(driver, m.Expired(name=timer.name, number=timer.number))
+        self.deliver(driver, m.TimerExpired(name=timer.name, number=timer.number))
 
-    def _call(self, driver: Driver, call: m.Call) -> None:
+    def _call(self, driver: Driver, call: m.CallWorker) -> None:
         process = driver.processes.get(call.worker)
         if process is not None and process.told and driver.missed:
             return  # it is about to hear of that death
@@ -220,13 +234,13 @@ class World:
             self.labour.begin(process, call)
             self.strikes.after_call(process, call)
 
-    def _acquire(self, driver: Driver, effect: m.Acquire) -> None:
+    def _acquire(self, driver: Driver, effect: m.AcquireLease) -> None:
         patience_s = PATIENCE_S if self.heritage is not None and self.heritage.stalled else 0.0
         self.clock.after(patience_s + self.labour.between(0.05, 0.5), self._acquired, driver)
 
     def _acquired(self, driver: Driver) -> None:
         if self.strikes.log_lost:
-            self.deliver(driver, m.Lost(error=StorageError("the log cannot be reached")))
+            self.deliver(driver, m.LeaseLost(error=StorageError("the log cannot be reached")))
         elif driver.alive and driver.finish is None:
             event = self.store.acquire()
             driver.token = event.token
@@ -254,20 +268,20 @@ class World:
         kept = self.labour.memory.sealed.get(before.token)
         return {"living": tuple(self._living(process) for process in living), "kept": kept}
 
-    def _living(self, process: Process) -> m.Living:
+    def _living(self, process: Process) -> m.SurvivingWorker:
         slot = None if process.spare and process.beside else process.slot
         node = f"node-{process.slot // 4}"
         rank = -1 if process.spare else process.rank
         plan, step = (process.plan, process.step) if process.trained and not process.tried else (None, 0)
-        return m.Living(
+        return m.SurvivingWorker(
             worker=process.worker, node=node, pid=1000 + process.worker, slot=slot, waiting=process.spare, rank=rank,
             plan=plan, step=step,
         )  # fmt: skip
 
-    def _seal(self, driver: Driver, effect: m.Seal) -> None:
+    def _seal(self, driver: Driver, effect: m.MarkComplete) -> None:
         self.labour.memory.sealed[driver.token] = effect.kept
 
-    def _place(self, driver: Driver, effect: m.Place) -> None:
+    def _place(self, driver: Driver, effect: m.StartWorker) -> None:
         if not effect.beside:
             self._take_slot(driver, effect.slot, effect.worker)
         if driver.facts.stop_now or effect.worker in driver.processes:
@@ -296,10 +310,10 @@ class World:
         """A placed process is up."""
         if process.alive and process.driver.alive:
             process.up = True
-            event = m.Started(worker=process.worker, node=f"node-{process.slot // 4}", pid=1000 + process.worker)
+            event = m.WorkerStarted(worker=process.worker, node=f"node-{process.slot // 4}", pid=1000 + process.worker)
             self.deliver(process.driver, event)
 
-    def _kill(self, driver: Driver, effect: m.Kill) -> None:
+    def _kill(self, driver: Driver, effect: m.KillWorker) -> None:
         process = driver.processes[effect.worker]
         if process.driver is not driver:
             raise Violation(f"worker {effect.worker} is killed, which another driver has taken over")
@@ -319,7 +333,7 @@ class World:
         process.killed = True
         self.clock.after(self.labour.between(0.01, 0.3), self.labour.die, process, 0.1)
 
-    def _shun(self, driver: Driver, effect: m.Shun) -> None:
+    def _shun(self, driver: Driver, effect: m.ExcludeNode) -> None:
         if effect.worker not in driver.processes:
             raise Violation(f"the node of worker {effect.worker}, which was never there, is shunned")
 
@@ -328,35 +342,35 @@ class World:
         in_place = self.scenario.settings.reform == "in_place" and self.scenario.layout == "replicated"
         return in_place and not driver.facts.spiking and all(process.sound for process in driver.living)
 
-    def _commit(self, driver: Driver, commit: m.Commit) -> None:
+    def _commit(self, driver: Driver, commit: m.CommitCheckpoint) -> None:
         before_s, after_s = self.strikes.commit_delays()
         self.clock.after(before_s, self._commit_arrives, driver, commit, after_s)
 
-    def _commit_arrives(self, driver: Driver, commit: m.Commit, after_s: float) -> None:
+    def _commit_arrives(self, driver: Driver, commit: m.CommitCheckpoint, after_s: float) -> None:
         """A commit under way may still succeed when its driver has just died."""
         if not driver.alive and self.rng.random() < 0.5:
             return
-        answer: m.Happening
+        answer: m.DriverEvent
         if self.store.owner != driver.token or self.strikes.log_lost:
             kind = FencedError if self.store.owner != driver.token else StorageError
-            answer = m.Lost(error=kind("the log is not ours"))
+            answer = m.LeaseLost(error=kind("the log is not ours"))
         elif self.strikes.commit_fails():
             answer = m.CommitFailed(step=commit.step, error=StorageError("the store did not answer"))
         elif driver.facts.release is not None:
             raise Violation(f"step {commit.step} was committed after the log was given back")
         else:
             ref = self.store.commit(driver.token, commit)
-            answer = m.Committed(checkpoint=ref, older=tuple(self.store.chain[:-1]))
+            answer = m.CheckpointCommitted(checkpoint=ref, older=tuple(self.store.chain[:-1]))
             self.strikes.after_commit(driver)
         self.clock.after(after_s, self.deliver, driver, answer)
 
-    def _release(self, driver: Driver, effect: m.Release) -> None:
+    def _release(self, driver: Driver, effect: m.ReleaseLease) -> None:
         driver.facts.release = effect
         fenced = self.store.owner != driver.token
         known = {ref.step for ref in (*self.store.chain[-1:], *self.store.sound[-1:])} or {0}
         if not fenced and effect.step not in known:
             raise Violation(f"released at step {effect.step}, but the head is {self.store.head}")
-        answer: m.Happening = m.Lost(error=FencedError("the log is not ours")) if fenced else m.Released()
+        answer: m.DriverEvent = m.LeaseLost(error=FencedError("the log is not ours")) if fenced else m.LeaseReleased()
         self.clock.after(self.labour.between(0.05, 0.3), self.deliver, driver, answer)
 
     def _emit(self, driver: Driver, event: events.Event) -> None:
@@ -371,7 +385,7 @@ class World:
             driver.processes[event.worker].spare = False
             driver.processes[event.worker].slot = event.slot
 
-    def _finish(self, driver: Driver, finish: m.Finish) -> None:
+    def _finish(self, driver: Driver, finish: m.FinishRun) -> None:
         driver.finish = finish
         driver.facts.judge(self.scenario, driver, self.store, self.clock.now_s)
         for process in driver.living:
@@ -392,7 +406,7 @@ class World:
         for timer in expired:
             self._expire(driver, timer)
         if driver.finish is None and 0 < driver.token < self.store.owner:
-            self.deliver(driver, m.Lost(error=FencedError("its processes belong to another driver")))
+            self.deliver(driver, m.LeaseLost(error=FencedError("its processes belong to another driver")))
 
     def crash(self, driver: Driver) -> None:
         """The driver dies, and Ray ends its workers, unless the cluster lives on without it."""
@@ -405,6 +419,6 @@ class World:
             process.ticket += 1
 
 
-def simulate(scenario: Scenario, code: Any = real, pairs: Counter[tuple[str, str]] | None = None) -> Outcome:
+def simulate(scenario: Scenario, code: Any = real, pairs: Counter[tuple[str, str, str]] | None = None) -> Outcome:
     """Run one schedule to its end; raises Violation (or the driver's own AssertionError)."""
     return World(scenario, code, pairs).run()

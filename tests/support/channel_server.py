@@ -10,11 +10,16 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from trainwright.core.group import Peer
-from trainwright.strategies.ps import shared_memory, sockets
-from trainwright.strategies.ps.client_transport import Link, dial
-from trainwright.strategies.ps.server_transport import Call, Gone, Line, Lines
-from trainwright.strategies.ps.shared_memory import Region
+from trainwright.core.topology import Peer
+from trainwright.strategies.common import shared_memory, socket_transport
+from trainwright.strategies.common.shared_memory import SharedRegion
+from trainwright.strategies.ps.client_connection import ServerConnection, connect_to_server
+from trainwright.strategies.ps.server_connections import (
+    WorkerCall,
+    WorkerConnection,
+    WorkerConnections,
+    WorkerDisconnected,
+)
 
 FIRST, SECOND = b"the key of the first generation", b"the key of the second"
 PLACES = ("shared", "tcp")
@@ -25,13 +30,13 @@ class Server:
 
     def __init__(self, place: str, deadline_s: float = 10.0, size: int = 4096) -> None:
         listener = _listener(place)
-        self.lines = Lines(listener, FIRST, deadline_s=deadline_s)
+        self.lines = WorkerConnections(listener, FIRST, deadline_s=deadline_s)
         self.peer = Peer(rank=0, address=listener.address, role="server")
-        self.region = Region(size)
+        self.region = SharedRegion(size)
         np.frombuffer(self.region.view, np.uint8)[:] = np.resize(np.arange(251, dtype=np.uint8), size)
         self.lines.publish(self.region)
 
-    def next(self, within_s: float = 5.0) -> Call | Gone:
+    def next(self, within_s: float = 5.0) -> WorkerCall | WorkerDisconnected:
         """The next event, which must be the only one."""
         events = self.lines.wait(time.monotonic() + within_s)
         assert len(events) == 1, events
@@ -41,23 +46,23 @@ class Server:
         """Whether nothing comes; what can be sent and received meanwhile is."""
         return not self.lines.wait(time.monotonic() + for_s)
 
-    def call(self) -> Call:
+    def call(self) -> WorkerCall:
         """The next event, which must be a call."""
         event = self.next()
-        assert isinstance(event, Call)
+        assert isinstance(event, WorkerCall)
         return event
 
-    def gone(self) -> Line:
+    def gone(self) -> WorkerConnection:
         """The next event, which must be an end."""
         event = self.next()
-        assert isinstance(event, Gone)
+        assert isinstance(event, WorkerDisconnected)
         return event.line
 
 
-def _listener(place: str) -> sockets.Listener:
+def _listener(place: str) -> socket_transport.SocketListener:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_memory, "SHARES", place == "shared")
-        return sockets.Listener("127.0.0.1")
+        patch.setattr(shared_memory, "HAS_SHARED_MEMORY", place == "shared")
+        return socket_transport.SocketListener("127.0.0.1")
 
 
 def soon(seconds: float = 5.0) -> float:
@@ -75,10 +80,12 @@ def serving(place: str, **options: float) -> Iterator[Server]:
 
 
 @contextmanager
-def joined(server: Server, rank: int = 1) -> Iterator[Link]:
+def joined(server: Server, rank: int = 1) -> Iterator[ServerConnection]:
     """A worker that has been let in."""
     with ThreadPoolExecutor(1) as pool:
-        dialling = pool.submit(dial, server.peer, FIRST, rank, soon(), sockets.Switch())
+        dialling = pool.submit(
+            connect_to_server, server.peer, FIRST, rank, soon(), socket_transport.ConnectionCanceller()
+        )
         while not dialling.done():
             assert server.quiet(0.005)
         link = dialling.result()

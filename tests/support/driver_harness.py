@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from trainwright.core.checkpoint import CheckpointRef, FileEntry
-from trainwright.core.group import Address, StateTag
+from trainwright.core.engine import CheckpointFile, CheckpointRef
+from trainwright.core.topology import Address, StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.run_policy import Settings
-from trainwright.driver.state_machine import begin, decide
+from trainwright.driver.run_policy import RunPolicy
+from trainwright.driver.state_machine import begin_run, decide
 
 E = TypeVar("E")
 HEAD = CheckpointRef(step=4, path="checkpoints/00000004-1", manifest_sha256="00")
-FILES = (FileEntry(name="state.npz", size_bytes=8, sha256="00"),)
+FILES = (CheckpointFile(name="state.npz", size_bytes=8, sha256="00"),)
 
 
 class Story:
@@ -21,9 +21,9 @@ class Story:
     def __init__(self, **changes: Any) -> None:
         fields: dict[str, Any] = {"workers": 2, "total_steps": 8, "steps_per_epoch": 4, **changes}
         self.now_s = 0.0
-        self.state, self.wanted = begin(Settings(**fields), self.now_s)
+        self.state, self.wanted = begin_run(RunPolicy(**fields), self.now_s)
 
-    def tell(self, *happenings: m.Happening) -> Story:
+    def tell(self, *happenings: m.DriverEvent) -> Story:
         self.wanted = ()
         for event in happenings:
             self.now_s += 1.0
@@ -38,34 +38,34 @@ class Story:
         generation = self.state.generation
         return self.tell(
             *(
-                m.Returned(worker=worker, generation=generation, verb=verb, value=value)
+                m.CallReturned(worker=worker, generation=generation, verb=verb, value=value)
                 for worker, value in zip(names, values, strict=True)
             )
         )
 
-    def raises(self, worker: int, verb: m.Verb, kind: m.FailureKind, error: Exception) -> Story:
-        failure = m.Failure(kind=kind, error=error)
-        return self.tell(m.Raised(worker=worker, generation=self.state.generation, verb=verb, failure=failure))
+    def raises(self, worker: int, verb: m.Verb, kind: m.CallFailureKind, error: Exception) -> Story:
+        failure = m.CallFailure(kind=kind, error=error)
+        return self.tell(m.CallRaised(worker=worker, generation=self.state.generation, verb=verb, failure=failure))
 
     def expires(self, name: str) -> Story:
-        return self.tell(m.Expired(name=name, number=self.state.timers[name]))
+        return self.tell(m.TimerExpired(name=name, number=self.state.timers[name]))
 
     def all(self, kind: type[E]) -> list[E]:
         return [effect for effect in self.wanted if isinstance(effect, kind)]
 
-    def calls(self, verb: m.Verb) -> list[m.Call]:
-        return [call for call in self.all(m.Call) if call.verb == verb]
+    def calls(self, verb: m.Verb) -> list[m.CallWorker]:
+        return [call for call in self.all(m.CallWorker) if call.verb == verb]
 
     def emitted(self, kind: type[E]) -> list[E]:
-        return [emit.event for emit in self.all(m.Emit) if isinstance(emit.event, kind)]
+        return [emit.event for emit in self.all(m.EmitEvent) if isinstance(emit.event, kind)]
 
     def up(self, head: CheckpointRef | None = None) -> Story:
         """Acquired, placed and started."""
-        self.tell(m.Acquired(token=3, head=head))
+        self.tell(m.LeaseAcquired(token=3, head=head))
         return self.start()
 
     def start(self) -> Story:
-        return self.tell(*(m.Started(worker=w, node=f"n{w}", pid=w) for w in sorted(self.state.starting)))
+        return self.tell(*(m.WorkerStarted(worker=w, node=f"n{w}", pid=w) for w in sorted(self.state.starting)))
 
     def formed(self, *tags: StateTag) -> Story:
         self.returns("reserve", Address(host="h", port=1))
@@ -80,14 +80,14 @@ class Story:
         return self.returns("run", m.SegmentReport(step=step, stopped=stopped, tag=StateTag(step=step)))
 
     def snapshot(self, step: int, worker: int = 0) -> Story:
-        return self.returns("snapshot", m.Snapshot(step=step, size_bytes=8, blocked_s=0.1), workers=[worker])
+        return self.returns("snapshot", m.SnapshotTaken(step=step, size_bytes=8, blocked_s=0.1), workers=[worker])
 
     def committed(self, step: int) -> Story:
         parent = self.state.head.path if self.state.head else ""
         assert self.state.upload is not None
         ref = CheckpointRef(step=step, path=self.state.upload.path, manifest_sha256="00", parent=parent)
-        return self.tell(m.Committed(checkpoint=ref))
+        return self.tell(m.CheckpointCommitted(checkpoint=ref))
 
 
 def progressed(story: Story, step: int) -> Story:
-    return story.tell(m.Progressed(generation=story.state.generation, step=step))
+    return story.tell(m.StepsCompleted(generation=story.state.generation, step=step))

@@ -11,8 +11,8 @@ from tests.support import processes
 from tests.support.finished_runs import told
 from trainwright.core import events
 from trainwright.runtime.takeover import NAMESPACE
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
-from trainwright.storage.store import open_store
 
 
 def committed(folder: Path) -> int:
@@ -22,7 +22,7 @@ def committed(folder: Path) -> int:
 
 
 STEP_S = 0.3
-MODULE = "trainwright.runtime.call_arguments"
+MODULE = "trainwright.runtime.worker_actor"
 BY_REFERENCE = f"\nimport {MODULE}\n{MODULE}.INLINE_BYTES = 0\n"  # as large groups are sent
 
 

@@ -24,17 +24,17 @@ from ray.exceptions import ActorDiedError
 
 from trainwright.core import events
 from trainwright.core.errors import PeerLost
-from trainwright.core.group import Address, StateTag
-from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.core.topology import Address, StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.run_policy import Settings
-from trainwright.driver.state import Phase, State
-from trainwright.driver.state_machine import begin, decide
-from trainwright.runtime import call_arguments, effect_executor, takeover
+from trainwright.driver.driver_state import DriverState, Phase
+from trainwright.driver.run_policy import RunPolicy
+from trainwright.driver.state_machine import begin_run, decide
+from trainwright.runtime import effect_executor, takeover, worker_actor
 from trainwright.runtime.controller import collecting_rarely
-from trainwright.runtime.takeover import Found
-from trainwright.runtime.worker_actor import Berth, Hello
-from trainwright.worker.worker_config import WorkOrder
+from trainwright.runtime.takeover import TakenOverActors
+from trainwright.runtime.worker_actor import WorkerInfo, WorkerSlot
+from trainwright.worker.worker_config import WorkerConfig
 
 NODE = 8  # workers of a node
 REFERENCE_BYTES, NUMBER_BYTES = 28, 9
@@ -71,7 +71,7 @@ class Answer:
 class Actor:
     """A worker process, which waits in its steps until it is interrupted."""
 
-    def __init__(self, fleet: Fleet, berth: Berth) -> None:
+    def __init__(self, fleet: Fleet, berth: WorkerSlot) -> None:
         self.fleet, self.berth, self.rank = fleet, berth, berth.slot or 0
         self.trained, self.alive = False, True
         self.life = [Answer(), Answer()]
@@ -103,14 +103,14 @@ class Actor:
         if verb == "interrupt" and self.steps is not None:
             steps, self.steps = self.steps, None
             error = PeerLost("connection closed by peer")
-            steps.give(pickle.dumps(m.Failure(kind="peer", error=error, step=self.fleet.step)))
+            steps.give(pickle.dumps(m.CallFailure(kind="peer", error=error, step=self.fleet.step)))
         return Answer(self._answer(verb))
 
     def _answer(self, verb: str) -> bytes:
         match verb:
             case "hello":
                 node = f"node-{self.rank // NODE}"
-                return pickle.dumps(Hello(node=node, node_id=f"id-of-{node}", pid=self.berth.worker))
+                return pickle.dumps(WorkerInfo(node=node, node_id=f"id-of-{node}", pid=self.berth.worker))
             case "reserve":
                 return pickle.dumps(Address(host=f"10.0.{self.rank // NODE}.1", port=20000 + self.rank % NODE))
             case "form":
@@ -195,7 +195,7 @@ class Fleet:
         """Of the actor class."""
         return SimpleNamespace(remote=self._made)
 
-    def _made(self, order: Stored, berth: Berth, token: int) -> Actor:
+    def _made(self, order: Stored, berth: WorkerSlot, token: int) -> Actor:
         self.note("place", (order, berth, token))
         self.actors[berth.worker] = Actor(self, berth)
         return self.actors[berth.worker]
@@ -263,19 +263,21 @@ class Driver:
 
     def __init__(self, fleet: Fleet, folder: Path, **changes: Any) -> None:
         mesh = Mesh(data=fleet.size // fleet.parts, shard=fleet.parts)
-        plan = Plan(strategy="sharded", engine="", mesh=mesh, batch_size=fleet.size, placement=Placement(cpus=1.0))
-        order = WorkOrder(job=b"", plan=plan, storage=str(folder), run="run", train=None)  # type: ignore[arg-type]
+        plan = Plan(
+            strategy="sharded", engine="", mesh=mesh, batch_size=fleet.size, placement=WorkerResources(cpus=1.0)
+        )
+        order = WorkerConfig(job=b"", plan=plan, storage=str(folder), run="run", train=None)  # type: ignore[arg-type]
         self.fleet, self.told = fleet, list[events.Event]()
-        self.world = effect_executor.World(order, Log(), self.told.append, room=Space())  # type: ignore[arg-type]
-        settings = Settings(workers=fleet.size, total_steps=1000, steps_per_epoch=1000, secret=b"of a test", **changes)
-        self.state, effects = begin(settings, time.monotonic())
+        self.world = effect_executor.EffectExecutor(order, Log(), self.told.append, room=Space())  # type: ignore[arg-type]
+        settings = RunPolicy(workers=fleet.size, total_steps=1000, steps_per_epoch=1000, secret=b"of a test", **changes)
+        self.state, effects = begin_run(settings, time.monotonic())
         self._carry_out(effects)
 
     def _carry_out(self, effects: Sequence[m.Effect]) -> None:
         for effect in effects:
             self.world.carry_out(effect)
 
-    def until(self, over: Callable[[State], bool]) -> float:
+    def until(self, over: Callable[[DriverState], bool]) -> float:
         """Decide and carry out for as long as that is not so; gives the seconds of CPU that this thread took."""
         begun = time.thread_time()
         while not over(self.state):
@@ -303,11 +305,11 @@ class Driver:
 def driving(size: int, parts: int, folder: Path, **changes: Any) -> Iterator[Driver]:
     """A driver whose Ray is in this process."""
     fleet = Fleet(size, parts)
-    about = {"ray": fleet.ray, "WORKER": fleet, "take_over": lambda *_, **__: Found()}
+    about = {"ray": fleet.ray, "WORKER_ACTOR": fleet, "take_over": lambda *_, **__: TakenOverActors()}
     with ExitStack() as stack:
         stack.enter_context(collecting_rarely())
         stack.enter_context(mock.patch.multiple(effect_executor, **about))
-        for module in (takeover, call_arguments):
+        for module in (takeover, worker_actor):
             stack.enter_context(mock.patch.object(module, "ray", fleet.ray))
         driver = Driver(fleet, folder, **changes)
         stack.callback(driver.world.close)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.core import events
-from trainwright.core.checkpoint import CheckpointRef
-from trainwright.storage.checkpoints import CheckpointReader, newest_good, read_manifest
+from trainwright.core.engine import CheckpointRef
+from trainwright.storage.checkpoints import CheckpointReader, newest_intact, read_manifest
 from trainwright.storage.event_files import read_events
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
-from trainwright.storage.store import open_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ def final_state(storage: Path | str, run: str) -> State:
     store = open_store(str(storage))
     entry = RunLog(store, run).head()
     assert entry is not None
-    ref, notes = newest_good(store, run, entry.checkpoints)
+    ref, notes = newest_intact(store, run, entry.checkpoints)
     assert ref is not None and not notes
     reader = reader_of(storage, run, ref)
     return State(step=ref.step, files={name: bytes(reader.read(name)) for name in reader.names()})

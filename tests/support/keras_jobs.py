@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 import trainwright as tw
 from tests.support.torch_jobs import Kill, keep_pace
-from trainwright.datasets.loading.loader import schedule_of
+from trainwright.datasets.loading.batch_loader import make_schedule
 
 ROWS, WIDTH, CLASSES = 203, 8, 4
 BATCH, EPOCHS = 24, 3  # nine steps of an epoch, the last batch short
@@ -80,7 +80,7 @@ def make_step(kills: tuple[Kill, ...], pace_s: float = 0.0, storage: str = "") -
 def first_sample(step: int, rank: int, workers: int = 2) -> int:
     """What a rank is fed first in a step (from 0) of `job`."""
     made = job("")
-    share = schedule_of(made.train.index(), **made.ordering()).share(range(step, step + 1), rank, workers)
+    share = make_schedule(made.train.index(), **made.ordering()).share(range(step, step + 1), rank, workers)
     return int(share.samples[0])
 
 

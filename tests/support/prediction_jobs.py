@@ -17,13 +17,13 @@ from torch import nn
 
 import trainwright as tw
 from tests.support.torch_engines import Net, adam, feed, loss, one_device
-from trainwright.core.checkpoint import checkpoint_path
 from trainwright.core.data import Batch, Cursor
+from trainwright.core.engine import checkpoint_path
 from trainwright.driver import messages as m
-from trainwright.runtime.takeover import Orphanage
+from trainwright.runtime.takeover import DriverWatchdog
 from trainwright.storage.checkpoints import CheckpointWriter
-from trainwright.storage.run_store import RunLedger
-from trainwright.storage.store import open_store
+from trainwright.storage.object_store import open_store
+from trainwright.storage.run_store import RunStore
 
 ROWS, RANGE = 230, 23
 Row = dict[str, Any]
@@ -46,7 +46,7 @@ class Strike:
             if self.what == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.what == "orphan":
-                Orphanage().end()
+                DriverWatchdog().end()
             if self.what == "hang":
                 threading.Event().wait()
             raise LookupError("struck")
@@ -77,7 +77,7 @@ def train(job: tw.Job, steps: int, batch: Callable[[int], Batch]) -> nn.Module:
     for step in range(steps):
         engine.train_step(feed(batch(step), step=step))
     store = open_store(job.storage)
-    ledger = RunLedger(
+    ledger = RunStore(
         store, job.name, job={}, keep=3, fresh=False, cursor=lambda step: Cursor(), facts={}, note=print,
         begin=lambda token: None, tell=lambda: None,
     )  # fmt: skip
@@ -85,8 +85,8 @@ def train(job: tw.Job, steps: int, batch: Callable[[int], Batch]) -> nn.Module:
     parent = named[-1].path if named else ""
     writer = CheckpointWriter(store, job.name, path)
     engine.save(engine.snapshot(), writer)
-    ledger.commit(m.Commit(step=steps, path=path, files=writer.entries, parent=parent, layout="replicated"))
-    ledger.release(m.Release(outcome="stopped", step=steps))
+    ledger.commit(m.CommitCheckpoint(step=steps, path=path, files=writer.entries, parent=parent, layout="replicated"))
+    ledger.release(m.ReleaseLease(outcome="stopped", step=steps))
     model: nn.Module = engine.replica.model
     return model.eval()
 

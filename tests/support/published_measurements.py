@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 import trainwright as tw
-from trainwright.strategies.cost_model.estimate import expected
-from trainwright.strategies.cost_model.machine import Machine
-from trainwright.strategies.cost_model.step_work import Work, work_of
+from trainwright.strategies.cost_model.estimator import expected_terms
+from trainwright.strategies.cost_model.machine_model import MachineModel
+from trainwright.strategies.cost_model.step_work import StepWork, compute_step_work
 
 FOLDER = Path(__file__).parents[1] / "reference" / "planner"
 VTRAIN_SMALL, VTRAIN_LARGE = "vtrain_a100_up_to_4_gpus", "vtrain_a100_up_to_512_gpus"
@@ -127,13 +127,13 @@ def split(
 
 def _predicted(measured: Sequence[tw.Measurement], calibration: tw.Calibration | None) -> list[float]:
     known = calibration or tw.Calibration()
-    return [sum(expected(_work(one), known).values()) for one in measured]
+    return [sum(expected_terms(_work(one), known).values()) for one in measured]
 
 
 @cache
-def _work(one: tw.Measurement) -> Work:
-    machine = Machine.of(one.cluster)
-    return work_of(one.profile, machine, one.plan, batch_size=one.batch_size, precision=one.precision)
+def _work(one: tw.Measurement) -> StepWork:
+    machine = MachineModel.of(one.cluster)
+    return compute_step_work(one.profile, machine, one.plan, batch_size=one.batch_size, precision=one.precision)
 
 
 @cache

@@ -12,8 +12,8 @@ from tests.support.torch_engines import (
     plan,
 )
 from trainwright.core.engine import ModelSpec
-from trainwright.core.group import Address, Group, Peer
 from trainwright.core.plan import Plan
+from trainwright.core.topology import Address, Group, Peer
 from trainwright.strategies.torch.engines.data_parallel import DataParallel
 
 Exchange = Callable[[Any], list[Any]]

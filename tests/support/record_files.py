@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from trainwright.datasets.formats.crc32c import crc32c, masked
+from trainwright.datasets.formats.tfrecord import crc32c, masked_crc
 
 
 def frame(payload: bytes) -> bytes:
     def summed(data: bytes) -> bytes:
-        return struct.pack("<I", int(masked(crc32c(data, np.array([0]), np.array([len(data)])))[0]))
+        return struct.pack("<I", int(masked_crc(crc32c(data, np.array([0]), np.array([len(data)])))[0]))
 
     length = struct.pack("<Q", len(payload))
     return length + summed(length) + payload + summed(payload)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.core.checkpoint import CheckpointRef, checkpoint_path
+from trainwright.core.engine import CheckpointRef, checkpoint_path
+from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import Owner, RunLog
-from trainwright.storage.store import Store, open_store
 
 KINDS = ("folder", "memory", "s3")
 RUN = "digits"

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from trainwright.core import events
 from trainwright.reporting import run_views
-from trainwright.storage.event_log import Journal
+from trainwright.storage.event_log import EventLog
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
 from trainwright.storage.run_owner import Owner
-from trainwright.storage.store import open_store
 
 _NUMBERS = itertools.count()
 ALIVE = Owner.here()
@@ -29,7 +29,7 @@ def record(
     store = open_store(uri)
     log = RunLog(store, name)
     token = log.acquire(owner, {"name": name}).token
-    with Journal(store, name, flush_s=3600) as journal:
+    with EventLog(store, name, flush_s=3600) as journal:
         journal.open(token)
         for event in happened:
             journal.write(event)
@@ -37,7 +37,7 @@ def record(
         log.release(token, outcome)  # type: ignore[arg-type]
 
 
-def printed(view: run_views.View) -> str:
+def printed(view: run_views.RunView) -> str:
     out = io.StringIO()
     Console(file=out, width=140).print(view)
     return out.getvalue()

@@ -9,7 +9,7 @@ from typing import Any
 from trainwright.core import events
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.model_profile import LayerCost, ModelProfile
-from trainwright.core.plan import Estimate, Infeasible, Mesh, Placement, Plan, Rejected
+from trainwright.core.plan import Estimate, InfeasiblePlan, Mesh, Plan, RejectedPlan, WorkerResources
 from trainwright.planning.planner import Decision
 
 PLAN = Plan(
@@ -17,7 +17,7 @@ PLAN = Plan(
     engine="trainwright.strategies.torch.engines.data_parallel:DataParallel",
     mesh=Mesh(data=2),
     batch_size=256,
-    placement=Placement(cpus=0.5),
+    placement=WorkerResources(cpus=0.5),
     estimate=Estimate(
         step_s=0.014,
         low_s=0.005,
@@ -31,9 +31,11 @@ CLUSTER = Cluster(nodes=(Node(name="a", cpus=2, memory_bytes=8 << 30),))
 DECISION = Decision(
     chosen=PLAN,
     rejected=(
-        Rejected(plan=replace(PLAN, strategy="one_device", mesh=Mesh()), reason="predicted 1.71 times the step time"),
+        RejectedPlan(
+            plan=replace(PLAN, strategy="one_device", mesh=Mesh()), reason="predicted 1.71 times the step time"
+        ),
     ),
-    infeasible=(Infeasible(strategy="pipeline", reason="the model has no stages", hint="give it as a sequence"),),
+    infeasible=(InfeasiblePlan(strategy="pipeline", reason="the model has no stages", hint="give it as a sequence"),),
     profile=ModelProfile(
         framework="torch", layers=(LayerCost(name="conv", parameters=1000, parameter_bytes=4000, flops=1e6),)
     ),

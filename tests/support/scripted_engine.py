@@ -10,13 +10,12 @@ import pytest
 
 import trainwright as tw
 from tests.support.work_orders import order_of
-from trainwright.core.group import Address, Capabilities, Generation, Group, Peer, Role, StateTag
 from trainwright.core.plan import Plan
-from trainwright.driver.messages import Heal, Passed
-from trainwright.driver.worker_requests import Reservation
-from trainwright.storage.store import Store
+from trainwright.core.topology import Address, Capabilities, Generation, Group, Peer, Role, StateTag
+from trainwright.driver.messages import ReserveRequest, RestorePlan, SkippedBatch
+from trainwright.storage.object_store import Store
 from trainwright.worker.worker import Worker
-from trainwright.worker.worker_config import WorkOrder
+from trainwright.worker.worker_config import WorkerConfig
 
 FIRST = Generation(token=1, number=1)
 PEER = Peer(rank=0, address=Address(host="127.0.0.1", port=1))
@@ -52,7 +51,7 @@ class ScriptedEngine:
         pass
 
 
-def scripted(order: WorkOrder, **changes: Any) -> WorkOrder:
+def scripted(order: WorkerConfig, **changes: Any) -> WorkerConfig:
     """Return the order with the scripted engine in its plan, and other changes of the plan."""
     engine = f"{ScriptedEngine.__module__}:{ScriptedEngine.__name__}"
     return replace(order, plan=replace(order.plan, engine=engine, **changes))
@@ -67,11 +66,11 @@ def scripted_worker(monkeypatch: pytest.MonkeyPatch, job: tw.Job, **changes: Any
 
 def join(worker: Worker, plan: Plan | None = None, *, rank: int = 0, size: int = 1) -> None:
     """Have a worker reserve and form a group of some size."""
-    worker.reserve(Reservation(generation=FIRST, plan=plan))
+    worker.reserve(ReserveRequest(generation=FIRST, plan=plan))
     peers = tuple(replace(PEER, rank=number) for number in range(size))
     worker.form(Group(generation=FIRST, rank=rank, peers=peers))
 
 
-def heal(worker: Worker, step: int = 0, passing: Sequence[Passed] = ()) -> None:
+def heal(worker: Worker, step: int = 0, passing: Sequence[SkippedBatch] = ()) -> None:
     """Bring a worker that has joined to a step."""
-    worker.heal(Heal(step=step, source="initial", passing=tuple(passing)))
+    worker.heal(RestorePlan(step=step, source="initial", passing=tuple(passing)))

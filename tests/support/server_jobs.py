@@ -20,9 +20,9 @@ import pytest
 import trainwright as tw
 from tests.support import keras_jobs, torch_jobs
 from trainwright.core import events
-from trainwright.core.group import Generation
+from trainwright.core.topology import Generation
 from trainwright.driver import messages as m
-from trainwright.runtime.effect_executor import World
+from trainwright.runtime.effect_executor import EffectExecutor
 from trainwright.storage.checkpoints import CheckpointWriter
 
 ROWS, BATCH, EVERY = 192, 24, 5
@@ -163,13 +163,13 @@ class Striker:
     def carried(self, effect: m.Effect) -> None:
         """The driver has something done."""
         match effect:
-            case m.Call(verb="form"):
+            case m.CallWorker(verb="form"):
                 self.ranks[effect.argument.rank] = effect.worker
-            case m.Emit(event=events.Placed() as placed):
+            case m.EmitEvent(event=events.Placed() as placed):
                 self.pids[placed.worker] = placed.pid
-            case m.Emit(event=events.Joined()):
+            case m.EmitEvent(event=events.Joined()):
                 self._gate.touch()
-            case m.Emit(event=events.Checkpointed()) if not self.saved:
+            case m.EmitEvent(event=events.Checkpointed()) if not self.saved:
                 self.saved = True
                 self._strike()
 
@@ -198,18 +198,18 @@ class Striker:
 def striking(folder: Path, *plan: Strike) -> Iterator[Striker]:
     """Within it, the run that this process drives loses processes."""
     striker = Striker(plan=list(plan), folder=folder.parent)
-    carry_out: Callable[..., None] = World.carry_out
-    tell: Callable[..., None] = World._tell
+    carry_out: Callable[..., None] = EffectExecutor.carry_out
+    tell: Callable[..., None] = EffectExecutor._tell
 
-    def carried(self: World, effect: m.Effect) -> None:
+    def carried(self: EffectExecutor, effect: m.Effect) -> None:
         carry_out(self, effect)
         striker.carried(effect)
 
-    def told(self: World, generation: Generation, news: events.Steps) -> None:
+    def told(self: EffectExecutor, generation: Generation, news: events.Steps) -> None:
         tell(self, generation, news)
         striker.told(news)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(World, "carry_out", carried)
-        patch.setattr(World, "_tell", told)
+        patch.setattr(EffectExecutor, "carry_out", carried)
+        patch.setattr(EffectExecutor, "_tell", told)
         yield striker

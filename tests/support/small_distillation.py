@@ -10,7 +10,7 @@ from torch import nn
 
 import trainwright as tw
 from tests.support import torch_jobs
-from trainwright.distillation.spec import Distillation
+from trainwright.distillation.distillation_spec import Distillation
 
 
 def wide() -> nn.Module:

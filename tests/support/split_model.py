@@ -7,15 +7,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from trainwright.strategies.torch.profiling.model_profile import plainly, traced
-from trainwright.strategies.torch.tensor_parallel.layers import Split
-from trainwright.strategies.torch.tensor_parallel.plan_search import Splitter
+from trainwright.strategies.torch.profiling.model_profile import meta_runner, trace_model
+from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan
+from trainwright.strategies.torch.tensor_parallel.plan_search import TensorParallelPlanner
 
 GIVEN = torch.zeros(1, 6)
 
 
-def split(model: nn.Module, degree: int = 2, plan: Mapping[str, str] | None = None, given: Tensor = GIVEN) -> Split:
-    splitter = Splitter(model, plainly({"x": given}, (("x",), ()), None), degree, "rank 0")
+def split(
+    model: nn.Module, degree: int = 2, plan: Mapping[str, str] | None = None, given: Tensor = GIVEN
+) -> TensorParallelPlan:
+    splitter = TensorParallelPlanner(model, meta_runner({"x": given}, (("x",), ()), None), degree, "rank 0")
     if plan:
         return splitter.planned(plan)
-    return splitter.found(lambda bones: traced(bones, {"x": given}, (("x",), ()), None))
+    return splitter.found(lambda bones: trace_model(bones, {"x": given}, (("x",), ()), None))

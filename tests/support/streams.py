@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.core.data import Feed, Feeding
+from trainwright.core.data import Feed, FeedAssignment
 from trainwright.datasets import Dataset, table
-from trainwright.datasets.loading.loader import Stream
+from trainwright.datasets.loading.batch_loader import BatchLoader
 
 
 def ids(rows: int) -> Dataset:
     return table({"id": np.arange(rows), "x": np.arange(rows * 3, dtype=np.float32).reshape(rows, 3)})
 
 
-def stream(dataset: Dataset, rank: int = 0, total: int = 1, ranks: int = 1, **options: Any) -> Stream:
-    feeding = Feeding(data_ranks=range(rank, rank + ranks), total=total)
-    return Stream(dataset, **{"batch_size": 8, "seed": 5, "feeding": feeding, **options})
+def stream(dataset: Dataset, rank: int = 0, total: int = 1, ranks: int = 1, **options: Any) -> BatchLoader:
+    feeding = FeedAssignment(data_ranks=range(rank, rank + ranks), total=total)
+    return BatchLoader(dataset, **{"batch_size": 8, "seed": 5, "feeding": feeding, **options})
 
 
 def real(feed: Feed) -> list[int]:
@@ -31,7 +31,7 @@ def real(feed: Feed) -> list[int]:
     ]
 
 
-def collect(source: Stream, start: int = 0) -> list[Feed]:
+def collect(source: BatchLoader, start: int = 0) -> list[Feed]:
     with source.feeds(start) as feeds:
         return list(feeds)
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.strategies.torch.checkpoint.shard_layout import Box
-from trainwright.strategies.torch.tensor_parallel.layers import Ring
-from trainwright.strategies.torch.tensor_parallel.vocab_logits import Parted
+from trainwright.strategies.torch.checkpoint.shard_layout import ShardSlice
+from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelGroup
+from trainwright.strategies.torch.tensor_parallel.sharded_tensor import ShardedTensor
 
 
 @dataclass(kw_only=True)
@@ -36,7 +36,7 @@ class Meeting:
 
 
 @dataclass(kw_only=True)
-class ThreadRing(Ring):
+class ThreadRing(TensorParallelGroup):
     """A ring over threads.
 
     Attributes:
@@ -61,7 +61,7 @@ class ThreadRing(Ring):
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Autograd saves it: a plain tensor of so many numbers."""
-        if not isinstance(tensor, Parted):
+        if not isinstance(tensor, ShardedTensor):
             self.kept.add(tensor.numel())
         return tensor
 
@@ -75,7 +75,7 @@ class ThreadRing(Ring):
         return torch.cat(self._exchanged("joined", tensor), dim=along)
 
     def scattered(self, tensor: Tensor, along: int) -> Tensor:
-        box = Box.share((tensor.shape[along],), 0, self.index, self.of)
+        box = ShardSlice.share((tensor.shape[along],), 0, self.index, self.of)
         return torch.stack(self._exchanged("scattered", tensor)).sum(0).narrow(along, box.start[0], box.count)
 
 

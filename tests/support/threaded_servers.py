@@ -14,9 +14,8 @@ import numpy as np
 from tests.support.conformance import problems, reference_case
 from tests.support.conformance.problems import PROBLEMS, Problem
 from trainwright.core.data import Feed, StepReport
-from trainwright.core.group import Generation, Group, Peer, StateTag
-from trainwright.core.staleness import Unit
-from trainwright.strategies.ps.lead_server import Lead
+from trainwright.core.topology import Generation, Group, Peer, StateTag, WorkUnit
+from trainwright.strategies.ps.server_roles import LeadServer
 from trainwright.strategies.reference import state as states
 from trainwright.strategies.reference.independent import Independent
 
@@ -78,17 +77,17 @@ class Cluster:
         self.first = self.servers[0].state.step or 0
         serving = [self.pool.submit(lambda one=one: list(one.serve(until, wish))) for one in self.servers]
         lead = self.servers[0].server
-        assert isinstance(lead, Lead)
+        assert isinstance(lead, LeadServer)
         while not lead.serving and lead.step <= self.first and not serving[0].done():
             time.sleep(0.001)
         return serving
 
-    def work(self, one: Independent, units: int = 10**6) -> Future[list[Unit]]:
+    def work(self, one: Independent, units: int = 10**6) -> Future[list[WorkUnit]]:
         """So many units, or all there are."""
         first = self.first
         return self.pool.submit(lambda: list(self._work(one, units, first)))
 
-    def _work(self, one: Independent, units: int, first: int) -> Iterator[Unit]:
+    def _work(self, one: Independent, units: int, first: int) -> Iterator[WorkUnit]:
         while units and (unit := one.lease(first)) is not None:
             for step in range(unit.step, unit.step + unit.steps):
                 one.train_step(self.feed(step, unit.share))
@@ -108,9 +107,9 @@ class Cluster:
         assert not any(found[1:]), "those are the first server's to give"
         return found[0]
 
-    def state(self) -> states.State:
+    def state(self) -> states.ReferenceState:
         """What the servers hold together."""
-        return states.merge(one.snapshot().state for one in self.servers)
+        return states.merge_states(one.snapshot().state for one in self.servers)
 
     def parameters(self) -> Arrays:
         return {f"model/{name}": value.copy() for name, value in self.state().parameters.items()}

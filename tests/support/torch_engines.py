@@ -11,8 +11,8 @@ from torch import nn
 
 from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
-from trainwright.core.group import Generation, Group, Peer
-from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.core.topology import Generation, Group, Peer
 from trainwright.strategies.torch.engines.one_device import OneDevice
 
 GENERATION = Generation(token=1, number=1)
@@ -69,7 +69,7 @@ def spec(**changes: Any) -> ModelSpec:
 
 
 def plan(ranks: int = 1, **changes: Any) -> Plan:
-    fields: dict[str, Any] = {"strategy": "test", "engine": "", "batch_size": 12, "placement": Placement(cpus=1)}
+    fields: dict[str, Any] = {"strategy": "test", "engine": "", "batch_size": 12, "placement": WorkerResources(cpus=1)}
     return Plan(**{"mesh": Mesh(data=ranks), **fields, **changes})
 
 

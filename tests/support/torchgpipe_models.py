@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.strategies.torch.profiling.model_profile import profile_model
-from trainwright.strategies.torch.profiling.op_trace import numbers
+from trainwright.strategies.torch.profiling.op_trace import count_elements
 
 Pair = tuple[Tensor, Tensor]
 
@@ -265,8 +265,8 @@ def _outputs(model: nn.Sequential, pixels: int) -> list[float]:
     for child in model:
         x = child(x)
         if isinstance(child, Stash):
-            kept[child.skip] = numbers(x)
+            kept[child.skip] = count_elements(x)
         elif isinstance(child, Add | Concatenate):
             del kept[child.skip]
-        found.append(float(numbers(x) + sum(kept.values())))
+        found.append(float(count_elements(x) + sum(kept.values())))
     return found

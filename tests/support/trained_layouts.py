@@ -14,9 +14,9 @@ from tests.support.prediction_jobs import job, train
 from tests.support.torch_engines import accuracy, double
 from trainwright.core.data import Batch
 from trainwright.core.events import RunStarted
-from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.storage.event_log import Journal
-from trainwright.storage.store import open_store
+from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.storage.event_log import EventLog
+from trainwright.storage.object_store import open_store
 
 ROWS = 53  # which neither batches nor ranks divide
 TORCH = "trainwright.strategies.torch"
@@ -42,8 +42,8 @@ def trained(folder: Path, layout: str, **fields: Any) -> tuple[tw.Job, torch.nn.
     chosen = job(folder, **fields)
     held = {name: column[:8] for name, column in rows().items()}
     model = train(chosen, 2, lambda step: Batch(columns=held, weights=np.ones(8), samples=np.arange(8)))
-    plan = Plan(strategy=layout, batch_size=8, placement=Placement(cpus=1), **LAYOUTS[layout])
-    with Journal(open_store(chosen.storage), chosen.name) as journal:
+    plan = Plan(strategy=layout, batch_size=8, placement=WorkerResources(cpus=1), **LAYOUTS[layout])
+    with EventLog(open_store(chosen.storage), chosen.name) as journal:
         journal.open(1)
         journal.write(RunStarted(run=chosen.name, token=1, plan=asdict(plan)))
     return chosen, model

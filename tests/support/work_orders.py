@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 
 import trainwright as tw
-from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.strategies.data_parallel import ENGINES
-from trainwright.worker.job_pickle import pack
-from trainwright.worker.worker_config import WorkOrder
+from trainwright.worker.worker_config import WorkerConfig, pickle_job
 
 
-def order_of(job: tw.Job) -> WorkOrder:
-    plan = Plan(strategy="s", engine=ENGINES["reference"], mesh=Mesh(), batch_size=2, placement=Placement(cpus=1))
-    return WorkOrder(job=pack(job), plan=plan, storage="memory://away", run="run", train=job.train.index())
+def order_of(job: tw.Job) -> WorkerConfig:
+    plan = Plan(strategy="s", engine=ENGINES["reference"], mesh=Mesh(), batch_size=2, placement=WorkerResources(cpus=1))
+    return WorkerConfig(job=pickle_job(job), plan=plan, storage="memory://away", run="run", train=job.train.index())
 
 
 def table_job(**fields: Any) -> tw.Job:

@@ -9,7 +9,7 @@ import pytest
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import ResourceError, WorkerLost
-from trainwright.distillation.parallel_teachers import Abreast, shares
+from trainwright.distillation.parallel_runs import ParallelRuns, split_cluster
 
 
 @pytest.mark.parametrize(
@@ -24,14 +24,14 @@ from trainwright.distillation.parallel_teachers import Abreast, shares
     ],
 )
 def test_a_share_is_whole_nodes_or_a_part_of_one(cluster: str, wanted: int, expected: list[tuple[int, ...]]) -> None:
-    found = shares(Cluster.parse(cluster), wanted)
+    found = split_cluster(Cluster.parse(cluster), wanted)
     assert [tuple(node.accelerators for node in share.nodes) for share in found] == expected
     assert sum(share.cpus for share in found) <= Cluster.parse(cluster).cpus
 
 
 def test_without_accelerators_a_share_has_a_cpu_or_more() -> None:
-    assert [share.cpus for share in shares(Cluster.parse("1x2xCPU"), 3)] == [1, 1]
-    assert [share.cpus for share in shares(Cluster.parse("1x7xCPU"), 2)] == [3.5, 3.5]
+    assert [share.cpus for share in split_cluster(Cluster.parse("1x2xCPU"), 3)] == [1, 1]
+    assert [share.cpus for share in split_cluster(Cluster.parse("1x7xCPU"), 2)] == [3.5, 3.5]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Played:
         self.stops.append(now)
 
 
-class Plays(Abreast):
+class Plays(ParallelRuns):
     """Runs that take no time, on two CPUs."""
 
     def __init__(self, *wanted: Wanted) -> None:

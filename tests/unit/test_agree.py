@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.core.group import Agreement, Move, StateTag
-from trainwright.driver.state_agreement import agree, agree_at, writers_of
+from trainwright.core.topology import StateAgreement, StateTag, StateTransfer
+from trainwright.driver.rendezvous import agree_at_step, agree_on_state, choose_writers
 
 WHOLE = frozenset("abc")
 
@@ -17,42 +17,42 @@ def shard(step: int | None, pieces: str, sound: bool = True) -> StateTag:
 
 def test_replicas_go_to_the_highest_step() -> None:
     tags = {0: StateTag(step=7), 1: StateTag(step=8), 2: StateTag(step=None), 3: StateTag(step=8)}
-    moves = (Move(source=1, target=0, piece="state"), Move(source=1, target=2, piece="state"))
-    assert agree(tags) == Agreement(step=8, moves=moves)
+    moves = (StateTransfer(source=1, target=0, piece="state"), StateTransfer(source=1, target=2, piece="state"))
+    assert agree_on_state(tags) == StateAgreement(step=8, moves=moves)
 
 
 def test_an_interrupted_replica_is_no_source() -> None:
     tags = {0: StateTag(step=8, sound=False), 1: StateTag(step=7)}
-    assert agree(tags) == Agreement(step=7, moves=(Move(source=1, target=0, piece="state"),))
+    assert agree_on_state(tags) == StateAgreement(step=7, moves=(StateTransfer(source=1, target=0, piece="state"),))
 
 
 def test_no_sound_state_is_no_agreement() -> None:
-    assert agree({0: StateTag(step=8, sound=False)}) is None
-    assert agree({}) is None
+    assert agree_on_state({0: StateTag(step=8, sound=False)}) is None
+    assert agree_on_state({}) is None
 
 
 def test_fresh_builds_take_the_lowest_rank_s() -> None:
     tags = {0: StateTag(step=4, sound=False), 1: StateTag(step=None), 2: StateTag(step=None)}
-    moves = (Move(source=1, target=0, piece="state"), Move(source=1, target=2, piece="state"))
-    assert agree(tags) == Agreement(step=None, moves=moves)
+    moves = (StateTransfer(source=1, target=0, piece="state"), StateTransfer(source=1, target=2, piece="state"))
+    assert agree_on_state(tags) == StateAgreement(step=None, moves=moves)
 
 
 def test_shards_need_every_piece_at_one_step() -> None:
-    assert agree({0: shard(5, "a"), 1: shard(5, "b"), 2: shard(5, "c")}) == Agreement(step=5)
-    assert agree({0: shard(5, "a"), 1: shard(5, "b"), 2: shard(None, "c")}) is None
-    assert agree({0: shard(5, "a"), 1: shard(5, "b"), 2: shard(6, "c")}) is None
+    assert agree_on_state({0: shard(5, "a"), 1: shard(5, "b"), 2: shard(5, "c")}) == StateAgreement(step=5)
+    assert agree_on_state({0: shard(5, "a"), 1: shard(5, "b"), 2: shard(None, "c")}) is None
+    assert agree_on_state({0: shard(5, "a"), 1: shard(5, "b"), 2: shard(6, "c")}) is None
 
 
 def test_a_hybrid_newcomer_gets_its_own_piece_from_the_other_replica() -> None:
     tags = {0: shard(5, "ab"), 1: shard(None, "c"), 2: shard(5, "ab"), 3: shard(5, "c")}
-    assert agree(tags) == Agreement(step=5, moves=(Move(source=3, target=1, piece="c"),))
-    assert writers_of({0: shard(5, "ab"), 1: shard(5, "c"), 2: shard(5, "ab"), 3: shard(5, "c")}) == (0, 1)
+    assert agree_on_state(tags) == StateAgreement(step=5, moves=(StateTransfer(source=3, target=1, piece="c"),))
+    assert choose_writers({0: shard(5, "ab"), 1: shard(5, "c"), 2: shard(5, "ab"), 3: shard(5, "c")}) == (0, 1)
 
 
 def test_pieces_of_different_layouts_do_not_mix() -> None:
     tags = {0: shard(5, "abc"), 1: StateTag(step=5)}
-    moves = tuple(Move(source=0, target=1, piece=piece) for piece in "abc")
-    assert agree(tags) == Agreement(step=5, moves=moves)
+    moves = tuple(StateTransfer(source=0, target=1, piece=piece) for piece in "abc")
+    assert agree_on_state(tags) == StateAgreement(step=5, moves=moves)
 
 
 TAGS = st.builds(
@@ -74,14 +74,14 @@ def covered(tags: dict[int, StateTag], step: int | None) -> bool:
 @given(WORLDS)
 def test_it_is_the_highest_covered_step(tags: dict[int, StateTag]) -> None:
     steps = [step for step in (3, 2, 1, 0, None) if covered(tags, step)]
-    agreement = agree(tags)
+    agreement = agree_on_state(tags)
     assert (agreement is None) == (not steps)
     assert agreement is None or agreement.step == steps[0]
 
 
 @given(WORLDS)
 def test_after_the_moves_every_rank_holds_its_pieces_at_that_step(tags: dict[int, StateTag]) -> None:
-    agreement = agree(tags)
+    agreement = agree_on_state(tags)
     if agreement is None or agreement.step is None:
         assert not any(covered(tags, step) for step in range(4))
         return
@@ -96,7 +96,7 @@ def test_after_the_moves_every_rank_holds_its_pieces_at_that_step(tags: dict[int
 
 @given(WORLDS)
 def test_fresh_builds_are_never_trusted_to_be_equal(tags: dict[int, StateTag]) -> None:
-    agreement = agree_at(tags, None)
+    agreement = agree_at_step(tags, None)
     if agreement is not None:
         sources = {move.source for move in agreement.moves}
         untouched = tags.keys() - {move.target for move in agreement.moves}

@@ -11,12 +11,11 @@ import trainwright as tw
 from tests.support.planner_cases import LAPTOP, PROFILE, decide, job
 from trainwright.core.errors import JobError, PlanError
 from trainwright.core.model_profile import ModelProfile
-from trainwright.core.plan import Plan
-from trainwright.core.plan_spec import Pins
-from trainwright.core.staleness import Consistency, Outer, Wire
+from trainwright.core.plan import Plan, PlanConstraints
+from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
 from trainwright.reporting.plan_view import plan_rows
-from trainwright.strategies.cost_model.estimate import estimate
-from trainwright.strategies.search.ranking import estimate_of
+from trainwright.strategies.cost_model.estimator import estimate
+from trainwright.strategies.search.plan_ranking import estimate_of
 
 WORDS = (
     "dp=4,servers=2",
@@ -30,7 +29,7 @@ WORDS = (
 @pytest.mark.parametrize("text", WORDS)
 def test_what_is_said_in_words_is_read_again(text: str) -> None:
     plan = Plan.parse(text)
-    assert plan.text == text and Plan.parse(plan.text) == plan and Pins.parse(text).allow(plan)
+    assert plan.text == text and Plan.parse(plan.text) == plan and PlanConstraints.parse(text).allow(plan)
     assert plan.topology == "independent" and plan.processes == plan.servers + plan.workers
     assert plan.strategy == ("local_sgd" if "local_steps" in text else "parameter_server")
     assert plan.consistency == str(Consistency.parse(plan.consistency))
@@ -38,9 +37,12 @@ def test_what_is_said_in_words_is_read_again(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["full", "fp16", "bf16", "int8", "topk(0.01)"])
 def test_forms_on_the_wire(text: str) -> None:
-    wire = Wire.parse(text)
+    wire = GradientCompression.parse(text)
     assert str(wire) == text and 0 < wire.part <= 1
-    assert (str(Outer.parse("average")), str(Outer.parse(" nesterov( .7 , 0.9 )"))) == ("average", "nesterov(0.7,0.9)")
+    assert (str(OuterOptimizer.parse("average")), str(OuterOptimizer.parse(" nesterov( .7 , 0.9 )"))) == (
+        "average",
+        "nesterov(0.7,0.9)",
+    )
 
 
 @pytest.mark.parametrize(

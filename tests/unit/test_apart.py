@@ -8,12 +8,11 @@ import pytest
 
 from tests.support.driver_harness import Story
 from trainwright.core import events
-from trainwright.core.data import Sums
+from trainwright.core.data import MetricSums
 from trainwright.core.errors import PeerLost, UserCodeError
-from trainwright.core.group import Address, StateTag
-from trainwright.core.staleness import Staleness
+from trainwright.core.topology import Address, StalenessCounts, StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.state import Phase
+from trainwright.driver.driver_state import Phase
 from trainwright.reporting.event_messages import event_line
 
 SERVER = StateTag(step=None, layout="shards", pieces=frozenset({"shard-0"}))
@@ -32,7 +31,7 @@ def running(**changes: Any) -> Story:
 def ended(story: Story, step: int, *workers: int) -> Story:
     """Those have left the loop; the server knows the step."""
     for worker in workers:
-        stale = Staleness(counts={0: 3, 1: 1}, dropped=1) if worker == 0 else None
+        stale = StalenessCounts(counts={0: 3, 1: 1}, dropped=1) if worker == 0 else None
         report = m.SegmentReport(step=step if worker == 0 else 0, stopped=False, tag=SERVER, staleness=stale)
         story.returns("run", report, workers=[worker])
     return story
@@ -40,7 +39,7 @@ def ended(story: Story, step: int, *workers: int) -> Story:
 
 def joined(story: Story, worker: int) -> Story:
     """From its start to its first steps."""
-    story.tell(m.Started(worker=worker, node="n9", pid=9))
+    story.tell(m.WorkerStarted(worker=worker, node="n9", pid=9))
     story.returns("reserve", Address(host="h", port=9), workers=[worker])
     (form,) = story.calls("form")
     assert form.argument.peers[form.argument.rank].address.port == 9
@@ -51,8 +50,8 @@ def joined(story: Story, worker: int) -> Story:
 
 
 def test_a_lost_worker_is_replaced_by_one_that_joins_while_the_others_step() -> None:
-    story = running().tell(m.Died(worker=1, cause="killed"))
-    assert [place.slot for place in story.all(m.Place)] == [1] and not story.all(m.Call)
+    story = running().tell(m.WorkerDied(worker=1, cause="killed"))
+    assert [place.slot for place in story.all(m.StartWorker)] == [1] and not story.all(m.CallWorker)
     assert story.state.phase is Phase.RUNNING and story.state.failures == 1
     joined(story, 3)
     (event,) = story.emitted(events.Joined)
@@ -76,7 +75,7 @@ def test_one_that_does_not_come_back_is_frozen_and_replaced() -> None:
     story = ended(running(hang_deadline_s=30.0), 4, 1, 0).snapshot(4)
     story.now_s += 40.0
     story.expires("apart")
-    assert [kill.worker for kill in story.all(m.Kill)] == [2] and len(story.all(m.Place)) == 1
+    assert [kill.worker for kill in story.all(m.KillWorker)] == [2] and len(story.all(m.StartWorker)) == 1
     (failed,) = story.emitted(events.Failed)
     assert failed.rank == 2 and "hung" in failed.cause and story.state.phase is Phase.RUNNING
 
@@ -87,20 +86,20 @@ def test_an_evaluation_is_dealt_between_the_workers_that_are_there_and_again_wit
     assert {worker: (feeding.data_ranks, feeding.total) for worker, feeding in dealt.items()} == {
         1: (range(1), 2), 2: (range(1, 2), 2),
     }  # fmt: skip
-    story.tell(m.Died(worker=2, cause="killed"))
+    story.tell(m.WorkerDied(worker=2, cause="killed"))
     assert not story.calls("evaluate")
-    story.returns("evaluate", Sums(), workers=[1])
+    story.returns("evaluate", MetricSums(), workers=[1])
     assert [(call.worker, call.argument.feeding.total) for call in story.calls("evaluate")] == [(1, 1)]
-    story.returns("evaluate", Sums(), workers=[1])
+    story.returns("evaluate", MetricSums(), workers=[1])
     assert len(story.emitted(events.Evaluated)) == 1 and story.state.phase is Phase.RUNNING
 
 
 def test_a_lost_server_ends_the_generation_with_whoever_is_joining() -> None:
-    story = running().tell(m.Died(worker=1, cause="killed"), m.Started(worker=3, node="n", pid=1))
-    story.tell(m.Died(worker=0, cause="killed"))
+    story = running().tell(m.WorkerDied(worker=1, cause="killed"), m.WorkerStarted(worker=3, node="n", pid=1))
+    story.tell(m.WorkerDied(worker=0, cause="killed"))
     assert story.state.phase is Phase.GATHERING and not story.state.apart
     assert [call.worker for call in story.calls("interrupt")] == [2, 3]
-    assert [place.slot for place in story.all(m.Place)] == [0]
+    assert [place.slot for place in story.all(m.StartWorker)] == [0]
 
 
 def test_one_that_lost_the_servers_tries_again_and_a_user_error_ends_the_run() -> None:
@@ -113,21 +112,23 @@ def test_one_that_lost_the_servers_tries_again_and_a_user_error_ends_the_run() -
     assert story.state.phase in (Phase.CLOSING, Phase.RELEASING)
 
 
-@pytest.mark.parametrize("stop", [m.StopAsked(), m.Noticed(worker=0, left_s=25.0)], ids=["stop", "notice"])
-def test_the_first_server_hears_a_wish_for_all(stop: m.Happening) -> None:
+@pytest.mark.parametrize(
+    "stop", [m.StopRequested(), m.PreemptionNoticed(worker=0, left_s=25.0)], ids=["stop", "notice"]
+)
+def test_the_first_server_hears_a_wish_for_all(stop: m.DriverEvent) -> None:
     assert [call.worker for call in running().tell(stop).calls("stop")] == [0]
 
 
 def test_a_worker_with_a_notice_goes_at_once() -> None:
-    story = running().tell(m.Noticed(worker=2, left_s=25.0))
-    assert [kill.worker for kill in story.all(m.Kill)] == [2] and len(story.all(m.Place)) == 1
+    story = running().tell(m.PreemptionNoticed(worker=2, left_s=25.0))
+    assert [kill.worker for kill in story.all(m.KillWorker)] == [2] and len(story.all(m.StartWorker)) == 1
     assert story.state.failures == 0 and not story.calls("stop")
 
 
 def test_a_recruit_joins_without_a_pause() -> None:
     story = running(max_workers=4)
-    story.tell(m.Progressed(generation=story.state.generation, step=1))
-    (place,) = story.all(m.Place)
+    story.tell(m.StepsCompleted(generation=story.state.generation, step=1))
+    (place,) = story.all(m.StartWorker)
     assert place.slot == 3
     joined(story, place.worker)
     assert [call.worker for call in story.calls("run")] == [place.worker] and len(story.state.members) == 4
@@ -136,15 +137,18 @@ def test_a_recruit_joins_without_a_pause() -> None:
 def test_one_that_ends_each_time_while_it_starts_is_waited_for_longer_though_the_others_step() -> None:
     story, pauses = running(), []
     for worker in (1, 3, 4, 5, 6):
-        story.tell(m.Progressed(generation=story.state.generation, step=worker), m.Died(worker=worker, cause="killed"))
-        (place,) = story.all(m.Place)
+        story.tell(
+            m.StepsCompleted(generation=story.state.generation, step=worker),
+            m.WorkerDied(worker=worker, cause="killed"),
+        )
+        (place,) = story.all(m.StartWorker)
         pauses.append(place.after_s)
     assert pauses == [0.0, 0.0, 1.0, 2.0, 4.0] and story.state.phase is Phase.RUNNING
 
 
 def test_servers_are_told_apart_from_workers() -> None:
     story = Story(workers=3, servers=1, topology="independent", tolerates=frozenset({"worker"}))
-    story.tell(m.Acquired(token=1, head=None))
+    story.tell(m.LeaseAcquired(token=1, head=None))
     assert [event.what for event in story.emitted(events.Waiting)] == ["2 workers and 1 server to start"]
     story.start().formed(SERVER, WORKER, WORKER)
     story.returns("heal", *(StateTag(step=0, pieces=tag.pieces) for tag in (SERVER, WORKER, WORKER)))

@@ -20,8 +20,16 @@ from hypothesis import strategies as st
 from tests.support.processes import ROOT
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Event, Formed, Noted, RunStarted, Waiting
-from trainwright.runtime import autoscaling
-from trainwright.runtime.autoscaling import HEAD, Limits, Lookout, Starting, news, older_news, read_config
+from trainwright.ray_cluster import autoscaling
+from trainwright.ray_cluster.autoscaling import (
+    HEAD_RESOURCE,
+    AutoscalerLimits,
+    PendingNodes,
+    PendingNodeWatcher,
+    parse_autoscaler_report,
+    parse_cluster_status,
+    read_config,
+)
 
 CONFIG: dict[str, Any] = {
     "head_node_type": "head",
@@ -43,13 +51,13 @@ def running(kind: str, labelled: bool = True) -> dict[str, Any]:
 
 @pytest.mark.parametrize("labelled", [True, False], ids=["newer", "older"])
 def test_what_runs_counts_against_the_limits(labelled: bool) -> None:
-    nodes = [{"Resources": {HEAD: 1.0, "CPU": 4}}, running("gpu", labelled), running("cpu", labelled)]
-    assert [each.name for each in Limits.of(CONFIG).left(nodes)] == ["gpu", "gpu", "gpu"]
+    nodes = [{"Resources": {HEAD_RESOURCE: 1.0, "CPU": 4}}, running("gpu", labelled), running("cpu", labelled)]
+    assert [each.name for each in AutoscalerLimits.of(CONFIG).left(nodes)] == ["gpu", "gpu", "gpu"]
 
 
 @given(st.lists(st.sampled_from(["gpu", "cpu"]), max_size=9))
 def test_no_limit_is_passed(kinds: list[str]) -> None:
-    left = [each.name for each in Limits.of(CONFIG).left([running(kind) for kind in kinds])]
+    left = [each.name for each in AutoscalerLimits.of(CONFIG).left([running(kind) for kind in kinds])]
     total, there = Counter(left) + Counter(kinds), Counter(kinds)
     assert not left or len(kinds) + len(left) <= CONFIG["max_workers"]
     for kind in ("gpu", "cpu"):
@@ -79,7 +87,7 @@ def test_a_head_without_trainwright_can_say_it(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(CONFIG))
     process(tmp_path, 8, "python", "monitor.py", "--gcs-address=10.0.0.2:6379", f"--autoscaling-config={file}")
-    with autoscaling.by_value():
+    with autoscaling.pickle_by_value():
         (tmp_path / "function").write_bytes(cloudpickle.dumps(read_config))
     without = f"""
 import sys
@@ -122,7 +130,7 @@ def test_on_kubernetes_the_cluster_itself_says_it(kubernetes: list[Any]) -> None
     cluster = next(each for each in manifests if each["kind"] == "RayCluster")
     cluster["metadata"]["namespace"] = "team"
     kubernetes.append(cluster)
-    found = Limits.of(read_config("10.0.0.1:6379") or {})
+    found = AutoscalerLimits.of(read_config("10.0.0.1:6379") or {})
     (kind,) = found.types
     group = cluster["spec"]["workerGroupSpecs"][0]
     assert (kind.name, kind.most) == (group["groupName"], group["maxReplicas"]) and kind.resources["GPU"] > 0
@@ -147,7 +155,7 @@ def test_the_newer_autoscaler_is_understood() -> None:
         pending_nodes=[of(ray_node_type_name="gpu"), of(ray_node_type_name="cpu")],
         failed_launches=[of(ray_node_type_name="big", count=1, details=""), of(ray_node_type_name="big", details="")],
     )
-    assert str(news(status)) == (
+    assert str(parse_cluster_status(status)) == (
         "4 nodes (2 gpu asked for, 1 cpu booting, 1 gpu booting); "
         "none came for big: the provider refused (monitor.log on the head says why)"
     )
@@ -169,12 +177,12 @@ def test_the_older_autoscaler_is_understood() -> None:
             }
         },
     }
-    told = older_news(json.loads(json.dumps({"autoscaler_report": report})))
+    told = parse_autoscaler_report(json.loads(json.dumps({"autoscaler_report": report})))
     assert str(told) == (
         "2 nodes (1 gpu asked for, 1 cpu booting); none came for 1 cpu: its set-up failed on 10.0.0.9; "
         "none came for rare: InsufficientCapacity no rare"
     )
-    assert older_news({}) == Starting()
+    assert parse_autoscaler_report({}) == PendingNodes()
 
 
 class Scene:
@@ -182,22 +190,22 @@ class Scene:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(autoscaling, "LOOK_S", 0.001)
-        self.seen: queue.SimpleQueue[Starting | Exception] = queue.SimpleQueue()
+        self.seen: queue.SimpleQueue[PendingNodes | Exception] = queue.SimpleQueue()
         self.told: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.lookout = Lookout(self.hear, self.see)
+        self.lookout = PendingNodeWatcher(self.hear, self.see)
         self.lookout.on(RunStarted())
 
     def hear(self, event: Event) -> None:
         self.lookout.on(event)
         self.told.put(event)
 
-    def see(self) -> Starting:
+    def see(self) -> PendingNodes:
         found = self.seen.get(timeout=10)
         if isinstance(found, Exception):
             raise found
         return found
 
-    def after(self, found: Starting | Exception) -> Event:
+    def after(self, found: PendingNodes | Exception) -> Event:
         self.seen.put(found)
         return self.told.get(timeout=10)
 
@@ -215,36 +223,36 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 
 def test_before_the_first_step_a_run_waits_for_nodes(scene: Scene) -> None:
     scene.lookout.on(Waiting(what="2 workers to start", deadline_s=100))
-    coming = scene.after(Starting(asked={"gpu": 2}))
+    coming = scene.after(PendingNodes(asked={"gpu": 2}))
     assert isinstance(coming, Waiting) and coming.what == "2 nodes (2 gpu asked for)" and 90 < coming.deadline_s <= 100
-    scene.seen.put(Starting(asked={"gpu": 2}))  # nothing new
-    booting = scene.after(Starting(booting={"gpu": 2}))
+    scene.seen.put(PendingNodes(asked={"gpu": 2}))  # nothing new
+    booting = scene.after(PendingNodes(booting={"gpu": 2}))
     assert isinstance(booting, Waiting) and booting.what == "2 nodes (2 gpu booting)"
-    there = scene.after(Starting())
+    there = scene.after(PendingNodes())
     assert isinstance(there, Waiting) and there.what == "2 workers to start" and there.deadline_s <= booting.deadline_s
 
 
 def test_later_it_is_a_note(scene: Scene) -> None:
     scene.lookout.on(Waiting(what="2 workers to start", deadline_s=100))
     scene.lookout.on(Formed())
-    assert scene.after(Starting(asked={"gpu": 1})) == Noted(text="the cluster starts 1 node (1 gpu asked for)")
-    scene.seen.put(Starting())
+    assert scene.after(PendingNodes(asked={"gpu": 1})) == Noted(text="the cluster starts 1 node (1 gpu asked for)")
+    scene.seen.put(PendingNodes())
 
 
 @pytest.mark.parametrize("cpus", [4.0, 0.0], ids=["fits", "nothing runs"])
 def test_what_cannot_be_read_refuses_only_a_run_that_needs_it(monkeypatch: pytest.MonkeyPatch, cpus: float) -> None:
     import ray
 
-    from trainwright.runtime import cluster_discovery
+    from trainwright.ray_cluster import discovery
 
     def unreadable(nodes: Any) -> None:
         raise ResourceError("permission denied", where="the head")
 
     alive = {"Alive": True, "NodeID": "1", "NodeManagerHostname": "a", "Resources": {"CPU": cpus}, "Labels": {}}
     monkeypatch.setattr(ray, "nodes", lambda: [alive])
-    monkeypatch.setattr(cluster_discovery, "limits", unreadable)
+    monkeypatch.setattr(discovery, "autoscaler_limits", unreadable)
     if cpus:
-        assert cluster_discovery.discover(possible=True).unseen == "permission denied (the head)"
+        assert discovery.discover(possible=True).unseen == "permission denied (the head)"
     else:
         with pytest.raises(ResourceError, match="permission denied"):
-            cluster_discovery.discover(possible=True)
+            discovery.discover(possible=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from tests.support.fake_store import FakeStore
 from tests.support.sample_run import Recorder, stepped
 from trainwright.core import events
-from trainwright.storage.event_buffer import Backlog, thinned
 from trainwright.storage.event_files import read_events
-from trainwright.storage.event_log import Journal
+from trainwright.storage.event_log import EventBuffer, EventLog, thin_steps
 
 
 def steps_of(items: list[events.Event]) -> list[int]:
@@ -16,7 +15,7 @@ def steps_of(items: list[events.Event]) -> list[int]:
 
 def test_every_second_record_goes_and_the_newest_stays() -> None:
     told = [stepped(range(start, start + 3), time_s=start) for start in range(1, 13, 3)]
-    left = thinned([*told[:2], events.Formed(step=6), *told[2:]])
+    left = thin_steps([*told[:2], events.Formed(step=6), *told[2:]])
     assert steps_of(left) == [2, 4, 6, 8, 10, 12]
     assert [type(item).__name__ for item in left] == ["Steps", "Formed", "Steps"]
     first = left[0]
@@ -26,12 +25,12 @@ def test_every_second_record_goes_and_the_newest_stays() -> None:
 
 def test_records_of_other_generations_stay_apart() -> None:
     again = events.Steps(**{**vars(stepped([2, 3], time_s=9)), "generation": 2})
-    left = thinned([stepped([1, 2, 3], time_s=5), again])
+    left = thin_steps([stepped([1, 2, 3], time_s=5), again])
     assert [(item.generation, item.step) for item in left if isinstance(item, events.Steps)] == [(1, [1, 3]), (2, [3])]
 
 
 def test_a_backlog_stays_within_its_bounds_and_keeps_what_matters() -> None:
-    backlog = Backlog(most_steps=100, most_lesser=10)
+    backlog = EventBuffer(most_steps=100, most_lesser=10)
     kept: list[events.Event] = []
     for step in range(1, 5001):
         backlog.add(stepped([step], time_s=step))
@@ -55,7 +54,7 @@ def test_a_backlog_stays_within_its_bounds_and_keeps_what_matters() -> None:
 def test_a_journal_that_waits_too_long_says_what_it_dropped() -> None:
     store, ears = FakeStore(), Recorder()
     store.fails = ["refused"] * 3
-    journal = Journal(store, "demo", flush_s=3600, backlog=lambda: Backlog(most_steps=50))
+    journal = EventLog(store, "demo", flush_s=3600, backlog=lambda: EventBuffer(most_steps=50))
     journal.open(1)
     journal.listen(ears)
     journal.write(stepped([1], time_s=1))
@@ -79,7 +78,7 @@ def test_a_journal_that_waits_too_long_says_what_it_dropped() -> None:
 def test_events_that_cannot_be_written_at_the_end_are_said_to_be_lost() -> None:
     store, ears = FakeStore(), Recorder()
     store.fails = ["refused"] * 1000
-    journal = Journal(store, "demo", flush_s=3600)
+    journal = EventLog(store, "demo", flush_s=3600)
     journal.open(1)
     journal.listen(ears)
     for step in (1, 2):
@@ -92,7 +91,7 @@ def test_events_that_cannot_be_written_at_the_end_are_said_to_be_lost() -> None:
 
 def test_a_store_that_takes_less_than_comes_is_no_failure_and_said_all_the_same() -> None:
     store, ears = FakeStore(), Recorder()
-    journal = Journal(store, "demo", flush_s=3600, backlog=lambda: Backlog(most_steps=10))
+    journal = EventLog(store, "demo", flush_s=3600, backlog=lambda: EventBuffer(most_steps=10))
     journal.listen(ears)
     for step in range(1, 31):
         journal.write(stepped([step], time_s=step))

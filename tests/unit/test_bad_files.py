@@ -16,6 +16,7 @@ import trainwright.datasets as datasets
 from tests.support.file_formats import FORMATS, frame, write_csv, write_stream
 from trainwright.core.errors import DataError
 from trainwright.datasets import arrow, csv, parquet
+from trainwright.datasets.formats.file_system import retry_transient
 from trainwright.datasets.formats.parquet import ParquetLoader
 from trainwright.datasets.formats.scanned_files import FileLoader
 
@@ -111,16 +112,14 @@ def test_a_read_that_a_store_refuses_for_a_while_is_tried_again(
                 raise OSError("AWS Error SLOW_DOWN during GetObject operation (HTTP status 503)")
             return pa.OSFile(path)
 
-    monkeypatch.setattr("trainwright.datasets.formats.byte_ranges.retrying", impatiently)
+    monkeypatch.setattr("trainwright.datasets.formats.file_system.retry_transient", impatiently)
     loader = FileLoader(Slow(), data.source.format, index)
     assert loader.load(0, ["id"])["id"].tolist() == list(range(10))
     assert left[0] == -1
 
 
 def impatiently(read: Callable[[], Any], where: str) -> Any:
-    from trainwright.datasets.formats.retry import retrying
-
-    return retrying(read, where, clock=lambda: 0.0, sleep=lambda seconds: None)
+    return retry_transient(read, where, clock=lambda: 0.0, sleep=lambda seconds: None)
 
 
 def test_parquet_waits_for_its_store_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +132,7 @@ def test_parquet_waits_for_its_store_too(tmp_path: Path, monkeypatch: pytest.Mon
             raise OSError("AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 28, Timeout was reached")
         return read(loader, *arguments)
 
-    monkeypatch.setattr("trainwright.datasets.formats.parquet.retrying", impatiently)
+    monkeypatch.setattr("trainwright.datasets.formats.parquet.retry_transient", impatiently)
     monkeypatch.setattr(ParquetLoader, "_read", slow)
     data = parquet(tmp_path)
     index = data.index()

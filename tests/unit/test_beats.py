@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainwright.runtime import takeover
-from trainwright.runtime.takeover import BEAT_S, Beats
+from trainwright.runtime.takeover import BEAT_S, Heartbeats
 
 TOKEN = 7
 
@@ -47,7 +47,7 @@ class Driver:
     """Sends beats every `BEAT_S` seconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s, self._beats = 100.0, Beats()
+        self.now_s, self._beats = 100.0, Heartbeats()
         monkeypatch.setattr(takeover, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         monkeypatch.setattr(takeover, "ray", SimpleNamespace(wait=self._wait))
 

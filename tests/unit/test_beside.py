@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.core.data import Feeding
+from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import mix, parquet, split, table
-from trainwright.datasets.loading.loader import Stream, schedule_of
-from trainwright.datasets.ray_data.pipeline import Recipe
+from trainwright.datasets.loading.batch_loader import BatchLoader, make_schedule
+from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec
 
 Row = dict[str, Any]
 
@@ -53,8 +53,8 @@ def doubled(columns: Mapping[str, Any]) -> Row:
 
 
 def fed(data: Any, rank: int, ranks: int, epochs: int, seed: int) -> list[Row]:
-    feeding = Feeding(data_ranks=range(rank, rank + 1), total=ranks)
-    stream = Stream(data, batch_size=8, epochs=epochs, seed=seed, feeding=feeding)
+    feeding = FeedAssignment(data_ranks=range(rank, rank + 1), total=ranks)
+    stream = BatchLoader(data, batch_size=8, epochs=epochs, seed=seed, feeding=feeding)
     with stream.feeds(0) as feeds:
         return [dict(batch.columns) for feed in feeds for part in feed.parts for batch in part]
 
@@ -119,8 +119,8 @@ def test_heavy_transforms_of_both_give_what_light_ones_do(tmp_path: Path) -> Non
     light = base.map(jitter).map_batches(shifted).beside(other.map_batches(doubled))
     heavy = base.map(jitter).map_batches(shifted, cpus=1).beside(other.map_batches(doubled, cpus=1))
     index = heavy.index()
-    schedule = schedule_of(index, batch_size=8, epochs=1, seed=3, shuffle=True, drop_last=False)
-    recipe = Recipe(dataset=heavy, index=index, columns=("id", "noise", "soft"), schedule=schedule, length=2)
+    schedule = make_schedule(index, batch_size=8, epochs=1, seed=3, shuffle=True, drop_last=False)
+    recipe = PipelineSpec(dataset=heavy, index=index, columns=("id", "noise", "soft"), schedule=schedule, length=2)
     content = recipe.read(next(recipe.pieces(0, 1)))
     for stage in range(1, len(recipe.stages)):
         content = recipe.transform(content, stage)

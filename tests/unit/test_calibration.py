@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import trainwright as tw
-from trainwright.core.accelerators import ACCELERATORS
+from trainwright.core.cluster import ACCELERATORS
 from trainwright.core.model_profile import LayerCost, ModelProfile
-from trainwright.strategies.cost_model.machine import CPU, Machine
-from trainwright.strategies.cost_model.step_work import units, work_of
+from trainwright.strategies.cost_model.machine_model import CPU_CORE, MachineModel
+from trainwright.strategies.cost_model.step_work import compute_step_work, fsdp_units
 
 CORES = tw.Cluster.parse("2x1xCPU")
 NUMBERS = tw.transformer_profile(hidden=64, layers=2, heads=4, sequence=8, vocabulary=100)
@@ -28,7 +28,7 @@ def test_measurements_move_a_speed_that_was_assumed(monkeypatch: pytest.MonkeyPa
         found = (tw.estimate(plan=plan, batch_size=batch, calibration=calibration, **about) for plan in plans)
         return [each.step_s for each in found]
 
-    monkeypatch.setitem(ACCELERATORS, "CPU", replace(CPU, flops_per_s={"fp32": 3 * CPU.rate("fp32")}))
+    monkeypatch.setitem(ACCELERATORS, "CPU", replace(CPU_CORE, flops_per_s={"fp32": 3 * CPU_CORE.rate("fp32")}))
     batches = {batch: steps(batch) for batch in (64, 256, 1024)}
     monkeypatch.delitem(ACCELERATORS, "CPU")
     rows = [
@@ -49,7 +49,7 @@ def test_what_a_micro_batch_passes_over() -> None:
         tw.estimate(profile, CORES, tw.Plan.parse(text), batch_size=8, precision="fp32").terms["compute"]
         for text in ("", "accumulation=4")
     )
-    assert once == pytest.approx(4 * table / CPU.memory_bytes_per_s / 0.8, rel=0.01)
+    assert once == pytest.approx(4 * table / CPU_CORE.memory_bytes_per_s / 0.8, rel=0.01)
     assert often == pytest.approx(4 * 4 * once, rel=0.01), "its own pass, and three to add it to those before"
 
 
@@ -57,9 +57,11 @@ def test_zeros_collectives_are_as_many_as_the_blocks_of_a_list() -> None:
     names = ("embed", "blocks.0.query", "blocks.0.out", "blocks.1.query", "blocks.1.out", "head")
     layer = LayerCost(name="", parameters=10, parameter_bytes=40, flops=20.0)
     profile = ModelProfile(framework="torch", layers=tuple(replace(layer, name=name) for name in names))
-    assert units(profile) == 3 and units(NUMBERS) == len(NUMBERS.layers)
+    assert fsdp_units(profile) == 3 and fsdp_units(NUMBERS) == len(NUMBERS.layers)
     zero2, zero3 = (
-        work_of(profile, Machine.of(CORES, 2), tw.Plan.parse(text), batch_size=2, precision="fp32").gathers
+        compute_step_work(
+            profile, MachineModel.of(CORES, 2), tw.Plan.parse(text), batch_size=2, precision="fp32"
+        ).gathers
         for text in ("dp=2,zero=2", "fsdp=2")
     )
     assert (zero2, zero3) == (6, 9)

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from tests.support.channel_server import FIRST, PLACES, SECOND, joined, serving, soon
 from trainwright.core.errors import PeerLost
-from trainwright.strategies.ps import handshake, shared_memory, sockets
-from trainwright.strategies.ps.client_transport import dial
-from trainwright.strategies.ps.frames import Header, Kind
-from trainwright.strategies.ps.server_transport import Call, Gone
-from trainwright.strategies.ps.shared_memory import Region
+from trainwright.strategies.common import shared_memory, socket_transport
+from trainwright.strategies.common.shared_memory import SharedRegion
+from trainwright.strategies.common.socket_transport import FrameHeader, FrameKind
+from trainwright.strategies.ps.client_connection import connect_to_server
+from trainwright.strategies.ps.server_connections import WorkerCall, WorkerDisconnected
 
 BIG = 24 * 2**20  # more than the buffers of a connection hold
 
@@ -55,9 +55,9 @@ def test_calls_are_answered_in_their_order_also_with_bytes(place: str) -> None:
         rooms = [memoryview(bytearray(8)) for _ in range(3)]
         for number, room in enumerate(rooms):
             link.call(bytes([number]), soon(), into=room)
-        calls: list[Call] = []
+        calls: list[WorkerCall] = []
         while len(calls) < 3:
-            calls += [event for event in server.lines.wait(soon()) if isinstance(event, Call)]
+            calls += [event for event in server.lines.wait(soon()) if isinstance(event, WorkerCall)]
         assert [call.head for call in calls] == [b"\0", b"\1", b"\2"]
         for call in calls:
             call.line.answer(call.head, b"x" * 3, memoryview(bytes([65 + call.head[0]])), b"")
@@ -70,7 +70,7 @@ def test_calls_are_answered_in_their_order_also_with_bytes(place: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_shared_memory_is_handed_over_anew_when_it_changes(place: str) -> None:
     with serving(place) as server, joined(server) as link:
-        other = Region(50)
+        other = SharedRegion(50)
         other.view[:] = b"b" * 50
         for region, expected in ((server.region, bytes(range(10))), (other, b"b" * 10), (other, b"b" * 10)):
             server.lines.publish(region)
@@ -111,7 +111,9 @@ def test_any_ranges_made_ready_in_any_order_come_to_the_whole() -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_an_older_generation_is_refused(place: str) -> None:
     with serving(place) as server, ThreadPoolExecutor(1) as pool:
-        dialling = pool.submit(dial, server.peer, SECOND, 1, soon(), sockets.Switch())
+        dialling = pool.submit(
+            connect_to_server, server.peer, SECOND, 1, soon(), socket_transport.ConnectionCanceller()
+        )
         while not dialling.done():
             assert server.quiet(0.005)
         with pytest.raises(PeerLost, match="rank 0 closed the connection"):
@@ -123,9 +125,9 @@ def test_an_older_generation_is_refused(place: str) -> None:
     "said",
     [
         b"GET / HTTP/1.1\r\n\r\n" * 9,
-        handshake.claim(SECOND, handshake.nonce(), 1)[0],
-        handshake.claim(FIRST, handshake.nonce(), 1)[0],
-        Header(Kind.CALL, 99).pack(),  # and then nothing
+        socket_transport.member_claim(SECOND, socket_transport.new_nonce(), 1)[0],
+        socket_transport.member_claim(FIRST, socket_transport.new_nonce(), 1)[0],
+        FrameHeader(FrameKind.CALL, 99).pack(),  # and then nothing
     ],
     ids=["another protocol", "another key", "a replayed claim", "half a claim"],
 )
@@ -133,7 +135,7 @@ def test_strangers_are_sent_away_and_keep_nobody_waiting(said: bytes) -> None:
     with serving("tcp", deadline_s=0.1) as server:
         address = (server.peer.address.host, server.peer.address.port)
         with socket.create_connection(address) as stranger, joined(server) as link:
-            stranger.recv(handshake.NONCE_BYTES)
+            stranger.recv(socket_transport.NONCE_BYTES)
             stranger.sendall(said)
             link.call(b"hi", soon())
             assert server.call().head == b"hi"
@@ -152,7 +154,7 @@ def test_strangers_are_sent_away_and_keep_nobody_waiting(said: bytes) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_a_worker_frozen_in_the_middle_of_a_frame_stops_nobody_and_is_dropped(place: str) -> None:
     with serving(place, deadline_s=0.2) as server, joined(server, 1) as frozen, joined(server, 2) as link:
-        frozen._out.sendall(Header(Kind.CALL, 100).pack()[:7])
+        frozen._out.sendall(FrameHeader(FrameKind.CALL, 100).pack()[:7])
         for _ in range(3):
             link.call(b"hi", soon())
             call = server.call()
@@ -169,10 +171,10 @@ def test_a_worker_that_does_not_read_stops_nobody_and_is_dropped() -> None:
     with serving("tcp", deadline_s=0.3, size=BIG) as server, joined(server, 2) as link:
         frozen = socket.create_connection((server.peer.address.host, server.peer.address.port))
         with ThreadPoolExecutor(1) as pool:
-            joining = pool.submit(handshake.join, frozen, FIRST, 1, soon())
+            joining = pool.submit(socket_transport.authenticate, frozen, FIRST, 1, soon())
             while not joining.done():
                 assert server.quiet(0.005)
-        frozen.sendall(Header(Kind.CALL, 0).pack())
+        frozen.sendall(FrameHeader(FrameKind.CALL, 0).pack())
         line = server.call().line
         begun = time.monotonic()
         line.answer_published(b"", 0, BIG)
@@ -188,7 +190,7 @@ def test_the_first_layers_are_there_while_the_others_are_on_their_way() -> None:
         into = memoryview(bytearray(BIG))
         link.call(b"pull", soon(), into=into)
         line = server.call().line
-        line._send([Header(Kind.ANSWER, size=BIG).pack(), server.region.view[: 2**20]])
+        line._send([FrameHeader(FrameKind.ANSWER, size=BIG).pack(), server.region.view[: 2**20]])
         assert server.quiet()
         link.answer(soon())
         link.pulled(0, 2**20, soon())
@@ -207,11 +209,12 @@ def test_the_first_layers_are_there_while_the_others_are_on_their_way() -> None:
 def test_of_a_worker_killed_in_the_middle_of_its_push_nothing_counts_but_what_rang() -> None:
     code = (
         "import sys, time\n"
-        "from trainwright.core.group import Address, Peer\n"
-        "from trainwright.strategies.ps.client_transport import Switch, dial\n"
+        "from trainwright.core.topology import Address, Peer\n"
+        "from trainwright.strategies.common.socket_transport import ConnectionCanceller\n"
+        "from trainwright.strategies.ps.client_connection import connect_to_server\n"
         "peer = Peer(rank=0, address=Address(host='127.0.0.1', port=int(sys.argv[1])))\n"
         "until = time.monotonic() + 60\n"
-        "link = dial(peer, b'the key of the first generation', 1, until, Switch())\n"
+        "link = connect_to_server(peer, b'the key of the first generation', 1, until, ConnectionCanceller())\n"
         "outbox = link.open_outbox(100, until)\n"
         "outbox[:50] = b'a' * 50\n"
         "link.call(b'push', until, size=50)\n"
@@ -224,7 +227,7 @@ def test_of_a_worker_killed_in_the_middle_of_its_push_nothing_counts_but_what_ra
         events = server.lines.wait(soon(60))
         while len(events) < 2:
             events += server.lines.wait(soon(60))
-        assert [event.head for event in events if isinstance(event, Call)] == [b"push", b"kill me"]
+        assert [event.head for event in events if isinstance(event, WorkerCall)] == [b"push", b"kill me"]
         payload = events[0].payload
         worker.kill()
         worker.wait()
@@ -259,7 +262,7 @@ def test_what_a_dead_server_published_can_be_read_and_its_end_is_told(place: str
         with pytest.raises(PeerLost, match="rank 0"):
             link.call(b"", soon())
             link.answer(soon())
-        server.region = Region(1)
+        server.region = SharedRegion(1)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -272,7 +275,7 @@ def test_cut_ends_waits_at_both_ends(place: str) -> None:
         threading.Timer(0.05, link.cut).start()
         with pytest.raises(PeerLost):
             answer.result(5)
-        assert [type(event) for event in events.result(5)] == [Gone]
+        assert [type(event) for event in events.result(5)] == [WorkerDisconnected]
         events = pool.submit(server.lines.wait, soon(30))
         server.lines.wake()
         assert events.result(5) == []
@@ -280,7 +283,7 @@ def test_cut_ends_waits_at_both_ends(place: str) -> None:
         server.lines.cut()
         assert events.result(5) == []
         with pytest.raises(PeerLost):
-            dial(server.peer, FIRST, 1, soon(0.5), sockets.Switch())
+            connect_to_server(server.peer, FIRST, 1, soon(0.5), socket_transport.ConnectionCanceller())
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -303,7 +306,7 @@ def test_an_answer_larger_than_its_room_is_refused(place: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_an_outbox_beyond_all_memory_ends_the_line_alone(place: str) -> None:
     with serving(place) as server, joined(server, 1) as wrong, joined(server, 2) as link:
-        wrong._out.sendall(Header(Kind.OUTBOX, size=2**63).pack())
+        wrong._out.sendall(FrameHeader(FrameKind.OUTBOX, size=2**63).pack())
         assert server.gone().rank == 1
         link.call(b"hi", soon())
         assert server.call().head == b"hi"
@@ -313,17 +316,17 @@ def test_an_outbox_beyond_all_memory_ends_the_line_alone(place: str) -> None:
 def test_a_range_outside_the_outbox_ends_the_line(place: str) -> None:
     with serving(place) as server, joined(server) as link:
         link.open_outbox(10, soon())
-        link._out.sendall(Header(Kind.CALL, 0, 5, 6).pack())
+        link._out.sendall(FrameHeader(FrameKind.CALL, 0, 5, 6).pack())
         assert server.gone().rank == 1
 
 
 def test_workers_may_read_published_memory_and_neither_write_nor_shrink_it() -> None:
-    region = Region(100)
+    region = SharedRegion(100)
     assert region.file is not None
     with pytest.raises(TypeError):
-        shared_memory.mapped(region.file, writable=False)[0] = 1
+        shared_memory.map_descriptor(region.file, writable=False)[0] = 1
     with pytest.raises(PermissionError):
         __import__("os").ftruncate(region.file, 10)
     with pytest.raises(ConnectionError, match="smaller"):
-        shared_memory.mapped(region.file, 101, writable=False)
+        shared_memory.map_descriptor(region.file, 101, writable=False)
     region.close()

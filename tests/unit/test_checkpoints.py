@@ -15,22 +15,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.core.checkpoint import CheckpointRef, FileEntry, Manifest, checkpoint_path
 from trainwright.core.data import Cursor
+from trainwright.core.engine import CheckpointFile, CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError
 from trainwright.storage.checkpoints import (
     MANIFEST,
     CheckpointReader,
     CheckpointWriter,
     decode_manifest,
+    delete_unreferenced,
     encode_manifest,
-    newest_good,
+    newest_intact,
     read_manifest,
-    retain,
     verify,
     write_manifest,
 )
-from trainwright.storage.store import Store, StoreDown, open_store
+from trainwright.storage.object_store import Store, StoreDown, open_store
 
 RUN = "digits"
 FILES = {"shard-0.bin": b"parameters" * 100, "optimizer/shard-0.bin": b"moments" * 50, "empty": b""}
@@ -46,7 +46,7 @@ def save(store: Store, step: int, token: int = 1, parent: str = "") -> Checkpoin
     writer = CheckpointWriter(store, RUN, path)
     for name, data in FILES.items():
         writer.write(name, data + b"%d" % step)
-    manifest = Manifest(step=step, cursor=Cursor(position=step), files=writer.entries)
+    manifest = CheckpointManifest(step=step, cursor=Cursor(position=step), files=writer.entries)
     digest = write_manifest(store, RUN, path, manifest)
     return CheckpointRef(step=step, path=path, manifest_sha256=digest, parent=parent)
 
@@ -127,7 +127,7 @@ plain = st.recursive(
 @settings(max_examples=40)
 @given(
     st.builds(
-        Manifest,
+        CheckpointManifest,
         step=st.integers(0),
         cursor=st.builds(
             Cursor,
@@ -136,14 +136,14 @@ plain = st.recursive(
             lanes=st.integers(1),
             carry=st.lists(st.integers()).map(tuple),
         ),
-        files=st.lists(st.builds(FileEntry, name=st.text(), size_bytes=st.integers(0), sha256=st.just("0" * 64))).map(
-            tuple
-        ),
+        files=st.lists(
+            st.builds(CheckpointFile, name=st.text(), size_bytes=st.integers(0), sha256=st.just("0" * 64))
+        ).map(tuple),
         layout=st.text(),
         facts=st.dictionaries(st.text(), plain),
     )
 )
-def test_a_manifest_round_trips(manifest: Manifest) -> None:
+def test_a_manifest_round_trips(manifest: CheckpointManifest) -> None:
     assert decode_manifest(encode_manifest(manifest)) == manifest
 
 
@@ -177,7 +177,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_note(store: Store, kind: str
     with pytest.raises(CheckpointError, match=said) as caught:
         verify(store, RUN, refs[-1], checksums=True)
     assert caught.value.where == store.uri_of(place) and caught.value.remedy
-    ref, notes = newest_good(store, RUN, refs)
+    ref, notes = newest_intact(store, RUN, refs)
     assert ref == refs[1]
     assert len(notes) == 1 and "step 30 is passed over" in notes[0] and name.rpartition("/")[2] in notes[0]
 
@@ -191,7 +191,7 @@ def test_a_manifest_torn_at_any_byte_costs_its_checkpoint_and_no_more() -> None:
     for length in range(len(whole)):
         for left in (whole[:length], whole[:length].ljust(len(whole), b"\0")):
             store.put(place, left)
-            ref, notes = newest_good(store, RUN, refs, checksums=False)
+            ref, notes = newest_intact(store, RUN, refs, checksums=False)
             assert ref == refs[0] and "step 20 is passed over: the manifest is torn" in notes[0]
 
 
@@ -223,11 +223,11 @@ def test_a_manifest_of_another_version_is_no_crash(store: Store) -> None:
 def test_several_damaged_ones_are_each_noted(store: Store) -> None:
     refs = chain(store, 10, 20, 30)
     store.delete([f"{RUN}/{refs[2].path}/{MANIFEST}", f"{RUN}/{refs[1].path}/empty"])
-    ref, notes = newest_good(store, RUN, refs)
+    ref, notes = newest_intact(store, RUN, refs)
     assert ref == refs[0] and len(notes) == 2 and "step 30" in notes[0] and "step 20" in notes[1]
     store.delete([f"{RUN}/{refs[0].path}/empty"])
-    assert newest_good(store, RUN, refs) == (None, [*notes, newest_good(store, RUN, refs[:1])[1][0]])
-    assert newest_good(store, RUN, ()) == (None, [])
+    assert newest_intact(store, RUN, refs) == (None, [*notes, newest_intact(store, RUN, refs[:1])[1][0]])
+    assert newest_intact(store, RUN, ()) == (None, [])
 
 
 def test_sizes_alone_are_checked_without_checksums(store: Store) -> None:
@@ -247,7 +247,7 @@ def test_a_store_that_fails_damages_no_checkpoint(store: Store, monkeypatch: pyt
 
     monkeypatch.setattr(Store, "get", fail)
     with pytest.raises(StorageError, match="cannot be reached") as caught:
-        newest_good(store, RUN, refs)
+        newest_intact(store, RUN, refs)
     assert not isinstance(caught.value, CheckpointError)
 
 
@@ -257,11 +257,11 @@ def test_a_store_that_fails_damages_no_checkpoint(store: Store, monkeypatch: pyt
 def test_what_the_log_names_is_kept_and_the_rest_deleted(store: Store) -> None:
     refs = chain(store, 10, 20, 30, 40)
     store.put(f"{RUN}/log/00000001.json", b"{}")
-    deleted = retain(store, RUN, refs[2:])
+    deleted = delete_unreferenced(store, RUN, refs[2:])
     assert set(deleted) == {refs[0].path, refs[1].path}
     assert folders(store) == {"00000030-1", "00000040-1"}
-    assert retain(store, RUN, refs[2:]) == ()
-    assert newest_good(store, RUN, refs[2:]) == (refs[3], []) and store.exists(f"{RUN}/log/00000001.json")
+    assert delete_unreferenced(store, RUN, refs[2:]) == ()
+    assert newest_intact(store, RUN, refs[2:]) == (refs[3], []) and store.exists(f"{RUN}/log/00000001.json")
 
 
 def test_orphans_of_dead_drivers_are_deleted(store: Store) -> None:
@@ -269,7 +269,7 @@ def test_orphans_of_dead_drivers_are_deleted(store: Store) -> None:
     store.put(f"{RUN}/checkpoints/00000020-1/shard-0.bin", b"of a driver that died")
     store.put(f"{RUN}/checkpoints/00000015-4/shard-0.bin", b"of an upload that was given up")
     new = save(store, 18, token=4, parent=old.path)
-    retain(store, RUN, [old, new])
+    delete_unreferenced(store, RUN, [old, new])
     assert folders(store) == {"00000010-1", "00000018-4"}
 
 
@@ -277,19 +277,19 @@ def test_uploads_under_way_are_left(store: Store) -> None:
     new = save(store, 20, token=4)
     for path in ("00000030-4", "00000005-9", "00000010-4", "00000011-4"):
         store.put(f"{RUN}/checkpoints/{path}/shard-0.bin", b"1")
-    retain(store, RUN, [new], writing={"checkpoints/00000010-4"})
+    delete_unreferenced(store, RUN, [new], writing={"checkpoints/00000010-4"})
     assert folders(store) == {"00000020-4", "00000030-4", "00000005-9", "00000010-4"}
 
 
 def test_nothing_named_deletes_nothing(store: Store) -> None:
     save(store, 20)
-    assert retain(store, RUN, []) == () and folders(store) == {"00000020-1"}
+    assert delete_unreferenced(store, RUN, []) == () and folders(store) == {"00000020-1"}
 
 
 def test_files_of_others_are_left(store: Store) -> None:
     refs = chain(store, 10, 20)
     store.put(f"{RUN}/checkpoints/notes/README", b"mine")
-    retain(store, RUN, refs[1:])
+    delete_unreferenced(store, RUN, refs[1:])
     assert folders(store) == {"00000020-1", "notes"}
 
 
@@ -297,7 +297,7 @@ def test_no_folder_of_a_deleted_checkpoint_stays(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     refs = chain(store, 10, 20)
     (tmp_path / RUN / refs[0].path / "shard-1.bin#1").write_bytes(b"half a file of a killed writer")
-    retain(store, RUN, refs[1:])
+    delete_unreferenced(store, RUN, refs[1:])
     assert [path.name for path in (tmp_path / RUN / "checkpoints").iterdir()] == ["00000020-1"]
 
 
@@ -333,7 +333,7 @@ def large(store: Store, step: int, files: dict[str, bytes]) -> CheckpointRef:
     for name, data in files.items():
         writer.write(name, data)
     digest = write_manifest(
-        store, RUN, checkpoint_path(step, 1), Manifest(step=step, cursor=Cursor(), files=writer.entries)
+        store, RUN, checkpoint_path(step, 1), CheckpointManifest(step=step, cursor=Cursor(), files=writer.entries)
     )
     return CheckpointRef(step=step, path=checkpoint_path(step, 1), manifest_sha256=digest)
 
@@ -361,8 +361,8 @@ def test_a_large_file_is_read_in_portions(store: Store) -> None:
 _MEASURE = """
 import resource, sys
 from trainwright.storage.checkpoints import CheckpointReader, read_manifest, verify
-from trainwright.core.checkpoint import CheckpointRef
-from trainwright.storage.store import open_store
+from trainwright.core.engine import CheckpointRef
+from trainwright.storage.object_store import open_store
 store, ref = open_store(sys.argv[1]), CheckpointRef(step=10, path=sys.argv[2], manifest_sha256=sys.argv[3])
 verify(store, "digits", ref)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -388,8 +388,8 @@ def test_inference_reads_no_optimizer(store: Store, monkeypatch: pytest.MonkeyPa
     store.put(f"{RUN}/{refs[1].path}/optimizer/shard-0.bin", b"moments" * 50 + b"21")  # altered, of the same size
     get = Store.get
     monkeypatch.setattr(Store, "get", lambda self, path: read.append(path) or get(self, path))
-    assert newest_good(store, RUN, refs, weights_only=True) == (refs[1], [])
+    assert newest_intact(store, RUN, refs, weights_only=True) == (refs[1], [])
     assert not [path for path in read if "optimizer" in path] and len(read) == 3
-    assert newest_good(store, RUN, refs)[0] == refs[0]
+    assert newest_intact(store, RUN, refs)[0] == refs[0]
     read.clear()
-    assert newest_good(store, RUN, refs, checksums=False) == (refs[1], []) and len(read) == 1
+    assert newest_intact(store, RUN, refs, checksums=False) == (refs[1], []) and len(read) == 1

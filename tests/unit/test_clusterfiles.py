@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.cluster_files import Need, check
-from trainwright.cluster_files.check import check_text
-from trainwright.cluster_files.instance_catalogue import machines, tpu_slice
+from trainwright.cluster_files.node_groups import instance_types, parse_tpu_slice
 from trainwright.cluster_files.placeholders import ClusterFileError
-from trainwright.cluster_files.schema import changes
-from trainwright.cluster_files.yaml_tree import read
-from trainwright.core.accelerators import ACCELERATORS
-from trainwright.core.finding import Finding
+from trainwright.cluster_files.validation import check_text
+from trainwright.cluster_files.yaml_checks import changes, read_yaml
+from trainwright.core.cluster import ACCELERATORS
+from trainwright.core.errors import Finding
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "clusters"
@@ -229,7 +228,7 @@ def keys_of(name: str) -> list[re.Match[str]]:
     mine = ("available_node_types.", "resources.", "limits.", "requests.", "file_mounts.")
     known = {
         (item.line, item.path.rpartition(".")[2])
-        for document in read(text, "f")
+        for document in read_yaml(text, "f")
         for item in document.each()
         if not any(item.path.rpartition(".")[0].endswith(word.rstrip(".")) for word in mine)
     }
@@ -253,7 +252,7 @@ def test_a_slice_has_several_hosts() -> None:
     ]
     assert found.verdict == "good" and "at most 8" in found.what
     names = ("v4-8", "v4-16", "v5litepod-8", "v5litepod-16", "v9-8")
-    assert [getattr(tpu_slice(name), "hosts", None) for name in names] == [1, 2, 1, 4, None]
+    assert [getattr(parse_tpu_slice(name), "hosts", None) for name in names] == [1, 2, 1, 4, None]
 
 
 def test_the_price_counts_the_head_and_the_dearest_nodes_that_may_be() -> None:
@@ -262,7 +261,7 @@ def test_the_price_counts_the_head_and_the_dearest_nodes_that_may_be() -> None:
 
 
 def test_machines_carry_accelerators_of_the_table() -> None:
-    listed = [machine for cloud in ("aws", "gcp", "gpu") for machine in machines(cloud).values()]
+    listed = [machine for cloud in ("aws", "gcp", "gpu") for machine in instance_types(cloud).values()]
     assert len(listed) > 100
     assert {machine.kind for machine in listed if machine.kind} <= set(ACCELERATORS)
     assert all((machine.accelerators > 0) == bool(machine.kind) for machine in listed)
@@ -314,6 +313,6 @@ def test_changes_are_a_distance(one: str, other: str) -> None:
 
 
 def test_references_are_followed_and_repeated_keys_told() -> None:
-    (document,) = read("a: &x {b: 1}\nc:\n  <<: *x\n  d: 2\ne: *x\n", "f")
+    (document,) = read_yaml("a: &x {b: 1}\nc:\n  <<: *x\n  d: 2\ne: *x\n", "f")
     assert document.value == yaml.safe_load("a: {b: 1}\nc: {b: 1, d: 2}\ne: {b: 1}")
     assert document.fields["c"].fields["d"].where == "f:4, c.d"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from trainwright.core.errors import PlanError
-from trainwright.strategies.ps.gradient_codecs import Codec, codec_of
+from trainwright.strategies.torch.ps.gradient_compression import GradientCodec, gradient_codec
 
 NAMES = ("full", "fp16", "bf16", "int8", "topk(0.3)", "topk(1)")
 LOSSY = {
@@ -25,7 +25,7 @@ vectors = arrays.arrays(
 few = settings(max_examples=60)
 
 
-def through(codec: Codec, values: np.ndarray, residual: np.ndarray | None = None) -> np.ndarray:
+def through(codec: GradientCodec, values: np.ndarray, residual: np.ndarray | None = None) -> np.ndarray:
     """What comes out at the other end, whatever was there before."""
     data = memoryview(bytearray(codec.size_bytes(len(values))))
     codec.encode(values, data, residual)
@@ -38,7 +38,7 @@ def through(codec: Codec, values: np.ndarray, residual: np.ndarray | None = None
 @pytest.mark.parametrize("count", [0, 1, 255, 257, 70_000])
 @pytest.mark.parametrize("name", NAMES)
 def test_any_number_of_values_takes_the_stated_bytes_and_comes_out_near(name: str, count: int, dtype: type) -> None:
-    codec, values = codec_of(name, dtype), np.random.default_rng(count).normal(size=count).astype(dtype)
+    codec, values = gradient_codec(name, dtype), np.random.default_rng(count).normal(size=count).astype(dtype)
     assert codec.size_bytes(count) % 8 == 0
     data = memoryview(bytearray(b"\xff" * codec.size_bytes(count)))  # what lay there before must not show
     codec.encode(values, data)
@@ -54,21 +54,21 @@ def test_any_number_of_values_takes_the_stated_bytes_and_comes_out_near(name: st
 @few
 @given(values=vectors)
 def test_what_loses_nothing_gives_the_same_bits(name: str, values: np.ndarray) -> None:
-    assert through(codec_of(name), values).tobytes() == (values + 0.0).tobytes()
+    assert through(gradient_codec(name), values).tobytes() == (values + 0.0).tobytes()
 
 
 @pytest.mark.parametrize("name", LOSSY)
 @few
 @given(values=vectors)
 def test_errors_keep_to_their_bound(name: str, values: np.ndarray) -> None:
-    error = np.abs(through(codec_of(name), values).astype(np.float64) - values)
+    error = np.abs(through(gradient_codec(name), values).astype(np.float64) - values)
     assert np.all(error <= LOSSY[name](values.astype(np.float64)))
 
 
 def test_small_gradients_survive_half_precision() -> None:
     values = np.array([3e-9, -2e-12, 1e-8, 0.0], np.float32)
     assert np.any(values.astype(np.float16) != values)
-    np.testing.assert_allclose(through(codec_of("fp16"), values), values, rtol=1e-3)
+    np.testing.assert_allclose(through(gradient_codec("fp16"), values), values, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,7 +76,7 @@ def test_small_gradients_survive_half_precision() -> None:
 def test_what_is_not_finite_stays_so_and_spoils_no_far_value(name: str, bad: float) -> None:
     values = np.linspace(-3, 3, 1000, dtype=np.float32)
     values[700] = bad
-    found = through(codec_of(name), values)
+    found = through(gradient_codec(name), values)
     assert not np.isfinite(found[700])
     assert np.isfinite(found[:512]).all()
     if name != "int8":
@@ -86,7 +86,7 @@ def test_what_is_not_finite_stays_so_and_spoils_no_far_value(name: str, bad: flo
 @few
 @given(pushes=st.lists(arrays.arrays(np.float32, 50, elements=st.floats(-99, 99, width=32)), min_size=1, max_size=6))
 def test_error_feedback_neither_loses_nor_invents(pushes: list[np.ndarray]) -> None:
-    codec, residual = codec_of("topk(0.1)"), np.zeros(50, np.float32)
+    codec, residual = gradient_codec("topk(0.1)"), np.zeros(50, np.float32)
     for values in pushes:
         whole = values + residual
         found = through(codec, values, residual)
@@ -96,7 +96,7 @@ def test_error_feedback_neither_loses_nor_invents(pushes: list[np.ndarray]) -> N
 
 
 def test_what_did_not_count_is_taken_back_into_the_residual() -> None:
-    codec, values = codec_of("topk(0.5)"), np.array([4.0, 1.0, -3.0, 2.0])
+    codec, values = gradient_codec("topk(0.5)"), np.array([4.0, 1.0, -3.0, 2.0])
     residual, data = np.zeros(4), memoryview(bytearray(codec.size_bytes(4)))
     codec.encode(values, data, residual)
     assert residual.tolist() == [0, 1, 0, 2]
@@ -105,7 +105,7 @@ def test_what_did_not_count_is_taken_back_into_the_residual() -> None:
 
 
 def test_a_place_outside_is_refused() -> None:
-    codec = codec_of("topk(1)")
+    codec = gradient_codec("topk(1)")
     with pytest.raises(ValueError, match="outside"):
         codec.add(memoryview(b"\xff" * 32), np.zeros(4))
 
@@ -116,9 +116,9 @@ def test_a_place_outside_is_refused() -> None:
 def test_torch_writes_the_same_bits_and_reads_the_same_numbers(name: str, scale: float, bad: float | None) -> None:
     import torch
 
-    from trainwright.strategies.torch.ps.half_codec import NARROW
+    from trainwright.strategies.torch.ps.gradient_compression import HALF_PRECISION
 
-    random, codec, narrow = np.random.default_rng(0), codec_of(name), NARROW[name]
+    random, codec, narrow = np.random.default_rng(0), gradient_codec(name), HALF_PRECISION[name]
     values = (random.normal(size=70_001) * scale).astype(np.float32)
     values[9] = 0 if bad is None else bad
     ours, theirs = (memoryview(bytearray(codec.size_bytes(len(values)))) for _ in range(2))
@@ -146,7 +146,7 @@ def test_torch_writes_the_same_bits_and_reads_the_same_numbers(name: str, scale:
 @few
 def test_topk_sends_the_largest_whatever_the_sample_says(some: list[float], times: int, share: float) -> None:
     values = np.repeat(np.array(some, np.float32), times)
-    codec, residual = codec_of(f"topk({share})"), np.zeros(len(values), np.float32)
+    codec, residual = gradient_codec(f"topk({share})"), np.zeros(len(values), np.float32)
     data = memoryview(bytearray(codec.size_bytes(len(values))))
     codec.encode(values, data, residual)
     sent = np.frombuffer(data, np.uint32, len(data) // 8)
@@ -157,4 +157,4 @@ def test_topk_sends_the_largest_whatever_the_sample_says(some: list[float], time
 @pytest.mark.parametrize("text", ["half", "topk", "topk(0)", "topk(2)", "topk(x)", "topk(nan)", ""])
 def test_an_unknown_form_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="no form on the wire"):
-        codec_of(text)
+        gradient_codec(text)

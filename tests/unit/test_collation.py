@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trainwright as tw
-from trainwright.core.collation import Collation, Pad, padded, stacked
 from trainwright.core.data import Batch
+from trainwright.core.engine import Collation, Pad, pad_column, stack_column
 from trainwright.core.errors import DataError, JobError, UserCodeError
-from trainwright.core.group import Capabilities
+from trainwright.core.topology import Capabilities
 
 DATA = tw.datasets.table({"x": [[1.0]], "y": [0], "tokens": [[1, 2]]})
 
@@ -46,7 +46,7 @@ def test_the_mask_gives_back_every_row(
     rows: list[list[int]], multiple: int, inner: tuple[int, ...], dtype: str
 ) -> None:
     arrays = [np.multiply.outer(row, np.ones(inner)).astype(dtype) for row in rows]
-    result, mask = padded("x", ragged(arrays), Pad(value=99, multiple=multiple), np.arange(len(rows)))
+    result, mask = pad_column("x", ragged(arrays), Pad(value=99, multiple=multiple), np.arange(len(rows)))
     longest = max(map(len, rows))
     assert result.dtype == dtype and result.shape == (len(rows), mask.shape[1], *inner)
     assert mask.shape[1] % multiple == 0 and 0 <= mask.shape[1] - max(longest, 1) < multiple
@@ -57,27 +57,27 @@ def test_the_mask_gives_back_every_row(
 
 
 def test_a_fixed_length_is_the_width_of_every_batch() -> None:
-    result, mask = padded("x", ragged([np.arange(3), np.arange(1)]), Pad(value=-1, length=5), [0, 1])
+    result, mask = pad_column("x", ragged([np.arange(3), np.arange(1)]), Pad(value=-1, length=5), [0, 1])
     assert result.tolist() == [[0, 1, 2, -1, -1], [0, -1, -1, -1, -1]]
     assert mask.sum(1).tolist() == [3, 1]
     with pytest.raises(DataError, match=r"has 6 elements, more than Pad\(length=5\) \(sample 41\)"):
-        padded("x", ragged([np.arange(3), np.arange(6)]), Pad(length=5), [40, 41])
+        pad_column("x", ragged([np.arange(3), np.arange(6)]), Pad(length=5), [40, 41])
 
 
 def test_what_has_the_width_already_is_not_copied() -> None:
     column = np.arange(12).reshape(3, 4)
-    same, mask = padded("x", column, Pad(multiple=2), range(3))
+    same, mask = pad_column("x", column, Pad(multiple=2), range(3))
     assert same is column and mask.all() and mask.shape == (3, 4)
-    wider, mask = padded("x", column, Pad(multiple=8, value=-1), range(3))
+    wider, mask = pad_column("x", column, Pad(multiple=8, value=-1), range(3))
     assert wider.shape == (3, 8) and (wider[:, 4:] == -1).all() and mask.sum() == 12
 
 
 def test_empty_rows_do_not_set_the_type() -> None:
-    result, mask = padded("x", ragged([[], [3, 4]]), Pad(), [0, 1])
+    result, mask = pad_column("x", ragged([[], [3, 4]]), Pad(), [0, 1])
     assert (
         result.dtype == np.int64 and result.tolist() == [[0, 0], [3, 4]] and mask.tolist() == [[False] * 2, [True] * 2]
     )
-    nothing, mask = padded("x", ragged([[], []]), Pad(), [0, 1])
+    nothing, mask = pad_column("x", ragged([[], []]), Pad(), [0, 1])
     assert nothing.shape == mask.shape == (2, 1) and not mask.any()
 
 
@@ -94,16 +94,16 @@ def test_empty_rows_do_not_set_the_type() -> None:
 )
 def test_rows_that_cannot_be_padded_are_named(rows: list[Any], pad: Pad, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        padded("x", ragged(rows), pad, range(len(rows)))
+        pad_column("x", ragged(rows), pad, range(len(rows)))
 
 
 def test_objects_of_one_shape_need_no_padding() -> None:
-    assert np.array_equal(stacked("x", ragged([np.arange(3), np.arange(3) + 1])), [[0, 1, 2], [1, 2, 3]])
+    assert np.array_equal(stack_column("x", ragged([np.arange(3), np.arange(3) + 1])), [[0, 1, 2], [1, 2, 3]])
     with pytest.raises(DataError, match=r"ragged: shape \(2,\) in one row and \(3,\)") as caught:
-        stacked("x", ragged([np.arange(3), np.arange(2)]))
+        stack_column("x", ragged([np.arange(3), np.arange(2)]))
     assert "pad={'x': tw.Pad()}" in caught.value.remedy
     with pytest.raises(DataError, match="holds int, str"):
-        stacked("x", ragged(["text", 3]))
+        stack_column("x", ragged(["text", 3]))
 
 
 def test_masks_stand_beside_their_columns() -> None:

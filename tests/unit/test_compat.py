@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("app", "strategies", "datasets")
 LIBRARIES = ("torch", "ray", "tensorflow", "keras")
 COMPAT = (
-    "app/runtime/ray_compat.py",
-    "datasets/ray_data/ray_data_compat.py",
+    "app/ray_cluster/ray_compat.py",
+    "datasets/ray_data/delivery_pipeline.py",
     "strategies/torch/torch_compat.py",
     "strategies/tensorflow/tensorflow_compat.py",
 )

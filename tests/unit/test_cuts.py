@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import trainwright as tw
 from trainwright.core.model_profile import LayerCost, ModelProfile
-from trainwright.strategies.cost_model.estimate import estimate
-from trainwright.strategies.cost_model.machine import Machine
-from trainwright.strategies.cost_model.memory import stage_memory
-from trainwright.strategies.search.partition import Room, divided, fitted
-from trainwright.strategies.search.stage_cuts import cuts
+from trainwright.strategies.cost_model.estimator import estimate
+from trainwright.strategies.cost_model.machine_model import MachineModel
+from trainwright.strategies.cost_model.memory_estimate import stage_memory
+from trainwright.strategies.cost_model.stage_partition import MemoryLimit, balanced_partition, partition_in_memory
+from trainwright.strategies.search.stage_cuts import stage_sizes
 
 Sizes = tuple[int, ...]
 NODE = tw.Cluster.parse("8xA100-80GB")
@@ -39,7 +39,7 @@ def slowest(costs: Sequence[float], sizes: Sizes) -> float:
     return max(sum(run) for run in runs(costs, sizes))
 
 
-def fits(room: Room, sizes: Sizes) -> bool:
+def fits(room: MemoryLimit, sizes: Sizes) -> bool:
     parts = (runs(values, sizes) for values in (room.fixed_bytes, room.kept_bytes, room.working_bytes))
     held = [
         sum(fixed) + flight * sum(kept) + max(working)
@@ -51,7 +51,7 @@ def fits(room: Room, sizes: Sizes) -> bool:
 @given(costs=st.lists(st.integers(0, 50), min_size=1, max_size=9), data=st.data())
 def test_stages_are_as_quick_as_can_be(costs: list[int], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
-    sizes = divided(costs, stages)
+    sizes = balanced_partition(costs, stages)
     assert sum(sizes) == len(costs) and min(sizes) >= 1 and len(sizes) == stages
     assert slowest(costs, sizes) == min(slowest(costs, other) for other in every(len(costs), stages))
 
@@ -61,7 +61,7 @@ def test_and_fit_their_memory(layers: list[tuple[int, int, int, int]], data: st.
     costs, fixed, kept, working = ([layer[part] for layer in layers] for part in range(4))
     stages = data.draw(st.integers(1, len(layers)))
     flight = sorted(data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages)), reverse=True)
-    room = Room(
+    room = MemoryLimit(
         fixed_bytes=fixed,
         kept_bytes=kept,
         working_bytes=working,
@@ -69,7 +69,7 @@ def test_and_fit_their_memory(layers: list[tuple[int, int, int, int]], data: st.
         room_bytes=data.draw(st.integers(0, 80)),
     )
     possible = [slowest(costs, sizes) for sizes in every(len(layers), stages) if fits(room, sizes)]
-    found = fitted(costs, stages, room)
+    found = partition_in_memory(costs, stages, room)
     assert (found is None) == (not possible)
     if found is not None:
         assert fits(room, found) and min(found) >= 1 and slowest(costs, found) == min(possible)
@@ -77,14 +77,14 @@ def test_and_fit_their_memory(layers: list[tuple[int, int, int, int]], data: st.
 
 def test_what_cannot_be_divided() -> None:
     with pytest.raises(ValueError, match="3 stages for 2 layers"):
-        divided([1.0, 2.0], 3)
-    room = Room(fixed_bytes=[1], kept_bytes=[1], working_bytes=[0], in_flight=[1, 2], room_bytes=9)
+        balanced_partition([1.0, 2.0], 3)
+    room = MemoryLimit(fixed_bytes=[1], kept_bytes=[1], working_bytes=[0], in_flight=[1, 2], room_bytes=9)
     with pytest.raises(ValueError, match="more micro-batches in flight"):
-        fitted([1.0, 2.0], 2, room)
+        partition_in_memory([1.0, 2.0], 2, room)
 
 
 def cut(plan: tw.Plan, profile: ModelProfile, room_bytes: float, batch: int = 64) -> Sizes:
-    return cuts(profile, Machine.of(NODE), plan, batch_size=batch, precision="bf16", room_bytes=room_bytes)
+    return stage_sizes(profile, MachineModel.of(NODE), plan, batch_size=batch, precision="bf16", room_bytes=room_bytes)
 
 
 def step_s(plan: tw.Plan, profile: ModelProfile, batch: int = 64) -> float:
@@ -140,7 +140,7 @@ def test_each_stage_has_a_layer_that_is_trained(layers: list[tuple[int, bool]], 
     )  # fmt: skip
     profile = ModelProfile(framework="torch", layers=made)
     plan = tw.Plan.parse(f"pp={stages},accumulation=4")
-    sizes = cuts(profile, Machine.of(NODE), plan, batch_size=16, precision="fp32", room_bytes=80 * GIB)
+    sizes = stage_sizes(profile, MachineModel.of(NODE), plan, batch_size=16, precision="fp32", room_bytes=80 * GIB)
     trained = [trained for _, trained in layers]
     if sum(trained) >= stages:
         assert all(any(run) for run in runs(trained, sizes))

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.core.errors import DataError
-from trainwright.datasets.formats import record_boundaries
-from trainwright.datasets.formats.byte_ranges import MemoryFile
-from trainwright.datasets.formats.csv import record_ends
-from trainwright.datasets.formats.record_boundaries import cut, line_ends, whole_records
+from trainwright.datasets.formats import scanned_files
+from trainwright.datasets.formats.file_system import MemoryFile
+from trainwright.datasets.formats.scanned_files import group_boundaries, line_ends, whole_records
+from trainwright.datasets.formats.text_formats import csv_record_ends
 
 QUOTED = st.text(alphabet='ab",;\n\r é', max_size=8).map(lambda text: '"' + text.replace('"', '""') + '"')
 PLAIN = st.text(alphabet='ab" é', max_size=8).filter(lambda text: not text.startswith('"'))
@@ -31,7 +31,7 @@ def lines(records: list[list[str]], delimiter: str, end: str) -> list[bytes]:
 def test_records_end_where_they_were_written(records: list[list[str]], delimiter: str, end: str) -> None:
     plain = [[field.replace(delimiter, "") if field[:1] != '"' else field for field in record] for record in records]
     written = lines(plain, delimiter, end)
-    ends = record_ends(b"".join(written), True, delimiter)
+    ends = csv_record_ends(b"".join(written), True, delimiter)
     assert ends.tolist() == np.cumsum([len(line) for line in written]).tolist()
 
 
@@ -42,15 +42,15 @@ def test_what_the_standard_library_writes_is_cut_into_its_rows(rows: list[list[s
     for row in rows:
         csv.writer(stream).writerow(row)
         expected.append(len(stream.getvalue().encode()))
-    assert record_ends(stream.getvalue().encode(), True).tolist() == expected
+    assert csv_record_ends(stream.getvalue().encode(), True).tolist() == expected
 
 
 @given(RECORDS, st.data())
 def test_a_part_of_a_file_gives_the_same_ends_as_far_as_they_are_sure(records: list[list[str]], data: Any) -> None:
     whole = b"".join(lines(records, ",", "\n"))
     stop = data.draw(st.integers(0, len(whole)))
-    ends = record_ends(whole, True)
-    part = record_ends(whole[:stop], False)
+    ends = csv_record_ends(whole, True)
+    part = csv_record_ends(whole[:stop], False)
     assert part.tolist() == ends[: len(part)].tolist()
     assert len(part) >= np.searchsorted(ends, stop, "right") - 1
 
@@ -58,14 +58,14 @@ def test_a_part_of_a_file_gives_the_same_ends_as_far_as_they_are_sure(records: l
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 9), st.integers(1, 200))
 def test_groups_are_bounded_and_leave_nothing_out(sizes: list[int], rows: int, size_bytes: int) -> None:
     ends = np.cumsum(sizes, dtype=np.int64)
-    cuts = cut(ends, True, rows, size_bytes)
+    cuts = group_boundaries(ends, True, rows, size_bytes)
     assert cuts == sorted(set(cuts)) and (cuts[-1:] or [0]) == [len(sizes)]
     for low, high in pairwise([0, *cuts]):
         assert high - low <= rows
         assert sum(sizes[low : high - 1]) < size_bytes
         full = high - low == rows or sum(sizes[low:high]) >= size_bytes
         assert full or high == len(sizes)
-    early = cut(ends, False, rows, size_bytes)
+    early = group_boundaries(ends, False, rows, size_bytes)
     assert early == cuts[: len(early)] and len(cuts) - len(early) <= 1
 
 
@@ -78,9 +78,9 @@ def test_groups_do_not_depend_on_how_the_file_was_read(
 
     def pieces(chunk_bytes: int) -> list[tuple[int, bytes]]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(record_boundaries, "CHUNK_BYTES", chunk_bytes)
-            patch.setattr(record_boundaries.cut, "__defaults__", (rows, size_bytes))
-            return list(whole_records(MemoryFile("f", content), 0, record_ends))
+            patch.setattr(scanned_files, "CHUNK_BYTES", chunk_bytes)
+            patch.setattr(scanned_files.group_boundaries, "__defaults__", (rows, size_bytes))
+            return list(whole_records(MemoryFile("f", content), 0, csv_record_ends))
 
     found = pieces(chunk)
     assert found == pieces(1 << 20)
@@ -92,7 +92,7 @@ def test_a_last_line_without_a_newline_counts() -> None:
     assert line_ends(b"a\nbc", True).tolist() == [2, 4]
     assert line_ends(b"a\nbc", False).tolist() == [2]
     assert line_ends(b"", True).tolist() == []
-    assert record_ends(b'a,"b\n"\nc', True).tolist() == [7, 8]
+    assert csv_record_ends(b'a,"b\n"\nc', True).tolist() == [7, 8]
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_a_last_line_without_a_newline_counts() -> None:
 def test_a_record_without_an_end_is_named(
     content: bytes, limit: int, message: str, row: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_boundaries, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(scanned_files, "CHUNK_BYTES", 16)
     with pytest.raises(DataError, match=message) as caught:
-        list(whole_records(MemoryFile("x.csv", content), 0, record_ends, limit))
+        list(whole_records(MemoryFile("x.csv", content), 0, csv_record_ends, limit))
     assert caught.value.where == f"x.csv, row {row}"
     assert "quotation mark" in caught.value.remedy

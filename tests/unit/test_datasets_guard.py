@@ -61,7 +61,7 @@ def test_without_the_other_package_the_import_fails_as_ever(tmp_path: Path) -> N
 def test_importing_ours_imports_neither_ray_nor_arrow_nor_a_framework() -> None:
     program = (
         "import sys, trainwright.datasets\n"
-        "import trainwright.datasets.sampling.sampler, trainwright.datasets.sampling.step_schedule\n"
+        "import trainwright.datasets.sample_order, trainwright.datasets.sample_order\n"
         "print([name for name in ('ray', 'pyarrow', 'pandas', 'torch', 'tensorflow') if name in sys.modules])"
     )
     assert run(program) == "[]"
@@ -69,7 +69,7 @@ def test_importing_ours_imports_neither_ray_nor_arrow_nor_a_framework() -> None:
 
 def test_delivery_without_ray_data_does_not_import_ray() -> None:
     program = (
-        "import sys, trainwright.datasets.loading.loader\n"
+        "import sys, trainwright.datasets.loading.batch_loader\n"
         "print([name for name in ('ray', 'torch', 'tensorflow') if name in sys.modules])"
     )
     assert run(program) == "[]"

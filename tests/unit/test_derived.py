@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.core.data import Feeding
+from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import Dataset, parquet, table
-from trainwright.datasets.formats.file_metadata import Indexing, indexing
-from trainwright.datasets.loading.loader import Stream
-from trainwright.datasets.ops.filter_flatmap_pack import Pack
-from trainwright.planning.code_fingerprint import Fingerprints
+from trainwright.datasets.loading.batch_loader import BatchLoader
+from trainwright.datasets.metadata_cache import MetadataContext, metadata_context
+from trainwright.datasets.ops.derived_dataset import Pack
+from trainwright.planning.code_fingerprint import CodeFingerprints
 
 ROWS = 500
 
@@ -48,8 +48,8 @@ def ids(dataset: Dataset, *, ranks: int = 1, batch_size: int = 32, epochs: int =
     index = dataset.index()
     batches: list[list[Any]] = []
     streams = [
-        Stream(dataset, index, batch_size=batch_size, epochs=epochs, seed=seed,
-               feeding=Feeding(data_ranks=range(rank, rank + 1), total=ranks))
+        BatchLoader(dataset, index, batch_size=batch_size, epochs=epochs, seed=seed,
+               feeding=FeedAssignment(data_ranks=range(rank, rank + 1), total=ranks))
         for rank in range(ranks)
     ]  # fmt: skip
     for number, feeds in enumerate(zip(*(stream.feeds() for stream in streams), strict=True)):
@@ -196,8 +196,8 @@ def test_what_was_counted_when_a_run_was_started_is_not_counted_again(folder: Pa
     def index(data: Dataset) -> tuple[int, Any]:
         """Rows looked at, and the index."""
         before = seen.qsize()
-        used = Indexing(find=kept.get, fingerprint=lambda value: Fingerprints().digest(value))
-        with indexing(used):
+        used = MetadataContext(find=kept.get, fingerprint=lambda value: CodeFingerprints().digest(value))
+        with metadata_context(used):
             found = data.index()
         kept.update(used.kept)
         return seen.qsize() - before, found

@@ -14,7 +14,7 @@ from tests.support.small_distillation import TWO, torch_hard
 from trainwright.core.data import Terms
 from trainwright.core.errors import JobError
 from trainwright.core.soft_loss import Match, SoftLoss
-from trainwright.strategies.distillation.losses import Distilled, judged
+from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics
 
 
 def test_weights_of_tokens_are_those_of_the_hard_loss_or_of_the_mask() -> None:
@@ -22,13 +22,13 @@ def test_weights_of_tokens_are_those_of_the_hard_loss_or_of_the_mask() -> None:
     student, teacher = torch.tensor(random.normal(size=(2, 2, 3, 4)))
     words, mask = torch.tensor([[0, 1, 2], [3, 0, 0]]), torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
     soft = SoftLoss(kind="language_model")
-    labelled = Distilled(
+    labelled = DistillationLoss(
         soft=soft, hard=lambda outputs, given: Terms(torch_hard(outputs, given[0]), given[1]),
         targets=("y", "m", "teacher.t"), labels=("y", "m"), teachers=("t",),
     )  # fmt: skip
     assert labelled(student, (words, mask, teacher)).weights is mask
     bare = SoftLoss(kind="language_model", alpha=0.0, mask="m")
-    unlabelled = Distilled(soft=bare, hard=None, targets=("m", "teacher.t"), teachers=("t",))
+    unlabelled = DistillationLoss(soft=bare, hard=None, targets=("m", "teacher.t"), teachers=("t",))
     assert unlabelled(student, (mask, teacher)).weights is mask
 
 
@@ -38,7 +38,7 @@ def test_a_class_is_the_sum_of_each_alone_and_students_teach_each_other() -> Non
     y = torch.tensor([0, 1, 2, 3])
     soft = SoftLoss(alpha=0.2)
     fields: dict[str, Any] = {"soft": soft, "hard": torch_hard, "targets": TWO, "labels": ("y",)}
-    pair = Distilled(**fields, teachers=("big",), students=("one", "two"))
+    pair = DistillationLoss(**fields, teachers=("big",), students=("one", "two"))
     each = [pair.alone(name)(value, (y, teacher)) for name, value in (("one", one), ("two", two))]
     assert torch.allclose(pair({"one": one, "two": two}, (y, teacher)), each[0] + each[1], rtol=1e-14)
 
@@ -47,11 +47,11 @@ def test_a_class_is_the_sum_of_each_alone_and_students_teach_each_other() -> Non
                         for other in teachers]  # fmt: skip
         return 0.2 * torch_hard(own, y) + 0.8 * 4 * sum(term.sum(-1) for term in soft_targets) / len(teachers)
 
-    mutual = Distilled(**fields, teachers=("big",), students=("one", "two"), mutual=True)
+    mutual = DistillationLoss(**fields, teachers=("big",), students=("one", "two"), mutual=True)
     assert torch.allclose(
         mutual({"one": one, "two": two}, (y, teacher)), loss(one, teacher, two) + loss(two, teacher, one)
     )
-    joint = Distilled(**{**fields, "targets": ("y",)}, students=("one", "two"), joint=("two",))
+    joint = DistillationLoss(**{**fields, "targets": ("y",)}, students=("one", "two"), joint=("two",))
     assert torch.allclose(joint({"one": one, "two": two}, y), torch_hard(two, y) + loss(one, two))
 
 
@@ -59,7 +59,7 @@ def test_nothing_goes_back_to_a_teacher() -> None:
     random = np.random.default_rng(8)
     one, two = (torch.tensor(each, requires_grad=True) for each in random.normal(size=(2, 4, 5)))
     y = torch.tensor([0, 1, 2, 3])
-    joint = Distilled(
+    joint = DistillationLoss(
         soft=SoftLoss(), hard=torch_hard, targets=("y",), labels=("y",), students=("one", "two"), joint=("two",)
     )
     joint({"one": one, "two": two}, y).sum().backward()
@@ -73,16 +73,16 @@ def test_metrics_of_each_student() -> None:
     def right(outputs: Any, targets: Any) -> Any:
         return outputs.argmax(-1) == targets
 
-    pair = Distilled(
+    pair = DistillationLoss(
         soft=SoftLoss(), hard=torch_hard, targets=TWO, labels=("y",), teachers=("big",), students=("one", "two")
     )
-    found = judged({"accuracy": right}, pair)
+    found = student_metrics({"accuracy": right}, pair)
     outputs = {"one": torch.eye(2), "two": torch.eye(2).flip(0)}
     targets = (torch.tensor([0, 1]), torch.zeros(2, 2))
     assert {name: metric(outputs, targets).tolist() for name, metric in found.items()} == {
         "one/accuracy": [True, True], "two/accuracy": [False, False],
     }  # fmt: skip
-    assert list(judged({"accuracy": right}, pair.alone("one"))) == ["accuracy"]
+    assert list(student_metrics({"accuracy": right}, pair.alone("one"))) == ["accuracy"]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_metrics_of_each_student() -> None:
 
 def test_all_that_is_wrong_with_a_loss_is_said_at_once() -> None:
     with pytest.raises(JobError) as caught:
-        Distilled(
+        DistillationLoss(
             soft=SoftLoss(matches=(Match(student="s", teacher="t", of="bigg"),), weights={"tiny": 1.0}, mask="m"),
             hard=None, targets=("y", "teacher.big"), labels=("x",), students=("a b",), teachers=("big",), joint=("c",),
         )  # fmt: skip
@@ -111,14 +111,14 @@ def test_all_that_is_wrong_with_a_loss_is_said_at_once() -> None:
     ],
 )
 def test_outputs_that_do_not_fit_are_refused(shapes: Any, kind: Any, words: str) -> None:
-    loss = Distilled(soft=SoftLoss(kind=kind, alpha=0.0), hard=None, targets=("teacher.big",), teachers=("big",))
+    loss = DistillationLoss(soft=SoftLoss(kind=kind, alpha=0.0), hard=None, targets=("teacher.big",), teachers=("big",))
     for made in (torch.zeros, tf.zeros):
         with pytest.raises(JobError, match=words):
             loss(made(shapes[0]), made(shapes[1]))
 
 
 def test_a_hard_loss_of_another_shape_is_refused() -> None:
-    loss = Distilled(
+    loss = DistillationLoss(
         soft=SoftLoss(kind="language_model"), hard=lambda outputs, targets: torch_hard(outputs, targets).mean(1),
         targets=TWO, labels=("y",), teachers=("big",),
     )  # fmt: skip
@@ -127,7 +127,7 @@ def test_a_hard_loss_of_another_shape_is_refused() -> None:
 
 
 def test_outputs_among_which_none_is_meant_are_refused() -> None:
-    loss = Distilled(soft=SoftLoss(alpha=0.0), hard=None, targets=("teacher.big",), teachers=("big",))
+    loss = DistillationLoss(soft=SoftLoss(alpha=0.0), hard=None, targets=("teacher.big",), teachers=("big",))
     one = torch.zeros(2, 3)
     assert loss({"logits": one, "hidden": one}, one).shape == (2,)
     with pytest.raises(JobError, match=r"gives outputs first, second: name by SoftLoss\(output="):

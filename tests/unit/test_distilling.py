@@ -20,8 +20,8 @@ from torch import nn
 from tests.support.small_distillation import TWO, torch_hard
 from trainwright.core.data import Terms
 from trainwright.core.soft_loss import Match, SoftLoss
-from trainwright.strategies.distillation.layer_projection import Bridge, bridge
-from trainwright.strategies.distillation.losses import Distilled
+from trainwright.strategies.distillation.distillation_loss import DistillationLoss
+from trainwright.strategies.distillation.layer_match import LayerProjection, projection_for
 
 Array = npt.NDArray[Any]
 LOG3 = math.log(3.0)
@@ -37,7 +37,7 @@ def values(outputs: Any, columns: tuple[Array, ...], **fields: Any) -> tuple[Arr
     hard = fields.pop("hard", (torch_hard, tf_hard))
     found = []
     for number, make in enumerate((torch_made, tf_made)):
-        loss = Distilled(**{"hard": hard and hard[number], **fields})
+        loss = DistillationLoss(**{"hard": hard and hard[number], **fields})
         found.append(make(loss, outputs, columns))
     (own, slopes), (theirs, others) = found
     assert np.allclose(own, theirs, **EXACT) and own.shape == theirs.shape
@@ -46,7 +46,7 @@ def values(outputs: Any, columns: tuple[Array, ...], **fields: Any) -> tuple[Arr
     return own, slopes["" if "" in slopes else next(iter(slopes))]
 
 
-def torch_made(loss: Distilled, outputs: Any, targets: Any) -> tuple[Array, dict[str, Array]]:
+def torch_made(loss: DistillationLoss, outputs: Any, targets: Any) -> tuple[Array, dict[str, Array]]:
     held = {name: torch.tensor(value, requires_grad=True) for name, value in named(outputs).items()}
     result = loss(held if isinstance(outputs, dict) else held[""], given_as(targets, torch.tensor))
     result = result.values if isinstance(result, Terms) else result
@@ -54,7 +54,7 @@ def torch_made(loss: Distilled, outputs: Any, targets: Any) -> tuple[Array, dict
     return result.detach().numpy(), {name: gradient(value.grad, value) for name, value in held.items()}
 
 
-def tf_made(loss: Distilled, outputs: Any, targets: Any) -> tuple[Array, dict[str, Array]]:
+def tf_made(loss: DistillationLoss, outputs: Any, targets: Any) -> tuple[Array, dict[str, Array]]:
     held = {name: tf.Variable(value) for name, value in named(outputs).items()}
     with tf.GradientTape() as tape:
         seen = {name: tf.convert_to_tensor(value) for name, value in held.items()}
@@ -186,7 +186,7 @@ def test_learned_weights_follow_the_labels_alone() -> None:
     names = ("y", "teacher.right", "teacher.wrong")
     found = []
     for student in (wrong, right):
-        loss = Distilled(soft=soft, hard=torch_hard, targets=names, labels=("y",), teachers=("right", "wrong"))
+        loss = DistillationLoss(soft=soft, hard=torch_hard, targets=names, labels=("y",), teachers=("right", "wrong"))
         _, slopes = torch_made(loss, {"student": student, "teachers": np.zeros((1, 2))}, (np.array([0]), right, wrong))
         found.append(slopes["teachers"])
     assert np.array_equal(*found) and found[0][0, 0] < 0 < found[0][0, 1]
@@ -226,7 +226,7 @@ kinds = st.sampled_from(["classification", "multi_label"])
 
 def apart(student: Array, teacher: Array, **fields: Any) -> tuple[Array, Array]:
     """The divergence alone, and its gradient."""
-    loss = Distilled(soft=SoftLoss(alpha=0.0, **fields), hard=None, targets=("teacher.t",), teachers=("t",))
+    loss = DistillationLoss(soft=SoftLoss(alpha=0.0, **fields), hard=None, targets=("teacher.t",), teachers=("t",))
     found, slopes = torch_made(loss, student, (teacher,))
     return found, slopes[""]
 
@@ -272,7 +272,7 @@ def test_half_precision_is_widened() -> None:
     """Under autocast a divergence is what it is without; of half-precision outputs it is in float32."""
     random = np.random.default_rng(3)
     student, teacher = (torch.tensor(each, dtype=torch.float32) for each in random.normal(size=(2, 4, 9)))
-    loss = Distilled(soft=SoftLoss(alpha=0.0), hard=None, targets=("teacher.t",), teachers=("t",))
+    loss = DistillationLoss(soft=SoftLoss(alpha=0.0), hard=None, targets=("teacher.t",), teachers=("t",))
     with torch.autocast("cpu", torch.bfloat16):
         within, half = loss(student, teacher), loss(student.bfloat16(), teacher.half())
     assert torch.equal(within, loss(student, teacher)) and half.dtype == torch.float32
@@ -327,10 +327,10 @@ def test_maps_whose_channels_lie_elsewhere() -> None:
     ("student", "teacher", "found"),
     [
         ((None, 8), (None, 8), None),
-        ((None, 8), (None, 6), Bridge(axis=1, given=8, wanted=6)),
-        ((None, 10, 8), (None, None, 6), Bridge(axis=2, given=8, wanted=6)),
-        ((None, 2, 4, 5), (None, 3, 4, 5), Bridge(axis=1, given=2, wanted=3)),
-        ((None, 2, 4, 5), (None, 4, 5, 3), Bridge(axis=1, given=2, wanted=3)),
+        ((None, 8), (None, 6), LayerProjection(axis=1, given=8, wanted=6)),
+        ((None, 10, 8), (None, None, 6), LayerProjection(axis=2, given=8, wanted=6)),
+        ((None, 2, 4, 5), (None, 3, 4, 5), LayerProjection(axis=1, given=2, wanted=3)),
+        ((None, 2, 4, 5), (None, 4, 5, 3), LayerProjection(axis=1, given=2, wanted=3)),
         ((None, 10, 8), (None, 12, 8), "differ in more than their width"),
         ((None, 8), (None, 4, 8), "differ in more than their width"),
     ],
@@ -339,6 +339,6 @@ def test_what_makes_layers_alike(student: Any, teacher: Any, found: Any) -> None
     match = Match(student="s", teacher="t")
     if isinstance(found, str):
         with pytest.raises(ValueError, match=found):
-            bridge(match, student, teacher)
+            projection_for(match, student, teacher)
     else:
-        assert bridge(match, student, teacher) == found
+        assert projection_for(match, student, teacher) == found

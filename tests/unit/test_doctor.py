@@ -19,42 +19,57 @@ from typer.testing import CliRunner
 import trainwright as tw
 from trainwright import datasets
 from trainwright.cli.main import app
-from trainwright.core.errors import JobError
-from trainwright.core.finding import Finding
-from trainwright.diagnostics import link_benchmark, run
-from trainwright.diagnostics.cluster_checks import clocks, judge_fleet
-from trainwright.diagnostics.cluster_probe import absent_of, stops
-from trainwright.diagnostics.devices import parsed
-from trainwright.diagnostics.facts import (
-    Absent,
+from trainwright.core.errors import Finding, JobError
+from trainwright.diagnostics import cluster_probe, diagnosis_report
+from trainwright.diagnostics.cluster_checks import check_cluster, clock_offsets
+from trainwright.diagnostics.cluster_probe import (
+    LinkServer,
+    failure_reason,
+    living_nodes,
+    measure_link,
+    measurement_rounds,
+)
+from trainwright.diagnostics.diagnosis_report import Diagnosis, group_findings
+from trainwright.diagnostics.machine_checks import check_machine, interface_setting_matches
+from trainwright.diagnostics.machine_probe import (
+    cgroup_limits,
+    disk_space,
+    import_faults,
+    parse_smi,
+    parse_torch_cuda,
+    port_range,
+    requirements,
+    resolve_host,
+)
+from trainwright.diagnostics.node_facts import (
     Accelerators,
     Clock,
+    ClusterFacts,
+    DataPath,
     Device,
-    Fleet,
+    DiskSpace,
+    HostResources,
     Interface,
-    Link,
-    Machine,
+    LinkMeasurement,
+    MachineFacts,
     Network,
-    Place,
-    Room,
     Software,
-    Space,
-    Stored,
+    StorageResult,
+    UnreachableNode,
 )
-from trainwright.diagnostics.host_checks import fits
-from trainwright.diagnostics.host_resources import group_limits, space
-from trainwright.diagnostics.link_benchmark import Listener, measure
-from trainwright.diagnostics.link_schedule import rounds
-from trainwright.diagnostics.machine_checks import judge
-from trainwright.diagnostics.network import port_range, resolved
-from trainwright.diagnostics.report import Diagnosis, grouped
-from trainwright.diagnostics.software import cuda_of, import_faults, requirements
-from trainwright.diagnostics.storage_probe import leave_mark, looked_for, marks, paths_of, tried, wipe_marks
+from trainwright.diagnostics.storage_probe import (
+    dataset_paths,
+    delete_marks,
+    probe_data_paths,
+    probe_storage,
+    read_marks,
+    write_mark,
+)
 
 GIB = 1 << 30
 H200 = Device(index=0, kind="NVIDIA H200", driver="570.1", memory_bytes=140 * GIB, used_bytes=GIB)
 NEEDS = {"ray": ">=2.60,<3", "torch": ">=2.13,<3", "tensorflow": ">=2.21,<3", "keras": ">=3.13,<4"}
-SOUND = Machine(
+SOUND = MachineFacts(
     software=Software(
         python="3.11.7",
         needs_python=">=3.11",
@@ -73,29 +88,29 @@ SOUND = Machine(
         ),
         ports=(32768, 60999),
     ),
-    room=Room(
+    room=HostResources(
         cpus=8,
         cpus_allowed=8,
         memory_bytes=64 * GIB,
         memory_allowed_bytes=64 * GIB,
         open_files=(1024, 1 << 20),
-        disks={"shared memory": Space(path="/dev/shm", size_bytes=32 * GIB, free_bytes=32 * GIB)},
+        disks={"shared memory": DiskSpace(path="/dev/shm", size_bytes=32 * GIB, free_bytes=32 * GIB)},
     ),
     clock=Clock(time_s=2e9, synchronized=True, installed_s=1.9e9),
-    stored=Stored(uri="s3://b/p"),
+    stored=StorageResult(uri="s3://b/p"),
 )
 
 
-def changed(part: str, **fields: Any) -> Machine:
+def changed(part: str, **fields: Any) -> MachineFacts:
     return replace(SOUND, **{part: replace(getattr(SOUND, part), **fields)})
 
 
-def disk(used: float) -> Machine:
+def disk(used: float) -> MachineFacts:
     free = int((1 - used) * 1000)
-    return changed("room", disks={"/tmp": Space(path="/tmp", size_bytes=1000, free_bytes=free)})
+    return changed("room", disks={"/tmp": DiskSpace(path="/tmp", size_bytes=1000, free_bytes=free)})
 
 
-def gpus(**fields: Any) -> Machine:
+def gpus(**fields: Any) -> MachineFacts:
     return replace(SOUND, accelerators=Accelerators(devices=(replace(H200, **fields),)))
 
 
@@ -104,11 +119,11 @@ def packages(**versions: str) -> dict[str, str]:
 
 
 def test_a_sound_machine_has_nothing_but_good_findings() -> None:
-    assert {finding.verdict for finding in judge(SOUND)} == {"good"}
-    assert {finding.where for finding in judge(SOUND, where="node-1")} == {"node-1"}
+    assert {finding.verdict for finding in check_machine(SOUND)} == {"good"}
+    assert {finding.where for finding in check_machine(SOUND, where="node-1")} == {"node-1"}
 
 
-CASES: list[tuple[str, Machine, str, str, str]] = [
+CASES: list[tuple[str, MachineFacts, str, str, str]] = [
     ("old Python", changed("software", python="3.10.1"), "bad", "Python", ">=3.11"),
     ("old ray", changed("software", packages=packages(ray="2.9.0")), "bad", "ray", "pip install 'ray>=2.60"),
     ("no ray", changed("software", packages=packages(ray="")), "bad", "ray", "pip install 'ray"),
@@ -127,7 +142,7 @@ CASES: list[tuple[str, Machine, str, str, str]] = [
     ("store", changed("stored", fault="refused", remedy="set AWS_REGION"), "bad", "storage", "AWS_REGION"),
     ("twice", changed("stored", once=False), "bad", "storage", "conditional"),
     ("slow store", changed("stored", write_s=3.0), "doubtful", "storage", "region"),
-    ("data", replace(SOUND, places=(Place(uri="/d", fault="it is not there"),)), "bad", "data", "shared folder"),
+    ("data", replace(SOUND, places=(DataPath(uri="/d", fault="it is not there"),)), "bad", "data", "shared folder"),
     ("port", changed("network", refused={"10.0.0.1": "no"}), "bad", "ports", "ip -br address"),
     ("busy", changed("network", busy=(6379,)), "doubtful", "ports", "--port=6380"),
     ("few ports", changed("network", ports=(40000, 41000)), "doubtful", "ports", "ip_local_port_range"),
@@ -138,9 +153,11 @@ CASES: list[tuple[str, Machine, str, str, str]] = [
     ("docker", changed("network", address="172.17.0.1", resolves=("172.17.0.1",), interfaces=(
         Interface(name="docker0", address="172.17.0.1", mtu=1500),)), "doubtful", "network", "default route"),
     ("gloo", changed("software", settings={"GLOO_SOCKET_IFNAME": "ib0"}), "bad", "GLOO_SOCKET_IFNAME", "unset"),
-    ("small shm", changed("room", disks={"shared memory": Space(path="/dev/shm", size_bytes=64 << 20, free_bytes=0)}),
+    ("small shm", changed("room", disks={"shared memory": DiskSpace(path="/dev/shm", size_bytes=64 << 20,
+    free_bytes=0)}),
      "doubtful", "shared memory", "size=20G"),
-    ("full shm", changed("room", disks={"shared memory": Space(path="/dev/shm", size_bytes=32 * GIB, free_bytes=GIB)}),
+    ("full shm", changed("room", disks={"shared memory": DiskSpace(path="/dev/shm", size_bytes=32 * GIB,
+    free_bytes=GIB)}),
      "doubtful", "shared memory", "du"),
     ("full disk", disk(0.96), "bad", "disk", "du -xh /tmp"),
     ("nearly full disk", disk(0.92), "doubtful", "disk", "du -xh /tmp"),
@@ -155,31 +172,31 @@ CASES: list[tuple[str, Machine, str, str, str]] = [
 @pytest.mark.parametrize(
     ("machine", "verdict", "subject", "remedy"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
 )
-def test_what_is_wrong_is_found_with_its_remedy(machine: Machine, verdict: str, subject: str, remedy: str) -> None:
-    wrong = [finding for finding in judge(machine) if finding.verdict != "good"]
+def test_what_is_wrong_is_found_with_its_remedy(machine: MachineFacts, verdict: str, subject: str, remedy: str) -> None:
+    wrong = [finding for finding in check_machine(machine) if finding.verdict != "good"]
     hit = [finding for finding in wrong if finding.subject == subject and finding.verdict == verdict]
     assert hit and remedy in hit[0].remedy, wrong
 
 
 def test_one_framework_is_enough_and_is_said() -> None:
-    found = judge(changed("software", packages=packages(tensorflow="", keras="")))
+    found = check_machine(changed("software", packages=packages(tensorflow="", keras="")))
     assert {finding.verdict for finding in found} == {"good"}
     assert any("tensorflow and keras: pip install 'trainwright[tensorflow]'" in finding.what for finding in found)
 
 
 def test_in_a_cluster_no_token_is_doubtful_and_its_own_ports_may_be_taken() -> None:
-    found = judge(changed("network", busy=(6379, 8265), ray_address="10.0.0.9"), in_cluster=True)
+    found = check_machine(changed("network", busy=(6379, 8265), ray_address="10.0.0.9"), in_cluster=True)
     assert [finding.subject for finding in found if finding.verdict != "good"] == ["Ray's token", "network"]
 
 
-def fleet(**machines: Machine) -> Fleet:
+def fleet(**machines: MachineFacts) -> ClusterFacts:
     names = tuple(machines)
     links = tuple(
-        Link(source=one, target=other, delay_s=1e-4, bytes_per_s=1e9)
+        LinkMeasurement(source=one, target=other, delay_s=1e-4, bytes_per_s=1e9)
         for pair in combinations(names, 2)
         for one, other in (pair, pair[::-1])
     )
-    return Fleet(machines=machines, links=links, seen={name: frozenset(names) for name in names})
+    return ClusterFacts(machines=machines, links=links, seen={name: frozenset(names) for name in names})
 
 
 def worse(found: list[Finding]) -> list[tuple[str, str, str]]:
@@ -187,7 +204,7 @@ def worse(found: list[Finding]) -> list[tuple[str, str, str]]:
 
 
 def test_nodes_alike_are_good() -> None:
-    found = judge_fleet(fleet(a=SOUND, b=SOUND, c=SOUND))
+    found = check_cluster(fleet(a=SOUND, b=SOUND, c=SOUND))
     assert not worse(found)
     assert [finding.subject for finding in found] == ["versions", "storage", "links", "clocks"]
 
@@ -197,7 +214,7 @@ def test_nodes_that_differ_are_named() -> None:
     kinds = replace(
         gpus(), network=replace(SOUND.network, interfaces=(Interface(name="e", address="10.0.0.1", mtu=9000),))
     )
-    found = judge_fleet(fleet(a=SOUND, b=odd, c=SOUND, d=kinds))
+    found = check_cluster(fleet(a=SOUND, b=odd, c=SOUND, d=kinds))
     assert worse(found) == [
         ("bad", "Python", "b"), ("bad", "torch", "b"), ("doubtful", "accelerators", "d"), ("doubtful", "network", "d"),
     ]  # fmt: skip
@@ -206,14 +223,14 @@ def test_nodes_that_differ_are_named() -> None:
 
 def test_a_folder_that_is_not_shared_is_found_out() -> None:
     apart = replace(fleet(a=SOUND, b=SOUND), seen={"a": frozenset("a"), "b": frozenset("b")})
-    assert worse(judge_fleet(apart)) == [("bad", "storage", "a"), ("bad", "storage", "b")]
+    assert worse(check_cluster(apart)) == [("bad", "storage", "a"), ("bad", "storage", "b")]
 
 
 def test_links_that_are_cut_or_slow_are_found() -> None:
     whole = fleet(a=SOUND, b=SOUND, c=SOUND)
     cut = replace(whole.links[0], fault="10.0.0.2 port 4: no answer")
     slow = replace(whole.links[1], bytes_per_s=1e8)
-    found = judge_fleet(replace(whole, links=(cut, slow, *whole.links[2:])))
+    found = check_cluster(replace(whole, links=(cut, slow, *whole.links[2:])))
     assert worse(found) == [("bad", "link", "a"), ("doubtful", "link", "b from a")]
     assert "32768-60999" in next(finding.remedy for finding in found if finding.verdict == "bad")
 
@@ -224,20 +241,20 @@ def test_a_clock_that_is_off_is_found() -> None:
         links = tuple(
             replace(link, offset_s=off_s * ((link.target == "b") - (link.source == "b"))) for link in whole.links
         )
-        assert worse(judge_fleet(replace(whole, links=links))) == [(verdict, "clock", "b")]
+        assert worse(check_cluster(replace(whole, links=links))) == [(verdict, "clock", "b")]
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=20), st.data())
 def test_clocks_are_known_within_their_doubt(ahead: list[float], data: st.DataObject) -> None:
     nodes = [str(number) for number in range(len(ahead))]
     links = []
-    for pairs in rounds(nodes):
+    for pairs in measurement_rounds(nodes):
         for one, other in pairs:
             delay_s = data.draw(st.floats(1e-5, 1e-2))
             wrong_s = data.draw(st.floats(-0.5, 0.5)) * delay_s
             offset_s = ahead[int(other)] - ahead[int(one)] + wrong_s
-            links.append(Link(source=one, target=other, delay_s=delay_s, offset_s=offset_s))
-    known = clocks(links)
+            links.append(LinkMeasurement(source=one, target=other, delay_s=delay_s, offset_s=offset_s))
+    known = clock_offsets(links)
     assert set(known) == set(nodes)
     first = ahead[int(links[0].source)]
     for node, (told_s, doubt_s) in known.items():
@@ -247,7 +264,7 @@ def test_clocks_are_known_within_their_doubt(ahead: list[float], data: st.DataOb
 @given(st.integers(2, 60), st.integers(0, 99))
 def test_pairs_do_not_disturb_each_other(count: int, seed: int) -> None:
     nodes = [str(number) for number in range(count)]
-    found = rounds(nodes, seed=seed)
+    found = measurement_rounds(nodes, seed=seed)
     for pairs in found:
         assert max(Counter(node for pair in pairs for node in pair).values()) == 1
     met = Counter(frozenset(pair) for pairs in found for pair in pairs)
@@ -259,26 +276,26 @@ def test_pairs_do_not_disturb_each_other(count: int, seed: int) -> None:
 
 
 def test_nodes_that_are_absent_are_bad_and_ray_s_errors_are_understood() -> None:
-    lost = {"b": Absent(why="did not answer within 60 s", remedy="ray list nodes")}
-    assert worse(judge_fleet(Fleet(machines={"a": SOUND}, absent=lost))) == [("bad", "node", "b")]
+    lost = {"b": UnreachableNode(why="did not answer within 60 s", remedy="ray list nodes")}
+    assert worse(check_cluster(ClusterFacts(machines={"a": SOUND}, absent=lost))) == [("bad", "node", "b")]
     missing = RuntimeError("The remote function failed to import on the worker.\nNo module named 'trainwright'")
-    assert absent_of(missing).why == "trainwright cannot be imported there"
+    assert failure_reason(missing).why == "trainwright cannot be imported there"
     died = type("WorkerCrashedError", (Exception,), {})("x")
-    assert absent_of(died).why == "was lost while it was looked at"
-    assert absent_of(ValueError("odd\nodder")).why == "the examination failed there: odder"
+    assert failure_reason(died).why == "was lost while it was looked at"
+    assert failure_reason(ValueError("odd\nodder")).why == "the examination failed there: odder"
 
 
 def test_nodes_of_one_name_are_told_apart() -> None:
     node = {"Alive": True, "NodeManagerHostname": "a", "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 1.0}}
     listed = [{**node, "NodeID": "1" * 20}, {**node, "NodeID": "2" * 20}, {**node, "NodeID": "3", "Alive": False}]
-    assert [stop.name for stop in stops(listed)] == ["a-111111", "a-222222"]
+    assert [stop.name for stop in living_nodes(listed)] == ["a-111111", "a-222222"]
 
 
 def test_good_findings_are_grouped_and_no_bad_one_is_hidden() -> None:
     good = [Finding(subject="disk", verdict="good", what=f"{n} GiB free", where=f"n{n}") for n in range(3)]
     bad = [Finding(subject="x", verdict="bad", what=f"{n} lost", where=f"n{n}", remedy="mend") for n in range(3)]
     same = [replace(each, what="lost") for each in bad]
-    lines = grouped([*good, *bad, *same])
+    lines = group_findings([*good, *bad, *same])
     assert [(line.where, line.what) for line in lines] == [
         ("n0", "0 lost"), ("n1", "1 lost"), ("n2", "2 lost"), ("n0, n1, n2", "lost"),
         ("3 nodes", "0 GiB free (others alike)"),
@@ -291,38 +308,47 @@ def test_good_findings_are_grouped_and_no_bad_one_is_hidden() -> None:
 def test_nvidia_smi_is_read() -> None:
     line = "0, GPU-1, NVIDIA H200, 570.1, 143771, 600, 2, Not Active, Active, Not Active, Not Active"
     odd = "1, GPU-2, NVIDIA GH, 570.1, [N/A], [N/A], [N/A], Not Active, Not Active, Not Active, Not Active"
-    first, second = parsed(f"{line}\n{odd}\n", "GPU-1\nGPU-1\n")
+    first, second = parse_smi(f"{line}\n{odd}\n", "GPU-1\nGPU-1\n")
     assert (first.ecc_errors, first.throttled, first.processes) == (2, ("heat (hardware)",), 2)
     assert first.memory_bytes == 143771 << 20
     assert (second.ecc_errors, second.memory_bytes, second.throttled) == (None, 0, ())
     with pytest.raises(ValueError, match="gave 1 fields"):
-        parsed("No devices were found", "")
+        parse_smi("No devices were found", "")
 
 
 def test_interface_settings() -> None:
     names = ["lo", "eth0", "docker0"]
-    assert fits("eth0", names, exact=True) and not fits("eth", names, exact=True)
-    assert fits("eth", names, exact=False) and not fits("ib", names, exact=False)
-    assert fits("^docker,lo", names, exact=False) and not fits("=eth", names, exact=False)
+    assert interface_setting_matches("eth0", names, exact=True) and not interface_setting_matches(
+        "eth", names, exact=True
+    )
+    assert interface_setting_matches("eth", names, exact=False) and not interface_setting_matches(
+        "ib", names, exact=False
+    )
+    assert interface_setting_matches("^docker,lo", names, exact=False) and not interface_setting_matches(
+        "=eth", names, exact=False
+    )
 
 
 def test_files_of_the_system_are_read(tmp_path: Path) -> None:
-    assert group_limits(tmp_path) == (None, None)
+    assert cgroup_limits(tmp_path) == (None, None)
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("50000")
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000")
-    assert group_limits(tmp_path) == (None, 0.5)
+    assert cgroup_limits(tmp_path) == (None, 0.5)
     (tmp_path / "memory.max").write_text("1024\n")
     (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert group_limits(tmp_path) == (1024, 1.5)
+    assert cgroup_limits(tmp_path) == (1024, 1.5)
     (tmp_path / "range").write_text("1\t9\n")
     assert port_range(tmp_path / "range") == (1, 9) and port_range(tmp_path / "none") is None
-    assert space(str(tmp_path / "not" / "there")).size_bytes > 0 and space("/dev/not-there").size_bytes == 0
-    assert resolved("localhost") == ("127.0.0.1",) and resolved("no-such-host.invalid") == ()
+    assert disk_space(str(tmp_path / "not" / "there")).size_bytes > 0 and disk_space("/dev/not-there").size_bytes == 0
+    assert resolve_host("localhost") == ("127.0.0.1",) and resolve_host("no-such-host.invalid") == ()
 
 
 def test_what_is_installed_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cuda_of("cuda: Optional[str] = '12.6'\n") == "12.6" and cuda_of("cuda = None\nhip = '6'") == ""
+    assert (
+        parse_torch_cuda("cuda: Optional[str] = '12.6'\n") == "12.6"
+        and parse_torch_cuda("cuda = None\nhip = '6'") == ""
+    )
     needs_python, needs = requirements()
     assert ">=3.11" in needs_python.split(",") and ">=2.9" in needs["torch"].split(",")
     (tmp_path / "brokenpackage.py").write_text("raise ImportError('libfoo.so.1: not found')")
@@ -332,51 +358,52 @@ def test_what_is_installed_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_storage_is_tried_and_nothing_is_left(tmp_path: Path) -> None:
-    sound = tried(str(tmp_path / "new" / "runs"))
+    sound = probe_storage(str(tmp_path / "new" / "runs"))
     assert not sound.fault and sound.once and sound.write_s > 0 and not [*tmp_path.iterdir()]
     (tmp_path / "file").write_text("")
-    assert (blocked := tried(str(tmp_path / "file"))).fault and blocked.remedy
+    assert (blocked := probe_storage(str(tmp_path / "file"))).fault and blocked.remedy
     uri = str(tmp_path)
-    leave_mark(uri, "v", "a")
-    assert marks(uri, "v") == {"a"}
-    wipe_marks(uri, "v")
-    assert marks(uri, "v") == frozenset() and [path.name for path in tmp_path.iterdir()] == ["file"]
+    write_mark(uri, "v", "a")
+    assert read_marks(uri, "v") == {"a"}
+    delete_marks(uri, "v")
+    assert read_marks(uri, "v") == frozenset() and [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_store_without_credentials_names_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_NAME"):
         monkeypatch.delenv(name, raising=False)
-    assert "AZURE_STORAGE_ACCOUNT_NAME" in tried("az://container/prefix").remedy
+    assert "AZURE_STORAGE_ACCOUNT_NAME" in probe_storage("az://container/prefix").remedy
 
 
 def test_places_of_data_are_found_and_looked_for(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    assert [*paths_of((datasets.parquet(tmp_path / "a"), datasets.parquet(tmp_path / "none/*.parquet"), None))] == [
+    given = (datasets.parquet(tmp_path / "a"), datasets.parquet(tmp_path / "none/*.parquet"), None)
+    assert [*dataset_paths(given)] == [
         str(tmp_path / "a"), str(tmp_path / "none/*.parquet"),
     ]  # fmt: skip
-    found = looked_for([str(tmp_path / "a"), str(tmp_path / "none/*.parquet")])
+    found = probe_data_paths([str(tmp_path / "a"), str(tmp_path / "none/*.parquet")])
     assert [bool(place.fault) for place in found] == [False, True]
 
 
 def test_a_link_is_measured_and_strangers_are_sent_away() -> None:
-    listener = Listener(b"k" * 16)
+    listener = LinkServer(b"k" * 16)
     address = listener.address
-    found = measure("a", "b", address, b"k" * 16)
+    found = measure_link("a", "b", address, b"k" * 16)
     assert not found.fault and found.bytes_per_s > 0 and abs(found.offset_s) <= found.delay_s / 2 + 1e-3
-    assert measure("a", "b", address, b"x" * 16).fault
+    assert measure_link("a", "b", address, b"x" * 16).fault
     listener.close()
-    assert "refused" in measure("a", "b", address, b"k" * 16).fault
+    assert "refused" in measure_link("a", "b", address, b"k" * 16).fault
 
 
 def test_a_peer_that_hangs_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_benchmark, "TIMEOUT_S", 0.1)
+    monkeypatch.setattr(cluster_probe, "_SOCKET_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert "no answer" in measure("a", "b", silent.getsockname()[:2], b"k" * 16).fault
+        assert "no answer" in measure_link("a", "b", silent.getsockname()[:2], b"k" * 16).fault
 
 
 def test_the_command_looks_at_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(run, "connected", lambda: False)
+    monkeypatch.setattr(diagnosis_report, "_is_connected", lambda: False)
     done = CliRunner().invoke(app, ["doctor", "--quick", "--storage", str(tmp_path / "runs"), "--json"])
     told = json.loads(done.stdout)
     assert told["subject"] == "this machine" and done.exit_code == (1 if told["verdict"] == "bad" else 0)
@@ -388,7 +415,7 @@ def test_the_command_looks_at_this_machine(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_cluster_that_is_not_there_is_bad_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "connected", lambda: False)
+    monkeypatch.setattr(diagnosis_report, "_is_connected", lambda: False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     found = tw.doctor(address=f"127.0.0.1:{port}", imports=False)

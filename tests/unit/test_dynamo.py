@@ -11,7 +11,7 @@ TRAINED = """
 import sys, torch
 from trainwright.strategies.torch.engines import data_parallel
 from trainwright.strategies.torch.profiling import model_profile as profile
-from trainwright.strategies.torch.training.objective import Pull
+from trainwright.strategies.torch.training.objective import BackwardRoots
 from torch.distributed import HashStore, destroy_process_group, init_process_group
 
 init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -28,7 +28,7 @@ for kind in (torch.optim.SGD, torch.optim.AdamW):
     steps(kind(model.parameters(), 0.1))
 carry = torch.nn.Parameter(torch.zeros(3))
 values, slopes = model(torch.ones(2, 4)).sum(dim=1), torch.ones(2)
-Pull(values=values, slopes=slopes, carry=carry.view(-1), sums=torch.arange(3.0)).backward()
+BackwardRoots(values=values, slopes=slopes, carry=carry.view(-1), sums=torch.arange(3.0)).backward()
 assert carry.grad.tolist() == [0.0, 1.0, 2.0]
 assert "sympy" not in sys.modules, "a step imported sympy"
 with torch.device("meta"):

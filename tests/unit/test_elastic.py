@@ -12,12 +12,12 @@ from tests.simulation.world import simulate
 from tests.support.driver_harness import Story, progressed
 from tests.support.streams import collect, ids, real, stream
 from trainwright.core import events
-from trainwright.core.group import StateTag
-from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.run_policy import Settings
-from trainwright.driver.state import Phase
-from trainwright.strategies.search.pipeline_schedules import order
+from trainwright.driver.driver_state import Phase
+from trainwright.driver.run_policy import RunPolicy
+from trainwright.strategies.cost_model.pipeline_schedules import stage_operations
 
 
 def three(**settings: object) -> Story:
@@ -27,7 +27,7 @@ def three(**settings: object) -> Story:
 
 def lost(story: Story, worker: int, step: int = 2) -> Story:
     """A worker dies, the others stand idle at `step`."""
-    story.tell(m.Died(worker=worker, cause="its node is gone"))
+    story.tell(m.WorkerDied(worker=worker, cause="its node is gone"))
     others = [member.worker for member in story.state.members if member.worker in story.state.awaiting]
     story.returns("run", m.SegmentReport(step=step, stopped=False, tag=StateTag(step=step)), workers=others)
     return story.returns("leave", StateTag(step=step), workers=others)
@@ -37,7 +37,7 @@ def test_without_a_replacement_in_time_the_others_go_on_with_ranks_of_their_own(
     story = lost(three(), 1)
     assert story.state.phase is Phase.GATHERING and story.state.starting == {3}
     story.expires("shrink")
-    assert [(call.worker, call.verb) for call in story.all(m.Call)] == [(0, "reserve"), (2, "reserve")]
+    assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "reserve"), (2, "reserve")]
     assert story.emitted(events.Resized)[0].workers == 2 and story.state.rank_of == {0: 0, 2: 1}
     assert not story.state.timers.keys() & {"place", "shrink"}
     story.formed(StateTag(step=2), StateTag(step=2))
@@ -46,9 +46,9 @@ def test_without_a_replacement_in_time_the_others_go_on_with_ranks_of_their_own(
 
 def test_below_the_fewest_it_waits_until_one_more_is_up() -> None:
     story = lost(three(min_workers=3, workers=4, max_workers=4), 1)
-    story.tell(m.Died(worker=2, cause="killed too")).expires("shrink")
+    story.tell(m.WorkerDied(worker=2, cause="killed too")).expires("shrink")
     assert story.state.phase is Phase.GATHERING and len(story.state.starting) == 2
-    story.tell(m.Started(worker=4, node="n4", pid=4))
+    story.tell(m.WorkerStarted(worker=4, node="n4", pid=4))
     assert [call.worker for call in story.calls("reserve")] == [0, 4, 3]
     assert story.state.spares.keys() == {5}
 
@@ -56,10 +56,10 @@ def test_below_the_fewest_it_waits_until_one_more_is_up() -> None:
 def test_a_late_one_joins_after_a_pause_that_costs_no_step() -> None:
     story = lost(three(), 1).expires("shrink")
     story.formed(StateTag(step=2), StateTag(step=2)).returns("heal", StateTag(step=2))
-    story.tell(m.Started(worker=3, node="n3", pid=3))
-    assert [(call.worker, call.verb) for call in story.all(m.Call)] == [(0, "stop")]
+    story.tell(m.WorkerStarted(worker=3, node="n3", pid=3))
+    assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "stop")]
     story.segment(3, stopped=True)
-    assert [(call.worker, call.verb) for call in story.all(m.Call)] == [(0, "leave"), (2, "leave")]
+    assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "leave"), (2, "leave")]
     story.returns("leave", StateTag(step=3))
     assert [call.worker for call in story.calls("reserve")] == [0, 2, 3]
     assert story.emitted(events.Resized)[0].former == 2 and story.state.failures <= 1
@@ -70,8 +70,11 @@ def test_a_late_one_joins_after_a_pause_that_costs_no_step() -> None:
 def test_room_for_more_is_asked_for_once_steps_run() -> None:
     story = Story(workers=2, max_workers=4).running()
     progressed(story, 1)
-    assert story.all(m.Place) == [m.Place(worker=2, slot=2, spare=True), m.Place(worker=3, slot=3, spare=True)]
-    story.tell(m.Started(worker=3, node="n", pid=3), m.Started(worker=2, node="n", pid=2))
+    assert story.all(m.StartWorker) == [
+        m.StartWorker(worker=2, slot=2, spare=True),
+        m.StartWorker(worker=3, slot=3, spare=True),
+    ]
+    story.tell(m.WorkerStarted(worker=3, node="n", pid=3), m.WorkerStarted(worker=2, node="n", pid=2))
     assert len(story.calls("stop")) == 1
     story.segment(2, stopped=True).returns("leave", StateTag(step=2))
     assert [call.worker for call in story.calls("reserve")] == [0, 1, 2, 3]
@@ -79,21 +82,21 @@ def test_room_for_more_is_asked_for_once_steps_run() -> None:
 
 def test_a_failure_takes_waiting_recruits_in_at_no_further_cost() -> None:
     story = progressed(Story(workers=2, max_workers=3).running(), 1)
-    story.tell(m.Died(worker=1, cause="killed"), m.Started(worker=2, node="n", pid=2))
+    story.tell(m.WorkerDied(worker=1, cause="killed"), m.WorkerStarted(worker=2, node="n", pid=2))
     story.returns("run", m.SegmentReport(step=2, stopped=False, tag=StateTag(step=2)), workers=[0])
-    story.returns("leave", StateTag(step=2), workers=[0]).tell(m.Started(worker=3, node="n", pid=3))
+    story.returns("leave", StateTag(step=2), workers=[0]).tell(m.WorkerStarted(worker=3, node="n", pid=3))
     assert [call.worker for call in story.calls("reserve")] == [0, 3, 2]
 
 
 def test_a_recruit_that_is_up_takes_a_lost_rank_where_no_spare_does() -> None:
     story = progressed(Story(workers=2, max_workers=3).running(), 1)
-    story.tell(m.Started(worker=2, node="n", pid=2), m.Died(worker=1, cause="killed"))
-    assert story.emitted(events.Promoted)[0].slot == 2 and not story.all(m.Place)
+    story.tell(m.WorkerStarted(worker=2, node="n", pid=2), m.WorkerDied(worker=1, cause="killed"))
+    assert story.emitted(events.Promoted)[0].slot == 2 and not story.all(m.StartWorker)
 
 
 def test_nobody_joins_a_run_that_is_to_end() -> None:
-    story = progressed(Story(workers=2, max_workers=3).running(), 1).tell(m.StopAsked())
-    story.tell(m.Started(worker=2, node="n", pid=2))
+    story = progressed(Story(workers=2, max_workers=3).running(), 1).tell(m.StopRequested())
+    story.tell(m.WorkerStarted(worker=2, node="n", pid=2))
     assert not story.calls("stop")
     assert story.segment(2, stopped=True).calls("snapshot")
 
@@ -103,10 +106,10 @@ def relaid(**settings: object) -> Story:
     plans = Plans(plans=(staged(2, 2),), others=frozenset({1}))
     steps = {"total_steps": 40, "steps_per_epoch": 40, **settings}
     story = progressed(Story(min_workers=1, layouts=plans, **steps).running(), 1)
-    story.tell(m.Died(worker=1, cause="its node is gone"))
+    story.tell(m.WorkerDied(worker=1, cause="its node is gone"))
     story.returns("run", m.SegmentReport(step=2, stopped=False, tag=StateTag(step=2)), workers=[0])
     story.returns("leave", StateTag(step=2), workers=[0]).expires("shrink").formed(StateTag(step=None))
-    progressed(story.returns("heal", StateTag(step=0)), 3).tell(m.Started(worker=2, node="n", pid=2))
+    progressed(story.returns("heal", StateTag(step=0)), 3).tell(m.WorkerStarted(worker=2, node="n", pid=2))
     story.segment(4, stopped=True).snapshot(4)
     assert story.calls("upload") and story.state.phase is Phase.WAITING
     return story
@@ -114,27 +117,29 @@ def relaid(**settings: object) -> Story:
 
 def test_a_store_that_is_slow_puts_growing_off_and_ends_nobody() -> None:
     story = relaid().expires("upload")
-    assert not story.all(m.Kill) and story.state.failures == 0 and story.state.step == 4
-    assert [call.verb for call in story.all(m.Call)] == ["run"]
+    assert not story.all(m.KillWorker) and story.state.failures == 0 and story.state.step == 4
+    assert [call.verb for call in story.all(m.CallWorker)] == ["run"]
     assert "1 of 2 workers" in story.emitted(events.Noted)[0].text
-    assert [call.verb for call in story.segment(9).all(m.Call)] == ["run"], "the upload is still on its way"
+    assert [call.verb for call in story.segment(9).all(m.CallWorker)] == ["run"], "the upload is still on its way"
     story.returns("upload", (), workers=[0]).now_s += story.state.settings.upload_deadline_s
     story.committed(4).segment(12)
-    assert [call.verb for call in story.all(m.Call)] == ["run"], "the next one would take as long"
+    assert [call.verb for call in story.all(m.CallWorker)] == ["run"], "the next one would take as long"
 
 
 def test_a_checkpoint_that_is_due_is_not_waited_for_where_the_last_one_took_too_long() -> None:
     story = relaid(checkpoint_steps=20).expires("upload").returns("upload", (), workers=[0])
     story.now_s += story.state.settings.upload_deadline_s
     story.committed(4).segment(20).snapshot(20)
-    assert [call.verb for call in story.all(m.Call)] == ["upload", "run"] and story.state.phase is Phase.RUNNING
+    assert [call.verb for call in story.all(m.CallWorker)] == ["upload", "run"] and story.state.phase is Phase.RUNNING
 
 
-@pytest.mark.parametrize("end", [m.Died(worker=2, cause="its node is gone"), m.Noticed(worker=2, left_s=25.0)])
-def test_nobody_waits_for_a_store_where_the_one_who_was_to_join_is_gone(end: m.Happening) -> None:
+@pytest.mark.parametrize(
+    "end", [m.WorkerDied(worker=2, cause="its node is gone"), m.PreemptionNoticed(worker=2, left_s=25.0)]
+)
+def test_nobody_waits_for_a_store_where_the_one_who_was_to_join_is_gone(end: m.DriverEvent) -> None:
     story = relaid().tell(end)
-    assert [call.verb for call in story.all(m.Call)] == ["run"] and "upload" not in story.state.timers
-    assert story.returns("upload", (), workers=[0]).all(m.Commit)
+    assert [call.verb for call in story.all(m.CallWorker)] == ["run"] and "upload" not in story.state.timers
+    assert story.returns("upload", (), workers=[0]).all(m.CommitCheckpoint)
     assert story.committed(4).state.phase is Phase.RUNNING and story.state.committed == 4
 
 
@@ -146,14 +151,14 @@ def test_a_store_that_is_quick_lets_it_grow_from_a_checkpoint_of_that_step() -> 
 
 
 def test_a_world_shrinks_and_grows_back_in_the_simulation() -> None:
-    settings = Settings(workers=4, min_workers=3, total_steps=400, steps_per_epoch=400, shrink_s=8.0)
+    settings = RunPolicy(workers=4, min_workers=3, total_steps=400, steps_per_epoch=400, shrink_s=8.0)
     faults = (Fault(kind="slow start", at_s=1.0), Fault(kind="kill", at_s=6.0, target=0.5))
     outcome = simulate(Scenario(seed=2, settings=settings, faults=faults))
     sizes = [(event.former, event.workers) for event in outcome.emitted if isinstance(event, events.Resized)]
     assert outcome.outcomes == ["done"] and sizes == [(4, 3), (3, 4)]
 
 
-PLAN = Plan(strategy="data_parallel", engine="e", mesh=Mesh(data=4), batch_size=64, placement=Placement(cpus=1))
+PLAN = Plan(strategy="data_parallel", engine="e", mesh=Mesh(data=4), batch_size=64, placement=WorkerResources(cpus=1))
 
 
 @given(data=st.integers(1, 9), shard=st.integers(1, 3), accumulation=st.integers(1, 5), now=st.integers(1, 12))
@@ -162,7 +167,7 @@ def test_a_plan_on_fewer_workers_has_the_same_batch_and_no_larger_micro_batch(
 ) -> None:
     planned = Plan(
         strategy="s", engine="e", mesh=Mesh(data=data, shard=shard), batch_size=960, accumulation=accumulation,
-        placement=Placement(cpus=1),
+        placement=WorkerResources(cpus=1),
     )  # fmt: skip
     resized = planned.resized(now * shard)
     assert resized.workers == now * shard and resized.batch_size == planned.batch_size
@@ -173,7 +178,9 @@ def test_a_plan_on_fewer_workers_has_the_same_batch_and_no_larger_micro_batch(
 
 def test_a_world_that_holds_no_whole_replica_is_refused() -> None:
     with pytest.raises(ValueError, match="5 workers are no multiple of the 2"):
-        Plan(strategy="s", engine="e", mesh=Mesh(data=2, shard=2), batch_size=8, placement=Placement(cpus=1)).resized(5)
+        Plan(
+            strategy="s", engine="e", mesh=Mesh(data=2, shard=2), batch_size=8, placement=WorkerResources(cpus=1)
+        ).resized(5)
 
 
 @settings(max_examples=20)
@@ -183,7 +190,7 @@ def test_a_world_that_changes_in_the_middle_of_an_epoch_sees_the_same_global_bat
 ) -> None:
     """Each cut: so many workers for so many steps."""
     data, planned = ids(97), Plan(
-        strategy="s", engine="e", mesh=Mesh(data=4), batch_size=batch, placement=Placement(cpus=1)
+        strategy="s", engine="e", mesh=Mesh(data=4), batch_size=batch, placement=WorkerResources(cpus=1)
     )  # fmt: skip
     whole = [sorted(real(feed)) for feed in collect(stream(data, batch_size=batch, epochs=8))]
     step = 0
@@ -206,4 +213,6 @@ def test_a_smaller_interleaved_pipeline_has_an_order_of_micro_batches(text: str,
     smaller = planned.resized(workers)
     assert smaller.accumulation * smaller.mesh.data >= planned.accumulation * planned.mesh.data
     assert smaller.resized(workers) == smaller
-    assert order("interleaved", stage=0, stages=smaller.mesh.pipeline, micro_batches=smaller.accumulation, chunks=2)
+    assert stage_operations(
+        "interleaved", stage=0, stages=smaller.mesh.pipeline, micro_batches=smaller.accumulation, chunks=2
+    )

@@ -10,9 +10,10 @@ import ray
 import ray.exceptions
 
 import trainwright as tw
-from trainwright.cli.plan_options import as_options
+from trainwright.cli.plan_commands import with_option_names
 from trainwright.core.errors import JobError, ResourceError, RunConflict, UserCodeError
-from trainwright.runtime import cluster_discovery, launch
+from trainwright.ray_cluster import discovery
+from trainwright.runtime import launch
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ from trainwright.runtime import cluster_discovery, launch
     ],
 )
 def test_what_to_do_is_said_in_options_on_the_command_line_alone(remedy: str, options: str) -> None:
-    assert as_options(remedy) == options
+    assert with_option_names(remedy) == options
 
 
 NOTEBOOK = """
@@ -69,7 +70,7 @@ def test_a_detached_driver_without_a_cluster_is_refused_before_ray_starts(monkey
     with pytest.raises(ResourceError, match="outlives this process") as caught:
         tw.start(job, detached=True)
     assert "set RAY_ADDRESS" in caught.value.remedy and "RAY_AUTH_MODE=token" in caught.value.remedy
-    assert "leave --detach out" in as_options(caught.value.remedy)
+    assert "leave --detach out" in with_option_names(caught.value.remedy)
 
 
 @pytest.mark.parametrize(
@@ -90,5 +91,5 @@ def test_a_cluster_that_asks_for_a_token_says_how_to_give_it(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ResourceError, match=what) as caught:
-        cluster_discovery.connect()
+        discovery.connect()
     assert "RAY_AUTH_TOKEN" in caught.value.remedy and caught.value.where == "192.0.2.1:6379"

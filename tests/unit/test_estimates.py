@@ -13,19 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainwright as tw
-from trainwright.core.accelerators import ACCELERATORS, Accelerator, accelerator
+from trainwright.core.cluster import ACCELERATORS, Accelerator, find_accelerator
 from trainwright.core.errors import PlanError, ResourceError
 from trainwright.core.model_profile import LayerCost, ModelProfile
-from trainwright.core.plan import Infeasible, Mesh
-from trainwright.core.plan_spec import Pins
+from trainwright.core.plan import InfeasiblePlan, Mesh, PlanConstraints
 from trainwright.strategies import STRATEGIES, tensor_parallel
-from trainwright.strategies.cost_model.machine import Group, Machine, group
-from trainwright.strategies.cost_model.memory import in_flight, layer_memory, stage_memory
-from trainwright.strategies.cost_model.step_work import Work, even, gathered, work_of
-from trainwright.strategies.search.compatibility import compiled
-from trainwright.strategies.search.partition import replicated
-from trainwright.strategies.search.plan_request import Question
-from trainwright.strategies.search.ranking import answer, ranking
+from trainwright.strategies.cost_model.machine_model import MachineModel, RankGroup, rank_group
+from trainwright.strategies.cost_model.memory_estimate import layer_memory, micro_batches_in_flight, stage_memory
+from trainwright.strategies.cost_model.plan_constraints import invalid_compile
+from trainwright.strategies.cost_model.stage_partition import replicated_partition
+from trainwright.strategies.cost_model.step_work import StepWork, compute_step_work, even_partition, layer_vectors
+from trainwright.strategies.search.plan_ranking import ranking, search_plans
+from trainwright.strategies.search.plan_request import PlanRequest
 
 GPT = tw.transformer_profile(hidden=2048, layers=24, heads=16, sequence=1024, vocabulary=51_200)
 NODE, NODES = tw.Cluster.parse("8xA100-80GB"), tw.Cluster.parse("4x8xA100-80GB@800Gb")
@@ -69,7 +68,7 @@ def test_a_cluster_in_words() -> None:
     cluster = tw.Cluster.parse("2x8xH100-80GB@3200Gb + 4xL4")
     assert [node.accelerators for node in cluster.nodes] == [8, 8, 4] and cluster.accelerators == 20
     assert cluster.kinds == ("H100-80GB", "L4-24GB") and cluster.nodes[0].network_bytes_per_s == 400e9
-    slowest = Machine.of(cluster)
+    slowest = MachineModel.of(cluster)
     assert (slowest.device.name, slowest.per_node, slowest.devices) == ("L4-24GB", 4, 20)
     cpus = tw.Cluster.parse("2x16xCPU")
     assert (cpus.cpus, cpus.accelerators) == (32, 0)
@@ -86,12 +85,12 @@ def test_a_cluster_that_cannot_be_read(text: str, said: str) -> None:
 
 def test_accelerators_are_found_however_they_are_spelt_and_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NVIDIA A100-SXM4-80GB", "a100-80gb", "A100_80GB", "A100"):
-        found = accelerator(name)
+        found = find_accelerator(name)
         assert found is not None and found.name == "A100-80GB"
-    assert accelerator("B300") is None
+    assert find_accelerator("B300") is None
     mine = replace(ACCELERATORS["H200-141GB"], name="B300", aliases=())
     monkeypatch.setitem(ACCELERATORS, "B300", mine)
-    assert accelerator("NVIDIA B300") is mine and tw.Cluster.parse("8xB300").kinds == ("B300",)
+    assert find_accelerator("NVIDIA B300") is mine and tw.Cluster.parse("8xB300").kinds == ("B300",)
     names = [name for item in ACCELERATORS.values() for name in {item.name, *item.aliases}]
     assert len(names) == len(set(names))
 
@@ -118,7 +117,7 @@ def test_a_transformer_from_numbers() -> None:
 @given(layers=st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=5), devices=st.integers(1, 4))
 def test_replicated_stages_are_as_quick_as_can_be(layers: list[tuple[int, int, int]], devices: int) -> None:
     seconds, weights, outputs = ([layer[part] for layer in layers] for part in range(3))
-    found = replicated(seconds, weights, outputs, devices, 2.0)
+    found = replicated_partition(seconds, weights, outputs, devices, 2.0)
     assert [stage.begin for stage in found] == [0, *(stage.end for stage in found[:-1])]
     assert found[-1].end == len(layers) and sum(stage.replicas for stage in found) <= devices
 
@@ -141,18 +140,18 @@ def test_replicated_stages_are_as_quick_as_can_be(layers: list[tuple[int, int, i
 
 
 def test_blocks_are_divided_as_people_do_it() -> None:
-    assert even(GPT, 4) == (7, 6, 6, 7) and even(GPT, 5) == (6, 5, 5, 5, 5)
+    assert even_partition(GPT, 4) == (7, 6, 6, 7) and even_partition(GPT, 5) == (6, 5, 5, 5, 5)
     layer = LayerCost(name="a", parameters=1, parameter_bytes=4, flops=1.0)
     plain = ModelProfile(framework="", layers=(replace(layer, flops=9.0), layer, replace(layer, flops=2.0)))
-    assert even(plain, 2) == (1, 2)
+    assert even_partition(plain, 2) == (1, 2)
 
 
 def test_who_reduces_with_whom() -> None:
-    machine = Machine.of(NODES)
-    assert group(machine, 8, 1) == Group(size=8, local=8)
-    assert group(machine, 4, 8) == Group(size=4, local=1)
-    assert group(machine, 16, 2) == Group(size=16, local=4)
-    assert group(machine, 16, 1).nodes == 2
+    machine = MachineModel.of(NODES)
+    assert rank_group(machine, 8, 1) == RankGroup(size=8, local=8)
+    assert rank_group(machine, 4, 8) == RankGroup(size=4, local=1)
+    assert rank_group(machine, 16, 2) == RankGroup(size=16, local=4)
+    assert rank_group(machine, 16, 1).nodes == 2
 
 
 def test_terms_add_up_and_the_interval_holds_the_step() -> None:
@@ -186,9 +185,14 @@ def test_memory_of_each_stage() -> None:
     assert first > middle[0] and last > middle[1], "embedding and logits"
     gpipe = stage_memory(GPT, replace(plan, schedule="gpipe"), batch_size=256, precision="bf16")
     assert gpipe[2] > middle[1]
-    assert in_flight(plan, 32).tolist() == [4, 3, 2, 1] and in_flight(plan, 2).tolist() == [2, 2, 2, 1]
+    assert micro_batches_in_flight(plan, 32).tolist() == [4, 3, 2, 1] and micro_batches_in_flight(plan, 2).tolist() == [
+        2,
+        2,
+        2,
+        1,
+    ]
     whole, third = (
-        layer_memory(GPT, tw.Plan.parse(text), batch_size=32, precision="bf16").states[gathered(GPT).order].sum()
+        layer_memory(GPT, tw.Plan.parse(text), batch_size=32, precision="bf16").states[layer_vectors(GPT).order].sum()
         for text in ("dp=32", "fsdp=32")
     )
     assert whole - third == pytest.approx(16 * GPT.parameters * 31 / 32, rel=0.01)
@@ -315,49 +319,51 @@ def test_a_calibration_of_nothing_is_the_default_and_one_row_moves_it() -> None:
 
 def test_a_tensor_group_that_is_larger_than_a_node_is_refused_with_the_reason() -> None:
     profile = replace(GPT, framework="torch")
-    question = Question(
+    question = PlanRequest(
         profile=profile,
         cluster=tw.Cluster.parse("2x4xH100-80GB"),
         batch_size=64,
         precision="bf16",
-        pins=Pins.parse("tp=8"),
+        pins=PlanConstraints.parse("tp=8"),
     )
     (found,) = tensor_parallel.propose(question)
-    assert isinstance(found, Infeasible) and found.reason == "tp=8 is more than the 4 devices of a node"
+    assert isinstance(found, InfeasiblePlan) and found.reason == "tp=8 is more than the 4 devices of a node"
     assert "tp=4 or less" in found.hint
 
 
 def test_what_no_engine_does_with_a_compiled_model_is_not_proposed() -> None:
     profile = replace(GPT, framework="torch")
-    question = Question(profile=profile, cluster=tw.Cluster.parse("4xA100-80GB"), batch_size=64, precision="bf16")
+    question = PlanRequest(profile=profile, cluster=tw.Cluster.parse("4xA100-80GB"), batch_size=64, precision="bf16")
     for wanted in (False, True):
         asked = replace(question, compile="inductor") if wanted else question
-        found = answer(asked)
+        found = search_plans(asked)
         plans = [*found.plans, *(one.plan for one in found.misfits if one.plan)]
         assert ("selective" in {plan.recompute for plan in plans}) is not wanted
         assert ({plan.mesh.tensor for plan in plans} == {1}) is wanted
     (told,) = tensor_parallel.propose(asked.free)
-    assert isinstance(told, Infeasible) and told.reason == 'compile="inductor" was not tried with it'
+    assert isinstance(told, InfeasiblePlan) and told.reason == 'compile="inductor" was not tried with it'
 
 
 def test_what_the_engine_refuses_to_compute_again_compiled_is_refused_in_its_words() -> None:
     profile = replace(GPT, framework="torch", recounted="blocks.0.seen")
-    pins, four = Pins.parse("recompute=full"), tw.Cluster.parse("4xA100-80GB")
-    question = Question(profile=profile, cluster=four, batch_size=64, precision="bf16", pins=pins)
-    assert answer(question).plans
-    found = answer(replace(question, compile="inductor"))
-    assert not found.plans and compiled("full", "blocks.0.seen") in {(one.reason, one.hint) for one in found.misfits}
+    pins, four = PlanConstraints.parse("recompute=full"), tw.Cluster.parse("4xA100-80GB")
+    question = PlanRequest(profile=profile, cluster=four, batch_size=64, precision="bf16", pins=pins)
+    assert search_plans(question).plans
+    found = search_plans(replace(question, compile="inductor"))
+    assert not found.plans and invalid_compile("full", "blocks.0.seen") in {
+        (one.reason, one.hint) for one in found.misfits
+    }
 
 
 def test_replica_after_replica_fills_the_nodes() -> None:
     """Stages of a replica that fits into a node send nothing over the network, its replicas reduce over it."""
-    machine = Machine.of(tw.Cluster.parse("2x8xH100-80GB"))
+    machine = MachineModel.of(tw.Cluster.parse("2x8xH100-80GB"))
 
-    def work(plan: str) -> Work:
-        return work_of(GPT, machine, tw.Plan.parse(plan), batch_size=64, precision="bf16")
+    def work(plan: str) -> StepWork:
+        return compute_step_work(GPT, machine, tw.Plan.parse(plan), batch_size=64, precision="bf16")
 
     inside = work("pp=2,dp=8")
-    assert not inside.remote and inside.data == Group(size=8, local=4)
+    assert not inside.remote and inside.data == RankGroup(size=8, local=4)
     assert work("pp=16").remote and work("pp=3,dp=5").remote, "the third replica lies on both nodes"
     assert not work("pp=8").remote, "one node holds it"
 
@@ -367,7 +373,11 @@ def test_tokens_divided_over_tensor_ranks_leave_no_activation_whole() -> None:
     assert plan.sequence and plan.text == "tp=8,sequence=1,micro_batch=1" and tw.Plan.parse(plan.text) == plan
     plain = tw.Plan.parse("tp=8,micro_batch=1")
     kept = [layer_memory(GPT, each, batch_size=1, precision="bf16").kept for each in (plan, plain)]
-    whole = 2 * gathered(GPT).kept_numbers * np.where(gathered(GPT).splits > 0, gathered(GPT).shared_kept, 1.0)
+    whole = (
+        2
+        * layer_vectors(GPT).kept_numbers
+        * np.where(layer_vectors(GPT).splits > 0, layer_vectors(GPT).shared_kept, 1.0)
+    )
     assert kept[1] - kept[0] == pytest.approx(whole * 7 / 8)
     with pytest.raises(PlanError, match="sequence=1 divides tokens"):
         estimated("dp=8,sequence=1", NODE)

@@ -13,9 +13,9 @@ from trainwright.core.cluster import Cluster
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Steps
 from trainwright.datasets import table
-from trainwright.datasets.ray_data.feeder import Stage
+from trainwright.datasets.ray_data.delivery_actor import StageProgress
 from trainwright.planning.job_description import describe
-from trainwright.runtime.ray_data_delivery import Feeding, without_data
+from trainwright.runtime.ray_data_delivery import RayDataFeeder, reserve_for_transforms
 
 GPUS = "2x4xA100-80GB@100Gb"
 
@@ -39,16 +39,18 @@ def job(**more: Any) -> Any:
 def test_gpus_are_kept_for_the_transforms_that_ask_for_them() -> None:
     """One for each class, whichever data sets have it, and the most of any function."""
     cluster = Cluster.parse(GPUS)
-    left, notes = without_data(cluster, job())
+    left, notes = reserve_for_transforms(cluster, job())
     assert [node.accelerators for node in left.nodes] == [4, 2]
     assert notes == ("2 GPUs are kept for Teacher, judge",)
-    assert without_data(cluster, job(accelerator="cpu")) == (cluster, ())
+    assert reserve_for_transforms(cluster, job(accelerator="cpu")) == (cluster, ())
     plain = table({"x": np.arange(3)}).map_batches(judge, cpus=1)
-    assert without_data(cluster, job(train=plain, evaluate=None)) == (cluster, ())
+    assert reserve_for_transforms(cluster, job(train=plain, evaluate=None)) == (cluster, ())
     two = plain.map_batches(Teacher, gpus=1).map_batches(Teacher, gpus=1, fn_constructor_args=(2,))
-    assert without_data(cluster, job(train=two, evaluate=two))[1] == ("2 GPUs are kept for Teacher",), "one each"
+    assert reserve_for_transforms(cluster, job(train=two, evaluate=two))[1] == ("2 GPUs are kept for Teacher",), (
+        "one each"
+    )
     with pytest.raises(ResourceError, match="ask for 2 GPUs and the workers for 7; the cluster has 8"):
-        without_data(cluster, job(workers=7))
+        reserve_for_transforms(cluster, job(workers=7))
 
 
 def steps(count: int, wait_s: float) -> Steps:
@@ -65,11 +67,11 @@ def steps(count: int, wait_s: float) -> Steps:
 def test_where_steps_wait_the_stage_is_named_once(seconds: tuple[float, ...], said: str) -> None:
     names, slots = ("reading", "judge", "Teacher"), (1, 1, 2)
     stages = [
-        Stage(name=name, slots=slot, seconds=spent, elapsed_s=100.0)
+        StageProgress(name=name, slots=slot, seconds=spent, elapsed_s=100.0)
         for name, slot, spent in zip(names, slots, seconds, strict=True)
     ]
     light = table({"x": np.arange(3)})
-    feeding = Feeding(job(train=light, evaluate=None), light.index(), None, cpus=1.0, gpus=0.0)
+    feeding = RayDataFeeder(job(train=light, evaluate=None), light.index(), None, cpus=1.0, gpus=0.0)
     feeding._fetchers["train"] = SimpleNamespace(stages=lambda: stages)
     feeding.on(steps(10, 1.0))  # the first ones wait for the teacher to open
     feeding.on(steps(40, 0.1))

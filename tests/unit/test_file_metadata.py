@@ -22,12 +22,11 @@ from tests.support.record_files import frame as record
 from tests.support.record_files import sample as webdataset_sample
 from tests.support.record_files import write as webdataset_shard
 from tests.support.slow_s3_server import slow_store
-from trainwright.datasets import Dataset, csv, parquet, text, tfrecord, webdataset
-from trainwright.datasets.formats import file_metadata
+from trainwright.datasets import Dataset, csv, metadata_cache, parquet, text, tfrecord, webdataset
 from trainwright.datasets.formats import parquet as files
-from trainwright.datasets.formats.file_metadata import Indexing, folder, indexing
 from trainwright.datasets.formats.parquet import Footer
-from trainwright.datasets.formats.scanned_files import Surveying
+from trainwright.datasets.formats.scanned_files import SurveyTask
+from trainwright.datasets.metadata_cache import MetadataContext, cache_folder, metadata_context
 
 
 def write(path: Path, rows: range) -> None:
@@ -47,7 +46,7 @@ def data(tmp_path: Path) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, for which files that were changed just now are settled."""
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(file_metadata, "SETTLED_S", {True: -60.0, False: -60.0})
+    monkeypatch.setattr(metadata_cache, "SETTLED_S", {True: -60.0, False: -60.0})
     return tmp_path / "cache" / "indexes"
 
 
@@ -173,19 +172,19 @@ def test_a_cache_that_cannot_be_trusted_or_written_is_not_used(
 def test_what_a_run_keeps_spares_another_machine_the_reading(
     data: Path, cache: Path, read: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with indexing(Indexing()) as here:
+    with metadata_context(MetadataContext()) as here:
         first = parquet(data).index()
     write(data / "1.parquet", range(5))
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "another"))
     read.clear()
-    with indexing(Indexing(find=here.kept.get)) as there:
+    with metadata_context(MetadataContext(find=here.kept.get)) as there:
         second = parquet(data).index()
     assert read == ["1.parquet"] and second.rows == first.rows - 5
     assert there.kept.keys() == here.kept.keys() and there.kept != here.kept
     read.clear()
     assert parquet(data).index() == second and not read  # the local cache has it too
     write(data / "1.parquet", range(7))
-    with indexing(Indexing(find=lambda name: b"torn")):
+    with metadata_context(MetadataContext(find=lambda name: b"torn")):
         assert parquet(data).index().rows == first.rows - 3
 
 
@@ -237,7 +236,7 @@ def test_a_file_without_an_index_is_passed_over_once(
 ) -> None:
     reads, path = made(tmp_path)[form]
     first = reads(path).index()
-    monkeypatch.setattr(Surveying, "__call__", None)
+    monkeypatch.setattr(SurveyTask, "__call__", None)
     second = reads(path).index()
     assert second == first and {name: type(trait) for name, trait in second.traits.items()} == {
         name: type(trait) for name, trait in first.traits.items()
@@ -252,7 +251,7 @@ def test_another_option_is_another_entry(tmp_path: Path, cache: Path) -> None:
 
 
 def test_the_cache_is_bounded(data: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_metadata, "MAX_CACHE_FILES", 2)
+    monkeypatch.setattr(metadata_cache, "MAX_CACHE_FILES", 2)
     for number in range(3):
         parquet(data / f"{number}.parquet").index()
         for age, file in enumerate(sorted(cache.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)):
@@ -263,6 +262,6 @@ def test_the_cache_is_bounded(data: Path, cache: Path, monkeypatch: pytest.Monke
 def test_the_users_cache_directory_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRAINWRIGHT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/tmp/of-the-user")
-    assert folder() == Path("/tmp/of-the-user/trainwright/indexes")
+    assert cache_folder() == Path("/tmp/of-the-user/trainwright/indexes")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert folder() == Path.home() / ".cache/trainwright/indexes"
+    assert cache_folder() == Path.home() / ".cache/trainwright/indexes"

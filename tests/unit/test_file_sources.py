@@ -18,8 +18,8 @@ import pytest
 from tests.support.file_formats import FORMATS, ROWS, frame, write_csv
 from trainwright.core.errors import DataError
 from trainwright.datasets import arrow, csv, json_lines
-from trainwright.datasets.formats import byte_ranges
-from trainwright.datasets.formats.arrow_columns import Field
+from trainwright.datasets.data_source import Field
+from trainwright.datasets.formats import file_system
 from trainwright.datasets.formats.scanned_files import FileLoader
 
 
@@ -135,7 +135,7 @@ def test_a_compressed_file_is_one_group(tmp_path: Path, kind: str, suffix: str, 
 
 
 def test_a_compressed_file_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(byte_ranges, "UNPACKED_BYTES", 1 << 20)
+    monkeypatch.setattr(file_system, "UNPACKED_BYTES", 1 << 20)
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"x\n" + b"1\n" * (1 << 20)))
     with pytest.raises(DataError, match="larger than 1 MiB") as caught:
         csv(tmp_path).index()

@@ -21,10 +21,10 @@ import pytest
 import torch
 
 import trainwright as tw
-from trainwright.planning.code_fingerprint import Fingerprints
-from trainwright.planning.job_description import CODE, changes, comparable, describe, essence
+from trainwright.planning.code_fingerprint import CodeFingerprints
+from trainwright.planning.job_description import CODE, comparable, describe, description_changes, state_relevant_fields
 from trainwright.planning.job_file import load_job
-from trainwright.worker.job_pickle import pack, unpack
+from trainwright.worker.worker_config import pickle_job, unpickle_job
 
 HELPERS = """
 import math
@@ -159,8 +159,8 @@ def test_a_change_of_what_is_reached_is_named(described: Any, file: str, old: st
     before = described({})
     assert FILES[file].count(old) == 1
     after = described({file: FILES[file].replace(old, new)})
-    assert changes(before, after) == lines
-    assert essence(before) != essence(after)
+    assert description_changes(before, after) == lines
+    assert state_relevant_fields(before) != state_relevant_fields(after)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_change_of_what_is_reached_is_named(described: Any, file: str, old: st
 def test_comments_layout_docstrings_and_order_are_no_change(described: Any, file: str, old: str, new: str) -> None:
     before = described({})
     assert old in FILES[file]
-    assert changes(before, described({file: FILES[file].replace(old, new)}, "elsewhere")) == []
+    assert description_changes(before, described({file: FILES[file].replace(old, new)}, "elsewhere")) == []
 
 
 def test_what_a_process_or_a_machine_has_of_its_own_is_no_change(described: Any) -> None:
@@ -212,15 +212,15 @@ STARTED = os.getpid()
         after = described({"job.py": text.replace("COUNT = 0", "COUNT = 7")}, "elsewhere")
     finally:
         del os.environ["UNKNOWN_TO_IT"]
-    assert changes(before, after) == []
-    (line,) = changes(
+    assert description_changes(before, after) == []
+    (line,) = description_changes(
         before, described({"job.py": text.replace('"weights"', '"others"').replace("Linear(3, 3", "Linear(3, 4")})
     )
     assert line == "step: global OWN in job.py changed"
 
 
 def digest(value: Any) -> str:
-    return Fingerprints().digest(value)
+    return CodeFingerprints().digest(value)
 
 
 def test_recursion_and_cycles_end() -> None:
@@ -278,7 +278,9 @@ def test_what_torch_compiles_is_compared_by_what_it_was_made_of() -> None:
     """The wrappers hold much that is another in each process."""
     first, again = (cell(number, COMPILED) for number in (5, 6))
     reached, now = dict[str, str](), dict[str, str]()
-    assert Fingerprints().digest(first["f"], reached) == Fingerprints().digest(again["f"], now) and reached == now
+    assert (
+        CodeFingerprints().digest(first["f"], reached) == CodeFingerprints().digest(again["f"], now) and reached == now
+    )
     for old, new in (("x * 1", "x * 2"), ("Linear(2, 2", "Linear(2, 3")):
         assert digest(cell(7, COMPILED.replace(old, new))["f"]) != digest(first["f"])
 
@@ -297,7 +299,7 @@ def test_functions_and_lambdas_of_a_notebook() -> None:
     other = cell(3, "rate = 2\nf, g = lambda x: x * rate, lambda x: x + rate")
     assert digest(first["f"]) == digest(again["f"]) != digest(first["g"])
     reached, now = dict[str, str](), dict[str, str]()
-    assert Fingerprints().digest(first["f"], reached) != Fingerprints().digest(other["f"], now)
+    assert CodeFingerprints().digest(first["f"], reached) != CodeFingerprints().digest(other["f"], now)
     assert list(reached) == ["lambda in the notebook", "global rate in the notebook"]
     assert (reached["global rate in the notebook"], now["global rate in the notebook"]) == ("1", "2")
 
@@ -308,7 +310,7 @@ def test_versions_of_installed_packages_count(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "installed_somewhere", module)
     used = cell(4, "def build():\n    return installed.thing()", installed=module)["build"]
     reached: dict[str, str] = {}
-    Fingerprints().digest(used, reached)
+    CodeFingerprints().digest(used, reached)
     assert reached["installed_somewhere"] == "1.0"
 
 
@@ -316,17 +318,17 @@ def test_a_job_that_travelled_is_the_same(described: Any, tmp_path: Path) -> Non
     """As a detached driver describes it."""
     described({})
     job = load_job(str(tmp_path / "here" / "job.py"))
-    assert changes(describe(job), describe(unpack(pack(job)))) == []
-    (tmp_path / "packed").write_bytes(pack(job))
-    read = "import sys, json; from trainwright.worker.job_pickle import unpack; "
+    assert description_changes(describe(job), describe(unpickle_job(pickle_job(job)))) == []
+    (tmp_path / "packed").write_bytes(pickle_job(job))
+    read = "import sys, json; from trainwright.worker.worker_config import unpickle_job; "
     read += "from trainwright.planning.job_description import describe; "
-    read += "print(json.dumps(describe(unpack(open(sys.argv[1], 'rb').read()))))"
+    read += "print(json.dumps(describe(unpickle_job(open(sys.argv[1], 'rb').read()))))"
     done = subprocess.run(
         [sys.executable, "-c", read, tmp_path / "packed"], capture_output=True, text=True, check=False, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path / "here")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert changes(describe(job), json.loads(done.stdout)) == []
+    assert description_changes(describe(job), json.loads(done.stdout)) == []
 
 
 def test_every_process_gives_the_same_fingerprint(described: Any, tmp_path: Path) -> None:
@@ -349,12 +351,12 @@ def test_an_older_description_raises_no_false_alarm(described: Any) -> None:
     old = {name: text for name, text in now.items() if name != CODE}
     old |= {"model": "partial [01234567]", "train": now["train"].replace("functions ", "functions 0")[:-1]}
     assert comparable(now) and not comparable(old)
-    assert changes(old, now) == []
-    assert changes({**old, "batch_size": "7", "model": "other [01234567]"}, now) == [
+    assert description_changes(old, now) == []
+    assert description_changes({**old, "batch_size": "7", "model": "other [01234567]"}, now) == [
         "model: other -> partial", "batch_size: 7 -> 1"]  # fmt: skip
     table = json.loads(now[CODE])
     python = {**now, "model": "partial [01234567]", CODE: json.dumps({**table, "scheme": "bytecode of Python 3.9"})}
-    assert changes(python, now) == [] and not comparable(python)
+    assert description_changes(python, now) == [] and not comparable(python)
 
 
 def test_secrets_do_not_count(described: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,4 +364,4 @@ def test_secrets_do_not_count(described: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SOME_TOKEN", "one-secret")
     before = described({"job.py": text})
     monkeypatch.setenv("SOME_TOKEN", "another-secret")
-    assert changes(before, described({"job.py": text})) == []
+    assert description_changes(before, described({"job.py": text})) == []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainwright.core.errors import DataError
+from trainwright.datasets import metadata_cache as module
 from trainwright.datasets import parquet
-from trainwright.datasets.formats.file_metadata import Indexing, indexing
-from trainwright.datasets.ops import first_pass as module
-from trainwright.datasets.ops.first_pass import first_pass
+from trainwright.datasets.metadata_cache import MetadataContext, first_pass, metadata_context
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
@@ -27,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
         now[0] += step_s
         return now[0]
 
-    monkeypatch.setattr(module, "time", type("Clock", (), {"monotonic": staticmethod(monotonic)}))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic, time=time.time, time_ns=time.time_ns))
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         parts.append([*items])
         return [work(item) for item in items]
 
-    monkeypatch.setattr(module, "on_ray", on_ray)
+    monkeypatch.setattr(module, "run_as_ray_tasks", on_ray)
     return parts
 
 
@@ -50,7 +51,7 @@ def test_a_long_pass_goes_to_the_cluster_that_is_there(
     """It is connected to for that, and only then; what is done stays done."""
     clock(monkeypatch, step_s)
     asked: list[bool] = []
-    monkeypatch.setattr(module, "connected", lambda: bool(asked.append(cluster)) or cluster)
+    monkeypatch.setattr(module, "ray_connected", lambda: bool(asked.append(cluster)) or cluster)
     assert first_pass(lambda item: item * 2, range(9), threads=2) == [2 * item for item in range(9)]
     assert given == ([[*range(here, 9)]] if here < 9 else [])
     assert bool(asked) == (step_s > 1)
@@ -61,7 +62,7 @@ def test_a_run_is_asked_for_its_cluster(monkeypatch: pytest.MonkeyPatch, given: 
     calls: list[str] = []
     monkeypatch.setitem(module.sys.modules, "ray", type("Ray", (), {"is_initialized": lambda: bool(calls)}))
     assert first_pass(str, range(3)) == ["0", "1", "2"] and not given
-    with indexing(Indexing(connect=lambda: calls.append("connect"))):
+    with metadata_context(MetadataContext(connect=lambda: calls.append("connect"))):
         assert first_pass(str, range(3)) == ["0", "1", "2"]
     assert calls == ["connect"] and given == [[2]]
 
@@ -85,8 +86,8 @@ def test_filters_and_packing_are_counted_by_it(
     clock(monkeypatch, 60.0)
     pq.write_table(pa.table({"id": np.arange(1000)}), tmp_path / "data.parquet", row_group_size=100)
     data = parquet(tmp_path).filter_batches(lambda rows: rows["id"] % 3 == 0)
-    monkeypatch.setattr(module, "connected", lambda: True)
+    monkeypatch.setattr(module, "ray_connected", lambda: True)
     index = data.index()
     assert index.rows == 334 and given == [[*range(2, 10)]]
-    monkeypatch.setattr(module, "connected", lambda: False)
+    monkeypatch.setattr(module, "ray_connected", lambda: False)
     assert data.index() == index

@@ -189,16 +189,16 @@ def test_a_missing_framework_is_named_with_the_command(bare: Path, tmp_path: Pat
 
 
 def test_only_a_framework_that_is_not_installed_is_missing() -> None:
-    assert frameworks.missing(ModuleNotFoundError("no", name="torch.no_such_module")) is None
-    assert frameworks.missing(ModuleNotFoundError("no", name="no_such_package")) is None
-    assert frameworks.missing(ImportError("no", name="torch")) is None
+    assert frameworks.missing_framework(ModuleNotFoundError("no", name="torch.no_such_module")) is None
+    assert frameworks.missing_framework(ModuleNotFoundError("no", name="no_such_package")) is None
+    assert frameworks.missing_framework(ImportError("no", name="torch")) is None
     with pytest.raises(ModuleNotFoundError, match="no_such_engine"):
-        frameworks.load("trainwright.strategies.torch.no_such_engine")
+        frameworks.load_module("trainwright.strategies.torch.no_such_engine")
 
 
 def test_a_missing_framework_is_an_error_of_the_users_that_names_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    error = frameworks.missing(ModuleNotFoundError("no", name="tensorflow.keras"), "rank 1")
+    error = frameworks.missing_framework(ModuleNotFoundError("no", name="tensorflow.keras"), "rank 1")
     assert isinstance(error, UserCodeError) and not isinstance(error, JobError)
     assert str(error) == "tensorflow is not installed: pip install 'trainwright[tensorflow]' (rank 1)"
     assert isinstance(error, MissingFramework)

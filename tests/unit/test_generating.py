@@ -13,8 +13,8 @@ import torch
 import trainwright as tw
 from trainwright.core.data import Columns, Feed
 from trainwright.core.errors import JobError
-from trainwright.inference import generate as generating
-from trainwright.inference.generate import Logits, Sampling, Tokens, continued
+from trainwright.inference import text_generation as generating
+from trainwright.inference.text_generation import Logits, Sampling, Tokens, extend_prompts
 
 VOCABULARY, CONTEXT = 7, 4
 GREEDY = Sampling(temperature=0.0)
@@ -27,9 +27,9 @@ def counting(tokens: Tokens, place: int) -> Logits:
 
 
 def test_the_likeliest_follows_and_of_a_long_text_the_end_is_given() -> None:
-    text = continued(counting, np.array([[1, 2], [5, 6]]), CONTEXT, 6, GREEDY)
+    text = extend_prompts(counting, np.array([[1, 2], [5, 6]]), CONTEXT, 6, GREEDY)
     assert text.tolist() == [[1, 2, 3, 4, 5, 6, 0, 1], [5, 6, 0, 1, 2, 3, 4, 5]]
-    assert continued(counting, np.arange(6)[None] % VOCABULARY, CONTEXT, 1, GREEDY)[0, -1] == 6
+    assert extend_prompts(counting, np.arange(6)[None] % VOCABULARY, CONTEXT, 1, GREEDY)[0, -1] == 6
 
 
 def test_only_what_training_judged_is_taken() -> None:
@@ -38,10 +38,12 @@ def test_only_what_training_judged_is_taken() -> None:
     def untrained_at_the_end(tokens: Tokens, place: int) -> Logits:
         return counting(tokens, place) * (-1 if place == CONTEXT - 1 else 1)
 
-    text = continued(untrained_at_the_end, np.array([[1, 2]]), CONTEXT, 6, GREEDY)
+    text = extend_prompts(untrained_at_the_end, np.array([[1, 2]]), CONTEXT, 6, GREEDY)
     assert text.tolist() == [[1, 2, 3, 4, 5, 6, 0, 1]]
     assert (
-        continued(lambda tokens, place: np.eye(VOCABULARY)[tokens[:, place]], np.array([[1, 2]]), 1, 2, GREEDY)[0, -1]
+        extend_prompts(lambda tokens, place: np.eye(VOCABULARY)[tokens[:, place]], np.array([[1, 2]]), 1, 2, GREEDY)[
+            0, -1
+        ]
         == 2
     )
 
@@ -54,7 +56,8 @@ def test_as_many_as_wished_are_drawn_from_where_all_are_as_likely() -> None:
 def test_the_same_seed_draws_the_same() -> None:
     flat = lambda tokens, place: np.zeros((len(tokens), VOCABULARY))  # noqa: E731
     one, again, other = (
-        continued(flat, np.zeros((2, 1), np.int64), CONTEXT, 20, Sampling(seed=seed)).tolist() for seed in (1, 1, 2)
+        extend_prompts(flat, np.zeros((2, 1), np.int64), CONTEXT, 20, Sampling(seed=seed)).tolist()
+        for seed in (1, 1, 2)
     )
     assert one == again != other
 
@@ -87,7 +90,7 @@ def served(monkeypatch: pytest.MonkeyPatch, logits: npt.NDArray[np.float64], dty
 
     engine = SimpleNamespace(load=lambda reader: None, predict_step=predict_step)
     monkeypatch.setattr(generating, "with_checkpoint", lambda job, step, load: load(None))
-    monkeypatch.setattr(generating, "lone_engine", lambda spec, plan: engine)
+    monkeypatch.setattr(generating, "single_rank_engine", lambda spec, plan: engine)
     return tw.Job(name="n", model=lambda: torch.nn.Embedding(VOCABULARY, VOCABULARY), optimizer=torch.optim.SGD,
                   loss=max, inputs="x", batch_size=4,
                   train=tw.datasets.table({"x": np.zeros((4, CONTEXT), dtype)}))  # fmt: skip

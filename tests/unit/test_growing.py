@@ -10,9 +10,16 @@ from hypothesis import strategies as st
 
 import trainwright as tw
 from trainwright.core.cluster import Cluster, Node
-from trainwright.core.job import PLACED_S, STARTED_S
+from trainwright.core.job import NEW_NODE_DEADLINE_S, START_DEADLINE_S
 from trainwright.datasets import table
-from trainwright.planning.cluster_growth import enough, expansions, fewest, suited, told, wanted
+from trainwright.planning.planner import (
+    accelerator_kind,
+    expansions,
+    grow_to_slots,
+    growth_notes,
+    nodes_needed,
+    usable_nodes,
+)
 
 DATA = table({"x": [[1.0]], "y": [0]})
 
@@ -67,7 +74,7 @@ def test_larger_ones_follow_up_to_all() -> None:
 def test_a_cluster_that_starts_nothing_is_as_it_is() -> None:
     still = Cluster(nodes=(HEAD,))
     assert list(expansions(still, job(workers=100))) == [still]
-    assert not still.grows and job().patience_s(still) == PLACED_S
+    assert not still.grows and job().patience_s(still) == START_DEADLINE_S
 
 
 @pytest.mark.parametrize(
@@ -82,7 +89,7 @@ def test_a_cluster_that_starts_nothing_is_as_it_is() -> None:
 )
 def test_only_nodes_of_use_are_started(nodes: tuple[Node, ...], accelerator: Any, expected: tuple[Node, ...]) -> None:
     cluster = Cluster(nodes=nodes, possible=MIXED.possible)
-    assert suited(cluster, wanted(cluster, job(accelerator=accelerator))) == expected
+    assert usable_nodes(cluster, accelerator_kind(cluster, job(accelerator=accelerator))) == expected
 
 
 def test_a_job_for_cpus_starts_no_node_with_accelerators_where_it_has_room() -> None:
@@ -92,13 +99,13 @@ def test_a_job_for_cpus_starts_no_node_with_accelerators_where_it_has_room() -> 
 
 def test_what_is_not_known_is_told() -> None:
     (grown,) = expansions(Cluster(nodes=(HEAD,), unseen="no answer (the head)"), job())
-    assert list(told(grown, job())) == ["only nodes that run are planned with: no answer (the head)"]
+    assert list(growth_notes(grown, job())) == ["only nodes that run are planned with: no answer (the head)"]
 
 
 def test_what_runs_already_is_used_first() -> None:
     cluster = Cluster(nodes=(node("here", gpus=4),), possible=GPUS)
     assert sizes(cluster, workers=4)[0] == 0 and sizes(cluster, workers=6)[0] == 1
-    assert len(enough(cluster, job(), 9).coming) == 2
+    assert len(grow_to_slots(cluster, job(), 9).coming) == 2
 
 
 @given(
@@ -111,19 +118,19 @@ def test_one_node_fewer_would_be_too_few(there: list[int], possible: list[int], 
         nodes=tuple(node(f"here-{number}", gpus=count) for number, count in enumerate(there)),
         possible=tuple(node(f"gpu#{number}", gpus=count) for number, count in enumerate(possible)),
     )
-    number = fewest(cluster, "GPU", slots)
+    number = nodes_needed(cluster, "GPU", slots)
     assert cluster.grown(number).accelerators >= slots or number == len(possible)
     assert number == 0 or cluster.grown(number - 1).accelerators < slots
 
 
 def test_notes_say_what_comes_and_what_could() -> None:
     cluster = MIXED.grown(0)
-    assert list(told(cluster, job())) == [
+    assert list(growth_notes(cluster, job())) == [
         "the cluster can start 4 nodes (gpu) more: workers= asks for them, max_workers= grows into them"
     ]
     grown = next(expansions(MIXED, job(workers=6)))
-    assert list(told(grown, job(workers=6))) == [
+    assert list(growth_notes(grown, job(workers=6))) == [
         "2 nodes (gpu) to be started first, which can take minutes and cost money"
     ]
-    assert str(grown).endswith("8 A10G, 2 to be started first") and job().patience_s(grown) == STARTED_S
+    assert str(grown).endswith("8 A10G, 2 to be started first") and job().patience_s(grown) == NEW_NODE_DEADLINE_S
     assert job(place_deadline_s=7.0).patience_s(grown) == 7.0

@@ -9,14 +9,14 @@ import pytest
 from tests.support.driver_harness import Story
 from trainwright.core import events
 from trainwright.driver import messages as m
-from trainwright.driver.due_times import hang_deadline_s
-from trainwright.driver.state import Phase
-from trainwright.worker.stack_dump import stacks
+from trainwright.driver.checkpointing import hang_deadline_s
+from trainwright.driver.driver_state import Phase
+from trainwright.worker.interruption import thread_stacks
 
 
 def progressed(story: Story, step: int, after_s: float) -> Story:
     story.now_s += after_s - 1.0  # a tick of the story is a second
-    return story.tell(m.Progressed(generation=story.state.generation, step=step))
+    return story.tell(m.StepsCompleted(generation=story.state.generation, step=step))
 
 
 def timer_s(story: Story) -> float:
@@ -46,17 +46,17 @@ def test_ranks_that_do_not_move_say_where_they_stand_and_the_culprit_s_words_go_
     story = Story(hang_deadline_s=5.0).running().expires("hang")
     assert [(call.worker, call.argument) for call in story.calls("interrupt")] == [(0, True), (1, True)]
     generation = story.state.generation
-    story.tell(m.Returned(worker=1, generation=generation, verb="interrupt", value="in forward()"))
+    story.tell(m.CallReturned(worker=1, generation=generation, verb="interrupt", value="in forward()"))
     assert story.emitted(events.Stacks) == [events.Stacks(worker=1, rank=1, node="n1", text="in forward()")]
     story.raises(0, "run", "peer", RuntimeError("gone")).expires("leave")
     (failed,) = story.emitted(events.Failed)
     assert failed.rank == 1 and "rank 1 stood at:\nin forward()" in failed.detail
-    late = m.Returned(worker=1, generation=generation, verb="interrupt", value="too late")
+    late = m.CallReturned(worker=1, generation=generation, verb="interrupt", value="too late")
     assert not story.tell(late).wanted
 
 
 def test_other_failures_ask_for_no_stacks() -> None:
-    story = Story().running().tell(m.Died(worker=0, cause="killed"))
+    story = Story().running().tell(m.WorkerDied(worker=0, cause="killed"))
     assert [call.argument for call in story.calls("interrupt")] == [False]
 
 
@@ -70,7 +70,7 @@ def test_the_stacks_of_a_process_show_where_each_thread_waits() -> None:
     thread = threading.Thread(target=hung_in_user_code, name="stepper")
     thread.start()
     begun.wait(10)
-    found = stacks(thread.ident)
+    found = thread_stacks(thread.ident)
     over.set()
     thread.join()
     assert found.startswith("thread stepper (steps):") and "hung_in_user_code" in found
@@ -81,4 +81,4 @@ def test_the_deadline_that_the_job_gives_holds_for_the_copy_of_a_checkpoint_too(
     story = Story(hang_deadline_s=7.0, call_deadline_s=180.0).running().segment(4)
     assert story.state.phase is Phase.SNAPSHOTTING
     assert [timer.after_s for timer in story.all(m.SetTimer) if timer.name == "hang"][-1:] == [7.0]
-    assert [call.verb for call in story.expires("hang").all(m.Call) if call.verb == "interrupt"] == ["interrupt"]
+    assert [call.verb for call in story.expires("hang").all(m.CallWorker) if call.verb == "interrupt"] == ["interrupt"]

@@ -9,28 +9,30 @@ import pytest
 from tests.simulation.plans import Plans, stage_piece, staged
 from tests.support.driver_harness import HEAD, Story
 from trainwright.core import events
-from trainwright.core.checkpoint import FileEntry
-from trainwright.core.group import StateTag
+from trainwright.core.engine import CheckpointFile
+from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.state import Phase
+from trainwright.driver.driver_state import Phase
 
-KEPT = m.KeptState(version=7, step=6, files=(m.KeptFile(node="n0", file=FileEntry(name="s", size_bytes=1, sha256="")),))
+KEPT = m.MemoryCheckpoint(
+    version=7, step=6, files=(m.NodeMemoryFile(node="n0", file=CheckpointFile(name="s", size_bytes=1, sha256="")),)
+)
 
 
-def living(worker: int, slot: int | None, *, waiting: bool = False) -> m.Living:
+def living(worker: int, slot: int | None, *, waiting: bool = False) -> m.SurvivingWorker:
     ids = (f"g{slot}",)
-    return m.Living(worker=worker, node=f"n{worker}", pid=worker, slot=slot, waiting=waiting, accelerators=ids)
+    return m.SurvivingWorker(worker=worker, node=f"n{worker}", pid=worker, slot=slot, waiting=waiting, accelerators=ids)
 
 
-def taken_over(*those: m.Living, kept: m.KeptState | None = None, **settings: object) -> Story:
+def taken_over(*those: m.SurvivingWorker, kept: m.MemoryCheckpoint | None = None, **settings: object) -> Story:
     story = Story(**{"total_steps": 20, "steps_per_epoch": 20, **settings})
-    return story.tell(m.Acquired(token=3, head=HEAD, living=those, kept=kept))
+    return story.tell(m.LeaseAcquired(token=3, head=HEAD, living=those, kept=kept))
 
 
 def test_living_workers_keep_their_processes_and_the_newest_step() -> None:
     story = taken_over(living(4, 0), living(9, 1))
-    assert [(call.worker, call.verb) for call in story.all(m.Call)] == [(4, "leave"), (9, "leave")]
-    assert not story.all(m.Place) and "took over 2 workers" in story.emitted(events.Noted)[0].text
+    assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(4, "leave"), (9, "leave")]
+    assert not story.all(m.StartWorker) and "took over 2 workers" in story.emitted(events.Noted)[0].text
     story.returns("leave", StateTag(step=11), StateTag(step=11)).formed(StateTag(step=11), StateTag(step=11))
     assert story.calls("heal")[0].argument.source == "replica"
     story.returns("heal", StateTag(step=11))
@@ -39,14 +41,14 @@ def test_living_workers_keep_their_processes_and_the_newest_step() -> None:
 
 def test_ranks_that_have_nobody_get_new_processes_in_free_slots() -> None:
     story = taken_over(living(4, 1), workers=3)
-    assert [(place.worker, place.slot) for place in story.all(m.Place)] == [(5, 0), (6, 2)]
+    assert [(place.worker, place.slot) for place in story.all(m.StartWorker)] == [(5, 0), (6, 2)]
     assert story.state.rank_of == {4: 0, 5: 1, 6: 2}
 
 
 def test_a_spare_that_lives_takes_a_free_rank_and_its_slot() -> None:
     story = taken_over(living(4, 0), living(5, None, waiting=True), spares=1)
     assert story.emitted(events.Promoted) == [events.Promoted(worker=5, rank=1, slot=1, node="n5")]
-    assert not story.all(m.Place)
+    assert not story.all(m.StartWorker)
 
 
 def test_a_spare_that_had_taken_a_rank_is_a_worker_like_any_other() -> None:
@@ -62,7 +64,9 @@ def test_accelerators_of_the_living_are_known() -> None:
 def test_a_silent_one_is_replaced_like_any_survivor() -> None:
     story = taken_over(living(4, 0), living(9, 1)).returns("leave", StateTag(step=5), workers=[4])
     story.expires("leave")
-    assert story.all(m.Kill) == [m.Kill(worker=9)] and [place.slot for place in story.all(m.Place)] == [1]
+    assert story.all(m.KillWorker) == [m.KillWorker(worker=9)] and [
+        place.slot for place in story.all(m.StartWorker)
+    ] == [1]
 
 
 def test_without_a_worker_the_keepers_copy_is_newer_than_the_checkpoint() -> None:
@@ -75,11 +79,11 @@ def test_versions_of_the_driver_before_are_held_and_never_used_again() -> None:
     story = taken_over(kept=KEPT, workers=1, keep_s=1.0).start().formed().returns("heal", StateTag(step=6))
     story.now_s += 1.0
     story.expires("pause").segment(9, stopped=True)
-    order = story.returns("snapshot", m.Snapshot(step=9, size_bytes=1, blocked_s=0.0)).calls("keep")[0].argument
+    order = story.returns("snapshot", m.SnapshotTaken(step=9, size_bytes=1, blocked_s=0.0)).calls("keep")[0].argument
     assert order.hold == (7,) and order.version > 3 << 32
 
 
-def alone(step: int = 7, *, kept: m.KeptState | None = None, **settings: object) -> Story:
+def alone(step: int = 7, *, kept: m.MemoryCheckpoint | None = None, **settings: object) -> Story:
     """One worker outlived a driver that had gone on with it instead of two stages."""
     plans = Plans(plans=(staged(2, 2),), others=frozenset({1}))
     one = replace(living(4, 0), rank=0, plan=staged(1, 1, "other"), step=step)
@@ -89,13 +93,13 @@ def alone(step: int = 7, *, kept: m.KeptState | None = None, **settings: object)
 @pytest.mark.parametrize("bounds", [{}, {"min_workers": None, "last_resort": 1}])
 def test_a_state_in_the_layout_that_the_driver_before_had_changed_to_is_gone_on_with(bounds: dict[str, object]) -> None:
     story = alone(**bounds)
-    assert not story.all(m.Place) and story.emitted(events.Replanned)[0].name == "other"
+    assert not story.all(m.StartWorker) and story.emitted(events.Replanned)[0].name == "other"
     story.returns("leave", StateTag(step=7))
     assert story.calls("reserve")[0].argument.plan.strategy == "other" and not story.emitted(events.Replanned)
     story.formed(StateTag(step=7)).returns("heal", StateTag(step=7))
     assert (story.emitted(events.Formed)[0].source, story.state.step) == ("replica", 7)
-    story.tell(m.Progressed(generation=story.state.generation, step=8))
-    story.tell(m.Started(worker=5, node="n", pid=5)).segment(9, stopped=True).snapshot(9, worker=4)
+    story.tell(m.StepsCompleted(generation=story.state.generation, step=8))
+    story.tell(m.WorkerStarted(worker=5, node="n", pid=5)).segment(9, stopped=True).snapshot(9, worker=4)
     story.returns("upload", (), workers=[4]).committed(9).returns("leave", StateTag(step=9))
     assert story.emitted(events.Replanned)[0].workers == 2 and [c.worker for c in story.calls("reserve")] == [4, 5]
 
@@ -115,7 +119,7 @@ def test_a_recruit_that_lives_too_waits_until_that_state_is_safe() -> None:
     ids=["a checkpoint is as new", "a copy is as new", "it is the run's own"],
 )
 def test_a_state_that_is_not_lost_in_the_run_s_own_layout_changes_nothing(story: Story) -> None:
-    assert len(story.state.members) == 2 and story.all(m.Place) and not story.emitted(events.Replanned)
+    assert len(story.state.members) == 2 and story.all(m.StartWorker) and not story.emitted(events.Replanned)
 
 
 @pytest.mark.parametrize(
@@ -161,19 +165,19 @@ def test_a_part_of_a_state_is_no_reason_to_keep_its_layout() -> None:
 
 
 def test_a_run_that_is_done_takes_nobody_over() -> None:
-    story = Story(total_steps=4).tell(m.Acquired(token=3, head=HEAD, living=(living(4, 0),)))
-    assert story.all(m.Release) and not story.all(m.Call)
+    story = Story(total_steps=4).tell(m.LeaseAcquired(token=3, head=HEAD, living=(living(4, 0),)))
+    assert story.all(m.ReleaseLease) and not story.all(m.CallWorker)
 
 
 def test_a_world_that_may_grow_keeps_all_that_live() -> None:
     story = taken_over(living(4, 0), living(5, 1), living(6, 2), workers=2, max_workers=3)
-    assert len(story.state.members) == 3 and not story.all(m.Place)
+    assert len(story.state.members) == 3 and not story.all(m.StartWorker)
 
 
 def test_workers_that_never_had_a_rank_get_one_and_a_recruit_does_not_before_its_turn() -> None:
     """The driver before died while they started."""
     story = taken_over(living(0, 0, waiting=True), living(1, 1, waiting=True))
-    assert story.state.rank_of == {0: 0, 1: 1} and not story.all(m.Place) and not story.emitted(events.Resized)
+    assert story.state.rank_of == {0: 0, 1: 1} and not story.all(m.StartWorker) and not story.emitted(events.Resized)
     assert all(member.fresh for member in story.state.members)
     grown = taken_over(living(7, 2, waiting=True), living(4, 0), living(5, 1), workers=2, max_workers=3)
     assert grown.state.rank_of == {4: 0, 5: 1} and grown.state.spares.keys() == {7}
@@ -184,4 +188,4 @@ def test_everyone_keeps_the_rank_that_it_held_and_a_new_process_takes_the_hole()
     held = [replace(living(worker, worker), rank=rank) for worker, rank in ((0, 3), (1, 1), (2, 2))]
     story = taken_over(*held, workers=4)
     assert [member.worker for member in story.state.members] == [3, 1, 2, 0]
-    assert [(place.worker, place.slot) for place in story.all(m.Place)] == [(3, 3)]
+    assert [(place.worker, place.slot) for place in story.all(m.StartWorker)] == [(3, 3)]

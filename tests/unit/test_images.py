@@ -15,7 +15,7 @@ from PIL import Image
 
 from trainwright.core.errors import DataError
 from trainwright.datasets import Dataset, decode_image, images
-from trainwright.datasets.formats.images import ImageLoader, ImageSource
+from trainwright.datasets.formats.image_folder import ImageLoader, ImageSource
 
 RNG = np.random.default_rng(0)
 DEEP = RNG.integers(0, 65536, (40, 40), dtype=np.uint16)

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from trainwright.cli.init import FILES, ask, parse, sample
+from trainwright.cli.cluster_commands import TEMPLATES, ask_values, parse_values, read_template
 from trainwright.cli.main import app
 from trainwright.cluster_files import check
-from trainwright.cluster_files.placeholders import ClusterFileError, fill, markers
+from trainwright.cluster_files.placeholders import ClusterFileError, fill_placeholders, find_placeholders
 
 ROOT = Path(__file__).resolve().parents[2]
-PRESENT = [kind for kind, name in FILES.items() if (ROOT / "clusters" / name).is_file()]
+PRESENT = [kind for kind, name in TEMPLATES.items() if (ROOT / "clusters" / name).is_file()]
 BATCH = """#!/bin/bash
 # CHANGE nodes: hosts of the run
 #SBATCH --nodes=3
@@ -37,21 +37,21 @@ def run(*arguments: object) -> str:
 def test_every_kind_is_written_as_it_is(kind: str, tmp_path: Path) -> None:
     out = tmp_path / "file"
     said = run("--cluster", kind, "--out", out)
-    assert out.read_text(encoding="utf-8") == sample(kind)
+    assert out.read_text(encoding="utf-8") == read_template(kind)
     assert 3 <= len(said.splitlines()) <= 6 and str(out) in said
     assert not [one for one in check(out) if one.verdict == "bad"]
 
 
 @pytest.mark.parametrize("kind", PRESENT)
 def test_every_value_of_every_kind_can_be_given(kind: str) -> None:
-    text = sample(kind)
-    for marker in markers(text):
+    text = read_template(kind)
+    for marker in find_placeholders(text):
         value = str(int(marker.value) + 1) if marker.value.isdecimal() else f"{marker.value}x"
         if marker.value.startswith("[") or marker.value in ("true", "false"):
             continue
-        changed = fill(text, {marker.name: value})
-        now = {found.name: found.value for found in markers(changed)}
-        assert now == {found.name: found.value for found in markers(text)} | {marker.name: value}
+        changed = fill_placeholders(text, {marker.name: value})
+        now = {found.name: found.value for found in find_placeholders(changed)}
+        assert now == {found.name: found.value for found in find_placeholders(text)} | {marker.name: value}
         before, after = text.splitlines(), changed.splitlines()
         assert [n for n, (a, b) in enumerate(zip(before, after, strict=True), 1) if a != b] == [marker.line]
 
@@ -64,7 +64,7 @@ ODD = [
 
 @pytest.mark.parametrize("value", ODD)
 def test_odd_values_arrive_as_text(value: str) -> None:
-    changed = fill(sample("aws"), {"key_name": value, "region": value})
+    changed = fill_placeholders(read_template("aws"), {"key_name": value, "region": value})
     config = yaml.safe_load(changed)
     assert config["provider"]["region"] == value
     nodes = [kind["node_config"] for kind in config["available_node_types"].values()]
@@ -77,16 +77,16 @@ def test_any_line_of_text_arrives_or_is_refused(value: str) -> None:
     text = "# CHANGE a: x\na: b # stays\nc: 1\n"
     if not value.isprintable():
         with pytest.raises(ClusterFileError):
-            fill(text, {"a": value})
+            fill_placeholders(text, {"a": value})
         return
-    changed = fill(text, {"a": value})
+    changed = fill_placeholders(text, {"a": value})
     assert yaml.safe_load(changed) == {"a": value, "c": 1}
     assert changed.endswith(" # stays\nc: 1\n")
 
 
 @pytest.mark.parametrize("value", ["it's", "a b", "$HOME", "a;b", '"q"', "#x", "`id`"])
 def test_a_script_gets_quotes_where_the_shell_needs_them(value: str) -> None:
-    assert [found.value for found in markers(fill(BATCH, {"job": value}))] == ["3", value]
+    assert [found.value for found in find_placeholders(fill_placeholders(BATCH, {"job": value}))] == ["3", value]
 
 
 @pytest.mark.parametrize(
@@ -98,18 +98,18 @@ def test_a_script_gets_quotes_where_the_shell_needs_them(value: str) -> None:
 )  # fmt: skip
 def test_a_value_that_cannot_stand_there_is_refused(text: str, name: str, value: str) -> None:
     with pytest.raises(ClusterFileError, match="cannot stand"):
-        fill(text, {name: value})
+        fill_placeholders(text, {name: value})
 
 
 def test_a_list_may_be_given_without_brackets() -> None:
     text = "# CHANGE hosts: x\nhosts: [a, b]\n"
-    assert yaml.safe_load(fill(text, {"hosts": "c, d, e"})) == {"hosts": ["c", "d", "e"]}
+    assert yaml.safe_load(fill_placeholders(text, {"hosts": "c, d, e"})) == {"hosts": ["c", "d", "e"]}
 
 
 @pytest.mark.parametrize("text", ["# CHANGE a: x\n", "# CHANGE a: x\n\n", "# CHANGE a: x\nb: 1\n# CHANGE a: x\nc: 2\n"])
 def test_a_mark_without_a_value_of_its_own_is_told(text: str) -> None:
     with pytest.raises(ClusterFileError, match="CHANGE a"):
-        markers(text)
+        find_placeholders(text)
 
 
 def test_an_unknown_name_is_told_with_the_nearest(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_an_unknown_name_is_told_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ClusterFileError, match="'kuberay'"):
         run("--cluster", "kubray", "--out", tmp_path / "f")
     with pytest.raises(ClusterFileError, match="name=value"):
-        parse(["region"])
+        parse_values(["region"])
 
 
 def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
 
 def test_what_is_not_given_is_asked_for() -> None:
     asked = []
-    known = markers(sample("aws"))
-    values = ask(known, {"region": "eu-west-1"}, lambda marker: asked.append(marker.name) or marker.value)
+    known = find_placeholders(read_template("aws"))
+    values = ask_values(known, {"region": "eu-west-1"}, lambda marker: asked.append(marker.name) or marker.value)
     assert asked == [marker.name for marker in known if marker.name != "region"]
-    assert yaml.safe_load(fill(sample("aws"), values))["provider"]["region"] == "eu-west-1"
+    assert yaml.safe_load(fill_placeholders(read_template("aws"), values))["provider"]["region"] == "eu-west-1"

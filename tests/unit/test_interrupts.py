@@ -18,14 +18,15 @@ from torch.distributed import TCPStore
 from tests.support.scripted_engine import PEER, ScriptedEngine, scripted, scripted_worker
 from tests.support.work_orders import order_of, table_job
 from trainwright.core.errors import HangError, PeerLost
-from trainwright.core.group import Address, Generation, Group, Peer
-from trainwright.driver.worker_requests import Reservation
+from trainwright.core.topology import Address, Generation, Group, Peer
+from trainwright.driver.messages import ReserveRequest
 from trainwright.inference import sharded_inference
 from trainwright.runtime.worker_actor import WorkerProcess
-from trainwright.strategies.ps import client_transport, shared_memory
-from trainwright.strategies.ps.sockets import Listener, Switch
+from trainwright.strategies.common import shared_memory
+from trainwright.strategies.common.socket_transport import ConnectionCanceller, SocketListener
+from trainwright.strategies.ps import client_connection
 from trainwright.strategies.torch.distributed import process_group as groups
-from trainwright.strategies.torch.distributed.process_group import Membership
+from trainwright.strategies.torch.distributed.process_group import ProcessGroupHandle
 from trainwright.strategies.torch.engines.parameter_server import ParameterServer
 from trainwright.worker.worker import Worker
 
@@ -60,40 +61,40 @@ def group(generation: Generation) -> Group:
 
 def test_an_interrupt_that_overtakes_the_call_it_is_for_counts(worker: Worker, called: list[str]) -> None:
     """The driver calls for `form`, hears of a death and interrupts: the threads of the process may turn that around."""
-    worker.reserve(Reservation(generation=FIRST))
+    worker.reserve(ReserveRequest(generation=FIRST))
     worker.interrupt(FIRST, False)
     with pytest.raises(PeerLost, match=r"generation 1\.1 was over before this rank had joined it"):
         worker.form(group(FIRST))
     assert called == ["reserve", "interrupt"], "nothing waits for peers that are gone"
-    worker.reserve(Reservation(generation=SECOND))
+    worker.reserve(ReserveRequest(generation=SECOND))
 
 
 def test_an_interrupt_of_the_generation_to_come_counts(worker: Worker) -> None:
-    worker.reserve(Reservation(generation=FIRST))
+    worker.reserve(ReserveRequest(generation=FIRST))
     worker.interrupt(SECOND, False)
     with pytest.raises(PeerLost):
-        worker.reserve(Reservation(generation=SECOND))
+        worker.reserve(ReserveRequest(generation=SECOND))
 
 
 def test_an_interrupt_that_comes_late_leaves_the_next_generation_alone(worker: Worker, called: list[str]) -> None:
     """It would shut the port that the next generation's ranks are to connect to."""
-    worker.reserve(Reservation(generation=FIRST))
-    worker.reserve(Reservation(generation=SECOND))
+    worker.reserve(ReserveRequest(generation=FIRST))
+    worker.reserve(ReserveRequest(generation=SECOND))
     worker.interrupt(FIRST, False)
     assert called == ["reserve", "reserve"]
 
 
 def test_generations_of_a_driver_that_was_taken_over_from_are_over(worker: Worker, called: list[str]) -> None:
-    worker.reserve(Reservation(generation=FIRST))
+    worker.reserve(ReserveRequest(generation=FIRST))
     worker.renew(scripted(order_of(table_job())), 2)
     with pytest.raises(PeerLost):
         worker.form(group(FIRST))
-    worker.reserve(Reservation(generation=Generation(token=2, number=1)))
+    worker.reserve(ReserveRequest(generation=Generation(token=2, number=1)))
     assert called == ["reserve", "interrupt", "reserve"]
 
 
 class _Here:
-    """What `Ranks` needs of Ray, for processes that are threads here."""
+    """What `ShardedModel` needs of Ray, for processes that are threads here."""
 
     @staticmethod
     def wait(refs: list[Future[Any]], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
@@ -110,10 +111,10 @@ def test_ranks_that_hang_in_an_evaluation_tell_where_they_stand(
 ) -> None:
     """The call to each rank is that of a worker's process, which frees the rank and gives its stacks."""
     monkeypatch.setattr(sharded_inference, "ray", _Here)
-    worker.reserve(Reservation(generation=Generation(token=sharded_inference.TOKEN, number=3)))
+    worker.reserve(ReserveRequest(generation=Generation(token=sharded_inference.TOKEN, number=3)))
     process: Any = object.__new__(WorkerProcess)
     process._worker, process._refusal = worker, lambda token: None
-    together: Any = object.__new__(sharded_inference.Ranks)
+    together: Any = object.__new__(sharded_inference.ShardedModel)
     with ThreadPoolExecutor(1) as threads:
         remote = SimpleNamespace(remote=lambda *arguments: threads.submit(process.interrupt, *arguments))
         together._number, together._actors, together._nodes = 3, [SimpleNamespace(interrupt=remote)], ["a"]
@@ -128,7 +129,7 @@ def test_ranks_that_hang_in_an_evaluation_tell_where_they_stand(
 # --- parameter servers ------------------------------------------------------------------------------------------------
 
 
-class Stopped(Switch):
+class Stopped(ConnectionCanceller):
     """Cut at a moment of connecting: before it, right after the connection is held, or once it is made."""
 
     def __init__(self, moment: str) -> None:
@@ -149,21 +150,21 @@ class Stopped(Switch):
 
 
 @pytest.fixture(params=["shared", "tcp"])
-def silent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
+def silent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SocketListener]:
     """A server that listens and lets nobody in, as one that is frozen does."""
     if request.param == "tcp":
-        monkeypatch.setattr(shared_memory, "SHARES", False)
-    listener = Listener("127.0.0.1")
+        monkeypatch.setattr(shared_memory, "HAS_SHARED_MEMORY", False)
+    listener = SocketListener("127.0.0.1")
     yield listener
     listener.close()
 
 
 @pytest.mark.parametrize("moment", ["before", "held", "made", "greeting"])
-def test_connecting_to_a_server_that_says_nothing_can_be_cut_at_any_moment(silent: Listener, moment: str) -> None:
+def test_connecting_to_a_server_that_says_nothing_can_be_cut_at_any_moment(silent: SocketListener, moment: str) -> None:
     switch = Stopped(moment)
     peer = Peer(rank=0, address=silent.address, role="server")
     with ThreadPoolExecutor(1) as pool:
-        dialling = pool.submit(client_transport.dial, peer, KEY, 1, time.monotonic() + FOREVER_S, switch)
+        dialling = pool.submit(client_connection.connect_to_server, peer, KEY, 1, time.monotonic() + FOREVER_S, switch)
         if moment == "greeting":
             assert switch.greeting.wait(SOON_S)
             switch.cut()
@@ -171,7 +172,7 @@ def test_connecting_to_a_server_that_says_nothing_can_be_cut_at_any_moment(silen
             dialling.result(SOON_S)
 
 
-def member(rank: int, silent: Listener, engine: ParameterServer) -> Group:
+def member(rank: int, silent: SocketListener, engine: ParameterServer) -> Group:
     """A group whose first server says nothing."""
     roles = ("server", "server", "worker")
     address = engine.reserve(FIRST, roles[rank])
@@ -185,17 +186,17 @@ def member(rank: int, silent: Listener, engine: ParameterServer) -> Group:
 @pytest.mark.parametrize("moment", ["before", "greeting"])
 @pytest.mark.parametrize("rank", [1, 2])
 def test_servers_and_workers_that_join_are_freed(
-    rank: int, moment: str, silent: Listener, monkeypatch: pytest.MonkeyPatch
+    rank: int, moment: str, silent: SocketListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`rank` 1 is a server that dials the first one; 2 is a worker, which dials all."""
-    dialled, hold = threading.Event(), Switch.hold
+    dialled, hold = threading.Event(), ConnectionCanceller.hold
 
-    def holding(self: Switch, connection: socket.socket) -> None:
+    def holding(self: ConnectionCanceller, connection: socket.socket) -> None:
         if self._connection is connection:  # for the second time: it is made
             dialled.set()
         hold(self, connection)
 
-    monkeypatch.setattr(Switch, "hold", holding)
+    monkeypatch.setattr(ConnectionCanceller, "hold", holding)
     engine = ParameterServer()
     joining = member(rank, silent, engine)
     with ThreadPoolExecutor(1) as pool:
@@ -210,7 +211,7 @@ def test_servers_and_workers_that_join_are_freed(
     engine.leave()
 
 
-def test_the_first_server_s_group_is_over_where_it_was_interrupted_before_it_formed(silent: Listener) -> None:
+def test_the_first_server_s_group_is_over_where_it_was_interrupted_before_it_formed(silent: SocketListener) -> None:
     """Nothing is dialled there: it would serve for ever, on a port that was shut."""
     engine = ParameterServer()
     joining = member(0, silent, engine)
@@ -250,7 +251,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> type[Told]:
     return Told
 
 
-def pair(rank: int, membership: Membership, other: Address) -> Group:
+def pair(rank: int, membership: ProcessGroupHandle, other: Address) -> Group:
     """A group of two, of which this process is one."""
     addresses = [other, other]
     addresses[rank] = membership.reserve()
@@ -271,7 +272,7 @@ def first(request: pytest.FixtureRequest) -> Iterator[Address]:
 @pytest.mark.parametrize("moment", ["before", "connecting"])
 def test_a_rank_that_looks_for_the_first_one_is_freed(moment: str, first: Address, told: type[Told]) -> None:
     """torch itself looks for it until the deadline, again and again."""
-    membership = Membership()
+    membership = ProcessGroupHandle()
     group = pair(1, membership, first)
     with ThreadPoolExecutor(1) as pool:
         if moment == "before":
@@ -289,7 +290,7 @@ def test_an_interrupt_counts_although_the_store_is_reached_after_it(
     told: type[Told], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had nothing to shut."""
-    membership, make, either = Membership(), Told.__init__, groups.wait
+    membership, make, either = ProcessGroupHandle(), Told.__init__, groups.wait
 
     def interrupted(self: Told, *arguments: Any, **options: Any) -> None:
         membership.interrupt()
@@ -305,7 +306,7 @@ def test_an_interrupt_counts_although_the_store_is_reached_after_it(
 
 def test_the_first_rank_is_freed_while_it_waits_for_the_others(told: type[Told]) -> None:
     """And nobody is in gloo's hands before all are there: what gloo waits for cannot be shut."""
-    membership = Membership()
+    membership = ProcessGroupHandle()
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(membership.join, pair(0, membership, PEER.address), torch.device("cpu"))
         assert told.waiting.wait(SOON_S)
@@ -331,7 +332,7 @@ def test_a_rank_is_freed_for_which_another_dies_before_it_connects(monkeypatch: 
         raise RuntimeError("gloo/transport/tcp/pair.cc: timed out")
 
     monkeypatch.setattr(torch.distributed.distributed_c10d, "ProcessGroupGloo", unconnected)
-    membership = Membership()
+    membership = ProcessGroupHandle()
     alone = Group(generation=FIRST, rank=0, peers=(Peer(rank=0, address=membership.reserve()),), deadline_s=FOREVER_S)
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(membership.join, alone, torch.device("cpu"))

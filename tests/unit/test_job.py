@@ -178,8 +178,8 @@ def test_overrides_of_a_distillation_reach_the_students_job_and_the_loss(tmp_pat
 
 
 RECIPE = """
-from trainwright.core.strict_model import Fields
-class Twice(Fields):
+from trainwright.core.strict_model import StrictModel
+class Twice(StrictModel):
     times: int = 2
     def distill(self, *, resume, fresh, verbose):
         return f"{self.times} {resume} {fresh} {verbose}"

@@ -10,9 +10,9 @@ import pytest
 from tests.support.fake_store import FakeStore
 from tests.support.sample_run import Recorder, kinds, started, stepped, whole_run
 from trainwright.core import events
-from trainwright.reporting.history import History, read_steps
-from trainwright.storage.event_files import EventReader, append, read_events
-from trainwright.storage.event_log import Journal
+from trainwright.reporting.run_history import RunHistory, read_steps
+from trainwright.storage.event_files import EventReader, append_event, read_events
+from trainwright.storage.event_log import EventLog
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def store() -> FakeStore:
     return FakeStore()
 
 
-def journal(store: FakeStore, token: int = 7) -> Journal:
-    made = Journal(store, "demo", clock=lambda: 50.0, flush_s=3600)
+def journal(store: FakeStore, token: int = 7) -> EventLog:
+    made = EventLog(store, "demo", clock=lambda: 50.0, flush_s=3600)
     made.open(token)
     return made
 
@@ -31,14 +31,14 @@ def test_what_comes_to_light_after_a_run_follows_what_its_last_driver_told(store
         with journal(store, token) as writer:
             for event in whole_run():
                 writer.write(event)
-    judged = append(store, "demo", events.Judged(text="kept", verdict={"rows": 3}))
-    again = append(store, "demo", events.Judged(text="kept again"))
+    judged = append_event(store, "demo", events.Judged(text="kept", verdict={"rows": 3}))
+    again = append_event(store, "demo", events.Judged(text="kept again"))
     told = read_events(store, "demo")
     assert told[-2:] == [judged, again] and judged.time_s > 0
     assert len(told) == 2 * len(whole_run()) + 2
-    history = History.fold(told)
+    history = RunHistory.fold(told)
     assert history.judged == again and history.state == "done"
-    assert history.totals == History.fold(told[:-2]).totals  # it took nothing of the run's time
+    assert history.totals == RunHistory.fold(told[:-2]).totals  # it took nothing of the run's time
 
 
 def test_events_come_back_as_they_were_written(store: FakeStore) -> None:
@@ -53,7 +53,7 @@ def test_events_come_back_as_they_were_written(store: FakeStore) -> None:
 
 
 def test_nothing_is_written_before_the_token_is_known(store: FakeStore) -> None:
-    writer = Journal(store, "demo", flush_s=3600)
+    writer = EventLog(store, "demo", flush_s=3600)
     writer.write(events.Waiting(time_s=1, what="the log"))
     assert not writer.flush() and not store.files
     writer.open(3)
@@ -62,7 +62,7 @@ def test_nothing_is_written_before_the_token_is_known(store: FakeStore) -> None:
 
 
 def test_a_journal_that_was_never_opened_closes_at_once(store: FakeStore) -> None:
-    writer = Journal(store, "demo")
+    writer = EventLog(store, "demo")
     writer.write(events.Noted(text="x"))
     assert not writer.close(patience_s=30)
     assert not store.files
@@ -114,7 +114,7 @@ def test_the_thread_writes_without_being_asked(store: FakeStore) -> None:
         written.set()
 
     store.put = told  # type: ignore[method-assign]
-    with Journal(store, "demo", flush_s=0.01) as writer:
+    with EventLog(store, "demo", flush_s=0.01) as writer:
         writer.open(1)
         writer.write(events.Noted(text="x"))
         assert written.wait(10)
@@ -218,7 +218,7 @@ def test_a_reader_reads_each_batch_once(store: FakeStore) -> None:
 
 
 def test_a_step_done_again_replaces_the_earlier_one() -> None:
-    history = History.fold(whole_run())
+    history = RunHistory.fold(whole_run())
     assert [record.step for record in history.records] == list(range(1, 21))
     assert [history.records[place].loss for place in (9, 10, 11)] == [0.1, 0.05, 0.05]
     assert {record.generation for record in history.records[10:]} == {2}
@@ -226,18 +226,18 @@ def test_a_step_done_again_replaces_the_earlier_one() -> None:
 
 
 def test_after_a_recovery_lost_steps_are_gone_until_they_are_done_again() -> None:
-    history = History.fold(whole_run()[:10])
+    history = RunHistory.fold(whole_run()[:10])
     assert history.step == 10 and len(history.records) == 10
 
 
 def test_an_evaluation_of_a_lost_step_is_lost_with_it() -> None:
     evaluated = events.Evaluated(time_s=107.2, step=12, metrics={"accuracy": 0.1})
-    history = History.fold([*whole_run()[:9], evaluated, *whole_run()[9:10]])
+    history = RunHistory.fold([*whole_run()[:9], evaluated, *whole_run()[9:10]])
     assert [item.step for item in history.evaluated] == [10]
 
 
 def test_where_time_went_adds_up() -> None:
-    totals = History.fold(whole_run()).totals
+    totals = RunHistory.fold(whole_run()).totals
     assert totals.wall_s == pytest.approx(12)
     assert totals.start_s == pytest.approx(4)
     assert totals.computing_s == pytest.approx(20 * 0.08)
@@ -255,13 +255,13 @@ def test_where_time_went_adds_up() -> None:
     [(14, True, "done"), (14, False, "done"), (13, True, "running"), (13, False, "interrupted"), (1, True, "running")],
 )
 def test_state(count: int, alive: bool, state: str) -> None:
-    assert History.fold(whole_run()[:count], owner_alive=alive).state == state
+    assert RunHistory.fold(whole_run()[:count], owner_alive=alive).state == state
 
 
 def test_a_driver_that_died_is_followed_by_a_session_that_resumes() -> None:
     resumed = events.Formed(time_s=205, step=10, source="checkpoint", checkpoint="checkpoints/00000010-1", seconds=5)
     again = [started(token=2, time_s=200), resumed, stepped(range(11, 21), time_s=206)]
-    history = History.fold([*whole_run()[:8], *again])
+    history = RunHistory.fold([*whole_run()[:8], *again])
     assert [session.token for session in history.sessions] == [1, 2]
     assert history.resumes == (resumed,) and not history.recoveries
     assert history.totals.wall_s == pytest.approx(7.3 + 6)
@@ -270,7 +270,7 @@ def test_a_driver_that_died_is_followed_by_a_session_that_resumes() -> None:
 
 
 def test_a_fresh_start_forgets_what_was_before() -> None:
-    history = History.fold([*whole_run(), started(token=9, time_s=300, fresh=True), events.Formed(time_s=301)])
+    history = RunHistory.fold([*whole_run(), started(token=9, time_s=300, fresh=True), events.Formed(time_s=301)])
     assert history.records == () and history.failures == () and history.steps_lost == 0
     assert [session.token for session in history.sessions] == [9]
     assert history.state == "running"
@@ -280,7 +280,7 @@ def test_frames(store: FakeStore) -> None:
     with journal(store) as writer:
         for event in whole_run():
             writer.write(event)
-    steps, history = read_steps(store, "demo"), History.fold(whole_run())
+    steps, history = read_steps(store, "demo"), RunHistory.fold(whole_run())
     assert list(steps.columns) == [
         "step", "epoch", "loss", "learning_rate", "gradient_norm", "samples_per_s", "wait_share", "generation",
     ]  # fmt: skip
@@ -292,14 +292,14 @@ def test_frames(store: FakeStore) -> None:
 
 
 def test_frames_of_nothing_have_their_columns(store: FakeStore) -> None:
-    history, steps = History.fold([]), read_steps(store, "demo")
+    history, steps = RunHistory.fold([]), read_steps(store, "demo")
     assert len(steps) == 0 and "loss" in steps.columns
     assert list(history.evaluations.columns) == ["step", "epoch", "seconds"]
     assert math.isnan(history.loss) and math.isnan(history.samples_per_s) and math.isnan(history.median_step_s)
 
 
 def test_throughput_and_waiting() -> None:
-    history = History.fold(whole_run())
+    history = RunHistory.fold(whole_run())
     assert history.samples_per_s == pytest.approx(2560)
     assert history.wait_share == pytest.approx(0.2)
     assert history.metrics == {"accuracy": 0.9, "loss": 0.3}

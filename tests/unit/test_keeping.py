@@ -17,18 +17,23 @@ from hypothesis import strategies as st
 
 from tests.support.driver_harness import Story
 from trainwright.core import events
-from trainwright.core.checkpoint import FileEntry
+from trainwright.core.engine import CheckpointFile
 from trainwright.core.errors import StorageError
-from trainwright.core.group import StateTag
+from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.due_times import checkpoint_interval_s
-from trainwright.driver.memory_checkpointing import TOKEN_BITS, keepers_of
-from trainwright.driver.state import Phase
-from trainwright.storage.memory_checkpoints import GUARD, Shelf, ShelfReader, no_fetch, sweep
+from trainwright.driver.checkpointing import TOKEN_BITS, checkpoint_interval_s, choose_memory_copy_ranks
+from trainwright.driver.driver_state import Phase
+from trainwright.storage.memory_checkpoints import (
+    GUARD_FILE,
+    MemoryCheckpointReader,
+    MemoryCheckpointStore,
+    fetch_unavailable,
+    remove_stale_copies,
+)
 from trainwright.storage.run_owner import Owner
 
 FIRST = (3 << TOKEN_BITS) + 1  # version of the driver with token 3
-FILE = FileEntry(name="state", size_bytes=5, sha256=hashlib.sha256(b"12345").hexdigest())
+FILE = CheckpointFile(name="state", size_bytes=5, sha256=hashlib.sha256(b"12345").hexdigest())
 
 
 def alone(**settings: object) -> Story:
@@ -40,7 +45,7 @@ def paused(story: Story, step: int) -> Story:
     """The time for a copy comes, and the ranks are copied after `step`."""
     story.now_s += 10.0
     story.expires("pause").segment(step, stopped=True)
-    return story.returns("snapshot", m.Snapshot(step=step, size_bytes=5, blocked_s=0.01))
+    return story.returns("snapshot", m.SnapshotTaken(step=step, size_bytes=5, blocked_s=0.01))
 
 
 def kept(story: Story, step: int) -> Story:
@@ -52,21 +57,21 @@ def test_a_copy_is_made_when_its_time_has_come_and_the_ranks_go_on_meanwhile() -
     story = alone()
     story.now_s += 10.0
     story.expires("pause")
-    assert [call.verb for call in story.all(m.Call)] == ["stop"]
+    assert [call.verb for call in story.all(m.CallWorker)] == ["stop"]
     story.segment(7, stopped=True)
-    assert story.calls("snapshot")[0].argument == m.Copying(step=7, verbs=("keep",))
-    story.returns("snapshot", m.Snapshot(step=7, size_bytes=5, blocked_s=0.01))
-    assert [call.verb for call in story.all(m.Call)] == ["keep", "run"]
-    assert story.calls("keep")[0].argument == m.KeepOrder(version=FIRST, hold=())
+    assert story.calls("snapshot")[0].argument == m.SnapshotRequest(step=7, verbs=("keep",))
+    story.returns("snapshot", m.SnapshotTaken(step=7, size_bytes=5, blocked_s=0.01))
+    assert [call.verb for call in story.all(m.CallWorker)] == ["keep", "run"]
+    assert story.calls("keep")[0].argument == m.MemoryCopyRequest(version=FIRST, hold=())
     story.returns("keep", (FILE,))
     assert story.emitted(events.Kept)[0].step == 7 and story.state.phase is Phase.RUNNING
-    assert kept(story, 9).state.kept == m.KeptState(
-        version=FIRST + 1, step=9, files=(m.KeptFile(node="n0", file=FILE),)
+    assert kept(story, 9).state.kept == m.MemoryCheckpoint(
+        version=FIRST + 1, step=9, files=(m.NodeMemoryFile(node="n0", file=FILE),)
     )
 
 
 def test_when_all_are_dead_the_state_comes_from_memory() -> None:
-    story = kept(alone(), 7).tell(m.Died(worker=0, cause="killed")).start().formed()
+    story = kept(alone(), 7).tell(m.WorkerDied(worker=0, cause="killed")).start().formed()
     heal = story.calls("heal")[0].argument
     assert (heal.source, heal.step, heal.kept) == ("keeper", 7, story.state.kept)
     story.returns("heal", StateTag(step=7))
@@ -76,12 +81,12 @@ def test_when_all_are_dead_the_state_comes_from_memory() -> None:
 def test_an_older_copy_yields_to_a_newer_checkpoint() -> None:
     story = kept(alone(checkpoint_steps=20), 7).segment(20).snapshot(20)
     story.returns("upload", (FILE,)).committed(20)
-    story.tell(m.Died(worker=0, cause="killed")).start().formed()
+    story.tell(m.WorkerDied(worker=0, cause="killed")).start().formed()
     assert story.calls("heal")[0].argument.source == "checkpoint"
 
 
 def test_a_copy_that_cannot_be_read_is_not_tried_again() -> None:
-    story = kept(alone(), 7).tell(m.Died(worker=0, cause="killed")).start().formed()
+    story = kept(alone(), 7).tell(m.WorkerDied(worker=0, cause="killed")).start().formed()
     story.raises(1, "heal", "storage", StorageError("a copy of the state in memory cannot be read"))
     story.returns("leave", StateTag(step=None)).formed()
     assert story.calls("heal")[0].argument.source == "initial" and story.state.kept is None
@@ -91,7 +96,7 @@ def test_a_node_without_room_ends_the_copies_and_not_the_run() -> None:
     story = alone()
     story.now_s += 10.0
     story.expires("pause").segment(7, stopped=True).returns(
-        "snapshot", m.Snapshot(step=7, size_bytes=5, blocked_s=0.01)
+        "snapshot", m.SnapshotTaken(step=7, size_bytes=5, blocked_s=0.01)
     )
     story.raises(0, "keep", "storage", StorageError("the state does not fit into shared memory"))
     assert "does not fit" in story.emitted(events.Noted)[0].text
@@ -102,10 +107,10 @@ def test_a_keeper_that_dies_on_the_way_leaves_the_version_before() -> None:
     story = kept(alone(), 7)
     story.now_s += 10.0
     story.expires("pause").segment(9, stopped=True).returns(
-        "snapshot", m.Snapshot(step=9, size_bytes=5, blocked_s=0.01)
+        "snapshot", m.SnapshotTaken(step=9, size_bytes=5, blocked_s=0.01)
     )
-    assert story.calls("keep")[0].argument == m.KeepOrder(version=FIRST + 1, hold=(FIRST,))
-    story.tell(m.Died(worker=0, cause="killed")).start().formed()
+    assert story.calls("keep")[0].argument == m.MemoryCopyRequest(version=FIRST + 1, hold=(FIRST,))
+    story.tell(m.WorkerDied(worker=0, cause="killed")).start().formed()
     assert story.calls("heal")[0].argument.step == 7
 
 
@@ -115,7 +120,9 @@ def test_the_next_copy_waits_for_the_answers_to_one_that_will_not_be() -> None:
     story = Story(keep_s=10.0, total_steps=100, steps_per_epoch=100).up().formed(*tags).returns("heal", *tags)
     story.now_s += 10.0
     story.expires("pause").segment(7, stopped=True)
-    story.returns("snapshot", m.Snapshot(step=7, size_bytes=5, blocked_s=0.01)).tell(m.Died(worker=1, cause="killed"))
+    story.returns("snapshot", m.SnapshotTaken(step=7, size_bytes=5, blocked_s=0.01)).tell(
+        m.WorkerDied(worker=1, cause="killed")
+    )
     assert story.state.keeping is not None and story.state.keeping.owing == {0}
     story.returns("keep", (FILE,), workers=[0])
     assert story.state.keeping is None and story.state.kept is None and not story.emitted(events.Kept)
@@ -124,7 +131,9 @@ def test_the_next_copy_waits_for_the_answers_to_one_that_will_not_be() -> None:
 def test_copies_take_a_hundredth_of_the_time_at_most() -> None:
     story = alone()
     story.now_s += 10.0
-    story.expires("pause").segment(7, stopped=True).returns("snapshot", m.Snapshot(step=7, size_bytes=5, blocked_s=0.5))
+    story.expires("pause").segment(7, stopped=True).returns(
+        "snapshot", m.SnapshotTaken(step=7, size_bytes=5, blocked_s=0.5)
+    )
     assert [timer.after_s for timer in story.all(m.SetTimer) if timer.name == "pause"] == [50.0]
 
 
@@ -135,17 +144,19 @@ def test_checkpoints_by_time_follow_their_cost_and_the_failures() -> None:
     story.now_s += 10.0
     story.expires("pause").segment(40, stopped=True)
     assert story.calls("snapshot")[0].argument.verbs == ("upload",)
-    story.returns("snapshot", m.Snapshot(step=40, size_bytes=5, blocked_s=0.5)).returns("upload", (FILE,)).committed(40)
+    story.returns("snapshot", m.SnapshotTaken(step=40, size_bytes=5, blocked_s=0.5)).returns(
+        "upload", (FILE,)
+    ).committed(40)
     assert checkpoint_interval_s(story.state) == pytest.approx((2 * 0.5 * 86400) ** 0.5)
-    story.tell(m.Died(worker=0, cause="killed"))
+    story.tell(m.WorkerDied(worker=0, cause="killed"))
     assert checkpoint_interval_s(story.state) == pytest.approx((2 * 0.5 * 3600) ** 0.5)
 
 
 def test_replicas_on_two_nodes_need_no_copy_unless_processes_end_with_each_failure() -> None:
     tags = dict.fromkeys(range(4), StateTag(step=3))
-    assert keepers_of(tags, ["a", "a", "a", "a"], "in_place") == (0,)
-    assert keepers_of(tags, ["a", "a", "b", "b"], "in_place") == ()
-    assert keepers_of(tags, ["a", "a", "b", "c"], "new_process") == (0, 2)
+    assert choose_memory_copy_ranks(tags, ["a", "a", "a", "a"], "in_place") == (0,)
+    assert choose_memory_copy_ranks(tags, ["a", "a", "b", "b"], "in_place") == ()
+    assert choose_memory_copy_ranks(tags, ["a", "a", "b", "c"], "new_process") == (0, 2)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sets(st.integers(0, 4), min_size=1)), min_size=1, max_size=6))
@@ -154,7 +165,7 @@ def test_each_piece_is_on_two_nodes_or_as_many_as_hold_it(ranks: list[tuple[str,
     tags = {
         rank: StateTag(step=1, pieces=frozenset(map(str, pieces)), total=5) for rank, (_, pieces) in enumerate(ranks)
     }
-    keepers = keepers_of(tags, nodes, "new_process")
+    keepers = choose_memory_copy_ranks(tags, nodes, "new_process")
     for piece in map(str, range(5)):
         holders = {nodes[rank] for rank in tags if piece in tags[rank].pieces}
         copies = {nodes[rank] for rank in keepers if piece in tags[rank].pieces}
@@ -164,21 +175,25 @@ def test_each_piece_is_on_two_nodes_or_as_many_as_hold_it(ranks: list[tuple[str,
 # --- the files --------------------------------------------------------------------------------------------------------
 
 
-def kept_state(*nodes: str, version: int = 2, size_bytes: int = 5) -> m.KeptState:
+def kept_state(*nodes: str, version: int = 2, size_bytes: int = 5) -> m.MemoryCheckpoint:
     file = replace(FILE, size_bytes=size_bytes)
-    return m.KeptState(version=version, step=9, files=tuple(m.KeptFile(node=node, file=file) for node in nodes))
+    return m.MemoryCheckpoint(
+        version=version, step=9, files=tuple(m.NodeMemoryFile(node=node, file=file) for node in nodes)
+    )
 
 
 def test_what_one_process_wrote_another_reads(tmp_path: Path) -> None:
-    writer = Shelf("s3://b/run", tmp_path).write(2, 5, hold=())
+    writer = MemoryCheckpointStore("s3://b/run", tmp_path).write(2, 5, hold=())
     writer.write("state", memoryview(b"12345"))
     assert writer.entries == (FILE,)
-    reader = ShelfReader(Shelf("s3://b/run", tmp_path), kept_state("here"), "here", no_fetch)
+    reader = MemoryCheckpointReader(
+        MemoryCheckpointStore("s3://b/run", tmp_path), kept_state("here"), "here", fetch_unavailable
+    )
     assert reader.names() == ("state",) and reader.read("state") == b"12345"
 
 
 def test_a_new_version_spares_what_is_held_and_removes_the_rest(tmp_path: Path) -> None:
-    shelf = Shelf("s3://b/run", tmp_path)
+    shelf = MemoryCheckpointStore("s3://b/run", tmp_path)
     for version, hold in ((1, ()), (2, (1,)), (3, (1,))):
         shelf.write(version, 1, hold).write("state", b"x")
     assert sorted(entry.name for entry in shelf.folder.glob("[0-9]*")) == ["1", "3"]
@@ -187,7 +202,7 @@ def test_a_new_version_spares_what_is_held_and_removes_the_rest(tmp_path: Path) 
 
 
 def test_a_torn_copy_is_read_from_another_node(tmp_path: Path) -> None:
-    shelf = Shelf("s3://b/run", tmp_path)
+    shelf = MemoryCheckpointStore("s3://b/run", tmp_path)
     shelf.write(2, 5, hold=()).write("state", b"123")
     asked = []
 
@@ -195,32 +210,32 @@ def test_a_torn_copy_is_read_from_another_node(tmp_path: Path) -> None:
         asked.append((node, version, name))
         return b"12345"
 
-    assert ShelfReader(shelf, kept_state("here", "there"), "here", fetch).read("state") == b"12345"
+    assert MemoryCheckpointReader(shelf, kept_state("here", "there"), "here", fetch).read("state") == b"12345"
     assert asked == [("there", 2, "state")]
     with pytest.raises(StorageError, match="3 bytes, not 5; there: the memory of there cannot be reached"):
-        ShelfReader(shelf, kept_state("here", "there"), "here", no_fetch).read("state")
+        MemoryCheckpointReader(shelf, kept_state("here", "there"), "here", fetch_unavailable).read("state")
 
 
 def test_a_state_that_does_not_fit_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="bytes are needed") as caught:
-        Shelf("s3://b/run", tmp_path).write(1, 1 << 60, hold=())
+        MemoryCheckpointStore("s3://b/run", tmp_path).write(1, 1 << 60, hold=())
     assert "--shm-size" in caught.value.remedy and not list(tmp_path.iterdir())
 
 
 def test_shelves_whose_guard_is_gone_are_swept_up_and_no_others(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     for uri, pid in (("s3://b/gone", int(ended.stdout)), ("s3://b/here", 0)):
-        shelf = Shelf(uri, tmp_path)
+        shelf = MemoryCheckpointStore(uri, tmp_path)
         shelf.write(1, 1, hold=()).write("state", b"x")
         if pid:
-            (shelf.folder / GUARD).write_text(json.dumps({**asdict(Owner.here()), "pid": pid}))
+            (shelf.folder / GUARD_FILE).write_text(json.dumps({**asdict(Owner.here()), "pid": pid}))
     (tmp_path / "trainwright-begun").mkdir()
-    sweep(tmp_path)
+    remove_stale_copies(tmp_path)
     assert {entry.name for entry in tmp_path.iterdir()} == {shelf.folder.name, "trainwright-begun"}
 
 
 def test_copies_are_open_to_nobody_else_whatever_was_there_before(tmp_path: Path) -> None:
-    shelf = Shelf("s3://b/run", tmp_path)
+    shelf = MemoryCheckpointStore("s3://b/run", tmp_path)
     shelf.folder.mkdir(mode=0o755)
     umask = os.umask(0)
     try:
@@ -228,7 +243,7 @@ def test_copies_are_open_to_nobody_else_whatever_was_there_before(tmp_path: Path
     finally:
         os.umask(umask)
     modes = {path.relative_to(tmp_path).name: path.stat().st_mode & 0o777 for path in shelf.folder.rglob("*")}
-    assert modes == {GUARD: 0o600, "2": 0o700, "state": 0o600} and shelf.folder.stat().st_mode & 0o777 == 0o700
+    assert modes == {GUARD_FILE: 0o600, "2": 0o700, "state": 0o600} and shelf.folder.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("planted", ["a link", "a file", "another user's folder"])
@@ -239,7 +254,7 @@ def test_what_another_user_planted_is_neither_written_nor_read(
     (elsewhere / "2").mkdir(parents=True)
     (elsewhere / "2" / "state").write_bytes(b"12345")
     memory.mkdir()
-    shelf = Shelf("s3://b/run", memory)
+    shelf = MemoryCheckpointStore("s3://b/run", memory)
     if planted == "a link":
         shelf.folder.symlink_to(elsewhere)
     elif planted == "a file":
@@ -256,7 +271,7 @@ def test_what_another_user_planted_is_neither_written_nor_read(
 
 
 def test_links_in_place_of_files_are_not_followed(tmp_path: Path) -> None:
-    shelf, victim = Shelf("s3://b/run", tmp_path / "memory"), tmp_path / "victim"
+    shelf, victim = MemoryCheckpointStore("s3://b/run", tmp_path / "memory"), tmp_path / "victim"
     victim.write_bytes(b"mine")
     shelf.folder.parent.mkdir()
     writer = shelf.write(2, 5, hold=())
@@ -268,12 +283,12 @@ def test_links_in_place_of_files_are_not_followed(tmp_path: Path) -> None:
 
 
 def test_an_altered_copy_of_the_same_size_is_read_from_another_node(tmp_path: Path) -> None:
-    shelf = Shelf("s3://b/run", tmp_path)
+    shelf = MemoryCheckpointStore("s3://b/run", tmp_path)
     shelf.write(2, 5, hold=()).write("state", b"54321")
-    reader = ShelfReader(shelf, kept_state("here", "there"), "here", lambda node, version, name: b"12345")
+    reader = MemoryCheckpointReader(shelf, kept_state("here", "there"), "here", lambda node, version, name: b"12345")
     assert reader.read("state") == b"12345"
     with pytest.raises(StorageError, match="here: other bytes than were written"):
-        ShelfReader(shelf, kept_state("here"), "here", no_fetch).read("state")
+        MemoryCheckpointReader(shelf, kept_state("here"), "here", fetch_unavailable).read("state")
 
 
 @pytest.mark.parametrize("where", ["the folder", "the guard"])
@@ -281,8 +296,8 @@ def test_a_pipe_in_shared_memory_does_not_hold_the_sweep(where: str, tmp_path: P
     folder = tmp_path / f"trainwright-{os.geteuid()}-0123456789ab"
     if where == "the guard":
         folder.mkdir(mode=0o700)
-    os.mkfifo(folder / GUARD if where == "the guard" else folder)
+    os.mkfifo(folder / GUARD_FILE if where == "the guard" else folder)
     signal.alarm(10)  # ends this process where it hangs
-    sweep(tmp_path)
+    remove_stale_copies(tmp_path)
     signal.alarm(0)
     assert folder.exists()

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
-from trainwright.strategies.tensorflow.training.objective import Caller
+from trainwright.strategies.tensorflow.training.objective import KerasCaller
 
 ROWS, STEPS, CLASSES, WORDS = 12, 5, 3, 7
 RANDOM = np.random.default_rng(0)
@@ -79,7 +79,7 @@ def ours(
     columns: Mapping[str, Any] = {"x": x, "y": y, **({"w": fields["w"]} if weighed else {})}
     columns = {name: tf.convert_to_tensor(np.concatenate([value, value[:1]])) for name, value in columns.items()}
     feed = tf.constant([1.0] * len(x) + [0.0], tf.float64)
-    caller = Caller(spec=spec, where="rank 0")
+    caller = KerasCaller(spec=spec, where="rank 0")
     outputs = caller.outputs(model, columns, training=training)
     found = [caller.loss_of(model, outputs, columns, feed, training=training)]
     found += [caller.metric("m", outputs, columns, feed)] if metric else []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.core.argument_order import in_order, is_summed, takes_targets_first
+from trainwright.core.loss_api import has_sum_reduction, outputs_first, takes_targets_first
 
 
 def as_keras(y_true: Any, y_pred: Any) -> Any:
@@ -68,7 +68,7 @@ LAST = [documented, swapped, of_torch, open_ended, lambda o, t: (o, t), functool
 @pytest.mark.parametrize("function", FIRST)
 def test_targets_come_first_where_keras_or_the_names_say_so(function: Callable[..., Any]) -> None:
     assert takes_targets_first(function)
-    assert in_order(function)("outputs", "targets") == ("targets", "outputs")
+    assert outputs_first(function)("outputs", "targets") == ("targets", "outputs")
 
 
 @pytest.mark.parametrize("function", LAST)
@@ -77,9 +77,9 @@ def test_outputs_come_first_otherwise(function: Callable[..., Any]) -> None:
 
 
 def test_in_order_gives_outputs_first_otherwise() -> None:
-    assert in_order(documented)("outputs", "targets") == ("outputs", "targets")
+    assert outputs_first(documented)("outputs", "targets") == ("outputs", "targets")
 
 
 def test_only_a_loss_of_keras_is_summed() -> None:
-    assert is_summed(Derived("sum")) and not is_summed(Derived())
-    assert not is_summed(type("Other", (), {"reduction": "sum"})())
+    assert has_sum_reduction(Derived("sum")) and not has_sum_reduction(Derived())
+    assert not has_sum_reduction(type("Other", (), {"reduction": "sum"})())

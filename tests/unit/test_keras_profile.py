@@ -12,8 +12,8 @@ from torch import nn
 
 import trainwright as tw
 from trainwright.core.model_profile import ModelProfile
-from trainwright.planning.code_fingerprint import Fingerprints
-from trainwright.strategies.tensorflow.training.profile import profile_model
+from trainwright.planning.code_fingerprint import CodeFingerprints
+from trainwright.strategies.tensorflow.training.keras_profile import profile_model
 from trainwright.strategies.torch.profiling.model_profile import profile_model as profile_torch
 
 NUMBERS = ("parameters", "flops", "output_numbers", "kept_numbers", "traffic_numbers", "matmuls", "launches")
@@ -136,4 +136,4 @@ def test_what_tf_function_wraps_counts_for_the_fingerprint() -> None:
         return lambda x: wrapped(x)
 
     one, again, other = (caller(tf.function(call)) for call in (lambda x: x * 1, lambda x: x * 1, lambda x: x * 2))
-    assert Fingerprints().digest(one) == Fingerprints().digest(again) != Fingerprints().digest(other)
+    assert CodeFingerprints().digest(one) == CodeFingerprints().digest(again) != CodeFingerprints().digest(other)

@@ -12,10 +12,16 @@ from trainwright.core.cluster import Cluster, Node
 from trainwright.core.events import Probed, RunStarted
 from trainwright.core.plan import Estimate, Mesh, Plan
 from trainwright.planning import job_preparation
+from trainwright.planning.alternative_layouts import (
+    MOST_CANDIDATES,
+    AlternativePlans,
+    alternative_plans,
+    candidate_plans,
+    is_worth_measuring,
+)
 from trainwright.planning.planner import Decision
-from trainwright.planning.replanning import MOST, Alternatives, contenders, layouts_of, pays
-from trainwright.reporting.history import History
-from trainwright.strategies.search.plan_request import Question
+from trainwright.reporting.run_history import RunHistory
+from trainwright.strategies.search.plan_request import PlanRequest
 
 FAT = replace(
     DEEP, layers=tuple(replace(layer, parameters=4_000_000, parameter_bytes=16_000_000) for layer in DEEP.layers)
@@ -23,10 +29,12 @@ FAT = replace(
 FOUR = Cluster(nodes=tuple(Node(name=name, cpus=2, memory_bytes=0) for name in "abcd"))
 
 
-def alternatives(cluster: Cluster = LAPTOP, profile: Any = DEEP, **fields: Any) -> Alternatives:
+def alternatives(cluster: Cluster = LAPTOP, profile: Any = DEEP, **fields: Any) -> AlternativePlans:
     decision = decide(cluster, profile=profile, **fields)
     given = job(**fields)
-    found = layouts_of(given, Question.of(given, profile, decision.used), decision.contenders or (decision.chosen,))
+    found = alternative_plans(
+        given, PlanRequest.of(given, profile, decision.used), decision.contenders or (decision.chosen,)
+    )
     assert found is not None
     return found
 
@@ -44,12 +52,12 @@ def test_what_is_within_the_interval_of_the_chosen_plan_is_measured_the_best_of_
     }
     worse = replace(others["pipeline"], estimate=replace(others["pipeline"].estimate, step_s=1.45))
     eligible = [others["sharded"], first, others["pipeline"], worse, others["model_parallel"]]
-    assert contenders(first, eligible, job()) == (first, others["sharded"], others["pipeline"])
-    assert len(contenders(first, eligible, job())) <= MOST
-    assert contenders(first, [first, others["model_parallel"]], job()) == (), "far apart"
-    assert contenders(first, [first], job()) == ()
+    assert candidate_plans(first, eligible, job()) == (first, others["sharded"], others["pipeline"])
+    assert len(candidate_plans(first, eligible, job())) <= MOST_CANDIDATES
+    assert candidate_plans(first, [first, others["model_parallel"]], job()) == (), "far apart"
+    assert candidate_plans(first, [first], job()) == ()
     alone = replace(first, mesh=Mesh())
-    assert contenders(alone, [replace(plan, mesh=Mesh()) for plan in eligible], job()) == ()
+    assert candidate_plans(alone, [replace(plan, mesh=Mesh()) for plan in eligible], job()) == ()
 
 
 @pytest.mark.parametrize(
@@ -62,19 +70,19 @@ def test_nothing_is_measured_where_it_is_pinned_or_not_wanted(fields: dict[str, 
 
 def test_a_process_builds_a_model_of_keras_once() -> None:
     given, decision = job(workers=2), decide(profile=FAT, workers=2)
-    question, first = Question.of(given, FAT, decision.used), replace(decision.chosen, keras_backend="torch")
-    found = layouts_of(given, question, [first])
+    question, first = PlanRequest.of(given, FAT, decision.used), replace(decision.chosen, keras_backend="torch")
+    found = alternative_plans(given, question, [first])
     assert found is not None and found.on(3, 1) == first.resized(3), "more or fewer replicas are no other build"
-    divided = layouts_of(given, question, [replace(first, mesh=Mesh(pipeline=2))])
+    divided = alternative_plans(given, question, [replace(first, mesh=Mesh(pipeline=2))])
     assert divided is not None and divided.on(1, 1) is None and "Keras" in divided.lacking(1)
-    assert contenders(first, [replace(plan, keras_backend="torch") for plan in decision.contenders], given) == ()
+    assert candidate_plans(first, [replace(plan, keras_backend="torch") for plan in decision.contenders], given) == ()
 
 
 def test_measuring_must_pay() -> None:
     plans = [estimated(decide(profile=DEEP, workers=2).chosen, 0.1, 0.2)] * 2
-    assert not pays(plans, 1000) and pays(plans, 20_000)
+    assert not is_worth_measuring(plans, 1000) and is_worth_measuring(plans, 20_000)
     slow = [estimated(plan, 10.0, 20.0) for plan in plans]
-    assert not pays(slow, 100) and pays(slow, 500)
+    assert not is_worth_measuring(slow, 100) and is_worth_measuring(slow, 500)
 
 
 def test_the_best_measured_goes_on_with_a_calibration_that_knows_what_was_measured() -> None:
@@ -97,7 +105,9 @@ def plan_of(monkeypatch: pytest.MonkeyPatch, *, probe: bool = True, **past: Any)
     monkeypatch.setattr(job_preparation, "profile_job", lambda *_: FAT)
     given = job(workers=2, probe=probe, epochs=10**6)
     about: dict[str, Any] = {"store": None, "train": given.train.index(), "evaluate": None, "description": {}}
-    return job_preparation.plan_for(job_preparation.Prepared(job=given, steps_per_epoch=1000, **about, **past), LAPTOP)
+    return job_preparation.plan_for(
+        job_preparation.PreparedJob(job=given, steps_per_epoch=1000, **about, **past), LAPTOP
+    )
 
 
 @pytest.mark.parametrize("probe", [True, False])
@@ -126,7 +136,7 @@ def test_what_was_measured_is_shown_in_the_place_of_what_was_predicted() -> None
     before = alternatives(profile=FAT, workers=2)
     _, event = before.measured({0: 0.5, 1: 0.1}, {})
     start = RunStarted(run="r", token=1, rejected=[{"strategy": before.plans[1].strategy, "reason": "predicted"}])
-    history = History.fold([start, event])
+    history = RunHistory.fold([start, event])
     assert history.start.plan["strategy"] == before.plans[1].strategy
     assert [item["plan"] for item in history.start.rejected if "takes 500 ms" in item["reason"]] == [
         before.plans[0].name

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.core.checkpoint import FileEntry, checkpoint_path
 from trainwright.core.data import Cursor
+from trainwright.core.engine import CheckpointFile, checkpoint_path
 from trainwright.core.errors import CheckpointError, StorageError
 from trainwright.core.events import Noted
 from trainwright.driver import messages as m
 from trainwright.storage.checkpoints import CheckpointWriter
 from trainwright.storage.event_files import read_events
-from trainwright.storage.event_log import Journal
+from trainwright.storage.event_log import EventLog
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
-from trainwright.storage.run_store import RunLedger
-from trainwright.storage.store import open_store
+from trainwright.storage.run_store import RunStore
 
 
 def ledger(
@@ -27,18 +27,18 @@ def ledger(
     fresh: bool = False,
     begin: Callable[[int], object] = int,
     tell: Callable[[], object] = list,
-) -> RunLedger:
-    return RunLedger(
+) -> RunStore:
+    return RunStore(
         open_store(str(folder)), "run", job={}, keep=2, fresh=fresh, cursor=lambda step: Cursor(position=step),
         facts={}, note=notes.append, begin=begin, tell=tell,
     )  # fmt: skip
 
 
-def commit(folder: Path, step: int, parent: str = "", again: int = 0) -> m.Commit:
+def commit(folder: Path, step: int, parent: str = "", again: int = 0) -> m.CommitCheckpoint:
     writer = CheckpointWriter(open_store(str(folder)), "run", checkpoint_path(step, 1, again))
     writer.write("state", b"x" * step)
     path = checkpoint_path(step, 1, again)
-    return m.Commit(step=step, path=path, files=writer.entries, parent=parent, layout="replicated")
+    return m.CommitCheckpoint(step=step, path=path, files=writer.entries, parent=parent, layout="replicated")
 
 
 def test_a_second_try_of_a_step_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_second_try_of_a_step_is_a_checkpoint_like_any_other(tmp_path: Path) -
     again = owner.commit(commit(tmp_path, 10, first.path, again=1)).checkpoint
     committed = owner.commit(commit(tmp_path, 15, again.path))
     assert committed.older == (again,)
-    owner.release(m.Release(outcome="stopped", step=15))
+    owner.release(m.ReleaseLease(outcome="stopped", step=15))
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["00000010-1.1", "00000015-1"]
     taken = ledger(tmp_path, [])
@@ -78,7 +78,7 @@ def test_events_are_stored_before_the_log_names_a_checkpoint_and_before_it_is_gi
 
 def test_the_beginning_is_stored_before_anything_is_asked_for(tmp_path: Path) -> None:
     """So that a driver killed in its first seconds has left what it was told of the runs before this one."""
-    journal = Journal(open_store(str(tmp_path)), "run")
+    journal = EventLog(open_store(str(tmp_path)), "run")
 
     def begin(token: int) -> None:
         journal.open(token)
@@ -99,8 +99,8 @@ def test_the_beginning_is_stored_before_anything_is_asked_for(tmp_path: Path) ->
 def test_files_that_the_driver_cannot_see_are_no_checkpoint(tmp_path: Path) -> None:
     owner = ledger(tmp_path, [])
     owner.acquire()
-    elsewhere = FileEntry(name="state", size_bytes=3, sha256="0" * 64)
-    wanted = m.Commit(step=5, path=checkpoint_path(5, 1), files=(elsewhere,), parent="", layout="replicated")
+    elsewhere = CheckpointFile(name="state", size_bytes=3, sha256="0" * 64)
+    wanted = m.CommitCheckpoint(step=5, path=checkpoint_path(5, 1), files=(elsewhere,), parent="", layout="replicated")
     with pytest.raises(StorageError, match="does not see the file state") as caught:
         owner.commit(wanted)
     assert "all nodes share" in str(caught.value)
@@ -113,7 +113,7 @@ def test_a_run_with_no_whole_checkpoint_is_not_begun_again_by_itself(tmp_path: P
     owner, notes = ledger(tmp_path, []), []
     owner.acquire()
     path = owner.commit(commit(tmp_path, 5)).checkpoint.path
-    owner.release(m.Release(outcome="stopped", step=5))
+    owner.release(m.ReleaseLease(outcome="stopped", step=5))
     shard = tmp_path / "run" / path / "state"
     shard.write_bytes(b"torn")
     with pytest.raises(CheckpointError, match="no checkpoint of the run is whole"):

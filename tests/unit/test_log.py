@@ -11,10 +11,10 @@ import pytest
 from obstore.exceptions import GenericError
 
 from tests.support.run_logs import FAR, JOB, KINDS, RUN, log_of, memory_store, ref, store_of
-from trainwright.core.checkpoint import CheckpointRef
+from trainwright.core.engine import CheckpointRef
 from trainwright.core.errors import FencedError, RunConflict, StorageError
+from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import Owner
-from trainwright.storage.store import Store, open_store
 
 
 @pytest.fixture(params=KINDS)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.support.run_logs import FAR, JOB, KINDS, RUN, log_of, memory_store, ref, store_of
 from trainwright.core.errors import FencedError
-from trainwright.storage.run_log import Entry, RunLog
-from trainwright.storage.store import Store, open_store
+from trainwright.storage.object_store import Store, open_store
+from trainwright.storage.run_log import LogEntry, RunLog
 
 
 @pytest.fixture(params=KINDS)
@@ -105,7 +105,7 @@ def test_threads_that_take_over_and_commit_at_once_never_share_a_number(store: S
     """Real races: each thread acquires, commits until it is fenced, and keeps what it was told was written."""
     barrier = threading.Barrier(4)
 
-    def drive(pid: int) -> list[Entry]:
+    def drive(pid: int) -> list[LogEntry]:
         log, written = RunLog(store, RUN, dead=lambda _: True), []
         barrier.wait(10)
         for _ in range(3):

@@ -11,11 +11,11 @@ from tests.simulation.plans import Plans, staged
 from tests.support.driver_harness import HEAD, Story
 from trainwright.core import events
 from trainwright.core.errors import HangError, TrainwrightError, WorkerLost
-from trainwright.core.group import Address, StateTag
 from trainwright.core.plan import Plan
+from trainwright.core.topology import Address, StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.crash_loops import backoff_s
-from trainwright.driver.state import Phase
+from trainwright.driver.driver_state import Phase
+from trainwright.driver.failure_policy import backoff_s
 
 
 def samples_of(step: int, rank: int, workers: int, plan: Plan | None) -> Sequence[int]:
@@ -24,7 +24,7 @@ def samples_of(step: int, rank: int, workers: int, plan: Plan | None) -> Sequenc
 
 def dies(story: Story, rank: int = 1, at: int = 2, cause: str = "killed by SIGKILL") -> Story:
     """A rank dies while steps run, the other one stands at step `at`; all are ready to form."""
-    story.tell(m.Died(worker=story.state.members[rank].worker, cause=cause))
+    story.tell(m.WorkerDied(worker=story.state.members[rank].worker, cause=cause))
     other = story.state.members[1 - rank].worker
     story.raises(other, "run", "peer", RuntimeError("gone"))
     if story.state.phase is Phase.GATHERING:
@@ -46,7 +46,7 @@ def reforms(story: Story, rank: int = 1, at: int = 2) -> Story:
 def looping(times: int, *, rank: int = 1, **settings: object) -> Story:
     """After so many deaths at step 3; about to heal."""
     story = Story(**{"failures": 5, "samples_of": samples_of, **settings}).running()
-    story.tell(m.Progressed(generation=story.state.generation, step=2))
+    story.tell(m.StepsCompleted(generation=story.state.generation, step=2))
     for number in range(times):
         if number:
             story.returns("heal", StateTag(step=2))
@@ -98,7 +98,7 @@ def test_the_third_failure_alike_has_the_batch_passed_by_for_good() -> None:
     assert (passed[0].step, passed[0].why) == (3, "step 3 failed 3 times on rank 1: killed by SIGKILL")
     assert passed[0].why in note and "quarantine/" in note
     story.returns("heal", StateTag(step=2))
-    story.tell(m.Progressed(generation=story.state.generation, step=5))
+    story.tell(m.StepsCompleted(generation=story.state.generation, step=5))
     dies(story, at=5)
     reforms(story, at=5)
     assert story.calls("heal")[0].argument.passing == passed
@@ -107,7 +107,7 @@ def test_the_third_failure_alike_has_the_batch_passed_by_for_good() -> None:
 def test_nothing_is_passed_by_where_the_job_does_not_allow_it_or_allows_no_more() -> None:
     assert not looping(4).state.passing
     story = looping(3, pass_limit=1).returns("heal", StateTag(step=2))
-    story.tell(m.Progressed(generation=story.state.generation, step=3))
+    story.tell(m.StepsCompleted(generation=story.state.generation, step=3))
     for _ in range(3):
         reforms(dies(story), at=3).returns("heal", StateTag(step=3))
     assert story.state.loop is not None and (story.state.loop.step, story.state.loop.times) == (4, 3)
@@ -123,7 +123,7 @@ def test_a_step_that_fails_without_its_batch_ends_the_run_and_says_that_the_batc
 
 def test_a_death_in_the_throwaway_step_before_counts_too() -> None:
     story = looping(1)
-    story.tell(m.Died(worker=story.state.members[1].worker, cause="killed by SIGKILL"))
+    story.tell(m.WorkerDied(worker=story.state.members[1].worker, cause="killed by SIGKILL"))
     story.raises(story.state.members[0].worker, "heal", "peer", RuntimeError("gone")).start()
     reforms(story)
     assert story.state.loop is not None and story.state.loop.times == 2
@@ -155,7 +155,9 @@ def test_a_rank_that_hangs_in_the_same_step_is_a_loop() -> None:
 def test_where_nobody_survives_the_next_steps_are_taken_one_at_a_time() -> None:
     story = Story(workers=1, spares=0, failures=5).running(HEAD)
     assert story.calls("run")[0].argument.stop == 8
-    story.tell(m.Progressed(generation=story.state.generation, step=6), m.Died(worker=0, cause="killed")).start()
+    story.tell(
+        m.StepsCompleted(generation=story.state.generation, step=6), m.WorkerDied(worker=0, cause="killed")
+    ).start()
     story.formed().returns("heal", StateTag(step=4))
     assert story.calls("run")[0].argument.stop == 6, "as far as known to be good"
     assert story.segment(6).calls("run")[0].argument.stop == 7
@@ -170,7 +172,7 @@ def test_pauses_grow_to_a_minute_and_the_first_failure_has_none() -> None:
 def test_the_first_failure_is_recovered_from_at_once_and_the_third_after_a_pause() -> None:
     story = Story(failures=9).running()
     for number in range(3):
-        story.tell(m.Died(worker=story.state.members[1].worker, cause="killed"))
+        story.tell(m.WorkerDied(worker=story.state.members[1].worker, cause="killed"))
         story.now_s -= 2.9  # all that follows takes 0.1 s
         story.raises(0, "run", "peer", RuntimeError("gone")).start()
         if number:
@@ -186,11 +188,11 @@ def test_the_first_failure_is_recovered_from_at_once_and_the_third_after_a_pause
 
 def test_a_wish_to_stop_ends_the_pause() -> None:
     story = looping(2).returns("heal", StateTag(step=2))
-    story.tell(m.Died(worker=story.state.members[1].worker, cause="killed"))
+    story.tell(m.WorkerDied(worker=story.state.members[1].worker, cause="killed"))
     story.now_s -= 2
     story.raises(0, "run", "peer", RuntimeError("gone")).start()
     assert "backoff" in story.state.timers
-    assert story.tell(m.StopAsked()).state.phase is Phase.RESERVING
+    assert story.tell(m.StopRequested()).state.phase is Phase.RESERVING
 
 
 def raised(story: Story, cause: str, times: int) -> Story:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.strategies.common.loss_shapes import Shape, broadcast_problem
+from trainwright.strategies.common.user_code_errors import Shape, loss_broadcast_problem
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from trainwright.strategies.common.loss_shapes import Shape, broadcast_problem
 def test_a_loss_of_all_pairs_is_named_with_both_shapes_and_the_remedy(
     outputs: Shape, targets: Shape, values: Shape
 ) -> None:
-    problem = broadcast_problem("loss=", outputs, targets, values)
+    problem = loss_broadcast_problem("loss=", outputs, targets, values)
     assert f"outputs of shape {outputs} and targets of shape {targets} to {values}" in problem
     assert problem.endswith(f"one shape, such as {'outputs' if len(outputs) > len(targets) else 'targets'}[..., 0]")
 
@@ -32,4 +32,4 @@ def test_a_loss_of_all_pairs_is_named_with_both_shapes_and_the_remedy(
     ],
 )
 def test_other_shapes_are_let_be(outputs: Shape, targets: Shape, values: Shape) -> None:
-    assert broadcast_problem("loss=", outputs, targets, values) == ""
+    assert loss_broadcast_problem("loss=", outputs, targets, values) == ""

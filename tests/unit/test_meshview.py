@@ -10,10 +10,10 @@ from rich.console import Console
 
 from tests.support.sample_run import PLAN
 from trainwright.core.cluster import Cluster
-from trainwright.core.plan import Mesh, Placement
-from trainwright.reporting.mesh_view import MeshTable, mesh_html, mesh_table, mesh_text, planned_nodes
+from trainwright.core.plan import Mesh, WorkerResources
+from trainwright.reporting.plan_view import MeshTable, mesh_html, mesh_table, mesh_text, planned_nodes
 
-GPU = Placement(cpus=1, accelerators=1, accelerator="GPU")
+GPU = WorkerResources(cpus=1, accelerators=1, accelerator="GPU")
 
 
 def table(cluster: str, **degrees: int) -> MeshTable:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.core.checkpoint import checkpoint_path
-from trainwright.driver.due_times import checkpoint_due, evaluation_due, next_milestone
-from trainwright.driver.run_policy import Settings
+from trainwright.core.engine import checkpoint_path
+from trainwright.driver.checkpointing import checkpoint_due, evaluation_due, next_milestone
+from trainwright.driver.run_policy import RunPolicy
 
 
-def settings(total: int = 10, epoch: int = 4, checkpoint: int | None = None, evaluate: int | None = None) -> Settings:
-    return Settings(
+def settings(total: int = 10, epoch: int = 4, checkpoint: int | None = None, evaluate: int | None = None) -> RunPolicy:
+    return RunPolicy(
         workers=1, total_steps=total, steps_per_epoch=epoch, checkpoint_steps=checkpoint, evaluate_steps=evaluate
     )
 
@@ -41,7 +41,7 @@ SETTINGS = st.builds(
 
 
 @given(SETTINGS)
-def test_a_run_pauses_wherever_something_is_due_and_nowhere_else(chosen: Settings) -> None:
+def test_a_run_pauses_wherever_something_is_due_and_nowhere_else(chosen: RunPolicy) -> None:
     pauses, step = [], 0
     while step < chosen.total_steps:
         step = next_milestone(chosen, step)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainwright as tw
-from trainwright.core.collation import stacked
+from trainwright.core.engine import stack_column
 from trainwright.core.errors import DataError, JobError
 
 ROWS = TensorDataset(torch.ones(4, 2), torch.zeros(4))
@@ -89,5 +89,5 @@ def test_ragged_rows_make_a_column_and_are_told_what_to_do_where_nothing_pads_th
     tokens = rows.read(rows.index(), [0, 1])["tokens"]
     assert [each.tolist() for each in tokens] == [[1, 2, 3], [4]]
     with pytest.raises(DataError, match="is ragged") as caught:
-        stacked("tokens", tokens)
+        stack_column("tokens", tokens)
     assert "pad={'tokens': tw.Pad()}" in caught.value.remedy

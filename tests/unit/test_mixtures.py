@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.core.data import Feeding
+from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError
 from trainwright.datasets import mix, table
-from trainwright.datasets.loading.loader import Stream
-from trainwright.datasets.ops.mix import Pattern, one_pass, pattern_of
+from trainwright.datasets.loading.batch_loader import BatchLoader
+from trainwright.datasets.ops.weighted_mix import MixPattern, largest_single_pass, pattern_of
 
 COUNTS = st.lists(st.integers(1, 60), min_size=1, max_size=6).map(tuple)
 
@@ -26,7 +26,7 @@ def numbers(first: int, rows: int) -> Any:
 
 @given(COUNTS)
 def test_every_prefix_has_the_weights_within_one_row(counts: tuple[int, ...]) -> None:
-    pattern = Pattern(counts=counts)
+    pattern = MixPattern(counts=counts)
     rows = 2 * pattern.period + 3
     parts, _ = pattern.at(np.arange(rows))
     for part, count in enumerate(counts):
@@ -37,7 +37,7 @@ def test_every_prefix_has_the_weights_within_one_row(counts: tuple[int, ...]) ->
 
 @given(COUNTS, st.integers(0, 10_000))
 def test_access_is_direct_and_numbers_each_part_without_gaps(counts: tuple[int, ...], start: int) -> None:
-    pattern = Pattern(counts=counts)
+    pattern = MixPattern(counts=counts)
     parts, ranks = pattern.at(np.arange(start + 50))
     for part in range(len(counts)):
         assert ranks[parts == part].tolist() == list(range(np.count_nonzero(parts == part)))
@@ -50,8 +50,8 @@ def test_access_is_direct_and_numbers_each_part_without_gaps(counts: tuple[int, 
 @given(COUNTS, st.data())
 def test_the_default_epoch_passes_one_part_once_and_repeats_no_row(counts: tuple[int, ...], data: Any) -> None:
     sizes = [data.draw(st.integers(1, 200)) for _ in counts]
-    pattern = Pattern(counts=counts)
-    rows = one_pass(pattern, sizes)
+    pattern = MixPattern(counts=counts)
+    rows = largest_single_pass(pattern, sizes)
     seen = np.bincount(pattern.at(np.arange(rows))[0], minlength=len(counts))
     assert all(seen <= sizes) and any(seen == sizes)
     assert np.bincount(pattern.at(np.arange(rows + 1))[0], minlength=len(counts))[int(np.argmax(seen == sizes))] >= 1
@@ -126,14 +126,14 @@ def test_the_parts_keep_their_transforms() -> None:
 
 def test_a_stream_over_a_mixture_delivers_each_row_once() -> None:
     data = mix({"a": numbers(0, 90), "b": numbers(1000, 1000)}, {"a": 3, "b": 1})
-    stream = Stream(
+    stream = BatchLoader(
         data,
         batch_size=16,
         epochs=1,
         seed=3,
         shuffle=True,
         drop_last=False,
-        feeding=Feeding(data_ranks=range(1), total=1),
+        feeding=FeedAssignment(data_ranks=range(1), total=1),
     )
     with stream.feeds() as feeds:
         seen = [value for feed in feeds for batch in feed.parts[0] for value in batch.columns["x"].tolist()]

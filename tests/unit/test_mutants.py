@@ -15,8 +15,8 @@ from tests.simulation.scenario import draw
 from tests.simulation.store import Violation
 from tests.simulation.tears import attack, attack_create, record
 from tests.simulation.world import simulate
-from trainwright.driver import state_agreement, state_machine
-from trainwright.driver.state import State
+from trainwright.driver import rendezvous, state_machine
+from trainwright.driver.driver_state import DriverState
 
 SCHEDULES, CUTS = 500, 1_000
 
@@ -29,10 +29,10 @@ MUTANTS = (
     Mutant(
         name="ends every rank that does not move",
         module="trainwright.driver.recovery",
-        pattern="gather(turn, Blame(error=error, event=crash_loops.failed(turn.state, -1, -1, error.what)), "
-        "explain=True)",
-        replacement="gather(turn, Blame(error=error, event=crash_loops.failed(turn.state, -1, -1, error.what)), "
-        "lost=state.awaiting, kill=True)",
+        pattern="_begin_recovery(turn, FailureCause(error=error, event="
+        "failure_policy.failed_event(turn.state, -1, -1, error.what)), explain=True)",
+        replacement="_begin_recovery(turn, FailureCause(error=error, event="
+        "failure_policy.failed_event(turn.state, -1, -1, error.what)), lost=state.awaiting, kill=True)",
     ),
     Mutant(
         name="calls a spare that is not up yet",
@@ -49,7 +49,7 @@ MUTANTS = (
     Mutant(
         name="gives one spare to two ranks",
         module="trainwright.driver.membership",
-        function="fill",
+        function="assign_rank",
         pattern="state.spares.without({worker})",
         replacement="state.spares",
         also=("kill two", "kill all"),
@@ -70,14 +70,14 @@ MUTANTS = (
     Mutant(
         name="grows beyond its bounds",
         module="trainwright.driver.membership",
-        function="replenish",
+        function="start_standbys",
         pattern="range(state.settings.most)",
         replacement="range(state.settings.most + 1)",
     ),
     Mutant(
         name="lets a recruit join that is not up",
         module="trainwright.driver.membership",
-        function="_ready",
+        function="_joiners_up",
         pattern="spare.slot is not None and spare.ready",
         replacement="spare.slot is not None",
     ),
@@ -90,7 +90,7 @@ MUTANTS = (
     Mutant(
         name="measures plans in the middle of a run",
         module="trainwright.driver.plan_trials",
-        function="plan_trials",
+        function="begin_trials",
         pattern="not begun",
         replacement="True",
         also=("crash",),
@@ -98,7 +98,7 @@ MUTANTS = (
     Mutant(
         name="sets two plans aside for one failure",
         module="trainwright.driver.plan_trials",
-        function="set_aside",
+        function="reject_plan",
         pattern="not trials.trying",
         replacement="not trials.left",
         also=("user",) * 6,
@@ -111,7 +111,7 @@ MUTANTS = (
     ),
     Mutant(
         name="counts a copy before all keepers have delivered",
-        module="trainwright.driver.memory_checkpointing",
+        module="trainwright.driver.checkpointing",
         pattern="not keeping.owing and not keeping.spoiled",
         replacement="not keeping.spoiled",
         also=("kill all", "kill two"),
@@ -125,31 +125,31 @@ MUTANTS = (
     ),
     Mutant(
         name="agrees on the lowest step",
-        module="trainwright.driver.state_agreement",
+        module="trainwright.driver.rendezvous",
         pattern="sorted(standing, key=lambda step: -1 if step is None else step, reverse=True)",
         replacement="sorted(standing, key=lambda step: -1 if step is None else step)",
     ),
     Mutant(
         name="takes a torn state for a sound one",
-        module="trainwright.driver.state_agreement",
+        module="trainwright.driver.rendezvous",
         pattern="tags[rank].sound",
         replacement="True",
     ),
     Mutant(
         name="sends nothing to newcomers",
-        module="trainwright.driver.state_agreement",
+        module="trainwright.driver.rendezvous",
         pattern="rank not in settled",
         replacement="rank not in settled and tags[rank].step is not None",
     ),
     Mutant(
         name="gives up one failure early",
-        module="trainwright.driver.crash_loops",
+        module="trainwright.driver.failure_policy",
         pattern="state.failures > settings.failures",
         replacement="state.failures >= max(1, settings.failures)",
     ),
     Mutant(
         name="never counts a failure",
-        module="trainwright.driver.crash_loops",
+        module="trainwright.driver.failure_policy",
         pattern="turn.change(failures=state.failures + 1, failed_s=(*recent, turn.now_s))",
         replacement="turn.change(failed_s=(*recent, turn.now_s))",
         also=("crash loop",),
@@ -163,7 +163,7 @@ MUTANTS = (
     Mutant(
         name="does not count a newcomer's death",
         module="trainwright.driver.recovery",
-        function="died",
+        function="on_worker_died",
         pattern="event.worker in state.starting",
         replacement="False",
         also=("start loop", "kill"),
@@ -171,19 +171,19 @@ MUTANTS = (
     Mutant(
         name="recovers from the user's errors",
         module="trainwright.driver.recovery",
-        function="raised",
+        function="on_call_raised",
         pattern='kind in ("user", "data")',
         replacement='kind == "data"',
     ),
     Mutant(
         name="does not tell idle ranks to leave",
         module="trainwright.driver.recovery",
-        pattern="_let_go(turn, frozenset(state.rank_of) - state.awaiting - state.starting - gone)",
+        pattern="_release_workers(turn, frozenset(state.rank_of) - state.awaiting - state.starting - gone)",
     ),
     Mutant(
         name="waits for ever for survivors that are silent",
         module="trainwright.driver.recovery",
-        function="leave_expired",
+        function="on_leave_deadline",
         pattern="_replace(turn, state.awaiting, kill=True)",
     ),
     Mutant(
@@ -196,7 +196,7 @@ MUTANTS = (
     Mutant(
         name="ends a generation with a worker that follows a chief",
         module="trainwright.driver.dynamic_members",
-        function="tolerates",
+        function="is_dynamic",
         pattern="state.settings.spares_rank(state.rank_of[worker])",
         replacement='state.settings.spares_rank(state.rank_of[worker]) and state.settings.topology == "independent"',
         also=("kill",),
@@ -209,8 +209,8 @@ MUTANTS = (
     ),
     Mutant(
         name="takes processes over that cannot form again",
-        module="trainwright.driver.driver_takeover",
-        function="_usable",
+        module="trainwright.driver.membership",
+        function="_reusable_workers",
         pattern='turn.settings.reform == "in_place"',
         replacement="True",
         also=("crash",),
@@ -252,12 +252,12 @@ MUTANTS = (
     Mutant(
         name="waits for the files of a dead uploader",
         module="trainwright.driver.membership",
-        pattern="forget(turn, frozenset(gone))",
+        pattern="drop_upload_workers(turn, frozenset(gone))",
     ),
     Mutant(
         name="commits before all files are stored",
         module="trainwright.driver.checkpointing",
-        function="_go_on",
+        function="_commit_if_complete",
         pattern="upload.owing",
         replacement="upload.committing",
     ),
@@ -291,7 +291,7 @@ MUTANTS = (
     Mutant(
         name="ends workers that another driver has taken over",
         module="trainwright.driver.shutdown",
-        pattern="_let_go(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
+        pattern="_drop_workers(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
         replacement="_kill_all(turn)",
         also=("stall",),
     ),
@@ -312,19 +312,19 @@ MUTANTS = (
     Mutant(
         name="lets workers live when the log is lost",
         module="trainwright.driver.shutdown",
-        pattern="_let_go(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
-        replacement="_let_go(turn)",
+        pattern="_drop_workers(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
+        replacement="_drop_workers(turn)",
     ),
     Mutant(
         name="leaves a rank out of the evaluation",
         module="trainwright.driver.segments",
-        function="evaluated",
+        function="on_evaluated",
         pattern="sorted(state.answers)",
         replacement="sorted(state.answers)[: max(1, len(state.answers) - 1)]",
     ),
     Mutant(
         name="clears the failures with steps done again",
-        module="trainwright.driver.transition",
+        module="trainwright.driver.driver_state",
         function="reached",
         pattern="step > state.high",
         replacement="step > state.progress",
@@ -332,21 +332,21 @@ MUTANTS = (
     ),
     Mutant(
         name="lets a first failure wait",
-        module="trainwright.driver.crash_loops",
-        pattern="0.0 if failures < 2 else min(MOST_S, 2.0 ** min(failures - 2, 10))",
-        replacement="1.0 if failures < 2 else min(MOST_S, 2.0 ** min(failures - 2, 10))",
+        module="trainwright.driver.failure_policy",
+        pattern="0.0 if failures < 2 else min(_MAX_BACKOFF_S, 2.0 ** min(failures - 2, 10))",
+        replacement="1.0 if failures < 2 else min(_MAX_BACKOFF_S, 2.0 ** min(failures - 2, 10))",
     ),
     Mutant(
         name="passes a batch by at the first failure",
-        module="trainwright.driver.crash_loops",
-        function="note",
-        pattern="loop.times < LOOP",
+        module="trainwright.driver.failure_policy",
+        function="record_crash_loop",
+        pattern="loop.times < CRASH_LOOP_FAILURES",
         replacement="False",
     ),
     Mutant(
         name="passes more batches by than allowed",
-        module="trainwright.driver.crash_loops",
-        function="note",
+        module="trainwright.driver.failure_policy",
+        function="record_crash_loop",
         pattern="len(state.passing) >= state.settings.pass_limit",
         replacement="False",
         also=("crash loop",),
@@ -393,13 +393,13 @@ STORAGE_MUTANTS = (
     ),
     Mutant(
         name="deletes batches that only a torn packed file covers",
-        module="trainwright.storage.run_summary",
+        module="trainwright.storage.event_files",
         pattern="shared and file.path not in self._sound and self._whole(file) is None",
         replacement="False",
     ),
     Mutant(
         name="believes a summary that is torn",
-        module="trainwright.storage.run_summary",
+        module="trainwright.storage.event_files",
         function="_stored",
         pattern="(MissingFile, ValueError, TypeError, KeyError, AttributeError)",
         replacement="MissingFile",
@@ -408,18 +408,18 @@ STORAGE_MUTANTS = (
 LINKS = (
     Mutant(
         name="names an entry before the disk has it",
-        module="trainwright.storage.store",
+        module="trainwright.storage.object_store",
         pattern="file.flush()\nos.fsync(file.fileno())",
     ),
     Mutant(
         name="forgets the folder of an entry",
-        module="trainwright.storage.store",
+        module="trainwright.storage.object_store",
         function="_create_once",
         pattern="self._sync(path)",
     ),
     Mutant(
         name="replaces what another wrote",
-        module="trainwright.storage.store",
+        module="trainwright.storage.object_store",
         pattern="os.link(unnamed, place)",
         replacement="place.unlink(missing_ok=True)\nos.link(unnamed, place)",
     ),
@@ -507,7 +507,7 @@ def test_reformatted_module_still_mutates(mutant: Mutant) -> None:
 
 
 def test_missing_pattern_of_a_module() -> None:
-    module = state_agreement.__name__
+    module = rendezvous.__name__
     with pytest.raises(ValueError, match=f"mutant 'no such': the pattern 'no_such' occurs 0 times in {module}"):
         load(Mutant(name="no such", module=module, pattern="no_such"))
     with pytest.raises(ValueError, match=r"imports tests\.unit"):
@@ -515,19 +515,17 @@ def test_missing_pattern_of_a_module() -> None:
 
 
 def test_a_mutant_leaves_the_real_modules_alone() -> None:
-    code = load(Mutant(name="other", module=state_agreement.__name__, pattern="tags[rank].sound", replacement="True"))
+    code = load(Mutant(name="other", module=rendezvous.__name__, pattern="tags[rank].sound", replacement="True"))
     assert code is not state_machine and sys.modules[state_machine.__name__] is state_machine
     assert (
-        sys.modules[state_agreement.__name__] is state_agreement
-        and vars(sys.modules[state_machine.__package__])["state_agreement"] is state_agreement
+        sys.modules[rendezvous.__name__] is rendezvous
+        and vars(sys.modules[state_machine.__package__])["rendezvous"] is rendezvous
     )
-    assert code.State is State, "a module that does not import the mutated one is shared"
+    assert code.DriverState is DriverState, "a module that does not import the mutated one is shared"
 
 
 def test_a_copy_that_is_not_mutated_passes() -> None:
     code = load(
-        Mutant(
-            name="the same", module=state_agreement.__name__, pattern="tags[rank].sound", replacement="tags[rank].sound"
-        )
+        Mutant(name="the same", module=rendezvous.__name__, pattern="tags[rank].sound", replacement="tags[rank].sound")
     )
     assert sum(simulate(draw(seed), code).outcomes[-1] == "done" for seed in range(60)) > 20

@@ -10,14 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.core.gradient_noise import FAR, LEAST, Noise, NoiseAverage, Scatter
+from trainwright.core.data import (
+    LEAST_NOISE_SAMPLES,
+    OVERSIZED_BATCH_FACTOR,
+    GradientScatter,
+    NoiseScale,
+    NoiseScaleAverage,
+)
 
 
-def scatter_of(sums: npt.NDArray[np.float64], rows: list[int]) -> Scatter:
+def scatter_of(sums: npt.NDArray[np.float64], rows: list[int]) -> GradientScatter:
     """By the definition, from each share's sum of gradients (shares, parameters)."""
     parts = sum(float(one @ one) / count for one, count in zip(sums, rows, strict=True) if count)
     whole = sums.sum(axis=0)
-    return Scatter(samples=sum(rows), shares=sum(map(bool, rows)), parts=parts, whole=float(whole @ whole))
+    return GradientScatter(samples=sum(rows), shares=sum(map(bool, rows)), parts=parts, whole=float(whole @ whole))
 
 
 class Synthetic:
@@ -29,7 +35,7 @@ class Synthetic:
         self.deviation = self.random.uniform(0.2, 2.0, size)
         self.deviation *= math.sqrt(scale * float(self.mean @ self.mean) / float(self.deviation @ self.deviation))
 
-    def step(self, rows: list[int]) -> Scatter:
+    def step(self, rows: list[int]) -> GradientScatter:
         noise = self.random.normal(size=(len(rows), len(self.mean))) * self.deviation
         counts = np.array(rows, float)[:, None]
         return scatter_of(counts * self.mean + np.sqrt(counts) * noise, rows)
@@ -64,7 +70,7 @@ def test_even_shares_give_the_papers_estimators(seed: int, rows: int, shares: in
 def test_the_interval_holds_the_truth_and_is_narrow(scale: float, rows: list[int]) -> None:
     inside = 0
     for seed in range(60):
-        world, average = Synthetic(seed, scale=scale), NoiseAverage()
+        world, average = Synthetic(seed, scale=scale), NoiseScaleAverage()
         for _ in range(80):
             average.add(world.step(rows))
         noise = average.noise()
@@ -75,7 +81,7 @@ def test_the_interval_holds_the_truth_and_is_narrow(scale: float, rows: list[int
 
 
 def test_the_average_follows_training() -> None:
-    average = NoiseAverage()
+    average = NoiseScaleAverage()
     for scale, steps in ((20.0, 60), (200.0, 120)):
         world = Synthetic(3, scale=scale)
         for _ in range(steps):
@@ -85,8 +91,8 @@ def test_the_average_follows_training() -> None:
 
 
 def test_nothing_is_said_before_it_can_be_trusted() -> None:
-    world, average = Synthetic(1, scale=50.0), NoiseAverage()
-    for _ in range(LEAST - 1):
+    world, average = Synthetic(1, scale=50.0), NoiseScaleAverage()
+    for _ in range(LEAST_NOISE_SAMPLES - 1):
         average.add(world.step([32, 32]))
     assert average.noise() is None
     average.add(world.step([32, 32]))
@@ -94,7 +100,7 @@ def test_nothing_is_said_before_it_can_be_trusted() -> None:
 
 
 def test_a_gradient_that_is_all_noise_gives_no_figure() -> None:
-    world, average = Synthetic(2, scale=1e7), NoiseAverage()
+    world, average = Synthetic(2, scale=1e7), NoiseScaleAverage()
     for _ in range(100):
         average.add(world.step([8, 8]))
     assert average.noise() is None
@@ -103,28 +109,28 @@ def test_a_gradient_that_is_all_noise_gives_no_figure() -> None:
 @pytest.mark.parametrize(
     "scatter",
     [
-        Scatter(samples=8, shares=1, parts=3.0, whole=1.0),
-        Scatter(samples=8, shares=2, parts=math.inf, whole=1.0),
-        Scatter(samples=8, shares=2, parts=3.0, whole=math.nan),
-        Scatter(samples=0, shares=2, parts=0.0, whole=0.0),
+        GradientScatter(samples=8, shares=1, parts=3.0, whole=1.0),
+        GradientScatter(samples=8, shares=2, parts=math.inf, whole=1.0),
+        GradientScatter(samples=8, shares=2, parts=3.0, whole=math.nan),
+        GradientScatter(samples=0, shares=2, parts=0.0, whole=0.0),
     ],
 )
-def test_steps_that_tell_nothing_are_left_out(scatter: Scatter) -> None:
-    average = NoiseAverage()
-    for _ in range(2 * LEAST):
+def test_steps_that_tell_nothing_are_left_out(scatter: GradientScatter) -> None:
+    average = NoiseScaleAverage()
+    for _ in range(2 * LEAST_NOISE_SAMPLES):
         average.add(scatter)
     assert average.noise() is None
 
 
 def test_equal_gradients_have_no_noise_and_no_figure() -> None:
-    average = NoiseAverage()
-    for _ in range(2 * LEAST):
+    average = NoiseScaleAverage()
+    for _ in range(2 * LEAST_NOISE_SAMPLES):
         average.add(scatter_of(np.array([[2.0, 4.0], [1.0, 2.0]]), [2, 1]))
     assert average.noise() is None
 
 
 def test_advice_comes_with_a_batch_far_above_alone() -> None:
-    near = Noise(scale=100.0, low=80.0, high=128.0, batch=FAR * 128, count=40)
+    near = NoiseScale(scale=100.0, low=80.0, high=128.0, batch=OVERSIZED_BATCH_FACTOR * 128, count=40)
     assert near.advice == ""
-    far = Noise(scale=100.0, low=80.0, high=128.0, batch=1024, count=40)
+    far = NoiseScale(scale=100.0, low=80.0, high=128.0, batch=1024, count=40)
     assert "1,024 samples is 8 times" in far.advice and "100 samples, 80 to 128" in far.advice

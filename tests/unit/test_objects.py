@@ -14,13 +14,13 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from trainwright.core import random_state
-from trainwright.core.data import Feeding
+from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import from_huggingface, from_torch, mix, split, table
+from trainwright.datasets.data_source import Field
 from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.formats.arrow_columns import Field
 from trainwright.datasets.formats.python_objects import group_rows
-from trainwright.datasets.loading.loader import Stream
+from trainwright.datasets.loading.batch_loader import BatchLoader
 
 
 class Squares:
@@ -162,8 +162,8 @@ class AugmentedTogether(Augmented):
 
 def streamed(data: Dataset, epochs: int, rank: int = 0, of: int = 1, start: int = 0) -> dict[tuple[int, int], float]:
     """The value of each row in each epoch."""
-    feeding = Feeding(data_ranks=range(rank, rank + 1), total=of)
-    stream = Stream(data, batch_size=8, epochs=epochs, seed=5, feeding=feeding)
+    feeding = FeedAssignment(data_ranks=range(rank, rank + 1), total=of)
+    stream = BatchLoader(data, batch_size=8, epochs=epochs, seed=5, feeding=feeding)
     with stream.feeds(start) as feeds:
         return {
             (stream.cursor(feed.step).epoch, row): value
@@ -197,13 +197,13 @@ def test_rows_that_draw_nothing_are_asked_for_once_and_leave_the_generators_alon
     index = data.index()
     asked.clear()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    before = random_state.states()
+    before = random_state.generator_states()
     reader = data.reader(index, None)
     for epoch in range(3):
         reader.gather(np.arange(40), epoch)
     assert sorted(asked) == list(range(40))
     from_torch(Augmented(40)).reader(index, None).gather(np.arange(40))
-    assert random_state.states() == before
+    assert random_state.generator_states() == before
 
 
 @pytest.mark.parametrize("derive", ["split", "beside", "mix"])
@@ -224,7 +224,7 @@ def test_rows_are_not_drawn_while_a_step_runs() -> None:
     data = from_torch(Augmented(40))
     reader = data.reader(data.index(), None)
     with ThreadPoolExecutor(1) as pool:
-        with random_state.LOCK:
+        with random_state.GENERATORS_LOCK:
             reading = pool.submit(reader.gather, np.arange(4))
             torch.manual_seed(3)
             drawn = [torch.rand(()).item() for _ in range(1000)]
@@ -238,9 +238,9 @@ def test_a_stream_over_an_object_delivers_each_row_once() -> None:
     data = from_torch(TensorDataset(torch.arange(300)), columns=["x"])
     ranks = []
     for rank in range(2):
-        stream = Stream(
+        stream = BatchLoader(
             data, batch_size=32, epochs=1, seed=1, shuffle=True, drop_last=False,
-            feeding=Feeding(data_ranks=range(rank, rank + 1), total=2),
+            feeding=FeedAssignment(data_ranks=range(rank, rank + 1), total=2),
         )  # fmt: skip
         with stream.feeds() as feeds:
             ranks.append(

@@ -17,17 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.chaos_testing import driver_process, run_observer, store_outage
-from trainwright.chaos_testing.fault_catalogue import CATALOGUE
-from trainwright.chaos_testing.fault_schedule import Strike
-from trainwright.chaos_testing.leak_check import Surroundings
-from trainwright.chaos_testing.remote_signal import Hands, send
-from trainwright.chaos_testing.run_state import Process
-from trainwright.chaos_testing.store_outage import FolderOutage, cannot_fail, through
-from trainwright.chaos_testing.tcp_proxy import Proxy
+from trainwright.chaos_testing import process_control, run_observer, store_outage
+from trainwright.chaos_testing.experiment import HostSnapshot
+from trainwright.chaos_testing.fault_schedule import CATALOGUE, ObservedWorker, ScheduledFault
+from trainwright.chaos_testing.process_control import ProcessSignaller, send_signal
+from trainwright.chaos_testing.store_outage import FolderOutage, TcpProxy, outage_obstacle, proxy_environment
 from trainwright.core.errors import StorageError
-from trainwright.storage.run_owner import started_ticks
-from trainwright.storage.store import open_store
+from trainwright.storage.object_store import open_store
+from trainwright.storage.run_owner import process_start_ticks
 
 
 @pytest.fixture
@@ -38,9 +35,12 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_signal_reaches_a_process_that_was_met(sleeper: subprocess.Popen[bytes]) -> None:
-    hands, process = Hands(), Process(worker=0, node=socket.gethostname(), pid=sleeper.pid, spare=True)
+    hands, process = (
+        ProcessSignaller(),
+        ObservedWorker(worker=0, node=socket.gethostname(), pid=sleeper.pid, spare=True),
+    )
     hands.meet(process)
-    promoted = Process(worker=0, node=process.node, pid=process.pid)
+    promoted = ObservedWorker(worker=0, node=process.node, pid=process.pid)
     assert hands.lives(promoted) and hands.met() == (process,)
     assert hands.send(promoted, signal.SIGKILL)
     assert sleeper.wait(10) == -signal.SIGKILL
@@ -48,11 +48,11 @@ def test_a_signal_reaches_a_process_that_was_met(sleeper: subprocess.Popen[bytes
 
 
 def test_no_signal_reaches_another_process_of_the_same_number(sleeper: subprocess.Popen[bytes]) -> None:
-    started = started_ticks(sleeper.pid)
-    assert started is not None and send(sleeper.pid, started, 0)
-    assert not send(sleeper.pid, started - 1, signal.SIGKILL), "of an older process with this number"
-    stranger = Process(worker=0, node=socket.gethostname(), pid=sleeper.pid)
-    assert not Hands().send(stranger, signal.SIGKILL), "never met"
+    started = process_start_ticks(sleeper.pid)
+    assert started is not None and send_signal(sleeper.pid, started, 0)
+    assert not send_signal(sleeper.pid, started - 1, signal.SIGKILL), "of an older process with this number"
+    stranger = ObservedWorker(worker=0, node=socket.gethostname(), pid=sleeper.pid)
+    assert not ProcessSignaller().send(stranger, signal.SIGKILL), "never met"
     assert sleeper.poll() is None
 
 
@@ -83,17 +83,17 @@ def echo() -> Iterator[tuple[str, int]]:
 
 
 @pytest.fixture
-def proxy(echo: tuple[str, int]) -> Iterator[Proxy]:
-    made = Proxy(echo)
+def proxy(echo: tuple[str, int]) -> Iterator[TcpProxy]:
+    made = TcpProxy(echo)
     yield made
     made.close()
 
 
-def connect(proxy: Proxy) -> socket.socket:
+def connect(proxy: TcpProxy) -> socket.socket:
     return socket.create_connection(("127.0.0.1", proxy.port), timeout=10)
 
 
-def test_a_proxy_passes_on_both_ways_to_the_end(proxy: Proxy) -> None:
+def test_a_proxy_passes_on_both_ways_to_the_end(proxy: TcpProxy) -> None:
     data = os.urandom(3_000_000)
     with connect(proxy) as client:
         threading.Thread(target=lambda: (client.sendall(data), client.shutdown(socket.SHUT_WR))).start()
@@ -103,7 +103,7 @@ def test_a_proxy_passes_on_both_ways_to_the_end(proxy: Proxy) -> None:
     assert bytes(received) == data
 
 
-def test_a_proxy_that_refuses_cuts_what_is_under_way_and_what_comes(proxy: Proxy) -> None:
+def test_a_proxy_that_refuses_cuts_what_is_under_way_and_what_comes(proxy: TcpProxy) -> None:
     with connect(proxy) as client:
         client.sendall(b"a")
         assert client.recv(10) == b"a"
@@ -125,7 +125,7 @@ def heard(client: socket.socket) -> bytes:
         return b""
 
 
-def test_a_proxy_that_stalls_goes_on_where_it_stood(proxy: Proxy) -> None:
+def test_a_proxy_that_stalls_goes_on_where_it_stood(proxy: TcpProxy) -> None:
     with connect(proxy) as client:
         proxy.tell("stall")
         client.sendall(b"late")
@@ -157,30 +157,30 @@ def test_a_folder_that_fails_can_neither_be_read_nor_written_and_comes_back_whol
 def test_which_stores_can_be_made_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name, raising=False)
-    assert not cannot_fail("runs") and not cannot_fail("file:///runs")
-    assert "gs://" in cannot_fail("gs://bucket") and "AWS_ENDPOINT_URL" in cannot_fail("s3://bucket")
+    assert not outage_obstacle("runs") and not outage_obstacle("file:///runs")
+    assert "gs://" in outage_obstacle("gs://bucket") and "AWS_ENDPOINT_URL" in outage_obstacle("s3://bucket")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://s3.example")
-    assert cannot_fail("s3://bucket")
+    assert outage_obstacle("s3://bucket")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    assert not cannot_fail("s3://bucket")
+    assert not outage_obstacle("s3://bucket")
 
 
 def test_variables_go_to_the_workers_beside_what_the_job_has(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "RAY_JOB_CONFIG_JSON_ENV_VAR"
     monkeypatch.setenv(name, json.dumps({"metadata": {"m": "1"}, "runtime_env": {"env_vars": {"A": "a"}, "pip": []}}))
-    found = through({"B": "b"})
+    found = proxy_environment({"B": "b"})
     assert found["B"] == "b"
     assert json.loads(found[name]) == {
         "metadata": {"m": "1"},
         "runtime_env": {"env_vars": {"A": "a", "B": "b"}, "pip": []},
     }
-    assert name == store_outage.RAY_JOB
+    assert name == store_outage.RAY_JOB_CONFIG_VARIABLE
 
 
 def test_shared_memory_that_nobody_uses_is_left_over(tmp_path: Path) -> None:
     mine = f"trainwright-test-{os.getpid()}"
-    before = Surroundings(shared=frozenset(), actors=frozenset({"old-net"}))
-    now = Surroundings(shared=frozenset({mine}), actors=frozenset({"old-net", "keeper-net-1", "other"}))
+    before = HostSnapshot(shared=frozenset(), actors=frozenset({"old-net"}))
+    now = HostSnapshot(shared=frozenset({mine}), actors=frozenset({"old-net", "keeper-net-1", "other"}))
     path = Path("/dev/shm") / mine
     try:
         with path.open("w"):
@@ -197,9 +197,9 @@ def test_shared_memory_that_nobody_uses_is_left_over(tmp_path: Path) -> None:
 def test_a_semaphore_is_in_use_while_its_process_lives() -> None:
     lock = multiprocessing.get_context("spawn").Lock()  # which keeps its name, unlike one that is to be inherited
     name = "sem." + lock._semlock.name.lstrip("/")
-    now = Surroundings(shared=frozenset({name}), actors=frozenset())
+    now = HostSnapshot(shared=frozenset({name}), actors=frozenset())
     assert (Path("/dev/shm") / name).exists()
-    assert now.new(Surroundings(shared=frozenset(), actors=frozenset()), "net", "") == ()
+    assert now.new(HostSnapshot(shared=frozenset(), actors=frozenset()), "net", "") == ()
 
 
 @pytest.mark.parametrize(
@@ -215,14 +215,14 @@ def test_a_driver_that_stood_still_may_do_nothing_but_end(
     how: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on once another one trains."""
-    monkeypatch.setattr(driver_process, "SUBJECT", "tests.support.stopped_driver")
-    monkeypatch.setattr(run_observer, "REPLACED_S", 1.0 if how == "hangs" else 30.0)
+    monkeypatch.setattr(process_control, "_DRIVER_MODULE", "tests.support.stopped_driver")
+    monkeypatch.setattr(run_observer, "_DRIVER_EXIT_TIMEOUT_S", 1.0 if how == "hangs" else 30.0)
     order = tmp_path / "order.job"
     order.write_text(how)
     (stall,) = (fault for fault in CATALOGUE if fault.name == "stall")
     said = list[str]()
-    runner = run_observer.Runner(
-        "run", order, environment={}, silence_s=60, strikes=[Strike(fault=stall)], outages={}, say=said.append
+    runner = run_observer.RunObserver(
+        "run", order, environment={}, silence_s=60, strikes=[ScheduledFault(fault=stall)], outages={}, say=said.append
     )
     found = runner.run()
     assert re.search(error, found.error) if error else not found.error

@@ -8,50 +8,58 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from trainwright.chaos_testing.fault_injector import Given
-from trainwright.chaos_testing.run_observer import Course
-from trainwright.chaos_testing.verdict import Cost, Final, Verdict, costs, differences
-from trainwright.chaos_testing.verdict_view import as_data, as_table
+from trainwright.chaos_testing.chaos_report import (
+    ChaosReport,
+    FaultCost,
+    FinalCheckpoint,
+    as_data,
+    as_table,
+    compare_runs,
+    fault_costs,
+)
+from trainwright.chaos_testing.run_observer import InjectedFault, ObservedRun
 from trainwright.core import events
 
-FINAL = Final(step=4, files={"model": "aa", "optimizer": "bb"})
+FINAL = FinalCheckpoint(step=4, files={"model": "aa", "optimizer": "bb"})
 
 
 def steps(*pairs: tuple[int, float], time_s: float = 0.0) -> events.Steps:
     return events.Steps(time_s=time_s, step=[step for step, _ in pairs], loss=[loss for _, loss in pairs])
 
 
-def given(fault: str, time_s: float, step: int = 0) -> Given:
-    return Given(fault=fault, time_s=time_s, step=step, whom=("worker 1",))
+def given(fault: str, time_s: float, step: int = 0) -> InjectedFault:
+    return InjectedFault(fault=fault, time_s=time_s, step=step, whom=("worker 1",))
 
 
-UNBROKEN = Course(events=(steps((1, 0.5), (2, 0.4), (3, math.nan), (4, 0.2)),))
+UNBROKEN = ObservedRun(events=(steps((1, 0.5), (2, 0.4), (3, math.nan), (4, 0.2)),))
 
 
 def test_runs_that_agree_differ_in_nothing() -> None:
-    broken = Course(events=(steps((1, 0.5), (2, 0.4)), steps((2, 0.4), (3, math.nan), (4, 0.2))))
-    assert differences(UNBROKEN, FINAL, broken, FINAL) == ((), None)
+    broken = ObservedRun(events=(steps((1, 0.5), (2, 0.4)), steps((2, 0.4), (3, math.nan), (4, 0.2))))
+    assert compare_runs(UNBROKEN, FINAL, broken, FINAL) == ((), None)
 
 
 def test_the_first_step_whose_loss_differs_is_named_even_where_it_was_done_again() -> None:
-    broken = Course(events=(steps((1, 0.5), (2, 0.41), (3, math.nan)), steps((2, 0.4), (3, math.nan), (4, 0.2))))
-    found, since = differences(UNBROKEN, FINAL, broken, FINAL)
+    broken = ObservedRun(events=(steps((1, 0.5), (2, 0.41), (3, math.nan)), steps((2, 0.4), (3, math.nan), (4, 0.2))))
+    found, since = compare_runs(UNBROKEN, FINAL, broken, FINAL)
     assert since == 2 and found == ("the loss differs in 1 step, first in step 2",)
 
 
 def test_every_kind_of_difference_is_said() -> None:
     sizes = tuple(events.Formed(workers=workers) for workers in (2, 1))
-    broken = Course(events=(*sizes, steps((1, 0.5), (2, 0.4))))
-    found, since = differences(UNBROKEN, FINAL, broken, Final(step=4, files={"model": "aa", "optimizer": "cc"}))
+    broken = ObservedRun(events=(*sizes, steps((1, 0.5), (2, 0.4))))
+    found, since = compare_runs(
+        UNBROKEN, FINAL, broken, FinalCheckpoint(step=4, files={"model": "aa", "optimizer": "cc"})
+    )
     assert since is None
     assert found == (
         "2 steps were not seen, first step 3",
         "files of the last checkpoint differ: optimizer",
         "it ran with 1 and 2 workers, whose sums round differently",
     )
-    found, _ = differences(UNBROKEN, FINAL, UNBROKEN, Final(step=2))
+    found, _ = compare_runs(UNBROKEN, FINAL, UNBROKEN, FinalCheckpoint(step=2))
     assert found == ("the newest checkpoint is of step 2, not 4",)
-    found, _ = differences(UNBROKEN, FINAL, replace(UNBROKEN, error="it broke"), Final())
+    found, _ = compare_runs(UNBROKEN, FINAL, replace(UNBROKEN, error="it broke"), FinalCheckpoint())
     assert found == ("the run failed: it broke",)
 
 
@@ -68,8 +76,8 @@ def test_the_cost_of_a_fault_is_what_happened_until_the_next() -> None:
         events.RunStarted(time_s=33.0),
         events.Formed(time_s=36.0, step=2, source="checkpoint"),
     )
-    course = Course(events=told, given=(given("kill", 10.0), given("storage", 20.0), given("driver", 30.0)))
-    kill, storage, driver = costs(course)
+    course = ObservedRun(events=told, given=(given("kill", 10.0), given("storage", 20.0), given("driver", 30.0)))
+    kill, storage, driver = fault_costs(course)
     assert math.isclose(kill.detection_s or 0, 0.3) and math.isclose(kill.recovery_s or 0, 1.7)
     assert (kill.steps_lost, kill.source) == (1, "checkpoint")
     assert (storage.detection_s, storage.recovery_s, storage.checkpoints_skipped) == (None, None, 1)
@@ -82,15 +90,15 @@ def test_the_start_that_a_killed_driver_brings_about_counts_for_both_even_where_
         events.Failed(time_s=33.0, worker=0),
         events.Formed(time_s=36.0, source="checkpoint"),
     )
-    driver, start = costs(Course(events=told, given=(given("driver", 30.0), given("start", 32.0))))
+    driver, start = fault_costs(ObservedRun(events=told, given=(given("driver", 30.0), given("start", 32.0))))
     assert (driver.detection_s, driver.recovery_s) == (None, 6.0)
     assert (start.detection_s, start.recovery_s) == (1.0, 3.0)
 
 
-def verdict(**fields: object) -> Verdict:
-    one = Cost(given=given("kill", 10.0, 7), detection_s=0.3, recovery_s=1.7, source="replica")
+def verdict(**fields: object) -> ChaosReport:
+    one = FaultCost(given=given("kill", 10.0, 7), detection_s=0.3, recovery_s=1.7, source="replica")
     fields = {"job": "net", "seed": 3, "steps": 27, "costs": (one,), "goodput": 0.5, **fields}
-    return Verdict(**fields)  # type: ignore[arg-type]
+    return ChaosReport(**fields)  # type: ignore[arg-type]
 
 
 def test_it_passes_only_where_a_fault_was_given_and_nothing_differs_or_is_left() -> None:

@@ -9,17 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.core.data import fold
+from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError
-from trainwright.datasets.sampling.sampler import HIGHLY_COMPOSITE, Lanes, Order, choose_lanes
-from trainwright.datasets.sampling.step_schedule import Schedule, steps_per_epoch
+from trainwright.datasets.sample_order import (
+    HIGHLY_COMPOSITE,
+    Lanes,
+    SampleOrder,
+    StepSchedule,
+    choose_lanes,
+    steps_per_epoch,
+)
 
 MASK = (1 << 64) - 1
 GOLDEN = [692, 329, 850, 479, 36, 659, 206, 780, 415, 929, 525, 151]
 
 
 @st.composite
-def orders(draw: st.DrawFn) -> Order:
+def orders(draw: st.DrawFn) -> SampleOrder:
     rows = draw(st.integers(1, 400))
     cuts = draw(st.sets(st.integers(1, rows), max_size=12))
     lanes = Lanes(
@@ -28,17 +34,17 @@ def orders(draw: st.DrawFn) -> Order:
         window=draw(st.integers(1, 120)),
         groups=(0, *sorted(cut for cut in cuts if cut < rows)),
     )
-    return Order(lanes=lanes, seed=draw(st.integers(0, 1 << 40)), shuffle=draw(st.booleans()))
+    return SampleOrder(lanes=lanes, seed=draw(st.integers(0, 1 << 40)), shuffle=draw(st.booleans()))
 
 
 @given(orders(), st.integers(0, 5))
-def test_every_row_comes_exactly_once_per_epoch(order: Order, epoch: int) -> None:
+def test_every_row_comes_exactly_once_per_epoch(order: SampleOrder, epoch: int) -> None:
     rows = order.rows_of(epoch, 0, order.lanes.rows)
     assert sorted(rows.tolist()) == list(range(order.lanes.rows))
 
 
 @given(orders(), st.integers(0, 3), st.data())
-def test_direct_access_equals_walking(order: Order, epoch: int, data: st.DataObject) -> None:
+def test_direct_access_equals_walking(order: SampleOrder, epoch: int, data: st.DataObject) -> None:
     walked = [int(order.rows_of(epoch, position, position + 1)[0]) for position in range(order.lanes.rows)]
     start = data.draw(st.integers(0, order.lanes.rows))
     stop = data.draw(st.integers(start, order.lanes.rows))
@@ -48,7 +54,7 @@ def test_direct_access_equals_walking(order: Order, epoch: int, data: st.DataObj
 
 @settings(max_examples=60)
 @given(orders(), st.integers(1, 50), st.booleans())
-def test_a_global_batch_is_the_same_for_any_number_of_ranks(order: Order, batch_size: int, late: bool) -> None:
+def test_a_global_batch_is_the_same_for_any_number_of_ranks(order: SampleOrder, batch_size: int, late: bool) -> None:
     start = order.lanes.rows // 2 if late else 0
     stop = min(start + batch_size, order.lanes.rows)
     batch = dict(zip(range(start, stop), order.rows_of(1, start, stop).tolist(), strict=True))
@@ -63,7 +69,7 @@ def test_a_global_batch_is_the_same_for_any_number_of_ranks(order: Order, batch_
 
 
 @given(orders())
-def test_lanes_are_contiguous_and_differ_by_at_most_one_row(order: Order) -> None:
+def test_lanes_are_contiguous_and_differ_by_at_most_one_row(order: SampleOrder) -> None:
     lanes = order.lanes
     ends = np.append(np.sort(lanes.starts), lanes.rows)
     sizes = ends[np.searchsorted(ends, lanes.starts) + 1] - lanes.starts
@@ -73,7 +79,7 @@ def test_lanes_are_contiguous_and_differ_by_at_most_one_row(order: Order) -> Non
 
 
 @given(orders(), st.integers(1, 40))
-def test_a_rank_reads_only_its_lanes(order: Order, total: int) -> None:
+def test_a_rank_reads_only_its_lanes(order: SampleOrder, total: int) -> None:
     if order.shuffle and total <= order.lanes.count:
         for rank in range(min(total, 3)):
             _, rows = order.share(0, 0, order.lanes.rows, rank, total)
@@ -83,7 +89,7 @@ def test_a_rank_reads_only_its_lanes(order: Order, total: int) -> None:
 
 
 @given(orders())
-def test_windows_are_bounded_and_whole_row_groups_where_these_fit(order: Order) -> None:
+def test_windows_are_bounded_and_whole_row_groups_where_these_fit(order: SampleOrder) -> None:
     lanes = order.lanes
     assert np.diff(lanes.edges).max() <= lanes.window
     assert set(lanes.starts.tolist()) <= set(lanes.edges.tolist())
@@ -95,7 +101,7 @@ def test_windows_are_bounded_and_whole_row_groups_where_these_fit(order: Order) 
 
 
 @given(orders(), st.integers(0, 399), st.integers(1, 60))
-def test_a_stand_in_is_a_row_of_the_rank_itself(order: Order, position: int, total: int) -> None:
+def test_a_stand_in_is_a_row_of_the_rank_itself(order: SampleOrder, position: int, total: int) -> None:
     position %= order.lanes.rows
     owners = order.owners(np.arange(order.lanes.rows), total)
     for rank in {0, total - 1}:
@@ -105,9 +111,9 @@ def test_a_stand_in_is_a_row_of_the_rank_itself(order: Order, position: int, tot
 
 
 def test_epochs_and_seeds_differ_and_mix() -> None:
-    order = Order(lanes=Lanes(rows=10_000, count=12, window=250, groups=tuple(range(0, 10_000, 500))))
+    order = SampleOrder(lanes=Lanes(rows=10_000, count=12, window=250, groups=tuple(range(0, 10_000, 500))))
     first, second = order.rows_of(0, 0, 10_000), order.rows_of(1, 0, 10_000)
-    other = Order(lanes=order.lanes, seed=1).rows_of(0, 0, 10_000)
+    other = SampleOrder(lanes=order.lanes, seed=1).rows_of(0, 0, 10_000)
     assert (first == second).mean() < 0.01
     assert (first == other).mean() < 0.01
     lane = first[::12]
@@ -115,7 +121,7 @@ def test_epochs_and_seeds_differ_and_mix() -> None:
 
 
 def test_without_shuffle_rows_come_as_they_are_stored() -> None:
-    order = Order(lanes=Lanes(rows=100, count=12), shuffle=False)
+    order = SampleOrder(lanes=Lanes(rows=100, count=12), shuffle=False)
     assert order.rows_of(3, 10, 20).tolist() == list(range(10, 20))
     assert [len(order.share(0, 0, 100, rank, 7)[0]) for rank in range(7)] == [15, 15, 14, 14, 14, 14, 14]
 
@@ -128,23 +134,23 @@ def _mixed(state: int, turns: int) -> int:
 
 
 def test_the_order_is_what_plain_integers_give() -> None:
-    order = Order(lanes=Lanes(rows=23, count=3, window=4, groups=(0, 6, 14)), seed=7)
+    order = SampleOrder(lanes=Lanes(rows=23, count=3, window=4, groups=(0, 6, 14)), seed=7)
     lanes = []
     edges = order.lanes.edges.tolist()
     for start, stop in ((0, 8), (15, 23), (8, 15)):
         windows = [number for number, edge in enumerate(edges[:-1]) if start <= edge < stop]
-        windows.sort(key=lambda window: _mixed(fold(7, 2), window + 1))
+        windows.sort(key=lambda window: _mixed(fold_seed(7, 2), window + 1))
         lane: list[int] = []
         for window in windows:
             size = edges[window + 1] - edges[window]
-            keys = [_mixed(fold(7, 2, window), row + 1) for row in range(size)]
+            keys = [_mixed(fold_seed(7, 2, window), row + 1) for row in range(size)]
             lane.extend(edges[window] + row for row in sorted(range(size), key=keys.__getitem__))
         lanes.append(lane)
     assert order.rows_of(2, 0, 23).tolist() == [lanes[i % 3][i // 3] for i in range(23)]
 
 
 def test_the_order_never_changes() -> None:
-    order = Order(lanes=Lanes(rows=1000, count=12, window=40, groups=tuple(range(0, 1000, 70))), seed=42)
+    order = SampleOrder(lanes=Lanes(rows=1000, count=12, window=40, groups=tuple(range(0, 1000, 70))), seed=42)
     assert order.rows_of(3, 500, 512).tolist() == GOLDEN
     assert order.lanes.edges[:8].tolist() == [0, 35, 70, 84, 112, 140, 167, 188]
 
@@ -165,11 +171,11 @@ def test_a_window_of_ones_own_is_kept() -> None:
 
 
 def test_imbalance_says_how_much_longer_the_slowest_rank_works() -> None:
-    order = Order(lanes=Lanes(rows=60_000, count=12))
+    order = SampleOrder(lanes=Lanes(rows=60_000, count=12))
     assert [order.imbalance(total, 240) for total in (1, 2, 3, 4, 6, 12)] == [1.0] * 6
     assert order.imbalance(5, 240) == pytest.approx(1.25)
     assert order.imbalance(8, 240) == pytest.approx(4 / 3)
-    assert Order(lanes=order.lanes, shuffle=False).imbalance(5, 240) == 1.0
+    assert SampleOrder(lanes=order.lanes, shuffle=False).imbalance(5, 240) == 1.0
 
 
 def test_lanes_that_cannot_be_are_refused() -> None:
@@ -184,17 +190,17 @@ def test_steps_of_an_epoch(rows: int, batch: int, drop: bool, steps: int) -> Non
 
 def test_a_run_without_a_single_step_is_refused() -> None:
     with pytest.raises(DataError, match="5 rows, less than a batch of 8"):
-        Schedule(order=Order(lanes=Lanes(rows=5)), batch_size=8, drop_last=True)
+        StepSchedule(order=SampleOrder(lanes=Lanes(rows=5)), batch_size=8, drop_last=True)
 
 
 @settings(max_examples=60)
 @given(orders(), st.integers(1, 90), st.integers(1, 9), st.integers(1, 5), st.booleans())
 def test_shares_hold_every_sample_of_every_step_once(
-    order: Order, batch_size: int, total: int, length: int, drop_last: bool
+    order: SampleOrder, batch_size: int, total: int, length: int, drop_last: bool
 ) -> None:
     if drop_last and batch_size > order.lanes.rows:
         batch_size = order.lanes.rows
-    schedule = Schedule(order=order, batch_size=batch_size, epochs=2, drop_last=drop_last)
+    schedule = StepSchedule(order=order, batch_size=batch_size, epochs=2, drop_last=drop_last)
     step = schedule.total_steps // 2
     steps = schedule.chunk(step, length)
     assert step in steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.strategies.ps.send_buffer import Outbox
+from trainwright.strategies.ps.parameter_client import SendBuffer
 
 SIZE = 100
 
@@ -24,7 +24,7 @@ class Opened:
 @given(st.lists(st.sampled_from(["push", "drop", "apply", "break"]), max_size=30))
 def test_what_is_kept_stays_as_it_is_until_its_round_is_applied(turns: list[str]) -> None:
     opened = Opened()
-    outbox = Outbox(opened, SIZE)
+    outbox = SendBuffer(opened, SIZE)
     kept: dict[int, tuple[memoryview, bytes]] = {}
     version = at = 0
     for number, turn in enumerate(turns):
@@ -50,7 +50,7 @@ def test_what_is_kept_stays_as_it_is_until_its_round_is_applied(turns: list[str]
 
 def test_a_sync_worker_has_its_pushes_copied_once_and_then_left_where_they_lie() -> None:
     opened = Opened()
-    outbox = Outbox(opened, SIZE)
+    outbox = SendBuffer(opened, SIZE)
     left = []
     for at in range(5):
         left.append(outbox.keeps)

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from trainwright.core.checkpoint import CheckpointRef
+from trainwright.core.engine import CheckpointRef
 from trainwright.core.events import Evaluated, RunStarted
-from trainwright.distillation.trial_results import Outcome, mark_stopped, outcome_of
-from trainwright.distillation.tune_trials import _Comparing
-from trainwright.storage.event_files import append
+from trainwright.distillation.search_trials import FinishedAwareASHA, TrialResult, mark_stopped, trial_result
+from trainwright.storage.event_files import append_event
+from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import Outcome as End
 from trainwright.storage.run_log import Owner, RunLog
-from trainwright.storage.store import Store, open_store
 
 FIGURES = {10: 1 / 3, 20: 0.1 + 0.2}
 
@@ -31,16 +30,16 @@ def run(store: Store, figures: dict[int, float], end: End) -> None:
     token = log.acquire(Owner.here(), {}).token
     log.commit(token, CheckpointRef(step=20, path="checkpoints/20", manifest_sha256="", parent=""), 1)
     log.release(token, end)
-    append(store, "run", RunStarted(run="run", token=token, total_steps=20, steps_per_epoch=10))
+    append_event(store, "run", RunStarted(run="run", token=token, total_steps=20, steps_per_epoch=10))
     for step, value in figures.items():
-        append(store, "run", Evaluated(step=step, metrics={"accuracy": value}))
+        append_event(store, "run", Evaluated(step=step, metrics={"accuracy": value}))
 
 
 def test_a_run_that_is_done_came_to_what_its_evaluations_say(store: Store) -> None:
-    assert outcome_of(store, "run", "accuracy") is None
+    assert trial_result(store, "run", "accuracy") is None
     run(store, FIGURES, "done")
-    found = outcome_of(store, "run", "accuracy")
-    assert found == Outcome(told=FIGURES) and (found.step, found.value) == (20, FIGURES[20])
+    found = trial_result(store, "run", "accuracy")
+    assert found == TrialResult(told=FIGURES) and (found.step, found.value) == (20, FIGURES[20])
 
 
 @pytest.mark.parametrize(
@@ -48,20 +47,20 @@ def test_a_run_that_is_done_came_to_what_its_evaluations_say(store: Store) -> No
 )
 def test_a_run_that_has_more_to_do_or_to_say_has_not_ended(store: Store, told: dict[int, float], end: End) -> None:
     run(store, told, end)
-    assert outcome_of(store, "run", "accuracy") is None
+    assert trial_result(store, "run", "accuracy") is None
 
 
 def test_a_run_that_was_stopped_came_to_what_it_was_stopped_for(store: Store) -> None:
     """Though its own events of that never came into storage, or say more."""
-    stopped = Outcome(told=FIGURES, stopped=True)
+    stopped = TrialResult(told=FIGURES, stopped=True)
     mark_stopped(store, "run", stopped)
-    assert outcome_of(store, "run", "accuracy") == stopped
+    assert trial_result(store, "run", "accuracy") == stopped
     run(store, {**FIGURES, 30: 0.9}, "done")
-    assert outcome_of(store, "run", "accuracy") == stopped
+    assert trial_result(store, "run", "accuracy") == stopped
 
 
 def test_nobody_is_stopped_who_has_ended_but_all_are_compared_with_them() -> None:
-    scheduler = _Comparing(metric="value", mode="max", max_t=100, grace_period=1, reduction_factor=2)
+    scheduler = FinishedAwareASHA(metric="value", mode="max", max_t=100, grace_period=1, reduction_factor=2)
 
     def told(name: str, value: float, settled: bool) -> str:
         trial: Any = SimpleNamespace(trial_id=name)

@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 
 from trainwright.core.errors import DataError
 from trainwright.datasets import parquet
-from trainwright.datasets.formats.arrow_columns import to_array
-from trainwright.datasets.formats.parquet import ParquetLoader
-from trainwright.datasets.formats.parquet_pages import PageReader
-from trainwright.datasets.index import Index
-from trainwright.datasets.loading.row_reader import Reader
+from trainwright.datasets.data_source import Index, to_array
+from trainwright.datasets.formats.parquet import PageReader, ParquetLoader
+from trainwright.datasets.row_reader import RowReader
 
 ROWS = 300
 PLAIN: dict[str, Any] = {"use_dictionary": False, "row_group_size": 120, "data_page_size": 500}
@@ -95,7 +93,7 @@ def test_pages_that_refer_to_a_dictionary_are_left_to_pyarrow(tmp_path: Path, ve
     into = empty(index, range(1000), list(content))
     assert loader.fill(1, range(1000), into) == (["few"] if limit < 1 << 20 else list(content))
     for blocks in (None, np.array([0, 50, 700, 1100, 3000])):
-        reader = Reader(loader, index, list(content), blocks=blocks)
+        reader = RowReader(loader, index, list(content), blocks=blocks)
         wanted = random.permutation(rows)
         for name, array in reader.gather(wanted).items():
             np.testing.assert_array_equal(array, to_array(pa.table(content).column(name), name)[wanted])
@@ -114,7 +112,7 @@ def test_nulls_are_left_to_pyarrow_which_refuses_them(tmp_path: Path, version: s
     rows = range(4)
     assert loader.fill(0, rows, empty(index, rows, ["vector", "x", "ok"])) == ["vector", "x"]
     with pytest.raises(DataError, match="null"):
-        Reader(loader, index, ["vector"]).gather(np.arange(4))
+        RowReader(loader, index, ["vector"]).gather(np.arange(4))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +134,7 @@ def test_what_is_not_plain_is_left_to_pyarrow(tmp_path: Path, column: pa.Array, 
     assert loader.fill(0, range(50), empty(index, range(50), ["x"])) == ["x"]
     rows = np.array([49, 0, 7])
     expected = to_array(pa.chunked_array([column]), "x")[rows]
-    np.testing.assert_array_equal(Reader(loader, index, ["x"]).gather(rows)["x"], expected)
+    np.testing.assert_array_equal(RowReader(loader, index, ["x"]).gather(rows)["x"], expected)
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 8, 20, 45])

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 import trainwright as tw
 from tests.support.planner_cases import GPUS, PROFILE, decide, job
 from trainwright.core.cluster import Cluster, Node
-from trainwright.core.data import fold
+from trainwright.core.data import fold_seed
 from trainwright.core.errors import JobError, PlanError, ResourceError
-from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.reporting.plan_view import plan_rows
-from trainwright.strategies.search.plan_request import place
+from trainwright.strategies.search.plan_request import placement_for
 
 
 @given(*[st.integers(1, 4)] * 4)
 def test_every_data_rank_is_fed_once_for_each_stage_and_tensor_rank(p: int, d: int, s: int, t: int) -> None:
     mesh = Mesh(pipeline=p, data=d, shard=s, tensor=t)
-    plan = Plan(strategy="x", engine="m:C", mesh=mesh, batch_size=1, placement=Placement(cpus=1))
+    plan = Plan(strategy="x", engine="m:C", mesh=mesh, batch_size=1, placement=WorkerResources(cpus=1))
     feedings = [plan.feed_of(rank) for rank in range(mesh.size)]
     for stage in range(p):
         fed = [next(iter(f.data_ranks)) for rank, f in enumerate(feedings) if mesh.stage_of(rank) == stage]
@@ -32,7 +32,7 @@ def test_every_data_rank_is_fed_once_for_each_stage_and_tensor_rank(p: int, d: i
 
 
 def test_a_coordinator_holds_all_data_ranks_and_two_devices_two() -> None:
-    plan = Plan(strategy="x", engine="m:C", mesh=Mesh(data=4), batch_size=1, placement=Placement(cpus=1))
+    plan = Plan(strategy="x", engine="m:C", mesh=Mesh(data=4), batch_size=1, placement=WorkerResources(cpus=1))
     leader = replace(plan, topology="coordinator")
     assert [len(leader.feed_of(worker).data_ranks) for worker in range(4)] == [4, 0, 0, 0]
     pairs = replace(plan, devices_per_worker=2)
@@ -49,7 +49,7 @@ def test_two_workers_on_a_laptop_and_one_for_each_gpu() -> None:
 @given(cpus=st.integers(1, 64), nodes=st.integers(1, 4), workers=st.integers(1, 64))
 def test_cpus_are_always_left_for_ray_data(cpus: int, nodes: int, workers: int) -> None:
     cluster = Cluster(nodes=tuple(Node(name=str(n), cpus=cpus, memory_bytes=0) for n in range(nodes)))
-    placement = place(cluster, workers)
+    placement = placement_for(cluster, workers)
     on_a_node = -(-workers // nodes)
     assert placement.cpus == 0.01 or placement.cpus * on_a_node <= cpus - min(1, cpus / 2) + 1e-9
 
@@ -57,7 +57,7 @@ def test_cpus_are_always_left_for_ray_data(cpus: int, nodes: int, workers: int) 
 @pytest.mark.parametrize("servers", [1, 2, 6, 20])
 @pytest.mark.parametrize("cpus", [1, 2, 16])
 def test_servers_fit_beside_their_workers_and_ray_data(cpus: int, servers: int) -> None:
-    placement = place(Cluster(nodes=(Node(name="a", cpus=cpus, memory_bytes=0),)), 2 + servers)
+    placement = placement_for(Cluster(nodes=(Node(name="a", cpus=cpus, memory_bytes=0),)), 2 + servers)
     assert 2 * placement.cpus + servers * placement.server_cpus + placement.data_cpus <= cpus + 1e-9
 
 
@@ -116,17 +116,17 @@ def test_the_estimate_adds_up() -> None:
 
 
 def test_check_plan_refuses_fewer_samples_than_data_ranks() -> None:
-    plan = Plan(strategy="x", engine="m:C", mesh=Mesh(data=4), batch_size=3, placement=Placement(cpus=1))
+    plan = Plan(strategy="x", engine="m:C", mesh=Mesh(data=4), batch_size=3, placement=WorkerResources(cpus=1))
     with pytest.raises(JobError, match="batch_size=3"):
         job(batch_size=3).check_plan(plan)
 
 
 @given(st.lists(st.integers(-(2**70), 2**70), max_size=6), st.lists(st.integers(0, 99), max_size=6))
 def test_folds_are_seeds_and_differ(left: list[int], right: list[int]) -> None:
-    assert 0 <= fold(*left) < 2**63
+    assert 0 <= fold_seed(*left) < 2**63
     if left != right and all(0 <= n < 2**64 for n in left):
-        assert fold(*left) != fold(*right)
-    assert fold(1, 2, 3) == 2623250113353451629
+        assert fold_seed(*left) != fold_seed(*right)
+    assert fold_seed(1, 2, 3) == 2623250113353451629
 
 
 def test_a_head_without_accelerators_is_no_place_for_a_worker() -> None:

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 import trainwright as tw
 from tests.support.planner_cases import GPUS, LAPTOP, PROFILE, decide, job
 from trainwright.core.errors import PlanError
-from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.core.plan_spec import Pins
-from trainwright.planning.plan_file import with_plan, write_plan
-from trainwright.planning.planner import choose
+from trainwright.core.plan import Mesh, Plan, PlanConstraints, WorkerResources
+from trainwright.planning.planner import apply_plan_file, choose, write_plan
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "pipedream")
 degree = st.integers(1, 4)
@@ -27,7 +25,7 @@ def test_a_plan_in_words_says_all_that_is_chosen(
     p: int, d: int, s: int, t: int, zero: int, schedule: str, count: int, data: st.DataObject
 ) -> None:
     plan = Plan(
-        strategy="x", engine="", batch_size=960, placement=Placement(cpus=1), accumulation=count,
+        strategy="x", engine="", batch_size=960, placement=WorkerResources(cpus=1), accumulation=count,
         mesh=Mesh(pipeline=p, data=d, shard=s, tensor=t), zero=0 if s == 1 else max(zero, 1) if d == 1 else 3,
         schedule=schedule if p > 1 else "", chunks=2 if p > 1 and schedule == "interleaved" else 1,
         offload=data.draw(st.booleans()), recompute=data.draw(st.sampled_from(["none", "selective", "full"])),
@@ -36,7 +34,7 @@ def test_a_plan_in_words_says_all_that_is_chosen(
     for name in ("mesh", "zero", "offload", "schedule", "chunks", "recompute", "accumulation"):
         assert getattr(read, name) == getattr(plan, name), (name, plan.text)
     assert read.micro_batches(960) == plan.micro_batches(960)
-    assert Pins.parse(plan.text).allow(plan)
+    assert PlanConstraints.parse(plan.text).allow(plan)
 
 
 def test_what_is_pinned_of_a_plan_is_kept() -> None:
@@ -61,9 +59,9 @@ def test_a_file_asks_for_its_plan_again(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     decision = decide(strategy="one_device", accumulation=2)
     write_plan(path, decision)
-    again = with_plan(job(plan=path), PROFILE, LAPTOP)
+    again = apply_plan_file(job(plan=path), PROFILE, LAPTOP)
     assert (again.strategy, again.plan) == ("one_device", "accumulation=2")
-    assert with_plan(job(plan="dp=2"), PROFILE, LAPTOP).plan == "dp=2"
+    assert apply_plan_file(job(plan="dp=2"), PROFILE, LAPTOP).plan == "dp=2"
 
 
 def test_a_file_for_something_else_is_refused(tmp_path: Path) -> None:
@@ -71,19 +69,19 @@ def test_a_file_for_something_else_is_refused(tmp_path: Path) -> None:
     write_plan(str(path), decide())
     wider = replace(PROFILE, layers=(replace(PROFILE.layers[0], parameters=2000),))
     with pytest.raises(PlanError, match=r"model: 1,000 parameters of torch .* then, 2,000 parameters"):
-        with_plan(job(plan=str(path)), wider, LAPTOP)
+        apply_plan_file(job(plan=str(path)), wider, LAPTOP)
     with pytest.raises(PlanError, match="1 nodes, 2 CPUs then, 2 nodes, 16 CPUs, 2"):
-        with_plan(job(plan=str(path)), PROFILE, GPUS)
+        apply_plan_file(job(plan=str(path)), PROFILE, GPUS)
     with pytest.raises(PlanError, match="batch_size: 64 then, 128 now"):
-        with_plan(job(plan=str(path), batch_size=128), PROFILE, LAPTOP)
+        apply_plan_file(job(plan=str(path), batch_size=128), PROFILE, LAPTOP)
     path.write_text(path.read_text()[:-20])
     with pytest.raises(PlanError, match="is no JSON"):
-        with_plan(job(plan=str(path)), PROFILE, LAPTOP)
+        apply_plan_file(job(plan=str(path)), PROFILE, LAPTOP)
     path.write_text(json.dumps({"plan": "dp=2"}))
     with pytest.raises(PlanError, match="holds no plan of this version"):
-        with_plan(job(plan=str(path)), PROFILE, LAPTOP)
+        apply_plan_file(job(plan=str(path)), PROFILE, LAPTOP)
     with pytest.raises(PlanError, match="cannot be read: No such file"):
-        with_plan(job(plan=str(tmp_path / "none.json")), PROFILE, LAPTOP)
+        apply_plan_file(job(plan=str(tmp_path / "none.json")), PROFILE, LAPTOP)
     with pytest.raises(PlanError, match=r"must end in \.json"):
         write_plan(str(tmp_path / "plan.txt"), decide())
     with pytest.raises(PlanError, match="cannot be written"):
@@ -93,4 +91,4 @@ def test_a_file_for_something_else_is_refused(tmp_path: Path) -> None:
 def test_what_a_ranking_offers_can_be_asked_for_in_words() -> None:
     gpt = tw.transformer_profile(hidden=512, layers=6, heads=8, sequence=256, vocabulary=1000)
     for plan in tw.rank(gpt, tw.Cluster.parse("2x4xL4"), batch_size=64, precision="bf16"):
-        assert Pins.parse(plan.text).allow(plan)
+        assert PlanConstraints.parse(plan.text).allow(plan)

@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 import pytest
 
 from tests.support.sample_run import DECISION, PLAN
-from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.reporting.plan_view import plan_from, plan_html, plan_line, plan_text
 
-GPU = Placement(cpus=1, accelerators=1, accelerator="GPU")
+GPU = WorkerResources(cpus=1, accelerators=1, accelerator="GPU")
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,8 @@ GPU = Placement(cpus=1, accelerators=1, accelerator="GPU")
             "data_parallel: 2 workers on GPU, batch 256 = 2 x 4 micro-batches x 32, bf16",
         ),
         (
-            replace(PLAN, strategy="one_device", mesh=Mesh(), estimate=None, placement=Placement(cpus=1, threads=2)),
+            replace(PLAN, strategy="one_device", mesh=Mesh(), estimate=None, placement=WorkerResources(cpus=1,
+            threads=2)),
             "one_device: 1 worker x 2 threads on CPU, batch 256",
         ),
     ],

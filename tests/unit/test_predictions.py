@@ -17,38 +17,38 @@ from hypothesis import strategies as st
 
 import trainwright as tw
 from tests.support.torch_engines import Net, adam, loss, one_device, plan, spec
-from trainwright.core.checkpoint import CheckpointRef
-from trainwright.core.checkpoint import Manifest as Files
 from trainwright.core.data import Cursor
+from trainwright.core.engine import CheckpointManifest as Files
+from trainwright.core.engine import CheckpointRef
 from trainwright.core.errors import HangError, JobError, RunConflict, StorageError, TrainwrightError, WorkerLost
-from trainwright.datasets.index import Group, Index
+from trainwright.datasets.data_source import Index, RowGroup
 from trainwright.inference.prediction_files import (
-    Manifest,
+    PredictionManifest,
     Range,
-    Work,
-    arrow,
+    RangeQueue,
+    arrow_column,
     check_schema,
-    cut,
-    joined,
-    missing,
-    table_of,
-    usual_rows,
+    concatenate_outputs,
+    default_range_rows,
+    missing_ranges,
+    part_table,
+    split_ranges,
 )
 from trainwright.inference.prediction_worker import (
+    CheckpointWeights,
     Predictor,
-    PredictOrder,
+    PredictorConfig,
     PredictorProcess,
-    Stored,
-    Weights,
-    lone_model,
+    StoredPart,
+    order_outputs,
 )
-from trainwright.reporting.row_progress import Meter
+from trainwright.reporting.progress_bar import RowProgress
 from trainwright.storage.checkpoints import CheckpointWriter, write_manifest
-from trainwright.storage.store import open_store
-from trainwright.worker.job_pickle import pack
+from trainwright.storage.object_store import open_store
+from trainwright.worker.worker_config import pickle_job
 
 JOB = {"train": "parquet('/one/place'), data 0123abcd", "model": "net [12345678]", "schedule": "None"}
-MANIFEST = Manifest(
+MANIFEST = PredictionManifest(
     run="n", checkpoint="checkpoints/00000012-1", checkpoint_sha256="a" * 64, step=12, job=JOB, data_sha256="b" * 64,
     rows=100, columns=("logits",), keep=("id",), range_rows=10,
 )  # fmt: skip
@@ -59,7 +59,7 @@ def index_of(groups: list[int], row_bytes: int = 8) -> Index:
     firsts = np.cumsum([0, *groups]).tolist()
     return Index(
         rows=firsts[-1],
-        groups=tuple(Group(file="f", number=n, rows=rows, first=firsts[n]) for n, rows in enumerate(groups)),
+        groups=tuple(RowGroup(file="f", number=n, rows=rows, first=firsts[n]) for n, rows in enumerate(groups)),
         schema={},
         row_bytes=row_bytes,
         hash="",
@@ -72,7 +72,7 @@ def index_of(groups: list[int], row_bytes: int = 8) -> Index:
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=20), st.integers(1, 300))
 def test_ranges_cover_every_row_once_and_their_names_sort(groups: list[int], rows: int) -> None:
     index = index_of(groups)
-    ranges = cut(index, rows)
+    ranges = split_ranges(index, rows)
     assert [row for part in ranges for row in range(part.start, part.stop)] == list(range(index.rows))
     assert max(part.rows for part in ranges) <= rows
     assert sorted(part.name for part in ranges) == [part.name for part in ranges]
@@ -84,25 +84,25 @@ def test_ranges_cover_every_row_once_and_their_names_sort(groups: list[int], row
 
 
 def test_the_usual_range_is_bounded_by_memory_and_leaves_work_for_many() -> None:
-    assert usual_rows(index_of([10_000_000], row_bytes=3072)) == (64 << 20) // 3072
-    assert usual_rows(index_of([1_000_000], row_bytes=8)) == 15_625
-    assert usual_rows(index_of([10_000_000], row_bytes=8)) == 65_536
-    assert usual_rows(index_of([100])) == 256
+    assert default_range_rows(index_of([10_000_000], row_bytes=3072)) == (64 << 20) // 3072
+    assert default_range_rows(index_of([1_000_000], row_bytes=8)) == 15_625
+    assert default_range_rows(index_of([10_000_000], row_bytes=8)) == 65_536
+    assert default_range_rows(index_of([100])) == 256
     logits = 256 * 50_000 * 2  # of a row of a language model
-    assert usual_rows(index_of([1_000_000], row_bytes=512), logits) == (64 << 20) // logits == 2
-    assert usual_rows(index_of([1_000_000], row_bytes=512), 1 << 40) == 1
-    assert usual_rows(index_of([1_000_000], row_bytes=8), 40) == 15_625
+    assert default_range_rows(index_of([1_000_000], row_bytes=512), logits) == (64 << 20) // logits == 2
+    assert default_range_rows(index_of([1_000_000], row_bytes=512), 1 << 40) == 1
+    assert default_range_rows(index_of([1_000_000], row_bytes=8), 40) == 15_625
 
 
 def test_what_is_missing_is_what_has_no_part() -> None:
-    ranges = cut(index_of([30]), 10)
+    ranges = split_ranges(index_of([30]), 10)
     names = [ranges[1].name, "_PREDICTIONS.json", "_notes/by-hand.txt"]
-    assert missing(ranges, [*names], "out") == (ranges[0], ranges[2])
+    assert missing_ranges(ranges, [*names], "out") == (ranges[0], ranges[2])
     with pytest.raises(RunConflict, match=r"are no parts of these predictions, such as train\.parquet") as caught:
-        missing(ranges, [*names, "train.parquet"], "out")
+        missing_ranges(ranges, [*names, "train.parquet"], "out")
     assert "fresh=True" not in caught.value.remedy
     with pytest.raises(RunConflict) as caught:
-        missing(ranges, ["part-000000000000-000000000011.parquet"], "out")
+        missing_ranges(ranges, ["part-000000000000-000000000011.parquet"], "out")
     assert "fresh=True" in caught.value.remedy
 
 
@@ -110,7 +110,7 @@ def test_what_is_missing_is_what_has_no_part() -> None:
 
 
 def test_a_manifest_is_read_back_and_agrees_wherever_the_data_lies() -> None:
-    again = Manifest.decode(MANIFEST.encode(), "out")
+    again = PredictionManifest.decode(MANIFEST.encode(), "out")
     assert again == MANIFEST
     moved = {**JOB, "train": "parquet('s3://other/place'), data 0123abcd"}
     again.check(replace(MANIFEST, job=moved), "out")
@@ -148,15 +148,15 @@ def test_a_newer_checkpoint_is_refused_and_the_older_one_offered() -> None:
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", MANIFEST.encode().replace(b'"format": 1', b'"format": 2')])
 def test_what_is_no_manifest_is_told(data: bytes) -> None:
     with pytest.raises(StorageError, match="manifest cannot be read"):
-        Manifest.decode(data, "out")
+        PredictionManifest.decode(data, "out")
 
 
 # --- work -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_lost_range_comes_first_and_is_given_up_in_the_end() -> None:
-    ranges = cut(index_of([30]), 10)
-    work = Work(ranges, attempts=2)
+    ranges = split_ranges(index_of([30]), 10)
+    work = RangeQueue(ranges, attempts=2)
     first, second = work.take(), work.take()
     assert (first, second, work.open) == (ranges[0], ranges[1], 3)
     work.done(ranges[1])
@@ -170,7 +170,7 @@ def test_a_lost_range_comes_first_and_is_given_up_in_the_end() -> None:
 
 def test_what_is_lost_again_and_again_because_it_hangs_says_so() -> None:
     silent = HangError("nothing was heard for 15 s, and no batch took more than 0.1 s before")
-    work = Work(cut(index_of([30]), 10), attempts=2)
+    work = RangeQueue(split_ranges(index_of([30]), 10), attempts=2)
     first = work.take()
     assert first is not None and work.losses(first) == 0
     work.lost(first, "node a", silent)
@@ -182,7 +182,7 @@ def test_what_is_lost_again_and_again_because_it_hangs_says_so() -> None:
 
 
 def test_a_store_that_stays_away_is_told_as_it_is() -> None:
-    work = Work(cut(index_of([3]), 10), attempts=1)
+    work = RangeQueue(split_ranges(index_of([3]), 10), attempts=1)
     part = work.take()
     assert part is not None
     with pytest.raises(StorageError, match="disk full"):
@@ -200,7 +200,7 @@ def test_columns_keep_their_types_through_parquet(tmp_path: Path) -> None:
         "grid": np.arange(24, dtype=np.float32).reshape(3, 2, 4),
         "flags": np.array([[True, False], [False, False], [True, True]]),
     }
-    table = table_of(Range(start=7, stop=10), {"text": texts, "list": lists}, outputs)
+    table = part_table(Range(start=7, stop=10), {"text": texts, "list": lists}, outputs)
     pq.write_table(table, tmp_path / "part.parquet")
     assert isinstance(table.schema.field("grid").type, pa.FixedShapeTensorType)
     data = tw.datasets.parquet(tmp_path / "part.parquet")
@@ -214,19 +214,19 @@ def test_columns_keep_their_types_through_parquet(tmp_path: Path) -> None:
 
 def test_columns_that_cannot_be_written_are_named() -> None:
     with pytest.raises(JobError, match="output 'id' has the name of another column"):
-        table_of(Range(start=0, stop=1), {"id": np.zeros(1)}, {"id": np.zeros(1)})
+        part_table(Range(start=0, stop=1), {"id": np.zeros(1)}, {"id": np.zeros(1)})
     with pytest.raises(JobError, match="output 'sample'"):
-        table_of(Range(start=0, stop=1), {}, {"sample": np.zeros(1)})
+        part_table(Range(start=0, stop=1), {}, {"sample": np.zeros(1)})
     with pytest.raises(JobError, match="complex64"):
-        arrow("z", np.zeros((2, 3), np.complex64))
+        arrow_column("z", np.zeros((2, 3), np.complex64))
 
 
 def test_outputs_of_different_shapes_or_names_are_refused() -> None:
     part = Range(start=0, stop=4)
     with pytest.raises(JobError, match=r"'x' is \(2,\) for some rows and \(3,\) for others.*tw.Pad\(length"):
-        joined([{"x": np.zeros((2, 2))}, {"x": np.zeros((2, 3))}], part)
+        concatenate_outputs([{"x": np.zeros((2, 2))}, {"x": np.zeros((2, 3))}], part)
     with pytest.raises(JobError, match="output 'y' for some batches only"):
-        joined([{"x": np.zeros(2)}, {"x": np.zeros(2), "y": np.zeros(2)}], part)
+        concatenate_outputs([{"x": np.zeros(2)}, {"x": np.zeros(2), "y": np.zeros(2)}], part)
     with pytest.raises(JobError, match="'x' is double for some rows and float"):
         check_schema({"x": "double"}, {"x": "float"}, part)
 
@@ -234,7 +234,7 @@ def test_outputs_of_different_shapes_or_names_are_refused() -> None:
 # --- one worker -------------------------------------------------------------------------------------------------------
 
 
-def order_of(folder: Path, data: tw.datasets.Dataset, **changes: Any) -> PredictOrder:
+def order_of(folder: Path, data: tw.datasets.Dataset, **changes: Any) -> PredictorConfig:
     """An order over a checkpoint of an untrained network."""
     store = open_store(str(folder / "runs"))
     writer = CheckpointWriter(store, "n", "checkpoints/00000000-1")
@@ -246,14 +246,14 @@ def order_of(folder: Path, data: tw.datasets.Dataset, **changes: Any) -> Predict
     )
     job = tw.Job(name="n", model=Net, optimizer=adam, loss=loss, inputs="x", train=data, batch_size=4)
     fields: dict[str, Any] = {
-        "job": pack(job), "plan": plan(engine="trainwright.strategies.torch.engines.one_device:OneDevice"),
+        "job": pickle_job(job), "plan": plan(engine="trainwright.strategies.torch.engines.one_device:OneDevice"),
         "index": data.index(), "outputs": (), "keep": ("id",), "batch_size": 4,
-        "weights": Weights(
+        "weights": CheckpointWeights(
             runs=store, run="n", checkpoint=CheckpointRef(step=0, path="checkpoints/00000000-1", manifest_sha256=sums)
         ),
         "folder": open_store(str(folder / "out")),
     }  # fmt: skip
-    return PredictOrder(**{**fields, **changes})
+    return PredictorConfig(**{**fields, **changes})
 
 
 def rows(count: int = 20) -> dict[str, np.ndarray]:
@@ -264,8 +264,8 @@ def test_one_worker_writes_a_whole_part(tmp_path: Path) -> None:
     data = tw.datasets.table(rows()).map(lambda row, rng: {**row, "x": row["x"] * 2})
     order = order_of(tmp_path, data)
     part = Range(start=5, stop=15)
-    *news, last = Predictor(order, lone_model(order)).compute(part)
-    assert news == [4, 4, 2] and isinstance(last, Stored)
+    *news, last = Predictor(order, order_outputs(order)).compute(part)
+    assert news == [4, 4, 2] and isinstance(last, StoredPart)
     table = pq.read_table(io.BytesIO(order.folder.get(part.name)))
     reference = one_device(spec())  # the same seed as the checkpoint's: the same weights
     with torch.no_grad():
@@ -291,7 +291,7 @@ def test_errors_are_answers_with_rows_and_node(tmp_path: Path) -> None:
 
 
 def test_the_meter_tells_tenths_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
-    with Meter(1000, 100) as meter:
+    with RowProgress(1000, 100) as meter:
         for _ in range(90):
             meter.add(10)
         meter.note("a [note]")

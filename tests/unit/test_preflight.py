@@ -21,10 +21,18 @@ from torch.nn import functional
 import trainwright as tw
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import DataError, JobError, TrainwrightError, UserCodeError
-from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.planning import function_trial
-from trainwright.planning.function_trial import ROWS, Preflight, Task, first_rows, in_doubt, tried, way
+from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.planning.job_preparation import plan_for, prepare
+from trainwright.runtime import function_trial
+from trainwright.runtime.function_trial import (
+    ROWS,
+    Preflight,
+    TrialTask,
+    first_rows,
+    needs_second_trial,
+    run_trial,
+    start_method,
+)
 
 HERE = Cluster(nodes=(Node(name="here", cpus=2, memory_bytes=8 << 30),))
 
@@ -32,7 +40,7 @@ HERE = Cluster(nodes=(Node(name="here", cpus=2, memory_bytes=8 << 30),))
 @pytest.fixture(autouse=True)
 def unconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another test of this process may have connected it to a Ray cluster."""
-    monkeypatch.setattr(function_trial, "connected", lambda: False)
+    monkeypatch.setattr(function_trial, "ray_is_connected", lambda: False)
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -138,7 +146,7 @@ def test_its_time_is_that_of_a_trial_and_not_of_the_start_of_ray(
     asked = iter([16])
 
     class Connection:
-        def send(self, answer: function_trial.Answer) -> None:
+        def send(self, answer: function_trial.TrialResult) -> None:
             assert answer.error is not None
             happened.append(answer.error.where.partition(" rows")[0])
 
@@ -237,19 +245,19 @@ def test_a_loss_that_is_not_finite_on_a_few_rows_is_no_verdict_but_the_metrics_a
 
 
 def test_errors_that_may_come_of_where_they_were_tried_are_left_to_the_workers() -> None:
-    alone = Plan(strategy="one_device", engine="", mesh=Mesh(), batch_size=8, placement=Placement(cpus=1.0))
-    on_gpus = replace(alone, placement=Placement(cpus=1.0, accelerators=1, accelerator="GPU"))
+    alone = Plan(strategy="one_device", engine="", mesh=Mesh(), batch_size=8, placement=WorkerResources(cpus=1.0))
+    on_gpus = replace(alone, placement=WorkerResources(cpus=1.0, accelerators=1, accelerator="GPU"))
     together = replace(alone, mesh=Mesh(data=2))
     half = UserCodeError("loss= raised RuntimeError: \"addmm\" not implemented for 'Half'")
     device = UserCodeError("model() raised AssertionError: x", detail="torch.cuda.current_device()")
     group = UserCodeError("step= raised ValueError: Default process group has not been initialized")
-    assert [in_doubt(half, plan) for plan in (alone, on_gpus, together)] == [False, True, False]
-    assert [in_doubt(device, plan) for plan in (alone, on_gpus, together)] == [False, True, False]
-    assert [in_doubt(group, plan) for plan in (alone, on_gpus, together)] == [False, False, True]
+    assert [needs_second_trial(half, plan) for plan in (alone, on_gpus, together)] == [False, True, False]
+    assert [needs_second_trial(device, plan) for plan in (alone, on_gpus, together)] == [False, True, False]
+    assert [needs_second_trial(group, plan) for plan in (alone, on_gpus, together)] == [False, False, True]
     forked = UserCodeError("the backward pass raised RuntimeError: ... in combination with fork-based multiprocessing")
-    assert all(in_doubt(forked, plan) for plan in (alone, on_gpus, together))
-    assert not in_doubt(UserCodeError("loss= raised KeyError: 'y'"), on_gpus)
-    assert not in_doubt(JobError(["metric 'cuda' returned a single number"]), on_gpus)
+    assert all(needs_second_trial(forked, plan) for plan in (alone, on_gpus, together))
+    assert not needs_second_trial(UserCodeError("loss= raised KeyError: 'y'"), on_gpus)
+    assert not needs_second_trial(JobError(["metric 'cuda' returned a single number"]), on_gpus)
 
 
 def test_code_that_asks_for_its_rank_is_left_to_workers_that_have_one(tmp_path: Path) -> None:
@@ -264,7 +272,7 @@ def test_code_that_asks_for_its_rank_is_left_to_workers_that_have_one(tmp_path: 
 def test_a_fresh_process_does_the_same_where_a_fork_is_not_safe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(function_trial, "way", lambda framework="": "fresh" if framework else "later")
+    monkeypatch.setattr(function_trial, "start_method", lambda framework="": "fresh" if framework else "later")
     with pytest.raises(UserCodeError, match="metric 'acc' raised KeyError: 'no such class'"):
         settled(job(tmp_path, metrics={"acc": torn}))
 
@@ -273,13 +281,13 @@ def test_a_fork_is_made_where_it_can_use_the_framework(monkeypatch: pytest.Monke
     class Compat:
         in_use = staticmethod(lambda: True)
 
-    monkeypatch.setattr(function_trial, "load", lambda module: Compat)
+    monkeypatch.setattr(function_trial, "load_module", lambda module: Compat)
     monkeypatch.setitem(sys.modules, "tensorflow", Compat)  # type: ignore[arg-type]
-    assert (way(), way("torch"), way("tensorflow")) == ("later", "fork", "fresh")
+    assert (start_method(), start_method("torch"), start_method("tensorflow")) == ("later", "fork", "fresh")
     monkeypatch.setattr(Compat, "in_use", staticmethod(lambda: False))
-    assert (way(), way("tensorflow")) == ("fork", "fork")
+    assert (start_method(), start_method("tensorflow")) == ("fork", "fork")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert (way(), way("torch")) == ("fresh", "fresh")
+    assert (start_method(), start_method("torch")) == ("fresh", "fresh")
 
 
 def test_it_forks_in_any_thread_and_goes_on_without_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +303,9 @@ def test_it_forks_in_any_thread_and_goes_on_without_a_process(tmp_path: Path, mo
 
 
 def test_a_failed_start_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function_trial, "way", lambda framework="": "fork")  # whatever other tests of this process use
+    monkeypatch.setattr(
+        function_trial, "start_method", lambda framework="": "fork"
+    )  # whatever other tests of this process use
     prepared, began = prepare(job(tmp_path, loss=lambda o, t: time.sleep(60))), time.monotonic()
     with pytest.raises(KeyboardInterrupt), Preflight(prepared) as trial:
         assert trial._child is not None
@@ -316,12 +326,13 @@ def test_keras_metrics_that_are_no_mean_are_refused(tmp_path: Path) -> None:
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )  # fmt: skip
     batch = first_rows(wanted, wanted.train, wanted.train.index())
-    task = Task(job=wanted, train=batch, evaluate=batch, total_steps=12)
-    error = tried(task).error
+    task = TrialTask(job=wanted, train=batch, evaluate=batch, total_steps=12)
+    error = run_trial(task).error
     assert isinstance(error, JobError) and "keras.metrics.AUC is no mean over samples" in str(error)
     one = {"metrics": {"accuracy": keras.metrics.SparseCategoricalAccuracy()}}
     assert (
-        tried(Task(job=wanted.replace(**one), train=batch, evaluate=batch, total_steps=12)) == function_trial.Answer()
+        run_trial(TrialTask(job=wanted.replace(**one), train=batch, evaluate=batch, total_steps=12))
+        == function_trial.TrialResult()
     )
 
 

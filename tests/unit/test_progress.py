@@ -10,14 +10,19 @@ import pytest
 from rich.console import Console
 
 from tests.support.sample_run import DECISION, started, stepped, whole_run
-from trainwright.core import events
-from trainwright.reporting import formatting
-from trainwright.reporting.event_messages import Figures, Line, Narrator, event_line
-from trainwright.reporting.progress import Bar, Notebook, Plain, Progress, surface_for
+from trainwright.core import events, formatting
+from trainwright.reporting.event_messages import EventFormatter, OutputLine, ProgressFigures, event_line
+from trainwright.reporting.progress_bar import (
+    NotebookDisplay,
+    PlainTextDisplay,
+    RunProgress,
+    TerminalDisplay,
+    display_for,
+)
 
 
 def told(happened: list[events.Event], *, verbose: bool = False) -> list[str]:
-    narrator = Narrator(verbose=verbose)
+    narrator = EventFormatter(verbose=verbose)
     return [line.text for event in happened for line in narrator.tell(event)]
 
 
@@ -84,7 +89,7 @@ def test_every_kind_of_event_has_a_line_for_logs() -> None:
 
 
 def test_figures_after_a_resume_are_those_of_this_session_alone() -> None:
-    narrator = Narrator()
+    narrator = EventFormatter()
     narrator.tell(started(total=110))
     narrator.tell(events.Formed(time_s=200, workers=2, step=10, source="checkpoint", seconds=3))
     figures = narrator.figures
@@ -98,7 +103,7 @@ def test_figures_after_a_resume_are_those_of_this_session_alone() -> None:
 
 
 def test_time_lost_to_a_recovery_does_not_bend_the_rate() -> None:
-    narrator = Narrator()
+    narrator = EventFormatter()
     narrator.tell(started(total=30))
     narrator.tell(events.Formed(time_s=200, workers=2))
     narrator.tell(stepped(range(1, 11), time_s=201))
@@ -111,7 +116,7 @@ def test_time_lost_to_a_recovery_does_not_bend_the_rate() -> None:
 
 
 def test_epoch_at_the_borders() -> None:
-    narrator = Narrator()
+    narrator = EventFormatter()
     narrator.tell(started())
     assert narrator.figures.epoch == 1
     narrator.tell(stepped(range(1, 11), time_s=101))
@@ -129,8 +134,8 @@ def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
 
 def test_plain_lines_when_not_a_terminal() -> None:
     screen, out = console(terminal=False)
-    assert isinstance(surface_for(screen), Plain)
-    with Progress(DECISION, console=screen) as progress:
+    assert isinstance(display_for(screen), PlainTextDisplay)
+    with RunProgress(DECISION, console=screen) as progress:
         for event in whole_run():
             progress.on(event)
     lines = out.getvalue().splitlines()
@@ -144,28 +149,28 @@ def test_plain_lines_when_not_a_terminal() -> None:
 def test_plain_lines_come_every_tenth_or_ten_seconds() -> None:
     screen, out = console(terminal=False)
     times: Iterator[float] = iter(range(0, 100000, 1))
-    surface = Plain(screen, clock=lambda: 0.0)
+    surface = PlainTextDisplay(screen, clock=lambda: 0.0)
     for step in range(1001):
-        surface.show(Figures(step=step, total=1000), news=step == 0)
+        surface.show(ProgressFigures(step=step, total=1000), news=step == 0)
     assert len(out.getvalue().splitlines()) == 10
-    late = Plain(screen, clock=lambda: float(next(times)))
+    late = PlainTextDisplay(screen, clock=lambda: float(next(times)))
     before = len(out.getvalue().splitlines())
     for step in range(51):
-        late.show(Figures(step=step, total=1_000_000), news=step == 0)
+        late.show(ProgressFigures(step=step, total=1_000_000), news=step == 0)
     assert 3 <= len(out.getvalue().splitlines()) - before <= 6
 
 
 def test_plain_lines_never_wrap_or_colour() -> None:
     screen, out = console(terminal=False)
-    Plain(screen).line(Line(text="x" * 300, detail="Traceback\n  boom"))
+    PlainTextDisplay(screen).line(OutputLine(text="x" * 300, detail="Traceback\n  boom"))
     assert out.getvalue() == "x" * 300 + "\n    Traceback\n      boom\n"
 
 
 def test_a_bar_in_a_terminal() -> None:
     screen, out = console(terminal=True)
-    surface = surface_for(screen)
-    assert isinstance(surface, Bar)
-    with Progress(console=screen, surface=surface) as progress:
+    surface = display_for(screen)
+    assert isinstance(surface, TerminalDisplay)
+    with RunProgress(console=screen, surface=surface) as progress:
         for event in whole_run()[:9]:
             progress.on(event)
     shown = out.getvalue()
@@ -175,7 +180,7 @@ def test_a_bar_in_a_terminal() -> None:
 
 def test_brackets_are_no_markup() -> None:
     screen, out = console(terminal=True)
-    with Progress(console=screen) as progress:
+    with RunProgress(console=screen) as progress:
         progress.on(events.Noted(text="shape [red] and [/]"))
     assert "shape [red] and [/]" in out.getvalue()
 
@@ -187,7 +192,7 @@ def test_a_notebook_changes_one_output() -> None:
         shown.append(body)
         return lambda new: shown.__setitem__(0, new)
 
-    progress = Progress(surface=Notebook(display, clock=lambda: 0.0))
+    progress = RunProgress(surface=NotebookDisplay(display, clock=lambda: 0.0))
     for event in [*whole_run(), events.Noted(text="1 < 2")]:
         progress.on(event)
     progress.close()
@@ -213,14 +218,18 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_other_words() -> None:
-    assert (formatting.clock(42), formatting.clock(3909), formatting.clock(math.nan)) == ("0:42", "1:05:09", "-:--")
+    assert (formatting.clock_time(42), formatting.clock_time(3909), formatting.clock_time(math.nan)) == (
+        "0:42",
+        "1:05:09",
+        "-:--",
+    )
     assert (formatting.size(812), formatting.size(1_258_291), formatting.size(1023)) == (
         "812 B",
         "1.2 MiB",
         "0.999 KiB",
     )
     assert (formatting.count(1, "worker"), formatting.count(12000, "step")) == ("1 worker", "12,000 steps")
-    assert (formatting.figure(0.91344), formatting.figure(12.345), formatting.figure(1.2e-5)) == (
+    assert (formatting.metric(0.91344), formatting.metric(12.345), formatting.metric(1.2e-5)) == (
         "0.9134",
         "12.35",
         "1.2e-05",

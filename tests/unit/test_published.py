@@ -22,8 +22,8 @@ from tests.support.published_measurements import (
     vtrain,
 )
 from tests.support.torchgpipe_models import amoebanet, layered, resnet101, unet
-from trainwright.strategies.cost_model.memory import model_state_bytes
-from trainwright.strategies.search.partition import Stage, replicated
+from trainwright.strategies.cost_model.memory_estimate import model_state_bytes
+from trainwright.strategies.cost_model.stage_partition import ReplicatedStage, replicated_partition
 
 
 def test_zeros_table_of_model_states() -> None:
@@ -119,6 +119,6 @@ def test_pipedreams_shapes() -> None:
     assert len(straight) > 4 and all(stage.replicas == 1 for stage in straight)
 
 
-def _stages(name: str) -> tuple[Stage, ...]:
+def _stages(name: str) -> tuple[ReplicatedStage, ...]:
     found = pipedream(name)
-    return replicated(found.seconds, found.weight_bytes, found.output_bytes, 16, 10e9 / 8)
+    return replicated_partition(found.seconds, found.weight_bytes, found.output_bytes, 16, 10e9 / 8)

@@ -9,14 +9,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from trainwright.core.data import Feed, Feeding, StepReport
+from trainwright.core.data import Feed, FeedAssignment, StepReport
 from trainwright.core.errors import NonFiniteLoss
 from trainwright.datasets import table
-from trainwright.datasets.loading.bad_samples import Skipped
-from trainwright.datasets.loading.loader import Stream
-from trainwright.storage.store import Store, open_store
-from trainwright.worker.quarantine import Quarantine
-from trainwright.worker.step_skipping import Passing
+from trainwright.datasets.loading.bad_samples import SkippedSample
+from trainwright.datasets.loading.batch_loader import BatchLoader
+from trainwright.storage.object_store import Store, open_store
+from trainwright.worker.quarantine import Quarantine, StepSkipper
 
 WHY = "step 3 failed 3 times"
 
@@ -62,9 +61,9 @@ class NotFinite:
         return StepReport(step=feed.step + 1, loss=0.0, weight=0.0, learning_rate=0.1)
 
 
-def stream(rank: int, total: int = 2) -> Stream:
-    feeding = Feeding(data_ranks=range(rank, rank + 1), total=total)
-    return Stream(table({"id": np.arange(100)}), batch_size=16, epochs=3, seed=4, feeding=feeding)
+def stream(rank: int, total: int = 2) -> BatchLoader:
+    feeding = FeedAssignment(data_ranks=range(rank, rank + 1), total=total)
+    return BatchLoader(table({"id": np.arange(100)}), batch_size=16, epochs=3, seed=4, feeding=feeding)
 
 
 def kept(store: Store) -> dict[str, list[Any]]:
@@ -75,7 +74,7 @@ def kept(store: Store) -> dict[str, list[Any]]:
 def test_a_batch_told_of_is_one_file_that_is_there_when_its_worker_dies(store: Puts) -> None:
     for rank in (1, 0):
         quarantine = Quarantine(store, "run")
-        passing = Passing(quarantine)
+        passing = StepSkipper(quarantine)
         source = stream(rank)
         passing.begin({1: "long ago", 3: WHY}, source, 2)
         job: Any = None
@@ -90,7 +89,7 @@ def test_a_batch_told_of_is_one_file_that_is_there_when_its_worker_dies(store: P
 
 def test_whoever_records_a_batch_again_finds_it_recorded(store: Puts) -> None:
     for total in (2, 3):
-        passing = Passing(Quarantine(store, "run"))
+        passing = StepSkipper(Quarantine(store, "run"))
         for step in (3, 2):  # after a recovery, too
             passing.begin({3: WHY}, stream(0, total), step)
     assert len(kept(store)["sample"]) == 16 and store.count == 2
@@ -98,7 +97,7 @@ def test_whoever_records_a_batch_again_finds_it_recorded(store: Puts) -> None:
 
 def test_a_loss_that_is_not_finite_takes_one_file(store: Puts) -> None:
     quarantine = Quarantine(store, "run")
-    passing, source = Passing(quarantine), stream(1)
+    passing, source = StepSkipper(quarantine), stream(1)
     job: Any = type("Skips", (), {"on_nonfinite": "skip", "skip_limit": 5})
     passing.begin({}, source, 0)
     for _ in range(2):
@@ -112,7 +111,7 @@ def test_samples_recorded_one_by_one_are_there_once(tmp_path: Path) -> None:
     for _ in range(2):
         quarantine = Quarantine(open_store(str(tmp_path)), "run", "evaluate")
         for sample in (7, 5, 7):
-            quarantine(Skipped(sample=sample, where="a file", error="torn"))
+            quarantine(SkippedSample(sample=sample, where="a file", error="torn"))
         assert quarantine.count == 2
     found = kept(open_store(str(tmp_path)))
     assert sorted(found["sample"]) == [5, 7] and found["data"] == ["evaluate"] * 2

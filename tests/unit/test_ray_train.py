@@ -14,26 +14,26 @@ import trainwright as tw
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import PlanError, ResourceError, TrainwrightError
 from trainwright.core.events import Checkpointed, Evaluated, Failed, Steps
-from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.driver.messages import Finish
-from trainwright.integrations.ray_train import inside, rank_loop
-from trainwright.integrations.ray_train import placement as room
-from trainwright.integrations.ray_train.train_report import Teller
-from trainwright.integrations.ray_train.worker_mapping import Seat, Seating
+from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.driver.messages import FinishRun
+from trainwright.integrations.ray_train import inside_ray_train, rank_loop
+from trainwright.integrations.ray_train import worker_mapping as room
+from trainwright.integrations.ray_train.rank_loop import ReportQueue
+from trainwright.integrations.ray_train.worker_mapping import TrainWorker, TrainWorkers
 from trainwright.planning.planner import Decision
-from trainwright.storage.store import open_store
+from trainwright.storage.object_store import open_store
 
 NODES = {
     name: Node(name=name, cpus=8.0, memory_bytes=800, accelerators=4, accelerator="GPU", kind="T4") for name in "ab"
 }
 
 
-def seat(rank: int, node: str = "a", *gpus: str, run: str = "run", kind: str = "GPU") -> Seat:
-    return Seat(rank=rank, node_id=node, run=run, accelerator=kind if gpus else "", accelerators=gpus)
+def seat(rank: int, node: str = "a", *gpus: str, run: str = "run", kind: str = "GPU") -> TrainWorker:
+    return TrainWorker(rank=rank, node_id=node, run=run, accelerator=kind if gpus else "", accelerators=gpus)
 
 
-def seating(*seats: Seat, cpus: float = 2.0) -> Seating:
-    return Seating.of(seats, {one.rank: one.node_id for one in seats}, [{"CPU": cpus}] * len(seats))
+def seating(*seats: TrainWorker, cpus: float = 2.0) -> TrainWorkers:
+    return TrainWorkers.of(seats, {one.rank: one.node_id for one in seats}, [{"CPU": cpus}] * len(seats))
 
 
 def job(**fields: Any) -> tw.Job:
@@ -51,7 +51,7 @@ def decision(plan: Plan, *contenders: Plan) -> Decision:
 
 
 def plan(workers: int = 2, gpus: int = 0, **fields: Any) -> Plan:
-    placement = Placement(cpus=0.5, accelerators=gpus, accelerator="GPU" if gpus else "", threads=7)
+    placement = WorkerResources(cpus=0.5, accelerators=gpus, accelerator="GPU" if gpus else "", threads=7)
     return Plan(
         strategy="data_parallel", engine="", mesh=Mesh(data=workers), batch_size=8, placement=placement, **fields
     )
@@ -62,7 +62,7 @@ def test_each_rank_has_a_bundle_of_its_own_on_its_node(nodes: list[str], random:
     seats = [seat(rank, node) for rank, node in enumerate(nodes)]
     bundles = dict(enumerate(random.sample(nodes, len(nodes))))
     random.shuffle(seats)
-    found = Seating.of(seats, bundles, [{"CPU": 1.0}] * len(nodes))
+    found = TrainWorkers.of(seats, bundles, [{"CPU": 1.0}] * len(nodes))
     assert [one.rank for one in found.seats] == list(range(len(nodes)))
     assert [bundles[bundle] for bundle in found.bundles] == nodes and len(set(found.bundles)) == len(nodes)
 
@@ -86,7 +86,7 @@ def test_the_cluster_is_what_the_seats_have() -> None:
         ([seat(0, "a", "0", kind="TPU")], "does not train on TPUs"),
     ],
 )
-def test_seats_that_no_job_can_sit_on(seats: list[Seat], told: str) -> None:
+def test_seats_that_no_job_can_sit_on(seats: list[TrainWorker], told: str) -> None:
     with pytest.raises(ResourceError, match=told):
         seating(*seats)
 
@@ -133,7 +133,7 @@ def test_a_plan_for_other_seats(chosen: Plan, told: str) -> None:
 def test_workers_sit_in_their_bundles_and_servers_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "PlacementGroupSchedulingStrategy", lambda group, **index: (group, *index.values()))
     group: Any = object()
-    found = room.SeatRoom(seating(seat(0, "a", "5"), seat(1, "a", "7")), group, plan(2, 1, servers=1))
+    found = room.TrainPlacement(seating(seat(0, "a", "5"), seat(1, "a", "7")), group, plan(2, 1, servers=1))
     assert [found.options(slot) for slot in range(3)] == [
         {"num_cpus": 0, "scheduling_strategy": (group, index)} for index in (1, 0, 1)
     ]
@@ -141,7 +141,7 @@ def test_workers_sit_in_their_bundles_and_servers_beside_them(monkeypatch: pytes
 
 
 def test_outside_of_ray_train() -> None:
-    assert not inside()
+    assert not inside_ray_train()
 
 
 # --- what is told -----------------------------------------------------------------------------------------------------
@@ -156,11 +156,11 @@ def steps(*numbers: int) -> Steps:
 
 
 @pytest.fixture
-def teller() -> Teller:
-    return Teller(10, lambda step, path: {"checkpoint": path, "step": step}, clock=lambda: 0.0)
+def teller() -> ReportQueue:
+    return ReportQueue(10, lambda step, path: {"checkpoint": path, "step": step}, clock=lambda: 0.0)
 
 
-def test_the_end_of_an_epoch_is_told_with_the_newest_figures(teller: Teller) -> None:
+def test_the_end_of_an_epoch_is_told_with_the_newest_figures(teller: ReportQueue) -> None:
     for number in range(1, 12):
         teller.on(steps(number))
     (news,) = first(teller.news())
@@ -168,7 +168,7 @@ def test_the_end_of_an_epoch_is_told_with_the_newest_figures(teller: Teller) -> 
     assert news.metrics["speed/samples_per_s"] == 16.0 and news.pointer == {}
 
 
-def test_an_evaluation_comes_with_the_newest_checkpoint_and_nothing_twice(teller: Teller) -> None:
+def test_an_evaluation_comes_with_the_newest_checkpoint_and_nothing_twice(teller: ReportQueue) -> None:
     teller.on(Checkpointed(step=5, path="five"))
     teller.on(Failed())
     teller.on(Evaluated(step=9, metrics={"loss": 0.5}))
@@ -180,7 +180,7 @@ def test_an_evaluation_comes_with_the_newest_checkpoint_and_nothing_twice(teller
     assert list(news) == []
 
 
-def test_the_last_figures_are_told_at_the_end_unless_it_failed(teller: Teller) -> None:
+def test_the_last_figures_are_told_at_the_end_unless_it_failed(teller: ReportQueue) -> None:
     teller.on(Checkpointed(step=1, path="one"))
     assert [news.pointer["step"] for news in first(teller.news())] == [1]
     teller.on(steps(2))
@@ -193,7 +193,7 @@ def test_the_last_figures_are_told_at_the_end_unless_it_failed(teller: Teller) -
 
 def test_steps_alone_are_told_now_and_then() -> None:
     now = iter([0.0, 0.005, 0.02, 0.02])
-    teller = Teller(1000, lambda step, path: {}, every_s=0.01, clock=lambda: next(now))
+    teller = ReportQueue(1000, lambda step, path: {}, every_s=0.01, clock=lambda: next(now))
     teller.on(steps(1))
     (news,) = first(teller.news())
     assert news.metrics["step"] == 1 and next(now, None) is None
@@ -224,7 +224,7 @@ class Session:
 
     store: Any = None
 
-    def __init__(self, end: Callable[[], Finish]) -> None:
+    def __init__(self, end: Callable[[], FinishRun]) -> None:
         self.end, self.stops, self.listener = end, 0, SimpleNamespace(on=print)
 
     def listen(self, listener: Any) -> None:
@@ -236,35 +236,35 @@ class Session:
     def flush(self) -> None:
         pass
 
-    def run(self) -> Finish:
+    def run(self) -> FinishRun:
         self.listener.on(steps(1, 2))
         return self.end()
 
 
-def lead(monkeypatch: pytest.MonkeyPatch, end: Callable[[], Finish], report: Callable[[Any], None]) -> Any:
+def lead(monkeypatch: pytest.MonkeyPatch, end: Callable[[], FinishRun], report: Callable[[Any], None]) -> Any:
     monkeypatch.setattr(rank_loop, "_report", report)
     prepared: Any = SimpleNamespace(store=open_store("nowhere"), job=job(), steps_per_epoch=10)
     desk, session = Desk(), Session(end)
-    leader = rank_loop.Leader(desk, session, prepared)  # type: ignore[arg-type]
+    leader = rank_loop.LeaderRank(desk, session, prepared)  # type: ignore[arg-type]
     return leader.run(), desk.said, session.stops
 
 
 def test_every_rank_reports_and_hears_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[Any] = []
-    done = Finish(outcome="done", step=2)
+    done = FinishRun(outcome="done", step=2)
     finish, said, stops = lead(monkeypatch, lambda: done, reported.append)
     assert finish is done and said[-1] is done and not stops
     assert [word.metrics["step"] for word in said[:-1]] == [report.metrics["step"] for report in reported] == [2]
 
 
 def test_a_failure_reaches_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = Finish(outcome="failed", step=2, error=TrainwrightError("no"))
+    failed = FinishRun(outcome="failed", step=2, error=TrainwrightError("no"))
     finish, said, _ = lead(monkeypatch, lambda: failed, lambda report: None)
     assert finish is failed and said == [failed]
 
 
 def test_what_is_no_error_of_ours_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def end() -> Finish:
+    def end() -> FinishRun:
         raise KeyError("lost")
 
     finish, said, _ = lead(monkeypatch, end, lambda report: None)
@@ -275,6 +275,6 @@ def test_a_report_that_is_refused_stops_the_run(monkeypatch: pytest.MonkeyPatch)
     def report(_: Any) -> None:
         raise RuntimeError("Unable to set up cluster storage")
 
-    finish, said, stops = lead(monkeypatch, lambda: Finish(outcome="done", step=2), report)
+    finish, said, stops = lead(monkeypatch, lambda: FinishRun(outcome="done", step=2), report)
     assert stops == 1 and said[-1] is finish and finish.outcome == "failed"
     assert "did not take a report: Unable to set up" in str(finish.error)

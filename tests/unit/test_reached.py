@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trainwright.core.errors import PeerLost
-from trainwright.core.group import Address, Generation, Group, Peer
+from trainwright.core.topology import Address, Generation, Group, Peer
 from trainwright.strategies.common import host_address
 from trainwright.strategies.torch.distributed import process_group as membership
 
@@ -38,27 +38,27 @@ def member(*addresses: str) -> Group:
 
 def test_who_is_told_where_it_is_reached_asks_no_route() -> None:
     assert host_address.own_host()
-    host_address.be_at("10.78.0.3")
+    host_address.set_own_host("10.78.0.3")
     assert host_address.own_host() == "10.78.0.3"
-    host_address.be_at("10.78.0.4")
+    host_address.set_own_host("10.78.0.4")
     assert host_address.own_host() == "10.78.0.4"
 
 
 def test_collectives_use_the_interface_of_the_address_that_peers_know() -> None:
-    with membership.interface(member("127.0.0.1", "192.0.2.7")):
+    with membership.socket_interface(member("127.0.0.1", "192.0.2.7")):
         assert [os.environ[variable] for variable in VARIABLES] == ["lo", "=lo"]
     assert not os.environ.keys() & set(VARIABLES)
 
 
 def test_an_address_of_no_interface_leaves_the_choice_to_the_libraries() -> None:
-    with membership.interface(member("192.0.2.7", "192.0.2.8")):
+    with membership.socket_interface(member("192.0.2.7", "192.0.2.8")):
         assert not os.environ.keys() & set(VARIABLES)
 
 
 def test_the_users_own_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in VARIABLES:
         monkeypatch.setenv(variable, "ib0")
-    with membership.interface(member("127.0.0.1", "192.0.2.7")):
+    with membership.socket_interface(member("127.0.0.1", "192.0.2.7")):
         assert [os.environ[variable] for variable in VARIABLES] == ["ib0", "ib0"]
     assert [os.environ[variable] for variable in VARIABLES] == ["ib0", "ib0"]
 
@@ -72,8 +72,8 @@ def reaches(host: str, port: int) -> bool:
 @pytest.mark.parametrize(("other", "where"), list(STORES.values()), ids=list(STORES))
 def test_the_store_of_torch_listens_where_its_ranks_are_and_nowhere_else(other: str, where: str) -> None:
     """`127.0.0.2` stands for this node's address on the cluster's network, `127.0.0.3` for another node's."""
-    host_address.be_at("127.0.0.2")
-    first = membership.Membership()
+    host_address.set_own_host("127.0.0.2")
+    first = membership.ProcessGroupHandle()
     port, known = first.reserve().port, ("127.0.0.2", other)
     group = Group(
         generation=Generation(token=1, number=1),
@@ -94,6 +94,6 @@ def test_the_store_of_torch_listens_where_its_ranks_are_and_nowhere_else(other: 
     assert not joining.is_alive()
 
 
-def _until_left(member: membership.Membership, group: Group) -> None:
+def _until_left(member: membership.ProcessGroupHandle, group: Group) -> None:
     with contextlib.suppress(PeerLost):
         member.join(group, torch.device("cpu"))

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from trainwright.core.errors import DataError
 from trainwright.datasets import parquet, table
-from trainwright.datasets.formats.arrow_columns import Field
-from trainwright.datasets.index import Group, Index
+from trainwright.datasets.data_source import Field, Index, RowGroup
 from trainwright.datasets.loading.prefetch import ReadAhead, _Shared
-from trainwright.datasets.loading.row_reader import Reader
+from trainwright.datasets.row_reader import RowReader
 
 SCHEMA = {"x": Field(np.dtype(np.int64), ()), "name": Field(np.dtype(object), ())}
 
@@ -47,7 +46,7 @@ class Twins(Loader):
 
 def index_of(sizes: list[int]) -> Index:
     firsts = np.cumsum([0, *sizes]).tolist()
-    groups = tuple(Group(file="f", number=n, rows=size, first=firsts[n]) for n, size in enumerate(sizes))
+    groups = tuple(RowGroup(file="f", number=n, rows=size, first=firsts[n]) for n, size in enumerate(sizes))
     return Index(rows=firsts[-1], groups=groups, schema=SCHEMA, row_bytes=16, hash="")
 
 
@@ -64,7 +63,7 @@ def test_gathers_any_rows_in_any_memory(
 ) -> None:
     index = index_of(sizes)
     blocks = None if cuts is None else np.array([0, *sorted(cut for cut in cuts if cut < index.rows), index.rows])
-    reader = Reader(kind(index), index, ["x", "name"], blocks=blocks, memory_bytes=16 * memory_rows)
+    reader = RowReader(kind(index), index, ["x", "name"], blocks=blocks, memory_bytes=16 * memory_rows)
     rng = np.random.default_rng(seed)
     for _ in range(4):
         rows = rng.integers(0, index.rows, rng.integers(0, 60))
@@ -78,7 +77,7 @@ def test_gathers_any_rows_in_any_memory(
 def test_several_row_groups_are_loaded_at_a_time_and_each_once() -> None:
     index = index_of([10] * 40)
     loader = Twins(index)
-    reader = Reader(loader, index, ["x"])
+    reader = RowReader(loader, index, ["x"])
     rows = np.random.default_rng(0).permutation(400)
     assert reader.gather(rows)["x"].tolist() == reader.gather(rows)["x"].tolist() == rows.tolist()
     assert sorted(loader.shared["loaded"]) == list(range(40))
@@ -89,7 +88,7 @@ def test_several_row_groups_are_loaded_at_a_time_and_each_once() -> None:
 def test_large_row_groups_are_loaded_one_by_one() -> None:
     index = index_of([100] * 4)
     loader = Twins(index)
-    reader = Reader(loader, index, ["x"], memory_bytes=16 * 400)
+    reader = RowReader(loader, index, ["x"], memory_bytes=16 * 400)
     reader.gather(np.arange(400))
     assert (loader.shared["loaded"], loader.shared["twins"]) == ([0, 1, 2, 3], 0)
 
@@ -98,7 +97,7 @@ def test_large_row_groups_are_loaded_one_by_one() -> None:
 def test_an_error_leaves_the_reader_as_it_was(kind: type[Loader]) -> None:
     index = index_of([10] * 40)
     loader = kind(index, bad=17)
-    reader = Reader(loader, index, ["x"])
+    reader = RowReader(loader, index, ["x"])
     for _ in range(3):
         with pytest.raises(DataError, match="rotten"):
             reader.gather(np.arange(400))

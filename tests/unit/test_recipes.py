@@ -12,9 +12,9 @@ import pytest
 import trainwright as tw
 from tests.support.small_distillation import distillation
 from trainwright.core.errors import CheckpointError, RunFinished
-from trainwright.distillation.recipes import Stage
+from trainwright.distillation.multi_stage import Stage
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import Owner, RunLog
-from trainwright.storage.store import open_store
 
 FIRST, SECOND, THIRD = "student-generation-0", "student-generation-1", "student"
 

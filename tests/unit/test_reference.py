@@ -16,11 +16,18 @@ from trainwright.core.data import Batch, Feed, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import CheckpointError, JobError, TrainwrightError, UserCodeError
 from trainwright.strategies.reference import state as states
-from trainwright.strategies.reference.losses import Graded, accuracy, cross_entropy, squared_error
-from trainwright.strategies.reference.model import ACTIVATIONS, Mlp
-from trainwright.strategies.reference.optimizers import Adam, Sgd
-from trainwright.strategies.reference.shards import part_of, shards_of
-from trainwright.strategies.reference.user_functions import Program
+from trainwright.strategies.reference.independent import model_shards, shard_state
+from trainwright.strategies.reference.model import (
+    ACTIVATIONS,
+    Adam,
+    LossWithGradient,
+    Mlp,
+    Sgd,
+    accuracy,
+    cross_entropy,
+    squared_error,
+)
+from trainwright.strategies.reference.user_functions import ReferenceProgram
 
 SPEC = ModelSpec(
     model=lambda: Mlp((3, 4, 2)),
@@ -87,7 +94,7 @@ def test_relu_drops_what_is_negative() -> None:
 
 
 @pytest.mark.parametrize("loss", [cross_entropy, squared_error])
-def test_losses_carry_their_derivative(loss: Callable[..., Graded]) -> None:
+def test_losses_carry_their_derivative(loss: Callable[..., LossWithGradient]) -> None:
     random = np.random.default_rng(3)
     outputs, shift = random.normal(size=(5, 4)) * 3, random.normal(size=(5, 4))
     targets = random.integers(0, 4, 5) if loss is cross_entropy else random.normal(size=(5, 4))
@@ -129,7 +136,7 @@ def test_two_updates_by_hand() -> None:
 @settings(max_examples=25)
 @given(cuts=st.lists(st.integers(1, 5), max_size=3))
 def test_any_split_into_micro_batches_gives_the_same_sums(cuts: list[int]) -> None:
-    program, whole = Program(SPEC, ""), batch()
+    program, whole = ReferenceProgram(SPEC, ""), batch()
     bounds = [0, *sorted(set(cuts)), whole.rows]
     parts = tuple(_rows(whole, slice(*pair)) for pair in itertools.pairwise(bounds))
     parameters = program.initial().parameters
@@ -138,7 +145,7 @@ def test_any_split_into_micro_batches_gives_the_same_sums(cuts: list[int]) -> No
 
 
 def test_randomness_is_counted_by_step_micro_batch_and_data_rank() -> None:
-    program = Program(replace(SPEC, model=lambda: Mlp((3, 40, 2), dropout=0.5)), "")
+    program = ReferenceProgram(replace(SPEC, model=lambda: Mlp((3, 40, 2), dropout=0.5)), "")
     parameters, one = program.initial().parameters, batch()
 
     def drawn(step: int, data_rank: int, micro_batch: int = 0) -> bytes:
@@ -154,7 +161,7 @@ def test_a_step_of_the_users_own_is_like_loss_and_inputs() -> None:
     own = replace(SPEC, loss=None, step=lambda model, columns: cross_entropy(model(columns["x"]), columns["y"]))
     vectors = []
     for spec in (SPEC, own):
-        program = Program(spec, "")
+        program = ReferenceProgram(spec, "")
         vectors.append(program.share(program.initial().parameters, (batch(),), step=0, data_rank=0))
     assert np.array_equal(*vectors)
 
@@ -163,7 +170,7 @@ def test_what_has_weight_zero_may_be_anything() -> None:
     bad = batch()
     bad.columns["x"][2], bad.weights[2] = np.inf, 0.0
     with np.errstate(invalid="ignore"):
-        sums = Program(SPEC, "").evaluate(Program(SPEC, "").initial().parameters, feed(bad))
+        sums = ReferenceProgram(SPEC, "").evaluate(ReferenceProgram(SPEC, "").initial().parameters, feed(bad))
     assert sums.totals["loss"][1] == 5 and np.isfinite(sums.totals["loss"][0])
 
 
@@ -173,15 +180,15 @@ def test_what_has_weight_zero_may_be_anything() -> None:
         ({"loss": lambda outputs, targets: cross_entropy(outputs, targets).values.mean()}, "one number"),
         ({"loss": lambda outputs, targets: cross_entropy(outputs, targets).values}, "Graded"),
         ({"loss": lambda outputs, targets: cross_entropy(outputs[1:], targets[1:])}, r"\(5,\)"),
-        ({"loss": lambda outputs, targets: Graded(outputs, outputs[:, :1])}, "gradient of the shape"),
-        ({"loss": lambda outputs, targets: Graded(outputs, outputs, np.ones(4))}, "weights of shape"),
+        ({"loss": lambda outputs, targets: LossWithGradient(outputs, outputs[:, :1])}, "gradient of the shape"),
+        ({"loss": lambda outputs, targets: LossWithGradient(outputs, outputs, np.ones(4))}, "weights of shape"),
         ({"inputs": ("z",)}, "column 'z'"),
         ({"inputs": ()}, "inputs= is missing"),
         ({"loss": None}, "either loss="),
     ],
 )
 def test_wrong_shapes_and_columns_are_job_errors(fields: dict[str, Any], words: str) -> None:
-    program = Program(replace(SPEC, **fields), "rank 3")
+    program = ReferenceProgram(replace(SPEC, **fields), "rank 3")
     with pytest.raises(JobError, match=words) as raised:
         program.share(program.initial().parameters, (batch(),), step=0, data_rank=0)
     assert raised.value.where == "rank 3"
@@ -193,7 +200,7 @@ def test_errors_of_the_users_functions_bring_their_traceback(what: str) -> None:
         raise KeyError("on purpose")
 
     with pytest.raises(UserCodeError, match=f"{what} raised KeyError") as raised:
-        program = Program(replace(SPEC, **{what: broken}), "")
+        program = ReferenceProgram(replace(SPEC, **{what: broken}), "")
         program.rate(0)
         program.share(program.initial().parameters, (batch(),), step=0, data_rank=0)
     assert "in broken" in raised.value.detail
@@ -201,7 +208,7 @@ def test_errors_of_the_users_functions_bring_their_traceback(what: str) -> None:
 
 def test_metrics_may_be_terms() -> None:
     spec = replace(SPEC, metrics={"half": lambda outputs, targets: Terms(np.ones(len(outputs)), np.full(6, 0.5))})
-    program = Program(spec, "")
+    program = ReferenceProgram(spec, "")
     assert program.evaluate(program.initial().parameters, feed(batch())).totals["half"] == (3.0, 3.0)
 
 
@@ -209,18 +216,23 @@ def test_metrics_may_be_terms() -> None:
 
 
 def test_a_state_comes_back_from_bytes_and_from_shards() -> None:
-    whole = replace(Program(replace(SPEC, optimizer=lambda _: Adam()), "").initial(), step=3)
-    shards = [states.from_bytes(states.to_bytes(part_of(whole, shard))) for shard in shards_of(whole.parameters, 3)]
+    whole = replace(ReferenceProgram(replace(SPEC, optimizer=lambda _: Adam()), "").initial(), step=3)
+    shards = [
+        states.from_bytes(states.to_bytes(shard_state(whole, shard))) for shard in model_shards(whole.parameters, 3)
+    ]
     assert any("[" in name for shard in shards for name in shard.parameters), "some rows here, some there"
-    merged = states.fitted(states.merge(shards), whole)
+    merged = states.fit_state(states.merge_states(shards), whole)
     assert states.to_bytes(merged) == states.to_bytes(whole)
     assert states.from_bytes(states.to_bytes(replace(whole, step=None))).step is None
 
 
 def test_a_state_of_another_model_is_refused() -> None:
-    built, other = Program(SPEC, "").initial(), Program(replace(SPEC, model=lambda: Mlp((3, 5, 2))), "").initial()
+    built, other = (
+        ReferenceProgram(SPEC, "").initial(),
+        ReferenceProgram(replace(SPEC, model=lambda: Mlp((3, 5, 2))), "").initial(),
+    )
     with pytest.raises(CheckpointError, match="another model") as raised:
-        states.fitted(replace(other, step=1), built)
+        states.fit_state(replace(other, step=1), built)
     assert "layers.0.weight: (3, 5) in the checkpoint, (3, 4) in the job" in raised.value.detail
 
 
@@ -229,7 +241,7 @@ def test_a_state_of_another_model_is_refused() -> None:
 def test_messages_come_back(kinds: dict[str, str]) -> None:
     arrays = {name: np.arange(6).astype(kind).reshape(2, 3)[:, ::2] for name, kind in kinds.items()}
     arrays = {**arrays, "empty": np.zeros((0, 2)), "number": np.array(3.5)}
-    decoded = states.decode(states.encode(arrays))
+    decoded = states.decode_arrays(states.encode_arrays(arrays))
     assert list(decoded) == list(arrays)
     for name, value in arrays.items():
         assert decoded[name].dtype == value.dtype and decoded[name].shape == value.shape
@@ -238,7 +250,7 @@ def test_messages_come_back(kinds: dict[str, str]) -> None:
 
 def test_objects_are_no_message() -> None:
     with pytest.raises(TrainwrightError, match="objects"):
-        states.encode({"a": np.array([{}])})
+        states.encode_arrays({"a": np.array([{}])})
 
 
 def _rows(whole: Batch, part: slice) -> Batch:

@@ -16,19 +16,17 @@ import pytest
 from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss, PeerLost, TrainwrightError
-from trainwright.core.group import Address, Generation, Group, Peer
-from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.core.topology import Address, Generation, Group, Peer
 from trainwright.strategies.reference import state as states
-from trainwright.strategies.reference.base import Base
 from trainwright.strategies.reference.collective import NewProcess, Reference
-from trainwright.strategies.reference.coordinator import Coordinator, pack, unpack
-from trainwright.strategies.reference.losses import Graded, cross_entropy
-from trainwright.strategies.reference.model import Mlp
-from trainwright.strategies.reference.optimizers import Sgd
-from trainwright.strategies.reference.star_transport import Port, Star
+from trainwright.strategies.reference.coordinator import Coordinator, pack_feed, unpack_feed
+from trainwright.strategies.reference.model import LossWithGradient, Mlp, Sgd, cross_entropy
+from trainwright.strategies.reference.reference_engine import ReferenceEngine
+from trainwright.strategies.reference.star_transport import ReservedPort, StarGroup
 
 FIRST = Generation(token=1, number=1)
-PLAN = Plan(strategy="test", engine="", mesh=Mesh(), batch_size=6, placement=Placement(cpus=1))
+PLAN = Plan(strategy="test", engine="", mesh=Mesh(), batch_size=6, placement=WorkerResources(cpus=1))
 SPEC = ModelSpec(
     model=lambda: Mlp((3, 4, 2)),
     loss=cross_entropy,
@@ -76,13 +74,13 @@ def test_a_silent_peer_is_lost_at_the_deadline() -> None:
 
 
 def test_strangers_and_older_generations_are_not_let_in() -> None:
-    port = Port("127.0.0.1")
+    port = ReservedPort("127.0.0.1")
     address = (port.address.host, port.address.port)
     with socket.create_connection(address) as silent, socket.create_connection(address) as noisy:
         silent.shutdown(socket.SHUT_WR)
         noisy.sendall(b"GET / HTTP/1.0\r\n\r\n" * 9)
         old = _star(1, [port.address] * 2, Generation(token=1, number=0))
-        new, root = _star(1, [port.address] * 2, FIRST), Star(_group(0, [port.address] * 2, FIRST), port)
+        new, root = _star(1, [port.address] * 2, FIRST), StarGroup(_group(0, [port.address] * 2, FIRST), port)
         outcomes = together(root.open, lambda: _raised(old.open), new.open)
         assert isinstance(outcomes[1], PeerLost)
         sums = together(lambda: root.sum(np.ones(1)), lambda: new.sum(np.ones(1)))
@@ -92,8 +90,8 @@ def test_strangers_and_older_generations_are_not_let_in() -> None:
 
 
 def test_a_group_that_does_not_fill_is_given_up() -> None:
-    port = Port("127.0.0.1")
-    star = Star(_group(0, [port.address] * 2, FIRST, deadline_s=0.2), port)
+    port = ReservedPort("127.0.0.1")
+    star = StarGroup(_group(0, [port.address] * 2, FIRST, deadline_s=0.2), port)
     with pytest.raises(PeerLost, match="joined"):
         star.open()
     star.close()
@@ -112,7 +110,7 @@ def test_interrupt_frees_a_rank_that_waits_for_others() -> None:
 
 
 def test_a_dead_address_is_lost_at_once() -> None:
-    gone = Port("127.0.0.1")
+    gone = ReservedPort("127.0.0.1")
     gone.close()
     star = _star(1, [gone.address] * 2, FIRST)
     with pytest.raises(PeerLost, match="cannot be reached"):
@@ -140,7 +138,7 @@ def test_results_do_not_depend_on_the_number_of_actors_of_a_coordinator() -> Non
 
 
 def test_an_infinite_gradient_of_a_finite_loss_is_not_applied() -> None:
-    engine = alone(replace(SPEC, loss=lambda o, t: Graded(o[:, 0], np.full_like(o, np.inf))))
+    engine = alone(replace(SPEC, loss=lambda o, t: LossWithGradient(o[:, 0], np.full_like(o, np.inf))))
     with np.errstate(invalid="ignore"), pytest.raises(NonFiniteLoss, match="gradient of step 1"):
         engine.train_step(feed(batch()))
     assert engine.snapshot().step == 0 and engine.state.step is None
@@ -148,7 +146,7 @@ def test_an_infinite_gradient_of_a_finite_loss_is_not_applied() -> None:
 
 def test_a_feed_comes_back() -> None:
     whole = feed(batch(), batch(2), step=4, ranks=range(1, 7, 3))
-    again, apply = unpack(pack(whole, True))
+    again, apply = unpack_feed(pack_feed(whole, True))
     assert apply and (again.step, again.data_ranks, again.rows) == (4, whole.data_ranks, 6)
     assert [len(part) for part in again.parts] == [2, 2]
     assert np.array_equal(again.parts[1][1].columns["x"], whole.parts[1][1].columns["x"])
@@ -213,11 +211,11 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 
 
 @contextmanager
-def stars(size: int, deadline_s: float = 10.0) -> Iterator[list[Star]]:
+def stars(size: int, deadline_s: float = 10.0) -> Iterator[list[StarGroup]]:
     """A formed group."""
-    ports = [Port("127.0.0.1") for _ in range(size)]
+    ports = [ReservedPort("127.0.0.1") for _ in range(size)]
     addresses = [port.address for port in ports]
-    group = [Star(_group(rank, addresses, FIRST, deadline_s), port) for rank, port in enumerate(ports)]
+    group = [StarGroup(_group(rank, addresses, FIRST, deadline_s), port) for rank, port in enumerate(ports)]
     together(*(star.open for star in group))
     try:
         yield group
@@ -226,7 +224,7 @@ def stars(size: int, deadline_s: float = 10.0) -> Iterator[list[Star]]:
             star.close()
 
 
-def formed(kind: type[Base], size: int) -> list[Any]:
+def formed(kind: type[ReferenceEngine], size: int) -> list[Any]:
     """Engines of a formed group, built."""
     engines: list[Any] = [kind(host="127.0.0.1") for _ in range(size)]
     addresses = [engine.reserve(FIRST, "worker") for engine in engines]
@@ -251,8 +249,8 @@ def _then_leave(leader: Coordinator, whole: Feed) -> Any:
     return report
 
 
-def _star(rank: int, addresses: Sequence[Address], generation: Generation) -> Star:
-    return Star(_group(rank, addresses, generation), Port("127.0.0.1"))
+def _star(rank: int, addresses: Sequence[Address], generation: Generation) -> StarGroup:
+    return StarGroup(_group(rank, addresses, generation), ReservedPort("127.0.0.1"))
 
 
 def _group(rank: int, addresses: Sequence[Address], generation: Generation, deadline_s: float = 10.0) -> Group:

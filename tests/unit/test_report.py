@@ -16,19 +16,18 @@ from tests.support.processes import wait_for
 from tests.support.sample_run import DECISION, started, stepped, whole_run
 from trainwright.core import events
 from trainwright.core.errors import StorageError
-from trainwright.reporting import tensorboard
-from trainwright.reporting.history import History
-from trainwright.reporting.html import Facts, ReportListener, render, summary_html
-from trainwright.reporting.html.figures import smooth
-from trainwright.reporting.html.page import step_bars, time_parts
-from trainwright.reporting.html.svg_sanitizer import drawing
-from trainwright.reporting.html.templates import fill
+from trainwright.reporting.html import ReportFacts, ReportListener, render_report, summary_html
+from trainwright.reporting.html.run_charts import smooth
+from trainwright.reporting.html.run_report import step_bars, time_parts
+from trainwright.reporting.html.templates import render_template, sanitized_svg
 from trainwright.reporting.plan_view import plan_from
-from trainwright.reporting.tensorboard import TensorBoard
-from trainwright.storage.event_log import Journal
-from trainwright.storage.store import open_store
+from trainwright.reporting.run_history import RunHistory
+from trainwright.storage.event_log import EventLog
+from trainwright.storage.object_store import open_store
+from trainwright.tracking import tensorboard
+from trainwright.tracking.tensorboard import TensorBoardWriter
 
-FACTS = Facts(uri="memory://x/demo", now_s=1000.0)
+FACTS = ReportFacts(uri="memory://x/demo", now_s=1000.0)
 FAILED = events.RunEnded(time_s=108, outcome="failed", step=12, error="ValueError: <shapes> differ")
 CASES: dict[str, list[events.Event]] = {
     "done": whole_run(),
@@ -75,7 +74,7 @@ class Balance(HTMLParser):
 
 @pytest.mark.parametrize("case", CASES)
 def test_is_whole_and_self_contained_in_every_case(case: str) -> None:
-    html = render(History.fold(CASES[case]), FACTS)
+    html = render_report(RunHistory.fold(CASES[case]), FACTS)
     page = Balance()
     page.feed(html)
     assert page.open == []
@@ -89,7 +88,7 @@ def test_is_whole_and_self_contained_in_every_case(case: str) -> None:
 
 
 def test_says_what_a_reader_looks_for() -> None:
-    html = render(History.fold(whole_run()), FACTS)
+    html = render_report(RunHistory.fold(whole_run()), FACTS)
     for said in (
         "demo", "done", "0.9000", "2,560", "12.0 s", "2 steps lost", "data_parallel: 2 workers x 1 thread on CPU",
         "one_device", "no stages; give it as a sequence", "killed by SIGKILL", "checkpoints/00000010-1",
@@ -101,33 +100,33 @@ def test_says_what_a_reader_looks_for() -> None:
 
 
 def test_what_comes_from_the_job_is_escaped() -> None:
-    html = render(History.fold([*whole_run()[:9], FAILED]), FACTS)
+    html = render_report(RunHistory.fold([*whole_run()[:9], FAILED]), FACTS)
     assert "&lt;script&gt;" in html and "<script" not in html
     assert "&lt;shapes&gt;" in html
 
 
 def test_an_interrupted_run_names_its_remedy() -> None:
-    assert "same command goes on" in render(History.fold(whole_run()[:8], owner_alive=False), FACTS)
+    assert "same command goes on" in render_report(RunHistory.fold(whole_run()[:8], owner_alive=False), FACTS)
 
 
 def test_a_long_run_stays_small() -> None:
     long = [started(total=30_000), events.Formed(time_s=101), stepped(range(1, 30_001), time_s=3000)]
-    assert len(render(History.fold(long), FACTS)) < 300_000
+    assert len(render_report(RunHistory.fold(long), FACTS)) < 300_000
 
 
 def test_the_same_history_gives_the_same_page() -> None:
-    history = History.fold(whole_run())
-    assert render(history, FACTS) == render(history, FACTS)
+    history = RunHistory.fold(whole_run())
+    assert render_report(history, FACTS) == render_report(history, FACTS)
 
 
 def test_time_parts_fill_the_bar() -> None:
-    parts = time_parts(History.fold(whole_run()))
+    parts = time_parts(RunHistory.fold(whole_run()))
     assert sum(part.percent for part in parts) == pytest.approx(100)
     assert parts[0].seconds == max(part.seconds for part in parts)
 
 
 def test_predicted_and_measured_step_share_a_scale() -> None:
-    history = History.fold(whole_run())
+    history = RunHistory.fold(whole_run())
     bars = step_bars(history, plan_from(history.start.plan))
     assert [name for name, _, _ in bars] == ["predicted", "measured, median"]
     predicted, measured = ([part.percent for part in parts] for _, _, parts in bars)
@@ -141,13 +140,13 @@ def test_smoothing_is_centred_and_passes_over_gaps() -> None:
 
 
 def test_summary_for_notebooks() -> None:
-    html = summary_html(History.fold(whole_run()))
+    html = summary_html(RunHistory.fold(whole_run()))
     assert "<svg" in html and "0.9000" in html and "<html" not in html
 
 
 def test_the_listener_writes_the_report_when_the_journal_closes() -> None:
     store = open_store("memory://report-listener")
-    with Journal(store, "demo", flush_s=3600) as journal:
+    with EventLog(store, "demo", flush_s=3600) as journal:
         journal.open(1)
         journal.listen(ReportListener(store, "demo", clock=lambda: 1000.0))
         for event in whole_run()[:8]:
@@ -198,7 +197,7 @@ def scalars(data: bytes) -> tuple[dict[str, list[tuple[int, float]]], list[int]]
 
 
 def test_tensorboard_in_a_folder_grows_with_the_run(tmp_path: Path) -> None:
-    board = TensorBoard(open_store(str(tmp_path)), "demo")
+    board = TensorBoardWriter(open_store(str(tmp_path)), "demo")
     for event in whole_run()[:5]:
         board.on(event)
     file = tmp_path / "demo" / "tensorboard" / "events.out.tfevents.0000000001.000000"
@@ -223,7 +222,7 @@ def test_a_folder_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest
     answers, append = threading.Event(), tensorboard._append
     monkeypatch.setattr(tensorboard, "_append", lambda *given: answers.wait(30) and append(*given))
     monkeypatch.setattr(tensorboard, "MAX_WAITING_BYTES", 1_000)
-    board = TensorBoard(open_store(str(tmp_path)), "demo")
+    board = TensorBoardWriter(open_store(str(tmp_path)), "demo")
     for event in whole_run()[:5]:
         board.on(event)
     with pytest.raises(StorageError, match="does not answer, and too many records wait"):
@@ -236,7 +235,7 @@ def test_a_folder_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest
 
 def test_tensorboard_in_an_object_store_adds_a_file_at_each_checkpoint_and_the_end() -> None:
     store = open_store("memory://tensorboard-parts")
-    board = TensorBoard(store, "demo")
+    board = TensorBoardWriter(store, "demo")
     for event in [*whole_run(), started(token=4), events.Formed(step=20), stepped([21], time_s=1)]:
         board.on(event)
     board.close()
@@ -248,7 +247,7 @@ def test_tensorboard_in_an_object_store_adds_a_file_at_each_checkpoint_and_the_e
 
 
 def test_tensorboard_leaves_out_what_is_no_number(tmp_path: Path) -> None:
-    board = TensorBoard(open_store(str(tmp_path)), "demo")
+    board = TensorBoardWriter(open_store(str(tmp_path)), "demo")
     for event in (started(), stepped([1], time_s=1, loss=float("nan"), norm=None)):
         board.on(event)
     board.close()
@@ -268,10 +267,10 @@ def test_what_users_see_imports_no_framework_and_no_ray() -> None:
 
 
 def test_a_drawing_that_was_stored_is_shown() -> None:
-    shown = ElementTree.canonicalize(str(drawing(DECISION.timeline)))
+    shown = ElementTree.canonicalize(str(sanitized_svg(DECISION.timeline)))
     assert shown == ElementTree.canonicalize(DECISION.timeline) and "<rect" in shown and "var(--" in shown
     namespaced = DECISION.timeline.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
-    assert drawing(namespaced) == drawing(DECISION.timeline)
+    assert sanitized_svg(namespaced) == sanitized_svg(DECISION.timeline)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +294,7 @@ def test_a_drawing_that_was_stored_is_shown() -> None:
     ],
 )
 def test_what_a_stored_drawing_could_do_stays_out_of_the_page(hole: str) -> None:
-    html = str(drawing(DECISION.timeline.replace("</svg>", f"{hole}</svg>")))
+    html = str(sanitized_svg(DECISION.timeline.replace("</svg>", f"{hole}</svg>")))
     page = Balance()
     page.feed(html)
     assert page.tags <= {"svg", "g", "path", "rect", "text", "title"} and len(page.tags) > 4
@@ -306,10 +305,10 @@ def test_what_a_stored_drawing_could_do_stays_out_of_the_page(hole: str) -> None
 def test_what_is_no_drawing_is_left_out() -> None:
     entities = '<!DOCTYPE svg [<!ENTITY a "aaaaaaaaaa">]><svg><text>&a;</text></svg>'
     for none in (DECISION.timeline[:-9], "", "<html></html>", entities):
-        assert drawing(none) == ""
+        assert sanitized_svg(none) == ""
 
 
 def test_every_page_forbids_scripts_and_fetching() -> None:
     policy = "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline';"
-    assert policy in render(History.fold(whole_run()), FACTS)
-    assert policy in fill("page.html.j2", title="any other", body="")
+    assert policy in render_report(RunHistory.fold(whole_run()), FACTS)
+    assert policy in render_template("page.html.j2", title="any other", body="")

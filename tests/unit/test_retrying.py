@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trainwright.core.errors import DataError
-from trainwright.datasets.formats.retry import retrying, transient
-from trainwright.storage.retry import Pauses
+from trainwright.datasets.formats.file_system import is_transient, retry_transient
+from trainwright.storage.object_store import Backoff
 
 SLOW = "AWS Error SLOW_DOWN during GetObject operation: Please reduce your request rate. (HTTP status 503)"
 
@@ -42,7 +42,7 @@ def failing(times: int, error: Exception) -> Callable[[], str]:
 
 
 def tried(read: Callable[[], Any], time: Time, jitter: float = 0.5, **more: Any) -> Any:
-    return retrying(read, "s3://b/x", clock=lambda: time.now_s, sleep=time.sleep, jitter=lambda: jitter, **more)
+    return retry_transient(read, "s3://b/x", clock=lambda: time.now_s, sleep=time.sleep, jitter=lambda: jitter, **more)
 
 
 def test_a_read_that_works_is_done_once() -> None:
@@ -53,8 +53,8 @@ def test_a_read_that_works_is_done_once() -> None:
 
 def test_pauses_draw_nothing_from_the_generator_that_a_step_has_seeded() -> None:
     before, time = random.getstate(), Time()
-    assert retrying(failing(3, TimeoutError()), "s3://b/x", sleep=time.sleep) == "content"
-    Pauses(9.0, sleep=time.sleep).wait()
+    assert retry_transient(failing(3, TimeoutError()), "s3://b/x", sleep=time.sleep) == "content"
+    Backoff(9.0, sleep=time.sleep).wait()
     assert len(set(time.slept)) == 4 and random.getstate() == before
 
 
@@ -121,4 +121,4 @@ def test_other_errors_are_raised_at_once_as_they_are(error: Exception) -> None:
     ],
 )
 def test_which_errors_pass(error: OSError, passes: bool) -> None:
-    assert transient(error) is passes
+    assert is_transient(error) is passes

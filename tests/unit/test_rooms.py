@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.runtime import placement_groups
+from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.ray_cluster import placement_groups
 
 A, B, C = "a", "b", "c"
 
@@ -73,10 +73,10 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     return found
 
 
-def held(mesh: Mesh, **how: bool) -> placement_groups.Rooms:
+def held(mesh: Mesh, **how: bool) -> placement_groups.PlacementGroups:
     """Room for a plan, half of its slots on each of two nodes."""
-    plan = Plan(strategy="", engine="", mesh=mesh, batch_size=8, placement=Placement(cpus=1.0))
-    found = placement_groups.Rooms(plan, elastic=False, **how)
+    plan = Plan(strategy="", engine="", mesh=mesh, batch_size=8, placement=WorkerResources(cpus=1.0))
+    found = placement_groups.PlacementGroups(plan, elastic=False, **how)
     for slot in range(plan.workers):
         found.of(slot)
         found.found(slot, (A, B)[2 * slot // plan.workers])
@@ -95,9 +95,11 @@ def test_a_node_lost_on_a_full_cluster_is_waited_for_once_and_in_its_own_bundle(
     found = held(Mesh(data=8))
     own, place.alive, place.placed = place.groups[0], (A,), lambda group: False
     spots: list[Any] = [found.of(slot) for slot in range(4, 8)]
-    assert [group is own for group, _ in spots] == [True] * 4 and sum(place.waits) <= 2 * placement_groups.MOVE_S
+    assert [group is own for group, _ in spots] == [True] * 4 and sum(
+        place.waits
+    ) <= 2 * placement_groups.PLACED_WITHIN_S
     assert all(group.removed for group in place.groups[1:]), "none stands in the queue before the node that comes"
-    place.now_s = placement_groups.FULL_S + 1.0
+    place.now_s = placement_groups.RETRY_PLACEMENT_S + 1.0
     found.of(4)
     assert len(place.waits) == 4, "after a while room is looked for again"
 
@@ -106,7 +108,7 @@ def test_a_node_lost_where_others_have_room_is_waited_for_once(place: Place) -> 
     found = held(Mesh(data=8))
     own, place.alive, place.placed = place.groups[0], (A, C), lambda group: group is not own
     spots: list[Any] = [found.of(slot) for slot in range(4, 8)]
-    assert [group for group, _ in spots] == place.groups[1:] and place.waits == [placement_groups.MOVE_S]
+    assert [group for group, _ in spots] == place.groups[1:] and place.waits == [placement_groups.PLACED_WITHIN_S]
     assert all(group.selector is None for group in place.groups), "no node is shunned"
 
 
@@ -135,9 +137,9 @@ def test_room_that_nobody_will_take_over_ends_with_who_asked_for_it(
 
 
 def test_servers_have_a_group_of_their_own_over_the_nodes(place: Place) -> None:
-    placement = Placement(cpus=1.0, accelerators=1, accelerator="GPU", server_cpus=0.5)
+    placement = WorkerResources(cpus=1.0, accelerators=1, accelerator="GPU", server_cpus=0.5)
     plan = Plan(strategy="", engine="", mesh=Mesh(data=2), batch_size=8, placement=placement, servers=3)
-    found = placement_groups.Rooms(plan, elastic=True)
+    found = placement_groups.PlacementGroups(plan, elastic=True)
     spots: list[Any] = [found.of(slot) for slot in range(plan.processes)]
     assert [index for _, index in spots] == [0, 1, 2, 0, 0]
     assert place.groups[0].bundle_specs == [{"CPU": 0.5}] * 3

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.core.data import Feeding
+from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError
 from trainwright.datasets import table
-from trainwright.datasets.formats.arrow_columns import Arrays
-from trainwright.datasets.loading.bad_samples import Salvage, Skipped
-from trainwright.datasets.loading.loader import Stream
-from trainwright.datasets.sampling.sampler import Rows
+from trainwright.datasets.data_source import Arrays
+from trainwright.datasets.loading.bad_samples import SkippedSample, SkippingReader
+from trainwright.datasets.loading.batch_loader import BatchLoader
+from trainwright.datasets.sample_order import Rows
 
 
 def reading(bad: set[int], calls: list[int]) -> Any:
@@ -32,8 +32,8 @@ def reading(bad: set[int], calls: list[int]) -> Any:
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=40, unique=True), st.sets(st.integers(0, 40), max_size=8))
 def test_good_rows_stay_and_bad_ones_are_told_once(samples: list[int], bad: set[int]) -> None:
-    told: list[Skipped] = []
-    salvage = Salvage(40, told.append)
+    told: list[SkippedSample] = []
+    salvage = SkippingReader(40, told.append)
     rows = np.array(samples, dtype=np.int64)
     for _ in range(2):
         columns, good = salvage.read(reading(bad, []), rows)
@@ -45,7 +45,7 @@ def test_good_rows_stay_and_bad_ones_are_told_once(samples: list[int], bad: set[
 
 
 def test_known_bad_rows_cost_nothing_again() -> None:
-    salvage, calls = Salvage(5, lambda item: None), []
+    salvage, calls = SkippingReader(5, lambda item: None), []
     read, rows = reading({7}, calls), np.arange(64)
     salvage.read(read, rows)
     assert len(calls) <= 2 * 7
@@ -56,18 +56,18 @@ def test_known_bad_rows_cost_nothing_again() -> None:
 
 def test_the_limit_ends_it_with_the_last_error() -> None:
     with pytest.raises(DataError, match=r"more than 2 samples cannot be read.*row 9 is damaged"):
-        Salvage(2, lambda item: None).read(reading({3, 6, 9}, []), np.arange(12))
+        SkippingReader(2, lambda item: None).read(reading({3, 6, 9}, []), np.arange(12))
 
 
 def test_the_stream_gives_bad_samples_weight_0_and_keeps_the_order() -> None:
     def fragile(row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         return {"id": row["id"], "inverse": 1.0 / (float(row["id"]) - 13.0) if row["id"] != 13 else 1 // 0}
 
-    told: list[Skipped] = []
+    told: list[SkippedSample] = []
     data = table({"id": np.arange(100)})
-    feeding = Feeding(data_ranks=range(1), total=1)
-    plain = Stream(data, batch_size=8, feeding=feeding)
-    stream = Stream(data.map(fragile), batch_size=8, feeding=feeding, salvage=Salvage(1, told.append))
+    feeding = FeedAssignment(data_ranks=range(1), total=1)
+    plain = BatchLoader(data, batch_size=8, feeding=feeding)
+    stream = BatchLoader(data.map(fragile), batch_size=8, feeding=feeding, salvage=SkippingReader(1, told.append))
     used: list[int] = []
     for expected, feed in zip(plain.feeds(), stream.feeds(), strict=True):
         batch, whole = feed.parts[0][0], expected.parts[0][0]
@@ -87,11 +87,11 @@ ODD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def salvaged(data: Any, told: list[Skipped], start: int = 0, batch_size: int = 8) -> list[Any]:
+def salvaged(data: Any, told: list[SkippedSample], start: int = 0, batch_size: int = 8) -> list[Any]:
     """(columns, weights) of each step from `start` on."""
-    feeding = Feeding(data_ranks=range(1), total=1)
-    salvage = Salvage(10, told.append)
-    stream = Stream(data, batch_size=batch_size, feeding=feeding, shuffle=False, salvage=salvage)
+    feeding = FeedAssignment(data_ranks=range(1), total=1)
+    salvage = SkippingReader(10, told.append)
+    stream = BatchLoader(data, batch_size=batch_size, feeding=feeding, shuffle=False, salvage=salvage)
     with stream.feeds(start) as feeds:
         batches = [feed.parts[0][0] for feed in feeds]
     return [(batch.columns, batch.weights) for batch in batches]
@@ -100,7 +100,7 @@ def salvaged(data: Any, told: list[Skipped], start: int = 0, batch_size: int = 8
 @pytest.mark.parametrize(("odd", "error"), ODD)
 @pytest.mark.parametrize("where", [0, 5, 8])
 def test_a_row_unlike_the_others_is_skipped(odd: dict[str, Any], error: str, where: int) -> None:
-    told: list[Skipped] = []
+    told: list[SkippedSample] = []
     data = table({"x": np.arange(9)}).map(lambda row, rng: odd if row["x"] == where else {"y": int(row["x"])})
     (columns, weights), (last, last_weights) = salvaged(data, told)
     for part in (columns, last):
@@ -115,8 +115,8 @@ def test_what_rows_are_like_is_kept_across_reads(first: int) -> None:
     def read(samples: Rows) -> Arrays:
         return {"y": np.asarray([1.5 if sample == 19 else sample for sample in samples.tolist()])}
 
-    told: list[Skipped] = []
-    salvage = Salvage(1, told.append)
+    told: list[SkippedSample] = []
+    salvage = SkippingReader(1, told.append)
     salvage.read(read, np.arange(first, first + 2))
     columns, good = salvage.read(read, np.arange(16, 32))
     assert columns["y"].dtype == np.int64
@@ -125,7 +125,7 @@ def test_what_rows_are_like_is_kept_across_reads(first: int) -> None:
 
 
 def test_texts_of_any_length_are_alike() -> None:
-    told: list[Skipped] = []
+    told: list[SkippedSample] = []
     data = table({"x": np.arange(9)}).map(lambda row, rng: {"y": "a" * int(row["x"])} if row["x"] != 5 else {})
     assert [len(text) for text in salvaged(data, told)[0][0]["y"]] == [0, 1, 2, 3, 4, 0, 6, 7]
     assert [item.sample for item in told] == [5]
@@ -136,7 +136,7 @@ def test_a_batch_with_no_good_row_does_not_end_the_run(start: int) -> None:
     def fragile(row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         return {"x": row["x"], "one": 1 // int(row["x"] < 7)}
 
-    told: list[Skipped] = []
+    told: list[SkippedSample] = []
     steps = salvaged(table({"x": np.arange(9)}).map(fragile), told, start, batch_size=2)
     columns, weights = steps[-1]
     assert len(steps) == 5 - start and weights.tolist() == [0.0]
@@ -145,9 +145,9 @@ def test_a_batch_with_no_good_row_does_not_end_the_run(start: int) -> None:
 
 
 def test_a_good_row_is_repeated_once_it_was_seen() -> None:
-    told: list[Skipped] = []
+    told: list[SkippedSample] = []
     calls: list[int] = []
-    salvage = Salvage(200, told.append)
+    salvage = SkippingReader(200, told.append)
     read = reading(set(range(1, 200)), calls)
     salvage.read(read, np.arange(1))
     for _ in range(2):
@@ -157,12 +157,12 @@ def test_a_good_row_is_repeated_once_it_was_seen() -> None:
 
 
 def test_it_ends_where_no_row_is_found_anywhere() -> None:
-    told: list[Skipped] = []
+    told: list[SkippedSample] = []
     with pytest.raises(DataError, match="none of 3 samples in a row can be read: row 100 is damaged"):
-        Salvage(5, told.append).read(reading(set(range(200)), []), np.arange(100, 103))
+        SkippingReader(5, told.append).read(reading(set(range(200)), []), np.arange(100, 103))
     assert [item.sample for item in told] == [100, 101, 102], "others that were tried are not counted"
 
 
 def test_no_samples_are_no_error() -> None:
-    columns, good = Salvage(0, lambda item: None).read(reading(set(), []), np.arange(0))
+    columns, good = SkippingReader(0, lambda item: None).read(reading(set(), []), np.arange(0))
     assert len(columns["id"]) == len(good) == 0

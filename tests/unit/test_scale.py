@@ -20,12 +20,12 @@ from tests.support.driver_harness import Story
 from tests.support.fake_ray import Stored, driving
 from trainwright.core import events
 from trainwright.core.errors import PeerLost
-from trainwright.core.group import Address, Generation, Group, Peer, StateTag
+from trainwright.core.topology import Address, Generation, Group, Peer, StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.memory_checkpointing import keepers_of
-from trainwright.driver.state import Phase
-from trainwright.driver.state_agreement import agree
-from trainwright.runtime import call_arguments
+from trainwright.driver.checkpointing import choose_memory_copy_ranks
+from trainwright.driver.driver_state import Phase
+from trainwright.driver.rendezvous import agree_on_state
+from trainwright.runtime import worker_actor
 
 SIZES = (256, 1024)
 RATIO = 8.0  # of the seconds for the larger world and the smaller one: 4 where they grow alike, 16 with the square
@@ -56,7 +56,7 @@ def recoveries(size: int, folder: Path, times: int = 2) -> Found:
         formed = [event for event in driver.told if isinstance(event, events.Formed)]
         assert [(event.source, event.survivors) for event in formed[1:]] == [("replica", size - 1)] * times
         forms = [driver.fleet.actors[member.worker].called["form"] for member in driver.state.members]
-        groups = [call_arguments.joined(own, common.value) for _, own, _, common in (forms[0], forms[-1])]
+        groups = [worker_actor.join_argument(own, common.value) for _, own, _, common in (forms[0], forms[-1])]
         assert [group.rank for group in groups] == [0, size - 1] and groups[0].peers == groups[1].peers
         assert [peer.rank for peer in groups[0].peers] == list(range(size)) and groups[0].key
         return Found(min(seconds), dict(driver.fleet.sent), [*driver.fleet.stored])
@@ -94,10 +94,10 @@ def event_s(size: int) -> float:
     """CPU seconds of a decision, the mean of a recovery: of the news that a peer is lost, and of three answers."""
     story = Story(workers=size).running()
     lost, generation = PeerLost("connection closed by peer"), story.state.generation
-    failure = m.Failure(kind="peer", error=lost)
-    story.tell(m.Died(worker=0, cause="killed")).start()
+    failure = m.CallFailure(kind="peer", error=lost)
+    story.tell(m.WorkerDied(worker=0, cause="killed")).start()
     begun = time.thread_time()
-    story.tell(*(m.Raised(worker=w, generation=generation, verb="run", failure=failure) for w in range(1, size)))
+    story.tell(*(m.CallRaised(worker=w, generation=generation, verb="run", failure=failure) for w in range(1, size)))
     story.returns("reserve", Address(host="h", port=1))
     story.returns("form", StateTag(step=None), *[StateTag(step=3)] * (size - 1)).returns("heal", StateTag(step=3))
     seconds = time.thread_time() - begun
@@ -111,8 +111,8 @@ def sharded(size: int) -> dict[int, StateTag]:
 
 
 @pytest.mark.parametrize("decide", [
-    agree,
-    lambda tags: keepers_of(tags, [f"node-{rank // 8}" for rank in tags], "in_place"),
+    agree_on_state,
+    lambda tags: choose_memory_copy_ranks(tags, [f"node-{rank // 8}" for rank in tags], "in_place"),
 ])  # fmt: skip
 def test_who_sends_and_who_keeps_what_is_found_in_linear_time(
     decide: Callable[[dict[int, StateTag]], object],
@@ -138,7 +138,7 @@ def cpu_s(work: Callable[[], object], times: int = 5) -> float:
 def store(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What is put into Ray's object store."""
     put: list[bytes] = []
-    monkeypatch.setattr(call_arguments, "ray", SimpleNamespace(put=lambda value: put.append(value) or Stored(value)))
+    monkeypatch.setattr(worker_actor, "ray", SimpleNamespace(put=lambda value: put.append(value) or Stored(value)))
     return put
 
 
@@ -149,16 +149,16 @@ def group(size: int) -> Group:
 
 
 def test_a_small_group_travels_with_the_call(store: list[bytes]) -> None:
-    own, common = call_arguments.Arguments().of(group(3))
-    assert not store and call_arguments.joined(own, common) == group(3)
+    own, common = worker_actor.ArgumentPickler().of(group(3))
+    assert not store and worker_actor.join_argument(own, common) == group(3)
 
 
 def test_the_peers_of_a_large_group_are_stored_once(store: list[bytes]) -> None:
-    sender, whole = call_arguments.Arguments(), group(200)
+    sender, whole = worker_actor.ArgumentPickler(), group(200)
     sent = [sender.of(replace(whole, rank=rank)) for rank in range(200)]
     assert len(store) == 1 and len({id(common) for _, common in sent}) == 1
     assert max(len(pickle.dumps(own)) for own, _ in sent) < 600
-    assert [call_arguments.joined(own, store[0]) for own, _ in sent] == [
+    assert [worker_actor.join_argument(own, store[0]) for own, _ in sent] == [
         replace(whole, rank=rank) for rank in range(200)
     ]
     sender.of(group(200))
@@ -166,7 +166,11 @@ def test_the_peers_of_a_large_group_are_stored_once(store: list[bytes]) -> None:
 
 
 def test_what_is_the_same_for_all_is_pickled_once(store: list[bytes]) -> None:
-    sender, steps = call_arguments.Arguments(), range(3, 8)
+    sender, steps = worker_actor.ArgumentPickler(), range(3, 8)
     first, second = sender.of(steps), sender.of(steps)
-    assert first[1] is second[1] and call_arguments.joined(*first) == steps
-    assert call_arguments.joined(*sender.of(None)) is None and call_arguments.joined("own", b"") == "own" and not store
+    assert first[1] is second[1] and worker_actor.join_argument(*first) == steps
+    assert (
+        worker_actor.join_argument(*sender.of(None)) is None
+        and worker_actor.join_argument("own", b"") == "own"
+        and not store
+    )

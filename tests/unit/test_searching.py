@@ -17,9 +17,8 @@ from torch.nn import functional
 import trainwright as tw
 from tests.support import torch_jobs
 from trainwright.core.errors import JobError
-from trainwright.distillation.search_result import Found, Model, Score, Setting
-from trainwright.distillation.search_view import found_page, settings_svg
-from trainwright.strategies.distillation.losses import Distilled, heard
+from trainwright.distillation.search_result import ModelCost, Score, SearchResult, Setting, result_page, settings_svg
+from trainwright.strategies.distillation.distillation_loss import DistillationLoss, teacher_metrics
 
 DATA = tw.datasets.table(torch_jobs.data())
 
@@ -82,7 +81,7 @@ def test_settings_are_all_pairs_with_their_losses() -> None:
     assert search.called == "small-search" and search.numbers == (4, 5)
 
 
-def found(test: tuple[float, ...], alone: tuple[float, ...], **fields: Any) -> Found:
+def found(test: tuple[float, ...], alone: tuple[float, ...], **fields: Any) -> SearchResult:
     settings = (
         Setting(name="t1-alpha0.1", temperature=1, alpha=0.1, validation=Score(values=(0.84, 0.85)), steps=60),
         Setting(name="t4-alpha0.1", temperature=4, alpha=0.1, validation=Score(values=(0.8,)), steps=20, stopped=True),
@@ -91,11 +90,12 @@ def found(test: tuple[float, ...], alone: tuple[float, ...], **fields: Any) -> F
         "name": "small-search", "metric": "accuracy", "mode": "max", "seeds": tuple(range(len(test))),
         "settings": settings, "alone": Setting(name="alone", validation=Score(values=(0.82, 0.83)), steps=60),
         "chosen": "t1-alpha0.1", "test": Score(values=test), "test_alone": Score(values=alone), "together": 0.9,
-        "student": Model(name="student", parameters=12_730, size_bytes=50_920, latency_s={1: 2e-4, 64: 1e-3}),
-        "teachers": (Model(name="big", parameters=10**6, size_bytes=4 * 10**6, test=0.88),), "machine": "2 CPU cores",
+        "student": ModelCost(name="student", parameters=12_730, size_bytes=50_920, latency_s={1: 2e-4, 64: 1e-3}),
+        "teachers": (ModelCost(name="big", parameters=10**6, size_bytes=4 * 10**6, test=0.88),),
+        "machine": "2 CPU cores",
         "uri": "runs/small-search",
     }  # fmt: skip
-    return Found(**{**own, **fields})
+    return SearchResult(**{**own, **fields})
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_it_says_plainly_whether_distillation_helped(
 def test_less_is_better_where_the_search_says_so() -> None:
     one = found((2.0, 2.1, 2.2), (2.5, 2.6, 2.7), mode="min", together=None)
     assert one.helped and one.gain == pytest.approx(0.5)
-    one = replace(one, teachers=(Model(name="big", parameters=1, size_bytes=4, test=1.89),))
+    one = replace(one, teachers=(ModelCost(name="big", parameters=1, size_bytes=4, test=1.89),))
     assert one.kept == pytest.approx(1.89 / 2.1)
 
 
@@ -134,7 +134,7 @@ def test_what_is_kept_is_of_the_best_that_the_teachers_say() -> None:
 @pytest.mark.parametrize("test", [(0.83, 0.84, 0.85), (0.85,)])
 def test_it_is_the_same_after_a_round_trip(test: tuple[float, ...]) -> None:
     one = found(test, test)
-    assert Found.decode(one.encode()) == one
+    assert SearchResult.decode(one.encode()) == one
     told = json.loads(one.encode(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["told"]
     assert told["helped"] is False and told["sentence"] == one.sentence
 
@@ -158,7 +158,7 @@ def test_the_page_holds_the_picture(alone: tuple[float, ...]) -> None:
     assert {"T = 1, alpha = 0.1", "T = 4, alpha = 0.1, stopped", "student alone"} <= set(texts)
     places = [float(each.attrib["cx"]) for each in picture.iter("circle")]
     assert len(places) == 5 and all(190 <= place <= 900 for place in places)
-    page = found_page(one)
+    page = result_page(one)
     assert one.sentence in page and "<script" not in page
 
 
@@ -191,10 +191,10 @@ def test_teachers_are_judged_as_the_student_is(kind: str) -> None:
         return chances(outputs).amax(1)
 
     soft = tw.SoftLoss(kind=kind, weights={"a": 3.0, "b": 1.0})  # type: ignore[arg-type]
-    loss = Distilled(
+    loss = DistillationLoss(
         soft=soft, hard=cross_entropy, targets=("y", "teacher.a", "teacher.b"), labels=("y",), teachers=("a", "b")
     )
-    told = heard({word: metric}, loss)
+    told = teacher_metrics({word: metric}, loss)
     assert set(told) == {f"teacher.a/{word}", f"teacher.b/{word}", f"teacher./{word}"}
     targets = (labels, one, other)
     outputs = torch.zeros((9, 4), dtype=torch.float64)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import trainwright as tw
 from trainwright.core.errors import DataError, JobError, UserCodeError
 from trainwright.core.events import Failed
-from trainwright.core.redaction import HIDDEN, is_secret, json_without_secrets, without_secrets
-from trainwright.planning.job_description import changes, describe
+from trainwright.core.redaction import REDACTED, is_secret, redact, redact_json
+from trainwright.planning.job_description import describe, description_changes
 from trainwright.storage.event_files import read_events
-from trainwright.storage.event_log import Journal
-from trainwright.storage.store import open_store
+from trainwright.storage.event_log import EventLog
+from trainwright.storage.object_store import open_store
 
 CANARY = 'canary/"of\\mine"+='
 """As unusual as a secret may be."""
@@ -51,15 +51,15 @@ def test_names_say_what_is_secret() -> None:
 @given(before=st.text(), value=st.text(min_size=6), after=st.text())
 def test_no_secret_is_left_in_any_text(before: str, value: str, after: str) -> None:
     environment = {"MY_TOKEN": value, "OTHER": "x"}
-    assert value not in without_secrets(before + value + after, environment).replace(HIDDEN, "")
-    (hidden,) = json.loads(json_without_secrets(json.dumps([before + value + after]), environment))
-    assert value not in hidden.replace(HIDDEN, "")
+    assert value not in redact(before + value + after, environment).replace(REDACTED, "")
+    (hidden,) = json.loads(redact_json(json.dumps([before + value + after]), environment))
+    assert value not in hidden.replace(REDACTED, "")
 
 
 def test_a_secret_is_found_as_it_is_quoted_and_none_hides_a_part_of_another() -> None:
     environment = {"SHORT_KEY": "canary", "LONG_KEY": CANARY}
     for quoted in (repr(CANARY), json.dumps(CANARY), CANARY):
-        hidden = without_secrets(f"{quoted} canary", environment)
+        hidden = redact(f"{quoted} canary", environment)
         assert "mine" not in hidden and "canary" not in hidden
 
 
@@ -81,14 +81,14 @@ def test_a_secret_is_found_as_it_is_quoted_and_none_hides_a_part_of_another() ->
 )
 def test_a_part_of_a_variable_that_is_secret_is_hidden_by_itself_too(name: str, value: str, secret: str) -> None:
     for text in (f"cannot open {value}", f"refused {secret}", repr({"password": secret})):
-        assert secret not in without_secrets(text, {name: value})
-        assert json.dumps(secret)[1:-1] not in json_without_secrets(json.dumps([text]), {name: value})
+        assert secret not in redact(text, {name: value})
+        assert json.dumps(secret)[1:-1] not in redact_json(json.dumps([text]), {name: value})
 
 
 def test_a_password_in_an_address_is_hidden_wherever_it_comes_from() -> None:
-    told = without_secrets("cannot open 'postgres://me:abc@db/runs' and redis://:x@y", {})
+    told = redact("cannot open 'postgres://me:abc@db/runs' and redis://:x@y", {})
     assert told == "cannot open 'postgres://me:***@db/runs' and redis://:***@y"
-    assert json.loads(json_without_secrets('{"a": ["https://me:abc@host/x"]}', {})) == {"a": ["https://me:***@host/x"]}
+    assert json.loads(redact_json('{"a": ["https://me:abc@host/x"]}', {})) == {"a": ["https://me:***@host/x"]}
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_a_password_in_an_address_is_hidden_wherever_it_comes_from() -> None:
     ],
 )
 def test_an_address_without_a_password_stays(text: str) -> None:
-    assert without_secrets(text, {}) == text and json_without_secrets(json.dumps(text), {}) == json.dumps(text)
+    assert redact(text, {}) == text and redact_json(json.dumps(text), {}) == json.dumps(text)
 
 
 def test_what_is_no_secret_stays() -> None:
-    assert without_secrets("/home/thomas", {"REPOSITORY": "https://thomas@git.example.org/x"}) == "/home/thomas"
+    assert redact("/home/thomas", {"REPOSITORY": "https://thomas@git.example.org/x"}) == "/home/thomas"
     text = "the learning rate true is no number"
-    assert without_secrets(text, {"SOME_KEY": "true", "PATH": "learning rate"}) == text
+    assert redact(text, {"SOME_KEY": "true", "PATH": "learning rate"}) == text
 
 
 @pytest.mark.parametrize(
@@ -121,19 +121,19 @@ def test_what_is_no_secret_stays() -> None:
     ],
 )
 def test_every_text_of_an_error_is_rewritten(error: UserCodeError | JobError) -> None:
-    error.hide(without_secrets)
-    assert HIDDEN in str(error) and CANARY not in f"{error}{error.args}{error.__dict__}"
+    error.hide(redact)
+    assert REDACTED in str(error) and CANARY not in f"{error}{error.args}{error.__dict__}"
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) and CANARY.encode() not in pickle.dumps(error)
 
 
 def test_events_reach_storage_without_them(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    with Journal(store, "run") as journal:
+    with EventLog(store, "run") as journal:
         journal.open(1)
         journal.write(Failed(cause=f"refused {CANARY}", detail=CANARY))
     (event,) = read_events(store, "run")
-    assert isinstance(event, Failed) and event.cause == f"refused {HIDDEN}"
+    assert isinstance(event, Failed) and event.cause == f"refused {REDACTED}"
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and json.dumps(CANARY)[1:-1] in path.read_text()]
 
 
@@ -148,7 +148,7 @@ def test_a_job_is_described_without_them() -> None:
     )  # fmt: skip
     told = describe(job)
     assert not [name for name, text in told.items() if CANARY in text]
-    assert HIDDEN in told["storage"] and HIDDEN in told["train"]
+    assert REDACTED in told["storage"] and REDACTED in told["train"]
 
 
 def test_a_word_that_became_a_secret_is_no_change_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,10 +160,10 @@ def test_a_word_that_became_a_secret_is_no_change_of_the_job(monkeypatch: pytest
     monkeypatch.setenv("SORT_KEY", "embedding")
     now = describe(job)
     assert before["inputs"] != now["inputs"]
-    assert changes(before, now) == []
-    assert changes(before, {**now, "targets": "z"}) == ["targets: y -> z"]
-    (other,) = changes(before, {**now, "inputs": "image"})
-    assert other == f"inputs: {HIDDEN} -> image"
+    assert description_changes(before, now) == []
+    assert description_changes(before, {**now, "targets": "z"}) == ["targets: y -> z"]
+    (other,) = description_changes(before, {**now, "inputs": "image"})
+    assert other == f"inputs: {REDACTED} -> image"
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv", "json_lines", "tfrecord", "webdataset", "arrow", "images", "text"])

@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.server_jobs import Strike, Striker
 from trainwright.core import events
-from trainwright.core.group import Generation, Group, Peer
+from trainwright.core.topology import Generation, Group, Peer
 from trainwright.driver import dynamic_members
 from trainwright.driver import messages as m
 
 GENERATION = Generation(token=1, number=1)
-PEERS = tuple(Peer(rank=rank, address=dynamic_members.NOWHERE) for rank in range(4))
+PEERS = tuple(Peer(rank=rank, address=dynamic_members.NO_ADDRESS) for rank in range(4))
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def striker(folder: Path, *plan: Strike) -> Striker:
     made = Striker(plan=[*plan], folder=folder)
     for rank in range(4):
         group = Group(generation=GENERATION, rank=rank, peers=PEERS)
-        made.carried(m.Call(worker=rank, generation=GENERATION, verb="form", argument=group))
-        made.carried(m.Emit(event=events.Placed(worker=rank, node="here", pid=100 + rank)))
+        made.carried(m.CallWorker(worker=rank, generation=GENERATION, verb="form", argument=group))
+        made.carried(m.EmitEvent(event=events.Placed(worker=rank, node="here", pid=100 + rank)))
     return made
 
 
@@ -51,7 +51,7 @@ def test_workers_wait_from_the_step_on_until_a_checkpoint_is_there(
     assert not (tmp_path / "held").exists()
     made.told(steps(6, 10))
     assert (tmp_path / "held").read_text().split() == ["100", "101", "102", "103"] and not killed
-    made.carried(m.Emit(event=events.Checkpointed(step=5, path="", size_bytes=0, blocked_s=0, seconds=0)))
+    made.carried(m.EmitEvent(event=events.Checkpointed(step=5, path="", size_bytes=0, blocked_s=0, seconds=0)))
     assert killed == [(102, signal.SIGKILL)] and not made.plan
 
 
@@ -62,6 +62,6 @@ def test_no_strike_while_workers_wait_for_a_new_one(tmp_path: Path, killed: list
     made.told(steps(21))
     made.told(steps(22))
     assert killed == [(102, signal.SIGKILL)] and not (tmp_path / "gate").exists()
-    made.carried(m.Emit(event=events.Joined(generation=1, worker=4, rank=2, node="here", former=2, seconds=1.0)))
+    made.carried(m.EmitEvent(event=events.Joined(generation=1, worker=4, rank=2, node="here", former=2, seconds=1.0)))
     made.told(steps(23))
     assert killed == [(102, signal.SIGKILL), (101, signal.SIGKILL)] and (tmp_path / "gate").exists()

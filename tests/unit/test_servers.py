@@ -13,8 +13,7 @@ from tests.support.conformance.problems import PROBLEMS
 from tests.support.threaded_servers import SHARES, STEPS, Arrays, Cluster, Files, assert_close, cluster
 from trainwright.core.plan import Mesh
 from trainwright.strategies.reference import state as states
-from trainwright.strategies.reference.model import Mlp
-from trainwright.strategies.reference.optimizers import Sgd
+from trainwright.strategies.reference.model import Mlp, Sgd
 
 
 @pytest.mark.parametrize("name", ["ragged", "clip", "schedule", "weights", "silent_step", "empty_shares"])
@@ -128,7 +127,7 @@ def test_a_checkpoint_is_of_full_names_and_loads_in_any_layout() -> None:
         own.every([*own.servers, *own.workers], lambda one: one.load(Files(files)))
         assert [tag.step for tag in own.tags()] == [5, 5]
         again = own.state()
-        assert states.to_bytes(states.fitted(again, middle)) == states.to_bytes(middle)
+        assert states.to_bytes(states.fit_state(again, middle)) == states.to_bytes(middle)
         kept = [one.snapshot() for one in own.servers]
         own.run()
         wanted = own.parameters()

@@ -11,11 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.core.staleness import Consistency, Unit
-from trainwright.strategies.ps.lease_table import Book, Closing, Grant
-from trainwright.strategies.ps.shard_store import Shard
-from trainwright.strategies.ps.tensor_placement import ALIGNMENT, Tensor, busy, deal
-from trainwright.strategies.ps.update_admission import Gate
+from trainwright.core.topology import Consistency, WorkUnit
+from trainwright.strategies.ps.lease_table import ClosedRound, Grant, LeaseTable
+from trainwright.strategies.ps.parameter_shards import (
+    ALIGNMENT,
+    ModelTensor,
+    ParameterShard,
+    count_busy_servers,
+    place_tensors,
+)
+from trainwright.strategies.ps.update_admission import UpdateAdmission
 
 # --- random schedules -------------------------------------------------------------------------------------
 
@@ -36,15 +41,15 @@ class Cluster:
     def __init__(self, seed: int, consistency: str, servers: int, shares: int, workers: int, until: int, steps: int):
         self.random, self.servers, self.shares = random.Random(seed), servers, shares
         self.consistency = Consistency.parse(consistency)
-        self.book = Book(shares=shares, start=0, consistency=self.consistency, local_steps=steps, window=4)
-        self.gates: list[Gate[tuple[Unit, int, int]]] = [
-            Gate(shares=shares, consistency=self.consistency) for _ in range(servers)
+        self.book = LeaseTable(shares=shares, start=0, consistency=self.consistency, local_steps=steps, window=4)
+        self.gates: list[UpdateAdmission[tuple[WorkUnit, int, int]]] = [
+            UpdateAdmission(shares=shares, consistency=self.consistency) for _ in range(servers)
         ]
-        self.mail: list[deque[Closing]] = [deque() for _ in range(servers)]
-        self.applied: list[list[tuple[Unit, ...]]] = [[] for _ in range(servers)]
+        self.mail: list[deque[ClosedRound]] = [deque() for _ in range(servers)]
+        self.applied: list[list[tuple[WorkUnit, ...]]] = [[] for _ in range(servers)]
         self.ages: list[int] = []
-        self.closings: list[Closing] = []
-        self.done: Counter[Unit] = Counter()
+        self.closings: list[ClosedRound] = []
+        self.done: Counter[WorkUnit] = Counter()
         self.now_s, self.born = 0.0, 0
         self.workers: list[Worker] = []
         for _ in range(workers):
@@ -187,7 +192,9 @@ def test_every_unit_counts_once_on_every_server_whatever_happens(
     rounds = [closing.step for closing in own.closings]
     assert step == own.book.step <= until and rounds == sorted(rounds)
     every = {
-        Unit(step=closing.step, share=share, steps=closing.steps) for closing in own.closings for share in range(shares)
+        WorkUnit(step=closing.step, share=share, steps=closing.steps)
+        for closing in own.closings
+        for share in range(shares)
     }
     for applied in own.applied:
         assert Counter(unit for units in applied for unit in units) == Counter(every)
@@ -202,10 +209,10 @@ def test_every_unit_counts_once_on_every_server_whatever_happens(
 
 
 def test_a_second_segment_goes_on_and_a_wish_ends_with_what_was_begun() -> None:
-    book = Book(shares=2, start=10, consistency=Consistency.parse("async"), window=3)
+    book = LeaseTable(shares=2, start=10, consistency=Consistency.parse("async"), window=3)
     book.extend(11)
     grants = [book.lease(f"w{share}", share, 0.0) for share in range(2)]
-    assert [one and one.unit for one in grants] == [Unit(step=10, share=0), Unit(step=10, share=1)]
+    assert [one and one.unit for one in grants] == [WorkUnit(step=10, share=0), WorkUnit(step=10, share=1)]
     assert book.lease("w2", 2, 0.0) is None, "the segment has no more"
     for worker, one in zip(("w0", "w1"), grants, strict=True):
         assert one is not None and book.done(worker, one.unit, one.at, 1.0)
@@ -219,7 +226,7 @@ def test_a_second_segment_goes_on_and_a_wish_ends_with_what_was_begun() -> None:
 
 
 def test_local_steps_are_units_of_several_and_the_last_of_a_segment_is_shorter() -> None:
-    book = Book(shares=1, start=0, consistency=Consistency.parse("sync"), local_steps=4)
+    book = LeaseTable(shares=1, start=0, consistency=Consistency.parse("sync"), local_steps=4)
     book.extend(6)
     units = []
     while not book.over:
@@ -230,9 +237,9 @@ def test_local_steps_are_units_of_several_and_the_last_of_a_segment_is_shorter()
     assert units == [(0, 4, 0), (4, 2, 1)]
 
 
-def learnt(consistency: str, quick: int, slow: float = 1.0) -> tuple[Book, float]:
+def learnt(consistency: str, quick: int, slow: float = 1.0) -> tuple[LeaseTable, float]:
     """A book whose workers have done one round each, worker `slow` times slower; when that was."""
-    book = Book(shares=quick + 1, start=0, consistency=Consistency.parse(consistency))
+    book = LeaseTable(shares=quick + 1, start=0, consistency=Consistency.parse(consistency))
     book.extend(100)
     grants = [book.lease(f"w{share}", share, 0.0) for share in range(quick + 1)]
     for share, grant in enumerate(grants):
@@ -252,7 +259,7 @@ def test_an_equal_worker_is_not_copied_and_a_slow_one_is_at_once() -> None:
     mine = book.lease("w1", 1, now_s)
     assert mine is not None and book.done("w1", mine.unit, mine.at, now_s + 1.0)
     copy = book.lease("w1", 1, now_s + 1.0)
-    assert copy is not None and copy.unit == Unit(step=1, share=2) and book.again == 1
+    assert copy is not None and copy.unit == WorkUnit(step=1, share=2) and book.again == 1
     assert book.lease("w3", 3, now_s + 1.0) is None, "it is out twice"
 
 
@@ -271,7 +278,7 @@ def test_an_overdue_lease_is_handed_out_again_and_the_first_push_wins() -> None:
 
 
 def test_a_worker_that_asks_again_has_given_up_what_it_held() -> None:
-    book = Book(shares=2, start=0, consistency=Consistency.parse("sync"))
+    book = LeaseTable(shares=2, start=0, consistency=Consistency.parse("sync"))
     book.extend(1)
     first = book.lease("w0", 0, 0.0)
     assert first is not None and book.lease("w0", 0, 0.0) == first, "its answer was lost"
@@ -291,11 +298,11 @@ def test_shards_hold_every_byte_once_and_nearly_as_many_each(
     shapes: list[list[int]], kinds: list[str], servers: int, cut: bool
 ) -> None:
     tensors = [
-        Tensor(name=f"t{number}", shape=tuple(shape), dtype="float32", item_bytes=4, kind=kind)  # type: ignore[arg-type]
+        ModelTensor(name=f"t{number}", shape=tuple(shape), dtype="float32", item_bytes=4, kind=kind)  # type: ignore[arg-type]
         for number, (shape, kind) in enumerate(zip(shapes, kinds, strict=False))
     ]
-    shards = deal(tensors, servers, cut=cut)
-    assert shards == deal(tensors, servers, cut=cut)
+    shards = place_tensors(tensors, servers, cut=cut)
+    assert shards == place_tensors(tensors, servers, cut=cut)
     for tensor in tensors:
         pieces = [slot for shard in shards for slot in shard.slots if slot.name == tensor.name]
         held = [{slot.name for slot in shard.slots} for shard in shards]
@@ -306,13 +313,13 @@ def test_shards_hold_every_byte_once_and_nearly_as_many_each(
         assert all(before[1] == after[0] for before, after in pairwise(edges))
         assert cut or len(pieces) == 1
     trained = [(one.shape[0] if one.shape else 1, one.size_bytes) for one in tensors if one.kind == "trained"]
-    assert not cut or busy(trained, servers) == sum(shard.trained_bytes > 0 for shard in shards)
+    assert not cut or count_busy_servers(trained, servers) == sum(shard.trained_bytes > 0 for shard in shards)
     for kind in ("trained", "frozen"):
         _check_balance(tensors, shards, kind)
     _check_places(shards)
 
 
-def _check_balance(tensors: list[Tensor], shards: tuple[Shard, ...], kind: str) -> None:
+def _check_balance(tensors: list[ModelTensor], shards: tuple[ParameterShard, ...], kind: str) -> None:
     """No server holds more than a fair share, the largest piece, and a row of each tensor that was cut."""
     pieces = [slot for shard in shards for slot in shard.slots if slot.kind == kind]
     rows = {slot.name: slot.size // (slot.rows[1] - slot.rows[0]) for slot in pieces if slot.rows}
@@ -322,7 +329,7 @@ def _check_balance(tensors: list[Tensor], shards: tuple[Shard, ...], kind: str) 
         assert sum(slot.size for slot in shard.slots if slot.kind == kind) <= most
 
 
-def _check_places(shards: tuple[Shard, ...]) -> None:
+def _check_places(shards: tuple[ParameterShard, ...]) -> None:
     """Slots do not overlap, are aligned, and the kinds lie one after the other."""
     for shard in shards:
         end = 0
@@ -335,7 +342,7 @@ def _check_places(shards: tuple[Shard, ...]) -> None:
 
 @pytest.mark.parametrize("servers", [2, 3, 4])
 def test_a_large_tensor_is_spread_evenly(servers: int) -> None:
-    table = Tensor(name="table", shape=(1000, 16), dtype="float32", item_bytes=4)
-    bias = Tensor(name="bias", shape=(16,), dtype="float32", item_bytes=4)
-    loads = [sum(slot.size for slot in shard.slots) for shard in deal([table, bias], servers)]
+    table = ModelTensor(name="table", shape=(1000, 16), dtype="float32", item_bytes=4)
+    bias = ModelTensor(name="bias", shape=(16,), dtype="float32", item_bytes=4)
+    loads = [sum(slot.size for slot in shard.slots) for shard in place_tensors([table, bias], servers)]
     assert max(loads) - min(loads) <= 2 * 16 * 4

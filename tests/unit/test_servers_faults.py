@@ -11,9 +11,9 @@ import pytest
 
 from tests.support.threaded_servers import SHARES, STEPS, assert_close, cluster
 from trainwright.core.errors import NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
-from trainwright.strategies.ps import client as worker_side
 from trainwright.strategies.ps import lease_table
-from trainwright.strategies.reference.optimizers import Sgd
+from trainwright.strategies.ps import parameter_client as worker_side
+from trainwright.strategies.reference.model import Sgd
 
 NEVER = 1e6  # times the usual: however slow the machine is
 
@@ -32,11 +32,11 @@ def test_a_connection_that_breaks_around_a_push_changes_nothing(
         assert_close(own.parameters(), wanted)
 
 
-def break_push(monkeypatch: pytest.MonkeyPatch, mine: worker_side.Clients, index: int, lost: str) -> list[str]:
+def break_push(monkeypatch: pytest.MonkeyPatch, mine: worker_side.ParameterClient, index: int, lost: str) -> list[str]:
     """Break the third push to a server, before it can see it, or after it has answered."""
-    begin, broken, pushes = worker_side.Server.begin, [], [0]
+    begin, broken, pushes = worker_side.ServerClient.begin, [], [0]
 
-    def breaking(self: worker_side.Server, head: dict[str, Any], **more: Any) -> None:
+    def breaking(self: worker_side.ServerClient, head: dict[str, Any], **more: Any) -> None:
         mark = self is mine.servers[index] and head["do"] == "push" and not broken
         pushes[0] += mark
         if not mark or pushes[0] < 3:
@@ -50,7 +50,7 @@ def break_push(monkeypatch: pytest.MonkeyPatch, mine: worker_side.Clients, index
             self.link.answer(self._until())
             self.link.cut()
 
-    monkeypatch.setattr(worker_side.Server, "begin", breaking)
+    monkeypatch.setattr(worker_side.ServerClient, "begin", breaking)
     return broken
 
 
@@ -60,17 +60,17 @@ def test_a_worker_that_is_gone_between_its_pushes_to_two_servers(
 ) -> None:
     """Another computes the unit again, and each server counts it once."""
     with cluster("schedule", 2, 2, consistency=consistency) as own:
-        doomed, begin = own.workers[0], worker_side.Server.begin
+        doomed, begin = own.workers[0], worker_side.ServerClient.begin
         second = doomed.clients.servers[1]
 
-        def stopping(self: worker_side.Server, head: dict[str, Any], **more: Any) -> None:
+        def stopping(self: worker_side.ServerClient, head: dict[str, Any], **more: Any) -> None:
             if self is second and head["do"] == "push":
                 doomed.clients.servers[0].end()  # that one has it
                 doomed.leave()
                 raise KeyboardInterrupt
             begin(self, head, **more)
 
-        monkeypatch.setattr(worker_side.Server, "begin", stopping)
+        monkeypatch.setattr(worker_side.ServerClient, "begin", stopping)
         serving, lasting = own.serve(), own.work(own.workers[1])
         with pytest.raises(KeyboardInterrupt):
             own.work(doomed).result(30.0)
@@ -84,8 +84,8 @@ def test_a_worker_that_is_gone_between_its_pushes_to_two_servers(
 
 
 def test_a_worker_is_told_which_of_its_pushes_a_step_went_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_table, "OVERDUE", NEVER)  # nobody else computes what the slow one has
-    monkeypatch.setattr(lease_table, "SOONER", NEVER)
+    monkeypatch.setattr(lease_table, "OVERDUE_FACTOR", NEVER)  # nobody else computes what the slow one has
+    monkeypatch.setattr(lease_table, "SPECULATION_FACTOR", NEVER)
     with cluster("dividing", 2, 2, consistency="sync(backup=1)") as own:
         slow, quick = own.workers
         serving = own.serve()

@@ -15,17 +15,15 @@ import pytest
 
 from tests.support.threaded_servers import KEY, STEPS, Cluster, assert_close, cluster
 from trainwright.core.errors import PeerLost
-from trainwright.core.group import Address, Generation, Group, Peer
-from trainwright.driver.dynamic_members import group_of
-from trainwright.driver.run_policy import Settings
-from trainwright.driver.state import Member
-from trainwright.driver.state_machine import begin
-from trainwright.strategies.common import host_address
-from trainwright.strategies.ps import handshake, shared_memory
-from trainwright.strategies.ps.client_transport import Link, dial
-from trainwright.strategies.ps.frames import Header, Kind
-from trainwright.strategies.ps.sockets import Switch
-from trainwright.strategies.tensorflow.ps.membership import Seat, Seats
+from trainwright.core.topology import Address, Generation, Group, Peer
+from trainwright.driver.driver_state import GroupMember
+from trainwright.driver.dynamic_members import group_for
+from trainwright.driver.run_policy import RunPolicy
+from trainwright.driver.state_machine import begin_run
+from trainwright.strategies.common import host_address, shared_memory, socket_transport
+from trainwright.strategies.common.socket_transport import ConnectionCanceller, FrameHeader, FrameKind
+from trainwright.strategies.ps.client_connection import ServerConnection, connect_to_server
+from trainwright.strategies.tensorflow.coordinator_engine import MemberConnection, MemberRegistry
 
 UNIT: dict[str, Any] = {"worker": "w", "unit": [0, 0, 1], "at": 0}
 PUSH: dict[str, Any] = {
@@ -65,9 +63,9 @@ def own() -> Iterator[Cluster]:
         yield made
 
 
-def member(own: Cluster, key: bytes = KEY) -> Link:
+def member(own: Cluster, key: bytes = KEY) -> ServerConnection:
     """A connection of rank 1 to the server."""
-    return dial(own.peers[0], key, 1, time.monotonic() + 10.0, Switch())
+    return connect_to_server(own.peers[0], key, 1, time.monotonic() + 10.0, ConnectionCanceller())
 
 
 @pytest.mark.parametrize("said", MALFORMED.values(), ids=MALFORMED)
@@ -92,7 +90,7 @@ def test_memory_that_is_none_ends_its_connection_and_not_the_server(own: Cluster
     assert link.shared
     empty = os.memfd_create("empty", os.MFD_ALLOW_SEALING)
     fcntl.fcntl(empty, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    link._send([Header(Kind.OUTBOX, size=0).pack()], time.monotonic() + 5.0, empty)
+    link._send([FrameHeader(FrameKind.OUTBOX, size=0).pack()], time.monotonic() + 5.0, empty)
     with pytest.raises(PeerLost):
         link.call(b"{}", time.monotonic() + 5.0)
         link.answer(time.monotonic() + 5.0)
@@ -106,7 +104,7 @@ def test_memory_that_is_none_ends_its_connection_and_not_the_server(own: Cluster
 def test_who_knows_the_generation_and_not_its_key_is_not_let_in(
     own: Cluster, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_memory, "SHARES", shared)
+    monkeypatch.setattr(shared_memory, "HAS_SHARED_MEMORY", shared)
     with pytest.raises(PeerLost, match="closed the connection"):
         member(own, b"another key")
     own.run()
@@ -116,31 +114,31 @@ def test_who_knows_the_generation_and_not_its_key_is_not_let_in(
 def test_a_server_that_does_not_know_the_key_is_told_nothing() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(handshake.nonce() + bytes(handshake.MAC_BYTES))
+        theirs.sendall(socket_transport.new_nonce() + bytes(socket_transport.MAC_BYTES))
         with pytest.raises(ConnectionError, match="the server does not know the group's key"):
-            handshake.join(ours, KEY, 1, time.monotonic() + 5.0)
+            socket_transport.authenticate(ours, KEY, 1, time.monotonic() + 5.0)
 
 
 def test_a_group_without_a_key_does_not_form() -> None:
     with pytest.raises(ValueError, match="the group has no key"):
-        handshake.claim(b"", handshake.nonce(), 1)
+        socket_transport.member_claim(b"", socket_transport.new_nonce(), 1)
 
 
 def test_each_generation_of_each_driver_has_a_key_that_nothing_shows() -> None:
     first, second = Generation(token=1, number=1), Generation(token=1, number=2)
-    ours = Settings(workers=2, total_steps=1, steps_per_epoch=1, secret=b"our own secret")
+    ours = RunPolicy(workers=2, total_steps=1, steps_per_epoch=1, secret=b"our own secret")
     theirs = replace(ours, secret=b"another driver's")
     keys = {ours.key_of(first), ours.key_of(second), theirs.key_of(first)}
     assert len(keys) == 3 and min(map(len, keys)) == 32
-    state, _ = begin(ours, 0.0)
-    group = group_of(replace(state, members=(Member(worker=0, slot=0),), generation=second), 0)
+    state, _ = begin_run(ours, 0.0)
+    group = group_for(replace(state, members=(GroupMember(worker=0, slot=0),), generation=second), 0)
     assert group.key == ours.key_of(second)
     assert repr(group.key) not in repr(group) and repr(ours.secret) not in repr(ours)
 
 
 def test_a_chief_of_tensorflow_seats_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_address, "_told", ["127.0.0.1"])
-    seats = Seats()
+    seats = MemberRegistry()
     peers = tuple(Peer(rank=rank, address=seats.address) for rank in range(2))
     group = Group(generation=Generation(token=1, number=1), rank=0, peers=peers, key=KEY, deadline_s=20.0)
     seats.open(group)
@@ -149,9 +147,9 @@ def test_a_chief_of_tensorflow_seats_members_alone(monkeypatch: pytest.MonkeyPat
         with socket.create_connection((seats.address.host, seats.address.port)) as noisy:
             noisy.sendall(json.dumps({"rank": 1, "generation": "1.1"}).encode() * 9)
             with pytest.raises(PeerLost, match="the chief did not let rank 1 in"):
-                Seat(replace(group, rank=1, key=b"another key"), served.append)
+                MemberConnection(replace(group, rank=1, key=b"another key"), served.append)
             assert served == []
-        member = Seat(replace(group, rank=1), served.append)
+        member = MemberConnection(replace(group, rank=1), served.append)
         assert seats.gather(group, time.monotonic() + 20.0) == {1: served[0]}
         member.leave()
         member._chief.close()

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from trainwright.runtime.signals import FIRST, SECOND, stopping
+from trainwright.runtime.run_handle import FIRST_SIGNAL_TEXT, SECOND_SIGNAL_TEXT, stop_on_signals
 
 
 class Asked:
@@ -25,10 +25,10 @@ def test_the_first_signal_waits_for_a_checkpoint_and_each_is_answered_at_once(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     before, asked = signal.getsignal(signal.SIGINT), Asked()
-    with stopping(asked) as stops:
+    with stop_on_signals(asked) as stops:
         os.kill(os.getpid(), signal.SIGINT)
-        assert capfd.readouterr().err.split("\n") == ["", FIRST, ""]
+        assert capfd.readouterr().err.split("\n") == ["", FIRST_SIGNAL_TEXT, ""]
         os.kill(os.getpid(), signal.SIGTERM)
-        assert capfd.readouterr().err.split("\n") == ["", SECOND, ""]
+        assert capfd.readouterr().err.split("\n") == ["", SECOND_SIGNAL_TEXT, ""]
     assert asked.now == [False, True] and stops.last == signal.SIGTERM
     assert signal.getsignal(signal.SIGINT) is before

@@ -16,18 +16,16 @@ from typer.testing import CliRunner
 from trainwright.cli.main import app
 from trainwright.core.errors import PlanError
 from trainwright.core.events import Formed, Stale
-from trainwright.core.staleness import Consistency, Outer, Unit, Wire
-from trainwright.reporting.history import History
-from trainwright.reporting.history_records import staleness_of, staleness_text
-from trainwright.reporting.html.figures import stale_figure
-from trainwright.simulator.event_simulator import Simulation
-from trainwright.simulator.outcome import Outcome, paying, percentile
-from trainwright.simulator.outcome_view import as_data, as_page
-from trainwright.simulator.scenario import Scenario
-from trainwright.simulator.toy_problem import Computed, Learner
+from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer, WorkUnit
+from trainwright.reporting.html.run_charts import staleness_chart
+from trainwright.reporting.run_history import RunHistory
+from trainwright.simulator.event_simulator import ComputedPush, QuadraticProblem, Simulation
+from trainwright.simulator.scenario import Scenario, SimulationResult, fewest_servers, staleness_percentile
+from trainwright.simulator.simulation_view import as_data, as_page
+from trainwright.storage.run_records import staleness_of, staleness_text
 
 
-def simulated(consistency: str, *, learn: bool = False, **facts: Any) -> Outcome:
+def simulated(consistency: str, *, learn: bool = False, **facts: Any) -> SimulationResult:
     given = {"workers": 10, "servers": 4, "parameter_bytes": 1e6, "steps": 60, **facts}
     return Simulation(Scenario(consistency=Consistency.parse(consistency), **given), learn=learn).run()
 
@@ -77,15 +75,15 @@ def test_more_servers_pay_until_workers_links_are_what_is_slow() -> None:
     large = {"parameter_bytes": 4e8, "server_bytes_per_s": 1.25e9, "worker_bytes_per_s": 1.25e9, "steps": 20}
     found = [simulated("async", servers=count, **large) for count in (1, 4, 16, 64)]
     assert found[0].busy > 0.95 and found[0].steps_per_s < 0.5 * found[1].steps_per_s
-    assert paying(found) == {"async": 16} and found[3].busy < 0.4
-    narrow = simulated("async", servers=1, wire=Wire.parse("int8"), **large)
+    assert fewest_servers(found) == {"async": 16} and found[3].busy < 0.4
+    narrow = simulated("async", servers=1, wire=GradientCompression.parse("int8"), **large)
     assert narrow.busiest == "link out", "what is pulled stays as wide"
 
 
 def test_local_steps_are_sent_once_a_round() -> None:
     large = {"parameter_bytes": 4e8, "steps": 64, "servers": 1}
     each = simulated("sync", **large)
-    rounds = simulated("sync", local_steps=16, outer=Outer.parse("nesterov(0.7,0.9)"), learn=True, **large)
+    rounds = simulated("sync", local_steps=16, outer=OuterOptimizer.parse("nesterov(0.7,0.9)"), learn=True, **large)
     assert rounds.steps_per_s > 4 * each.steps_per_s and sum(rounds.staleness.counts.values()) == 4 * 10
     assert rounds.losses[-1][1] < 0.5 * rounds.losses[0][1]
 
@@ -112,17 +110,17 @@ def test_what_many_learn_at_once_bears_a_smaller_rate_for_each_update() -> None:
 
 @pytest.mark.parametrize(("local_steps", "outer"), [(1, "average"), (4, "average"), (4, "nesterov(0.7,0.9)")])
 def test_an_update_is_the_mean_of_its_units_whatever_they_were_computed_on(local_steps: int, outer: str) -> None:
-    facts = {"workers": 4, "local_steps": local_steps, "outer": Outer.parse(outer)}
-    whole, moved = (Learner(Scenario(batch_size=256, **facts)) for _ in range(2))  # type: ignore[arg-type]
-    units = [Unit(step=0, share=share, steps=local_steps) for share in range(4)]
+    facts = {"workers": 4, "local_steps": local_steps, "outer": OuterOptimizer.parse(outer)}
+    whole, moved = (QuadraticProblem(Scenario(batch_size=256, **facts)) for _ in range(2))  # type: ignore[arg-type]
+    units = [WorkUnit(step=0, share=share, steps=local_steps) for share in range(4)]
     begun = [(share + 1.0) * whole.held.x for share in range(4)]
-    whole.apply([Computed(unit, x) for unit, x in zip(units, begun, strict=True)])
+    whole.apply([ComputedPush(unit, x) for unit, x in zip(units, begun, strict=True)])
     went = []
     for unit, x in zip(units, begun, strict=True):
-        alone = Learner(Scenario(batch_size=256, **{**facts, "outer": Outer()}))  # type: ignore[arg-type]
-        alone.apply([Computed(unit, x)])
+        alone = QuadraticProblem(Scenario(batch_size=256, **{**facts, "outer": OuterOptimizer()}))  # type: ignore[arg-type]
+        alone.apply([ComputedPush(unit, x)])
         went.append(alone.held.x - moved.held.x)
-    mean, own = np.mean(went, axis=0), Outer.parse(outer)
+    mean, own = np.mean(went, axis=0), OuterOptimizer.parse(outer)
     expected = moved.held.x + own.rate * (1 + own.momentum) * mean
     np.testing.assert_allclose(whole.held.x, expected, rtol=1e-12)
 
@@ -141,7 +139,7 @@ def test_the_page_has_all_of_it_and_the_data_is_the_documented_one() -> None:
     assert page.count("<svg") == 2 and "simulated on a virtual clock" in page and "<script" not in page
     data = json.loads(json.dumps(as_data(found)))
     assert [one["consistency"] for one in data["outcomes"]] == ["sync", "async"]
-    assert data["outcomes"][0]["target_s"] > 0 and percentile(found[0].staleness, 0.95) == 0
+    assert data["outcomes"][0]["target_s"] > 0 and staleness_percentile(found[0].staleness, 0.95) == 0
 
 
 def test_the_command_prints_a_table_and_names_what_it_cannot_read() -> None:
@@ -159,10 +157,10 @@ def test_a_run_tells_how_stale_it_was() -> None:
         Stale(step=10, counts=[[0, 4], [3, 12]], dropped=1, again=2), Stale(step=20, counts=[[3, 4], [5, 4]]),
         Stale(step=30, counts=[[9, 100]]), Formed(step=20),
     ]  # fmt: skip
-    history = History.fold(told)
+    history = RunHistory.fold(told)
     found = staleness_of(history.stale)
     assert found.counts == {0: 4, 3: 16, 5: 4} and (found.dropped, found.again) == (1, 2), "what was lost is not told"
     text = staleness_text(found)
     assert text == "mean 2.8 updates, at most 5; 1 push dropped, 2 units handed out again"
-    assert stale_figure(history).startswith("<svg") and "mean 2.8" in stale_figure(history)
-    assert staleness_text(staleness_of(())) == "" and stale_figure(History()) == ""
+    assert staleness_chart(history).startswith("<svg") and "mean 2.8" in staleness_chart(history)
+    assert staleness_text(staleness_of(())) == "" and staleness_chart(RunHistory()) == ""

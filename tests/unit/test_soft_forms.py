@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from trainwright.core.errors import JobError
-from trainwright.distillation.target_encoding import Form, decode, names_of
+from trainwright.distillation.target_encoding import TargetEncoding, decode_targets, encoded_columns
 
 LOGITS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(2, 12)).flatmap(
     lambda shape: arrays(np.float32, shape, elements=st.floats(-60, 60, width=32))
@@ -29,10 +29,10 @@ def mass(logits: Any, chosen: Any) -> Any:
 @given(logits=LOGITS, data=st.data())
 def test_the_largest_logits_stay_and_the_rest_keeps_its_mass(logits: Any, data: Any) -> None:
     count = data.draw(st.integers(1, logits.shape[-1] - 1))
-    form = Form.parse(f"topk({count})")
+    form = TargetEncoding.parse(f"topk({count})")
     kept = form.encode("output", logits)
-    assert tuple(kept) == names_of(form, "output")
-    whole, index = decode(form, "output", kept), kept["output_index"].astype(np.int64)
+    assert tuple(kept) == encoded_columns(form, "output")
+    whole, index = decode_targets(form, "output", kept), kept["output_index"].astype(np.int64)
     assert whole.shape == logits.shape and whole.dtype == np.float32
     # The largest, exact in half precision, in their order, none smaller than one that is not kept.
     half = logits.astype(np.float16).astype(np.float32)
@@ -53,7 +53,7 @@ def test_the_largest_logits_stay_and_the_rest_keeps_its_mass(logits: Any, data: 
 @pytest.mark.parametrize("keep", ["fp32", "fp16", "topk(2)"])
 @pytest.mark.parametrize("shape", [(7, 5), (7, 3, 5), (7, 3, 70_000)])
 def test_what_is_kept_of_a_row_is_known_before(keep: str, shape: tuple[int, ...]) -> None:
-    form = Form.parse(keep)
+    form = TargetEncoding.parse(keep)
     kept = form.encode("output", np.zeros(shape, np.float32))
     kept.pop("output_classes", None)  # the same in all rows
     assert form.row_bytes((None, *shape[1:])) == sum(each.nbytes for each in kept.values()) / shape[0]
@@ -62,15 +62,15 @@ def test_what_is_kept_of_a_row_is_known_before(keep: str, shape: tuple[int, ...]
 @pytest.mark.parametrize("keep", ["fp32", "fp16"])
 def test_whole_outputs_come_back(keep: str) -> None:
     values = np.random.default_rng(0).normal(size=(5, 2, 3)) * 20
-    form = Form.parse(keep)
-    found = decode(form, "output", form.encode("output", values))
+    form = TargetEncoding.parse(keep)
+    found = decode_targets(form, "output", form.encode("output", values))
     np.testing.assert_array_equal(found, values.astype(keep.replace("fp", "float")).astype(np.float32))
 
 
 def test_a_mass_beyond_half_precision_and_masked_classes_are_kept() -> None:
     logits = np.array([[0.0, -100.0, -101.0, -np.inf], [0.0, -np.inf, -np.inf, -np.inf], [3.0, 3.0, 3.0, 3.0]])
-    form = Form.parse("topk(1)")
-    found = decode(form, "output", form.encode("output", logits))
+    form = TargetEncoding.parse("topk(1)")
+    found = decode_targets(form, "output", form.encode("output", logits))
     shares = (
         np.log(np.exp(found[0]).sum(dtype=np.float64) - 1) if np.exp(found[0]).sum() > 1 else found[0, 1] + np.log(3)
     )
@@ -92,4 +92,4 @@ def test_a_mass_beyond_half_precision_and_masked_classes_are_kept() -> None:
 )
 def test_what_cannot_be_kept_is_refused(keep: str, values: Any, message: str) -> None:
     with pytest.raises(JobError, match=message):
-        Form.parse(keep).encode("output", values)
+        TargetEncoding.parse(keep).encode("output", values)

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainwright.core.data import fold
+from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import Dataset, parquet, table
-from trainwright.datasets.formats.arrow_columns import Field
-from trainwright.datasets.loading.row_reader import Reader
+from trainwright.datasets.data_source import Field
+from trainwright.datasets.row_reader import RowReader
 
 
 def images(rows: int) -> np.ndarray:
@@ -294,7 +294,7 @@ def test_randomness_of_a_row_is_counted() -> None:
     alone = data.read(index, [7], seed=3, epoch=2)["noise"][0]
     together = data.read(index, range(50), seed=3, epoch=2)["noise"]
     assert together[7] == alone
-    assert alone == np.random.Generator(np.random.Philox(key=fold(3, 2, 7))).random()
+    assert alone == np.random.Generator(np.random.Philox(key=fold_seed(3, 2, 7))).random()
     assert len(set(together.tolist())) == 50
     assert data.read(index, [7], seed=3, epoch=1)["noise"][0] != alone
     twice = data.map(lambda row, rng: {**row, "second": rng.random()}).read(index, [7], seed=3, epoch=2)
@@ -364,7 +364,7 @@ def test_the_reader_keeps_a_bounded_part_and_reads_nothing_twice_that_it_keeps()
     groups = tuple(type(index.groups[0])(file="f", number=n, rows=10, first=n * 10) for n in range(10))
     index = type(index)(rows=100, groups=groups, schema=index.schema, row_bytes=8, hash="")
     loader = CountingLoader(100, 10)
-    reader = Reader(loader, index, ["x"], memory_bytes=3 * 80)
+    reader = RowReader(loader, index, ["x"], memory_bytes=3 * 80)
     rows = np.array([95, 3, 94, 4, 55])
     assert reader.gather(rows)["x"].tolist() == rows.tolist()
     assert reader.gather(rows)["x"].tolist() == rows.tolist()
@@ -373,7 +373,7 @@ def test_the_reader_keeps_a_bounded_part_and_reads_nothing_twice_that_it_keeps()
     assert loader.loaded == [0, 5, 9, 2]
     reader.gather(np.array([55, 0]))
     assert loader.loaded == [0, 5, 9, 2, 5]
-    blocks = Reader(loader, index, ["x"], blocks=np.array([0, 4, 25, 30, 100]))
+    blocks = RowReader(loader, index, ["x"], blocks=np.array([0, 4, 25, 30, 100]))
     assert blocks.gather(rows)["x"].tolist() == rows.tolist()
     assert blocks.gather(np.arange(100))["x"].tolist() == list(range(100))
 

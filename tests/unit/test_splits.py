@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from trainwright.core.errors import DataError
 from trainwright.datasets import mix, parquet, split, table
-from trainwright.datasets.ops.split import Cut, SplitIndex, keys_of
+from trainwright.datasets.ops.hash_split import HashSplit, SplitIndex, hash_keys
 
 SHARES = {"train": 0.9, "validation": 0.1}
 PARTS = st.lists(st.integers(1, 20), min_size=1, max_size=5).map(lambda parts: tuple(n / sum(parts) for n in parts))
@@ -35,7 +35,7 @@ def written(path: Path, rows: int, group: int = 100) -> Any:
 
 @given(PARTS, st.integers(0, 2**40), st.integers(0, 1 << 32))
 def test_a_row_stays_on_its_side_whatever_comes_after_it(shares: tuple[float, ...], seed: int, first: int) -> None:
-    cut = Cut(shares=shares, seed=seed)
+    cut = HashSplit(shares=shares, seed=seed)
     sides = cut.rows(first, first + 200)
     assert sides.min() >= 0 and sides.max() < len(shares)
     assert cut.rows(first, first + 120).tolist() == sides[:120].tolist()
@@ -45,7 +45,7 @@ def test_a_row_stays_on_its_side_whatever_comes_after_it(shares: tuple[float, ..
 @given(PARTS, st.integers(0, 1000))
 def test_the_shares_are_met(shares: tuple[float, ...], seed: int) -> None:
     rows = 20_000
-    found = np.bincount(Cut(shares=shares, seed=seed).rows(0, rows), minlength=len(shares))
+    found = np.bincount(HashSplit(shares=shares, seed=seed).rows(0, rows), minlength=len(shares))
     for share, count in zip(shares, found, strict=True):
         assert abs(count - share * rows) <= 6 * np.sqrt(rows * share * (1 - share)) + 1
 
@@ -73,8 +73,8 @@ def test_splits_are_disjoint_complete_and_unmoved_by_appended_rows(
 
 def test_the_sides_are_pinned() -> None:
     """Another release must cut in the same places."""
-    assert np.flatnonzero(Cut(shares=(0.9, 0.1)).rows(0, 60)).tolist() == [28, 39]
-    keys = keys_of(np.array(["a", "b", b"a", "ä"], dtype=object))
+    assert np.flatnonzero(HashSplit(shares=(0.9, 0.1)).rows(0, 60)).tolist() == [28, 39]
+    keys = hash_keys(np.array(["a", "b", b"a", "ä"], dtype=object))
     assert keys is not None
     assert keys.tolist() == [3405396810240292928, 8453121595177857668, 3405396810240292928, 4152366542966443504]
 
@@ -126,13 +126,13 @@ def test_the_key_column_is_read_once_for_all_parts(tmp_path: Path) -> None:
 
 
 def test_keys_count_by_value_and_not_by_width() -> None:
-    wide, narrow = (keys_of(np.array([-3, 0, 7], dtype=kind)) for kind in (np.int64, np.int8))
+    wide, narrow = (hash_keys(np.array([-3, 0, 7], dtype=kind)) for kind in (np.int64, np.int8))
     assert wide is not None and narrow is not None and wide.tolist() == narrow.tolist()
-    single, double = (keys_of(np.array([0.5, -0.0], dtype=kind)) for kind in (np.float32, np.float64))
+    single, double = (hash_keys(np.array([0.5, -0.0], dtype=kind)) for kind in (np.float32, np.float64))
     assert single is not None and double is not None and single.tolist() == double.tolist()
     assert single[1] == 0
-    assert keys_of(np.zeros((2, 2))) is None
-    assert keys_of(np.array([{}, []], dtype=object)) is None
+    assert hash_keys(np.zeros((2, 2))) is None
+    assert hash_keys(np.array([{}, []], dtype=object)) is None
 
 
 def test_transforms_stay_and_splits_nest(tmp_path: Path) -> None:

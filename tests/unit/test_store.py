@@ -17,10 +17,10 @@ import pytest
 from obstore.exceptions import GenericError
 
 from trainwright.core.errors import StorageError
-from trainwright.storage import retry
-from trainwright.storage import store as store_module
-from trainwright.storage.store import MissingFile, Patience, Store, StoreDown, open_store
-from trainwright.storage.store_errors import classify, explain
+from trainwright.storage import object_store as retry
+from trainwright.storage import object_store as store_module
+from trainwright.storage.object_store import MissingFile, RetryPolicy, Store, StoreDown, open_store
+from trainwright.storage.store_errors import classify_error, storage_error_for
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -189,7 +189,7 @@ def test_a_full_or_forbidden_disk_is_named(
 
 KILLED = """
 import sys
-from trainwright.storage.store import open_store
+from trainwright.storage.object_store import open_store
 store, data = open_store(sys.argv[1]), [b"a" * 2_000_000, b"b" * 2_000_000]
 store.put("file", data[0])
 print("ready", flush=True)
@@ -252,7 +252,7 @@ def test_a_create_that_timed_out_and_lost_is_lost(monkeypatch: pytest.MonkeyPatc
 def test_a_network_folder_that_stumbles_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, lands: bool
 ) -> None:
-    monkeypatch.setattr(retry, "FIRST_S", 0.01)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.01)
     store = open_store(str(tmp_path))
     sync, left = os.fsync, [3]
 
@@ -271,7 +271,7 @@ def test_a_network_folder_that_stumbles_is_tried_again(
     assert store.get("a") == b"mine still"
     left[0] = 10**6
     with pytest.raises(StoreDown, match="network folder does not answer"):
-        Store(str(tmp_path), Patience(total_s=0.1)).put("a", b"1")
+        Store(str(tmp_path), RetryPolicy(total_s=0.1)).put("a", b"1")
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def test_an_endpoint_that_is_no_address_is_refused(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_causes_are_named(text: str, said: str) -> None:
-    error = explain(GenericError(f"Generic S3 error: {text}"), doing="cannot write", where="s3://bucket/x")
+    error = storage_error_for(GenericError(f"Generic S3 error: {text}"), doing="cannot write", where="s3://bucket/x")
     assert said in error.what and error.where == "s3://bucket/x" and error.remedy
 
 
@@ -326,10 +326,10 @@ def test_an_unknown_cause_is_shown_without_secrets(monkeypatch: pytest.MonkeyPat
     raw = GenericError(
         "Generic S3 error: odd hidden-token http://me:hidden-pw@host/x <Body>hidden</Body>\nDebug hidden"
     )
-    error = explain(raw, doing="cannot write", where="s3://bucket/x")
+    error = storage_error_for(raw, doing="cannot write", where="s3://bucket/x")
     assert "odd ***" in error.what and "hidden" not in str(error)
-    assert not classify(raw).certain
+    assert not classify_error(raw).certain
 
 
 def test_an_error_of_the_system_keeps_its_number() -> None:
-    assert "no space left" in explain(OSError(28, os.strerror(28)), doing="cannot write", where="x").what
+    assert "no space left" in storage_error_for(OSError(28, os.strerror(28)), doing="cannot write", where="x").what

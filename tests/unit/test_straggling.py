@@ -9,10 +9,10 @@ import pytest
 from tests.support.driver_harness import Story
 from trainwright.core.data import StepReport
 from trainwright.core.events import Leaving, Straggling
-from trainwright.core.group import StateTag
+from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.state import Phase
-from trainwright.worker.step_log import RECENT, StepRecords
+from trainwright.driver.driver_state import Phase
+from trainwright.worker.step_log import MEDIAN_STEPS, StepLog
 
 
 def story(**changes: Any) -> Story:
@@ -59,21 +59,25 @@ def test_a_slow_worker_is_replaced_on_request_once_an_hour_and_node() -> None:
     paused(told, 20, 0.1, 0.1, 0.25)
     paused(told, 40, 0.1, 0.1, 0.25)
     assert [event.rank for event in told.emitted(Leaving)] == [2]
-    assert [kill.worker for kill in told.all(m.Kill)] == [2] and not told.calls("snapshot"), "others hold the state"
+    assert [kill.worker for kill in told.all(m.KillWorker)] == [2] and not told.calls("snapshot"), (
+        "others hold the state"
+    )
     told.returns("leave", StateTag(step=40), workers=[0, 1])
-    told.tell(m.Started(worker=3, node="n2", pid=3)).formed(StateTag(step=40), StateTag(step=40), StateTag(step=None))
+    told.tell(m.WorkerStarted(worker=3, node="n2", pid=3)).formed(
+        StateTag(step=40), StateTag(step=40), StateTag(step=None)
+    )
     told.returns("heal", StateTag(step=40))
     assert told.state.step == 40 and told.state.failures == 0
     paused(told, 60, 0.1, 0.1, 0.25)
-    assert paused(told, 80, 0.1, 0.1, 0.25).emitted(Straggling) and not told.all(m.Kill)
+    assert paused(told, 80, 0.1, 0.1, 0.25).emitted(Straggling) and not told.all(m.KillWorker)
     told.now_s += 3600.0
-    assert [kill.worker for kill in paused(told, 100, 0.1, 0.1, 0.25).all(m.Kill)] == [3]
+    assert [kill.worker for kill in paused(told, 100, 0.1, 0.1, 0.25).all(m.KillWorker)] == [3]
 
 
 def test_one_that_is_slow_but_not_that_slow_stays() -> None:
     told = story(replace_stragglers=3.0)
     paused(told, 20, 0.1, 0.1, 0.25)
-    assert paused(told, 40, 0.1, 0.1, 0.25).emitted(Straggling) and not told.all(m.Kill)
+    assert paused(told, 40, 0.1, 0.1, 0.25).emitted(Straggling) and not told.all(m.KillWorker)
 
 
 def test_ranks_pause_once_a_minute_to_be_compared() -> None:
@@ -86,12 +90,12 @@ def test_ranks_pause_once_a_minute_to_be_compared() -> None:
 
 
 def test_the_median_of_a_rank_is_known_after_enough_steps_of_a_generation() -> None:
-    records = StepRecords()
+    records = StepLog()
     records.begin(1, 0)
-    for step in range(1, RECENT + 1):
+    for step in range(1, MEDIAN_STEPS + 1):
         assert records.own_s is None
         report = StepReport(step=step, loss=0.0, weight=1.0, learning_rate=0.1, own_s=0.5)
         records.add(report, samples=1, step_s=2.0, wait_s=0.25 if step > 2 else 9.0)
     assert records.own_s == 0.75
-    records.begin(2, RECENT)
+    records.begin(2, MEDIAN_STEPS)
     assert records.own_s is None

@@ -13,12 +13,12 @@ from itertools import pairwise
 import pytest
 
 from tests.support.channel_server import PLACES, joined, serving, soon
-from trainwright.strategies.ps import server_transport
-from trainwright.strategies.ps.handshake import NONCE_BYTES
+from trainwright.strategies.common.socket_transport import NONCE_BYTES
+from trainwright.strategies.ps import server_connections
 
 
 def test_of_many_strangers_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_transport, "MAX_UNKNOWN_CONNECTIONS", 3)
+    monkeypatch.setattr(server_connections, "MAX_UNKNOWN_CONNECTIONS", 3)
     with serving("tcp") as server, ExitStack() as stack:
         address = (server.peer.address.host, server.peer.address.port)
         strangers = [stack.enter_context(socket.create_connection(address)) for _ in range(6)]
@@ -54,7 +54,7 @@ def end_of(stranger: socket.socket) -> bool:
 def test_a_process_without_descriptors_makes_room_or_waits_and_never_spins(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_transport, "PAUSE_S", 0.2)
+    monkeypatch.setattr(server_connections, "PAUSE_S", 0.2)
     accept, tried = socket.socket.accept, list[float]()
 
     def full(self: socket.socket) -> tuple[socket.socket, object]:

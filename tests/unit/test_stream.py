@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.streams import collect, ids, real, same, stream
-from trainwright.core.data import Cursor, Feeding
+from trainwright.core.data import Cursor, FeedAssignment
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import parquet, table
-from trainwright.datasets.loading.loader import Stream, chunk_steps, schedule_of
+from trainwright.datasets.loading.batch_loader import BatchLoader, chunk_steps, make_schedule
 from trainwright.datasets.loading.prefetch import ReadAhead
 
 
@@ -190,8 +190,8 @@ def test_a_rank_reads_only_row_groups_of_its_lanes_and_each_once(tmp_path: Path,
 
 
 def test_memory_stays_bounded_where_the_data_does_not_fit(tmp_path: Path, monkeypatch) -> None:
-    import trainwright.datasets.loading.loader as module
-    from trainwright.datasets.sampling.sampler import choose_lanes
+    import trainwright.datasets.loading.batch_loader as module
+    from trainwright.datasets.sample_order import choose_lanes
 
     monkeypatch.setattr(module, "choose_lanes", lambda *a, **k: choose_lanes(*a, **{**k, "memory_bytes": 8 * 1200}))
     groups = Groups(tmp_path / "x.parquet", 4800, 100)
@@ -285,7 +285,7 @@ def test_text_and_images_are_fed(tmp_path: Path) -> None:
 
 def test_the_steps_of_a_run_follow_from_the_index() -> None:
     index = ids(100).index()
-    schedule = schedule_of(index, batch_size=8, epochs=3, seed=5, shuffle=True, drop_last=False, window=None)
+    schedule = make_schedule(index, batch_size=8, epochs=3, seed=5, shuffle=True, drop_last=False, window=None)
     assert schedule.total_steps == stream(ids(100), epochs=3).total_steps
     with pytest.raises(DataError, match="an epoch has 100 rows"):
         stream(ids(100), batch_size=101, drop_last=True)
@@ -307,8 +307,8 @@ def test_objects_that_a_function_changes_in_place_are_whole_again_in_the_next_ep
         return row
 
     data = table({"turns": turns}).map(end)
-    feeding = Feeding(data_ranks=range(1), total=1)
-    feeds = collect(Stream(data, batch_size=4, epochs=3, shuffle=False, feeding=feeding))
+    feeding = FeedAssignment(data_ranks=range(1), total=1)
+    feeds = collect(BatchLoader(data, batch_size=4, epochs=3, shuffle=False, feeding=feeding))
     assert [feed.parts[0][0].columns["turns"].tolist() for feed in feeds] == [[[row, 9] for row in range(4)]] * 3
     assert turns.tolist() == [[row] for row in range(4)]
 

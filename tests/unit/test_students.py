@@ -21,10 +21,10 @@ from tests.support import torch_engines
 from trainwright.core.data import Batch, Feed
 from trainwright.core.errors import JobError, NonFiniteLoss
 from trainwright.core.soft_loss import Match, SoftLoss
-from trainwright.strategies.distillation.divergences import tensors_of
-from trainwright.strategies.distillation.losses import Distilled, judged
-from trainwright.strategies.distillation.multi_student import Students, lone
-from trainwright.strategies.torch.checkpoint.files import export, take_weights
+from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics
+from trainwright.strategies.distillation.divergences import tensor_ops_for
+from trainwright.strategies.distillation.multi_student import StudentModels, unwrap_student
+from trainwright.strategies.torch.checkpoint.safetensors_files import export, take_weights
 from trainwright.strategies.torch.profiling.model_profile import profile_model
 
 WIDE = torch.float64
@@ -48,16 +48,16 @@ def feeds() -> list[Feed]:
     return [torch_engines.feed(batch(12 * step), step=step) for step in range(4)]
 
 
-def distilled(**fields: Any) -> Distilled:
+def distilled(**fields: Any) -> DistillationLoss:
     given = {"soft": SoftLoss(alpha=0.3), "hard": torch_engines.loss, "targets": TARGETS, "labels": ("y",),
              "students": (*BUILDERS,), "teachers": ("big",)}  # fmt: skip
-    return Distilled(**{**given, **fields})
+    return DistillationLoss(**{**given, **fields})
 
 
-def matching() -> Students:
+def matching() -> StudentModels:
     """With a layer to match, for which one of them needs a bridge."""
     loss = distilled(soft=SoftLoss(alpha=0.3, matches=(Match(student="1", teacher="middle"),)))
-    return Students(builders=BUILDERS, loss=loss).fitted(batch().columns, ("x",))
+    return StudentModels(builders=BUILDERS, loss=loss).fitted(batch().columns, ("x",))
 
 
 def trained(model: Any, loss: Any, how: Any = None, **fields: Any) -> Any:
@@ -78,7 +78,7 @@ def state(engine: Any) -> dict[str, Tensor]:
 
 def test_each_student_of_a_class_is_as_if_it_were_alone() -> None:
     """From the same start, though they are built one after the other."""
-    together = state(trained(Students(builders=BUILDERS, loss=distilled()), distilled()))
+    together = state(trained(StudentModels(builders=BUILDERS, loss=distilled()), distilled()))
     for name, build in BUILDERS.items():
         alone = state(trained(build, distilled().alone(name)))
         for key, value in alone.items():
@@ -87,10 +87,10 @@ def test_each_student_of_a_class_is_as_if_it_were_alone() -> None:
 
 def test_mutual_learning_is_a_plain_loop() -> None:
     loss = distilled(mutual=True, teachers=())
-    found = state(trained(Students(builders=BUILDERS, loss=loss), loss))
+    found = state(trained(StudentModels(builders=BUILDERS, loss=loss), loss))
     torch.manual_seed(0)
     engine = torch_engines.one_device(
-        torch_engines.spec(model=Students(builders=BUILDERS, loss=loss), loss=loss, targets=TARGETS)
+        torch_engines.spec(model=StudentModels(builders=BUILDERS, loss=loss), loss=loss, targets=TARGETS)
     )
     models = {name: build() for name, build in BUILDERS.items()}
     for name, model in models.items():
@@ -114,7 +114,7 @@ def test_mutual_learning_is_a_plain_loop() -> None:
 
 def test_one_student_of_a_class_is_judged_and_taken_out_of_its_files(tmp_path: Any) -> None:
     students = matching()
-    metrics = judged({"accuracy": torch_engines.accuracy}, students.loss)
+    metrics = student_metrics({"accuracy": torch_engines.accuracy}, students.loss)
     engine = trained(students, students.loss, metrics=metrics)
     files, given = torch_engines.saved(engine), feeds()[0]
     sums = engine.evaluate_step(given).means()
@@ -128,9 +128,9 @@ def test_one_student_of_a_class_is_judged_and_taken_out_of_its_files(tmp_path: A
         assert np.array_equal(again.predict_step(given)["output"], engine.predict_step(given)[name])
         model = students.alone(name)()
         take_weights(model, files)
-        export(lone(model), str(tmp_path / f"{name}.pt"))
+        export(unwrap_student(model), str(tmp_path / f"{name}.pt"))
         build().load_state_dict(torch.load(tmp_path / f"{name}.pt"))
-    assert isinstance(lone(student()), nn.Sequential)
+    assert isinstance(unwrap_student(student()), nn.Sequential)
 
 
 @pytest.mark.parametrize("change", [{"recompute": "full"}, {"accumulation": 3}])
@@ -165,9 +165,9 @@ def test_a_class_is_planned_like_any_model() -> None:
 
 
 def test_layers_that_are_not_there_are_refused() -> None:
-    def asked(**fields: Any) -> Students:
+    def asked(**fields: Any) -> StudentModels:
         loss = distilled(soft=SoftLoss(matches=(Match(**{"student": "1", "teacher": "middle", **fields}),)))
-        return Students(builders=BUILDERS, loss=loss).fitted(batch().columns, ("x",))
+        return StudentModels(builders=BUILDERS, loss=loss).fitted(batch().columns, ("x",))
 
     with pytest.raises(JobError, match="no layer 'first': valid names: 0, 1, 2"):
         asked(student="first")
@@ -176,12 +176,12 @@ def test_layers_that_are_not_there_are_refused() -> None:
     with pytest.raises(JobError, match=r"no column 'teacher\.big/midle'"):
         asked(teacher="midle")
     with pytest.raises(JobError, match="builders are of wide, the loss of wide, narrow"):
-        Students(builders={"wide": student}, loss=distilled())
+        StudentModels(builders={"wide": student}, loss=distilled())
 
 
 def test_students_with_names_of_torchs_own_are_refused() -> None:
     with pytest.raises(JobError, match="named 'half', which torch's modules have a use for"):
-        Students(builders={"half": student, "wide": student}, loss=distilled(students=("half", "wide")))()
+        StudentModels(builders={"half": student, "wide": student}, loss=distilled(students=("half", "wide")))()
     with pytest.raises(JobError, match="no student 'wid': did you mean 'wide'"):
         matching().alone("wid")
 
@@ -206,7 +206,7 @@ class Deaf(nn.Sequential):
 
 def test_a_layer_that_does_not_run_is_told() -> None:
     loss = distilled(students=("deaf",), soft=SoftLoss(matches=(Match(student="2", teacher="middle"),)))
-    deaf = Students(builders={"deaf": lambda: Deaf(*student())}, loss=loss)
+    deaf = StudentModels(builders={"deaf": lambda: Deaf(*student())}, loss=loss)
     with pytest.raises(JobError, match="'deaf/match-0': the model did not run that layer"):
         deaf.fitted(batch().columns, ("x",))
 
@@ -274,7 +274,7 @@ def test_keras_students_without_variables_are_refused() -> None:
 
     loss = distilled(hard=keras_loss)
     with pytest.raises(JobError, match="'wide' has no variables yet"):
-        Students(builders={"wide": late, "narrow": late}, loss=loss)()
+        StudentModels(builders={"wide": late, "narrow": late}, loss=loss)()
 
 
 @pytest.mark.parametrize(
@@ -285,10 +285,10 @@ def test_learned_weights_of_keras_are_not_rounded_to_half_precision(policy: str,
         return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, dtype=policy)])
 
     soft = SoftLoss(alpha=0.3, combine="learned")
-    loss = Distilled(
+    loss = DistillationLoss(
         soft=soft, hard=keras_loss, targets=("y", "teacher.a", "teacher.b"), labels=("y",), teachers=("a", "b")
     )
-    model = Students(builders={"student": small}, loss=loss)()
+    model = StudentModels(builders={"student": small}, loss=loss)()
     said = model(tf.zeros((5, 4), policy.removeprefix("mixed_")))["teachers"]
     assert model.weighing.dtype == kind and said.dtype == kind and said.shape == (5, 2)
 
@@ -309,7 +309,7 @@ class Again:
 
 @pytest.mark.parametrize("like", [torch.zeros(1), tf.zeros(1)], ids=["torch", "keras"])
 def test_a_teacher_in_the_step_makes_room_for_the_next_of_its_name(like: Any) -> None:
-    ops = tensors_of(like)
+    ops = tensor_ops_for(like)
     held = importlib.import_module(type(ops).__module__)._loaded
     for weights in ("old", "new"):
         ops.answers(Again(weights), {}, like)

@@ -15,22 +15,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.core.errors import JobError, ResourceError, RunConflict, StorageError
-from trainwright.reporting.event_messages import Figures
-from trainwright.submit import package
-from trainwright.submit.addresses import USUAL, address_of
-from trainwright.submit.attach import Mark, attached, next_id
-from trainwright.submit.credentials import Credentials, credentials_of, schemes_of
-from trainwright.submit.exit_code import exit_code
-from trainwright.submit.job_request import Wish, Work, settle
-from trainwright.submit.job_server import JobNews
-from trainwright.submit.log_lines import Reel, figures_of, is_rays_own, lacks_trainwright
+from trainwright.reporting.event_messages import ProgressFigures
+from trainwright.submit import working_directory
+from trainwright.submit.job_credentials import JobCredentials, collect_credentials, storage_schemes
+from trainwright.submit.job_log import LogCursor, is_ray_message, parse_figures, reports_missing_trainwright
+from trainwright.submit.job_server import DEFAULT_ADDRESS, JobDetails, exit_code, job_server_address
+from trainwright.submit.job_submission import (
+    JobRequest,
+    SubmissionMetadata,
+    SubmitOptions,
+    job_to_follow,
+    next_submission_id,
+    resolve_storage,
+)
 
 
 @pytest.mark.parametrize(
     ("given_one", "environment", "address"),
     [
-        (None, {}, USUAL),
-        (None, {"RAY_ADDRESS": "10.0.0.1:6379"}, USUAL),
+        (None, {}, DEFAULT_ADDRESS),
+        (None, {"RAY_ADDRESS": "10.0.0.1:6379"}, DEFAULT_ADDRESS),
         (None, {"RAY_ADDRESS": "http://head:8265/"}, "http://head:8265"),
         (None, {"RAY_ADDRESS": "http://a", "RAY_API_SERVER_ADDRESS": "https://b"}, "https://b"),
         ("http://c:1", {"RAY_API_SERVER_ADDRESS": "https://b"}, "http://c:1"),
@@ -39,19 +43,19 @@ from trainwright.submit.log_lines import Reel, figures_of, is_rays_own, lacks_tr
 def test_the_address_is_what_is_given_or_an_http_one_of_the_environment(
     given_one: str | None, environment: dict[str, str], address: str
 ) -> None:
-    assert address_of(given_one, environment) == address
+    assert job_server_address(given_one, environment) == address
 
 
 @pytest.mark.parametrize("wrong", ["ray://head:10001", "head:8265", "10.0.0.1:6379", "http://", "auto"])
 def test_an_address_of_another_kind_is_refused_with_what_is_wanted(wrong: str) -> None:
     with pytest.raises(ResourceError, match="http://HOST:8265"):
-        address_of(wrong, {})
+        job_server_address(wrong, {})
 
 
 @pytest.mark.parametrize("wrong", ["http://me:secret@head:8265", "ray://me:secret@head"])
 def test_credentials_in_an_address_are_refused_and_not_repeated(wrong: str) -> None:
     with pytest.raises(ResourceError) as caught:
-        address_of(wrong, {})
+        job_server_address(wrong, {})
     assert "secret" not in str(caught.value)
 
 
@@ -61,7 +65,7 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(wrong: str) -> N
     breaks=st.lists(st.integers(0, 60), max_size=3),
 )
 def test_a_reel_tells_each_line_once_whatever_breaks(text: str, cuts: list[int], breaks: list[int]) -> None:
-    reel, told = Reel(), []
+    reel, told = LogCursor(), []
     for end in [*sorted(breaks), len(text)]:
         reel.rewind()
         places = [0, *sorted(cut for cut in cuts if cut < end), end]
@@ -82,15 +86,15 @@ def test_a_reel_tells_each_line_once_whatever_breaks(text: str, cuts: list[int],
 def test_figures_come_back_from_their_line(
     step: int, loss: float, rate: float, wait: float, left: float, activity: str
 ) -> None:
-    written = Figures(
+    written = ProgressFigures(
         step=step, total=10**7, epoch=2, epochs=3, loss=loss, samples_per_s=rate, wait_share=wait, left_s=left,
         activity=activity,
     )  # fmt: skip
-    read = figures_of(written.text())
+    read = parse_figures(written.text())
     assert read is not None and read.loss == pytest.approx(loss, rel=1e-3, abs=1e-6)
     assert replace(read, loss=loss).text() == written.text()
-    early = Figures(step=step, total=10**7, activity=activity)
-    read = figures_of(early.text())
+    early = ProgressFigures(step=step, total=10**7, activity=activity)
+    read = parse_figures(early.text())
     assert read is not None and read.text() == early.text()
 
 
@@ -98,54 +102,58 @@ def test_figures_come_back_from_their_line(
     "line", ["", "step 5", "step 235 (epoch 1): accuracy 0.88", "done: 5 steps", "step 1/2, epoch 1"]
 )
 def test_other_lines_hold_no_figures(line: str) -> None:
-    assert figures_of(line) is None
+    assert parse_figures(line) is None
 
 
 def test_lines_of_ray_and_a_missing_trainwright_are_known() -> None:
-    assert is_rays_own("2026-11-23 11:20:11,704\tINFO job_manager.py:581 -- Runtime env is setting up.")
-    assert is_rays_own("Running entrypoint for job a-1: python -m trainwright fit job.py")
-    assert not is_rays_own("plan one_device: 1 worker")
-    assert lacks_trainwright("/usr/bin/python: No module named trainwright")
-    assert lacks_trainwright("ModuleNotFoundError: No module named 'trainwright'")
-    assert not lacks_trainwright("ModuleNotFoundError: No module named 'trainwrights'")
+    assert is_ray_message("2026-11-23 11:20:11,704\tINFO job_manager.py:581 -- Runtime env is setting up.")
+    assert is_ray_message("Running entrypoint for job a-1: python -m trainwright fit job.py")
+    assert not is_ray_message("plan one_device: 1 worker")
+    assert reports_missing_trainwright("/usr/bin/python: No module named trainwright")
+    assert reports_missing_trainwright("ModuleNotFoundError: No module named 'trainwright'")
+    assert not reports_missing_trainwright("ModuleNotFoundError: No module named 'trainwrights'")
 
 
-def news(name: str, status: str = "RUNNING", mark: Mark | None = None, code: int | None = None) -> JobNews:
-    return JobNews(id=name, status=status, metadata=mark.metadata() if mark else {}, code=code)
+def news(
+    name: str, status: str = "RUNNING", mark: SubmissionMetadata | None = None, code: int | None = None
+) -> JobDetails:
+    return JobDetails(id=name, status=status, metadata=mark.metadata() if mark else {}, code=code)
 
 
-MARK = Mark(run="a", storage="s3://b/runs", digest="d")
+MARK = SubmissionMetadata(run="a", storage="s3://b/runs", digest="d")
 
 
 def test_the_run_that_is_under_way_is_followed_and_no_other() -> None:
-    others = [news("raysubmit_x"), news("a-3", mark=Mark(run="a", storage="s3://c", digest="d"))]
-    assert attached(others, MARK, anyway=False) is None
-    assert attached([*others, news("a-1", "FAILED", MARK)], MARK, anyway=False) is None
+    others = [news("raysubmit_x"), news("a-3", mark=SubmissionMetadata(run="a", storage="s3://c", digest="d"))]
+    assert job_to_follow(others, MARK, anyway=False) is None
+    assert job_to_follow([*others, news("a-1", "FAILED", MARK)], MARK, anyway=False) is None
     under_way = news("a-2", "PENDING", MARK)
-    assert attached([*others, news("a-1", "FAILED", MARK), under_way], MARK, anyway=False) is under_way
-    assert next_id([*others, under_way], "a") == "a-4" and next_id([], "a") == "a-1"
-    assert next_id([news("a-b-7"), news("a-10"), news("a-9")], "a") == "a-11"
+    assert job_to_follow([*others, news("a-1", "FAILED", MARK), under_way], MARK, anyway=False) is under_way
+    assert next_submission_id([*others, under_way], "a") == "a-4" and next_submission_id([], "a") == "a-1"
+    assert next_submission_id([news("a-b-7"), news("a-10"), news("a-9")], "a") == "a-11"
 
 
 @pytest.mark.parametrize(
     ("wanted", "runs"),
     [
-        (Mark(run="a", storage="s3://b/runs", digest="e"), MARK),
-        (Mark(run="a", storage="s3://b/runs", digest="d", fresh=True), MARK),
+        (SubmissionMetadata(run="a", storage="s3://b/runs", digest="e"), MARK),
+        (SubmissionMetadata(run="a", storage="s3://b/runs", digest="d", fresh=True), MARK),
     ],
 )
-def test_another_job_of_the_run_is_refused_unless_it_is_to_be_followed(wanted: Mark, runs: Mark) -> None:
+def test_another_job_of_the_run_is_refused_unless_it_is_to_be_followed(
+    wanted: SubmissionMetadata, runs: SubmissionMetadata
+) -> None:
     jobs = [news("a-1", mark=runs)]
     with pytest.raises(RunConflict, match="--attach"):
-        attached(jobs, wanted, anyway=False)
-    assert attached(jobs, wanted, anyway=True) is jobs[0]
+        job_to_follow(jobs, wanted, anyway=False)
+    assert job_to_follow(jobs, wanted, anyway=True) is jobs[0]
 
 
 def test_attaching_to_what_is_over_shows_the_newest_and_to_nothing_is_refused() -> None:
     over = [news("a-10", "FAILED", MARK), news("a-9", "SUCCEEDED", MARK)]
-    assert attached(over, MARK, anyway=True) is over[0]
+    assert job_to_follow(over, MARK, anyway=True) is over[0]
     with pytest.raises(RunConflict, match="no job"):
-        attached([], MARK, anyway=True)
+        job_to_follow([], MARK, anyway=True)
 
 
 @pytest.mark.parametrize(
@@ -170,46 +178,48 @@ def test_credentials_are_the_schemes_own_and_those_named(tmp_path: Path) -> None
         "AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "shh", "AWS_REGION": "", "AWS_PROFILE": "me", "OTHER": "x",
         "GOOGLE_APPLICATION_CREDENTIALS": str(file), "AZURE_STORAGE_ACCOUNT_KEY": "k",
     }  # fmt: skip
-    found = credentials_of(("s3", "gs"), ("OTHER",), environment)
+    found = collect_credentials(("s3", "gs"), ("OTHER",), environment)
     assert found.names == ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "OTHER")
     assert found.files == {"GOOGLE_APPLICATION_CREDENTIALS": '{"key": "kept"}'}
-    assert "shh" not in repr(found) and "kept" not in repr(found) and Credentials.load(found.dump()) == found
-    assert credentials_of((), (), environment).names == ()
+    assert "shh" not in repr(found) and "kept" not in repr(found) and JobCredentials.load(found.dump()) == found
+    assert collect_credentials((), (), environment).names == ()
     with pytest.raises(JobError, match="NOT_THERE"):
-        credentials_of((), ("NOT_THERE",), environment)
+        collect_credentials((), ("NOT_THERE",), environment)
     with pytest.raises(JobError, match="GOOGLE_APPLICATION_CREDENTIALS names no file"):
-        credentials_of(("gs",), (), {"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "none")})
+        collect_credentials(("gs",), (), {"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "none")})
 
 
 def test_addresses_name_their_schemes_and_may_hold_no_credentials() -> None:
-    assert schemes_of("storage='s3://b/runs' train=parquet('gs://d') teams3://x") == ("gs", "s3")
-    assert schemes_of("parquet('abfss://box@me.dfs.core.windows.net/train'), gcs://d") == ("az", "gs")
+    assert storage_schemes("storage='s3://b/runs' train=parquet('gs://d') teams3://x") == ("gs", "s3")
+    assert storage_schemes("parquet('abfss://box@me.dfs.core.windows.net/train'), gcs://d") == ("az", "gs")
     with pytest.raises(StorageError) as caught:
-        schemes_of("storage='s3://key:secret@b/runs'")
+        storage_schemes("storage='s3://key:secret@b/runs'")
     assert "secret" not in str(caught.value)
 
 
-def work(storage: str) -> Work:
-    return Work(wish=Wish(file="job.py"), verb="fit", run="a", storage=storage, schemes=())
+def work(storage: str) -> JobRequest:
+    return JobRequest(wish=SubmitOptions(file="job.py"), verb="fit", run="a", storage=storage, schemes=())
 
 
 def test_a_folder_of_this_machine_is_no_storage_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert settle(work("s3://b/runs"), ("x", "y"), "here") == (work("s3://b/runs"), "")
-    same, note = settle(work("runs"), ("here",), "here")
+    assert resolve_storage(work("s3://b/runs"), ("x", "y"), "here") == (work("s3://b/runs"), "")
+    same, note = resolve_storage(work("runs"), ("here",), "here")
     assert (
         same.storage == str(tmp_path / "runs") and f"storage={tmp_path}/runs" in same.entrypoint(tmp_path) and not note
     )
     for hosts in (("x",), ("here", "x"), ()):
         with pytest.raises(StorageError, match="share no disk"):
-            settle(work("runs"), hosts, "here")
-    assert "share" in settle(work("/mnt/runs"), ("here", "x"), "here")[1]
-    assert "goes with it" in settle(work("file:///mnt/runs"), ("x",), "here")[1]
+            resolve_storage(work("runs"), hosts, "here")
+    assert "share" in resolve_storage(work("/mnt/runs"), ("here", "x"), "here")[1]
+    assert "goes with it" in resolve_storage(work("file:///mnt/runs"), ("x",), "here")[1]
 
 
 def test_the_entrypoint_is_quoted_and_relative_to_the_package(tmp_path: Path) -> None:
-    wish = Wish(file=str(tmp_path / "in it" / "a job.py"), overrides=("name=a; rm -rf /",), options=("--fresh",))
-    asked = Work(wish=wish, verb="fit", run="a", storage="s3://b", schemes=())
+    wish = SubmitOptions(
+        file=str(tmp_path / "in it" / "a job.py"), overrides=("name=a; rm -rf /",), options=("--fresh",)
+    )
+    asked = JobRequest(wish=wish, verb="fit", run="a", storage="s3://b", schemes=())
     assert asked.entrypoint(tmp_path) == ("python -m trainwright fit 'in it/a job.py' --set 'name=a; rm -rf /' --fresh")
 
 
@@ -221,10 +231,10 @@ def folder(root: Path) -> Path:
     return root
 
 
-def packed(root: Path) -> tuple[package.Contents, set[str]]:
-    found = package.contents_of(root, needed=root / "job.py", without=(root / "runs",))
-    uri, data = package.pack(found)
-    assert package.pack(found) == (uri, data) and uri.startswith("gcs://_ray_pkg_")
+def packed(root: Path) -> tuple[working_directory.PackageContents, set[str]]:
+    found = working_directory.package_contents(root, needed=root / "job.py", without=(root / "runs",))
+    uri, data = working_directory.build_package(found)
+    assert working_directory.build_package(found) == (uri, data) and uri.startswith("gcs://_ray_pkg_")
     return found, set(zipfile.ZipFile(BytesIO(data)).namelist())
 
 
@@ -278,19 +288,22 @@ def test_a_jobs_own_file_goes_whatever_it_is_called(tmp_path: Path) -> None:
     (tmp_path / ".config").mkdir()
     job = tmp_path / ".config" / "job.py"
     job.write_text("job")
-    assert package.contents_of(tmp_path, needed=job).files == (".config/job.py",)
+    assert working_directory.package_contents(tmp_path, needed=job).files == (".config/job.py",)
 
 
 def test_too_large_a_folder_is_refused_with_what_is_large_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(package, "LIMIT_BYTES", 10)
+    monkeypatch.setattr(working_directory, "_LIMIT_BYTES", 10)
     with pytest.raises(ResourceError, match=r"the largest are .*, lib \(13 B\)"):
         packed(folder(tmp_path))
 
 
 def test_the_folder_is_the_files_own_or_one_around_it(tmp_path: Path) -> None:
     file = tmp_path / "in" / "job.py"
-    assert package.folder_of(str(file), None) == file.parent and package.folder_of(str(file), str(tmp_path)) == tmp_path
+    assert (
+        working_directory.package_folder(str(file), None) == file.parent
+        and working_directory.package_folder(str(file), str(tmp_path)) == tmp_path
+    )
     with pytest.raises(JobError, match="is not in it"):
-        package.folder_of(str(file), str(tmp_path / "other"))
+        working_directory.package_folder(str(file), str(tmp_path / "other"))

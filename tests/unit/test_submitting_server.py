@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from trainwright.core.errors import ResourceError
-from trainwright.reporting.event_messages import Figures
-from trainwright.reporting.progress import Plain
+from trainwright.reporting.event_messages import ProgressFigures
+from trainwright.reporting.progress_bar import PlainTextDisplay
+from trainwright.submit.job_log import LogDisplay
 from trainwright.submit.job_server import JobServer
-from trainwright.submit.log_follower import Screen
 
 
 @pytest.fixture
@@ -62,12 +62,12 @@ class Shown:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.figures: list[Figures] = []
+        self.figures: list[ProgressFigures] = []
 
     def line(self, line: Any) -> None:
         self.lines.append(line.text)
 
-    def show(self, figures: Figures, *, news: bool) -> None:
+    def show(self, figures: ProgressFigures, *, news: bool) -> None:
         self.figures.append(figures)
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ LOG = (
 def test_figures_become_the_bar_in_a_terminal() -> None:
     shown = Shown()
     for line in LOG:
-        Screen(Console(), surface=shown).line(line)
+        LogDisplay(Console(), surface=shown).line(line)
     assert shown.lines == [LOG[1]]
     assert [(figures.step, figures.total, figures.left_s) for figures in shown.figures] == [(10, 100, 6.0)]
 
@@ -92,7 +92,7 @@ def test_figures_become_the_bar_in_a_terminal() -> None:
 def test_elsewhere_the_log_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(width=120)
     for line in LOG:
-        Screen(console, surface=Plain(console)).line(line)
+        LogDisplay(console, surface=PlainTextDisplay(console)).line(line)
     assert capsys.readouterr().out.splitlines() == list(LOG[1:])
-    Screen(console, surface=Plain(console), verbose=True).line(LOG[0])
+    LogDisplay(console, surface=PlainTextDisplay(console), verbose=True).line(LOG[0])
     assert capsys.readouterr().out.splitlines() == [LOG[0]]

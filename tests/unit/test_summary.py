@@ -15,12 +15,23 @@ from hypothesis import strategies as st
 
 from tests.support.sample_run import checkpointed, started, stepped, whole_run
 from trainwright.core import events
-from trainwright.reporting.history import History, read_steps
-from trainwright.storage.event_files import EventReader, append, batch_path, find_files, folder_of, read_events
-from trainwright.storage.event_folding import Folding
-from trainwright.storage.event_log import Journal
-from trainwright.storage.run_summary import BRIEF, SUMMARY, Compactor, read_brief, read_folding
-from trainwright.storage.store import Store, open_store
+from trainwright.reporting.run_history import RunHistory, read_steps
+from trainwright.storage.event_files import (
+    BRIEF_FILE,
+    SUMMARY_FILE,
+    EventCompactor,
+    EventReader,
+    append_event,
+    batch_path,
+    events_folder,
+    find_event_files,
+    read_brief_summary,
+    read_events,
+    read_run_summary,
+)
+from trainwright.storage.event_log import EventLog
+from trainwright.storage.object_store import Store, open_store
+from trainwright.storage.run_summary import RunSummary
 from trainwright.storage.store_errors import MissingFile
 
 RUN = "demo"
@@ -96,10 +107,10 @@ def batches(count: int, *, token: int = 1, seed: int = 0) -> dict[str, bytes]:
     return found
 
 
-def compact(store: Memory, at_s: float = 0.0, compactor: Compactor | None = None) -> Compactor:
+def compact(store: Memory, at_s: float = 0.0, compactor: EventCompactor | None = None) -> EventCompactor:
     """Compact, and once more when the grace of readers is over."""
     now_s = [at_s]
-    made = compactor or Compactor(store, RUN, clock=lambda: now_s[0])
+    made = compactor or EventCompactor(store, RUN, clock=lambda: now_s[0])
     made.compact()
     now_s[0] += 100
     made.compact()
@@ -110,16 +121,16 @@ def told(store: Memory | Store) -> list[str]:
     return [event.to_json() for event in read_events(store, RUN)]
 
 
-def folded(lines: Iterable[str]) -> Folding:
-    folding = Folding()
+def folded(lines: Iterable[str]) -> RunSummary:
+    folding = RunSummary()
     for line in lines:
         folding.add(events.from_json(line))
     return folding
 
 
-def row(folding: Folding) -> tuple[object, ...]:
+def row(folding: RunSummary) -> tuple[object, ...]:
     """What a list of runs shows."""
-    history = History.of(folding, folding.state(owner_alive=True))
+    history = RunHistory.of(folding, folding.state(owner_alive=True))
     loss = None if history.loss != history.loss else history.loss
     return history.state, history.step, history.start.total_steps, loss, history.metrics, history.last_s
 
@@ -136,11 +147,11 @@ def test_readers_see_the_same_before_and_after(seed: int, cut: int, again: int) 
         store.files |= {path: whole[path] for path in paths[:upto] if path not in store.files}
         if upto:
             compact(store)
-    covered = max((file.last + 1 for file in find_files(store, RUN)), default=0)
+    covered = max((file.last + 1 for file in find_event_files(store, RUN)), default=0)
     store.files |= {path: whole[path] for path in paths[covered:]}
     assert told(store) == told(plain)
-    assert read_folding(store, RUN).facts() == folded(told(plain)).facts()
-    assert row(read_brief(store, RUN)) == row(folded(told(plain)))
+    assert read_run_summary(store, RUN).facts() == folded(told(plain)).facts()
+    assert row(read_brief_summary(store, RUN)) == row(folded(told(plain)))
 
 
 def test_a_folding_goes_on_from_its_facts_though_old_steps_are_merged() -> None:
@@ -150,12 +161,12 @@ def test_a_folding_goes_on_from_its_facts_though_old_steps_are_merged() -> None:
     happened += [stepped(range(first, first + 100), time_s=9e4 + first) for first in range(21_112, 40_000, 100)]
     whole = folded(event.to_json() for event in happened)
     for cut in (150, 303, 350):
-        parted = Folding.of(folded(event.to_json() for event in happened[:cut]).facts())
+        parted = RunSummary.of(folded(event.to_json() for event in happened[:cut]).facts())
         for event in happened[cut:]:
             parted.add(event)
         assert parted.facts() == whole.facts()
     assert len(whole.steps) < 8192 and sum(whole.steps.column("count")) == 40_011
-    history = History.of(whole, "running")
+    history = RunHistory.of(whole, "running")
     assert history.samples_per_s == pytest.approx(2560) and history.wait_share == pytest.approx(0.2)
     assert history.median_step_s == 0.1 and history.steps_lost == 29_900 + 100 - 21_111
     assert history.totals.computing_s == pytest.approx(40_011 * 0.08)
@@ -170,7 +181,7 @@ def test_each_step_is_there_for_who_asks_for_it() -> None:
             [stepped(range(200 * number - 199, 200 * number + 1), time_s=number)]
         )
     compact(store)
-    assert len(read_folding(store, RUN).steps) < 8192
+    assert len(read_run_summary(store, RUN).steps) < 8192
     frame = read_steps(store, RUN)
     assert list(frame["step"]) == list(range(1, 19_801)) and list(frame["loss"][:2]) == [1.0, 0.5]
 
@@ -179,15 +190,15 @@ def test_each_step_is_there_for_who_asks_for_it() -> None:
 def test_it_holds_on_real_stores(kind: str, tmp_path: Path) -> None:
     store = open_store(str(tmp_path) if kind == "folder" else f"memory://{uuid.uuid4().hex}")
     whole, seconds = batches(60), [0.0]
-    compactor = Compactor(store, RUN, clock=lambda: seconds[0])
+    compactor = EventCompactor(store, RUN, clock=lambda: seconds[0])
     for number, path in enumerate(sorted(whole)):
         store.put(path, whole[path])
         if number % 10 == 9:
             seconds[0] += 50
             compactor.compact()
     plain = Memory(whole)
-    assert told(store) == told(plain) and len(find_files(store, RUN)) < 35
-    assert read_folding(store, RUN).facts() == folded(told(plain)).facts()
+    assert told(store) == told(plain) and len(find_event_files(store, RUN)) < 35
+    assert read_run_summary(store, RUN).facts() == folded(told(plain)).facts()
 
 
 # --- killed at any moment ---------------------------------------------------------------------------------------------
@@ -208,31 +219,31 @@ def test_a_kill_at_any_moment_loses_and_doubles_nothing() -> None:
         except Killed:
             pass
         assert told(store) == expected, point
-        assert read_folding(store, RUN).facts() == folded(expected).facts(), point
-        assert row(read_brief(store, RUN)) == row(folded(expected)), point
+        assert read_run_summary(store, RUN).facts() == folded(expected).facts(), point
+        assert row(read_brief_summary(store, RUN)) == row(folded(expected)), point
         store.kill_at = None
         compact(store, 1000.0)  # by the driver after it
         assert told(store) == expected, point
-        assert sum(not file.packed for file in find_files(store, RUN)) == 0, point
+        assert sum(not file.packed for file in find_event_files(store, RUN)) == 0, point
         point += 1
     assert point > 10
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"covered": {"1": 5}, "folded": {"format": 99}}'])
-@pytest.mark.parametrize("name", [SUMMARY, BRIEF])
+@pytest.mark.parametrize("name", [SUMMARY_FILE, BRIEF_FILE])
 def test_a_summary_that_cannot_be_used_is_as_none(name: str, damage: bytes) -> None:
     store = Memory(batches(20))
     expected = told(store)
     compact(store)
-    store.files[folder_of(RUN) + name] = damage
-    assert row(read_folding(store, RUN)) == row(read_brief(store, RUN)) == row(folded(expected))
+    store.files[events_folder(RUN) + name] = damage
+    assert row(read_run_summary(store, RUN)) == row(read_brief_summary(store, RUN)) == row(folded(expected))
 
 
 def test_a_damaged_packed_file_gives_what_is_before_and_spreads_to_no_other() -> None:
     store = Memory(batches(20))
     expected = told(store)
     compact(store)
-    (packed,) = [file for file in find_files(store, RUN) if file.packed]
+    (packed,) = [file for file in find_event_files(store, RUN) if file.packed]
     half = len(store.files[packed.path]) // 2
     store.files[packed.path] = store.files[packed.path][:half]
     *before, note = read_events(store, RUN)
@@ -264,7 +275,7 @@ def test_a_reader_that_follows_sees_each_event_once_though_files_change() -> Non
     assert seen == expected
 
 
-@pytest.mark.parametrize("read", [told, lambda store: read_folding(store, RUN).facts()])
+@pytest.mark.parametrize("read", [told, lambda store: read_run_summary(store, RUN).facts()])
 def test_a_file_that_is_deleted_under_a_reader_is_read_where_it_went(read: Callable[[Memory], object]) -> None:
     """Compaction strikes between the reader's list and each of its gets."""
     expected = read(Memory(batches(30)))
@@ -287,7 +298,7 @@ def test_two_that_compact_at_the_same_time_lose_nothing() -> None:
     expected, done, point = told(Memory(first | second)), False, 0
     while not done:
         store, changes = Memory(first), [0]
-        slow = Compactor(store, RUN, clock=lambda: 0.0)
+        slow = EventCompactor(store, RUN, clock=lambda: 0.0)
         slow.compact()
 
         def before(verb: str, path: str, *, store: Memory, changes: list[int], point: int) -> None:
@@ -302,9 +313,9 @@ def test_two_that_compact_at_the_same_time_lose_nothing() -> None:
         slow.compact()
         done = store.before.__class__ is functools.partial
         store.files |= second
-        assert told(store) == expected and row(read_folding(store, RUN)) == row(folded(expected)), point
+        assert told(store) == expected and row(read_run_summary(store, RUN)) == row(folded(expected)), point
         compact(store, 1000.0)
-        assert told(store) == expected and row(read_brief(store, RUN)) == row(folded(expected)), point
+        assert told(store) == expected and row(read_brief_summary(store, RUN)) == row(folded(expected)), point
         point += 1
     assert point > 2
 
@@ -318,8 +329,8 @@ def test_what_a_fenced_driver_tells_late_belongs_before_its_successor() -> None:
     expected = told(Memory(first | second | {late: store.files[late]}))
     for _ in range(2):
         assert told(store) == expected
-        assert read_folding(store, RUN).facts() == folded(expected).facts()
-        assert row(read_brief(store, RUN)) == row(folded(expected))
+        assert read_run_summary(store, RUN).facts() == folded(expected).facts()
+        assert row(read_brief_summary(store, RUN)) == row(folded(expected))
         compact(store)
 
 
@@ -334,7 +345,7 @@ def test_what_is_appended_while_another_compacts_is_kept() -> None:
             compact(store)
 
     store.before = race
-    judged = append(store, RUN, events.Judged(text="kept"))
+    judged = append_event(store, RUN, events.Judged(text="kept"))
     assert read_events(store, RUN)[-2:] == [other, judged]
 
 
@@ -344,7 +355,7 @@ def test_what_is_appended_while_another_compacts_is_kept() -> None:
 def long_run(batches: int, every: int) -> Memory:
     """A run that was compacted each so many batches of 100 steps, with a minute in between."""
     store, seconds = Memory(), [0.0]
-    compactor = Compactor(store, RUN, clock=lambda: seconds[0])
+    compactor = EventCompactor(store, RUN, clock=lambda: seconds[0])
     store.files[batch_path(RUN, 1, 0)] = batch_of([started(total=10**6), events.Formed(time_s=101, nodes={"a": "0"})])
     for number in range(1, batches):
         steps = stepped(range(100 * number - 99, 100 * number + 1), time_s=100 + number)
@@ -365,12 +376,15 @@ def cost(store: Memory, read: Callable[[Memory, str], object]) -> tuple[int, int
 
 def test_reading_a_run_does_not_grow_with_it() -> None:
     short, long = long_run(200, 10), long_run(1000, 10)
-    for read, most, most_bytes in ((read_folding, 12, 2_000_000), (read_brief, 12, 120_000)):
+    for read, most, most_bytes in ((read_run_summary, 12, 2_000_000), (read_brief_summary, 12, 120_000)):
         requests, read_bytes = cost(long, read)
         assert requests <= most and read_bytes <= most_bytes, read
         assert requests == cost(short, read)[0], read
-    assert len(find_files(long, RUN)) < 50
-    assert len(long.files[folder_of(RUN) + SUMMARY]) < 1_500_000 and len(long.files[folder_of(RUN) + BRIEF]) < 3_000
+    assert len(find_event_files(long, RUN)) < 50
+    assert (
+        len(long.files[events_folder(RUN) + SUMMARY_FILE]) < 1_500_000
+        and len(long.files[events_folder(RUN) + BRIEF_FILE]) < 3_000
+    )
 
 
 def test_compacting_costs_no_more_late_than_early() -> None:
@@ -378,13 +392,13 @@ def test_compacting_costs_no_more_late_than_early() -> None:
     for store, first in ((early, 201), (late, 1001)):
         for number in range(first, first + 10):
             store.files[batch_path(RUN, 1, number)] = batch_of([stepped([100 * number], time_s=100 + number)])
-    requests = [cost(store, lambda store, run: Compactor(store, run).compact())[0] for store in (early, late)]
+    requests = [cost(store, lambda store, run: EventCompactor(store, run).compact())[0] for store in (early, late)]
     assert requests[1] <= requests[0] + 8
 
 
 def test_a_journal_compacts_what_it_wrote() -> None:
     store = Memory()
-    with Journal(store, RUN, flush_s=3600, compact=Compactor(store, RUN).compact) as journal:
+    with EventLog(store, RUN, flush_s=3600, compact=EventCompactor(store, RUN).compact) as journal:
         journal.open(1)
         for event in whole_run():
             journal.write(event)
@@ -393,4 +407,4 @@ def test_a_journal_compacts_what_it_wrote() -> None:
         "00000001-000000-000013.jsonl.gz"
     ]
     assert told(store) == [event.to_json() for event in whole_run()]
-    assert row(read_brief(store, RUN)) == row(folded(told(store)))
+    assert row(read_brief_summary(store, RUN)) == row(folded(told(store)))

@@ -19,9 +19,9 @@ from tests.support.processes import wait_for
 from tests.support.run_logs import FAR, JOB, KINDS, RUN, Clock, log_of, memory_store, ref, store_of
 from trainwright.core.errors import FencedError, OwnedError, StorageError
 from trainwright.storage import run_owner
-from trainwright.storage.run_log import Entry, Heartbeat, Owner, RunLog, provably_dead
+from trainwright.storage.object_store import Store
+from trainwright.storage.run_log import Heartbeat, LogEntry, Owner, RunLog, provably_dead
 from trainwright.storage.run_owner import LEASE_S, heartbeat_path
-from trainwright.storage.store import Store
 
 
 @pytest.fixture(params=KINDS)
@@ -171,7 +171,7 @@ def test_of_many_that_acquire_at_once_one_wins(store: Store) -> None:
     log_of(store).acquire(replace(FAR, pid=1), JOB)
     barrier = threading.Barrier(8)
 
-    def race(pid: int) -> Entry | None:
+    def race(pid: int) -> LogEntry | None:
         log = RunLog(store, RUN, dead=lambda owner: owner.pid == 1)
         barrier.wait(10)
         try:

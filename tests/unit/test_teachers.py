@@ -20,11 +20,11 @@ from tests.support.prediction_jobs import columns_of, job, train
 from tests.support.torch_engines import Net
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.soft_loss import Match, SoftLoss
-from trainwright.distillation import teachers
-from trainwright.distillation.teachers import Lecturer, Teacher
-from trainwright.strategies.distillation.losses import Distilled
+from trainwright.distillation import distillation_spec
+from trainwright.distillation.distillation_spec import Teacher, TeacherRunner
+from trainwright.strategies.distillation.distillation_loss import DistillationLoss
 from trainwright.strategies.tensorflow.training import checkpoint_files as keras_files
-from trainwright.strategies.torch.checkpoint import files as torch_files
+from trainwright.strategies.torch.checkpoint import safetensors_files as torch_files
 
 Columns = Mapping[str, Any]
 
@@ -220,10 +220,10 @@ def test_a_file_that_changed_since_is_refused_and_a_model_is_built_once(tmp_path
     lecturer = Teacher(name="t", model=counted, weights=path, inputs="x").load()
     first: Columns = lecturer.teach(rows())
     count = len(built)
-    again = Lecturer(teacher=lecturer.teacher, sha256=lecturer.sha256).teach(rows())
+    again = TeacherRunner(teacher=lecturer.teacher, sha256=lecturer.sha256).teach(rows())
     np.testing.assert_array_equal(first["teacher.t"], again["teacher.t"])
     assert len(built) == count
-    teachers._open.clear()
+    distillation_spec._open.clear()
     exported(seeded(7), tmp_path, "w.pt")
     with pytest.raises(CheckpointError, match="changed since it was looked at first"):
         lecturer.teach(rows())
@@ -261,15 +261,15 @@ def test_a_loss_runs_teachers_in_the_step_as_if_their_columns_were_there(framewo
     data, labels = rows(), tensor(np.arange(21) % 3)
     columns = {f"teacher.{name}": tensor(one.teach(data)[f"teacher.{name}"]) for name, one in inline.items()}
     soft, outputs = SoftLoss(alpha=0.3), tensor(np.random.default_rng(8).normal(size=(21, 3)).astype(np.float32))
-    stored = Distilled(soft=soft, hard=hard, targets=("y", *columns), labels=("y",), teachers=tuple(inline))
+    stored = DistillationLoss(soft=soft, hard=hard, targets=("y", *columns), labels=("y",), teachers=tuple(inline))
     expected = np.asarray(stored(outputs, (labels, *columns.values())))
     BUILT.clear()
-    loss = Distilled(soft=soft, hard=hard, targets=("y", "x"), labels=("y",), inline=inline)
+    loss = DistillationLoss(soft=soft, hard=hard, targets=("y", "x"), labels=("y",), inline=inline)
     for each in (loss, cloudpickle.loads(cloudpickle.dumps(loss))):
         np.testing.assert_allclose(np.asarray(each(outputs, (labels, tensor(data["x"])))), expected, atol=1e-5)
     assert len(BUILT) == 2
     soft = SoftLoss(matches=(Match(student="first", teacher="inner", of="one"),))
     with pytest.raises(JobError, match="'one' does not tell its layer 'inner'"):
-        Distilled(soft=soft, hard=hard, targets=("y", "x"), labels=("y",), inline=inline)
+        DistillationLoss(soft=soft, hard=hard, targets=("y", "x"), labels=("y",), inline=inline)
     # The same weights asked for more are another teacher.
     assert inline["one"].identity() != Teacher(name="one", model=model, inputs="x", layers=("i",)).load().identity()

@@ -12,9 +12,8 @@ import trainwright as tw
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, PlanError
 from trainwright.core.plan import Plan
-from trainwright.distillation.teachers import Lecturer
-from trainwright.inference.inference_layout import layout
-from trainwright.inference.inference_model import Subject
+from trainwright.distillation.distillation_spec import TeacherRunner
+from trainwright.inference.inference_model import InferenceModel, inference_layout
 
 WIDTH, LAYERS = 30_000, 8  # 29 GB in all: never built but on paper
 DATA = tw.datasets.table({"x": np.zeros((64, WIDTH), np.float32)})
@@ -28,15 +27,15 @@ def small() -> nn.Module:
     return nn.Linear(WIDTH, 10)
 
 
-def subject(teacher: tw.Teacher) -> Subject:
+def subject(teacher: tw.Teacher) -> InferenceModel:
     """It, bound to a data set, before anything is computed."""
-    bound = teacher.bound(DATA, Lecturer(teacher=teacher, sha256="0" * 64))
+    bound = teacher.bound(DATA, TeacherRunner(teacher=teacher, sha256="0" * 64))
     assert teacher.model is not None
     return replace(bound, outline=teacher.model)
 
 
-def held(asked: Subject, cluster: str, workers: int | None = None) -> tuple[Plan, int]:
-    return layout(asked, DATA.index(), 3, Cluster.parse(cluster), workers)
+def held(asked: InferenceModel, cluster: str, workers: int | None = None) -> tuple[Plan, int]:
+    return inference_layout(asked, DATA.index(), 3, Cluster.parse(cluster), workers)
 
 
 def test_a_model_that_fits_is_whole_on_each_worker() -> None:

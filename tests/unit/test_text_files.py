@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.core.errors import DataError
-from trainwright.datasets.formats.text import paragraph_ends, text
+from trainwright.datasets.formats.text_formats import paragraph_ends, text
 
 STORY = "one line\n\nsecond paragraph,\ntwo lines\n \n\n\nthird ünï\n"
 

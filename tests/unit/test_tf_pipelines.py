@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright import datasets
-from trainwright.core.data import Feeding
+from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError, UserCodeError
+from trainwright.datasets.data_source import Field
 from trainwright.datasets.formats import tf_data
-from trainwright.datasets.formats.arrow_columns import Field
-from trainwright.datasets.formats.tf_data import blocks
-from trainwright.datasets.loading.loader import Stream
-from trainwright.datasets.tools.inspect import inspect
+from trainwright.datasets.formats.tf_data import read_blocks
+from trainwright.datasets.loading.batch_loader import BatchLoader
+from trainwright.datasets.tools.dataset_inspection import inspect
 
 ROWS, BATCH = 250, 16
 
@@ -41,13 +41,13 @@ def unseeded() -> Any:
     return numbers().shuffle(ROWS)
 
 
-def stream(make: Callable[..., Any], rank: int = 0, total: int = 1, **fields: Any) -> Stream:
+def stream(make: Callable[..., Any], rank: int = 0, total: int = 1, **fields: Any) -> BatchLoader:
     """Of two epochs."""
-    feeding = Feeding(data_ranks=range(rank, rank + 1), total=total)
-    return Stream(datasets.from_tf(make), batch_size=BATCH, epochs=2, feeding=feeding, **fields)
+    feeding = FeedAssignment(data_ranks=range(rank, rank + 1), total=total)
+    return BatchLoader(datasets.from_tf(make), batch_size=BATCH, epochs=2, feeding=feeding, **fields)
 
 
-def seen(of: Stream, start: int = 0, stop: int | None = None) -> list[list[int]]:
+def seen(of: BatchLoader, start: int = 0, stop: int | None = None) -> list[list[int]]:
     """The labels of each step from `start` on."""
     with of.feeds(start) as feeds:
         steps = [next(feeds) for _ in range((of.total_steps if stop is None else stop) - start)]
@@ -68,7 +68,7 @@ def test_each_epoch_has_the_order_that_its_function_gives_it() -> None:
 
 
 @cache
-def share(rank: int, total: int) -> Stream:
+def share(rank: int, total: int) -> BatchLoader:
     """One for all examples: to open it traces the pipeline anew."""
     return stream(shuffled, rank, total)
 
@@ -102,9 +102,9 @@ def test_the_throwaway_step_costs_no_second_pass() -> None:
 
 
 def test_light_transforms_are_applied_with_counted_randomness() -> None:
-    feeding = Feeding(data_ranks=range(1), total=1)
+    feeding = FeedAssignment(data_ranks=range(1), total=1)
     noisy = datasets.from_tf(numbers).map(lambda row, rng: {**row, "noise": rng.random()})
-    of = Stream(noisy, batch_size=BATCH, epochs=2, feeding=feeding)
+    of = BatchLoader(noisy, batch_size=BATCH, epochs=2, feeding=feeding)
     with of.feeds(0) as one, of.feeds(20) as other:
         rest = [next(other) for _ in range(20, of.total_steps)]
         whole = [next(one) for _ in range(of.total_steps)]
@@ -237,7 +237,7 @@ INTEGERS = {"i": Field(np.dtype(np.int32), ())}
 
 def test_what_a_pipeline_runs_has_ended_when_it_is_let_go() -> None:
     slow = Slow()
-    rows = blocks(slow, INTEGERS, "here")
+    rows = read_blocks(slow, INTEGERS, "here")
     assert next(rows)["i"].tolist() == [7]
     Timer(0.2, slow.may_end.set).start()
     rows.close()  # type: ignore[attr-defined]
@@ -248,7 +248,7 @@ def test_an_iterator_that_does_not_end_holds_nobody_up(monkeypatch: pytest.Monke
     """As with TensorFlow's autotuner, which may sleep through its end."""
     monkeypatch.setattr(tf_data, "END_S", 0.05)
     slow = Slow()
-    rows = blocks(slow, INTEGERS, "here")
+    rows = read_blocks(slow, INTEGERS, "here")
     next(rows)
     rows.close()  # type: ignore[attr-defined]
     assert not slow.ended.is_set()

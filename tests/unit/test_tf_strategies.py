@@ -14,10 +14,10 @@ from tests.support.planner_cases import job
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import JobError, PlanError
 from trainwright.core.model_profile import LayerCost, ModelProfile
-from trainwright.core.plan import Infeasible, Plan
+from trainwright.core.plan import InfeasiblePlan, Plan
 from trainwright.planning import job_preparation
 from trainwright.planning.planner import Decision, choose
-from trainwright.runtime.resource_bundles import bundles, devices
+from trainwright.ray_cluster.placement_groups import device_names, node_bundles
 from trainwright.strategies import engine_class
 
 LAYER = LayerCost(name="dense", parameters=1000, parameter_bytes=4000, flops=2000.0)
@@ -34,7 +34,7 @@ def decide(cluster: Cluster = CPU, profile: ModelProfile = KERAS, **fields: Any)
     return choose(profile, cluster, job(**fields))
 
 
-def planned(decision: Decision) -> dict[str, Plan | Infeasible]:
+def planned(decision: Decision) -> dict[str, Plan | InfeasiblePlan]:
     every = [decision.chosen, *(item.plan for item in decision.rejected), *decision.infeasible]
     return {item.strategy: item for item in every}
 
@@ -70,7 +70,7 @@ def test_one_worker_drives_all_accelerators_of_its_node() -> None:
 
 def test_on_a_cpu_several_devices_are_asked_for() -> None:
     refused = planned(decide())["tf_mirrored"]
-    assert isinstance(refused, Infeasible) and "devices=2" in refused.hint
+    assert isinstance(refused, InfeasiblePlan) and "devices=2" in refused.hint
     plan = decide(devices=2, strategy="tf_central_storage").chosen
     assert (plan.workers, plan.devices_per_worker, plan.placement.accelerators) == (1, 2, 0)
     assert "1 worker x 2 logical devices" in repr(decide(devices=2, strategy="tf_mirrored"))
@@ -125,9 +125,9 @@ def test_fit_goes_where_it_is_right() -> None:
         assert isinstance(plan, Plan) and plan.engine.endswith(f".keras_fit:{engine}")
     for name, reason in (("tf_multi_worker_mirrored", "raises"), ("tf_central_storage", "wrong metrics")):
         refused = found[name]
-        assert isinstance(refused, Infeasible) and reason in refused.reason and "leave run= out" in refused.hint
+        assert isinstance(refused, InfeasiblePlan) and reason in refused.reason and "leave run= out" in refused.hint
     uneven = planned(decide(run="fit", devices=2, batch_size=25))["tf_mirrored"]
-    assert isinstance(uneven, Infeasible) and "differently on each device" in uneven.reason
+    assert isinstance(uneven, InfeasiblePlan) and "differently on each device" in uneven.reason
     with pytest.raises(PlanError, match=r"raises on several workers.*leave run= out"):
         decide(run="fit", strategy="tf_multi_worker_mirrored", workers=2)
     with pytest.raises(PlanError, match=r'run="fit" is Keras. own, and this model is of torch'):
@@ -153,7 +153,7 @@ def test_a_last_batch_that_fit_would_weigh_unevenly_is_refused(
     assert job_preparation.plan_for(evaluated, CPU).chosen.devices_per_worker == 2
 
 
-def ready(folder: Path, **fields: Any) -> job_preparation.Prepared:
+def ready(folder: Path, **fields: Any) -> job_preparation.PreparedJob:
     return job_preparation.prepare(job(storage=str(folder), batch_size=2, workers=1, **fields))
 
 
@@ -202,7 +202,7 @@ def test_weights_of_samples_are_for_tensorflow(
 def test_a_loss_scale_is_not_for_parameter_servers() -> None:
     scaled = planned(decide(GPUS, replace(KERAS, loss_scale=True)))
     refused = scaled["tf_parameter_server"]
-    assert isinstance(refused, Infeasible) and "mixed_bfloat16" in refused.hint
+    assert isinstance(refused, InfeasiblePlan) and "mixed_bfloat16" in refused.hint
     assert isinstance(scaled["tf_multi_worker_mirrored"], Plan)
 
 
@@ -261,11 +261,11 @@ def test_a_worker_on_each_host_of_a_slice_and_the_first_steps_for_all() -> None:
     assert plan.engine.endswith("tpu:NamedTPU") and plan.topology == "coordinator"
     assert (plan.workers, plan.processes, plan.servers, plan.mesh.data_ranks) == (2, 2, 0, 8)
     assert plan.feed_of(0).data_ranks == range(8) and not plan.feed_of(1).data_ranks
-    assert bundles(plan.placement, (1, 1)) == [
+    assert node_bundles(plan.placement, (1, 1)) == [
         {"CPU": plan.placement.cpus, "TPU": 4.0, "TPU-v4-16-head": 1.0},
         {"CPU": plan.placement.cpus, "TPU": 4.0},
     ]
-    assert devices(plan) == ("tpu:0", "tpu:1", "tpu:2", "tpu:3")
+    assert device_names(plan) == ("tpu:0", "tpu:1", "tpu:2", "tpu:3")
 
 
 def test_the_name_of_a_tpu_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from tests.support.record_files import field, frame, message
 from trainwright.core.errors import DataError
 from trainwright.datasets import tfrecord
-from trainwright.datasets.formats.arrow_columns import Field
-from trainwright.datasets.formats.crc32c import crc32c
-from trainwright.datasets.formats.tf_example import Feature, example
+from trainwright.datasets.data_source import Field
+from trainwright.datasets.formats.tfrecord import Feature, crc32c, parse_example
 
 ROWS = 5000
 WRITER = """
@@ -207,9 +206,9 @@ def test_empty_and_cut_files(tmp_path: Path, content: bytes, error: str) -> None
 
 def test_numbers_may_be_packed_or_stand_alone() -> None:
     alone = message("x", 3, field(1, 0, b"\x05") + field(1, 0, b"\x96\x01") + field(1, 2, b"\x07\x08"))
-    assert example(alone, 0, len(alone))["x"].numbers().tolist() == [5, 150, 7, 8]
+    assert parse_example(alone, 0, len(alone))["x"].numbers().tolist() == [5, 150, 7, 8]
     floats = message("x", 2, field(1, 5, struct.pack("<f", 0.5)) + field(1, 2, struct.pack("<2f", 1.5, 2.5)))
-    assert example(floats, 0, len(floats))["x"].numbers().tolist() == [0.5, 1.5, 2.5]
+    assert parse_example(floats, 0, len(floats))["x"].numbers().tolist() == [0.5, 1.5, 2.5]
 
 
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=40))
@@ -228,7 +227,7 @@ def test_numbers_of_any_size(values: list[int]) -> None:
 @given(st.binary(max_size=60))
 def test_any_bytes_are_an_example_or_refused(data: bytes) -> None:
     try:
-        features = example(data, 0, len(data))
+        features = parse_example(data, 0, len(data))
     except ValueError:
         return
     assert all(part in data for feature in features.values() for part in feature.parts)

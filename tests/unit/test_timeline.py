@@ -16,28 +16,31 @@ from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 import trainwright as tw
 from tests.support.published_measurements import VTRAIN_LARGE, VTRAIN_SMALL, mosaicml, vtrain
 from trainwright.core.model_profile import LayerCost, ModelProfile
-from trainwright.core.pipeline_layout import FOLDED, loss_stage, place_of, section_of
-from trainwright.core.plan import Plan
-from trainwright.strategies.cost_model.calibration import DEFAULT, NAMES, Calibration
-from trainwright.strategies.cost_model.estimate import expected
-from trainwright.strategies.cost_model.machine import Machine
-from trainwright.strategies.cost_model.memory import in_flight
-from trainwright.strategies.cost_model.step_work import Work, work_of
-from trainwright.strategies.cost_model.timeline import BUCKETS, Span, Timeline, timeline
-from trainwright.strategies.search import pipeline_schedules
-from trainwright.strategies.search.pipeline_schedules import HALVED, Operation, needs, order
-from trainwright.strategies.search.stage_sections import by_stage
+from trainwright.core.plan import FOLDED_SCHEDULES, Plan, loss_stage, section_of, stage_of_section
+from trainwright.strategies.cost_model import pipeline_schedules
+from trainwright.strategies.cost_model.estimator import expected_terms
+from trainwright.strategies.cost_model.machine_model import DEFAULT, EFFICIENCY_NAMES, Calibration, MachineModel
+from trainwright.strategies.cost_model.memory_estimate import micro_batches_in_flight
+from trainwright.strategies.cost_model.pipeline_schedules import (
+    SPLIT_BACKWARD,
+    Operation,
+    required_operation,
+    stage_operations,
+)
+from trainwright.strategies.cost_model.plan_constraints import sum_by_stage
+from trainwright.strategies.cost_model.step_timeline import GRADIENT_BUCKETS, Span, Timeline, timeline
+from trainwright.strategies.cost_model.step_work import StepWork, compute_step_work
 
 SCHEDULES = ("", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 # Nothing costs time but what grows with the work: no messages, no launches, nothing else in a step.
 SMOOTH = Calibration(
-    logs=tuple(-60.0 if name.endswith("_s") else log for name, log in zip(NAMES, DEFAULT.logs, strict=True))
+    logs=tuple(-60.0 if name.endswith("_s") else log for name, log in zip(EFFICIENCY_NAMES, DEFAULT.logs, strict=True))
 )
 BLOCK = LayerCost(
     name="block", parameters=10**8, parameter_bytes=4 * 10**8, flops=1e12, output_numbers=1e6, kept_numbers=2e6,
     traffic_numbers=1e8,
 )  # fmt: skip
-MACHINE = Machine.of(tw.Cluster.parse("8x8xA100-80GB"))
+MACHINE = MachineModel.of(tw.Cluster.parse("8x8xA100-80GB"))
 
 
 @st.composite
@@ -46,12 +49,12 @@ def pipelines(draw: st.DrawFn, schedules: tuple[str, ...] = SCHEDULES) -> tuple[
     schedule, stages = draw(st.sampled_from(schedules)), draw(st.integers(1, 6))
     if schedule == "interleaved":
         return schedule, stages, stages * draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    return schedule, stages, draw(st.integers(1, 14)), 1 + (schedule in FOLDED)
+    return schedule, stages, draw(st.integers(1, 14)), 1 + (schedule in FOLDED_SCHEDULES)
 
 
 def ordered(schedule: str, stages: int, micro_batches: int, chunks: int) -> list[list[Operation]]:
     return [
-        order(schedule, stage=stage, stages=stages, micro_batches=micro_batches, chunks=chunks)
+        stage_operations(schedule, stage=stage, stages=stages, micro_batches=micro_batches, chunks=chunks)
         for stage in range(stages)
     ]
 
@@ -59,7 +62,7 @@ def ordered(schedule: str, stages: int, micro_batches: int, chunks: int) -> list
 @given(pipelines())
 def test_every_micro_batch_goes_forward_and_back_once_through_each_chunk(case: tuple[str, int, int, int]) -> None:
     schedule, _, micro_batches, chunks = case
-    kinds = {"forward", "inputs", "weights"} if schedule in HALVED else {"forward", "backward"}
+    kinds = {"forward", "inputs", "weights"} if schedule in SPLIT_BACKWARD else {"forward", "backward"}
     wanted = Counter(Operation(kind, m, c) for kind in kinds for m in range(micro_batches) for c in range(chunks))
     for operations in ordered(*case):
         assert Counter(operations) == wanted
@@ -70,10 +73,10 @@ def test_micro_batches_in_flight_are_what_the_memory_is_planned_for(case: tuple[
     schedule, stages, micro_batches, chunks = case
     plan = Plan.parse(f"pp={stages},schedule={schedule or '1f1b'},chunks={chunks}")
     for stage, operations in enumerate(ordered(*case)):
-        held = pipeline_schedules.in_flight(operations)
+        held = pipeline_schedules.max_in_flight(operations)
         if stages > 1:
-            planned = in_flight(replace(plan, schedule=schedule), micro_batches)
-            assert held == pytest.approx(by_stage(planned, schedule, stages)[stage])
+            planned = micro_batches_in_flight(replace(plan, schedule=schedule), micro_batches)
+            assert held == pytest.approx(sum_by_stage(planned, schedule, stages)[stage])
         if schedule in ("gpipe", "1f1b"):
             assert held == (micro_batches if schedule == "gpipe" else min(micro_batches, stages - stage))
 
@@ -81,11 +84,11 @@ def test_micro_batches_in_flight_are_what_the_memory_is_planned_for(case: tuple[
 @given(pipelines())
 def test_each_section_has_one_place(case: tuple[str, int, int, int]) -> None:
     schedule, stages, _, chunks = case
-    places = [place_of(schedule, section=each, stages=stages) for each in range(stages * chunks)]
+    places = [stage_of_section(schedule, section=each, stages=stages) for each in range(stages * chunks)]
     assert sorted(places) == [(stage, chunk) for stage in range(stages) for chunk in range(chunks)]
     for section, (stage, chunk) in enumerate(places):
         assert section_of(schedule, stage=stage, stages=stages, chunk=chunk) == section
-    assert loss_stage(schedule, stages=stages, chunks=chunks) == (0 if schedule in FOLDED else stages - 1)
+    assert loss_stage(schedule, stages=stages, chunks=chunks) == (0 if schedule in FOLDED_SCHEDULES else stages - 1)
 
 
 def test_the_published_orders() -> None:
@@ -93,7 +96,7 @@ def test_the_published_orders() -> None:
     letters = {"forward": "F", "backward": "B", "inputs": "B", "weights": "W"}
 
     def drawn(schedule: str, stage: int, chunks: int = 1) -> str:
-        found = order(schedule, stage=stage, stages=4, micro_batches=8, chunks=chunks)
+        found = stage_operations(schedule, stage=stage, stages=4, micro_batches=8, chunks=chunks)
         return " ".join(f"{letters[kind]}{m + 1}{'ab'[chunk] if chunks > 1 else ''}" for kind, m, chunk in found)
 
     assert drawn("1f1b", 0) == "F1 F2 F3 F4 B1 F5 B2 F6 B3 F7 B4 F8 B5 B6 B7 B8"
@@ -102,7 +105,7 @@ def test_the_published_orders() -> None:
     assert drawn("zero_bubble", 0) == ("F1 F2 F3 F4 B1 W1 F5 B2 W2 F6 B3 W3 F7 B4 W4 F8 B5 W5 B6 W6 B7 W7 B8 W8")
     assert drawn("zero_bubble", 3) == ("F1 B1 F2 B2 F3 B3 F4 B4 W1 F5 B5 W2 F6 B6 W3 F7 B7 W4 F8 B8 W5 W6 W7 W8")
     with pytest.raises(ValueError, match="6 micro-batches are no multiple of 4 stages"):
-        order("interleaved", stage=0, stages=4, micro_batches=6, chunks=2)
+        stage_operations("interleaved", stage=0, stages=4, micro_batches=6, chunks=2)
 
 
 def test_the_order_of_a_fold_is_torchs() -> None:
@@ -119,12 +122,12 @@ def test_the_order_of_a_fold_is_torchs() -> None:
             ]
 
 
-def work(schedule: str, stages: int, micro_batches: int, chunks: int = 1, more: str = "", layers: int = 12) -> Work:
+def work(schedule: str, stages: int, micro_batches: int, chunks: int = 1, more: str = "", layers: int = 12) -> StepWork:
     """Of equal layers, a sample a micro-batch."""
     plan = Plan.parse(f"pp={stages},schedule={schedule or '1f1b'},chunks={chunks},micro_batch=1{more}")
     plan, profile = replace(plan, schedule=schedule), ModelProfile(framework="", layers=(BLOCK,) * layers)
     batch = micro_batches * plan.mesh.data_ranks
-    return work_of(profile, MACHINE, plan, batch_size=batch, precision="bf16")
+    return compute_step_work(profile, MACHINE, plan, batch_size=batch, precision="bf16")
 
 
 def of_kind(found: Timeline, stage: int, *kinds: str) -> list[Span]:
@@ -153,7 +156,7 @@ def test_spans_keep_the_order_and_wait_for_what_they_need(case: tuple[str, int, 
         assert all(one.end_s == pytest.approx(two.begin_s) for one, two in pairwise(lane))
         assert [operation for operation, _, _ in done_on(found, stage)] == ordered(*case)[stage]
         for operation, span, _ in done_on(found, stage):
-            source = needs(operation, schedule=schedule, stage=stage, stages=stages, chunks=chunks)
+            source = required_operation(operation, schedule=schedule, stage=stage, stages=stages, chunks=chunks)
             assert source is None or span.begin_s >= come[source] - 1e-12
             apart = 0 if source is None else abs(source[0] - stage)
             assert apart <= 1 or (schedule == "interleaved" and apart == stages - 1)
@@ -186,14 +189,14 @@ def test_steps_that_follow_each_other_are_one_long_1f1b(stages: int, more: int, 
         found = [
             each._replace(micro_batch=each.micro_batch + step * count)
             for step in range(steps)
-            for each in order(
+            for each in stage_operations(
                 "pipedream", stage=stage, stages=stages, micro_batches=count,
                 begun=step > 0, followed=step < steps - 1,
             )
         ]  # fmt: skip
-        assert found == order("1f1b", stage=stage, stages=stages, micro_batches=count * steps)
+        assert found == stage_operations("1f1b", stage=stage, stages=stages, micro_batches=count * steps)
         plan = Plan.parse(f"pp={stages},schedule=pipedream")
-        assert pipeline_schedules.in_flight(found) == in_flight(plan, count)[stage] == stages - stage
+        assert pipeline_schedules.max_in_flight(found) == micro_batches_in_flight(plan, count)[stage] == stages - stage
 
 
 @given(st.integers(2, 6), st.integers(0, 6), st.sampled_from(["", ",recompute=full", ",dp=2"]))
@@ -202,7 +205,7 @@ def test_a_step_that_others_follow_has_no_bubble(stages: int, more: int, choices
     count = stages + more
     asked = work("pipedream", stages, count, more=choices)
     found = timeline(asked)
-    assert found.step_s == pytest.approx(sum(expected(asked, DEFAULT).values()), rel=0.01)
+    assert found.step_s == pytest.approx(sum(expected_terms(asked, DEFAULT).values()), rel=0.01)
     for stage, lane in enumerate(found.lanes):
         assert lane[0].begin_s == 0.0 and lane[-1].end_s == found.step_s
         assert all(one.end_s == pytest.approx(two.begin_s) for one, two in pairwise(lane))
@@ -220,7 +223,7 @@ def test_gradients_are_reduced_as_they_are_made_and_clipping_waits_for_all() -> 
     found = timeline(work("1f1b", 4, 8, more=",dp=4"))
     for stage, reductions in enumerate(found.reductions):
         last = of_kind(found, stage, "backward")[-1]
-        assert len(reductions) == BUCKETS and last.begin_s < reductions[0].begin_s < last.end_s
+        assert len(reductions) == GRADIENT_BUCKETS and last.begin_s < reductions[0].begin_s < last.end_s
         assert reductions[-1].begin_s >= last.end_s
     begun = {of_kind(found, stage, "optimizer")[0].begin_s for stage in range(4)}
     assert begun == {max(spans[-1].end_s for spans in found.reductions)}
@@ -231,7 +234,7 @@ def test_gradients_are_reduced_as_they_are_made_and_clipping_waits_for_all() -> 
 def test_it_is_as_long_as_the_formulas_say_of_every_published_plan() -> None:
     apart = []
     for one in (*vtrain(VTRAIN_SMALL)[::6], *vtrain(VTRAIN_LARGE)[::4], *mosaicml("h100_80gb")[::4]):
-        machine = Machine.of(one.cluster)
-        asked = work_of(one.profile, machine, one.plan, batch_size=one.batch_size, precision=one.precision)
-        apart.append(timeline(asked).step_s / sum(expected(asked, DEFAULT).values()) - 1)
+        machine = MachineModel.of(one.cluster)
+        asked = compute_step_work(one.profile, machine, one.plan, batch_size=one.batch_size, precision=one.precision)
+        apart.append(timeline(asked).step_s / sum(expected_terms(asked, DEFAULT).values()) - 1)
     assert max(map(abs, apart)) <= 0.03 and math.fsum(map(abs, apart)) / len(apart) <= 0.005

@@ -10,7 +10,7 @@ import pytest
 
 from trainwright.core.errors import DataError
 from trainwright.datasets import table
-from trainwright.datasets.ops.tokenize import END, Tokenise
+from trainwright.datasets.ops.row_transforms import END, Tokenize
 
 TEXTS = ["a b", "", "ünï", "the end"]
 
@@ -75,7 +75,7 @@ def test_tokens_are_packed() -> None:
 
 
 def test_a_tokeniser_travels_with_its_job() -> None:
-    step = Tokenise(tokenizer=words)
+    step = Tokenize(tokenizer=words)
     rows = {"text": np.array(["one three"], dtype=object)}
     before = step(rows)["tokens"][0].tolist()
     assert pickle.loads(pickle.dumps(step))(rows)["tokens"][0].tolist() == before == [3, 5]

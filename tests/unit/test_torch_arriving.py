@@ -11,10 +11,9 @@ from torch.nn import functional
 
 from tests.support.torch_engines import plan, spec
 from trainwright.core.errors import PeerLost
-from trainwright.strategies.torch.ps.overlapped_pull import Arrivals
-from trainwright.strategies.torch.ps.server_shard import named, shards
-from trainwright.strategies.torch.ps.transfer import Incoming, pieces
-from trainwright.strategies.torch.training.phase_timer import Laps
+from trainwright.strategies.torch.ps.parameter_transfer import OverlappedPull, ParameterPull, tensor_pieces
+from trainwright.strategies.torch.ps.shard_store import named_tensors, server_shards
+from trainwright.strategies.torch.training.phase_timer import PhaseTimer
 
 GIVEN = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
 
@@ -81,22 +80,22 @@ class Scripted(nn.Module):
         return self.inner(x)
 
 
-def arriving(build: Callable[[], nn.Module], servers: int) -> tuple[nn.Module, nn.Module, Arrivals, Wire]:
+def arriving(build: Callable[[], nn.Module], servers: int) -> tuple[nn.Module, nn.Module, OverlappedPull, Wire]:
     """A model as it is to be, the same with nothing of it there, and how that comes."""
     torch.manual_seed(1)
     job, how = spec(model=build), plan(servers=servers, consistency="sync")
     right, model = build(), build()
-    dealt = shards(job, how, right, "")
-    there, incoming = (Incoming(each, dealt, torch.device("cpu")) for each in (right, model))
+    dealt = server_shards(job, how, right, "")
+    there, incoming = (ParameterPull(each, dealt, torch.device("cpu")) for each in (right, model))
     for place, tensor in there._copied.values():
         place.copy_(tensor)
-    for _, tensor in named(model):
+    for _, tensor in named_tensors(model):
         if tensor.is_floating_point():
             tensor.detach().fill_(float("nan"))
     for each in incoming._bytes:
         each.fill_(255)  # NaN again
     wire = Wire([each.clone() for each in there._bytes], incoming.memory)
-    return right, model, Arrivals(model, pieces(dealt), incoming, Laps(torch.device("cpu"))), wire
+    return right, model, OverlappedPull(model, tensor_pieces(dealt), incoming, PhaseTimer(torch.device("cpu"))), wire
 
 
 def taught(model: nn.Module) -> dict[str, Tensor]:
@@ -117,7 +116,7 @@ def test_nothing_is_used_before_it_is_there(build: Callable[[], nn.Module], serv
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
-    assert {id(each) for each in began} == {id(each) for _, each in named(model)} and len(began) == len(
+    assert {id(each) for each in began} == {id(each) for _, each in named_tensors(model)} and len(began) == len(
         {*map(id, began)}
     )
     assert sorted(wire.asked) == sorted({*wire.asked}), "each piece once"
@@ -135,7 +134,7 @@ def test_the_first_layer_runs_before_the_second_is_there() -> None:
         model(GIVEN)
         counts.append(len(wire.asked))
     handle.remove()
-    assert counts == [2, len([*named(model)])], "weight and bias of the first, then all"
+    assert counts == [2, len([*named_tensors(model)])], "weight and bias of the first, then all"
 
 
 def test_what_is_told_of_a_tensor_comes_before_it_changes() -> None:

@@ -14,44 +14,45 @@ from tests.support.parameter_server_jobs import JOBS, facts
 from tests.support.torch_engines import Files, adam, one_device, plan, saved, spec
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Plan
-from trainwright.core.staleness import Consistency, Outer, Unit
-from trainwright.strategies.ps.lease_table import Book, Closing, Grant
-from trainwright.strategies.ps.shard_store import Push
-from trainwright.strategies.ps.update_admission import Gate
-from trainwright.strategies.torch.checkpoint import files, state
-from trainwright.strategies.torch.checkpoint.shard_layout import Part
-from trainwright.strategies.torch.ps.gradient_layout import Form
-from trainwright.strategies.torch.ps.server_shard import Served, shards
-from trainwright.strategies.torch.ps.shard_store import Bank
-from trainwright.strategies.torch.ps.transfer import Outgoing, pieces
+from trainwright.core.topology import Consistency, OuterOptimizer, WorkUnit
+from trainwright.strategies.ps.lease_table import ClosedRound, Grant, LeaseTable
+from trainwright.strategies.ps.parameter_shards import GradientPush
+from trainwright.strategies.ps.update_admission import UpdateAdmission
+from trainwright.strategies.torch.checkpoint import host_state, safetensors_files
+from trainwright.strategies.torch.checkpoint.shard_layout import ModelPart
+from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
+from trainwright.strategies.torch.ps.parameter_transfer import GradientSender, tensor_pieces
+from trainwright.strategies.torch.ps.shard_store import ServedReplica, TorchShardStore, server_shards
 
 NONE = memoryview(b"")
 
 
-def banks(job: ModelSpec, how: Plan) -> list[Bank]:
+def banks(job: ModelSpec, how: Plan) -> list[TorchShardStore]:
     made = []
     for server in range(how.servers):
-        replica = Served(job, how, f"rank {server}", Part(server=server, servers=how.servers))
-        shard = shards(job, how, replica.model, "")[server]
+        replica = ServedReplica(job, how, f"rank {server}", ModelPart(server=server, servers=how.servers))
+        shard = server_shards(job, how, replica.model, "")[server]
         replica.keep({slot.name: slot.rows for slot in shard.slots})
-        outer = Outer.parse(how.outer) if how.local_steps > 1 else None
-        bank = Bank(replica, shard, Form(shard, how.wire), outer, "")
+        outer = OuterOptimizer.parse(how.outer) if how.local_steps > 1 else None
+        bank = TorchShardStore(replica, shard, GradientLayout(shard, how.wire), outer, "")
         bank.attach(memoryview(bytearray(shard.size_bytes)))
         made.append(bank)
     return made
 
 
-def held(made: Sequence[Bank]) -> Files:
+def held(made: Sequence[TorchShardStore]) -> Files:
     kept = Files()
     for bank in made:
         bank.replica.step = 1
-        files.write(state.Copies().of(state.held(bank.replica)), kept)
+        safetensors_files.write(host_state.HostStateCopier().of(host_state.state_of(bank.replica)), kept)
     return kept
 
 
-def update(made: Sequence[Bank], gradients: Sequence[dict[str, Tensor]], weights: Sequence[float], step: int) -> None:
+def update(
+    made: Sequence[TorchShardStore], gradients: Sequence[dict[str, Tensor]], weights: Sequence[float], step: int
+) -> None:
     """Push gradients by name, one after the other, and apply them as one update."""
-    where = pieces([bank.shard for bank in made])
+    where = tensor_pieces([bank.shard for bank in made])
     for server, bank in enumerate(made):
         pushes = []
         for share, (given, weight) in enumerate(zip(gradients, weights, strict=True)):
@@ -60,7 +61,9 @@ def update(made: Sequence[Bank], gradients: Sequence[dict[str, Tensor]], weights
                 for piece in where[name]:
                     if piece.server == server:
                         bank.form.write(payload, name, piece.of(gradient).contiguous())
-            pushes.append(Push(unit=Unit(step=step, share=share), weight=weight, payload=payload, buffers=NONE))
+            pushes.append(
+                GradientPush(unit=WorkUnit(step=step, share=share), weight=weight, payload=payload, buffers=NONE)
+            )
         bank.apply(pushes, step=step, rate_factor=1.0, clip_factor=1.0)
 
 
@@ -95,7 +98,7 @@ def test_shards_step_as_the_whole_does_and_their_files_fit_it(name: str, servers
     for count in {1, 2, 3}:
         moved = banks(job, plan(servers=count))
         for bank in moved:
-            state.restore(bank.replica, files.read(kept, bank.replica.wanted, bank.replica.part))
+            host_state.restore(bank.replica, safetensors_files.read(kept, bank.replica.wanted, bank.replica.part))
         third = one_device(job)
         third.load(held(moved))
         assert facts(saved(third)) == facts(expected)
@@ -104,7 +107,7 @@ def test_shards_step_as_the_whole_does_and_their_files_fit_it(name: str, servers
 class Ears:
     """What a push needs of `Clients`: an outbox for each server, and somebody to tell."""
 
-    def __init__(self, forms: Sequence[Form]) -> None:
+    def __init__(self, forms: Sequence[GradientLayout]) -> None:
         self.outbox = tuple(memoryview(bytearray(form.size_bytes)) for form in forms)
 
     def ready(self, server: int, offset: int, size: int) -> None:
@@ -116,14 +119,18 @@ def test_a_push_that_does_not_count_leaves_what_waits_as_it_was(taken: bool) -> 
     model = nn.Linear(4, 1, bias=False)
     job, how = spec(model=lambda: model, optimizer=adam), plan(servers=1, wire="topk(0.5)")
     replica = one_device(job).replica
-    held = shards(job, how, replica.model, "")
-    form, (parameter,) = Form(held[0], how.wire), replica.trainable
-    outgoing, ears, found = Outgoing(replica=replica, where=pieces(held), forms=[form]), Ears([form]), torch.zeros(1, 4)
+    held = server_shards(job, how, replica.model, "")
+    form, (parameter,) = GradientLayout(held[0], how.wire), replica.trainable
+    outgoing, ears, found = (
+        GradientSender(replica=replica, where=tensor_pieces(held), forms=[form]),
+        Ears([form]),
+        torch.zeros(1, 4),
+    )
     for values in ([4.0, 1.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]):
         outgoing.begin(ears)
         outgoing.put(parameter, torch.tensor([values]))
         form.fill(ears.outbox[0], "weight", found)
-        outgoing.counted([taken], Grant(Unit(0, 0), 0, 0))
+        outgoing.counted([taken], Grant(WorkUnit(0, 0), 0, 0))
     assert found.tolist() == ([[0.0, 1.0, 0.0, 2.0]] if taken else [[0.0] * 4])
 
 
@@ -134,7 +141,7 @@ WIDE = nn.Linear(4, 6, bias=False)
 class Pusher:
     """A worker: it pushes to one server after the other while others do, and settles as it pulls."""
 
-    def __init__(self, forms: Sequence[Form], outgoing: Outgoing) -> None:
+    def __init__(self, forms: Sequence[GradientLayout], outgoing: GradientSender) -> None:
         self.ears, self.outgoing = Ears(forms), outgoing
         self.grant: Grant | None = None
         self.by: list[bool] = []
@@ -147,17 +154,22 @@ class Rounds:
     def __init__(self, seed: int, backup: int, workers: int) -> None:
         job, how = spec(model=lambda: WIDE, optimizer=adam), plan(servers=SERVERS, wire="topk(0.3)")
         replica = one_device(job).replica
-        held = shards(job, how, replica.model, "")
+        held = server_shards(job, how, replica.model, "")
         (self.parameter,), consistency = replica.trainable, Consistency.parse(f"sync(backup={backup})")
-        self.random, self.forms = random.Random(seed), [Form(shard, how.wire) for shard in held]
-        self.book = Book(shares=SHARES, start=0, consistency=consistency)
+        self.random, self.forms = random.Random(seed), [GradientLayout(shard, how.wire) for shard in held]
+        self.book = LeaseTable(shares=SHARES, start=0, consistency=consistency)
         self.book.extend(ROUNDS)
-        self.gates: list[Gate[Tensor]] = [Gate(shares=SHARES, consistency=consistency) for _ in range(SERVERS)]
-        self.mail: list[list[Closing]] = [[] for _ in range(SERVERS)]
+        self.gates: list[UpdateAdmission[Tensor]] = [
+            UpdateAdmission(shares=SHARES, consistency=consistency) for _ in range(SERVERS)
+        ]
+        self.mail: list[list[ClosedRound]] = [[] for _ in range(SERVERS)]
         self.applied = torch.zeros(6, 4)
         self.left_out = 0
         self.workers = [
-            Pusher(self.forms, Outgoing(replica=replica, where=pieces(held), forms=self.forms, leaves_out=True))
+            Pusher(
+                self.forms,
+                GradientSender(replica=replica, where=tensor_pieces(held), forms=self.forms, leaves_out=True),
+            )
             for _ in range(workers)
         ]
 
@@ -207,14 +219,14 @@ class Rounds:
         worker.outgoing.settle(found, worker.have)
 
 
-def gradient(unit: Unit) -> Tensor:
+def gradient(unit: WorkUnit) -> Tensor:
     """Whole numbers, whose sums are exact."""
     return torch.from_numpy(np.random.default_rng(unit.step * SHARES + unit.share).integers(-99, 99, (6, 4))).float()
 
 
 def test_with_backup_workers_nothing_of_a_gradient_is_lost_or_counts_twice() -> None:
     """What was applied and what waits at the workers is the sum of each unit's gradient, once."""
-    whole = sum(gradient(Unit(step, share)) for step in range(ROUNDS) for share in range(SHARES))
+    whole = sum(gradient(WorkUnit(step, share)) for step in range(ROUNDS) for share in range(SHARES))
     left_out = 0
     for seed in range(40):
         own = Rounds(seed, backup=1 + seed % 2, workers=2 + seed % 4)

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from tests.support.torch_engines import adam, feed, loss, one_device, plan, saved, spec
-from trainwright.core.collation import Collation, Pad
-from trainwright.core.data import Batch, Terms, fold
+from trainwright.core.data import Batch, Terms, fold_seed
+from trainwright.core.engine import Collation, Pad
 from trainwright.core.errors import DataError, JobError
-from trainwright.core.group import Capabilities
-from trainwright.strategies.torch.checkpoint.files import load_weights
+from trainwright.core.topology import Capabilities
+from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights
 from trainwright.strategies.torch.engines.one_device import OneDevice
 from trainwright.strategies.torch.profiling.model_profile import profile_model
-from trainwright.strategies.torch.training.tensors import tensor
+from trainwright.strategies.torch.training.batch_tensors import to_tensor
 
 WORDS, WIDTH, CLASSES = 11, 4, 3
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def one_by_one(model: nn.Module, batch: Batch) -> torch.Tensor:
 def test_padded_training_equals_rows_one_by_one() -> None:
     engine = one_device(reading())
     engine.warm(feed(tokens()))
-    torch.manual_seed(fold(3, -1))
+    torch.manual_seed(fold_seed(3, -1))
     model = Reader()
     optimizer = adam(model.parameters())
     for step in range(4):
@@ -123,7 +123,7 @@ def test_masks_are_weights_of_a_loss_over_tokens() -> None:
     parts = (tokens(5, seed=1), tokens(9, seed=2))
     sums = engine.evaluate_step(feed(*parts)).totals["loss"]
     flat = np.concatenate([row for part in parts for row in part.columns["tokens"]])
-    torch.manual_seed(fold(3, -1))
+    torch.manual_seed(fold_seed(3, -1))
     expected = Values()(torch.from_numpy(flat)).sum().item()
     assert sums == (pytest.approx(expected, abs=1e-12), float(len(flat)))
     assert engine.train_step(feed(*parts)).weight == len(flat)
@@ -132,7 +132,7 @@ def test_masks_are_weights_of_a_loss_over_tokens() -> None:
 def test_evaluation_and_metrics_see_the_output_object() -> None:
     given = tokens()
     engine = one_device(reading())
-    torch.manual_seed(fold(3, -1))
+    torch.manual_seed(fold_seed(3, -1))
     logits = one_by_one(Reader(), given)
     means = engine.evaluate_step(feed(given)).means()
     targets = torch.from_numpy(given.columns["y"])
@@ -145,7 +145,7 @@ def test_predictions_of_an_object_have_its_names_and_need_no_targets() -> None:
     bare = replace(given, columns={"tokens": given.columns["tokens"]})
     engine = one_device(reading())
     found = engine.predict_step(feed(bare))
-    torch.manual_seed(fold(3, -1))
+    torch.manual_seed(fold_seed(3, -1))
     expected = one_by_one(Reader(), given).detach().numpy()
     assert list(found) == ["logits", "hidden_0", "hidden_1"]
     np.testing.assert_allclose(found["logits"], expected, rtol=0, atol=1e-12)
@@ -237,7 +237,7 @@ def test_ragged_rows_without_padding_are_refused_and_equal_ones_are_stacked() ->
     assert "tw.Pad()" in caught.value.remedy
     column = np.empty(2, dtype=object)
     column[:] = [np.arange(3), np.arange(3)]
-    assert tensor("x", column, CPU).tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert to_tensor("x", column, CPU).tolist() == [[0, 1, 2], [0, 1, 2]]
 
 
 def test_static_shapes_demand_a_length_when_the_engine_is_built() -> None:
@@ -252,7 +252,7 @@ def test_static_shapes_demand_a_length_when_the_engine_is_built() -> None:
 def test_arrays_and_masks_reach_torch_without_a_copy() -> None:
     collated = Collation(pad={"tokens": Pad()})(tokens())
     for name in ("tokens", "tokens_mask", "y"):
-        assert tensor(name, collated[name], CPU).data_ptr() == collated[name].ctypes.data
+        assert to_tensor(name, collated[name], CPU).data_ptr() == collated[name].ctypes.data
 
 
 def test_a_model_that_takes_keywords_is_profiled_by_them() -> None:

@@ -8,10 +8,10 @@ from torch import nn
 
 from tests.support.torch_engines import one_device, plan, spec
 from trainwright.core.errors import JobError
-from trainwright.core.group import Capabilities
-from trainwright.strategies.search.compatibility import compiled
+from trainwright.core.topology import Capabilities
+from trainwright.strategies.cost_model.plan_constraints import invalid_compile
 from trainwright.strategies.torch.profiling.model_profile import profile_model
-from trainwright.strategies.torch.training.error_mapping import user_code
+from trainwright.strategies.torch.training.torch_errors import TorchUserCode
 
 
 class InductorError(RuntimeError):
@@ -32,7 +32,7 @@ def normed() -> nn.Module:
     ],
 )
 def test_an_error_of_the_compiler_says_what_to_do_without_it(text: str, words: str) -> None:
-    with pytest.raises(JobError, match=words), user_code("the model", "rank 0"):
+    with pytest.raises(JobError, match=words), TorchUserCode("the model", "rank 0"):
         raise InductorError(text)
 
 
@@ -43,7 +43,7 @@ def test_what_a_compiled_model_cannot_be_is_refused_before_a_step() -> None:
     known = profile_model(normed, {"x": np.zeros((2, 4), np.float32)}, ("x",)).recounted
     with pytest.raises(JobError, match=r"buffer '1\.running_mean' is in the model's state") as caught:
         one_device(spec(model=normed, compile="inductor"), plan(recompute="full"))
-    told = compiled("full", known)
+    told = invalid_compile("full", known)
     assert told and caught.value.problems == (": ".join(told),), "the planner says the same"
     with pytest.raises(JobError, match="is for torch models"):
         job.check(Capabilities())

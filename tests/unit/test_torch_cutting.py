@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.conformance.staged_model import Deep
 from tests.support.split_model import split
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.pipeline.split import Cut
-from trainwright.strategies.torch.tensor_parallel.layers import Ring, divide
+from trainwright.strategies.torch.pipeline.split import SplitModel
+from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelGroup, shard_layers
 
 NAMES = [
     "blocks.0", "blocks.0.lift", "blocks.0.back", "blocks.1", "blocks.1.norm", "blocks.1.back", "blocks.2",
@@ -36,16 +36,16 @@ def made() -> nn.Module:
     return Deep()
 
 
-def sections(entries: Sequence[str], sample: Tensor) -> list[tuple[Cut, nn.Module]]:
+def sections(entries: Sequence[str], sample: Tensor) -> list[tuple[SplitModel, nn.Module]]:
     """Each with the model that holds its parameters."""
     found = []
     for number in range(len(entries) + 1):
         model = made()
-        found.append((Cut(model, entries, {number}, [sample], called, f"rank {number}"), model))
+        found.append((SplitModel(model, entries, {number}, [sample], called, f"rank {number}"), model))
     return found
 
 
-def passed(cuts: list[tuple[Cut, nn.Module]], inputs: Tensor) -> Tensor:
+def passed(cuts: list[tuple[SplitModel, nn.Module]], inputs: Tensor) -> Tensor:
     """The outputs, with the gradients of their sum of squares in all sections."""
     given: list[Tensor] = []
     sent: list[tuple[list[Tensor], Any]] = []
@@ -122,7 +122,7 @@ class Within(nn.Module):
         return outputs
 
 
-class Alone(Ring):
+class Alone(TensorParallelGroup):
     """The first of two ranks, of which the other one has nothing to add."""
 
     def summed(self, tensor: Tensor) -> Tensor:
@@ -151,9 +151,9 @@ def test_a_block_that_tensor_parallelism_divides_may_be_cut_beside_its_attention
     cuts = {}
     for own in map(frozenset, owned):
         model = blocks()
-        parted = partial(divide, split=found, ring=Alone(index=0, of=2), where="rank 0")
+        parted = partial(shard_layers, split=found, ring=Alone(index=0, of=2), where="rank 0")
         cuts[own] = (
-            Cut(model, entries, own, [inputs], called, "rank 0", lambda each, _, parted=parted: parted(each)),
+            SplitModel(model, entries, own, [inputs], called, "rank 0", lambda each, _, parted=parted: parted(each)),
             model,
         )
     for _ in range(2):
@@ -172,7 +172,7 @@ def test_a_forward_that_goes_another_way_is_told() -> None:
             return outputs
 
     inputs = torch.zeros(2, 3)
-    cut = Cut(Turning(*(nn.Linear(3, 3) for _ in range(3))), ["2"], {0}, [inputs], called, "rank 0")
+    cut = SplitModel(Turning(*(nn.Linear(3, 3) for _ in range(3))), ["2"], {0}, [inputs], called, "rank 0")
     assert len(cut.run(0, [], rows=2, inputs=[inputs])) == 1
     Turning.way = 1
     with pytest.raises(JobError, match="went another way"):
@@ -260,9 +260,9 @@ class Placing(Row):
         return outputs
 
 
-def cut_at_second(kind: type[Row], own: set[int]) -> Cut:
+def cut_at_second(kind: type[Row], own: set[int]) -> SplitModel:
     torch.manual_seed(0)
-    return Cut(kind(), ["second"], own, [torch.zeros(4, 3)], called, "rank 0")
+    return SplitModel(kind(), ["second"], own, [torch.zeros(4, 3)], called, "rank 0")
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_what_lies_between_modules_is_followed(kind: type[Row]) -> None:
 def test_a_counter_counts_once_in_two_chunks_of_a_stage() -> None:
     torch.manual_seed(0)
     model, inputs = Counting(), torch.randn(4, 3)
-    cut = Cut(model, ["first", "second"], {0, 2}, [inputs], called, "rank 0")
+    cut = SplitModel(model, ["first", "second"], {0, 2}, [inputs], called, "rank 0")
     for step in range(3):
         given = cut.run(0, [], rows=4, inputs=[inputs])
         assert model.count == step + 1

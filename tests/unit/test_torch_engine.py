@@ -31,15 +31,15 @@ from tests.support.torch_engines import (
     saved,
     spec,
 )
-from trainwright.core.data import Batch, Feed, Terms, fold
+from trainwright.core.data import Batch, Feed, Terms, fold_seed
 from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
-from trainwright.strategies.torch.checkpoint.files import load_weights
+from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights
 from trainwright.strategies.torch.engines.one_device import OneDevice
 
 
 def test_a_plain_loop_gives_the_same_parameters() -> None:
     engine = one_device(spec(model=double))
-    torch.manual_seed(fold(3, -1))
+    torch.manual_seed(fold_seed(3, -1))
     model = double()
     optimizer = adam(model.parameters())
     for step in range(5):
@@ -59,7 +59,7 @@ def test_float32_losses_are_reported_to_1e_6() -> None:
     given = batch(1000, weights=None)
     heavy = dataclasses.replace(given, weights=np.random.default_rng(0).uniform(0.1, 10.0, 1000))
     report = one_device().train_step(feed(heavy))
-    torch.manual_seed(fold(3, -1))
+    torch.manual_seed(fold_seed(3, -1))
     outputs = Net()(torch.from_numpy(given.columns["x"])).double()
     values = loss(outputs, torch.from_numpy(given.columns["y"])).detach().numpy()
     assert report.loss == pytest.approx(float(np.average(values, weights=heavy.weights)), rel=1e-6)

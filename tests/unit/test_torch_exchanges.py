@@ -14,11 +14,16 @@ from tests.support.conformance.language_model import WIDTH, Language
 from tests.support.split_model import split
 from tests.support.tensor_parallel_threads import ThreadRing, on_ranks
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.checkpoint.shard_layout import Box
-from trainwright.strategies.torch.tensor_parallel.layers import Ring, Split, divide
-from trainwright.strategies.torch.tensor_parallel.sequence_check import unsuited
-from trainwright.strategies.torch.tensor_parallel.sequence_parallel import Stream, scattered
-from trainwright.strategies.torch.tensor_parallel.vocab_logits import Parted, parted, plain
+from trainwright.strategies.torch.checkpoint.shard_layout import ShardSlice
+from trainwright.strategies.torch.tensor_parallel.layers import (
+    GatheredTokens,
+    TensorParallelGroup,
+    TensorParallelPlan,
+    reduce_scatter_tokens,
+    shard_layers,
+)
+from trainwright.strategies.torch.tensor_parallel.plan_search import sequence_parallel_problem
+from trainwright.strategies.torch.tensor_parallel.sharded_tensor import ShardedTensor, from_local, full_tensor
 
 ROWS, TOKENS = 2, 6
 GIVEN = torch.linspace(-2.0, 2.0, ROWS * TOKENS, dtype=torch.float64).view(ROWS, TOKENS)
@@ -30,7 +35,7 @@ def called(bones: nn.Module, rows: int) -> Tensor:
 
 
 def learned(model: nn.Module) -> dict[str, Tensor]:
-    plain(model(GIVEN)).square().sum().backward()
+    full_tensor(model(GIVEN)).square().sum().backward()
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
@@ -58,9 +63,9 @@ def taught(model: nn.Module, of: int, *, sequence: bool) -> list[ThreadRing]:
     """Each rank's exchanges, once its gradients were found to be its parts of one device's."""
     how, expected = split(model, of, given=GIVEN[:1]), learned(copy.deepcopy(model))
 
-    def run(ring: ThreadRing) -> tuple[dict[str, Tensor], dict[str, Box], ThreadRing]:
+    def run(ring: ThreadRing) -> tuple[dict[str, Tensor], dict[str, ShardSlice], ThreadRing]:
         own = copy.deepcopy(model)
-        boxes = divide(own, how, ring, "rank 0")
+        boxes = shard_layers(own, how, ring, "rank 0")
         with torch.autograd.graph.saved_tensors_hooks(ring.keep, lambda saved: saved):
             return learned(own), boxes, ring
 
@@ -68,7 +73,7 @@ def taught(model: nn.Module, of: int, *, sequence: bool) -> list[ThreadRing]:
     for gradients, boxes, _ in found:
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
-            part = boxes[name].inside(Box.all_of(expected[name].shape)) if name in boxes else ...
+            part = boxes[name].inside(ShardSlice.all_of(expected[name].shape)) if name in boxes else ...
             assert type(gradient) is Tensor
             torch.testing.assert_close(gradient, expected[name][part], rtol=1e-9, atol=1e-12)
     return [ring for _, _, ring in found]
@@ -105,7 +110,7 @@ def test_norms_and_what_is_learned_between_regions_get_the_gradient_of_all_token
 )
 def test_a_forward_that_needs_all_tokens_between_regions_is_found_out(between: Any, degree: int, why: str) -> None:
     model = Normed(between)
-    found = unsuited(model, split(model, degree, given=GIVEN[:1]), called, degree, "rank 0")
+    found = sequence_parallel_problem(model, split(model, degree, given=GIVEN[:1]), called, degree, "rank 0")
     assert why in found and bool(why) == bool(found)
 
 
@@ -119,13 +124,13 @@ def test_a_loss_within_the_forward_is_tried_and_what_it_raises_is_the_reason() -
 
     model = Language()
     how = split(model, 2, given=GIVEN[:1])
-    assert unsuited(model, how, scored, 2, "rank 0") == ""
-    assert "without data it raised RuntimeError: " in unsuited(model, how, read, 2, "rank 0")
+    assert sequence_parallel_problem(model, how, scored, 2, "rank 0") == ""
+    assert "without data it raised RuntimeError: " in sequence_parallel_problem(model, how, read, 2, "rank 0")
 
 
 def test_all_tokens_are_let_go_after_the_forward_and_gathered_once_in_backward() -> None:
     def run(ring: ThreadRing) -> tuple[bool, int]:
-        given = scattered(torch.ones(2, 6, 3, requires_grad=True) * 1.0, ring)
+        given = reduce_scatter_tokens(torch.ones(2, 6, 3, requires_grad=True) * 1.0, ring)
         stream, learned = ring.streamed(given), torch.ones(4, 3, requires_grad=True)
         assert stream is not None
         made = [stream.linear(weight, None) for weight in (learned, learned, torch.ones(4, 3))]
@@ -141,18 +146,21 @@ def test_all_tokens_are_let_go_after_the_forward_and_gathered_once_in_backward()
 
 LAYERS: dict[str, Any] = {
     "copied": lambda given, ring: (ring.copied(given), given),
-    "tokens": lambda given, ring: (scattered(given, ring), given),
-    "gathered": lambda given, ring: (ring.streamed(held := scattered(given, ring)).whole, held),
-    "linear": lambda given, ring: (ring.streamed(scattered(given.detach(), ring)).linear(given[0], None), given),
-    "logits": lambda given, ring: (parted(given, ring, 6), given),
-    "whole": lambda given, ring: (plain(held := parted(given, ring, 6)), held),
+    "tokens": lambda given, ring: (reduce_scatter_tokens(given, ring), given),
+    "gathered": lambda given, ring: (ring.streamed(held := reduce_scatter_tokens(given, ring)).whole, held),
+    "linear": lambda given, ring: (
+        ring.streamed(reduce_scatter_tokens(given.detach(), ring)).linear(given[0], None),
+        given,
+    ),
+    "logits": lambda given, ring: (from_local(given, ring, 6), given),
+    "whole": lambda given, ring: (full_tensor(held := from_local(given, ring, 6)), held),
     "row": lambda given, ring: (divided(nn.Linear(6, 3), "row", ring)(given), given),
-    "learned": lambda given, ring: (scattered(torch.ones(2, 6, 3), ring) + given, given),
+    "learned": lambda given, ring: (reduce_scatter_tokens(torch.ones(2, 6, 3), ring) + given, given),
 }
 
 
-def divided(layer: nn.Module, role: str, ring: Ring) -> nn.Module:
-    divide(whole := nn.Sequential(layer), Split(roles={"0": role}), ring, "rank 0")
+def divided(layer: nn.Module, role: str, ring: TensorParallelGroup) -> nn.Module:
+    shard_layers(whole := nn.Sequential(layer), TensorParallelPlan(roles={"0": role}), ring, "rank 0")
     return whole
 
 
@@ -172,9 +180,9 @@ def test_dropout_draws_for_all_tokens_and_keeps_a_rank_its_own() -> None:
     expected, mask = torch.native_dropout(whole, 0.5, True)
     torch.manual_seed(1)
     claim = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
-    given = Parted.of(whole[:, 3:], Ring(index=1, of=2), 1, claim)
+    given = ShardedTensor.of(whole[:, 3:], TensorParallelGroup(index=1, of=2), 1, claim)
     made, kept = torch.native_dropout(given, 0.5, True)
-    assert isinstance(made, Parted) and isinstance(kept, Parted)
+    assert isinstance(made, ShardedTensor) and isinstance(kept, ShardedTensor)
     assert torch.equal(made.held, expected[:, 3:]) and torch.equal(kept.held, mask[:, 3:])
 
 
@@ -190,11 +198,11 @@ def test_what_was_changed_in_place_is_shared_no_more() -> None:
 
 def test_what_was_made_without_a_graph_or_in_another_way_is_not_shared() -> None:
     def run(ring: ThreadRing) -> bool:
-        given = scattered(torch.ones(2, 6, 3, requires_grad=True) * 1.0, ring)
+        given = reduce_scatter_tokens(torch.ones(2, 6, 3, requires_grad=True) * 1.0, ring)
         with torch.no_grad():
             assert ring.streamed(given) is not None
         assert isinstance(ring.copied(given), Tensor)
         stream = ring.streamed(given)
-        return isinstance(stream, Stream) and stream.whole.requires_grad
+        return isinstance(stream, GatheredTokens) and stream.whole.requires_grad
 
     assert on_ranks(2, run) == [True, True]

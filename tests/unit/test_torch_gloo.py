@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from trainwright.strategies.torch.distributed import gloo_sockets
+from trainwright.strategies.torch.distributed import process_group
 
 
 @pytest.fixture
@@ -28,13 +28,13 @@ def test_what_gloo_watches_is_shut_for_reading_and_can_still_be_written(
 ) -> None:
     """A write that fails is a collective that hangs: gloo forgets it when it ends the connection."""
     own, peer = ends
-    before = gloo_sockets.loops()
+    before = process_group.epoll_instances()
     with select.epoll() as loop:
         os.set_inheritable(loop.fileno(), True)  # gloo's own have no close-on-exec flag, by which they are found
-        assert gloo_sockets.loops() - before == {loop.fileno()}
+        assert process_group.epoll_instances() - before == {loop.fileno()}
         loop.register(own, select.EPOLLIN)
         assert not loop.poll(0)
-        assert gloo_sockets.shut(gloo_sockets.loops() - before) == 1
+        assert process_group.shut_connections(process_group.epoll_instances() - before) == 1
         assert loop.poll(5.0), "gloo is woken"
     own.settimeout(5.0)
     assert own.recv(1) == b"", "and reads the end"
@@ -44,7 +44,7 @@ def test_what_gloo_watches_is_shut_for_reading_and_can_still_be_written(
 
 def test_a_connection_to_the_store_is_shut_both_ways(ends: tuple[socket.socket, socket.socket]) -> None:
     own, peer = ends
-    assert gloo_sockets.shut_port(peer.getsockname()[1]) >= 1
+    assert process_group.shut_port_connections(peer.getsockname()[1]) >= 1
     own.settimeout(5.0)
     assert own.recv(1) == b""
     with pytest.raises(BrokenPipeError):

@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainwright.strategies.torch.pipeline.split_backward import halves, of_inputs, of_parameters
+from trainwright.strategies.torch.pipeline.stage_executor import (
+    can_split_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
 
 Stage = Callable[[nn.ModuleList, list[Tensor]], list[Tensor]]
 ROW: Stage = lambda layers, given: [layers[1](torch.relu(layers[0](given[0])))]  # noqa: E731
@@ -47,11 +51,11 @@ def test_halves_are_a_whole(stage: Stage, halved: bool) -> None:
     expected = slopes_of(layers, given)
     layers, given, roots, slopes = graph(stage)
     parameters = [*layers.parameters()]
-    assert halves(roots, given, parameters) is halved
+    assert can_split_backward(roots, given, parameters) is halved
     if halved:
-        groups = of_inputs(roots, slopes, given, parameters)
+        groups = stage_backward_input(roots, slopes, given, parameters)
         assert all(parameter.grad is None for parameter in parameters)
-        of_parameters(groups, parameters)
+        stage_backward_weight(groups, parameters)
         for found, wanted in zip(slopes_of(layers, given), expected, strict=True):
             assert (found is None and wanted is None) or torch.allclose(found, wanted)  # type: ignore[arg-type]
 
@@ -71,4 +75,4 @@ class Torn(torch.autograd.Function):
 def test_what_the_users_code_raises_is_not_hidden_behind_torchs() -> None:
     layers, given, roots, slopes = graph(lambda layers, given: [Torn.apply(layers[0](given[0]))])
     with pytest.raises(ZeroDivisionError, match="torn on purpose"):
-        of_inputs(roots, slopes, given[:1], [*layers[0].parameters()])
+        stage_backward_input(roots, slopes, given[:1], [*layers[0].parameters()])

@@ -14,13 +14,12 @@ import torch
 
 from tests.support.rank_processes import Exchange, formed, run_ranks
 from tests.support.torch_engines import Net, batch, double, feed, loss, one_device, plan, saved, spec
-from trainwright.core import gradient_noise
-from trainwright.core.data import Batch, Feed, StepReport
-from trainwright.core.gradient_noise import OFTEN, Scatter
-from trainwright.strategies.torch.checkpoint.files import load_weights
+from trainwright.core import data
+from trainwright.core.data import SAMPLE_EVERY_EARLY, Batch, Feed, GradientScatter, StepReport
+from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights
 from trainwright.strategies.torch.training import phase_timer
 
-SAMPLED = OFTEN - 1  # the first step that is
+SAMPLED = SAMPLE_EVERY_EARLY - 1  # the first step that is
 
 
 def still(parameters: Any) -> torch.optim.Optimizer:
@@ -31,7 +30,7 @@ def empty(given: Batch) -> Batch:
     return dataclasses.replace(given, weights=np.zeros(given.rows))
 
 
-def scatter_by_hand(weights: Any, shares: Sequence[Batch]) -> Scatter:
+def scatter_by_hand(weights: Any, shares: Sequence[Batch]) -> GradientScatter:
     """From the gradient of each share's summed loss."""
     model = double()
     model.load_state_dict(weights)
@@ -45,7 +44,7 @@ def scatter_by_hand(weights: Any, shares: Sequence[Batch]) -> Scatter:
         rows.append(int(chosen.sum()))
     whole = sum(sums[1:], start=sums[0])
     parts = sum(float(one @ one) / count for one, count in zip(sums, rows, strict=True) if count)
-    return Scatter(samples=sum(rows), shares=sum(map(bool, rows)), parts=parts, whole=float(whole @ whole))
+    return GradientScatter(samples=sum(rows), shares=sum(map(bool, rows)), parts=parts, whole=float(whole @ whole))
 
 
 def test_micro_batches_of_one_device_tell_the_noise_in_the_step_after() -> None:
@@ -104,7 +103,7 @@ def test_ranks_tell_the_noise_of_all_shares_alike(world: int, micros: int) -> No
 
 
 def _trained(every: int, rank: int, world: int, exchange: Exchange) -> bytes:
-    gradient_noise.OFTEN = every
+    data.SAMPLE_EVERY_EARLY = every
     engine = formed(rank, exchange, spec(model=double, clip_norm=0.5))
     for step in range(6):
         given, _ = global_feed(rank, world, step, micros=2)
@@ -118,7 +117,7 @@ def test_sampling_changes_no_bit_of_the_training() -> None:
     assert often == never and len(set(often)) == 1 and len(often[0]) > 100
 
 
-def _told(report: StepReport) -> Scatter:
+def _told(report: StepReport) -> GradientScatter:
     assert report.scatter is not None
     return report.scatter
 
@@ -189,7 +188,7 @@ class Event:
 
 def test_on_a_gpu_events_of_some_steps_are_read_in_the_step_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phase_timer, "_event", Event)
-    timer, found = phase_timer.Laps(torch.device("cuda")), {}
+    timer, found = phase_timer.PhaseTimer(torch.device("cuda")), {}
     for step in range(phase_timer.FIRST + phase_timer.EVERY + 2):
         timer.begin(step)
         for reduced in (False, True):

@@ -31,9 +31,9 @@ from tests.support.torch_engines import (
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss
-from trainwright.core.group import Group, Peer, Role
 from trainwright.core.plan import Mesh, Plan
-from trainwright.datasets.loading.batches import weightless
+from trainwright.core.topology import Group, Peer, Role
+from trainwright.datasets.loading.batch_loader import zero_weight
 from trainwright.strategies.torch.engines.parameter_server import ParameterServer
 
 
@@ -310,7 +310,7 @@ def test_what_a_push_leaves_over_is_not_spoilt_by_a_batch_that_is_passed_by() ->
             try:
                 return train(given)
             except NonFiniteLoss:
-                return train(weightless(given))
+                return train(zero_weight(given))
 
         own.worker.train_step = passing  # type: ignore[method-assign]
         told, _ = own.run(feeds)

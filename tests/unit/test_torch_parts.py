@@ -20,29 +20,30 @@ from tests.support.torch_engines import plan, spec
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.plan import Plan
-from trainwright.strategies.torch.checkpoint import files
-from trainwright.strategies.torch.checkpoint.shard_layout import Box, Part
-from trainwright.strategies.torch.checkpoint.state import HostState
-from trainwright.strategies.torch.distributed.fsdp_wrap import blocks, divide
+from trainwright.strategies.torch.checkpoint import safetensors_files
+from trainwright.strategies.torch.checkpoint.host_state import HostState
+from trainwright.strategies.torch.checkpoint.shard_layout import ModelPart, ShardSlice
+from trainwright.strategies.torch.distributed.fsdp_wrap import fully_shard_model
 from trainwright.strategies.torch.engines.fsdp import Sharded
 from trainwright.strategies.torch.engines.pipeline import Pipeline
-from trainwright.strategies.torch.engines.sharded_model_engine import Divided
-from trainwright.strategies.torch.training.train_state import Replica
+from trainwright.strategies.torch.engines.sharded_model_engine import ShardedModelEngine
+from trainwright.strategies.torch.training.model_blocks import repeated_blocks
+from trainwright.strategies.torch.training.train_state import TorchReplica
 
-layouts = st.builds(Part, stages=st.integers(1, 3), shards=st.integers(1, 4), tensors=st.integers(1, 3))
+layouts = st.builds(ModelPart, stages=st.integers(1, 3), shards=st.integers(1, 4), tensors=st.integers(1, 3))
 
 
 @given(size=st.integers(0, 40), of=st.integers(1, 5))
 def test_rows_are_those_of_torch_chunk(size: int, of: int) -> None:
     chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(of)] if size else []
     expected = chunks + [[]] * (of - len(chunks))
-    shares = [Box.share((size,), 0, index, of) for index in range(of)]
+    shares = [ShardSlice.share((size,), 0, index, of) for index in range(of)]
     assert [list(range(*share.start, *share.stop)) for share in shares] == expected
 
 
 @given(layout=layouts)
-def test_a_part_is_read_from_its_suffix(layout: Part) -> None:
-    assert [Part.read(part.suffix) for part in layout.every] == [*layout.every]
+def test_a_part_is_read_from_its_suffix(layout: ModelPart) -> None:
+    assert [ModelPart.read(part.suffix) for part in layout.every] == [*layout.every]
     assert len({part.name for part in layout.every}) == layout.stages * layout.shards * layout.tensors
 
 
@@ -51,14 +52,14 @@ shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, m
 
 @given(shapes, layouts, layouts, st.booleans())
 def test_any_layout_is_read_from_any_other(
-    shapes: list[tuple[int, int]], writing: Part, reading: Part, momentum: bool
+    shapes: list[tuple[int, int]], writing: ModelPart, reading: ModelPart, momentum: bool
 ) -> None:
     whole = state_of(shapes, momentum)
     written = written_in(whole, writing)
     for part in reading.every:
         expected = sliced(whole, part)
-        assert_equal(files.read(written, wanted_of(expected), part), expected)
-    weights = files.load_weights(written)
+        assert_equal(safetensors_files.read(written, wanted_of(expected), part), expected)
+    weights = safetensors_files.load_weights(written)
     assert weights.keys() == whole.model.keys()
     assert all(torch.equal(weights[name], value) for name, value in whole.model.items())
 
@@ -74,18 +75,18 @@ def test_of_its_own_layout_a_rank_reads_its_own_files_alone() -> None:
             return super().read(name)
 
     whole = state_of([(8, 2), (12, 1)], True)
-    noting = Noting(written_in(whole, Part(shards=4)).files)
-    own = Part(shard=2, shards=4)
-    files.read(noting, wanted_of(sliced(whole, own)), own)
+    noting = Noting(written_in(whole, ModelPart(shards=4)).files)
+    own = ModelPart(shard=2, shards=4)
+    safetensors_files.read(noting, wanted_of(sliced(whole, own)), own)
     assert all("shard-2-of-4" in name for name in noting.seen)
     noting.seen.clear()
-    other = Part(shard=1, shards=2)
-    files.read(noting, wanted_of(sliced(whole, other)), other)
+    other = ModelPart(shard=1, shards=2)
+    safetensors_files.read(noting, wanted_of(sliced(whole, other)), other)
     assert not any(name.startswith(("model.shard-1", "optimizer.shard-1")) for name in noting.seen), noting.seen
 
 
 def test_a_part_says_what_it_holds() -> None:
-    written = written_in(state_of([(5, 3)], True), Part(shards=2))
+    written = written_in(state_of([(5, 3)], True), ModelPart(shards=2))
     facts = json.loads(written.files["state.shard-1-of-2.json"])
     assert facts["tensors"]["model"]["w0"] == {"dtype": "float32", "shape": [5, 3], "held": [[3, 5], [0, 3]]}
     assert facts["tensors"]["optimizer"]["w0/momentum"] == facts["tensors"]["model"]["w0"]
@@ -94,27 +95,29 @@ def test_a_part_says_what_it_holds() -> None:
 
 def test_what_is_whole_is_no_part_though_another_ones_part_is_as_large() -> None:
     """Of a bias of one number the first shard has all; a buffer of one number is not divided."""
-    box = Box.share((1,), 0, 0, 2)
+    box = ShardSlice.share((1,), 0, 0, 2)
     model, slots = {"bias": torch.ones(1), "count": torch.ones(1)}, {"bias": {"momentum": torch.ones(1)}}
     state = HostState(step=7, model=model, slots=slots, options=[{}], optimizer="X")
     boxes = {"bias": box, "bias/momentum": box}
-    written, own = Files(), Part(shards=2)
-    files.write(replace(state, part=own, boxes=boxes), written)
-    empty = Box.share((1,), 0, 1, 2)
+    written, own = Files(), ModelPart(shards=2)
+    safetensors_files.write(replace(state, part=own, boxes=boxes), written)
+    empty = ShardSlice.share((1,), 0, 1, 2)
     second = replace(state, model=model | {"bias": torch.ones(0)}, slots={"bias": {"momentum": torch.ones(0)}})
-    files.write(replace(second, part=Part(shard=1, shards=2), boxes=dict.fromkeys(boxes, empty)), written)
-    assert files.read(written, {"bias": box, "count": None}, own).boxes == boxes
+    safetensors_files.write(
+        replace(second, part=ModelPart(shard=1, shards=2), boxes=dict.fromkeys(boxes, empty)), written
+    )
+    assert safetensors_files.read(written, {"bias": box, "count": None}, own).boxes == boxes
 
 
 def test_a_lost_part_and_parts_of_two_states_are_named() -> None:
-    written = written_in(state_of([(4, 2)], False), Part(shards=2))
+    written = written_in(state_of([(4, 2)], False), ModelPart(shards=2))
     lost = Files({name: data for name, data in written.files.items() if "shard-1" not in name})
     with pytest.raises(CheckpointError, match=r"no state\.shard-1-of-2\.json"):
-        files.read(lost)
+        safetensors_files.read(lost)
     other = json.loads(written.files["state.shard-1-of-2.json"])
     mixed = Files(written.files | {"state.shard-1-of-2.json": json.dumps(other | {"step": 8}).encode()})
     with pytest.raises(CheckpointError, match="another state"):
-        files.read(mixed)
+        safetensors_files.read(mixed)
 
 
 class Tied(nn.Module):
@@ -156,7 +159,7 @@ def nested() -> nn.Module:
 def test_repeated_layers_are_gathered_by_themselves(make: Callable[[], nn.Module], expected: list[str]) -> None:
     model = make()
     names = {module: name for name, module in model.named_modules()}
-    assert [names[block] for block in blocks(model)] == expected
+    assert [names[block] for block in repeated_blocks(model)] == expected
 
 
 class Odd(nn.Module):
@@ -173,7 +176,7 @@ class Odd(nn.Module):
 
 def test_a_model_that_cannot_be_divided_is_refused_by_parameter() -> None:
     with pytest.raises(JobError) as caught:
-        divide(Odd(), None, zero=3, offload=False, where="rank 0")  # type: ignore[arg-type]
+        fully_shard_model(Odd(), None, zero=3, offload=False, where="rank 0")  # type: ignore[arg-type]
     said = str(caught.value)
     assert "'watched' has a hook" in said
     assert "'scale' is a single number" in said and "'turned' is not contiguous" in said
@@ -191,7 +194,7 @@ def state_of(shapes: list[tuple[int, int]], momentum: bool) -> HostState:
     return HostState(step=7, model=model, slots=slots, options=[{"lr": 0.5}], optimizer="X")
 
 
-def sliced(whole: HostState, part: Part) -> HostState:
+def sliced(whole: HostState, part: ModelPart) -> HostState:
     """What a rank holds of it: the stages take the parameters by turns, and the first has the buffer."""
     names = [*whole.model]
     own = [name for number, name in enumerate(names) if (name == "buffer" and not part.stage)
@@ -199,7 +202,7 @@ def sliced(whole: HostState, part: Part) -> HostState:
     boxes = {name: box for name in own if name != "buffer" and (box := box_of(names.index(name), whole, part))}
 
     def cut(name: str, value: Tensor) -> Tensor:
-        return value[boxes[name].inside(Box.all_of(value.shape))].contiguous() if name in boxes else value
+        return value[boxes[name].inside(ShardSlice.all_of(value.shape))].contiguous() if name in boxes else value
 
     slots = {
         name: {key: cut(name, value) if key == "momentum" else value for key, value in whole.slots[name].items()}
@@ -211,26 +214,26 @@ def sliced(whole: HostState, part: Part) -> HostState:
     return replace(whole, model=model, slots=slots, part=part, boxes=boxes | of_slots)
 
 
-def box_of(number: int, whole: HostState, part: Part) -> Box | None:
+def box_of(number: int, whole: HostState, part: ModelPart) -> ShardSlice | None:
     """Tensor parallelism divides by rows, by columns or not at all, and FSDP2 the rows of that."""
     shape = tuple(whole.model[f"w{number}"].shape)
-    box = Box.all_of(shape)
+    box = ShardSlice.all_of(shape)
     if number % 3 < 2:
-        box = Box.share(shape, number % 3, part.tensor, part.tensors)
-    held = Box.share(box.size, 0, part.shard, part.shards).within(box)
+        box = ShardSlice.share(shape, number % 3, part.tensor, part.tensors)
+    held = ShardSlice.share(box.size, 0, part.shard, part.shards).within(box)
     return held if part.shards > 1 or (part.tensors > 1 and number % 3 < 2) else None
 
 
-def wanted_of(state: HostState) -> dict[str, Box | None]:
+def wanted_of(state: HostState) -> dict[str, ShardSlice | None]:
     """What a rank asks for that is to hold a state."""
     return {name: state.boxes.get(name) for name in state.model}
 
 
-def written_in(whole: HostState, layout: Part) -> Files:
+def written_in(whole: HostState, layout: ModelPart) -> Files:
     """The files of a checkpoint in so many parts."""
     written = Files()
     for part in layout.every:
-        files.write(sliced(whole, part), written)
+        safetensors_files.write(sliced(whole, part), written)
     return written
 
 
@@ -248,19 +251,19 @@ def assert_equal(found: HostState, expected: HostState) -> None:
 
 
 @pytest.mark.parametrize("engine", [Pipeline, Sharded])
-def test_of_two_parts_one_is_held_at_a_time(engine: type[Divided]) -> None:
+def test_of_two_parts_one_is_held_at_a_time(engine: type[ShardedModelEngine]) -> None:
     held: list[Callable[[], nn.Module | None]] = []
 
     class Moving(engine):  # type: ignore[misc, valid-type]
         """Another part each time."""
 
         def _settle(self, plan: Plan) -> None:
-            self._part = Part(shard=len(held), shards=2)
+            self._part = ModelPart(shard=len(held), shards=2)
 
-        def _made(self, spec: ModelSpec, plan: Plan) -> Replica:
+        def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
             self._settle(plan)
             assert not any(each() is not None for each in held)
-            replica = Replica(spec, plan, self._device, self._where)
+            replica = TorchReplica(spec, plan, self._device, self._where)
             model = replica.model
             vars(self).update(dict.fromkeys(vars(self).keys() & {"_calls", "_shards", "_cut"}, model))
             model.itself = [model]  # as modules and their hooks hold each other

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from trainwright.core.model_profile import LayerCost, ModelProfile
-from trainwright.strategies.cost_model.machine import Machine
-from trainwright.strategies.search.stage_cuts import cuts
+from trainwright.strategies.cost_model.machine_model import MachineModel
+from trainwright.strategies.search.stage_cuts import stage_sizes
 from trainwright.strategies.torch.profiling.model_profile import profile_model
 
 WIDTH, LAYERS, HEADS, TOKENS, WORDS = 2048, 24, 16, 512, 50_257
@@ -332,7 +332,7 @@ def test_a_cut_carries_all_that_is_needed_behind_it() -> None:
 
 def test_a_transformer_is_cut_between_its_blocks_where_the_network_is_slow() -> None:
     profile = profile_model(Transformer, {"tokens": np.zeros((1, TOKENS), np.int64)}, ("tokens",))
-    plan, machine = tw.Plan.parse("pp=4,micro_batch=4"), Machine.of(tw.Cluster.parse("4x1xL4@5Gb"))
-    sizes = cuts(profile, machine, plan, batch_size=32, precision="bf16", room_bytes=1e12)
+    plan, machine = tw.Plan.parse("pp=4,micro_batch=4"), MachineModel.of(tw.Cluster.parse("4x1xL4@5Gb"))
+    sizes = stage_sizes(profile, machine, plan, batch_size=32, precision="bf16", room_bytes=1e12)
     ends = [profile.layers[end - 1] for end in accumulate(sizes)][:-1]
     assert all(layer.name.endswith("mlp.2") and layer.cut_numbers == TOKENS * WIDTH for layer in ends)

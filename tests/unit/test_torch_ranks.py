@@ -32,9 +32,9 @@ from tests.support.torch_engines import (
 )
 from trainwright.core.data import Batch, Feed
 from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost, UserCodeError
-from trainwright.core.group import Group, Move, Peer
-from trainwright.strategies.torch.checkpoint.files import load_weights
-from trainwright.strategies.torch.distributed.process_group import interface_of
+from trainwright.core.topology import Group, Peer, StateTransfer
+from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights
+from trainwright.strategies.torch.distributed.process_group import interface_name
 from trainwright.strategies.torch.engines.data_parallel import DataParallel
 
 
@@ -161,7 +161,7 @@ def _victim(rank: int, world: int, exchange: Exchange) -> Any:
         engine = DataParallel()  # as a newcomer would stand
     survivors = list(range(world - 1))
     engine = formed(rank, exchange, spec(loss=deadly, seed=5), engine=engine, ranks=survivors)
-    moved = engine.transfer([Move(source=1, target=0, piece="state")])
+    moved = engine.transfer([StateTransfer(source=1, target=0, piece="state")])
     equal = saved(engine).files == before
     engine.warm(share(3, rank, world - 1))
     losses = [engine.train_step(share(step, rank, world - 1)).loss for step in range(3, 6)]
@@ -328,4 +328,4 @@ def test_reserved_ports_differ_and_the_loopback_interface_is_known() -> None:
     for engine in engines:
         engine.leave()
     assert len(ports) == 3
-    assert interface_of("127.0.0.1") in ("lo", None)
+    assert interface_name("127.0.0.1") in ("lo", None)

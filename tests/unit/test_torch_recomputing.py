@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.torch_engines import Net, batch, feed, one_device, plan, saved, spec
-from trainwright.strategies.torch.profiling.activation_checkpoint import recompute
-from trainwright.strategies.torch.profiling.selective_recompute import Rescoring
+from trainwright.strategies.torch.training.model_blocks import checkpoint_blocks
+from trainwright.strategies.torch.training.selective_recompute import SelectiveRecompute
 
 WIDE, ROWS, BLOCKS = 64, 32, 3
 HEADS, TOKENS = 4, 32
@@ -61,7 +61,7 @@ def test_a_block_keeps_what_it_is_given() -> None:
     torch.manual_seed(0)
     model = deep()
     before = kept(model)
-    recompute(model)
+    checkpoint_blocks(model)
     inputs = BLOCKS * ROWS * WIDE * 4
     assert inputs <= kept(model) < inputs + ROWS * (4 + WIDE) * 4 + 20_000 < before / 4  # and the state of dropout
 
@@ -99,7 +99,7 @@ def test_buffers_change_once_and_are_as_they_were_the_second_time() -> None:
     torch.manual_seed(0)
     plain = normed()
     again = copy.deepcopy(plain)
-    recompute(again)
+    checkpoint_blocks(again)
     given = torch.randn(2, ROWS, 4)
     own = list(again.buffers())
     for model in (plain, again):
@@ -117,7 +117,7 @@ def test_buffers_change_once_and_are_as_they_were_the_second_time() -> None:
 
 def test_a_block_that_is_cut_is_left_alone() -> None:
     model = deep()
-    recompute(model, ["2.down"])
+    checkpoint_blocks(model, ["2.down"])
     model(torch.randn(2, 4)).sum().backward()
     assert [block.calls for block in list(model)[1:-1]] == [2, 1, 2]
 
@@ -199,7 +199,7 @@ class Resident(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def after_forward(model: nn.Module, recomputed: str) -> int:
     """Bytes that a forward leaves behind for its backward."""
     inputs, resident = torch.randn(ROWS, 4), Resident()
-    with Rescoring() if recomputed == "selective" else nullcontext(), resident:
+    with SelectiveRecompute() if recomputed == "selective" else nullcontext(), resident:
         outputs = model(inputs)
     assert outputs.requires_grad
     return resident.size_bytes
@@ -228,7 +228,7 @@ def test_values_that_are_changed_in_place_are_told() -> None:
     query = torch.randn(2, 3, 3, requires_grad=True)
     for which in range(2):
         mask, value = torch.zeros(3, 3), torch.randn(2, 3, 3)
-        with Rescoring():
+        with SelectiveRecompute():
             outputs = (query @ query + mask).softmax(-1) @ value
         (mask if which else value).add_(1.0)
         with pytest.raises(RuntimeError, match="changed in place" if which else "inplace operation"):
@@ -261,7 +261,7 @@ def attended(how: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def test_scores_changed_in_any_way_have_the_same_gradients(how: str) -> None:
     factors = [torch.randn(2, 5, 5, requires_grad=True, dtype=torch.float64) for _ in range(3)]
     plain = torch.autograd.grad(attended(how, *factors).square().sum(), factors)
-    with Rescoring():
+    with SelectiveRecompute():
         outputs = attended(how, *factors)
     for one, other in zip(plain, torch.autograd.grad(outputs.square().sum(), factors), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -269,7 +269,7 @@ def test_scores_changed_in_any_way_have_the_same_gradients(how: str) -> None:
 
 def test_chances_changed_in_place_are_told_as_torch_does() -> None:
     query = torch.randn(2, 3, 3, requires_grad=True)
-    with Rescoring():
+    with SelectiveRecompute():
         chances = (query @ query).softmax(-1)
         chances.mul_(0.5)
         outputs = chances @ query
@@ -288,5 +288,5 @@ def test_fused_attention_takes_what_a_product_gave(dropout: float) -> None:
         return torch.autograd.grad(outputs.square().sum(), [weight])[0]
 
     plain = gradient()
-    with Rescoring():
+    with SelectiveRecompute():
         torch.testing.assert_close(gradient(), plain, rtol=0, atol=0)

@@ -13,7 +13,7 @@ from tests.support.torch_engines import Files, Net, batch, feed, loss, one_devic
 from trainwright.core.data import StepReport
 from trainwright.core.errors import JobError, NonFiniteLoss
 from trainwright.strategies.torch.engines.one_device import OneDevice
-from trainwright.strategies.torch.training.loss_scaler import Scale
+from trainwright.strategies.torch.training.train_state import LossScale
 
 HALF = plan(precision="fp16")
 LARGE = 300.0  # times the loss: as much too large as a few halvings mend
@@ -36,7 +36,7 @@ def scale_of(files: Files) -> Any:
 
 
 def test_the_rules_are_torchs_own() -> None:
-    scale, factor, since = Scale(), torch.full((), 2.0**16), torch.zeros((), dtype=torch.int32)
+    scale, factor, since = LossScale(), torch.full((), 2.0**16), torch.zeros((), dtype=torch.int32)
     for step in range(9000):
         bad = step % 4500 in (0, 1, 2100)
         scale = scale.overflowed() if bad else scale.applied()

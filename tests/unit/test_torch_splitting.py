@@ -14,8 +14,13 @@ from tests.support.conformance.language_model import HEADS, WIDTH, Attention, La
 from tests.support.split_model import GIVEN, split
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.profiling.model_profile import profile_model
-from trainwright.strategies.torch.tensor_parallel.layers import Ring, Split, divide, flipped
-from trainwright.strategies.torch.tensor_parallel.trace_equivalence import Event, Sized, parted
+from trainwright.strategies.torch.tensor_parallel.layers import (
+    TensorParallelGroup,
+    TensorParallelPlan,
+    shard_layers,
+    weight_is_transposed,
+)
+from trainwright.strategies.torch.tensor_parallel.plan_search import TracedOp, TracedTensor, trace_mismatch
 
 
 class Pair(nn.Module):
@@ -135,7 +140,7 @@ def test_how_a_square_weight_of_zeros_lies_is_found() -> None:
     turned, plain = Turned(8, 8), Straight(8, 8)
     for module in (turned, plain):
         nn.init.zeros_(module.weight)
-    assert flipped(turned) is True and flipped(plain) is False
+    assert weight_is_transposed(turned) is True and weight_is_transposed(plain) is False
 
 
 @pytest.mark.parametrize(
@@ -201,20 +206,24 @@ def test_tables_and_last_layers_are_divided_where_they_are_called(kind: str, rol
 @pytest.mark.parametrize(("index", "wrong"), [(0, -1), (1, 5)])
 def test_what_is_not_in_the_vocabulary_is_refused_as_on_one_device(index: int, wrong: int) -> None:
     model = nn.Sequential(nn.Embedding(5, 2))
-    divide(model, Split(roles={"0": "vocabulary"}), Ring(index=index, of=2), "rank 0")
+    shard_layers(model, TensorParallelPlan(roles={"0": "vocabulary"}), TensorParallelGroup(index=index, of=2), "rank 0")
     with pytest.raises(IndexError):
         model(torch.tensor([wrong]))
 
 
 def test_a_part_keeps_what_a_parameter_is_marked_with_and_its_hooks_are_refused() -> None:
-    roles, ring, model = Split(roles={"up": "column", "down": "row"}), Ring(index=1, of=2), Pair()
+    roles, ring, model = (
+        TensorParallelPlan(roles={"up": "column", "down": "row"}),
+        TensorParallelGroup(index=1, of=2),
+        Pair(),
+    )
     model.up.weight.plain = True  # type: ignore[assignment]
-    divide(model, roles, ring, "rank 0")
+    shard_layers(model, roles, ring, "rank 0")
     assert model.up.weight.shape == (4, 6) and model.up.weight.plain is True
     model = Pair()
     model.down.weight.register_post_accumulate_grad_hook(lambda _: None)
     with pytest.raises(JobError, match=r"'down\.weight' has a hook"):
-        divide(model, roles, ring, "rank 0")
+        shard_layers(model, roles, ring, "rank 0")
 
 
 class Beside(Pair):
@@ -281,13 +290,13 @@ def test_products_of_heads_scaled_by_a_count_of_them_are_refused(scaled: bool) -
 def test_attention_in_one_kernel_is_scaled_alike(scale: float, why: str) -> None:
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-    def event(heads: int, scale: float) -> Event:
-        heads_of = Sized((1, heads, 3, 2), True)
-        return Event(
+    def event(heads: int, scale: float) -> TracedOp:
+        heads_of = TracedTensor((1, heads, 3, 2), True)
+        return TracedOp(
             func=attend, given=(*[heads_of] * 3, 0.0, False, scale), made=((1, heads, 3, 2), (1, heads, 3), ())
         )
 
-    found = parted([event(4, 0.5)], [event(2, scale)], 2)
+    found = trace_mismatch([event(4, 0.5)], [event(2, scale)], 2)
     assert found == (f"{attend._overloadpacket} {why}" if why else "")
 
 

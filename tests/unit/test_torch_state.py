@@ -30,30 +30,29 @@ from tests.support.torch_engines import (
     saved,
     spec,
 )
-from trainwright.core.data import fold
+from trainwright.core.data import fold_seed
 from trainwright.core.errors import CheckpointError, DataError, NonFiniteLoss
-from trainwright.strategies.torch.checkpoint import files as files_module
-from trainwright.strategies.torch.checkpoint import state
-from trainwright.strategies.torch.checkpoint.files import load_weights
-from trainwright.strategies.torch.checkpoint.safetensors_stream import packed
+from trainwright.strategies.torch.checkpoint import host_state
+from trainwright.strategies.torch.checkpoint import safetensors_files as files_module
+from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights, to_safetensors
 from trainwright.strategies.torch.profiling.model_profile import profile_model, take_weights
-from trainwright.strategies.torch.training import tensors as batches
+from trainwright.strategies.torch.training import batch_tensors as batches
 
 
 def test_columns_share_memory_where_they_may() -> None:
     cpu, array = torch.device("cpu"), np.arange(6.0)
-    assert np.shares_memory(batches.tensor("x", array, cpu).numpy(), array)
+    assert np.shares_memory(batches.to_tensor("x", array, cpu).numpy(), array)
     array.flags.writeable = False
-    assert not np.shares_memory(batches.tensor("x", array, cpu).numpy(), array)
-    assert batches.tensor("x", array[::-1], cpu).tolist() == array[::-1].tolist()
-    assert batches.tensor("x", array.astype(">f4"), cpu).tolist() == array.tolist()
+    assert not np.shares_memory(batches.to_tensor("x", array, cpu).numpy(), array)
+    assert batches.to_tensor("x", array[::-1], cpu).tolist() == array[::-1].tolist()
+    assert batches.to_tensor("x", array.astype(">f4"), cpu).tolist() == array.tolist()
 
 
 @pytest.mark.parametrize("values", [["a", "b"], [object(), None], [b"a", b"b"], ["2020-01-01"]])
 def test_columns_that_are_no_numbers_are_refused(values: list[Any]) -> None:
     dtype = "datetime64[D]" if str(values[0]).startswith("2020") else None
     with pytest.raises(DataError, match=r"(?s)column 'x' holds .*turn it into numbers"):
-        batches.tensor("x", np.array(values, dtype=dtype), torch.device("cpu"))
+        batches.to_tensor("x", np.array(values, dtype=dtype), torch.device("cpu"))
 
 
 def test_a_checkpoint_goes_on_bit_by_bit() -> None:
@@ -175,13 +174,13 @@ def test_pieces_are_a_file_of_safetensors() -> None:
     kinds = (torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn)
     tensors = {f"t{kind}": torch.arange(6).reshape(2, 3).to(kind) for kind in kinds}
     tensors |= {"none": torch.empty(0, 4), "one": torch.tensor(2.5), "columns": torch.rand(3, 5).T}
-    found = safetensors.torch.load(b"".join(packed(tensors)))
+    found = safetensors.torch.load(b"".join(to_safetensors(tensors)))
     assert found.keys() == tensors.keys()
     for name, value in tensors.items():
         assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
-        assert [*map(bytes, packed({"": found[name]}))] == [*map(bytes, packed({"": value}))], name
+        assert [*map(bytes, to_safetensors({"": found[name]}))] == [*map(bytes, to_safetensors({"": value}))], name
     with pytest.raises(CheckpointError, match="beside holds complex128, which no checkpoint can"):
-        packed({"beside": torch.zeros(1, dtype=torch.complex128)})
+        to_safetensors({"beside": torch.zeros(1, dtype=torch.complex128)})
 
 
 def test_layouts_in_memory_do_not_matter() -> None:
@@ -249,7 +248,7 @@ def test_importing_the_engines_imports_neither_ray_nor_tensorflow() -> None:
 
 
 def test_seeds_of_different_counters_differ() -> None:
-    seeds = {fold(3, step, micro, rank, 0) for step, micro, rank in itertools.product(range(4), repeat=3)}
+    seeds = {fold_seed(3, step, micro, rank, 0) for step, micro, rank in itertools.product(range(4), repeat=3)}
     assert len(seeds) == 64
 
 
@@ -279,7 +278,7 @@ def test_what_another_rank_says_of_its_state_is_not_executed(monkeypatch: pytest
     pickled = pickle.dumps(Hostile(tmp_path / "executed"))
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda into, **_: pickle.loads(pickled))
     with pytest.raises(pickle.UnpicklingError):
-        state.broadcast(None, 0, 1, torch.device("cpu"))  # type: ignore[arg-type]
+        host_state.broadcast(None, 0, 1, torch.device("cpu"))  # type: ignore[arg-type]
     assert not (tmp_path / "executed").exists()
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.tensor_parallel_threads import ThreadRing, on_ranks
-from trainwright.strategies.torch.checkpoint.shard_layout import Box
-from trainwright.strategies.torch.tensor_parallel.vocab_logits import Parted, parted, plain
+from trainwright.strategies.torch.checkpoint.shard_layout import ShardSlice
+from trainwright.strategies.torch.tensor_parallel.sharded_tensor import ShardedTensor, from_local, full_tensor
 
 ROWS, TOKENS, WIDTH = 3, 4, 7
 TARGETS = torch.tensor([[0, 6, 3, -100], [2, 2, -100, 5], [4, 1, 6, 0]])
@@ -32,7 +32,7 @@ def learned(loss: Loss, of: int) -> tuple[list[tuple[Tensor, Tensor]], list[Thre
     slopes = torch.linspace(0.1, 1.0, 64, dtype=torch.float64)
 
     def backward(value: Tensor) -> None:
-        value = plain(value)
+        value = full_tensor(value)
         (value.reshape(-1) * slopes.repeat(9)[: value.numel()]).sum().backward()
 
     whole = start.clone().requires_grad_()
@@ -41,16 +41,16 @@ def learned(loss: Loss, of: int) -> tuple[list[tuple[Tensor, Tensor]], list[Thre
     assert whole.grad is not None
 
     def run(ring: ThreadRing) -> tuple[Tensor, Tensor, ThreadRing]:
-        box = Box.share((WIDTH,), 0, ring.index, ring.of)
+        box = ShardSlice.share((WIDTH,), 0, ring.index, ring.of)
         part = start[..., box.start[0] : box.stop[0]].clone().requires_grad_()
-        value = loss(parted(part, ring, WIDTH))
+        value = loss(from_local(part, ring, WIDTH))
         backward(value)
-        assert part.grad is not None and not isinstance(part.grad, Parted)
-        return plain(value.detach()), part.grad, ring
+        assert part.grad is not None and not isinstance(part.grad, ShardedTensor)
+        return full_tensor(value.detach()), part.grad, ring
 
     found = on_ranks(of, run)
     for index, (value, gradient, _) in enumerate(found):
-        box = Box.share((WIDTH,), 0, index, of)
+        box = ShardSlice.share((WIDTH,), 0, index, of)
         torch.testing.assert_close(value, expected.detach(), rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(gradient, whole.grad[..., box.start[0] : box.stop[0]], rtol=1e-9, atol=1e-12)
     return [(value, gradient) for value, gradient, _ in found], [ring for _, _, ring in found]
@@ -148,9 +148,9 @@ def test_what_needs_all_logits_is_given_them(name: str) -> None:
 @pytest.mark.parametrize("wrong", [WIDTH, -1])
 def test_a_target_that_is_not_in_the_vocabulary_is_refused_as_on_one_device(wrong: int) -> None:
     def run(ring: ThreadRing) -> None:
-        part = torch.zeros(1, Box.share((WIDTH,), 0, ring.index, ring.of).count)
+        part = torch.zeros(1, ShardSlice.share((WIDTH,), 0, ring.index, ring.of).count)
         with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
-            cross_entropy(parted(part, ring, WIDTH), torch.tensor([wrong]))
+            cross_entropy(from_local(part, ring, WIDTH), torch.tensor([wrong]))
 
     on_ranks(2, run)
 
@@ -160,9 +160,9 @@ def test_a_byte_is_a_target_also_where_it_wraps_to_the_ignored_one() -> None:
     whole = torch.arange(400.0).view(2, 200)
 
     def run(ring: ThreadRing) -> Tensor:
-        box = Box.share((200,), 0, ring.index, ring.of)
+        box = ShardSlice.share((200,), 0, ring.index, ring.of)
         part = whole[:, box.start[0] : box.stop[0]]
-        return plain(cross_entropy(parted(part, ring, 200), targets, reduction="none"))
+        return full_tensor(cross_entropy(from_local(part, ring, 200), targets, reduction="none"))
 
     for found in on_ranks(2, run):
         torch.testing.assert_close(found, cross_entropy(whole, targets.long(), reduction="none"))
@@ -172,7 +172,7 @@ def test_a_byte_is_a_target_also_where_it_wraps_to_the_ignored_one() -> None:
 def test_half_precision_is_added_up_in_single(dtype: torch.dtype) -> None:
     def run(ring: ThreadRing) -> Tensor:
         part = torch.full((1, 2000), 3.0, dtype=dtype)
-        return plain(cross_entropy(parted(part, ring, 4000), torch.tensor([3999]), reduction="none"))
+        return full_tensor(cross_entropy(from_local(part, ring, 4000), torch.tensor([3999]), reduction="none"))
 
     for found in on_ranks(2, run):
         expected = cross_entropy(torch.full((1, 4000), 3.0, dtype=dtype), torch.tensor([3999]), reduction="none")

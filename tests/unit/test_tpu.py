@@ -62,7 +62,7 @@ def listening() -> Iterator[int]:
 
 
 def found(name: str, within_s: float = 30.0) -> Any:
-    return tpu.resolved(name, time.monotonic() + within_s, "rank 0")
+    return tpu.resolve_tpu(name, time.monotonic() + within_s, "rank 0")
 
 
 def test_a_tpu_of_this_host_needs_no_connection(software: None, put: Any) -> None:
@@ -123,7 +123,7 @@ def test_missing_software_is_told_first(monkeypatch: pytest.MonkeyPatch, put: An
 )
 def test_the_environment_tells_which(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], name: str) -> None:
     monkeypatch.setattr(tpu, "glob", lambda pattern: [])
-    for variable in tpu.VARIABLES:
+    for variable in tpu.TPU_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     with pytest.raises(ResourceError, match="this host has no /dev/accel"):
         tpu.TPU().name()
@@ -147,4 +147,4 @@ def test_the_environment_tells_which(monkeypatch: pytest.MonkeyPatch, variables:
     ids=["name", "local", "one", "two"],
 )
 def test_addresses_in_a_name(name: str, expected: list[tuple[str, int]]) -> None:
-    assert list(tpu.addresses(name)) == expected
+    assert list(tpu.tpu_addresses(name)) == expected

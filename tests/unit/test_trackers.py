@@ -20,12 +20,12 @@ from tests.support.sample_run import checkpointed, started, stepped, whole_run
 from trainwright import trackers
 from trainwright.core import events
 from trainwright.core.errors import JobError, TrainwrightError
-from trainwright.planning.job_description import changes, describe
-from trainwright.storage.event_log import Journal
-from trainwright.storage.store import Store, open_store
-from trainwright.tracking.base import check, module_of, scrub
-from trainwright.tracking.tracker_thread import Tracking, params_of
-from trainwright.worker.job_pickle import pack, unpack
+from trainwright.planning.job_description import describe, description_changes
+from trainwright.storage.event_log import EventLog
+from trainwright.storage.object_store import Store, open_store
+from trainwright.tracking.experiment_trackers import check_trackers, import_optional, without_credentials
+from trainwright.tracking.tracker_thread import TrackerThread, params_of
+from trainwright.worker.worker_config import pickle_job, unpickle_job
 
 _NUMBERS = itertools.count()
 SECRET = "hunter2-hunter2"
@@ -89,8 +89,8 @@ def new_store() -> Store:
 
 def drive(tracker: Any, happened: Sequence[events.Event], store: Store | None = None, **options: Any) -> list[str]:
     """A driver that hears these events; returns the notes in the run."""
-    journal = Journal(store or new_store(), "demo")
-    tracking = Tracking(
+    journal = EventLog(store or new_store(), "demo")
+    tracking = TrackerThread(
         tracker, store or new_store(), "demo", say=lambda text: journal.write(events.Noted(text=text)), **options
     )
     journal.listen(tracking)
@@ -147,7 +147,7 @@ def test_one_that_fails_is_switched_off_once_and_tells_no_secret() -> None:
 def test_one_that_lags_holds_nobody_up() -> None:
     closed = Closed()
     store, notes = new_store(), []
-    tracking = Tracking(closed, store, "demo", say=notes.append, room_steps=10)
+    tracking = TrackerThread(closed, store, "demo", say=notes.append, room_steps=10)
     for event in whole_run():
         tracking.on(event)  # returns, though the tracker has not even begun
     closed.open.set()
@@ -174,16 +174,16 @@ def test_what_is_told_of_the_job_has_no_secret(monkeypatch: pytest.MonkeyPatch) 
     params = params_of(told)
     assert params["job.storage"] == "https://host/x" and params["job.loss"] == "key <WANDB_API_KEY>"
     assert "job.pad" not in params and params["plan"].startswith("data_parallel") and params["workers"] == "2"
-    assert scrub("a plain text") == "a plain text"
+    assert without_credentials("a plain text") == "a plain text"
 
 
 def test_trackers_are_no_part_of_a_jobs_identity(tmp_path: Path) -> None:
     plain = torch_jobs.job(tmp_path)
     told = plain.replace(trackers=(trackers.MLflow(uri=f"https://me:{SECRET}@host"), trackers.WandB(project=SECRET)))
     assert describe(told)["trackers"] == "MLflow, WandB"
-    assert SECRET not in str(describe(told)) and changes(describe(plain), describe(told)) == []
-    assert "trackers" not in {line.partition(":")[0] for line in changes({}, describe(told))}
-    assert unpack(pack(told)).trackers == told.trackers
+    assert SECRET not in str(describe(told)) and description_changes(describe(plain), describe(told)) == []
+    assert "trackers" not in {line.partition(":")[0] for line in description_changes({}, describe(told))}
+    assert unpickle_job(pickle_job(told)).trackers == told.trackers
 
 
 def test_what_is_no_tracker_is_refused(tmp_path: Path) -> None:
@@ -195,17 +195,17 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("mlflow", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(JobError, match=r"MLflow, which needs mlflow-skinny: pip install 'trainwright\[mlflow\]'"):
-        check([trackers.MLflow()])
+        check_trackers([trackers.MLflow()])
     with pytest.raises(JobError, match=r"WandB, which needs wandb: pip install 'trainwright\[wandb\]'"):
-        check([trackers.WandB(project="p")])
-    check([Diary()])
+        check_trackers([trackers.WandB(project="p")])
+    check_trackers([Diary()])
 
 
 def test_a_package_that_is_broken_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "halved.py").write_text("import absent_part")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="absent_part"):
-        module_of("halved", "halved", "Halved")
+        import_optional("halved", "halved", "Halved")
 
 
 def test_a_missing_package_is_told_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +282,7 @@ def records(file: Path) -> Iterator[Any]:
 def test_wandb_writes_what_can_be_sent_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     tracker = trackers.WandB(project="digits", mode="offline", folder=str(tmp_path), tags=("test",))
-    check([tracker])
+    check_trackers([tracker])
     diary = Diary()
     store = new_store()
     assert drive(tracker, whole_run(), store, patience_s=120.0) == [] and drive(diary, [started(token=2)], store) == []

@@ -13,10 +13,17 @@ from trainwright.core.cluster import Cluster, Node
 from trainwright.core.data import Columns, Feed
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Probed, RunStarted
-from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.inference.trained_plan import answering, dealt, gathered, plan_on, replica_of, trained_plan
-from trainwright.storage.event_log import Journal
-from trainwright.storage.store import open_store
+from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.inference.inference_plan import (
+    fit_plan,
+    gather_outputs,
+    serving_plan,
+    single_replica,
+    split_into_feeds,
+    trained_plan,
+)
+from trainwright.storage.event_log import EventLog
+from trainwright.storage.object_store import open_store
 
 MESHES = {
     "one": Mesh(),
@@ -28,7 +35,7 @@ MESHES = {
 
 
 def plan(mesh: Mesh, **fields: object) -> Plan:
-    return Plan(strategy="s", engine="e", mesh=mesh, batch_size=12, placement=Placement(cpus=1), **fields)  # type: ignore[arg-type]
+    return Plan(strategy="s", engine="e", mesh=mesh, batch_size=12, placement=WorkerResources(cpus=1), **fields)  # type: ignore[arg-type]
 
 
 def job(folder: Path) -> tw.Job:
@@ -46,9 +53,9 @@ def echoed(plan: Plan, worker: int, feed: Feed) -> Columns:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_row_comes_back_once_and_in_order(mesh: str, rows: int) -> None:
     layout = plan(MESHES[mesh], accumulation=2)
-    feeds = dealt(layout, {"x": np.arange(rows) * 10.0})
+    feeds = split_into_feeds(layout, {"x": np.arange(rows) * 10.0})
     answers = [[echoed(layout, worker, feed) for feed in own] for worker, own in enumerate(feeds)]
-    found = np.concatenate([piece["row"] for piece in gathered(layout, answers, feeds[0])])
+    found = np.concatenate([piece["row"] for piece in gather_outputs(layout, answers, feeds[0])])
     assert found.tolist() == list(range(rows))
     batches = [[part[0] for part in feed.parts] for own in feeds for feed in own]
     sizes = [
@@ -66,7 +73,7 @@ def test_every_row_comes_back_once_and_in_order(mesh: str, rows: int) -> None:
 def test_the_plan_that_was_told_last_counts(tmp_path: Path) -> None:
     assert trained_plan(job(tmp_path)) is None
     first, last = plan(Mesh(data=2)), plan(Mesh(pipeline=2), cuts=("a",), schedule="1f1b")
-    with Journal(open_store(str(tmp_path)), "n") as journal:
+    with EventLog(open_store(str(tmp_path)), "n") as journal:
         journal.open(1)
         journal.write(RunStarted(run="n", token=1, plan=asdict(first)))
         journal.write(Probed(plan=asdict(last), name=last.name))
@@ -75,16 +82,16 @@ def test_the_plan_that_was_told_last_counts(tmp_path: Path) -> None:
 
 def test_there_are_fewer_replicas_where_there_is_less_room(tmp_path: Path) -> None:
     layout = plan(MESHES["all"])
-    assert replica_of(layout).mesh == Mesh(pipeline=2, shard=2, tensor=2)
-    assert replica_of(plan(Mesh(data=4), devices_per_worker=2)).workers == 1
+    assert single_replica(layout).mesh == Mesh(pipeline=2, shard=2, tensor=2)
+    assert single_replica(plan(Mesh(data=4), devices_per_worker=2)).workers == 1
     node = Node(name="n", cpus=8, memory_bytes=0)
-    small = plan_on(Cluster(nodes=(node,) * 2), plan(Mesh(pipeline=2, data=64)), job(tmp_path))
+    small = fit_plan(Cluster(nodes=(node,) * 2), plan(Mesh(pipeline=2, data=64)), job(tmp_path))
     assert small.mesh.pipeline == 2 and 1 < small.mesh.data < 64 and small.placement.cpus * small.workers <= 16
     accelerated = Node(name="n", cpus=8, memory_bytes=0, accelerators=3, accelerator="GPU", kind="A100-80GB")
-    placed = plan_on(Cluster(nodes=(accelerated,)), plan(Mesh(shard=2)), job(tmp_path))
+    placed = fit_plan(Cluster(nodes=(accelerated,)), plan(Mesh(shard=2)), job(tmp_path))
     assert placed.workers == 2 and (placed.placement.accelerator, placed.placement.accelerators) == ("GPU", 1)
     with pytest.raises(ResourceError, match="needs 8 workers; the cluster has room for 3") as caught:
-        plan_on(Cluster(nodes=(accelerated,)), layout, job(tmp_path))
+        fit_plan(Cluster(nodes=(accelerated,)), layout, job(tmp_path))
     assert "here=True" in caught.value.remedy
 
 
@@ -99,7 +106,7 @@ def test_what_was_trained_against_servers_is_answered_by_replicas(engine: str, s
     trained = replace(
         plan(Mesh(data=3), servers=2, topology="independent", consistency="async", wire="fp16"), engine=engine
     )
-    found = answering(trained)
+    found = serving_plan(trained)
     assert found is not None and (found.strategy, found.workers, found.processes) == (strategy, workers, workers)
     assert (found.topology, found.consistency, found.wire, found.placement) == (
         "collective", "", "full", trained.placement,

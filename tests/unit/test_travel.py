@@ -15,8 +15,8 @@ import pytest
 
 import trainwright as tw
 from trainwright.core.errors import JobError
-from trainwright.planning.job_description import changes, describe
-from trainwright.worker.job_pickle import pack, unpack
+from trainwright.planning.job_description import describe, description_changes
+from trainwright.worker.worker_config import pickle_job, unpickle_job
 
 SIZE = 3
 
@@ -32,9 +32,9 @@ def job(**fields: Any) -> tw.Job:
 
 
 def test_functions_of_a_module_that_a_worker_cannot_import_travel(tmp_path: Path) -> None:
-    (tmp_path / "packed").write_bytes(pack(job()))
-    read = "import sys; from trainwright.worker.job_pickle import unpack; "
-    read += "print(unpack(open(sys.argv[1], 'rb').read()).model())"
+    (tmp_path / "packed").write_bytes(pickle_job(job()))
+    read = "import sys; from trainwright.worker.worker_config import unpickle_job; "
+    read += "print(unpickle_job(open(sys.argv[1], 'rb').read()).model())"
     done = subprocess.run(
         [sys.executable, "-c", read, tmp_path / "packed"], capture_output=True, text=True, cwd=tmp_path, check=False
     )
@@ -55,12 +55,11 @@ def test_modules_that_are_imported_late_are_as_they_were_when_the_job_was_packed
     building = "def build():\n    from own.deep.model import made\n    return made(), made.__code__\n"
     (home / "building.py").write_text(building)
     monkeypatch.syspath_prepend(str(home))
-    (tmp_path / "packed").write_bytes(pack(job(model=importlib.import_module("building").build)))
+    (tmp_path / "packed").write_bytes(pickle_job(job(model=importlib.import_module("building").build)))
     assert "own" not in sys.modules, "nothing was run"
     (home / "own" / "scale.py").write_text("FACTOR = 3\n")
-    read = (
-        "import sys; from trainwright.worker.job_pickle import unpack; job = unpack(open(sys.argv[1], 'rb').read()); "
-    )
+    read = "import sys; from trainwright.worker.worker_config import unpickle_job; "
+    read += "job = unpickle_job(open(sys.argv[1], 'rb').read()); "
     read += "made, code = job.model()"
     for folder in (home, elsewhere):
         done = subprocess.run(
@@ -69,7 +68,7 @@ def test_modules_that_are_imported_late_are_as_they_were_when_the_job_was_packed
         )  # fmt: skip
         assert done.stdout.split() == ["2", str(home / "own" / "deep" / "model.py")], done.stderr
     assert not list((home / "own").rglob("*.pyc"))
-    assert unpack((tmp_path / "packed").read_bytes()).model()[0] == 3, "this process has its own"
+    assert unpickle_job((tmp_path / "packed").read_bytes()).model()[0] == 3, "this process has its own"
     for name in [name for name in sys.modules if name.partition(".")[0] in ("own", "building")]:
         monkeypatch.delitem(sys.modules, name)
 
@@ -77,14 +76,14 @@ def test_modules_that_are_imported_late_are_as_they_were_when_the_job_was_packed
 def test_what_cannot_travel_is_said() -> None:
     lock = threading.Lock()
     with pytest.raises(JobError, match="cannot be sent to the workers"):
-        pack(job(model=lambda: lock))
+        pickle_job(job(model=lambda: lock))
 
 
 def test_a_module_that_two_names_are_for_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "another_name", sys.modules[__name__])
     lock = threading.Lock()
     with pytest.raises(JobError, match="cannot be sent to the workers"):
-        pack(job(model=lambda: lock))
+        pickle_job(job(model=lambda: lock))
 
 
 def test_packages_of_another_environment_go_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,16 +93,16 @@ def test_packages_of_another_environment_go_by_their_names(tmp_path: Path, monke
     (packages / "elsewhere.py").write_text("def build():\n    return 'what only the package holds'\n")
     monkeypatch.syspath_prepend(str(packages))
     elsewhere = importlib.import_module("elsewhere")
-    packed = pack(job(model=elsewhere.build))
+    packed = pickle_job(job(model=elsewhere.build))
     assert b"elsewhere" in packed and b"what only" not in packed
 
 
 def test_the_same_job_is_described_alike_and_a_changed_one_is_not() -> None:
-    assert not changes(describe(job()), describe(job(workers=7, keep=9, storage="elsewhere", plan="dp=7")))
-    (line,) = changes(describe(job(batch_size=1)), describe(job(batch_size=2)))
+    assert not description_changes(describe(job()), describe(job(workers=7, keep=9, storage="elsewhere", plan="dp=7")))
+    (line,) = description_changes(describe(job(batch_size=1)), describe(job(batch_size=2)))
     assert line == "batch_size: 1 -> 2"
-    assert changes(describe(job()), describe(job(model=lambda: build(4))))
-    assert changes(describe(job(model=lambda: 1)), describe(job(model=lambda: 2)))
+    assert description_changes(describe(job()), describe(job(model=lambda: build(4))))
+    assert description_changes(describe(job(model=lambda: 1)), describe(job(model=lambda: 2)))
 
 
 def test_closures_and_partials_are_told_apart_by_what_they_hold() -> None:
@@ -111,9 +110,11 @@ def test_closures_and_partials_are_told_apart_by_what_they_hold() -> None:
         return lambda: build(width)
 
     assert describe(job(model=wide(1))) == describe(job(model=wide(1)))
-    assert changes(describe(job(model=wide(1))), describe(job(model=wide(2))))
+    assert description_changes(describe(job(model=wide(1))), describe(job(model=wide(2))))
     one, two = (describe(job(model=functools.partial(build, width=width))) for width in (1, 2))
-    assert changes(one, two) and not changes(one, describe(job(model=functools.partial(build, width=1))))
+    assert description_changes(one, two) and not description_changes(
+        one, describe(job(model=functools.partial(build, width=1)))
+    )
 
 
 STRANGE = """
@@ -150,14 +151,14 @@ def test_changed_data_and_transforms_are_another_job_and_another_place_is_not() 
     data = tw.datasets.table({"x": [[1.0]]})
     index, other = data.index(), tw.datasets.table({"x": [[1.0], [2.0]]}).index()
     plain = describe(job(train=data), train=index)
-    assert not changes(plain, describe(job(train=data), train=index))
-    (line,) = changes(plain, describe(job(train=data), train=other))
+    assert not description_changes(plain, describe(job(train=data), train=index))
+    (line,) = description_changes(plain, describe(job(train=data), train=other))
     assert f"{index.rows} rows in 1 row groups, data {index.hash[:8]}" in line and "2 rows in 1" in line
     one, two = (data.map_batches(lambda columns: columns), data.map_batches(lambda columns: {**columns}))
-    assert changes(describe(job(train=one)), describe(job(train=two)))
+    assert description_changes(describe(job(train=one)), describe(job(train=two)))
 
 
 def test_more_epochs_matter_where_a_schedule_looks_at_the_end() -> None:
-    assert not changes(describe(job(epochs=1)), describe(job(epochs=2)))
+    assert not description_changes(describe(job(epochs=1)), describe(job(epochs=2)))
     scheduled = [describe(job(epochs=epochs, schedule=tw.schedules.cosine)) for epochs in (1, 2)]
-    assert changes(*scheduled)
+    assert description_changes(*scheduled)

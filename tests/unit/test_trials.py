@@ -8,10 +8,10 @@ from tests.simulation.plans import Plans, staged
 from tests.support.driver_harness import Story
 from trainwright.core import events
 from trainwright.core.errors import PeerLost, UserCodeError
-from trainwright.core.group import StateTag
+from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.state import Phase
-from trainwright.driver.worker_requests import Probing, Reservation
+from trainwright.driver.driver_state import Phase
+from trainwright.driver.messages import ProbeRequest, ReserveRequest
 
 PLANS = Plans(plans=(staged(1, 2, "first"), staged(2, 2, "second")))
 
@@ -19,13 +19,13 @@ PLANS = Plans(plans=(staged(1, 2, "first"), staged(2, 2, "second")))
 def probing(**changes: object) -> Story:
     """All ranks measure the first plan."""
     story = Story(**{"layouts": PLANS, "failures": 0, **changes}).up().formed().returns("heal", StateTag(step=0))
-    assert {type(call.argument) for call in story.calls("probe")} == {Probing}
+    assert {type(call.argument) for call in story.calls("probe")} == {ProbeRequest}
     return story
 
 
 def tried(story: Story) -> list[str]:
     """The plan of the generation that begins."""
-    orders: list[Reservation] = [call.argument for call in story.calls("reserve")]
+    orders: list[ReserveRequest] = [call.argument for call in story.calls("reserve")]
     return sorted({order.plan.strategy for order in orders if order.plan})
 
 
@@ -39,13 +39,13 @@ def test_who_loses_a_peer_to_an_error_of_the_plan_on_trial_is_no_failure() -> No
 def test_peers_lost_for_no_reason_while_the_first_plan_is_tried_are_one() -> None:
     story = probing().raises(1, "probe", "peer", PeerLost("rank 0 is gone"))
     story.raises(0, "probe", "peer", PeerLost("rank 1 is gone"))
-    assert story.all(m.Release)[0].outcome == "failed"
+    assert story.all(m.ReleaseLease)[0].outcome == "failed"
 
 
 def test_trials_that_are_given_up_leave_nothing_of_the_plan_that_was_tried() -> None:
     story = probing(layouts=Plans(plans=(staged(1, 3, "first"), staged(3, 3, "second"))), workers=3, min_workers=2)
     story.returns("probe", 1.0).returns("leave", StateTag(step=0)).formed().returns("heal", StateTag(step=0))
-    story.tell(m.Died(worker=2, cause="killed"))
+    story.tell(m.WorkerDied(worker=2, cause="killed"))
     story.raises(0, "probe", "peer", PeerLost("gone")).raises(1, "probe", "peer", PeerLost("gone")).expires("shrink")
     assert tried(story) == ["first"] and story.emitted(events.Resized)[0].workers == 2
     assert not story.emitted(events.Replanned), "the run works under its own plan"

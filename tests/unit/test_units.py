@@ -8,20 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainwright.core.data import Feed, Feeding
-from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.core.staleness import Unit
+from trainwright.core.data import Feed, FeedAssignment
+from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.core.topology import WorkUnit
 from trainwright.datasets.dataset import table
-from trainwright.datasets.loading.lease_feeds import Units
-from trainwright.datasets.loading.loader import Stream
+from trainwright.datasets.loading.batch_loader import BatchLoader, LeasedFeeds
 
 ROWS, BATCH, SHARES, STEPS = 203, 24, 3, 18
 
 
-def stream(share: int, **job: Any) -> Stream:
+def stream(share: int, **job: Any) -> BatchLoader:
     data = table({"id": np.arange(ROWS)})
-    feeding = Feeding(data_ranks=range(share, share + 1), total=SHARES)
-    return Stream(data, batch_size=BATCH, epochs=2, seed=3, feeding=feeding, **job)
+    feeding = FeedAssignment(data_ranks=range(share, share + 1), total=SHARES)
+    return BatchLoader(data, batch_size=BATCH, epochs=2, seed=3, feeding=feeding, **job)
 
 
 def rows(feed: Feed) -> tuple[int, range, list[int], list[float]]:
@@ -39,9 +38,9 @@ def rows(feed: Feed) -> tuple[int, range, list[int], list[float]]:
     ],
 )
 def test_whoever_reads_a_unit_reads_the_same(units: list[tuple[int, int, int]]) -> None:
-    with Units(stream(1), lambda: stream(1)) as own:
+    with LeasedFeeds(stream(1), lambda: stream(1)) as own:
         for step, share, steps in units:
-            found = [rows(feed) for feed in own.feeds(Unit(step=step, share=share, steps=steps))]
+            found = [rows(feed) for feed in own.feeds(WorkUnit(step=step, share=share, steps=steps))]
             with stream(share).feeds(step) as feeds:
                 assert found == [rows(next(feeds)) for _ in range(steps)]
 
@@ -50,10 +49,12 @@ def test_whoever_reads_a_unit_reads_the_same(units: list[tuple[int, int, int]]) 
 def test_units_in_any_order_are_the_samples_of_one_device(job: dict[str, Any]) -> None:
     """Each step's, whole or left out at an epoch's end as the job says; virtual epochs end where they do."""
     data = table({"id": np.arange(ROWS)})
-    whole = Stream(data, batch_size=BATCH, epochs=2, seed=3, feeding=Feeding(data_ranks=range(1), total=1), **job)
-    units = [Unit(step=step, share=share) for step in range(whole.total_steps) for share in range(SHARES)]
+    whole = BatchLoader(
+        data, batch_size=BATCH, epochs=2, seed=3, feeding=FeedAssignment(data_ranks=range(1), total=1), **job
+    )
+    units = [WorkUnit(step=step, share=share) for step in range(whole.total_steps) for share in range(SHARES)]
     found: dict[int, list[int]] = {}
-    with Units(stream(1, **job), lambda: stream(1, **job)) as own:
+    with LeasedFeeds(stream(1, **job), lambda: stream(1, **job)) as own:
         for unit in np.random.default_rng(1).permutation(len(units)):
             for feed in own.feeds(units[unit]):
                 _, _, ids, weights = rows(feed)
@@ -67,25 +68,26 @@ def test_units_in_any_order_are_the_samples_of_one_device(job: dict[str, Any]) -
 def test_its_own_share_is_read_ahead_by_one_thread_and_others_are_opened_once() -> None:
     opened = list[int]()
 
-    def others() -> Stream:
+    def others() -> BatchLoader:
         opened.append(1)
         return stream(1)
 
-    with Units(stream(1), others) as own:
+    with LeasedFeeds(stream(1), others) as own:
         assert own.prefetch is None
         for step in range(4):
-            list(own.feeds(Unit(step=step, share=1)))
+            list(own.feeds(WorkUnit(step=step, share=1)))
         prefetch = own.prefetch
         assert prefetch is not None and prefetch.chunk_steps > 1 and not opened
         for share in (0, 2, 0):
-            list(own.feeds(Unit(step=1, share=share)))
+            list(own.feeds(WorkUnit(step=1, share=share)))
         assert opened == [1]
     assert own.prefetch is None
 
 
 def _plan(servers: int, topology: str) -> Plan:
     return Plan(
-        strategy="s", engine="m:E", mesh=Mesh(data=3), batch_size=24, placement=Placement(cpus=1), servers=servers,
+        strategy="s", engine="m:E", mesh=Mesh(data=3), batch_size=24, placement=WorkerResources(cpus=1),
+        servers=servers,
         topology=topology,  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -98,7 +100,7 @@ def test_servers_are_fed_nothing_and_workers_beyond_the_shares_begin_again() -> 
 
 
 @pytest.mark.parametrize("open_stream", [stream])
-def test_a_step_of_any_share_is_read_on_its_own(open_stream: Callable[[int], Stream]) -> None:
+def test_a_step_of_any_share_is_read_on_its_own(open_stream: Callable[[int], BatchLoader]) -> None:
     """Shares of a step together are its batch."""
     feeds = [open_stream(0).feed(8, share) for share in range(SHARES)]
     ids = [sample for feed in feeds for sample in rows(feed)[2]]

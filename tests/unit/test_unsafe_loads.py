@@ -12,15 +12,15 @@ from torch import nn
 
 from tests.support.processes import ROOT
 from trainwright.core.errors import CheckpointError
-from trainwright.strategies.torch.distillation.teacher import take_file
+from trainwright.strategies.torch.distillation.teacher_backend import take_file
 
 # Pickles that never lie in storage: they go from a process of the run to another, over Ray.
 WITHIN_THE_RUN = {
-    "app/runtime/call_arguments.py", "app/planning/function_trial.py",
-    "app/core/pickling.py", "app/integrations/ray_train/rendezvous_actor.py", "app/worker/job_pickle.py",
-    "app/distillation/tune_trials.py", "datasets/formats/ray_dataset.py", "datasets/ray_data/fetcher.py",
-    "datasets/ray_data/pipeline.py", "datasets/ray_data/feeder.py",
-    "datasets/ops/first_pass.py",
+    "app/runtime/worker_actor.py", "app/runtime/function_trial.py",
+    "app/core/pickling.py", "app/integrations/ray_train/rank_loop.py", "app/worker/worker_config.py",
+    "app/distillation/search_trials.py", "datasets/formats/ray_dataset.py", "datasets/ray_data/ray_fetcher.py",
+    "datasets/ray_data/delivery_pipeline.py", "datasets/ray_data/delivery_actor.py",
+    "datasets/metadata_cache.py",
 }  # fmt: skip
 LOADERS = ("cloudpickle.loads", "cloudpickle.load", "loads")  # the last is that of core.byvalue
 UNSAFE = {

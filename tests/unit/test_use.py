@@ -10,14 +10,14 @@ import torch
 
 import trainwright as tw
 from tests.support.torch_engines import Net, one_device, saved
-from trainwright.core.checkpoint import CheckpointRef, Manifest, checkpoint_path
 from trainwright.core.data import Cursor
+from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
-from trainwright.inference import evaluate
+from trainwright.inference import trained_model
 from trainwright.storage.checkpoints import CheckpointReader, CheckpointWriter, write_manifest
+from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import RunLog
 from trainwright.storage.run_owner import Owner
-from trainwright.storage.store import Store, open_store
 
 
 def job(folder: Path) -> tw.Job:
@@ -39,7 +39,7 @@ def committed(store: Store, *steps: int) -> list[dict[str, torch.Tensor]]:
         writer = CheckpointWriter(store, "n", path)
         for name, data in saved(engine).files.items():
             writer.write(name, data)
-        digest = write_manifest(store, "n", path, Manifest(step=step, cursor=Cursor(), files=writer.entries))
+        digest = write_manifest(store, "n", path, CheckpointManifest(step=step, cursor=Cursor(), files=writer.entries))
         log.commit(token, CheckpointRef(step=step, path=path, manifest_sha256=digest, parent=parent), keep=9)
         weights.append({name: value.clone() for name, value in engine.replica.model.state_dict().items()})
         parent = path
@@ -58,13 +58,13 @@ def test_a_damaged_checkpoint_is_passed_over_as_it_is_loaded(
 ) -> None:
     committed(open_store(str(tmp_path)), 10, 20, 30)
     spoil(tmp_path, 30, "model.safetensors")
-    model = evaluate.load_model(job(tmp_path))
+    model = trained_model.load_model(job(tmp_path))
     assert {float(value.detach().flatten()[0]) for value in model.parameters()} == {20.0}
     told = capsys.readouterr().err
     assert "the checkpoint of step 30 is passed over: model.safetensors is altered" in told
     with pytest.raises(CheckpointError, match="no whole checkpoint at step 30"):
-        evaluate.load_model(job(tmp_path), 30)
-    assert evaluate.find_checkpoint(job(tmp_path))[1].step == 20
+        trained_model.load_model(job(tmp_path), 30)
+    assert trained_model.find_checkpoint(job(tmp_path))[1].step == 20
 
 
 def test_inference_reads_each_file_of_the_weights_once_and_no_optimizer(
@@ -74,12 +74,12 @@ def test_inference_reads_each_file_of_the_weights_once_and_no_optimizer(
     spoil(tmp_path, 10, "optimizer.safetensors")
     read, get = list[str](), Store.get
     monkeypatch.setattr(Store, "get", lambda self, path: read.append(path.rpartition("/")[2]) or get(self, path))
-    evaluate.load_model(job(tmp_path))
+    trained_model.load_model(job(tmp_path))
     assert read.count("model.safetensors") == 1 and "optimizer.safetensors" not in read
 
     engine = one_device()
     read.clear()
-    tag = evaluate.with_checkpoint(job(tmp_path), None, engine.load)
+    tag = trained_model.with_checkpoint(job(tmp_path), None, engine.load)
     assert tag.step == 10 and read.count("model.safetensors") == 1 and "optimizer.safetensors" not in read
     assert all(float(value.detach().flatten()[0]) == 10.0 for value in engine.replica.model.parameters())
 
@@ -88,7 +88,7 @@ def test_training_reads_the_optimizer_too_and_tells_its_damage(tmp_path: Path) -
     store = open_store(str(tmp_path))
     committed(store, 10)
     ref = RunLog(store, "n").head().checkpoints[0]  # type: ignore[union-attr]
-    manifest = evaluate.read_manifest(store, "n", ref)
+    manifest = trained_model.read_manifest(store, "n", ref)
     engine = one_device()
     engine.load(CheckpointReader(store, "n", ref, manifest))
     spoil(tmp_path, 10, "optimizer.safetensors")

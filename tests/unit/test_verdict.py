@@ -22,24 +22,23 @@ from trainwright.core import events
 from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import CheckpointError
-from trainwright.distillation.distilled_run import judged
-from trainwright.distillation.evaluate_students import TOGETHER, Hearing
-from trainwright.distillation.metrics import (
-    Accord,
-    Picture,
-    Residue,
-    Tally,
-    labelled,
+from trainwright.distillation.distillation_spec import Teacher
+from trainwright.distillation.distilled_run import evaluate_finished
+from trainwright.distillation.output_metrics import (
+    AgreementMetrics,
+    ClassificationMetrics,
+    RegressionMetrics,
+    SoftTargetMatrix,
+    ensemble_outputs,
+    labelled_outputs,
+    labels_of,
     log_softmax,
-    together,
-    units_of,
 )
-from trainwright.distillation.model_queries import Speaker
-from trainwright.distillation.scorecard import Mark, Pair, Verdict, kept_of
-from trainwright.distillation.teachers import Teacher
-from trainwright.reporting.html.distillation_section import verdict_html
-from trainwright.storage.store import open_store
-from trainwright.strategies.distillation.losses import Distilled
+from trainwright.distillation.student_evaluation import ALL_TEACHERS, EvaluatedModel, StudentEvaluation
+from trainwright.reporting.html.run_report import verdict_html
+from trainwright.reporting.scorecard import ModelScore, Scorecard, StudentTeacherScore, retained_share
+from trainwright.storage.object_store import open_store
+from trainwright.strategies.distillation.distillation_loss import DistillationLoss
 
 ROWS, CLASSES = 37, 5
 RNG = np.random.default_rng(3)
@@ -49,10 +48,10 @@ ONES = np.ones(ROWS)
 
 
 def test_scores_of_classes_are_those_of_torch() -> None:
-    tally, accord = Tally(), Accord(values=False)
+    tally, accord = ClassificationMetrics(), AgreementMetrics(values=False)
     for part in (slice(0, 20), slice(20, ROWS)):  # sums, never means of means
-        own = units_of("classification", STUDENT[part], LABELS[part], ONES[part])
-        theirs = units_of("classification", TEACHER[part], LABELS[part], ONES[part])
+        own = labelled_outputs("classification", STUDENT[part], LABELS[part], ONES[part])
+        theirs = labelled_outputs("classification", TEACHER[part], LABELS[part], ONES[part])
         tally.add(own)
         accord.add(own, theirs)
     own, theirs, labels = (torch.tensor(each) for each in (STUDENT, TEACHER, LABELS))
@@ -68,8 +67,8 @@ def test_scores_of_classes_are_those_of_torch() -> None:
 def test_calibration_by_hand() -> None:
     """Four samples: 0.9 sure and right twice of three; 0.6 sure and right."""
     chances = np.log([[0.9, 0.1], [0.9, 0.1], [0.1, 0.9], [0.6, 0.4]])
-    tally = Tally()
-    tally.add(units_of("classification", chances, np.array([0, 1, 1, 0]), np.ones(4)))
+    tally = ClassificationMetrics()
+    tally.add(labelled_outputs("classification", chances, np.array([0, 1, 1, 0]), np.ones(4)))
     assert tally.scores()["ECE"] == pytest.approx((3 * abs(0.9 - 2 / 3) + abs(0.6 - 1)) / 4)
     np.testing.assert_allclose(tally.reliability(), [[0.6, 1.0, 0.25], [0.9, 2 / 3, 0.75]])
 
@@ -77,18 +76,18 @@ def test_calibration_by_hand() -> None:
 def test_what_has_no_weight_does_not_count() -> None:
     said, labels, weights = STUDENT.copy(), LABELS.copy(), ONES.copy()
     said[3], weights[3] = np.nan, 0.0
-    tally, without = Tally(), Tally()
-    tally.add(units_of("classification", np.nan_to_num(said), labels, weights))
+    tally, without = ClassificationMetrics(), ClassificationMetrics()
+    tally.add(labelled_outputs("classification", np.nan_to_num(said), labels, weights))
     kept = np.arange(ROWS) != 3
-    without.add(units_of("classification", STUDENT[kept], LABELS[kept], ONES[kept]))
+    without.add(labelled_outputs("classification", STUDENT[kept], LABELS[kept], ONES[kept]))
     assert tally.scores() == pytest.approx(without.scores()) and tally.weight == ROWS - 1
 
 
 def test_classes_that_a_teacher_masks_cost_nothing() -> None:
     masked = TEACHER.copy()
     masked[:, 0] = -np.inf
-    accord = Accord(values=False)
-    accord.add(*(units_of("classification", each, None, ONES) for each in (STUDENT, masked)))
+    accord = AgreementMetrics(values=False)
+    accord.add(*(labelled_outputs("classification", each, None, ONES) for each in (STUDENT, masked)))
     chances = np.exp(log_softmax(masked))[:, 1:]
     expected = (chances * (np.log(chances) - log_softmax(STUDENT)[:, 1:])).sum(1).mean()
     assert accord.scores()["KL"] == pytest.approx(expected)
@@ -99,30 +98,30 @@ def test_labels_of_each_kind() -> None:
     said = RNG.normal(size=(3, 4, CLASSES))
     tokens = RNG.integers(0, CLASSES, (3, 4))
     mask = np.array([[1.0, 1, 0], [1, 0, 0], [1, 1, 1]])
-    labels, weights, kept = labelled("language_model", said, [tokens, np.ones(3)], Terms(mask, mask))
+    labels, weights, kept = labels_of("language_model", said, [tokens, np.ones(3)], Terms(mask, mask))
     assert kept == 3 and weights.tolist() == mask.tolist()
     assert (labels == tokens[:, 1:])[mask > 0].all()  # type: ignore[index]
     ignored = np.where(np.arange(ROWS) % 2, LABELS, -100)
-    labels, weights, _ = labelled("classification", STUDENT, [ignored], None)
+    labels, weights, _ = labels_of("classification", STUDENT, [ignored], None)
     assert weights.tolist() == (np.arange(ROWS) % 2).tolist() and labels is not None and labels.min() >= 0
     shares = np.eye(CLASSES)[LABELS]
-    labels, _, _ = labelled("classification", STUDENT, [np.ones((ROWS, 2)), shares], None)
+    labels, _, _ = labels_of("classification", STUDENT, [np.ones((ROWS, 2)), shares], None)
     assert labels is not None and (labels == LABELS).all()
-    labels, _, _ = labelled("multi_label", STUDENT, [shares], None)
-    units = units_of("multi_label", STUDENT, labels, ONES)
+    labels, _, _ = labels_of("multi_label", STUDENT, [shares], None)
+    units = labelled_outputs("multi_label", STUDENT, labels, ONES)
     expected = functional.binary_cross_entropy_with_logits(torch.tensor(STUDENT), torch.tensor(shares))
-    tally = Tally()
+    tally = ClassificationMetrics()
     tally.add(units)
     assert tally.scores()["NLL"] == pytest.approx(float(expected)) and tally.weight == ROWS * CLASSES
-    assert labelled("classification", STUDENT, [], None)[0] is None
+    assert labels_of("classification", STUDENT, [], None)[0] is None
 
 
 def test_values_are_judged_by_their_errors() -> None:
     truth = RNG.normal(size=(ROWS, 2))
     said, others = truth + 0.5, truth - 0.5
-    residue, accord = Residue(), Accord(values=True)
+    residue, accord = RegressionMetrics(), AgreementMetrics(values=True)
     for part in (slice(0, 10), slice(10, ROWS)):
-        own, theirs = (units_of("regression", each[part], truth[part], ONES[part]) for each in (said, others))
+        own, theirs = (labelled_outputs("regression", each[part], truth[part], ONES[part]) for each in (said, others))
         residue.add(own)
         accord.add(own, theirs)
     spread = ((truth - truth.mean(0)) ** 2).sum()
@@ -131,9 +130,9 @@ def test_values_are_judged_by_their_errors() -> None:
 
 
 def test_several_teachers_together_say_the_mean_of_their_chances() -> None:
-    units = {name: units_of("classification", each, LABELS, ONES) for name, each in
+    units = {name: labelled_outputs("classification", each, LABELS, ONES) for name, each in
              {"a": STUDENT, "b": TEACHER}.items()}  # fmt: skip
-    mixed = together(units, {"a": 0.25, "b": 0.75})
+    mixed = ensemble_outputs(units, {"a": 0.25, "b": 0.75})
     expected = 0.25 * np.exp(log_softmax(STUDENT)) + 0.75 * np.exp(log_softmax(TEACHER))
     np.testing.assert_allclose(np.exp(mixed.chances), expected)
 
@@ -142,7 +141,7 @@ def test_several_teachers_together_say_the_mean_of_their_chances() -> None:
 def test_the_picture_shows_the_mean_chances_of_the_commonest_classes(classes: int) -> None:
     said = RNG.normal(size=(400, classes))
     labels = RNG.integers(0, min(classes, 15), 400)
-    picture = Picture(classes, labels)
+    picture = SoftTargetMatrix(classes, labels)
     for part in (slice(0, 100), slice(100, 400)):
         picture.add(log_softmax(said[part]), labels[part], np.ones(len(said[part])))
     shown, means = picture.shown(), np.array(picture.means())
@@ -154,16 +153,18 @@ def test_the_picture_shows_the_mean_chances_of_the_commonest_classes(classes: in
     assert share == np.bincount(labels).max() / 400 and np.bincount(labels)[most] == np.bincount(labels).max()
 
 
-def verdict(own: float = 0.8, theirs: float = 0.9, **fields: Any) -> Verdict:
+def verdict(own: float = 0.8, theirs: float = 0.9, **fields: Any) -> Scorecard:
     soft = [[0.7, 0.3], [0.2, 0.8]]
-    student = Mark(
+    student = ModelScore(
         name="<small>", student=True, scores={"top-1": own, "NLL": 0.5, "ECE": 0.02}, metrics={"loss": 0.5},
         parameters=100, size_bytes=400, latency_s={"1": 1e-4, "64": 1e-3}, soft=soft, reliability=[[0.9, 0.8, 1.0]],
     )  # fmt: skip
-    big = Mark(name="big", student=False, scores={"top-1": theirs}, parameters=1000, size_bytes=4000, soft=soft)
-    pair = Pair(student="<small>", teacher="big", scores={"agreement": 0.75, "KL": 0.1}, kept=kept_of(own, theirs))
+    big = ModelScore(name="big", student=False, scores={"top-1": theirs}, parameters=1000, size_bytes=4000, soft=soft)
+    pair = StudentTeacherScore(
+        student="<small>", teacher="big", scores={"agreement": 0.75, "KL": 0.1}, kept=retained_share(own, theirs)
+    )
     own_fields = {"classes": [0, 1], "commonest": [1.0, 0.5], "marks": [student, big], "pairs": [pair]}
-    return Verdict(kind="classification", step=3, rows=10, of_rows=10, units=10.0, **{**own_fields, **fields})
+    return Scorecard(kind="classification", step=3, rows=10, of_rows=10, units=10.0, **{**own_fields, **fields})
 
 
 def test_the_verdict_is_told_in_plain_words() -> None:
@@ -179,7 +180,7 @@ def test_the_verdict_is_told_in_plain_words() -> None:
 
 
 def test_a_verdict_comes_back_from_its_facts() -> None:
-    assert Verdict.read(verdict().facts()) == verdict()
+    assert Scorecard.read(verdict().facts()) == verdict()
 
 
 def test_the_report_has_its_tables_and_pictures() -> None:
@@ -190,26 +191,28 @@ def test_the_report_has_its_tables_and_pictures() -> None:
 
 
 def test_values_have_neither_classes_nor_calibration() -> None:
-    marks = [Mark(name="s", student=True, scores={"RMSE": 1.0, "R2": -0.1}), Mark(name="t", student=False,
+    marks = [ModelScore(name="s", student=True, scores={"RMSE": 1.0, "R2": -0.1}), ModelScore(name="t", student=False,
              scores={"RMSE": 0.5, "R2": 0.7})]  # fmt: skip
-    pairs = [Pair(student="s", teacher="t", scores={"RMSE between": 0.3}, kept=kept_of(-0.1, 0.7))]
-    found = Verdict(kind="regression", step=1, rows=5, of_rows=9, units=5.0, marks=marks, pairs=pairs)
+    pairs = [
+        StudentTeacherScore(student="s", teacher="t", scores={"RMSE between": 0.3}, kept=retained_share(-0.1, 0.7))
+    ]
+    found = Scorecard(kind="regression", step=1, rows=5, of_rows=9, units=5.0, marks=marks, pairs=pairs)
     assert "keeps nothing of t: R2 -0.1000 against 0.7000" in found.sentences()[0]
     page = verdict_html(found.facts())
     assert "Calibration" not in page and "5 of 9 rows" in page
 
 
-def heard(kind: str, student: Teacher, teachers: list[Teacher], job: tw.Job) -> Verdict:
+def heard(kind: str, student: Teacher, teachers: list[Teacher], job: tw.Job) -> Scorecard:
     """What is said of models that no run trained."""
     names = tuple(each.name for each in teachers)
-    loss = Distilled(
+    loss = DistillationLoss(
         soft=tw.SoftLoss(kind=kind), hard=job.loss,  # type: ignore[arg-type]
         targets=(*job.wanted_targets, *(f"teacher.{name}" for name in names)),
         labels=job.wanted_targets, students=(student.name,), teachers=names,
     )  # fmt: skip
-    speakers = [Speaker.of(student, job.evaluate, build=student.model)]
-    speakers += [Speaker.of(each, job.evaluate) for each in teachers]
-    hearing = Hearing(job, loss, speakers, np.arange(job.evaluate.index().rows))
+    speakers = [EvaluatedModel.of(student, job.evaluate, build=student.model)]
+    speakers += [EvaluatedModel.of(each, job.evaluate) for each in teachers]
+    hearing = StudentEvaluation(job, loss, speakers, np.arange(job.evaluate.index().rows))
     hearing.listen()
     return hearing.verdict()
 
@@ -306,7 +309,9 @@ def test_a_keras_student_beside_torch_teachers() -> None:
     assert found.mark("small").scores["top-1"] == expected
     assert found.mark("small").metrics["accuracy"] == pytest.approx(expected)
     assert found.mark("a").metrics["accuracy"] == found.mark("a").scores["top-1"]
-    assert [(pair.student, pair.teacher) for pair in found.pairs] == [("small", name) for name in ("a", "b", TOGETHER)]
+    assert [(pair.student, pair.teacher) for pair in found.pairs] == [
+        ("small", name) for name in ("a", "b", ALL_TEACHERS)
+    ]
     assert "odd" not in found.mark("a").metrics
 
 
@@ -321,18 +326,18 @@ def test_students_that_cannot_be_judged_are_no_failure_of_their_run(
     run: Any = SimpleNamespace(
         state="done", distillation=wish, judge=judge, _store=store, job=SimpleNamespace(name="r")
     )
-    judged(run)
+    evaluate_finished(run)
     (noted,) = told(tmp_path, "r", events.Noted)
     for text in (noted.text, capsys.readouterr().err):  # type: ignore[attr-defined]
         assert "are not judged: the file of weights is gone" in text and "bring it back" in text
     run.state = "stopped"
-    judged(run)
+    evaluate_finished(run)
     assert len(told(tmp_path, "r", events.Noted)) == 1
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_a_jobs_functions_judge_arrays(framework: str) -> None:
-    marking = importlib.import_module(f"trainwright.strategies.{framework}.distillation.offline_metrics")
+    marking = importlib.import_module(f"trainwright.strategies.{framework}.distillation.student_models")
     spec = ModelSpec(
         model=dict, optimizer=list, total_steps=1, loss=lambda outputs, targets: (outputs[:, 0] - targets) ** 2,
         inputs=(), targets=("y",), metrics={"first": lambda outputs, targets: outputs["logits"][:, 0]},

@@ -1,4 +1,4 @@
-"""`runs`, `show` and `logs` from storage alone, whatever became of the driver."""
+"""`runs_view`, `run_view` and `log_lines` from storage alone, whatever became of the driver."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from trainwright.cli import main as cli
 from trainwright.core import events
 from trainwright.core.errors import StorageError
 from trainwright.reporting import run_views as views
-from trainwright.reporting.history import read_history
-from trainwright.storage.event_log import Journal
-from trainwright.storage.liveness import owner_alive
-from trainwright.storage.run_log import RunLog
+from trainwright.reporting.run_history import read_history
+from trainwright.storage.event_files import EventCompactor
+from trainwright.storage.event_log import EventLog
+from trainwright.storage.object_store import Store, open_store
+from trainwright.storage.run_log import RunLog, owner_alive
 from trainwright.storage.run_owner import Owner, heartbeat_path
-from trainwright.storage.run_summary import Compactor
-from trainwright.storage.store import Store, open_store
 
 Where = Callable[[], str]
 DEAD = Owner(host=ALIVE.host, boot=ALIVE.boot, namespace=ALIVE.namespace, pid=ALIVE.pid, started=ALIVE.started + 1)
@@ -37,7 +36,7 @@ def test_runs_lists_all_with_the_newest_on_top() -> None:
     record(uri, whole_run(), outcome="done")
     record(uri, [started(time_s=500)], name="young")
     open_store(uri).put("notes/readme.txt", b"no run")
-    view = views.runs(uri)
+    view = views.runs_view(uri)
     assert [(row["name"], row["state"], row["step"], row["total_steps"]) for row in view.data] == [
         ("young", "running", 0, 20), ("demo", "done", 20, 20),
     ]  # fmt: skip
@@ -50,7 +49,7 @@ def test_runs_lists_all_with_the_newest_on_top() -> None:
 def test_no_runs() -> None:
     uri = storage()
     open_store(uri).put("x.txt", b"")
-    view = views.runs(uri)
+    view = views.runs_view(uri)
     assert view.data == [] and "no runs in memory://" in printed(view)
 
 
@@ -68,7 +67,7 @@ def test_no_runs() -> None:
 def test_state(count: int, owner: Owner, outcome: str, state: str) -> None:
     uri = storage()
     record(uri, whole_run()[:count], owner=owner, outcome=outcome)
-    assert views.show(uri, "demo").data["state"] == state
+    assert views.run_view(uri, "demo").data["state"] == state
 
 
 @pytest.mark.parametrize(("owner", "state"), [(ALIVE, "running"), (DEAD, "interrupted")])
@@ -99,7 +98,7 @@ def test_show_has_everything_and_is_json() -> None:
     store.put("demo/checkpoints/00000020-1/model", b"x" * 100)
     store.put("demo/checkpoints/00000020-1/MANIFEST.json", b"{}")
     store.put("demo/checkpoints/00000030-1/model", b"torn")
-    view = views.show(uri, "demo")
+    view = views.run_view(uri, "demo")
     data = json.loads(json.dumps(view.data, allow_nan=False))
     assert data["checkpoints"] == [{"step": 20, "path": "checkpoints/00000020-1", "size_bytes": 102}]
     assert data["failures"][0]["cause"] == "killed by SIGKILL"
@@ -129,13 +128,13 @@ def test_show_has_everything_and_is_json() -> None:
 def test_show_of_a_dead_driver_names_the_remedy() -> None:
     uri = storage()
     record(uri, whole_run()[:8], owner=DEAD)
-    assert "run the same command again" in printed(views.show(uri, "demo"))
+    assert "run the same command again" in printed(views.run_view(uri, "demo"))
 
 
 def test_show_says_what_a_run_waits_for() -> None:
     uri = storage()
     record(uri, [started(), events.Waiting(time_s=101, what="2 GPU", deadline_s=300)])
-    assert views.show(uri, "demo").data["waiting"] == "waiting for 2 GPU, at most 3 min 19 s"
+    assert views.run_view(uri, "demo").data["waiting"] == "waiting for 2 GPU, at most 3 min 19 s"
 
 
 def _elsewhere(uri: str, count: int) -> None:
@@ -154,7 +153,7 @@ def test_all_drivers_are_watched_at_the_same_time() -> None:
         for number in range(0, 40, 2):
             open_store(uri).put(heartbeat_path(f"run-{number}", 1), b"%d" % len(waits))
 
-    view = views.runs(uri, wait=beat)
+    view = views.runs_view(uri, wait=beat)
     assert {row["name"] for row in view.data if row["state"] == "running"} == {f"run-{n}" for n in range(0, 40, 2)}
     assert {row["state"] for row in view.data} == {"running", "interrupted"} and sum(waits) <= 4
 
@@ -177,7 +176,7 @@ def test_a_list_of_runs_takes_few_requests_for_each(tmp_path: Path, monkeypatch:
         name = f"run-{number}"
         log = RunLog(store, name)
         token = log.acquire(ALIVE, {"name": name}).token
-        with Journal(store, name, flush_s=3600, compact=Compactor(store, name).compact) as journal:
+        with EventLog(store, name, flush_s=3600, compact=EventCompactor(store, name).compact) as journal:
             journal.open(token)
             journal.write(started(total=10**6))
             for first in range(1, 10_000, 1000):
@@ -198,14 +197,14 @@ def test_a_list_of_runs_takes_few_requests_for_each(tmp_path: Path, monkeypatch:
 
     for name in ("get", "size", "list", "folders", "modified_s"):
         counted(name)
-    assert [(row["step"], row["state"]) for row in views.runs(str(tmp_path)).data] == [(10_000, "done")] * 5
+    assert [(row["step"], row["state"]) for row in views.runs_view(str(tmp_path)).data] == [(10_000, "done")] * 5
     assert requests.total() <= 5 * 6 + 1 and read_bytes[0] < 5 * 5_000, (requests, read_bytes)
 
 
 def test_an_unknown_run_is_refused_with_the_nearest_name() -> None:
     uri = storage()
     record(uri, whole_run(), outcome="done")
-    for read in (views.show, views.logs):
+    for read in (views.run_view, views.log_lines):
         with pytest.raises(StorageError, match="did you mean 'demo'"):
             read(uri, "dmeo")
 
@@ -213,11 +212,11 @@ def test_an_unknown_run_is_refused_with_the_nearest_name() -> None:
 def test_logs_are_lines_or_json() -> None:
     uri = storage()
     record(uri, whole_run(), outcome="done")
-    lines = list(views.logs(uri, "demo"))
+    lines = list(views.log_lines(uri, "demo"))
     assert len(lines) == len(whole_run())
     assert any("rank 1 (node-a) failed at step 12: killed by SIGKILL" in line for line in lines)
     assert any("step 20 (epoch 2): accuracy 0.9000" in line for line in lines)
-    parsed = [json.loads(line) for line in views.logs(uri, "demo", as_json=True)]
+    parsed = [json.loads(line) for line in views.log_lines(uri, "demo", as_json=True)]
     assert [item["kind"] for item in parsed][:2] == ["run_started", "placed"]
 
 
@@ -228,23 +227,25 @@ def test_nothing_that_was_stored_is_carried_out_by_a_terminal() -> None:
     noted = events.Noted(text=f"note {bad}")
     judged = events.Evaluated(step=1, metrics={f"loss{bad}": 1.0})
     record(uri, [started(), failed, noted, judged])
-    told = "\n".join([*views.logs(uri, "demo"), printed(views.show(uri, "demo")), printed(views.runs(uri))])
+    told = "\n".join(
+        [*views.log_lines(uri, "demo"), printed(views.run_view(uri, "demo")), printed(views.runs_view(uri))]
+    )
     assert "\\x1b]0;title\\x07\\x1b[2J\\x9b31m\\r\\x08\\u202e" in told
     assert not set(bad) & set(told) - set(" ]0;title[231mJ") and "one\ttwo\n" in told
-    assert not set(bad) & set("".join(views.logs(uri, "demo", as_json=True))) - set(" ]0;title[231mJ")
+    assert not set(bad) & set("".join(views.log_lines(uri, "demo", as_json=True))) - set(" ]0;title[231mJ")
 
 
 def test_names_of_files_and_errors_are_not_carried_out_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record(str(tmp_path), [started(), events.Formed(nodes={"a\x9b31m": "0"})])
-    Compactor(open_store(str(tmp_path)), "demo").compact()
+    EventCompactor(open_store(str(tmp_path)), "demo").compact()
     (place,) = (tmp_path / "demo" / "events").glob("SUMMARY.json")
     place.write_text(place.read_text().replace("\\\\x9b31m", "\x9b31m"))
     folder = tmp_path / "demo" / "checkpoints" / "00000010-1\u202e"
     folder.mkdir(parents=True)
     (folder / "MANIFEST.json").touch()
-    view = views.show(str(tmp_path), "demo")
+    view = views.run_view(str(tmp_path), "demo")
     assert view.data["nodes"] == {"a\\x9b31m": "0"}
     assert "checkpoints/00000010-1\\u202e" in printed(view) and "\u202e" not in printed(view)
     folder.rename(folder.with_name("00000010-1\x1b]0;title\x07"))
@@ -260,7 +261,7 @@ def test_logs_follow_until_the_run_ends() -> None:
     store = open_store(uri)
     log = RunLog(store, "demo")
     token = log.acquire(ALIVE, {}).token
-    journal = Journal(store, "demo", flush_s=3600)
+    journal = EventLog(store, "demo", flush_s=3600)
     journal.open(token)
     journal.write(started())
     journal.flush()
@@ -274,7 +275,7 @@ def test_logs_follow_until_the_run_ends() -> None:
             journal.close()
             log.release(token, "done")
 
-    lines = list(views.logs(uri, "demo", follow=True, wait=wait))
+    lines = list(views.log_lines(uri, "demo", follow=True, wait=wait))
     assert len(lines) == 3 and len(waits) == 2
     assert lines[-1].endswith("done: 1 step")
 
@@ -286,4 +287,4 @@ def test_logs_follow_ends_when_the_driver_is_dead() -> None:
     def wait(seconds: float) -> None:
         pytest.fail("waited for a dead driver")
 
-    assert len(list(views.logs(uri, "demo", follow=True, wait=wait))) == 5
+    assert len(list(views.log_lines(uri, "demo", follow=True, wait=wait))) == 5

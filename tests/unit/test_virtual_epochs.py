@@ -9,21 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.core.data import Feeding
+from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError
 from trainwright.datasets import table
-from trainwright.datasets.loading.loader import Stream, schedule_of
+from trainwright.datasets.loading.batch_loader import BatchLoader, make_schedule
 
 
-def stream(rows: int, batch: int, epochs: int, samples: int | None, rank: int = 0, of: int = 1, **more: Any) -> Stream:
+def stream(
+    rows: int, batch: int, epochs: int, samples: int | None, rank: int = 0, of: int = 1, **more: Any
+) -> BatchLoader:
     data = table({"id": np.arange(rows)}).map(lambda row, rng: {"id": row["id"], "random": rng.random()})
-    return Stream(
+    return BatchLoader(
         data, batch_size=batch, epochs=epochs, epoch_samples=samples, seed=2,
-        feeding=Feeding(data_ranks=range(rank, rank + 1), total=of), **more,
+        feeding=FeedAssignment(data_ranks=range(rank, rank + 1), total=of), **more,
     )  # fmt: skip
 
 
-def fed(of: Stream, start: int = 0) -> list[list[tuple[int, float]]]:
+def fed(of: BatchLoader, start: int = 0) -> list[list[tuple[int, float]]]:
     """(row, random number) of the real samples of each step."""
     with of.feeds(start) as feeds:
         batches = [feed.parts[0][0] for feed in feeds]
@@ -50,7 +52,7 @@ def test_an_epoch_has_as_many_samples_as_it_says_and_passes_follow_each_other(
     flat = [each for step in steps for each in step]
     passes = fed(stream(rows, batch, -(-len(flat) // rows), None))
     assert flat == [each for step in passes for each in step][: len(flat)]
-    steps_of = schedule_of(
+    steps_of = make_schedule(
         table({"id": np.arange(rows)}).index(), batch_size=batch, epochs=epochs, seed=2, shuffle=True, drop_last=False,
         epoch_samples=samples,
     )  # fmt: skip

@@ -16,13 +16,12 @@ import pytest
 from tests.support.run_views import printed, record, storage
 from tests.support.sample_run import started, stepped, whole_run
 from trainwright.core import events
+from trainwright.ray_cluster.ray_compat import dashboard_facts, dashboard_text
 from trainwright.reporting import run_views as views
-from trainwright.reporting.history import History
-from trainwright.storage.step_table import MOST_ROWS
-from trainwright.tracking import metric_values
-from trainwright.tracking.metric_catalogue import LABELS, METRICS, Metric
-from trainwright.tracking.prometheus import Metrics
-from trainwright.tracking.ray_dashboard import dashboard_text, facts
+from trainwright.reporting.run_history import RunHistory
+from trainwright.storage.run_records import MOST_ROWS
+from trainwright.tracking import prometheus
+from trainwright.tracking.prometheus import LABELS, METRICS, MetricSpec, PrometheusListener
 
 ROOT = Path(__file__).resolve().parents[2]
 BOARD = json.loads((ROOT / "clusters/grafana.json").read_text(encoding="utf-8"))
@@ -37,7 +36,7 @@ class Shelf:
         self.values: dict[tuple[str, ...], float] = {}
         self.observed: list[float] = []
 
-    def record(self, metric: Metric, value: float, labels: Mapping[str, str]) -> None:
+    def record(self, metric: MetricSpec, value: float, labels: Mapping[str, str]) -> None:
         assert set(labels) == {*LABELS, *metric.labels}
         key = (metric.name, *(labels[name] for name in metric.labels), labels["strategy"])
         if metric.kind == "histogram":
@@ -54,7 +53,7 @@ class Shelf:
 def told(happened: list[events.Event]) -> Shelf:
     """All that these events record."""
     shelf = Shelf()
-    metrics = Metrics(shelf)
+    metrics = PrometheusListener(shelf)
     for event in happened:
         metrics.on(event)
     return shelf
@@ -62,7 +61,7 @@ def told(happened: list[events.Event]) -> Shelf:
 
 def test_a_whole_run() -> None:
     shelf = told(whole_run())
-    history = History.fold(whole_run())
+    history = RunHistory.fold(whole_run())
     dp = "data_parallel"
     assert shelf.values == {
         ("step", dp): 20, ("total_steps", dp): 20, ("workers", dp): 2, ("workers_wanted", dp): 2,
@@ -79,7 +78,7 @@ def test_a_whole_run() -> None:
 
 def test_the_end_leaves_counters_alone() -> None:
     shelf = Shelf()
-    metrics = Metrics(shelf)
+    metrics = PrometheusListener(shelf)
     for event in whole_run():
         metrics.on(event)
     metrics.close()
@@ -129,7 +128,7 @@ def test_a_long_run_keeps_few_steps_and_its_goodput() -> None:
         stepped(range(19_981, 20_001), time_s=2211),
         events.RunEnded(time_s=2212, outcome="done", step=20_000),
     ]
-    reader = metric_values.Readings()
+    reader = prometheus.MetricCollector()
     last: dict[str, float] = {}
     for event in run:
         last |= {reading.name: reading.value for reading in reader.take(event)}
@@ -147,17 +146,17 @@ def test_a_long_run_keeps_few_steps_and_its_goodput() -> None:
     ],
 )
 def test_the_dashboard_of_a_job(address: str, url: str) -> None:
-    assert facts(address, "01000000", "10.0.0.5:6379") == {"url": url, "job": "01000000", "node": "10.0.0.5"}
+    assert dashboard_facts(address, "01000000", "10.0.0.5:6379") == {"url": url, "job": "01000000", "node": "10.0.0.5"}
 
 
 def test_no_dashboard() -> None:
-    assert facts("", "01000000", "10.0.0.5:6379") == {} and dashboard_text({}) == ""
+    assert dashboard_facts("", "01000000", "10.0.0.5:6379") == {} and dashboard_text({}) == ""
 
 
 def test_show_leads_to_the_dashboard() -> None:
     uri = storage()
-    record(uri, [replace(started(), dashboard=facts("127.0.0.1:8265", "01000000", "10.0.0.5:6379"))])
-    view = views.show(uri, "demo")
+    record(uri, [replace(started(), dashboard=dashboard_facts("127.0.0.1:8265", "01000000", "10.0.0.5:6379"))])
+    view = views.run_view(uri, "demo")
     assert view.data["dashboard"] == {
         "url": "http://127.0.0.1:8265/#/jobs/01000000",
         "job": "01000000",
@@ -166,13 +165,16 @@ def test_show_leads_to_the_dashboard() -> None:
     text = printed(view)
     assert "http://127.0.0.1:8265/#/jobs/01000000 on 10.0.0.5" in text
     assert "ssh -L 8265:127.0.0.1:8265 10.0.0.5" in " ".join(text.split())
-    assert dashboard_text(facts("10.0.0.5:8265", "01000000", "10.0.0.5:1")) == "http://10.0.0.5:8265/#/jobs/01000000"
+    assert (
+        dashboard_text(dashboard_facts("10.0.0.5:8265", "01000000", "10.0.0.5:1"))
+        == "http://10.0.0.5:8265/#/jobs/01000000"
+    )
 
 
 def test_show_without_a_dashboard() -> None:
     uri = storage()
     record(uri, whole_run(), outcome="done")
-    view = views.show(uri, "demo")
+    view = views.run_view(uri, "demo")
     assert view.data["dashboard"] is None and "dashboard" not in printed(view)
 
 

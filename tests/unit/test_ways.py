@@ -17,15 +17,20 @@ from tests.support.small_distillation import distillation, wide
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import JobError, PlanError
 from trainwright.core.model_profile import LayerCost, ModelProfile
-from trainwright.distillation.compose_job import composed
-from trainwright.distillation.delivery_choice import Weighed, ordered
-from trainwright.distillation.delivery_cost import START_S, Case, Cost
-from trainwright.distillation.spec import WAYS, Way
+from trainwright.distillation.distillation_job import compose_job
+from trainwright.distillation.distillation_spec import DELIVERIES, Delivery
+from trainwright.distillation.teacher_delivery import (
+    START_S,
+    DeliveryComparison,
+    DeliveryCost,
+    DeliveryEstimator,
+    rank_deliveries,
+)
 from trainwright.planning.planner import choose
-from trainwright.planning.profile_model import profile_job
+from trainwright.planning.profiler import profile_job
+from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import Owner, RunLog
-from trainwright.storage.store import open_store
-from trainwright.strategies.cost_model.memory import stage_memory
+from trainwright.strategies.cost_model.memory_estimate import stage_memory
 
 CPUS = Cluster(nodes=(Node(name="one", cpus=4.0, memory_bytes=8 * 2**30),))
 LAYER = LayerCost(
@@ -81,18 +86,18 @@ def test_a_teacher_that_does_not_fit_beside_the_student_is_not_planned(tmp_path:
 
 
 def test_the_job_of_the_inline_way_is_planned_with_its_teachers(tmp_path: Path) -> None:
-    job = composed(distillation(tmp_path, way="inline")).job
+    job = compose_job(distillation(tmp_path, way="inline")).job
     (guest,) = profile_job(job, job.train, job.train.index()).guests
     assert guest.parameters == sum(each.numel() for each in wide().parameters())
     assert guest.flops >= 2 * 512 * torch_jobs.WIDTH
 
 
-def cost(folder: Path, way: Way, cluster: Cluster = CPUS, **fields: Any) -> Cost:
-    return Case.of(distillation(folder, **fields), cluster).cost(way)
+def cost(folder: Path, way: Delivery, cluster: Cluster = CPUS, **fields: Any) -> DeliveryCost:
+    return DeliveryEstimator.of(distillation(folder, **fields), cluster).cost(way)
 
 
 def test_what_each_way_comes_to(tmp_path: Path) -> None:
-    offline, inline, online = (cost(tmp_path, way) for way in WAYS)
+    offline, inline, online = (cost(tmp_path, way) for way in DELIVERIES)
     assert not offline.refused and not inline.refused and not online.refused
     assert offline.step_s < inline.step_s and offline.step_s <= online.step_s, "the teacher is not asked in the steps"
     assert offline.setup_s > inline.setup_s == START_S
@@ -113,7 +118,7 @@ def without_z(columns: dict[str, Any]) -> Mapping[str, Any]:
         ("online", {"gpus": 1.0}, "asks for 1 GPUs and 0 are left"),
     ],
 )
-def test_a_way_that_cannot_be_says_why(way: Way, fields: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_a_way_that_cannot_be_says_why(way: Delivery, fields: dict[str, Any], why: str, tmp_path: Path) -> None:
     assert why in cost(tmp_path, way, **fields).refused
 
 
@@ -125,8 +130,8 @@ def test_inline_needs_the_columns_of_the_teacher_in_the_step(tmp_path: Path) -> 
     assert "is given z, which the student's step has not" in found.refused
 
 
-def plain(way: Way, step_s: float = 1.0, setup_s: float = 0.0, refused: str = "") -> Cost:
-    return Cost(way=way, step_s=step_s, setup_s=setup_s, refused=refused)
+def plain(way: Delivery, step_s: float = 1.0, setup_s: float = 0.0, refused: str = "") -> DeliveryCost:
+    return DeliveryCost(way=way, step_s=step_s, setup_s=setup_s, refused=refused)
 
 
 @pytest.mark.parametrize(
@@ -138,19 +143,19 @@ def plain(way: Way, step_s: float = 1.0, setup_s: float = 0.0, refused: str = ""
         ((plain("offline", refused="no"), plain("inline", 3.0), plain("online", 2.0)), 100, "online inline offline"),
     ],
 )  # fmt: skip
-def test_the_quickest_for_the_whole_run_is_taken(costs: tuple[Cost, ...], steps: int, order: str) -> None:
-    found = ordered(costs, steps)
+def test_the_quickest_for_the_whole_run_is_taken(costs: tuple[DeliveryCost, ...], steps: int, order: str) -> None:
+    found = rank_deliveries(costs, steps)
     assert [cost.way for cost in found] == order.split()
 
 
 def test_where_no_way_can_be_all_reasons_are_told() -> None:
     with pytest.raises(JobError, match=r"(?s)offline cannot be: a.*online cannot be: b"):
-        ordered([plain("offline", refused="a"), plain("online", refused="b")], 1)
+        rank_deliveries([plain("offline", refused="a"), plain("online", refused="b")], 1)
 
 
 def test_the_choice_in_a_line() -> None:
     costs = plain("offline", 0.01, 20.0), plain("inline", 0.02, 8.0), plain("online", refused="no CPUs")
-    line = Weighed(costs=ordered(costs, 10_000), batch_size=32, steps=10_000, tried_rows=8192).line
+    line = DeliveryComparison(costs=rank_deliveries(costs, 10_000), batch_size=32, steps=10_000, tried_rows=8192).line
     assert line == (
         "teachers are asked offline: 2 min 00 s in all, 3,200 samples/s after 20.0 s; inline: 3 min 28 s in all, "
         "1,600 samples/s after 8.0 s; online cannot be: no CPUs (measured on 8,192 rows)"

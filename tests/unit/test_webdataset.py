@@ -13,7 +13,7 @@ import pytest
 from tests.support.record_files import Members, sample, write
 from trainwright.core.errors import DataError
 from trainwright.datasets import webdataset
-from trainwright.datasets.formats.arrow_columns import Field
+from trainwright.datasets.data_source import Field
 
 
 def samples(start: int, stop: int, folder: str = "") -> Members:

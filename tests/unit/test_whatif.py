@@ -20,24 +20,24 @@ from typer.testing import CliRunner
 
 import trainwright as tw
 from trainwright.cli.main import app
-from trainwright.cli.plan_options import batch_sizes_of, hours_of, price_of
+from trainwright.cli.plan_commands import parse_batch_sizes, parse_hours, parse_price
 from trainwright.core.errors import PlanError, ResourceError
-from trainwright.planning.cluster_sizing import (
+from trainwright.planning.plan_charts import RECTANGLES, curve_svg, standalone_page, timeline_svg
+from trainwright.planning.what_if import (
     COPY_BYTES_PER_S,
     RECOVER_S,
-    Wishes,
+    SizingRequest,
+    WhatIf,
     best_of,
     doubling,
     every_size,
+    what_if,
 )
-from trainwright.planning.what_if import WhatIf, what_if
-from trainwright.reporting.plan_charts import RECTANGLES, curve_svg, timeline_svg
-from trainwright.reporting.plan_view import name_of
-from trainwright.reporting.what_if_view import page
-from trainwright.strategies.cost_model.machine import Machine
-from trainwright.strategies.cost_model.step_work import work_of
-from trainwright.strategies.cost_model.timeline import timeline
-from trainwright.strategies.search.ranking import estimate_of, ranking
+from trainwright.reporting.plan_view import plan_name
+from trainwright.strategies.cost_model.machine_model import MachineModel
+from trainwright.strategies.cost_model.step_timeline import timeline
+from trainwright.strategies.cost_model.step_work import compute_step_work
+from trainwright.strategies.search.plan_ranking import estimate_of, ranking
 
 GPT = tw.transformer_profile(hidden=4096, layers=32, heads=32, sequence=2048, vocabulary=51_200)
 JOB = """
@@ -132,7 +132,7 @@ def test_ties_go_to_fewer_accelerators_and_to_less_time() -> None:
 
 @given(st.integers(1, 10**5), st.integers(1, 10**5), st.floats(1.0, 1e6))
 def test_steps_to_the_target_by_batch_size(own: int, other: int, critical: float) -> None:
-    wishes = Wishes(batch_size=own, precision="bf16", steps=10**6, critical_batch=critical)
+    wishes = SizingRequest(batch_size=own, precision="bf16", steps=10**6, critical_batch=critical)
     fewest = 10**6 / (1 + critical / own)
     assert wishes.steps_with(own) == 10**6
     assert wishes.steps_with(other) == pytest.approx(fewest * (1 + critical / other), abs=0.51)
@@ -172,8 +172,8 @@ def test_a_model_that_fits_nowhere_is_said_with_what_comes_nearest() -> None:
 
 def test_names_of_plans() -> None:
     plan = tw.Plan.parse("pp=4,dp=8,zero=1,tp=2,micro_batch=2,recompute=full")
-    assert name_of(plan) == "pipeline 4 x shard 8 (ZeRO-1) x tensor 2, micro-batch 2, 1f1b, recompute full"
-    assert name_of(tw.Plan.parse("micro_batch=4")) == "one device, micro-batch 4"
+    assert plan_name(plan) == "pipeline 4 x shard 8 (ZeRO-1) x tensor 2, micro-batch 2, 1f1b, recompute full"
+    assert plan_name(tw.Plan.parse("micro_batch=4")) == "one device, micro-batch 4"
 
 
 @pytest.fixture
@@ -245,9 +245,9 @@ def test_what_is_asked_of_a_cluster_needs_one(option: str) -> None:
 
 
 def test_options_in_words() -> None:
-    assert [hours_of(text) for text in ("50000h", "5e4h", "2000d", "2y")] == [5e4, 5e4, 48_000, 17_520]
-    assert [price_of(text) for text in ("spot", "2.5", "$2.50")] == ["spot", 2.5, 2.5]
-    assert batch_sizes_of("256, 512") == (256, 512)
+    assert [parse_hours(text) for text in ("50000h", "5e4h", "2000d", "2y")] == [5e4, 5e4, 48_000, 17_520]
+    assert [parse_price(text) for text in ("spot", "2.5", "$2.50")] == ["spot", 2.5, 2.5]
+    assert parse_batch_sizes("256, 512") == (256, 512)
 
 
 def pictures(html: str) -> list[ET.Element]:
@@ -262,9 +262,9 @@ def test_the_page_has_all_of_it_and_fetches_nothing() -> None:
     answer = asked("2x8xA100-80GB", batch_size=256, critical_batch=1e3, batch_sizes=(128,), mtbf_hours=5e4)
     html = answer._repr_html_()
     for said in ("Step, by term", "Memory by stage, of 80 GiB", "One step", "Accelerators", "Batch sizes", "Not chosen",
-                 "nothing of it was asked", "goodput", name_of(answer.chosen.plan)):  # fmt: skip
+                 "nothing of it was asked", "goodput", plan_name(answer.chosen.plan)):  # fmt: skip
         assert said in html, said
-    whole = page(html)
+    whole = standalone_page(html)
     assert "prefers-color-scheme: dark" in whole and "<script" not in whole and "src=" not in whole
     assert "://" not in whole.replace("http://www.w3.org/2000/svg", "") and len(whole) < 200_000
     steps, curve = pictures(html)
@@ -285,7 +285,7 @@ def drawn(profile: tw.ModelProfile, cluster: str, plan: tw.Plan) -> tuple[str, E
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 def test_a_lane_for_each_stage_and_a_rectangle_for_each_span(schedule: str) -> None:
     plan, cluster = shown(f"pp=4,dp=2,schedule={schedule},recompute=full"), tw.Cluster.parse("8xA100-80GB")
-    found = timeline(work_of(GPT, Machine.of(cluster), plan, batch_size=16, precision="bf16"))
+    found = timeline(compute_step_work(GPT, MachineModel.of(cluster), plan, batch_size=16, precision="bf16"))
     _, picture, texts = drawn(GPT, "8xA100-80GB", plan)
     assert [text for text in texts if text.startswith("stage")] == [f"stage {stage}" for stage in range(4)]
     titled = [rect for rect in of_tag(picture, "rect") if of_tag(rect, "title")]

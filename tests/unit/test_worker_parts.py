@@ -15,24 +15,23 @@ import pytest
 import trainwright as tw
 from tests.support.scripted_engine import ScriptedEngine, heal, join, scripted_worker
 from tests.support.work_orders import order_of, table_job
-from trainwright.core.data import Batch, Feed, Feeding, StepReport, Sums
+from trainwright.core.data import Batch, Feed, FeedAssignment, MetricSums, StepReport
 from trainwright.core.errors import NonFiniteLoss, StorageError, StoreDown
 from trainwright.core.events import Noted, Steps, from_json
 from trainwright.core.plan import Mesh
-from trainwright.core.staleness import Unit
-from trainwright.driver.messages import Passed
-from trainwright.driver.worker_requests import Evaluation, Probing
-from trainwright.runtime.exit_reasons import cause_of
-from trainwright.runtime.signals import stopping
-from trainwright.storage.store import Store
+from trainwright.core.topology import WorkUnit
+from trainwright.driver.messages import EvaluateRequest, ProbeRequest, SkippedBatch
+from trainwright.ray_cluster.ray_compat import exit_reason
+from trainwright.runtime.run_handle import stop_on_signals
+from trainwright.storage.object_store import Store
 from trainwright.worker import worker as worker_module
-from trainwright.worker.loaders import Streams
-from trainwright.worker.step_log import StepRecords
+from trainwright.worker.loaders import RankStreams
+from trainwright.worker.step_log import StepLog
 from trainwright.worker.worker import Worker
 
 
-def filled(*steps: int) -> StepRecords:
-    records = StepRecords()
+def filled(*steps: int) -> StepLog:
+    records = StepLog()
     for step in steps:
         report = StepReport(step=step, loss=float(step), weight=1.0, learning_rate=0.1)
         records.add(report, samples=8, step_s=0.5, wait_s=0.1)
@@ -78,7 +77,7 @@ class Stops:
 
 def test_the_first_signal_asks_for_a_checkpoint_and_the_second_does_not_wait() -> None:
     run, before = Stops(), signal.getsignal(signal.SIGTERM)
-    with stopping(run) as stops:
+    with stop_on_signals(run) as stops:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
     assert run.asked == [False, True] and stops.last == signal.SIGINT
@@ -89,7 +88,7 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
     seen = []
 
     def within() -> None:
-        with stopping(Stops()):
+        with stop_on_signals(Stops()):
             seen.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=within)
@@ -118,9 +117,9 @@ DIED = (
     ],
 )
 def test_a_death_is_told_in_words(text: str, words: str) -> None:
-    found = cause_of(RuntimeError(text))
+    found = exit_reason(RuntimeError(text))
     assert words in found and "\n" not in found
-    assert cause_of(None) == "killed by the driver"
+    assert exit_reason(None) == "killed by the driver"
 
 
 def test_a_worker_that_starts_while_the_store_is_away_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +154,7 @@ def test_a_plan_is_measured_on_a_batch_that_the_run_would_pass_by(monkeypatch: p
     batch = Batch(columns={}, weights=np.ones(2), samples=np.arange(2))
     feed = Feed(step=0, parts=((batch,),), data_ranks=range(1), total=1, rows=2)
     stream = blank_stream(full_feed=lambda step, avoid: feed)
-    monkeypatch.setattr(Streams, "training", lambda streams, feeding: stream)
+    monkeypatch.setattr(RankStreams, "training", lambda streams, feeding: stream)
     monkeypatch.setattr(ScriptedEngine, "train_step", train_step, raising=False)
     took = []
     for policy in ("skip", "raise"):
@@ -164,9 +163,9 @@ def test_a_plan_is_measured_on_a_batch_that_the_run_would_pass_by(monkeypatch: p
         join(worker)
         if policy == "raise" and sound < 2:
             with pytest.raises(NonFiniteLoss):
-                worker.probe(Probing(steps=4, seconds=9.0))
+                worker.probe(ProbeRequest(steps=4, seconds=9.0))
         else:
-            took.append(worker.probe(Probing(steps=4, seconds=9.0)))
+            took.append(worker.probe(ProbeRequest(steps=4, seconds=9.0)))
             assert weights == ([2.0] * sound + [0.0] * 5)[: 5 if sound < 2 else 2]
     assert all(seconds > 0 for seconds in took)
 
@@ -190,7 +189,7 @@ class Given(Iterator[Feed]):
 
 def blank_stream(**more: Any) -> SimpleNamespace:
     """A stream of a rank that has no share, and so records no batch."""
-    feeding = Feeding(data_ranks=range(0), total=1)
+    feeding = FeedAssignment(data_ranks=range(0), total=1)
     own = {"total_steps": 10, "feeding": feeding, "feeds": Given, "warm_feed": lambda step, avoid: next(Given())}
     return SimpleNamespace(**own, **more)
 
@@ -209,14 +208,14 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
             raise NonFiniteLoss("the loss is not finite")
         return StepReport(step=feed.step + 1, loss=0.0, weight=1.0, learning_rate=0.1, wish=feed.step == 6)
 
-    monkeypatch.setattr(Streams, "training", lambda streams, feeding: blank_stream())
+    monkeypatch.setattr(RankStreams, "training", lambda streams, feeding: blank_stream())
     monkeypatch.setattr(ScriptedEngine, "train_step", train_step, raising=False)
     monkeypatch.setattr(ScriptedEngine, "verify", lambda engine: compared.append(told[-1][0] + 1))
     worker = scripted_worker(
         monkeypatch, table_job(on_nonfinite="skip"), mesh=Mesh(pipeline=2), schedule="pipedream", accumulation=2
     )
     join(worker, size=2)
-    heal(worker, passing=[Passed(step=5, why="it ends the workers")])
+    heal(worker, passing=[SkippedBatch(step=5, why="it ends the workers")])
     ended = [0]
     for until in (3, 10, 10):
         ended.append(worker.run(range(ended[-1], until)).step)
@@ -239,10 +238,10 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
 
 def test_a_short_run_of_one_that_steps_alone_tells_its_phases_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that is resumed too, and where others did the last step."""
-    leased = [Unit(6, 0), Unit(8, 0), Unit(7, 1), None, None]
+    leased = [WorkUnit(6, 0), WorkUnit(8, 0), WorkUnit(7, 1), None, None]
     units = SimpleNamespace(feeds=lambda unit: [next(Given(unit.step))], prefetch=None, close=lambda: None)
-    monkeypatch.setattr(worker_module, "Units", lambda *streams: units)
-    monkeypatch.setattr(Streams, "training", lambda streams, feeding: blank_stream())
+    monkeypatch.setattr(worker_module, "LeasedFeeds", lambda *streams: units)
+    monkeypatch.setattr(RankStreams, "training", lambda streams, feeding: blank_stream())
     monkeypatch.setattr(ScriptedEngine, "lease", lambda engine, first: leased.pop(0), raising=False)
     monkeypatch.setattr(ScriptedEngine, "train_step", timed, raising=False)
     worker = scripted_worker(monkeypatch, table_job(), topology="independent", servers=1)
@@ -261,21 +260,23 @@ def timed(engine: object, feed: Feed) -> StepReport:
 def test_what_is_judged_piece_by_piece_is_read_once_but_for_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     judged, begun, failing = list[int](), list[Given](), set[int]()
 
-    def evaluate_step(engine: object, feed: Feed) -> Sums:
+    def evaluate_step(engine: object, feed: Feed) -> MetricSums:
         judged.append(feed.step)
         if feed.step in failing:
             raise ValueError
-        return Sums(totals={"loss": (float(feed.step), 1.0)})
+        return MetricSums(totals={"loss": (float(feed.step), 1.0)})
 
     def feeds(start: int) -> Given:
         begun.append(Given(start))
         return begun[-1]
 
     monkeypatch.setattr(ScriptedEngine, "evaluate_step", evaluate_step, raising=False)
-    monkeypatch.setattr(Streams, "evaluation", lambda streams, feeding: SimpleNamespace(feeds=feeds))
+    monkeypatch.setattr(RankStreams, "evaluation", lambda streams, feeding: SimpleNamespace(feeds=feeds))
     worker = scripted_worker(monkeypatch, table_job(evaluate=judged_rows()))
     join(worker)
-    assert worker.evaluate_some(range(2)) + worker.evaluate_some(range(2, 5)) == Sums(totals={"loss": (10.0, 5.0)})
+    assert worker.evaluate_some(range(2)) + worker.evaluate_some(range(2, 5)) == MetricSums(
+        totals={"loss": (10.0, 5.0)}
+    )
     failing.add(6)
     with pytest.raises(ValueError):
         worker.evaluate_some(range(5, 8))
@@ -294,12 +295,12 @@ def test_it_evaluates_in_as_small_pieces_as_it_trains(monkeypatch: pytest.Monkey
     """Else what fits the device in training may not in evaluation."""
     weights: list[list[list[float]]] = []
 
-    def evaluate_step(engine: object, feed: Feed) -> Sums:
+    def evaluate_step(engine: object, feed: Feed) -> MetricSums:
         weights.append([batch.weights.tolist() for batch in feed.parts[0]])
-        return Sums()
+        return MetricSums()
 
     monkeypatch.setattr(ScriptedEngine, "evaluate_step", evaluate_step, raising=False)
     worker = scripted_worker(monkeypatch, table_job(evaluate=judged_rows()), accumulation=2)
     join(worker)
-    worker.evaluate(Evaluation(step=0))
+    worker.evaluate(EvaluateRequest(step=0))
     assert sorted(weights) == [[[0.0], [1.0]], [[1.0], [1.0]], [[1.0], [1.0]]]

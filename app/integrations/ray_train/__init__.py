@@ -9,7 +9,7 @@ from typing import Any
 from trainwright.core.errors import ResourceError
 
 
-def inside() -> bool:
+def inside_ray_train() -> bool:
     """Whether this process is a worker of Ray Train's. Imports nothing that it has not."""
     ray: Any = sys.modules.get("ray")
     train: Any = sys.modules.get("ray.train")
@@ -22,7 +22,7 @@ def inside() -> bool:
         return False
 
 
-def refuse(what: str, remedy: str) -> None:
+def refuse_inside_ray_train(what: str, remedy: str) -> None:
     """Raises ResourceError inside Ray Train, for what cannot be done there."""
-    if inside():
+    if inside_ray_train():
         raise ResourceError(f"{what} cannot be called inside Ray Train", where="the train function", remedy=remedy)

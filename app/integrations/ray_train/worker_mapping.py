@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from trainwright.core import formatting
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import PlanError, ResourceError
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.planning.planner import Decision
-from trainwright.reporting import formatting
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class TrainWorker:
     """One worker of Ray Train's.
 
     Attributes:
@@ -34,7 +38,7 @@ class Seat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seating:
+class TrainWorkers:
     """All workers of Ray Train's, in the order of their ranks.
 
     Attributes:
@@ -42,14 +46,14 @@ class Seating:
         cpus: of each, by `resources_per_worker`.
     """
 
-    seats: tuple[Seat, ...]
+    seats: tuple[TrainWorker, ...]
     bundles: tuple[int, ...]
     cpus: float
 
     @classmethod
     def of(
-        cls, seats: Iterable[Seat], bundle_nodes: Mapping[int, str], bundles: Sequence[Mapping[str, float]]
-    ) -> Seating:
+        cls, seats: Iterable[TrainWorker], bundle_nodes: Mapping[int, str], bundles: Sequence[Mapping[str, float]]
+    ) -> TrainWorkers:
         """Who sits where.
 
         Args:
@@ -73,12 +77,12 @@ class Seating:
         Args:
             nodes: the whole cluster's, by Ray's id.
         """
-        here: dict[str, list[Seat]] = defaultdict(list)
+        here: dict[str, list[TrainWorker]] = defaultdict(list)
         for seat in self.seats:
             here[seat.node_id].append(seat)
         return Cluster(nodes=tuple(self._part(nodes[node_id], seats) for node_id, seats in here.items()))
 
-    def _part(self, node: Node, seats: Sequence[Seat]) -> Node:
+    def _part(self, node: Node, seats: Sequence[TrainWorker]) -> Node:
         """What the seats have of their node; a seat without a CPU of its own still computes on one."""
         number = sum(len(seat.accelerators) for seat in seats)
         share = min(1.0, len(seats) * self.cpus / node.cpus)
@@ -140,7 +144,7 @@ class Seating:
         return replace(plan, placement=placement)
 
 
-def _check(seats: Sequence[Seat]) -> None:
+def _check(seats: Sequence[TrainWorker]) -> None:
     """Raises ResourceError for seats that no job can sit on together."""
     if others := [seat.run for seat in seats if seat.run != seats[0].run]:
         raise ResourceError(
@@ -160,3 +164,51 @@ def _check(seats: Sequence[Seat]) -> None:
             where="resources_per_worker",
             remedy=f"give each one of its own: resources_per_worker={{'{seats[0].accelerator}': 1}}",
         )
+
+
+# --- Room for slots in the bundles that Ray Train reserved, whose resources its own workers hold ----------------------
+
+
+class TrainPlacement:
+    """A worker sits in its seat's bundle and asks Ray for nothing; servers, whose slots come first, beside workers.
+
+    Ray ends all that is in a placement group when it is removed: nothing outlives Ray Train's workers there.
+
+    Args:
+        seating: one seat for each worker of the plan.
+        group: Ray Train's.
+    """
+
+    def __init__(self, seating: TrainWorkers, group: PlacementGroup, plan: Plan) -> None:
+        self._seating, self._group = seating, group
+        self._first = plan.processes - plan.workers  # slot of a worker
+
+    @property
+    def name(self) -> str:
+        """Of this room and no other."""
+        return str(self._group.id.hex())
+
+    def options(self, slot: int, *, beside: bool = False) -> dict[str, Any]:
+        """Ray's options for a slot's process."""
+        bundle = self._seating.bundles[self._seat(slot)]
+        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return {"num_cpus": 0, "scheduling_strategy": where}
+
+    def lent(self, slot: int) -> tuple[str, ...]:
+        """Ids of the accelerators of a slot's seat; a server has none."""
+        return self._seating.seats[self._seat(slot)].accelerators if slot >= self._first else ()
+
+    def found(self, slot: int, node_id: str) -> None:
+        """A slot's process runs where its seat is."""
+
+    def shun(self, node_id: str) -> None:
+        """There is no other room: Ray Train replaces its workers, or nobody does."""
+
+    def inherit(self, slot: int, group: PlacementGroup) -> None:
+        """Nobody outlives this room."""
+
+    def give_back(self) -> None:
+        """It is Ray Train's."""
+
+    def _seat(self, slot: int) -> int:
+        return (slot - self._first) % len(self._seating.seats)

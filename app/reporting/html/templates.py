@@ -1,14 +1,23 @@
-"""The templates of pages: styles and pictures inline, no scripts, nothing fetched, which the pages' policy enforces."""
+"""The templates of pages: styles and pictures inline, no scripts, nothing fetched, which the pages' policy enforces.
+
+It is parsed, and what is on the list is written anew; the rest is left out. What a page's parser and ours take
+differently, such as comments, never reaches the page.
+"""
 
 from __future__ import annotations
 
+import re
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
-def fill(name: str, **values: Any) -> str:
+
+def render_template(name: str, **values: Any) -> str:
     """A template of this folder with its values; texts are escaped, pictures come as markup."""
     return _environment().get_template(name).render(**values)
 
@@ -22,3 +31,57 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+# --- A drawing that was stored, for a page ----------------------------------------------------------------------------
+
+
+_TAGS = frozenset({"svg", "g", "path", "rect", "text", "title"})
+_ATTRIBUTES = frozenset(
+    {
+        "aria-label", "class", "d", "fill", "font-family", "font-size", "height", "opacity", "role", "rx", "stroke",
+        "stroke-width", "style", "text-anchor", "viewBox", "width", "x", "y",
+    }
+)  # fmt: skip
+_STYLES = frozenset(
+    {
+        "fill", "height", "max-width", "opacity", "pointer-events", "stroke", "stroke-dasharray", "stroke-width",
+        "width",
+    }
+)  # fmt: skip
+_STYLE = re.compile(r"\s*([a-z-]+)\s*:\s*(?:var\(--[\w-]+(?:,[\w#]+)?\)|[\w#%. -]+)\s*")
+_DEEPEST = 8  # of ours: 3
+
+
+def sanitized_svg(svg: str) -> Markup:
+    """The shapes and words of a stored SVG as markup; empty where it is none, or declares entities."""
+    from markupsafe import Markup
+
+    try:
+        root = ElementTree.fromstring("" if "<!DOCTYPE" in svg.upper() else svg)
+    except ElementTree.ParseError:
+        return Markup()
+    if _name(root) != "svg":
+        return Markup()
+    return Markup(ElementTree.tostring(_allowed_copy(root, _DEEPEST), encoding="unicode"))
+
+
+def _allowed_copy(element: ElementTree.Element, deepest: int) -> ElementTree.Element:
+    """A copy of an element without what is not on the list."""
+    kept = {name: value for name, value in element.attrib.items() if name in _ATTRIBUTES}
+    if "style" in kept:
+        kept["style"] = ";".join(part for part in kept["style"].split(";") if _is_allowed_style(part))
+    made = ElementTree.Element(_name(element), kept)
+    made.text = element.text
+    made.extend(_allowed_copy(child, deepest - 1) for child in element if deepest and _name(child) in _TAGS)
+    return made
+
+
+def _name(element: ElementTree.Element) -> str:
+    """The tag without its namespace, which a page does not need."""
+    return element.tag.rpartition("}")[2]
+
+
+def _is_allowed_style(declaration: str) -> bool:
+    found = _STYLE.fullmatch(declaration)
+    return found is not None and found[1] in _STYLES

@@ -10,15 +10,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainwright.core.teacher_columns import Inline
-from trainwright.strategies.distillation.divergences import Tensors
-from trainwright.strategies.tensorflow.training.loss_call import applied
+from trainwright.core.loss_api import InlineTeacher
+from trainwright.strategies.distillation.divergences import TensorOps
+from trainwright.strategies.tensorflow.training.objective import apply_function
 
 _TINY = 1e-24  # smallest square of a length
 _loaded: dict[tuple[str, str], Any] = {}
 
 
-class _TensorFlow:
+class _TensorFlowTensorOps:
     channels = 3
 
     def is_tensor(self, value: Any) -> bool:
@@ -48,9 +48,11 @@ class _TensorFlow:
         return nullcontext()
 
     def called(self, function: Callable[..., Any], outputs: Any, targets: Any, *, metric: bool = False) -> Any:
-        return applied(function, outputs, targets, metric=metric)
+        return apply_function(function, outputs, targets, metric=metric)
 
-    def answers(self, teacher: Inline, columns: Mapping[str, tf.Tensor], like: tf.Tensor) -> Mapping[str, tf.Tensor]:
+    def answers(
+        self, teacher: InlineTeacher, columns: Mapping[str, tf.Tensor], like: tf.Tensor
+    ) -> Mapping[str, tf.Tensor]:
         """The model is loaded once a process, outside of the graph and the strategy; another's of its name goes."""
         key = (teacher.name, teacher.identity())
         if key not in _loaded:
@@ -114,7 +116,7 @@ class _TensorFlow:
         return value[(..., *(tf.newaxis for _ in range(dimensions - value.shape.rank)))]
 
 
-TENSORS: Tensors = _TensorFlow()
+TENSORS: TensorOps = _TensorFlowTensorOps()
 
 
 def _apart(function: Callable[[], Any]) -> Any:

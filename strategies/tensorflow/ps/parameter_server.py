@@ -12,24 +12,21 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from trainwright.core.checkpoint import Reader
 from trainwright.core.data import Feed, StepReport
-from trainwright.core.engine import ModelSpec, StateCopy
+from trainwright.core.engine import ModelSpec, StateReader, StateSnapshot
 from trainwright.core.errors import JobError, PeerLost
-from trainwright.core.group import Address, Capabilities, Group, StateTag
 from trainwright.core.plan import Plan
-from trainwright.strategies.tensorflow.ps.coordinator_engine import Led
-from trainwright.strategies.tensorflow.ps.coordinator_steps import Shares
-from trainwright.strategies.tensorflow.ps.membership import free
-from trainwright.strategies.tensorflow.ps.ps_variables import Served
-from trainwright.strategies.tensorflow.training.evaluation import Evaluation
-from trainwright.strategies.tensorflow.training.objective import Caller
-from trainwright.strategies.tensorflow.training.train_state import Replica, Trained, rule_of
+from trainwright.core.topology import Address, Capabilities, Group, StateTag
+from trainwright.strategies.tensorflow.coordinator_engine import CoordinatorEngine, free_address
+from trainwright.strategies.tensorflow.ps.coordinator_steps import CoordinatorSteps, ServerVariables
+from trainwright.strategies.tensorflow.training.evaluation import Evaluator
+from trainwright.strategies.tensorflow.training.objective import KerasCaller
+from trainwright.strategies.tensorflow.training.train_state import KerasReplica, KerasTrainState, inner_optimizer
 
 _JOBS = {"server": "ps", "worker": "worker"}  # as TensorFlow calls them
 
 
-class ParameterServer(Led):
+class ParameterServer(CoordinatorEngine):
     """Chief, server or worker, as the group says. The chief computes nothing: it schedules."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -39,15 +36,15 @@ class ParameterServer(Led):
     def __init__(self) -> None:
         super().__init__()
         self._coordinator: Any = None
-        self._served: Served | None = None
-        self._shares: Shares | None = None
+        self._served: ServerVariables | None = None
+        self._shares: CoordinatorSteps | None = None
 
     # --- the group ----------------------------------------------------------------------------------------
 
     def lead(self, group: Group, servers: Mapping[int, Address]) -> Any:
         """Connect to all servers."""
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec(cluster_spec(group, servers)), task_type="chief", task_id=0, rpc_layer="grpc"
+            tf.train.ClusterSpec(_cluster_spec(group, servers)), task_type="chief", task_id=0, rpc_layer="grpc"
         )
         strategy = tf.distribute.ParameterServerStrategy(resolver)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
@@ -55,7 +52,7 @@ class ParameterServer(Led):
 
     def serve(self, group: Group, address: Address) -> Any:
         """A server of TensorFlow's; who else there is it learns of the chief's."""
-        job, index = task_of(group, group.rank)
+        job, index = _task_of(group, group.rank)
         spec = tf.train.ClusterSpec({job: {index: f"{address.host}:{address.port}"}})
         return tf.distribute.Server(spec, job_name=job, task_index=index, protocol="grpc")
 
@@ -67,31 +64,31 @@ class ParameterServer(Led):
             raise JobError(['compile="eager": parameter servers run compiled functions: leave it out'])
         return super().build(spec, plan)
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> Trained:
+    def _made(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
         assert self._group is not None, "form() comes first"
-        caller = Caller(spec=spec, where=self._where)
-        replica = Replica(spec, tf.distribute.get_strategy(), plan, caller)
+        caller = KerasCaller(spec=spec, where=self._where)
+        replica = KerasReplica(spec, tf.distribute.get_strategy(), plan, caller)
         if replica.loss_scale is not None:
             problem = "parameter servers apply parts of a step, and cannot follow a loss scale"
             remedy = "use mixed_bfloat16, or tf_multi_worker_mirrored"
             raise JobError([f"{problem} (mixed_float16, loss_scale_factor): {remedy}"], where=self._where)
-        self._served = Served(replica, self._strategy, plan.servers)
-        self._shares = Shares(
+        self._served = ServerVariables(replica, self._strategy, plan.servers)
+        self._shares = CoordinatorSteps(
             replica, self._served, self._coordinator, caller, self._check_servers, self._group.deadline_s
         )
         return replica
 
-    def snapshot(self) -> StateCopy:
+    def snapshot(self) -> StateSnapshot:
         """Copy the state of the servers to the chief, when all that was begun is applied."""
         if self._leads:
             self._guarded(self._fetch)
         return super().snapshot()
 
-    def restore(self, copy: StateCopy) -> StateTag:
+    def restore(self, copy: StateSnapshot) -> StateTag:
         """Take a state copied by `snapshot`, and give it to the servers."""
         return self._filled(super().restore(copy))
 
-    def load(self, reader: Reader) -> StateTag:
+    def load(self, reader: StateReader) -> StateTag:
         """Take the state of a checkpoint of any engine of TensorFlow's, and give it to the servers."""
         return self._filled(super().load(reader))
 
@@ -115,17 +112,17 @@ class ParameterServer(Led):
             self._guarded(self._finish)
         return report
 
-    def _evaluating(self) -> Evaluation:
+    def _evaluating(self) -> Evaluator:
         """On the workers, a micro-batch on each."""
         if self._evaluation is None:
             leading = self._leading
-            self._evaluation = Evaluation(self.replica.model, self._caller, leading.begin, leading.scope)
+            self._evaluation = Evaluator(self.replica.model, self._caller, leading.begin, leading.scope)
         return self._evaluation
 
     # --- the chief ----------------------------------------------------------------------------------------
 
     @property
-    def _leading(self) -> Shares:
+    def _leading(self) -> CoordinatorSteps:
         assert self._shares is not None, "build() comes first, and only the chief steps"
         return self._shares
 
@@ -137,8 +134,8 @@ class ParameterServer(Led):
     def _finish(self) -> None:
         """Do what `Model.fit` does after its last step, with the state of the servers."""
         replica = self.replica
-        assert isinstance(replica, Replica), "the chief has one"
-        if rule_of(replica.optimizer).use_ema:
+        assert isinstance(replica, KerasReplica), "the chief has one"
+        if inner_optimizer(replica.optimizer).use_ema:
             self._fetch()
             replica.finish()
             self._filled(self._tag())
@@ -160,17 +157,17 @@ class ParameterServer(Led):
             )
 
 
-def task_of(group: Group, rank: int) -> tuple[str, int]:
+def _task_of(group: Group, rank: int) -> tuple[str, int]:
     """A member as TensorFlow calls it: its job, and its number there."""
     role = group.peers[rank].role
     return _JOBS[role], sum(peer.role == role for peer in group.peers[:rank])
 
 
-def cluster_spec(group: Group, servers: Mapping[int, Address]) -> dict[str, list[str]]:
+def _cluster_spec(group: Group, servers: Mapping[int, Address]) -> dict[str, list[str]]:
     """The cluster of a group, of the addresses of its members' servers by rank; the chief's is a free port."""
-    own = free(group.peers[0].address.host)
+    own = free_address(group.peers[0].address.host)
     cluster: dict[str, list[str]] = {"chief": [f"{own.host}:{own.port}"], "ps": [], "worker": []}
     for rank in range(1, group.size):
-        job, _ = task_of(group, rank)
+        job, _ = _task_of(group, rank)
         cluster[job].append(f"{servers[rank].host}:{servers[rank].port}")
     return cluster

@@ -23,12 +23,12 @@ import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
-from trainwright.core.checkpoint import Reader
+from trainwright.core.engine import StateReader
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
-from trainwright.strategies.common.error_mapping import first_line
-from trainwright.strategies.tensorflow.training.train_state import Trained
+from trainwright.strategies.common.user_code_errors import first_line
+from trainwright.strategies.tensorflow.training.train_state import KerasTrainState
 
-STATE, PREFIX, OTHERS = "state.json", "state", "others"
+STATE, PREFIX, CARRIED_OTHERS = "state.json", "state", "others"
 _FORMAT = 1
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _TRAINED = "optimizer/_trainable_variables/"
@@ -37,7 +37,7 @@ _MEMORY = "ram://trainwright"  # TensorFlow's file system in its process's own m
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy:
+class _HostCopy:
     """A state in host memory.
 
     Attributes:
@@ -57,13 +57,13 @@ class Copy:
         return sum(array.nbytes for array in self.arrays.values())
 
 
-class Copier:
+class StateCopier:
     """Copies a replica's state without the detour over files.
 
     How a checkpoint names each variable is TensorFlow's own business: it is read off one that is written once.
     """
 
-    def __init__(self, replica: Trained) -> None:
+    def __init__(self, replica: KerasTrainState) -> None:
         self._replica = replica
         checkpoint = _checkpoint(replica)
         with _folder() as folder:
@@ -74,9 +74,9 @@ class Copier:
         named = [(item.checkpoint_key, held) for node, held in objects for item in node.attributes]
         self._held = sorted(named, key=lambda pair: pair[0])
 
-    def copy(self) -> Copy:
+    def copy(self) -> _HostCopy:
         """The state as it is now; TensorFlow writes no more into what was read from a variable."""
-        return Copy(
+        return _HostCopy(
             step=self._replica.step,
             arrays={name: array for key, held in self._held for name, array in _arrays(key, held)},
             graph=self._graph,
@@ -94,7 +94,7 @@ def _arrays(key: str, held: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
         yield key, np.asarray(held.numpy())
 
 
-def written(copy: Copy) -> dict[str, bytes]:
+def to_files(copy: _HostCopy) -> dict[str, bytes]:
     """The files of a state, by name. Raises NonFiniteLoss for a state that nobody would want back."""
     for name, array in copy.arrays.items():
         if name.startswith(_TRAINED) and not np.isfinite(array.astype(np.float64)).all():
@@ -116,14 +116,14 @@ def written(copy: Copy) -> dict[str, bytes]:
     return {**files, STATE: json.dumps(facts, indent=1).encode()}
 
 
-def taken(replica: Trained, files: Mapping[str, bytes]) -> None:
+def apply_files(replica: KerasTrainState, files: Mapping[str, bytes]) -> None:
     """Give a replica the state of such files. Raises CheckpointError where it does not fit, with nothing changed."""
     facts = json.loads(files[STATE])
     if facts["format"] != _FORMAT or "optimizer" not in facts:
-        raise _misfit(f"{STATE} has format {facts['format']}, this version reads format {_FORMAT}")
+        raise _mismatch_error(f"{STATE} has format {facts['format']}, this version reads format {_FORMAT}")
     optimizer = type(replica.optimizer).__name__
     if facts["optimizer"] != optimizer:
-        raise _misfit(f"optimizer: {facts['optimizer']} in the checkpoint, {optimizer} in the job")
+        raise _mismatch_error(f"optimizer: {facts['optimizer']} in the checkpoint, {optimizer} in the job")
     with _folder() as folder:
         prefix = _put(files, folder)
         wanted = _checkpoint(replica, _shapes(prefix))
@@ -133,7 +133,7 @@ def taken(replica: Trained, files: Mapping[str, bytes]) -> None:
     replica.step, replica.sound = facts["step"], True
 
 
-def read(reader: Reader) -> dict[str, bytes]:
+def read_files(reader: StateReader) -> dict[str, bytes]:
     """All files of a checkpoint. Raises CheckpointError where one is missing."""
     files = {name: bytes(reader.read(name)) for name in reader.names()}
     if STATE not in files:
@@ -141,7 +141,7 @@ def read(reader: Reader) -> dict[str, bytes]:
     return files
 
 
-def take_weights(model: keras.Model, reader: Reader) -> None:
+def take_weights(model: keras.Model, reader: StateReader) -> None:
     """Give a model the weights of a checkpoint. Raises CheckpointError where they do not fit.
 
     The state of optimizers that the model holds and that have no variables yet is left out.
@@ -151,11 +151,11 @@ def take_weights(model: keras.Model, reader: Reader) -> None:
             "the model has no variables yet", remedy="give it a keras.Input, or call it once inside model()"
         )
     with _folder() as folder:
-        prefix = _put(read(reader), folder)
+        prefix = _put(read_files(reader), folder)
         try:
             tf.train.Checkpoint(model=model).read(prefix).expect_partial().assert_existing_objects_matched()
         except (ValueError, AssertionError) as error:
-            raise _misfit(first_line(error)) from error
+            raise _mismatch_error(first_line(error)) from error
     for part in tf.train.TrackableView(model).descendants():
         part._deferred_dependencies.clear()  # the files are gone by the time that these would be read
 
@@ -207,14 +207,15 @@ def _shapes(prefix: str) -> dict[str, list[int]]:
     return dict(_reader(prefix).get_variable_to_shape_map())
 
 
-def _checkpoint(replica: Trained, found: Mapping[str, list[int]] | None = None) -> Any:
+def _checkpoint(replica: KerasTrainState, found: Mapping[str, list[int]] | None = None) -> Any:
     """What is saved; or of metrics and seeds, which are carried beside it, what a checkpoint has in full."""
     carried = {
         name: variables
         for name, variables in replica.carried.items()
-        if found is None or name == OTHERS or all(found.get(f"{name}/{number}{_VALUE}") == variable.shape.as_list()
-                                for number, variable in enumerate(variables))
-    }  # fmt: skip
+        if found is None
+        or name == CARRIED_OTHERS
+        or all(found.get(f"{name}/{i}{_VALUE}") == variable.shape.as_list() for i, variable in enumerate(variables))
+    }
     return tf.train.Checkpoint(model=replica.model, optimizer=replica.optimizer, **carried)
 
 
@@ -226,12 +227,14 @@ def _compare(prefix: str, wanted: Any) -> None:
             if name.startswith(("_CHECKPOINTABLE", "save_counter")):
                 continue
             if name not in found:
-                raise _misfit(f"{name}: missing in the checkpoint")
+                raise _mismatch_error(f"{name}: missing in the checkpoint")
             if found[name] != shape and name.endswith(_VALUE):  # a table may have grown
-                raise _misfit(f"{name}: shape {tuple(found[name])} in the checkpoint, {tuple(shape)} in the job")
+                raise _mismatch_error(
+                    f"{name}: shape {tuple(found[name])} in the checkpoint, {tuple(shape)} in the job"
+                )
 
 
-def _misfit(what: str) -> CheckpointError:
+def _mismatch_error(what: str) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint holds another model or optimizer: {what}",
         remedy="use the model and optimizer that wrote it, or start a run under a new name",

@@ -1,6 +1,6 @@
 """Evaluation and prediction: without gradients, in the model's evaluation mode.
 
-They run on the worker's first device, or wherever `Begin` has a function run.
+They run on the worker's first device, or wherever `_Begin` has a function run.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from trainwright.core.data import Batch, Columns, Feed, Sums
+from trainwright.core.data import Batch, Columns, Feed, MetricSums
 from trainwright.core.errors import JobError, nearest
-from trainwright.strategies.tensorflow.training import batches
-from trainwright.strategies.tensorflow.training.objective import Caller
+from trainwright.strategies.tensorflow.training import tensor_conversion
+from trainwright.strategies.tensorflow.training.objective import KerasCaller
 
 LOSS = "loss"
-Begin = Callable[..., Callable[[], Any]]  # (compiled function, its arguments) -> what waits for the result
+_Begin = Callable[..., Callable[[], Any]]  # (compiled function, its arguments) -> what waits for the result
 
 
-def at_once(function: Any, *arguments: Any) -> Callable[[], Any]:
+def _run_now(function: Any, *arguments: Any) -> Callable[[], Any]:
     """Here and now."""
     result = function(*arguments)
     return lambda: result
 
 
-class Evaluation:
+class Evaluator:
     """The compiled functions of one model.
 
     Args:
@@ -43,27 +43,29 @@ class Evaluation:
     def __init__(
         self,
         model: keras.Model,
-        caller: Caller,
-        begin: Begin = at_once,
+        caller: KerasCaller,
+        begin: _Begin = _run_now,
         scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._model, self._caller, self._begin, self._scope = model, caller, begin, scope
         self._sums = self._compiled(self._sums_of)
         self._outputs = self._compiled(self._outputs_of)
 
-    def evaluate(self, feed: Feed) -> Sums:
+    def evaluate(self, feed: Feed) -> MetricSums:
         """Weighted sums and weights of the loss and of each metric over the feed, in float64."""
         begun = [
             self._begin(
                 self._sums,
-                batches.columns_of(self._caller.spec.collation, batch, self._caller.wanted),
+                tensor_conversion.column_tensors(self._caller.spec.collation, batch, self._caller.wanted),
                 tf.convert_to_tensor(batch.weights),
             )
             for batch in _batches(feed)
         ]
-        total = Sums()
+        total = MetricSums()
         for sums in begun:
-            total += Sums(totals={name: (float(value), float(weight)) for name, (value, weight) in sums().items()})
+            total += MetricSums(
+                totals={name: (float(value), float(weight)) for name, (value, weight) in sums().items()}
+            )
         return total
 
     def predict(self, feed: Feed) -> Columns:
@@ -75,11 +77,11 @@ class Evaluation:
             )
         found: dict[str, list[npt.NDArray[Any]]] = {}
         begun = [
-            (batch, self._begin(self._outputs, batches.columns_of(spec.collation, batch, spec.inputs)))
+            (batch, self._begin(self._outputs, tensor_conversion.column_tensors(spec.collation, batch, spec.inputs)))
             for batch in _batches(feed)
         ]
         for batch, outputs in begun:
-            for name, value in self._chosen(dict(flat("", outputs()))).items():
+            for name, value in self._chosen(dict(flatten_outputs("", outputs()))).items():
                 found.setdefault(name, []).append(self._checked(name, value, batch))
         return {name: np.concatenate(parts) for name, parts in found.items()}
 
@@ -91,7 +93,7 @@ class Evaluation:
 
         return tf.function(scoped, reduce_retracing=True, autograph=False)
 
-    def _sums_of(self, columns: batches.Tensors, weights: Any) -> dict[str, tuple[Any, Any]]:
+    def _sums_of(self, columns: tensor_conversion.Tensors, weights: Any) -> dict[str, tuple[Any, Any]]:
         caller, spec = self._caller, self._caller.spec
         terms = {}
         if spec.step:
@@ -103,7 +105,7 @@ class Evaluation:
             terms |= {name: caller.metric(name, outputs, columns, weights) for name in spec.metrics}
         return {name: (_sum(values * counted), _sum(counted)) for name, (values, counted) in terms.items()}
 
-    def _outputs_of(self, columns: batches.Tensors) -> Any:
+    def _outputs_of(self, columns: tensor_conversion.Tensors) -> Any:
         return self._caller.outputs(self._model, columns, training=False)
 
     def _chosen(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -122,7 +124,7 @@ class Evaluation:
                 ],
                 where=self._caller.where,
             )
-        return batches.array(value)
+        return tensor_conversion.to_numpy(value)
 
 
 def _sum(values: Any) -> Any:
@@ -134,13 +136,13 @@ def _batches(feed: Feed) -> Iterator[Batch]:
         yield from part
 
 
-def flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def flatten_outputs(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Every output by name, those inside others too."""
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from flat(f"{name}_{key}" if name else str(key), part)
+            yield from flatten_outputs(f"{name}_{key}" if name else str(key), part)
     elif isinstance(value, list | tuple):
         for number, part in enumerate(value):
-            yield from flat(f"{name or 'output'}_{number}", part)
+            yield from flatten_outputs(f"{name or 'output'}_{number}", part)
     elif value is not None:
         yield name or "output", value

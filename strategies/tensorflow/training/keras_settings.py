@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 import keras
 
-from trainwright.core.pickling import is_users
+from trainwright.core.pickling import is_user_module
 
 _OWN = {"floatx": "float32", "epsilon": 1e-7, "image_data_format": "channels_last", "policy": "float32"}
 _FOREIGN = ("builtins", "keras", "tensorflow")
@@ -76,7 +76,7 @@ def _register(name: str, item: Any) -> None:
 
 
 def _is_users(item: Any) -> bool:
-    return item.__module__ == "__main__" or is_users(sys.modules.get(item.__module__))
+    return item.__module__ == "__main__" or is_user_module(sys.modules.get(item.__module__))
 
 
 def _travels(name: str, item: Any) -> bool:

@@ -6,10 +6,15 @@ weights are 1 (W = rows); otherwise they are scaled by rows / W before they are 
 
 AutoGraph rewrites the job's loss, step and metrics, as it does in a `tf.function` of the user's own, and nothing of
 ours, which would take seconds in each new process.
+
+Keras gives `y_pred` a mask where a layer made one (`Embedding(mask_zero=True)`, `Masking`), and a loss may give its
+values another (`ignore_class`). `Model.fit` leaves what they mask out of loss and metrics: the sum is over the values
+that count, and so is the number that it is divided by. Here the masks become the weights of `Terms`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,16 +26,23 @@ import tensorflow as tf
 from trainwright.core.data import Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
-from trainwright.strategies.tensorflow.tensorflow_compat import Functional
-from trainwright.strategies.tensorflow.training import batches
-from trainwright.strategies.tensorflow.training.error_mapping import user_code
-from trainwright.strategies.tensorflow.training.loss_call import applied, check_broadcast, rewritten
+from trainwright.core.loss_api import is_keras_function, takes_targets_first
+from trainwright.strategies.common.user_code_errors import loss_broadcast_problem
+from trainwright.strategies.distillation.distillation_loss import DistillationLoss, StudentMetric, TeacherMetric
+from trainwright.strategies.tensorflow.tensorflow_compat import (
+    Functional,
+    LossFunctionWrapper,
+    keras_mask,
+    to_graph_code,
+)
+from trainwright.strategies.tensorflow.training import tensor_conversion
+from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 
-BY_WEIGHT = "mean_with_sample_weight"  # Keras' name of the reduction that divides by the sum of the weights
+_MEAN_BY_WEIGHT = "mean_with_sample_weight"  # Keras' name of the reduction that divides by the sum of the weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Caller:
+class KerasCaller:
     """How a job's functions are called.
 
     Attributes:
@@ -48,30 +60,38 @@ class Caller:
         weights = (spec.sample_weight,) if spec.sample_weight else ()
         return None if spec.step else tuple(dict.fromkeys((*spec.inputs, *spec.targets, *weights)))
 
-    def outputs(self, model: keras.Model, columns: batches.Tensors, *, training: bool) -> Any:
+    def outputs(self, model: keras.Model, columns: tensor_conversion.Tensors, *, training: bool) -> Any:
         """The model's outputs for the input columns, whatever they are."""
         given = [columns[name] for name in self.spec.inputs]
-        with user_code("the model", self.where):
+        with TensorFlowUserCode("the model", self.where):
             if self.spec.keywords:
                 return call_model(model, dict(zip(self.spec.keywords, given, strict=True)), training=training)
             return call_model(model, given, training=training)
 
-    def targets(self, columns: batches.Tensors) -> Any:
+    def targets(self, columns: tensor_conversion.Tensors) -> Any:
         """The target column, or a tuple where there are several."""
         chosen = tuple(columns[name] for name in self.spec.targets)
         return chosen[0] if len(chosen) == 1 else chosen
 
-    def loss(self, model: keras.Model, columns: batches.Tensors, weights: tf.Tensor, *, training: bool) -> Terms:
+    def loss(
+        self, model: keras.Model, columns: tensor_conversion.Tensors, weights: tf.Tensor, *, training: bool
+    ) -> Terms:
         """The loss terms of a micro-batch, sample weights included."""
         if self.spec.step:
-            with user_code("step=", self.where):
-                result = rewritten(self.spec.step)(model, dict(columns))
+            with TensorFlowUserCode("step=", self.where):
+                result = _autograph_function(self.spec.step)(model, dict(columns))
             return self.terms("step=", result, weights)
         outputs = self.outputs(model, columns, training=training)
         return self.loss_of(model, outputs, columns, weights, training=training)
 
     def loss_of(
-        self, model: keras.Model, outputs: Any, columns: batches.Tensors, weights: tf.Tensor, *, training: bool
+        self,
+        model: keras.Model,
+        outputs: Any,
+        columns: tensor_conversion.Tensors,
+        weights: tf.Tensor,
+        *,
+        training: bool,
     ) -> Terms:
         """The loss terms of outputs that are there already; what the model's regularizers cost is part of each."""
         assert self.spec.loss is not None, "a job has loss= or step="
@@ -81,7 +101,7 @@ class Caller:
             values += tf.cast(penalty, values.dtype)
         return Terms(values, counted)
 
-    def factors(self, columns: batches.Tensors, *, training: bool) -> Any:
+    def factors(self, columns: tensor_conversion.Tensors, *, training: bool) -> Any:
         """What the losses of each sample are multiplied by: of the column, or of the classes; None for nothing."""
         if self.spec.sample_weight:
             return columns[self.spec.sample_weight]
@@ -105,11 +125,11 @@ class Caller:
         if factors.shape.rank == values.shape.rank + 1 and factors.shape[-1] == 1:
             factors = factors[..., 0]
         factors = self._fitted("sample_weight=", factors, values)
-        if getattr(self.spec.loss, "reduction", None) == BY_WEIGHT:
+        if getattr(self.spec.loss, "reduction", None) == _MEAN_BY_WEIGHT:
             return Terms(values, counted * factors)
         return Terms(values * factors, counted)
 
-    def metric(self, name: str, outputs: Any, columns: batches.Tensors, weights: tf.Tensor) -> Terms:
+    def metric(self, name: str, outputs: Any, columns: tensor_conversion.Tensors, weights: tf.Tensor) -> Terms:
         """The terms of a metric."""
         what = f"metric {name!r}"
         result = self.applied(what, self.spec.metrics[name], outputs, self.targets(columns), metric=True)
@@ -117,9 +137,9 @@ class Caller:
 
     def applied(self, what: str, function: Any, outputs: Any, targets: Any, *, metric: bool = False) -> Any:
         """What a loss or metric returns: values, or Terms; see `loss_call.applied`. Raises JobError, UserCodeError."""
-        with user_code(what, self.where):
-            result = applied(function, outputs, targets, metric=metric)
-        check_broadcast(what, function, outputs, targets, result, self.where)
+        with TensorFlowUserCode(what, self.where):
+            result = apply_function(function, outputs, targets, metric=metric)
+        _check_broadcast(what, function, outputs, targets, result, self.where)
         return result
 
     def terms(self, what: str, result: Any, weights: tf.Tensor) -> Terms:
@@ -215,3 +235,130 @@ def _rowwise(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     """Weights of the leading dimensions, with dimensions of 1 appended until they broadcast against the values."""
     extra = values.shape.rank - weights.shape.rank
     return tf.reshape(weights, tf.concat((tf.shape(weights), tf.ones(extra, tf.int32)), 0))
+
+
+# --- One call of a loss or metric -------------------------------------------------------------------------------------
+
+
+_BROADCAST_ROWS = (2, 3)  # of the outputs and the targets by which a broadcast is recognized
+
+
+class MaskedTerms(Terms):
+    """Terms whose weights are Keras' mask."""
+
+
+def apply_function(function: Any, outputs: Any, targets: Any, *, metric: bool = False) -> Any:
+    """Call a loss or metric as Keras would; without its reduction.
+
+    Args:
+        function: (outputs, targets) -> values or Terms; or one that takes them in Keras' order.
+        outputs: of the model.
+        targets: the target column, or a tuple of several.
+        metric: it is called as a metric: then Keras converts no targets.
+
+    Returns:
+        Values, one or more for each sample; or Terms: the user's, or `MaskedTerms`.
+
+    Raises:
+        JobError: the metric is no mean over samples, or the mask does not fit the values.
+    """
+    if isinstance(function, DistillationLoss | StudentMetric | TeacherMetric):
+        return function(outputs, targets)
+    return _masked(function, outputs, _call_function(function, outputs, targets, metric=metric), metric)
+
+
+def _call_function(function: Any, outputs: Any, targets: Any, *, metric: bool = False) -> Any:
+    """What a loss or metric returns for a batch, before any mask; see `apply_function`."""
+    if isinstance(function, keras.metrics.MeanMetricWrapper):
+        return _autograph_function(function._fn)(targets, outputs, **function._fn_kwargs)
+    if isinstance(function, keras.metrics.Metric):
+        raise JobError(
+            [
+                f"keras.metrics.{type(function).__name__} is no mean over samples, and cannot be summed over workers: "
+                'use run="fit", a metric that is a mean, such as SparseCategoricalAccuracy, or a function that gives '
+                "one value per sample"
+            ]
+        )
+    if not takes_targets_first(function):
+        return _autograph_function(function)(outputs, targets)
+    if metric and not isinstance(function, keras.losses.Loss):
+        return _autograph_function(function)(targets, outputs)
+    return _loss(function, outputs, targets)
+
+
+def _check_broadcast(what: str, function: Any, outputs: Any, targets: Any, result: Any, where: str) -> None:
+    """Raise JobError where one output and one target were broadcast to all pairs of samples.
+
+    The shape of the values tells, or, where the function has taken a mean over the pairs, that it also takes outputs of
+    two rows with targets of three.
+    """
+    values = result.values if isinstance(result, Terms) else result
+    if not all(tf.is_tensor(each) for each in (outputs, targets, values)):
+        return
+    shapes = tuple(outputs.shape), tuple(targets.shape)
+    problem = loss_broadcast_problem(what, *shapes, tuple(values.shape))
+    if not problem and sorted(map(len, shapes)) == [1, 2] and max(shapes, key=len)[-1] == 1:
+        pairs = _of_pairs(function, outputs, targets)
+        problem = loss_broadcast_problem(what, *shapes, (shapes[0][0],) * 2) if pairs else ""
+    if problem:
+        raise JobError([problem], where=where)
+
+
+def _autograph_function(function: Any) -> Any:
+    """A function of the user's as AutoGraph has it; as it is, where steps run eagerly or it is Keras' own."""
+    if tf.executing_eagerly() or is_keras_function(function):
+        return function
+    return to_graph_code(function)
+
+
+def _loss(function: Any, outputs: Any, targets: Any) -> Any:
+    """Values of a loss of Keras' kind, as `Loss.__call__` computes them: in the loss's own type, of one rank."""
+    loss = function
+    if not isinstance(function, keras.losses.Loss):
+        if not (tf.is_tensor(outputs) and tf.is_tensor(targets)):
+            return _autograph_function(function)(targets, outputs)
+        loss = LossFunctionWrapper(_autograph_function(function), name="loss")
+    kinds = {tf.as_dtype(loss.dtype), *(each.dtype for each in tf.nest.flatten(outputs) if tf.is_tensor(each))}
+    kind = tf.float64 if tf.float64 in kinds else tf.as_dtype(loss.dtype)
+    targets, outputs = tf.nest.map_structure(lambda each: tf.cast(each, kind), (targets, outputs))
+    return loss.call(targets, outputs)
+
+
+def _masked(function: Any, outputs: Any, result: Any, metric: bool) -> Any:
+    """The result with what Keras masks of it left out; as it is where nothing is masked, or Terms have weights."""
+    if isinstance(result, Terms) or not tf.is_tensor(result):
+        return result
+    masks = [keras_mask(outputs) if tf.is_tensor(outputs) else None, keras_mask(result)]
+    if masks[0] is None and (metric or masks[1] is None):  # Keras' metrics look at no mask of the values alone
+        return result
+    mask = functools.reduce(tf.logical_and, [tf.cast(each, tf.bool) for each in masks if each is not None])
+    if result.shape[: mask.shape.rank].is_compatible_with(mask.shape):
+        return MaskedTerms(result, mask)
+    if not takes_targets_first(function):
+        return result  # the function has summed over the steps itself
+    raise JobError(
+        [
+            f"the outputs have a mask of shape {tuple(mask.shape)} (mask_zero=True or Masking), and the loss or metric "
+            f"gives values of shape {tuple(result.shape)}: give one value for each step that is masked or not"
+        ]
+    )
+
+
+def _of_pairs(function: Any, outputs: Any, targets: Any) -> bool:
+    """Whether a function compares each sample's output with every target: it takes two outputs with three targets."""
+    specs = [
+        tf.TensorSpec((rows, *each.shape[1:]), each.dtype)
+        for rows, each in zip(_BROADCAST_ROWS, (outputs, targets), strict=True)
+    ]
+    trial = tf.function(lambda one, other: _call_function(function, one, other), autograph=False)
+    try:
+        graph = trial.get_concrete_function(*specs).graph
+    except Exception:  # whatever the function raises: it does not take them, which is well
+        return False
+    found, waiting = set(), [each.op for each in tf.nest.flatten(graph.structured_outputs) if tf.is_tensor(each)]
+    while waiting:
+        operation = waiting.pop()
+        if operation not in found:
+            found.add(operation)
+            waiting += [each.op for each in operation.inputs]
+    return all(each.op in found for each in graph.inputs[: len(specs)])

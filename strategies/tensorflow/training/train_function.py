@@ -18,18 +18,16 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from trainwright.core.data import Batch, Feed, StepReport, fold
-from trainwright.core.gradient_noise import Scatter, due
-from trainwright.core.step_phases import COMPILED
-from trainwright.strategies.common.error_mapping import non_finite, shown, spoiled
-from trainwright.strategies.tensorflow.training import batches
-from trainwright.strategies.tensorflow.training.objective import Caller
-from trainwright.strategies.tensorflow.training.train_state import Replica
+from trainwright.core.data import COMPILED_PHASE, Batch, Feed, GradientScatter, StepReport, fold_seed, noise_is_due
+from trainwright.strategies.common.user_code_errors import format_samples, non_finite_error, nonfinite_columns_hint
+from trainwright.strategies.tensorflow.training import tensor_conversion
+from trainwright.strategies.tensorflow.training.objective import KerasCaller
+from trainwright.strategies.tensorflow.training.train_state import KerasReplica
 
-_WORD = 2**31 - 1
+_SEED_WORD = 2**31 - 1
 
 
-class Micro(NamedTuple):
+class MicroBatch(NamedTuple):
     """A micro-batch on its way through the program.
 
     Attributes:
@@ -43,7 +41,7 @@ class Micro(NamedTuple):
     seed: Any
 
 
-class Share(NamedTuple):
+class _RankShare(NamedTuple):
     """What one data rank brings to a step.
 
     Attributes:
@@ -53,13 +51,13 @@ class Share(NamedTuple):
         sampled: () whether the noise of this step's gradients is looked at.
     """
 
-    micros: tuple[Micro, ...]
+    micros: tuple[MicroBatch, ...]
     rows: Any
     wish: Any
     sampled: Any
 
 
-class Found(NamedTuple):
+class _ReducedGradients(NamedTuple):
     """What one replica has after the reduction.
 
     Attributes:
@@ -78,11 +76,11 @@ class Found(NamedTuple):
     losses: list[Any]
 
 
-class Outcome(NamedTuple):
+class _StepOutcome(NamedTuple):
     """What the host reads of a step.
 
     Attributes:
-        carry: of the first replica; see `Found`.
+        carry: of the first replica; see `_ReducedGradients`.
         losses: of each micro-batch, a value for each replica.
     """
 
@@ -90,7 +88,7 @@ class Outcome(NamedTuple):
     losses: list[Any]
 
 
-class Program:
+class TrainFunction:
     """The step of one replica group.
 
     Args:
@@ -98,7 +96,7 @@ class Program:
         caller: how the job's functions are called.
     """
 
-    def __init__(self, replica: Replica, caller: Caller) -> None:
+    def __init__(self, replica: KerasReplica, caller: KerasCaller) -> None:
         self._replica, self._caller, self._strategy = replica, caller, replica.strategy
         self._kind = tf.float64 if any(v.dtype == tf.float64 for v in replica.trained) else tf.float32
         self._wants_norm = replica.spec.clip_norm is not None or replica.spec.guard or replica.scales
@@ -106,15 +104,15 @@ class Program:
         self._one = tf.function(self._micro, jit_compile=True, autograph=False) if compiled else self._micro
         self._step = tf.function(self._stepped, reduce_retracing=True, autograph=False)
 
-    def run(self, feed: Feed, *, muted: bool = False) -> Outcome:
+    def run(self, feed: Feed, *, muted: bool = False) -> _StepOutcome:
         """The compiled step. It applies nothing where the loss is not finite or, as where it is muted, has no weight.
 
         An operation that fails may have failed amid the application.
         """
         shares = [self._share(feed, part, rank, muted) for part, rank in zip(feed.parts, feed.data_ranks, strict=True)]
-        dealt = batches.dealt(self._strategy, shares, feed.data_ranks.start)
+        dealt = tensor_conversion.distribute_values(self._strategy, shares, feed.data_ranks.start)
         try:
-            outcome: Outcome = self._step(dealt)
+            outcome: _StepOutcome = self._step(dealt)
         except tf.errors.OpError:
             self._replica.sound = False
             raise
@@ -127,7 +125,7 @@ class Program:
         begun = time.perf_counter()
         outcome = self.run(feed)
         weight, loss, wish, parts, samples, shares, norm, whole = (float(value) for value in outcome.carry.numpy())
-        phases = {COMPILED: time.perf_counter() - begun}
+        phases = {COMPILED_PHASE: time.perf_counter() - begun}
         self._check(feed, weight, loss, norm, outcome)
         replica.step = feed.step + 1
         if replica.step == replica.spec.total_steps:
@@ -138,26 +136,26 @@ class Program:
             step=replica.step, loss=loss / weight if weight else 0.0, weight=weight, learning_rate=rate,
             gradient_norm=norm * feed.rows / weight if wanted else None, wish=wish > 0.5, overflowed=overflowed,
             phases=None if sampled else phases,
-            scatter=Scatter(samples=samples, shares=shares, parts=parts, whole=whole) if sampled else None,
+            scatter=GradientScatter(samples=samples, shares=shares, parts=parts, whole=whole) if sampled else None,
         )  # fmt: skip
 
-    def _share(self, feed: Feed, part: Sequence[Batch], rank: int, muted: bool) -> Share:
+    def _share(self, feed: Feed, part: Sequence[Batch], rank: int, muted: bool) -> _RankShare:
         spec = self._replica.spec
         micros = tuple(
-            Micro(
-                columns=batches.columns_of(spec.collation, batch, self._caller.wanted),
+            MicroBatch(
+                columns=tensor_conversion.column_tensors(spec.collation, batch, self._caller.wanted),
                 weights=tf.convert_to_tensor(batch.weights * (0.0 if muted else 1.0)),
-                seed=tf.constant(seed_of(spec.seed, feed.step, micro, rank), tf.int64),
+                seed=tf.constant(seed_words(spec.seed, feed.step, micro, rank), tf.int64),
             )
             for micro, batch in enumerate(part)
         )
-        wish, sampled = feed.wish and rank == feed.data_ranks[0], due(feed.step, feed.total * len(part))
-        return Share(
+        wish, sampled = feed.wish and rank == feed.data_ranks[0], noise_is_due(feed.step, feed.total * len(part))
+        return _RankShare(
             micros, tf.constant(feed.rows, tf.float64), tf.constant(float(wish), self._kind), tf.constant(sampled)
         )
 
-    def _stepped(self, share: Any) -> Outcome:
-        found: Found = self._strategy.run(self._found_here, args=(share,))
+    def _stepped(self, share: Any) -> _StepOutcome:
+        found: _ReducedGradients = self._strategy.run(self._found_here, args=(share,))
         gradients = [tensor for each in found.gradients for tensor in self._own(each)]
         with tf.control_dependencies(gradients):  # no variable changes before the last collective is over
             carry = tf.identity(self._own(found.carry)[0])
@@ -171,7 +169,7 @@ class Program:
             return tf.constant(True)
 
         tf.cond(tf.logical_and(sums, weight != 0.0), apply, lambda: tf.constant(False))
-        return Outcome(carry, found.losses)
+        return _StepOutcome(carry, found.losses)
 
     def _scale(self, weight: Any, rows: Any, norm: Any) -> Any:
         """By how much to multiply the gradients: to the mean over the global weight, and clipped."""
@@ -179,7 +177,7 @@ class Program:
         largest = self._replica.spec.clip_norm
         return factor if largest is None else factor * tf.minimum(tf.ones_like(norm), largest / (norm * factor))
 
-    def _found_here(self, share: Share) -> Found:
+    def _found_here(self, share: _RankShare) -> _ReducedGradients:
         """In one replica: forward and backward of its micro-batches, then the reduction."""
         kind, replica = self._kind, self._replica
         gradients: list[Any] = []
@@ -198,14 +196,14 @@ class Program:
         whole = self._where_sampled(share, lambda: self._square(found.gradients, share.rows)[None], 1)
         return found._replace(carry=tf.concat((found.carry, whole), 0))
 
-    def _where_sampled(self, share: Share, told: Callable[[], Any], size: int) -> Any:
+    def _where_sampled(self, share: _RankShare, told: Callable[[], Any], size: int) -> Any:
         """What is told of the gradients' noise, or as many zeros. One share in all tells nothing."""
         nothing = tf.zeros(size, self._kind)
         if self._strategy.num_replicas_in_sync * len(share.micros) == 1:
             return nothing
         return tf.cond(share.sampled, told, lambda: nothing)
 
-    def _told(self, gradients: list[Any], micro: Micro, rows: Any) -> Any:
+    def _told(self, gradients: list[Any], micro: MicroBatch, rows: Any) -> Any:
         """(3,) a micro-batch's part of a scatter: parts, samples and shares."""
         samples = tf.cast(tf.math.count_nonzero(micro.weights), self._kind)
         parts = tf.math.divide_no_nan(self._square(gradients, rows), samples)
@@ -215,7 +213,7 @@ class Program:
         """Squared norm of the sum of samples' gradients; each is divided by `rows` as it is."""
         return tf.square(tf.cast(tf.linalg.global_norm(gradients), self._kind) * tf.cast(rows, self._kind))
 
-    def _micro(self, micro: Micro, rows: Any, state: list[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
+    def _micro(self, micro: MicroBatch, rows: Any, state: list[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
         """Forward and backward of one micro-batch: losses, their weights, gradients, and the model's state after it."""
         replica = self._replica
         before = zip(replica.state, state, strict=True)
@@ -223,7 +221,9 @@ class Program:
             trained = [
                 (variable, tf.convert_to_tensor(variable.value)) for variable in replica.model.trainable_variables
             ]
-            scope = keras.StatelessScope([*seeded(replica.seeds, micro.seed), *before, *trained], collect_losses=True)
+            scope = keras.StatelessScope(
+                [*seed_values(replica.seeds, micro.seed), *before, *trained], collect_losses=True
+            )
             with scope:
                 values, weights = self._caller.loss(replica.model, micro.columns, micro.weights, training=True)
             objective = tf.reduce_sum(values * weights) / tf.cast(rows, values.dtype)
@@ -234,7 +234,7 @@ class Program:
         after = [old if new is None else new for old, new in zip(state, after, strict=True)]
         return values, weights, [tf.convert_to_tensor(gradient) for gradient in found], after
 
-    def _reduced(self, gradients: list[Any], carry: Any, kept: list[Any], losses: list[Any]) -> Found:
+    def _reduced(self, gradients: list[Any], carry: Any, kept: list[Any], losses: list[Any]) -> _ReducedGradients:
         context = tf.distribute.get_replica_context()
         if context.num_replicas_in_sync > 1:
             total = tf.distribute.ReduceOp.SUM
@@ -242,7 +242,7 @@ class Program:
             kept = _averaged(context, kept)
         norm = tf.linalg.global_norm(gradients) if self._wants_norm else tf.zeros(())
         carry = tf.concat((carry, [tf.cast(norm, self._kind)]), 0)
-        return Found(gradients=gradients, carry=carry, state=kept, losses=losses)
+        return _ReducedGradients(gradients=gradients, carry=carry, state=kept, losses=losses)
 
     def _applied(self, gradients: list[Any], factor: Any, state: list[Any]) -> None:
         self._strategy.run(self._applied_here, args=(gradients, factor))
@@ -264,23 +264,23 @@ class Program:
         scale = tf.cast(scale, value.dtype)
         return value / scale if inverse else value * scale
 
-    def _check(self, feed: Feed, weight: float, loss: float, norm: float, outcome: Outcome) -> None:
+    def _check(self, feed: Feed, weight: float, loss: float, norm: float, outcome: _StepOutcome) -> None:
         """Raise NonFiniteLoss on every rank alike; the rank where it happened names the samples."""
         if math.isfinite(loss) and math.isfinite(weight):
             if not weight or math.isfinite(norm) or self._replica.scales:
                 return
-            raise non_finite(f"the gradient's norm became {norm} in step {feed.step + 1}", self._caller.where)
+            raise non_finite_error(f"the gradient's norm became {norm} in step {feed.step + 1}", self._caller.where)
         for rank, batch, losses in self._own_losses(feed, outcome):
             bad = ~np.isfinite(losses.reshape(len(losses), -1)).all(axis=1)
             if bad.any():
                 samples = batch.samples[bad].tolist()
                 where = f"{self._caller.where}, data rank {rank}"
-                what = f"the loss became {loss} in step {feed.step + 1}, in samples {shown(samples)}"
-                raise non_finite(what, where, samples, cause=spoiled(batch, bad))
+                what = f"the loss became {loss} in step {feed.step + 1}, in samples {format_samples(samples)}"
+                raise non_finite_error(what, where, samples, cause=nonfinite_columns_hint(batch, bad))
         what = f"the loss became {loss} in step {feed.step + 1}, on another data rank"
-        raise non_finite(what, self._caller.where, elsewhere=True)
+        raise non_finite_error(what, self._caller.where, elsewhere=True)
 
-    def _own_losses(self, feed: Feed, outcome: Outcome) -> Iterable[tuple[int, Batch, npt.NDArray[Any]]]:
+    def _own_losses(self, feed: Feed, outcome: _StepOutcome) -> Iterable[tuple[int, Batch, npt.NDArray[Any]]]:
         """Losses of each micro-batch of this process, with its data rank."""
         for micro, value in enumerate(outcome.losses):
             for rank, part, losses in zip(feed.data_ranks, feed.parts, self._own(value), strict=True):
@@ -303,14 +303,14 @@ def _averaged(context: Any, values: list[Any]) -> list[Any]:
     return found
 
 
-def seeded(generators: Iterable[Any], seed: Any) -> Iterable[tuple[Any, Any]]:
+def seed_values(generators: Iterable[Any], seed: Any) -> Iterable[tuple[Any, Any]]:
     """The state of each of a model's seed generators."""
     for number, variable in enumerate(generators):
-        mixed = tf.stack(((seed[0] + number * 0x9E3779B1) % _WORD, seed[1]))
+        mixed = tf.stack(((seed[0] + number * 0x9E3779B1) % _SEED_WORD, seed[1]))
         yield variable, tf.cast(mixed, variable.dtype)
 
 
-def seed_of(*numbers: int) -> tuple[int, int]:
+def seed_words(*numbers: int) -> tuple[int, int]:
     """Two words of 31 bits."""
-    folded = fold(*numbers, 0)
-    return folded & _WORD, (folded >> 31) & _WORD
+    folded = fold_seed(*numbers, 0)
+    return folded & _SEED_WORD, (folded >> 31) & _SEED_WORD

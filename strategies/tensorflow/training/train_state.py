@@ -9,19 +9,19 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from trainwright.core.data import Batch, fold
+from trainwright.core.data import Batch, fold_seed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
-from trainwright.strategies.tensorflow.training import batches
-from trainwright.strategies.tensorflow.training.error_mapping import user_code
-from trainwright.strategies.tensorflow.training.objective import Caller
+from trainwright.strategies.tensorflow.training import tensor_conversion
+from trainwright.strategies.tensorflow.training.objective import KerasCaller
+from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 
 _SEED_BITS = 32
 
 
-class Trained(Protocol):
-    """What is copied, saved and restored; see `Replica`."""
+class KerasTrainState(Protocol):
+    """What is copied, saved and restored; see `KerasReplica`."""
 
     spec: ModelSpec
     strategy: tf.distribute.Strategy
@@ -35,7 +35,7 @@ class Trained(Protocol):
         """The user's optimizer."""
 
 
-class Replica:
+class KerasReplica:
     """Model and optimizer of one worker, made by the job's functions in the strategy's scope.
 
     A model that knows no shapes yet learns them from a sample.
@@ -59,29 +59,29 @@ class Replica:
         UserCodeError: they raised.
     """
 
-    def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: Caller) -> None:
+    def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: KerasCaller) -> None:
         self.spec, self.strategy, self.where = spec, strategy, caller.where
         self.step: int | None = None
         self.sound = True
         self.carried: Mapping[str, list[tf.Variable]] = {}
-        self.model = built_model(spec, strategy, plan, caller)
+        self.model = build_model(spec, strategy, plan, caller)
         with self.strategy.scope():
             assert self.spec.optimizer is not None, "only a job with run='fit' may leave it out"
-            with user_code("optimizer()", self.where):
+            with TensorFlowUserCode("optimizer()", self.where):
                 self.optimizer = self.spec.optimizer(self.model.trainable_variables)
             if not isinstance(self.optimizer, keras.optimizers.Optimizer):
                 raise JobError(
                     [f"optimizer() returned {type(self.optimizer).__name__}: return a keras.optimizers.Optimizer"]
                 )
-            self.optimizer = loss_scaled(self.optimizer, self.model)
-            self.slots = built(self.optimizer, self.model.trainable_variables)
-        rule = rule_of(self.optimizer)
+            self.optimizer = _with_loss_scale(self.optimizer, self.model)
+            self.slots = build_optimizer(self.optimizer, self.model.trainable_variables)
+        rule = inner_optimizer(self.optimizer)
         rule._all_reduce_sum_gradients = lambda pairs: pairs  # they are sums: Keras would sum them again
         self.own_schedule = isinstance(rule._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
         if self.own_schedule and self.spec.schedule is not None:
             raise JobError(["schedule= and the optimizer's own LearningRateSchedule exclude each other: keep one"])
         self.initial_rate = None if self.own_schedule else float(self._rate())
-        self.seeds = [generator.state for generator in generators(self.model)]
+        self.seeds = [generator.state for generator in seed_generators(self.model)]
         drawn = {id(seed) for seed in self.seeds}
         self.state = [variable for variable in self.model.non_trainable_variables if id(variable) not in drawn]
 
@@ -114,14 +114,14 @@ class Replica:
         rate = self.initial_rate
         assert rate is not None, "an optimizer has a rate or a schedule"
         if self.spec.schedule is not None:
-            with user_code("schedule=", self.where):
+            with TensorFlowUserCode("schedule=", self.where):
                 rate *= float(self.spec.schedule(step, self.spec.total_steps))
             with self.strategy.scope():
                 self.optimizer.learning_rate = rate
         return rate
 
 
-def loss_scaled(optimizer: Any, model: keras.Model) -> Any:
+def _with_loss_scale(optimizer: Any, model: keras.Model) -> Any:
     """The optimizer, in a LossScaleOptimizer where the model computes in float16, as `compile` does it."""
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if scaled or model.dtype_policy.name != "mixed_float16":
@@ -129,15 +129,15 @@ def loss_scaled(optimizer: Any, model: keras.Model) -> Any:
     return keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
 
 
-def rule_of(optimizer: Any) -> Any:
+def inner_optimizer(optimizer: Any) -> Any:
     """The optimizer that updates the variables: of a LossScaleOptimizer the one inside."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def built(optimizer: Any, variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
+def build_optimizer(optimizer: Any, variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
     """Builds an optimizer; the variables that it made for each of those it trains."""
     made: dict[int, list[keras.Variable]] = {}
-    rule = rule_of(optimizer)
+    rule = inner_optimizer(optimizer)
     add = rule.add_variable_from_reference
 
     def recorded(reference_variable: Any, *args: Any, **kwargs: Any) -> keras.Variable:
@@ -153,18 +153,18 @@ def built(optimizer: Any, variables: Sequence[keras.Variable]) -> list[list[kera
     return [made.get(id(variable), []) for variable in variables]
 
 
-def built_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: Caller) -> keras.Model:
-    """The job's model in the strategy's scope, with all its variables; see `Replica` for arguments and errors."""
-    keras.utils.set_random_seed(fold(spec.seed, -1) % 2**_SEED_BITS)
+def build_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: KerasCaller) -> keras.Model:
+    """The job's model in the strategy's scope, with all its variables; see `KerasReplica` for arguments and errors."""
+    keras.utils.set_random_seed(fold_seed(spec.seed, -1) % 2**_SEED_BITS)
     with strategy.scope(), _policy(plan):
-        with user_code("model()", caller.where):
+        with TensorFlowUserCode("model()", caller.where):
             model = spec.model()
         if not isinstance(model, keras.Model):
             kind = type(model)
             raise JobError([f"model() returned {kind.__module__}.{kind.__qualname__}: return a keras.Model"])
-        _check_norms(model, spec, plan, caller.where)
+        _check_batch_norms(model, spec, plan, caller.where)
         if not (model.built and model.trainable_variables) and spec.sample is not None and has_call(model):
-            _try(model, spec.sample(), caller)
+            _call_once(model, spec.sample(), caller)
     if not model.trainable_variables:
         raise JobError(["model() has no variables that can be trained"], where=caller.where)
     return model
@@ -188,23 +188,23 @@ def has_call(model: keras.Model) -> bool:
     return type(model).call is not keras.Model.call
 
 
-def _try(model: keras.Model, sample: Batch, caller: Caller) -> None:
+def _call_once(model: keras.Model, sample: Batch, caller: KerasCaller) -> None:
     """Call the model once, which gives it its variables."""
-    columns = batches.columns_of(caller.spec.collation, sample, caller.spec.inputs or None)
+    columns = tensor_conversion.column_tensors(caller.spec.collation, sample, caller.spec.inputs or None)
     if caller.spec.inputs:
         caller.outputs(model, columns, training=False)
     else:
         caller.loss(model, columns, tf.convert_to_tensor(sample.weights), training=False)
 
 
-def batch_norms(model: keras.Model) -> list[str]:
+def batch_norm_layers(model: keras.Model) -> list[str]:
     """Names of the layers that normalize by statistics of the batch."""
     kind = keras.layers.BatchNormalization
     return [layer.path for layer in model._flatten_layers() if isinstance(layer, kind) and layer.trainable]
 
 
-def _check_norms(model: keras.Model, spec: ModelSpec, plan: Plan, where: str) -> None:
-    norms = batch_norms(model)
+def _check_batch_norms(model: keras.Model, spec: ModelSpec, plan: Plan, where: str) -> None:
+    norms = batch_norm_layers(model)
     if norms and (plan.mesh.data_ranks > 1 or plan.accumulation > 1) and "batch_norm" not in spec.inexact:
         problem = (
             f"layer {norms[0]!r} is a batch norm: {plan.mesh.data_ranks} data ranks and accumulation="
@@ -214,7 +214,7 @@ def _check_norms(model: keras.Model, spec: ModelSpec, plan: Plan, where: str) ->
         raise JobError([problem], where=where)
 
 
-def generators(model: keras.Model) -> Iterator[Any]:
+def seed_generators(model: keras.Model) -> Iterator[Any]:
     """The seed generators of all layers."""
     for layer in model._flatten_layers():
         yield from layer._seed_generators

@@ -13,14 +13,14 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from trainwright.core.checkpoint import Reader
+from trainwright.core.engine import StateReader
 from trainwright.core.errors import CheckpointError, JobError, nearest
 
 _FILE = re.compile(r"local-(\d+)-of-(\d+)\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class DataRank:
     """A data rank, of so many."""
 
     rank: int = 0
@@ -41,7 +41,7 @@ class Seat:
 class LocalState:
     """The local state of one data rank: buffers by full name, those that are not persistent included."""
 
-    seat: Seat
+    seat: DataRank
     tensors: Mapping[str, Tensor]
 
 
@@ -73,7 +73,7 @@ def _why_not(pattern: str, buffers: Sequence[str], parameters: Collection[str]) 
     return f"which is no buffer of the model: {nearest(pattern, buffers)}" if buffers else "and the model has no buffer"
 
 
-def file_of(reader: Reader, seat: Seat) -> str | None:
+def local_state_file(reader: StateReader, seat: DataRank) -> str | None:
     """Return the name of the file with a data rank's local state; None where it is not needed.
 
     It is needed where training goes on. Where the model is only evaluated, by another number of ranks than trained it,

@@ -17,27 +17,27 @@ import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 
-from trainwright.core.data import fold
+from trainwright.core.data import fold_seed
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.checkpoint import state
-from trainwright.strategies.torch.checkpoint.shard_layout import local
-from trainwright.strategies.torch.distributed.process_group import compared
-from trainwright.strategies.torch.training.train_state import Replica, settings
+from trainwright.strategies.torch.checkpoint import host_state
+from trainwright.strategies.torch.checkpoint.shard_layout import to_local
+from trainwright.strategies.torch.distributed.process_group import all_gather_ints
+from trainwright.strategies.torch.training.train_state import TorchReplica, group_settings
 
-UNCHECKED = "replicas"  # in a job's `inexact=`: replicas may drift apart
+_UNCHECKED = "replicas"  # in a job's `inexact=`: replicas may drift apart
 ROW_WORDS = 1 << 15  # words that are multiplied by the same factors: these stay in a processor's cache
 _BLOCK = 128  # rows that are multiplied at once on an accelerator, which has no product of integer matrices
 _SHOWN = 8  # ranks in an error
 _GROUP, _BUFFER, _SLOT, _PARAMETER = "parameter group", "buffer", "optimizer state", "parameter"
-Key = tuple[str, str]  # a kind, and a name of that kind
-Entries = dict[Key, Tensor | str]
+_Key = tuple[str, str]  # a kind, and a name of that kind
+_Entries = dict[_Key, Tensor | str]
 
 
-def digest(tensor: Tensor) -> Tensor:
+def tensor_digest(tensor: Tensor) -> Tensor:
     """Return a tensor's digest, one int64 on its device."""
     if tensor.layout is torch.sparse_coo:
         found = tensor.detach().coalesce()
-        return digest(torch.cat((digest(found.indices()), digest(found.values()))))
+        return tensor_digest(torch.cat((tensor_digest(found.indices()), tensor_digest(found.values()))))
     words = _words(tensor)
     factors = _factors(words.device)
     while len(words) != 1:
@@ -47,12 +47,14 @@ def digest(tensor: Tensor) -> Tensor:
     return words
 
 
-def digest_of_parameters(model: nn.Module) -> int:
+def parameter_digest(model: nn.Module) -> int:
     """Return a 63-bit number that depends on every bit of the parameters that are trained."""
-    return fold(*_numbers(parameter for parameter in model.parameters() if parameter.requires_grad))
+    return fold_seed(*_numbers(parameter for parameter in model.parameters() if parameter.requires_grad))
 
 
-def compare(replica: Replica, kin: Sequence[tuple[Hashable, Hashable]], device: torch.device, where: str) -> None:
+def check_replicas(
+    replica: TorchReplica, kin: Sequence[tuple[Hashable, Hashable]], device: torch.device, where: str
+) -> None:
     """Make sure that ranks hold the same. Every rank of the group calls it; one small all-gather where they do.
 
     Args:
@@ -65,14 +67,14 @@ def compare(replica: Replica, kin: Sequence[tuple[Hashable, Hashable]], device: 
     Raises:
         JobError: on every rank, where some differ; names the first thing that differs, and the ranks.
     """
-    if UNCHECKED in replica.spec.inexact:
+    if _UNCHECKED in replica.spec.inexact:
         return
-    whole, divided = _held(replica)
-    sums = compared([_total(whole), _total(divided)], device)
-    if all(len(found) == 1 for found in (*_by_kin(kin, sums, 0), *_by_kin(kin, sums, 1))):
+    whole, divided = _compared_entries(replica)
+    sums = all_gather_ints([_total(whole), _total(divided)], device)
+    if all(len(found) == 1 for found in (*_sums_by_kin(kin, sums, 0), *_sums_by_kin(kin, sums, 1))):
         return
     for which, entries in enumerate((whole, divided)):
-        everyone = _exchanged(entries, device)
+        everyone = _all_gather_digests(entries, device)
         ranks_of: dict[Hashable, list[int]] = {}
         for rank, keys in enumerate(kin):
             ranks_of.setdefault(keys[which], []).append(rank)
@@ -82,7 +84,7 @@ def compare(replica: Replica, kin: Sequence[tuple[Hashable, Hashable]], device: 
                 raise JobError([problem], where=where)
 
 
-def _by_kin(kin: Sequence[tuple[Hashable, Hashable]], sums: Sequence[Sequence[int]], which: int) -> list[set[int]]:
+def _sums_by_kin(kin: Sequence[tuple[Hashable, Hashable]], sums: Sequence[Sequence[int]], which: int) -> list[set[int]]:
     """The different sums of each set of ranks that must agree."""
     found: dict[Hashable, set[int]] = {}
     for keys, own in zip(kin, sums, strict=True):
@@ -93,36 +95,36 @@ def _by_kin(kin: Sequence[tuple[Hashable, Hashable]], sums: Sequence[Sequence[in
 # --- what is compared -------------------------------------------------------------------------------------------------
 
 
-def _held(replica: Replica) -> tuple[Entries, Entries]:
+def _compared_entries(replica: TorchReplica) -> tuple[_Entries, _Entries]:
     """All that ranks must agree in: what no rank divides, and what is divided.
 
     Raises:
         CheckpointError: the optimizer keeps something that cannot be saved.
     """
-    held = state.held(replica)
+    held = host_state.state_of(replica)
     plain = {(_GROUP, f"{number}: {key}"): text for number, key, text in _settings(replica)}
-    whole: Entries = {**plain, ("scale", "of the losses"): repr(held.scale)}
-    divided: Entries = {}
+    whole: _Entries = {**plain, ("scale", "of the losses"): repr(held.scale)}
+    divided: _Entries = {}
     for name, buffer in replica.named_buffers():
         if name not in replica.local:
-            whole[_BUFFER, name] = local(buffer)
+            whole[_BUFFER, name] = to_local(buffer)
     for name, entries in held.slots.items():
         for key, value in entries.items():
             kind = divided if f"{name}/{key}" in held.boxes else whole
             kind[_SLOT, f"{key} of {name}"] = value if isinstance(value, Tensor) else repr(value)
     for name, parameter in replica.model.named_parameters():
-        (divided if name in held.boxes else whole)[_PARAMETER, name] = local(parameter)
+        (divided if name in held.boxes else whole)[_PARAMETER, name] = to_local(parameter)
     return whole, divided
 
 
-def _settings(replica: Replica) -> Iterator[tuple[int, str, str]]:
+def _settings(replica: TorchReplica) -> Iterator[tuple[int, str, str]]:
     """Learning rates and all other settings of the parameter groups that are plain values.
 
     Not a rate that a schedule sets: before the next step a newcomer has another one.
     """
     scheduled = {"lr"} if replica.spec.schedule is not None else set()
     for number, group in enumerate(replica.optimizer.param_groups):
-        for key, value in settings(group).items():
+        for key, value in group_settings(group).items():
             if _is_plain(value) and key not in scheduled:
                 yield number, key, repr(value)
 
@@ -133,11 +135,11 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | str | None)
 
 
-def _total(entries: Entries) -> int:
-    return fold(*chain.from_iterable(_folded(entries).values()))
+def _total(entries: _Entries) -> int:
+    return fold_seed(*chain.from_iterable(_folded(entries).values()))
 
 
-def _folded(entries: Entries) -> dict[Key, tuple[int, int]]:
+def _folded(entries: _Entries) -> dict[_Key, tuple[int, int]]:
     """Digests of names, shapes and plain values, and of the numbers in tensors."""
     tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
     numbers = dict(zip(tensors, _numbers(tensors.values()), strict=True))
@@ -151,7 +153,7 @@ def _hash(text: str) -> int:
 
 def _numbers(tensors: Iterable[Tensor]) -> list[int]:
     """Digests of tensors; each device is waited for once."""
-    sums = [digest(tensor) for tensor in tensors]
+    sums = [tensor_digest(tensor) for tensor in tensors]
     by_device: dict[torch.device, list[int]] = {}
     for number, one in enumerate(sums):
         by_device.setdefault(one.device, []).append(number)
@@ -201,12 +203,12 @@ def _factors(device: torch.device) -> Tensor:
 # --- what differs -----------------------------------------------------------------------------------------------------
 
 
-def _exchanged(entries: Entries, device: torch.device) -> list[Mapping[Key, tuple[int, int, str]]]:
+def _all_gather_digests(entries: _Entries, device: torch.device) -> list[Mapping[_Key, tuple[int, int, str]]]:
     """Every rank's digests, by rank, with plain values as text. All of them call it."""
     shown = {key: value if isinstance(value, str) else "" for key, value in entries.items()}
     own = [[*key, *numbers, shown[key]] for key, numbers in _folded(entries).items()]
     data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-    sizes = [size for (size,) in compared([len(data)], device)]
+    sizes = [size for (size,) in all_gather_ints([len(data)], device)]
     filled = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     filled[: len(data)] = data.to(device)
     gathered = [torch.empty_like(filled) for _ in sizes]
@@ -215,18 +217,18 @@ def _exchanged(entries: Entries, device: torch.device) -> list[Mapping[Key, tupl
     return [{(kind, name): (form, number, text) for kind, name, form, number, text in rows} for rows in told]
 
 
-def _difference(held: Mapping[int, Mapping[Key, tuple[int, int, str]]], step: int | None) -> str:
+def _difference(held: Mapping[int, Mapping[_Key, tuple[int, int, str]]], step: int | None) -> str:
     """What the first thing is in which ranks differ, why that is wrong, and what to do; empty where nothing is."""
     first = min(held)
     for key in dict.fromkeys(chain.from_iterable(held.values())):
         others = [rank for rank in held if held[rank].get(key) != held[first].get(key)]
         if others:
-            return _told(key, first, others, [held[rank].get(key) for rank in (first, others[0])], step)
+            return _mismatch_message(key, first, others, [held[rank].get(key) for rank in (first, others[0])], step)
     return ""
 
 
-def _told(
-    key: Key, first: int, others: list[int], values: Sequence[tuple[int, int, str] | None], step: int | None
+def _mismatch_message(
+    key: _Key, first: int, others: list[int], values: Sequence[tuple[int, int, str] | None], step: int | None
 ) -> str:
     kind, name = key
     who = f"ranks {first} and {', '.join(map(str, others[:_SHOWN]))}"
@@ -238,10 +240,10 @@ def _told(
     texts = [value[2] if value else "missing" for value in values]
     shown = f" ({texts[0]} and {texts[1]})" if any(texts) else ""
     what = f"after step {step or 0} {who} differ in {kind} {name!r}{shown}, which replicas must have alike"
-    return f"{what}: {_way(kind, name)}"
+    return f"{what}: {_mismatch_remedy(kind, name)}"
 
 
-def _way(kind: str, name: str) -> str:
+def _mismatch_remedy(kind: str, name: str) -> str:
     """What to do."""
     if kind == _BUFFER:
         return (
@@ -257,5 +259,5 @@ def _way(kind: str, name: str) -> str:
     return (
         "what training changes must follow from model.state_dict(), optimizer.state_dict() and the step; other "
         "attributes of model and optimizer are neither saved nor sent to a worker that is replaced. Where ranks run on "
-        f'unlike hardware and may drift apart, accept that with inexact=("{UNCHECKED}",)'
+        f'unlike hardware and may drift apart, accept that with inexact=("{_UNCHECKED}",)'
     )

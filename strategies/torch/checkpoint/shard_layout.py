@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class Part:
+class ModelPart:
     """A rank's place among those that hold a model together; replicas have the same one.
 
     Attributes:
@@ -53,12 +53,12 @@ class Part:
         return ".".join(f"{kind}-{count}" for kind, _, count in self._places) or "replicated"
 
     @property
-    def every(self) -> tuple[Part, ...]:
+    def every(self) -> tuple[ModelPart, ...]:
         """All parts, in order."""
         counts = {"stages": self.stages, "shards": self.shards, "tensors": self.tensors, "servers": self.servers}
         places = product(*(range(count) for count in counts.values()))
         kinds = [name.removesuffix("s") for name in counts]
-        return tuple(Part(**dict(zip(kinds, place, strict=True)), **counts) for place in places)
+        return tuple(ModelPart(**dict(zip(kinds, place, strict=True)), **counts) for place in places)
 
     @property
     def total(self) -> int:
@@ -71,7 +71,7 @@ class Part:
         return "".join(f".{kind}-{place}-of-{count}" for kind, place, count in self._places)
 
     @classmethod
-    def read(cls, suffix: str) -> Part:
+    def read(cls, suffix: str) -> ModelPart:
         """The part of which a suffix tells."""
         fields: dict[str, int] = {}
         for told in suffix.split(".")[1:]:
@@ -80,11 +80,11 @@ class Part:
         return cls(**fields)
 
 
-WHOLE = Part()
+WHOLE_MODEL = ModelPart()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Box:
+class ShardSlice:
     """A part of a tensor: a run of indices in each dimension.
 
     Attributes:
@@ -97,12 +97,12 @@ class Box:
     stop: tuple[int, ...]
 
     @classmethod
-    def all_of(cls, shape: Sequence[int]) -> Box:
+    def all_of(cls, shape: Sequence[int]) -> ShardSlice:
         """A whole tensor."""
         return cls(shape=tuple(shape), start=(0,) * len(shape), stop=tuple(shape))
 
     @classmethod
-    def share(cls, shape: Sequence[int], dimension: int, index: int, of: int) -> Box:
+    def share(cls, shape: Sequence[int], dimension: int, index: int, of: int) -> ShardSlice:
         """One of so many parts along a dimension. The last ones may be shorter, or empty."""
         size, start, stop = shape[dimension], [0] * len(shape), [*shape]
         each = -(-size // of)
@@ -119,25 +119,25 @@ class Box:
         """Numbers in it."""
         return math.prod(self.size)
 
-    def both(self, other: Box) -> Box:
+    def both(self, other: ShardSlice) -> ShardSlice:
         """What lies in both of two boxes of a tensor; `count` is 0 where nothing does."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(max(low, high) for low, high in zip(start, map(min, self.stop, other.stop), strict=True))
-        return Box(shape=self.shape, start=start, stop=stop)
+        return ShardSlice(shape=self.shape, start=start, stop=stop)
 
-    def inside(self, outer: Box) -> tuple[slice, ...]:
+    def inside(self, outer: ShardSlice) -> tuple[slice, ...]:
         """Where it lies in a tensor of which `outer` is held."""
         edges = zip(self.start, self.stop, outer.start, strict=True)
         return tuple(slice(start - origin, stop - origin) for start, stop, origin in edges)
 
-    def within(self, outer: Box) -> Box:
+    def within(self, outer: ShardSlice) -> ShardSlice:
         """The same of a larger tensor, of which `outer` is what this one calls the whole."""
         start = tuple(low + origin for low, origin in zip(self.start, outer.start, strict=True))
         stop = tuple(high + origin for high, origin in zip(self.stop, outer.start, strict=True))
-        return Box(shape=outer.shape, start=start, stop=stop)
+        return ShardSlice(shape=outer.shape, start=start, stop=stop)
 
 
-def unhooked(name: str, parameter: Tensor) -> str:
+def hook_problem(name: str, parameter: Tensor) -> str:
     """Why a parameter cannot be divided that has hooks; empty where it has none."""
     if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
         return ""
@@ -147,27 +147,27 @@ def unhooked(name: str, parameter: Tensor) -> str:
     )
 
 
-def divided(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Whether a tensor is one of which this rank holds a part."""
     return hasattr(tensor, "to_local")  # a DTensor, without importing what one-device jobs never need
 
 
-def box_of(tensor: Tensor, part: Part) -> Box | None:
+def fsdp_slice(tensor: Tensor, part: ModelPart) -> ShardSlice | None:
     """What a rank holds of a tensor that FSDP2 divides, by its first dimension; None of one that is not divided.
 
     The tensor's own mesh is not asked: torch remembers what an operation made by meshes that are equal, so that it may
     be one of a group that is gone, with the place that this process had there.
     """
-    if not divided(tensor):
+    if not is_dtensor(tensor):
         return None
-    box = Box.share(tensor.shape, 0, part.shard, part.shards)
-    assert box.size == tuple(local(tensor).shape), "FSDP2 gives each rank as many rows"
+    box = ShardSlice.share(tensor.shape, 0, part.shard, part.shards)
+    assert box.size == tuple(to_local(tensor).shape), "FSDP2 gives each rank as many rows"
     return box
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, in the tensor's own memory; all of one that is not divided."""
-    if not divided(tensor):
+    if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
         held: Tensor = tensor.to_local()  # type: ignore[attr-defined]

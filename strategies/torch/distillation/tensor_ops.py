@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.argument_order import in_order
-from trainwright.core.teacher_columns import Inline
-from trainwright.strategies.distillation.divergences import Tensors
+from trainwright.core.loss_api import InlineTeacher, outputs_first
+from trainwright.strategies.distillation.divergences import TensorOps
 from trainwright.strategies.torch.torch_compat import tree_leaves
 
 _TINY = 1e-24  # smallest square of a length
 _loaded: dict[tuple[str, str, torch.device], nn.Module] = {}
 
 
-class _Torch:
+class _TorchTensorOps:
     channels = 1
 
     def is_tensor(self, value: Any) -> bool:
@@ -47,9 +46,9 @@ class _Torch:
         return nullcontext() if like.is_meta else torch.autocast(like.device.type, enabled=False)
 
     def called(self, function: Callable[..., Any], outputs: Any, targets: Any, *, metric: bool = False) -> Any:
-        return in_order(function)(outputs, targets)
+        return outputs_first(function)(outputs, targets)
 
-    def answers(self, teacher: Inline, columns: Mapping[str, Tensor], like: Tensor) -> Mapping[str, Tensor]:
+    def answers(self, teacher: InlineTeacher, columns: Mapping[str, Tensor], like: Tensor) -> Mapping[str, Tensor]:
         """The module is loaded once a process, onto the device of `like`; one of other weights makes room."""
         key = (teacher.name, teacher.identity(), like.device)
         if key not in _loaded:
@@ -115,4 +114,4 @@ class _Torch:
         return value.reshape(*value.shape, *(1 for _ in range(dimensions - value.dim())))
 
 
-TENSORS: Tensors = _Torch()
+TENSORS: TensorOps = _TorchTensorOps()

@@ -1,31 +1,43 @@
 """A model divided by torch's FSDP2: which modules are gathered by themselves, and what FSDP2 does not say of a step.
 
 FSDP2 pairs the ranks' collectives by their order alone. Ranks that run other blocks, or the same in another order,
-would be given each other's parameters without an error, so that `Calls` keeps the order for the ranks to compare. And
-a parameter without a gradient is given zeros, with which an optimizer decays moments and weights, while one device
-skips it: `Calls` keeps which parameters had a gradient.
+would be given each other's parameters without an error, so that `BlockCalls` keeps the order for the ranks to compare.
+And a parameter without a gradient is given zeros, with which an optimizer decays moments and weights, while one device
+skips it: `BlockCalls` keeps which parameters had a gradient.
+
+FSDP2 works in hooks around modules' calls, which a stage that is entered and left in the middle of a forward does not
+make as a whole. So the stage's parameters are gathered before a step, gradients of all micro-batches add up in them,
+and each rank gets its part of the sum at the end (ZeRO-2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.checkpoint.shard_layout import divided, unhooked
-from trainwright.strategies.torch.profiling.repeated_blocks import blocks
-from trainwright.strategies.torch.torch_compat import keep_requires_grad, reduce_unused_parameters
+from trainwright.strategies.torch.checkpoint.shard_layout import hook_problem, is_dtensor
+from trainwright.strategies.torch.distributed.mesh_groups import MeshGroups
+from trainwright.strategies.torch.torch_compat import (
+    FsdpState,
+    forget_gradient,
+    keep_requires_grad,
+    reduce_unused_parameters,
+)
+from trainwright.strategies.torch.training.model_blocks import repeated_blocks
+from trainwright.strategies.torch.training.train_state import TorchReplica
 
 _ORDERS = 2**20  # numbers for an order; their squares, summed over ranks, are still exact in float64
 
 
-def divide(model: nn.Module, mesh: DeviceMesh, *, zero: int, offload: bool, where: str) -> None:
+def fully_shard_model(model: nn.Module, mesh: DeviceMesh, *, zero: int, offload: bool, where: str) -> None:
     """Divide a model's parameters over a mesh: each of its blocks by itself, then the rest.
 
     Args:
@@ -38,8 +50,8 @@ def divide(model: nn.Module, mesh: DeviceMesh, *, zero: int, offload: bool, wher
     Raises:
         JobError: the model cannot be divided.
     """
-    chosen = blocks(model)
-    problems = [*_problems(model, chosen)]
+    chosen = repeated_blocks(model)
+    problems = [*_sharding_problems(model, chosen)]
     if problems:
         raise JobError(problems, where=where)
     fields = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
@@ -51,31 +63,31 @@ def divide(model: nn.Module, mesh: DeviceMesh, *, zero: int, offload: bool, wher
         raise JobError([f'the model cannot be divided: {error}: use strategy="data_parallel"'], where=where) from error
     for name, parameter in model.named_parameters():
         vars(parameter).update(fields[name])  # what an optimizer may ask for
-    for each in gathered(model):
+    for each in fsdp_modules(model):
         reduce_unused_parameters(each)
 
 
-def gathered(model: nn.Module) -> list[FSDPModule]:
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """The modules whose parameters are gathered together, the model itself first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def released(model: nn.Module) -> None:
+def reshard_model(model: nn.Module) -> None:
     """Hold only this rank's parts, also after a forward without backward."""
-    for module in gathered(model):
+    for module in fsdp_modules(model):
         module.reshard()
 
 
-def freezing(step: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> Any:
+def run_step_with_freezing(step: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> Any:
     """A step of the job's own, which may freeze parameters for a while: whether they are gathered then or not."""
     try:
         return step(model, batch)
     finally:
-        for module in gathered(model):
+        for module in fsdp_modules(model):
             keep_requires_grad(module)
 
 
-class Calls:
+class BlockCalls:
     """Which blocks a step ran, in which order, and which parameters it gave a gradient.
 
     Args:
@@ -91,9 +103,9 @@ class Calls:
         self.order = 0
         self.used: set[str] = set()
         self._watched: set[str] = set()
-        for number, module in enumerate(gathered(model), 1):
+        for number, module in enumerate(fsdp_modules(model), 1):
             assert isinstance(module, nn.Module)
-            own = [place for place in _own(module) if place[0]._parameters[place[1]] in names]
+            own = [place for place in _own_parameter_sites(module) if place[0]._parameters[place[1]] in names]
             named = [(*place, names[place[0]._parameters[place[1]]]) for place in own]  # type: ignore[index]
             module.register_forward_pre_hook(partial(self._entered, number, named))
 
@@ -120,25 +132,25 @@ class Calls:
         self.used.add(name)
 
 
-def _own(module: nn.Module) -> list[tuple[nn.Module, str]]:
+def _own_parameter_sites(module: nn.Module) -> list[tuple[nn.Module, str]]:
     """Where the parameters are held that are gathered with a module and not with one inside it."""
     found = [(module, key) for key, parameter in module._parameters.items() if parameter is not None]
     for child in module.children():
         if not isinstance(child, FSDPModule):
-            found += _own(child)
+            found += _own_parameter_sites(child)
     return found
 
 
-def _problems(model: nn.Module, chosen: list[nn.Module]) -> Iterator[str]:
+def _sharding_problems(model: nn.Module, chosen: list[nn.Module]) -> Iterator[str]:
     """What FSDP2 cannot divide, in words."""
     for name, parameter in model.named_parameters():
-        if divided(parameter):
+        if is_dtensor(parameter):
             yield f"parameter {name!r} is divided already: return a model of plain parameters"
         elif parameter.dim() == 0:
             yield f"parameter {name!r} is a single number, which cannot be divided: give it the shape (1,)"
         elif not parameter.is_contiguous():
             yield f"parameter {name!r} is not contiguous: call contiguous() on it in model()"
-        elif problem := unhooked(name, parameter):
+        elif problem := hook_problem(name, parameter):
             yield problem
     inside: set[nn.Parameter] = set()
     for module in (*chosen, model):
@@ -148,3 +160,66 @@ def _problems(model: nn.Module, chosen: list[nn.Module]) -> Iterator[str]:
         if len(kinds) > 1:
             what = f"the parameters of {type(module).__name__} are gathered together, but of the types"
             yield f"{what} {' and '.join(kinds)}: use one type, or freeze those of the other"
+
+
+# --- A pipeline's stage divided by torch's FSDP2, driven by hand as torch's own pipelining does -----------------------
+
+
+class StageShards:
+    """The parameters of a stage, of which each rank holds a part between steps.
+
+    Args:
+        stage: the modules; they are divided.
+        mesh: of one dimension, or of replicas and shards.
+        where: the rank, for errors.
+
+    Raises:
+        JobError: the modules cannot be divided.
+    """
+
+    def __init__(self, stage: nn.Module, mesh: DeviceMesh, where: str) -> None:
+        fully_shard_model(stage, mesh, zero=2, offload=False, where=where)
+        self._stage = stage
+        states = [FsdpState(module) for module in fsdp_modules(stage)]
+        for state in states:
+            state.remove_forward_hooks()
+        self._root = states[0]
+        self._root.initialize_root()
+        self._groups: list[Any] = [group for state in states for group in state.groups]
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Parameters are whole from here on, without gradients of an earlier step; afterwards too, unless it fails."""
+        for module in fsdp_modules(self._stage):
+            module.unshard()
+        for one in self._each():
+            forget_gradient(one)
+        try:
+            yield
+        except BaseException:
+            self.released()
+            raise
+
+    def released(self) -> None:
+        """Hold this rank's parts alone."""
+        reshard_model(self._stage)
+
+    def reduce(self, replica: TorchReplica, place: MeshGroups) -> None:
+        """Give each parameter this rank's part of the mean gradient; none where no rank has one. Releases them."""
+        named = [(one, one.sharded_param) for one in self._each() if one.sharded_param in replica.names]
+        flags = [one.unsharded_param.grad is not None for one, _ in named]
+        used = torch.tensor(flags, dtype=torch.float32, device=replica.device)
+        for group in (place.shards, place.replicas):
+            if group is not None:
+                distributed.all_reduce(used, group=group)
+        for group in self._groups:
+            group.post_backward()
+        self._root.finish_backward()
+        for (_, parameter), count in zip(named, used.tolist(), strict=True):
+            if not count:
+                parameter.grad = None
+
+    def _each(self) -> Iterator[Any]:
+        """FSDP2's own view of each parameter."""
+        for group in self._groups:
+            yield from group.fsdp_params

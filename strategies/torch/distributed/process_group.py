@@ -1,15 +1,26 @@
-"""A process group's life: reserve a port, join, leave. One group at a time in a process, as torch has it."""
+"""A process group's life: reserve a port, join, leave. One group at a time in a process, as torch has it.
+
+`ProcessGroupGloo`'s abort and shutdown return and do nothing, and a collective that waits for a peer keeps the group,
+and with it the sockets, open for others to wait on. gloo serves all its sockets by an epoll instance of its own
+(gloo/transport/tcp/loop.cc), and Linux lists what an instance watches in /proc/self/fdinfo.
+
+Its connections are shut for reading alone. gloo then ends them by itself, and tells all who wait. What it could not
+write before is told to nobody (gloo/transport/tcp/pair.cc: `signalException` passes by the unbound buffers in `tx_`):
+that collective would wait for the group's whole deadline, so no write must fail before gloo has seen the end. At the
+peers one may, as where a process dies: `links` waits for nothing that gloo may forget, and `group` leaves it behind.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import gc
 import os
+import re
 import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,19 +32,18 @@ from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainwright.core.errors import JobError, PeerLost
-from trainwright.core.group import Address, Group
-from trainwright.strategies.common.host_address import LOOPBACK, bound_twice, own_host
-from trainwright.strategies.torch.distributed import gloo_sockets
+from trainwright.core.topology import Address, Group
+from trainwright.strategies.common.host_address import LOOPBACK, bind_with_loopback, own_host
 from trainwright.strategies.torch.torch_compat import process_groups, reset_group_count
-from trainwright.strategies.torch.training.error_mapping import let_go
+from trainwright.strategies.torch.training.torch_errors import clear_frames
 
 _GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>
 Result = TypeVar("Result")
-_ENDING_S = 1.0  # a group of which nothing is under way has ended in hundredths
+_DESTROY_WAIT_S = 1.0  # a group of which nothing is under way has ended in hundredths
 
 
-class Membership:
+class ProcessGroupHandle:
     """This process's place in a process group.
 
     Rank 0's reserved socket becomes the listening socket of the group's TCPStore, so that its port cannot be lost
@@ -55,7 +65,7 @@ class Membership:
         """Bind a port that the system chooses, and listen; the host is this node's address."""
         self._close_sockets()
         self._interrupted = Future()
-        self._sockets = bound_twice(own_host())
+        self._sockets = bind_with_loopback(own_host())
         for each in self._sockets:
             each.listen(1024)
         return Address(host=own_host(), port=self._sockets[0].getsockname()[1])
@@ -68,7 +78,7 @@ class Membership:
         self._end()
         failure: PeerLost | None = None
         try:
-            with interface(group):
+            with socket_interface(group):
                 self._join(group, device)
         except (RuntimeError, OSError) as error:
             until = "before it was interrupted" if self._interrupted.done() else f"within {group.deadline_s:g} s"
@@ -77,7 +87,7 @@ class Membership:
                 where=f"rank {group.rank}",
                 remedy="look at the rank that failed first",
             )
-            let_go(error)
+            clear_frames(error)
         if failure is not None:
             self.leave()
             raise failure
@@ -105,7 +115,7 @@ class Membership:
         with self._lock:
             if self._port is None:
                 return False
-            shut = gloo_sockets.shut(gloo_sockets.loops() - _foreign()) + gloo_sockets.shut_port(self._port)
+            shut = shut_connections(epoll_instances() - _foreign_epolls()) + shut_port_connections(self._port)
             return self._by_gloo and shut > 0
 
     def _end(self) -> None:
@@ -125,13 +135,13 @@ class Membership:
             distributed.destroy_process_group()
             ending = threading.Thread(target=groups.clear, name="ending", daemon=True)
             ending.start()
-            ending.join(_ENDING_S)
+            ending.join(_DESTROY_WAIT_S)
         self._store = None
 
     def _join(self, group: Group, device: torch.device) -> None:
         deadline = timedelta(seconds=group.deadline_s)
         with self._lock:
-            _foreign()
+            _foreign_epolls()
             self._port = group.peers[0].address.port
             self._by_gloo = device.type != "cuda"
         self._store = self._meet(group, deadline)
@@ -174,7 +184,7 @@ class Membership:
         """What a thread makes that waits for other ranks. Raises ConnectionAbortedError once it is interrupted."""
         if self._interrupted.done():
             raise ConnectionAbortedError(otherwise)
-        made = _begun(make)
+        made = _start_thread(make)
         either: tuple[Future[Any], ...] = (made, self._interrupted)
         wait(either, return_when=FIRST_COMPLETED)
         if self._interrupted.done():  # maybe before there was a connection to shut
@@ -218,7 +228,7 @@ class Membership:
         self._sockets = ()
 
 
-def _begun(make: Callable[[], Result]) -> Future[Result]:
+def _start_thread(make: Callable[[], Result]) -> Future[Result]:
     """What a thread of its own makes."""
     made: Future[Result] = Future()
 
@@ -233,22 +243,22 @@ def _begun(make: Callable[[], Result]) -> Future[Result]:
 
 
 @cache
-def _foreign() -> frozenset[int]:
+def _foreign_epolls() -> frozenset[int]:
     """Epoll instances that were there before this process's first group: nobody's but its groups' come after that.
 
     One that is asked for again at each group would hold what is left of the one before, whose number the next may get.
     """
-    return gloo_sockets.loops()
+    return epoll_instances()
 
 
-def everybody() -> distributed.ProcessGroup:
+def world_group() -> distributed.ProcessGroup:
     """The group of all ranks."""
     group = distributed.group.WORLD
     assert group is not None, "this process has joined a group"
     return group
 
 
-def compared(own: list[int], device: torch.device) -> list[list[int]]:
+def all_gather_ints(own: list[int], device: torch.device) -> list[list[int]]:
     """Whole numbers of every rank, in the order of the ranks. All of them call it."""
     numbers = torch.tensor(own, device=device)
     gathered = [torch.empty_like(numbers) for _ in range(distributed.get_world_size())]
@@ -257,7 +267,7 @@ def compared(own: list[int], device: torch.device) -> list[list[int]]:
     return answers
 
 
-def same_start(checksums: list[int], where: str) -> None:
+def check_same_start(checksums: list[int], where: str) -> None:
     """Raise JobError, on every rank, where the ranks' first parameters differ."""
     differing = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
     if differing:
@@ -275,7 +285,7 @@ def _one_host(group: Group) -> bool:
 
 
 @contextmanager
-def interface(group: Group) -> Iterator[None]:
+def socket_interface(group: Group) -> Iterator[None]:
     """Make gloo and NCCL use the address at which the peers expect this rank, unless the user chose otherwise.
 
     By itself gloo takes what the host's name resolves to, which may be loopback (Debian's 127.0.1.1), and NCCL the
@@ -283,8 +293,8 @@ def interface(group: Group) -> Iterator[None]:
     """
     host = group.peers[group.rank].address.host
     wanted = {
-        _GLOO_INTERFACE: interface_of(LOOPBACK if _one_host(group) else host),
-        _NCCL_INTERFACE: f"={name}" if (name := interface_of(host)) else None,
+        _GLOO_INTERFACE: interface_name(LOOPBACK if _one_host(group) else host),
+        _NCCL_INTERFACE: f"={name}" if (name := interface_name(host)) else None,
     }
     ours = {variable: name for variable, name in wanted.items() if name and variable not in os.environ}
     os.environ.update(ours)
@@ -295,7 +305,7 @@ def interface(group: Group) -> Iterator[None]:
             del os.environ[variable]
 
 
-def interface_of(host: str) -> str | None:
+def interface_name(host: str) -> str | None:
     """Name of the network interface with IPv4 address `host`; None where it is not known."""
     if sys.platform != "linux":
         return None
@@ -310,3 +320,77 @@ def interface_of(host: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == wanted:
                 return name
     return None
+
+
+# --- The sockets of gloo, which torch can neither find nor close ------------------------------------------------------
+
+
+_FDS = "/proc/self/fd"
+_WATCHED_DESCRIPTORS = re.compile(r"^tfd:\s*(\d+) .*\bino:([0-9a-f]+)", re.MULTILINE)
+
+
+def epoll_instances() -> frozenset[int]:
+    """Descriptors of the epoll instances without close-on-exec: gloo's, and nearly nobody else's. Empty off Linux."""
+    return frozenset(fd for fd in _descriptors() if _is_epoll(fd))
+
+
+def shut_connections(of: Iterable[int]) -> int:
+    """Shut the connections that these epoll instances watch for reading; from any thread. Returns how many."""
+    return sum(_shut_descriptor(fd, inode) for loop in of for fd, inode in _watched_descriptors(loop))
+
+
+def shut_port_connections(port: int) -> int:
+    """Shut this process's TCP connections with that port at either end; from any thread. Returns how many."""
+    return sum(_shut_descriptor(fd, port=port) for fd in _descriptors())
+
+
+def _descriptors() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(_FDS)]
+    except FileNotFoundError:
+        return []
+
+
+def _is_epoll(fd: int) -> bool:
+    try:
+        kept = not fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+        return kept and os.readlink(f"{_FDS}/{fd}") == "anon_inode:[eventpoll]"
+    except OSError:
+        return False  # closed meanwhile
+
+
+def _watched_descriptors(loop: int) -> Iterator[tuple[int, int]]:
+    """Descriptors with the inodes that they had when the epoll instance was told of them."""
+    try:
+        with open(f"/proc/self/fdinfo/{loop}") as info:
+            text = info.read()
+    except OSError:
+        return
+    for fd, inode in _WATCHED_DESCRIPTORS.findall(text):
+        yield int(fd), int(inode, 16)
+
+
+def _shut_descriptor(fd: int, inode: int | None = None, *, port: int | None = None) -> bool:
+    """Shut one connection, looked at through a descriptor of our own, since another thread may close `fd` any time."""
+    try:
+        own = os.dup(fd)
+    except OSError:
+        return False
+    try:
+        held = socket.socket(fileno=own)
+    except OSError:  # not a socket
+        os.close(own)
+        return False
+    with held:
+        if held.type != socket.SOCK_STREAM or held.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        if inode is not None and os.fstat(own).st_ino != inode:
+            return False
+        try:
+            ends = (held.getsockname()[1], held.getpeername()[1])
+            if port is not None and port not in ends:
+                return False
+            held.shutdown(socket.SHUT_RD if port is None else socket.SHUT_RDWR)
+        except OSError:  # it listens, or its peer is gone
+            return False
+        return True

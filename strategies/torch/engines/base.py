@@ -10,23 +10,21 @@ from typing import ClassVar, TypeVar
 import torch
 
 from trainwright.core import random_state
-from trainwright.core.checkpoint import Reader, Writer
-from trainwright.core.data import Columns, Feed, StepReport, Sums
-from trainwright.core.engine import ModelSpec, StateCopy
+from trainwright.core.data import Columns, Feed, MetricSums, StepReport
+from trainwright.core.engine import ModelSpec, StateReader, StateSnapshot, StateWriter
 from trainwright.core.errors import TrainwrightError
-from trainwright.core.group import Address, Capabilities, Generation, Group, Move, Role, StateTag
 from trainwright.core.plan import Plan
-from trainwright.strategies.common.error_mapping import peer_lost
-from trainwright.strategies.torch.checkpoint import files, state
-from trainwright.strategies.torch.checkpoint.local_state import Seat
-from trainwright.strategies.torch.training import evaluation, lazy_dynamo, step
-from trainwright.strategies.torch.training.batch_losses import Groups
-from trainwright.strategies.torch.training.error_mapping import let_go, user_code
-from trainwright.strategies.torch.training.noise_probe import Probe
-from trainwright.strategies.torch.training.objective import Caller, Objective
-from trainwright.strategies.torch.training.step import Runner
-from trainwright.strategies.torch.training.tensors import copied
-from trainwright.strategies.torch.training.train_state import Replica, random_kept
+from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
+from trainwright.strategies.common.user_code_errors import peer_lost_error
+from trainwright.strategies.torch.checkpoint import host_state, safetensors_files
+from trainwright.strategies.torch.checkpoint.local_state import DataRank
+from trainwright.strategies.torch.training import evaluation, lazy_dynamo, train_step
+from trainwright.strategies.torch.training.batch_losses import GroupFactory
+from trainwright.strategies.torch.training.batch_tensors import copy_batch
+from trainwright.strategies.torch.training.objective import JobFunctions, Objective
+from trainwright.strategies.torch.training.torch_errors import TorchUserCode, clear_frames
+from trainwright.strategies.torch.training.train_state import TorchReplica, preserve_rng
+from trainwright.strategies.torch.training.train_step import GradientNoiseProbe, StepRunner
 
 Result = TypeVar("Result")
 lazy_dynamo.postpone()
@@ -41,10 +39,10 @@ class TorchEngine:
 
     def __init__(self) -> None:
         self._group: Group | None = None
-        self._replica: Replica | None = None
-        self._runner: Runner | None = None
+        self._replica: TorchReplica | None = None
+        self._runner: StepRunner | None = None
         self._device = torch.device("cpu")
-        self._copies = state.Copies()
+        self._copies = host_state.HostStateCopier()
 
     # --- the group ----------------------------------------------------------------------------------------
 
@@ -87,37 +85,37 @@ class TorchEngine:
         self._runner = None
         return self._tag()
 
-    def transfer(self, moves: Sequence[Move]) -> StateTag:
+    def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
         """Nothing to send within one rank. A fresh build stands at step 0 from then on."""
         self._stand(self.replica)
         return self._tag()
 
-    def snapshot(self) -> StateCopy:
+    def snapshot(self) -> StateSnapshot:
         """Copy the state to host memory. Training may go on at once.
 
         Of data ranks with local state only the first copies what all have, the others what they keep as their own.
         """
-        held = state.held(self.replica)
+        held = host_state.state_of(self.replica)
         if held.local is not None and held.local.seat.rank:
             held = replace(held, model={}, slots={}, boxes={}, trained=())
         copy = self._copies.of(held)
-        return StateCopy(step=copy.step or 0, size_bytes=copy.size_bytes, state=copy)
+        return StateSnapshot(step=copy.step or 0, size_bytes=copy.size_bytes, state=copy)
 
-    def restore(self, copy: StateCopy) -> StateTag:
+    def restore(self, copy: StateSnapshot) -> StateTag:
         """Take a state copied by `snapshot`. Raises CheckpointError where it does not fit, with nothing changed."""
-        state.restore(self.replica, copy.state)
+        host_state.restore(self.replica, copy.state)
         return self._tag()
 
     @staticmethod
-    def save(copy: StateCopy, writer: Writer) -> None:
+    def save(copy: StateSnapshot, writer: StateWriter) -> None:
         """Write a snapshot's files; may run in another thread, after the engine is gone. Raises StorageError."""
-        files.write(copy.state, writer)
+        safetensors_files.write(copy.state, writer)
 
-    def load(self, reader: Reader) -> StateTag:
+    def load(self, reader: StateReader) -> StateTag:
         """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
         replica, seat = self.replica, self._seat
-        own = files.read_local(reader, seat) if replica.local else None
-        state.restore(replica, replace(files.read(reader, replica.wanted, replica.part), local=own))
+        own = safetensors_files.read_local(reader, seat) if replica.local else None
+        host_state.restore(replica, replace(safetensors_files.read(reader, replica.wanted, replica.part), local=own))
         replica.seat = seat
         return self._tag()
 
@@ -144,9 +142,9 @@ class TorchEngine:
         """
         if self._runner is None:
             self.warm(feed)
-        return self._guarded(lambda: step.train(self.replica, self._ready, feed))
+        return self._guarded(lambda: train_step.train(self.replica, self._ready, feed))
 
-    def evaluate_step(self, feed: Feed) -> Sums:
+    def evaluate_step(self, feed: Feed) -> MetricSums:
         """Local sums of `loss` and the metrics. Raises UserCodeError, JobError."""
         return self._guarded(lambda: evaluation.evaluate(self.replica.model, self._caller(), feed))
 
@@ -156,18 +154,18 @@ class TorchEngine:
 
     # --- for the engines ----------------------------------------------------------------------------------
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> Replica:
+    def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
         """Model and optimizer, fresh."""
-        return Replica(spec, plan, self._device, self._where)
+        return TorchReplica(spec, plan, self._device, self._where)
 
     @property
-    def replica(self) -> Replica:
+    def replica(self) -> TorchReplica:
         """Model, optimizer and step of this rank; `build` comes first."""
         assert self._replica is not None, "build() comes first"
         return self._replica
 
     @property
-    def _ready(self) -> Runner:
+    def _ready(self) -> StepRunner:
         assert self._runner is not None, "warm() comes before a step"
         return self._runner
 
@@ -180,11 +178,11 @@ class TorchEngine:
         return f"rank {self._rank}"
 
     @property
-    def _seat(self) -> Seat:
+    def _seat(self) -> DataRank:
         """This rank, as a data rank."""
-        return Seat(rank=self._rank, ranks=self._group.size if self._group else 1)
+        return DataRank(rank=self._rank, ranks=self._group.size if self._group else 1)
 
-    def _stand(self, replica: Replica) -> None:
+    def _stand(self, replica: TorchReplica) -> None:
         """A fresh build stands at step 0 from now on."""
         if replica.step is None:
             replica.step, replica.seat = 0, self._seat
@@ -203,38 +201,40 @@ class TorchEngine:
             sound=replica.sound and (replica.step is None or replica.seat == seat),
         )
 
-    def _caller(self) -> Caller:
+    def _caller(self) -> JobFunctions:
         replica = self.replica
-        return Caller(
+        return JobFunctions(
             spec=replica.spec, device=replica.device, autocast=replica.autocast, where=self._where,
             rescoring=replica.rescoring, group=self._batch_group,
         )  # fmt: skip
 
     @property
-    def _batch_group(self) -> Groups | None:
+    def _batch_group(self) -> GroupFactory | None:
         """Makes a process group of the ranks that share a global batch, which all of them call; None without one."""
         return None
 
-    def _warmed(self, feed: Feed) -> Runner:
+    def _warmed(self, feed: Feed) -> StepRunner:
         """A runner that has run once."""
         runner = self._alone(world=1)
         self._throwaway(runner, feed)
         return runner
 
-    def _alone(self, world: int) -> Runner:
+    def _alone(self, world: int) -> StepRunner:
         """A runner that reduces nothing."""
         objective = Objective(self.replica.model, self._caller(), world=world)
-        return Runner(objective=objective, reduced=objective, probe=Probe(objective, self.replica.trainable))
+        return StepRunner(
+            objective=objective, reduced=objective, probe=GradientNoiseProbe(objective, self.replica.trainable)
+        )
 
-    def _throwaway(self, runner: Runner, feed: Feed) -> bool:
+    def _throwaway(self, runner: StepRunner, feed: Feed) -> bool:
         """Run a copy of the first micro-batch with weight 0; says whether every parameter got a gradient."""
         replica = self.replica
-        _, share = step.shares(feed, muted=True)[0]
-        share = replace(share, batch=copied(share.batch), wish=False)
-        with replica.attempt(), random_kept(self._device), runner.objective.checking():
+        _, share = train_step.micro_batches_of(feed, muted=True)[0]
+        share = replace(share, batch=copy_batch(share.batch), wish=False)
+        with replica.attempt(), preserve_rng(self._device), runner.objective.checking():
             replica.reseed(0)
             with replica.finding_last() if runner.tells_own else nullcontext():
-                step.run(runner, share)
+                train_step.run_micro_batch(runner, share)
             replica.uncut = share.layout.whole
             every_used = all(parameter.grad is not None for parameter in replica.trainable)
         runner.objective.begin()
@@ -246,14 +246,14 @@ class TorchEngine:
         Meanwhile no other thread draws from the global generators of random numbers.
         """
         try:
-            with random_state.LOCK:
+            with random_state.GENERATORS_LOCK:
                 return work()
         except TrainwrightError as error:
             failure = error
         except RuntimeError as error:
-            if not user_code.lost_peer(error):
+            if not TorchUserCode.lost_peer(error):
                 raise
-            failure = peer_lost(error, self._where)
-            let_go(error)
-        let_go(failure)
+            failure = peer_lost_error(error, self._where)
+            clear_frames(error)
+        clear_frames(failure)
         raise failure

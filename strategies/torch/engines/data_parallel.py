@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import ClassVar
 
 from trainwright.core.data import Feed
-from trainwright.core.group import Capabilities, Move, StateTag
-from trainwright.strategies.torch.checkpoint import replica_digests, state
-from trainwright.strategies.torch.distributed.process_group import compared, everybody
-from trainwright.strategies.torch.engines.process_group_engine import Member
+from trainwright.core.topology import Capabilities, StateTag, StateTransfer
+from trainwright.strategies.torch.checkpoint import host_state, replica_digests
+from trainwright.strategies.torch.distributed.process_group import all_gather_ints, world_group
+from trainwright.strategies.torch.engines.process_group_engine import ProcessGroupEngine
 from trainwright.strategies.torch.torch_compat import ddp_without_buffer_sync
-from trainwright.strategies.torch.training.step import Runner, layout_of
+from trainwright.strategies.torch.training.train_step import StepRunner, batch_layout
 
 
-class DataParallel(Member):
+class DataParallel(ProcessGroupEngine):
     """A replica on each worker; gradients are averaged by all-reduce while they are computed.
 
     DDP chooses its buckets by the order in which gradients came in the first backward, which changes the order of
@@ -23,13 +23,15 @@ class DataParallel(Member):
     two ranks, since a sum of two has one order.
     """
 
-    capabilities: ClassVar[Capabilities] = replace(Member.capabilities, local_state=True, synchronized_batch_norm=True)
+    capabilities: ClassVar[Capabilities] = replace(
+        ProcessGroupEngine.capabilities, local_state=True, synchronized_batch_norm=True
+    )
 
-    def transfer(self, moves: Sequence[Move]) -> StateTag:
+    def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
         """Make every rank equal to the first move's source, bit by bit. Raises PeerLost."""
         if moves:
             source = moves[0].source
-            self._guarded(lambda: state.broadcast(self.replica, source, self._rank, self._device))
+            self._guarded(lambda: host_state.broadcast(self.replica, source, self._rank, self._device))
         return super().transfer(moves)
 
     def verify(self) -> None:
@@ -41,24 +43,26 @@ class DataParallel(Member):
         """
         assert self._group is not None, "form() comes first"
         kin = [("whole", "whole")] * self._group.size
-        self._guarded(lambda: replica_digests.compare(self.replica, kin, self._device, self._where))
+        self._guarded(lambda: replica_digests.check_replicas(self.replica, kin, self._device, self._where))
 
-    def _warmed(self, feed: Feed) -> Runner:
+    def _warmed(self, feed: Feed) -> StepRunner:
         """DDP around the objective, with its buckets fixed."""
         assert self._group is not None, "form() comes first"
         self.verify()
         alone, replica = self._alone(world=self._group.size), self.replica
         if replica.synchronized is not None:
             replica.synchronized.on = False
-        untried = replica.every_used is None or (replica.uncut and not layout_of(feed).whole)
-        if any(flag for (flag,) in compared([int(untried)], self._device)):  # all of them: a loss may gather
+        untried = replica.every_used is None or (replica.uncut and not batch_layout(feed).whole)
+        if any(flag for (flag,) in all_gather_ints([int(untried)], self._device)):  # all of them: a loss may gather
             replica.every_used = self._throwaway(alone, feed)
         assert replica.every_used is not None, "it was tried, here or where the state comes from"
-        every_used = all(flag for (flag,) in compared([int(replica.every_used)], self._device))
+        every_used = all(flag for (flag,) in all_gather_ints([int(replica.every_used)], self._device))
         parallel = ddp_without_buffer_sync(
             alone.objective, gradient_as_bucket_view=True, find_unused_parameters=not every_used
         )
-        runner = replace(alone, reduced=parallel, local=parallel.no_sync, every_used=every_used, others=(everybody(),))
+        runner = replace(
+            alone, reduced=parallel, local=parallel.no_sync, every_used=every_used, others=(world_group(),)
+        )
         if self._group.size != 2:
             self._throwaway(runner, feed)
         if replica.synchronized is not None:

@@ -15,24 +15,29 @@ from functools import partial
 import torch
 from torch import distributed, nn
 
-from trainwright.core.data import Columns, Feed, Sums
+from trainwright.core.data import Columns, Feed, MetricSums
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
-from trainwright.strategies.torch.checkpoint.shard_layout import WHOLE, Box
-from trainwright.strategies.torch.distributed.fsdp_wrap import Calls, divide, freezing, gathered, released
-from trainwright.strategies.torch.engines.sharded_model_engine import Divided
+from trainwright.strategies.torch.checkpoint.shard_layout import WHOLE_MODEL, ShardSlice
+from trainwright.strategies.torch.distributed.fsdp_wrap import (
+    BlockCalls,
+    fsdp_modules,
+    fully_shard_model,
+    reshard_model,
+    run_step_with_freezing,
+)
+from trainwright.strategies.torch.engines.sharded_model_engine import ShardedModelEngine
 from trainwright.strategies.torch.engines.tensor_parallel import MeshRunner
 from trainwright.strategies.torch.torch_compat import queue_backward_callback
-from trainwright.strategies.torch.training.compile import compile_blocks
-from trainwright.strategies.torch.training.noise_probe import Probe
+from trainwright.strategies.torch.training.model_blocks import compile_blocks
 from trainwright.strategies.torch.training.objective import Objective
-from trainwright.strategies.torch.training.step import Runner
-from trainwright.strategies.torch.training.train_state import Replica
+from trainwright.strategies.torch.training.train_state import TorchReplica
+from trainwright.strategies.torch.training.train_step import GradientNoiseProbe, StepRunner
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedRunner(MeshRunner):
+class _ShardedRunner(MeshRunner):
     """Runs micro-batches of a divided model.
 
     FSDP2 reduces the model's gradients alone. The sums that travel in DDP's reduction and what `calls` kept go through
@@ -42,7 +47,7 @@ class ShardedRunner(MeshRunner):
         calls: what each step ran.
     """
 
-    calls: Calls
+    calls: BlockCalls
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -63,7 +68,7 @@ class ShardedRunner(MeshRunner):
         sums = torch.cat((self.place.told(carried) / self.objective.world, facts.to(carried.device)))
         self.telling.append((sums, distributed.all_reduce(sums, async_op=True)))
 
-    def reduce(self, replica: Replica) -> None:
+    def reduce(self, replica: TorchReplica) -> None:
         """FSDP2 has reduced every gradient.
 
         Raises:
@@ -88,16 +93,16 @@ class ShardedRunner(MeshRunner):
         self.telling.append((sums[: told - 2], work))
 
 
-class Sharded(Divided):
+class Sharded(ShardedModelEngine):
     """A part of the model on each worker: `mesh.shard` of them make a whole, or of what tensor parallelism leaves."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls: Calls | None = None
+        self._calls: BlockCalls | None = None
 
     # --- steps --------------------------------------------------------------------------------------------
 
-    def evaluate_step(self, feed: Feed) -> Sums:
+    def evaluate_step(self, feed: Feed) -> MetricSums:
         """Local sums of `loss` and the metrics; parameters are gathered, so that every rank calls it alike."""
         with self._gathering():
             return super().evaluate_step(feed)
@@ -117,33 +122,33 @@ class Sharded(Divided):
         self._calls = None
         super()._let_go()
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> Replica:
-        step = None if spec.step is None else partial(freezing, spec.step)
+    def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
+        step = None if spec.step is None else partial(run_step_with_freezing, spec.step)
         replica = super()._made(replace(spec, step=step), plan)
-        self._calls = Calls(replica.model, replica.names)
+        self._calls = BlockCalls(replica.model, replica.names)
         return replica
 
-    def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, Box]:
+    def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
         boxes = self._divide(model, self._split(spec, plan, model))
         if spec.compile == "inductor":
             compile_blocks(model, self._device)
         mesh = self._placed.device_mesh(self._device)
-        divide(model, mesh, zero=plan.zero, offload=plan.offload, where=self._where)
+        fully_shard_model(model, mesh, zero=plan.zero, offload=plan.offload, where=self._where)
         return boxes
 
-    def _warmed(self, feed: Feed) -> Runner:
+    def _warmed(self, feed: Feed) -> StepRunner:
         """A runner that has run once on all ranks."""
-        if self._part == WHOLE:
+        if self._part == WHOLE_MODEL:
             return super()._warmed(feed)
         assert self._calls is not None, "build() comes first"
         self._check_start()
         self.verify()
         place = self._placed
         objective = Objective(self.replica.model, self._caller(), world=place.mesh.data_ranks)
-        runner = ShardedRunner(
+        runner = _ShardedRunner(
             objective=objective,
             reduced=objective,
-            probe=Probe(objective, ()),  # no rank sees a gradient of its own
+            probe=GradientNoiseProbe(objective, ()),  # no rank sees a gradient of its own
             local=self._unreplicated,
             calls=self._calls,
             place=place,
@@ -159,12 +164,12 @@ class Sharded(Divided):
         try:
             yield
         finally:
-            released(self.replica.model)
+            reshard_model(self.replica.model)
 
     @contextmanager
     def _unreplicated(self) -> Iterator[None]:
         """Every backward scatters gradients, or each rank would hold all of them; replicas add theirs in the last."""
-        root = gathered(self.replica.model)[0]
+        root = fsdp_modules(self.replica.model)[0]
         root.set_requires_all_reduce(False)
         try:
             yield

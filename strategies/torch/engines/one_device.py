@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from trainwright.core.group import Capabilities, Group, StateTag
+from trainwright.core.topology import Capabilities, Group, StateTag
 from trainwright.strategies.torch.engines.base import TorchEngine
 
 

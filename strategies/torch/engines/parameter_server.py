@@ -13,29 +13,36 @@ from typing import ClassVar
 
 from torch import nn
 
-from trainwright.core.checkpoint import Reader
-from trainwright.core.data import Columns, Feed, StepReport, Sums
-from trainwright.core.engine import ModelSpec, StateCopy
+from trainwright.core.data import Columns, Feed, MetricSums, StepReport
+from trainwright.core.engine import ModelSpec, StateReader, StateSnapshot
 from trainwright.core.errors import JobError, TrainwrightError
-from trainwright.core.group import Address, Capabilities, Generation, Group, Move, Peer, Role, StateTag
 from trainwright.core.plan import Plan
-from trainwright.core.staleness import Outer, Staleness, Unit
+from trainwright.core.topology import (
+    Address,
+    Capabilities,
+    Generation,
+    Group,
+    OuterOptimizer,
+    Peer,
+    Role,
+    StalenessCounts,
+    StateTag,
+    StateTransfer,
+    WorkUnit,
+)
 from trainwright.strategies.common.host_address import own_host
-from trainwright.strategies.ps.client import Clients
-from trainwright.strategies.ps.follower_server import Follower
-from trainwright.strategies.ps.lead_server import Lead
-from trainwright.strategies.ps.server import Desk
-from trainwright.strategies.ps.server_config import Rules
-from trainwright.strategies.ps.sockets import Listener, Switch
-from trainwright.strategies.torch.checkpoint.shard_layout import Part
+from trainwright.strategies.common.socket_transport import ConnectionCanceller, SocketListener
+from trainwright.strategies.ps.parameter_client import ParameterClient
+from trainwright.strategies.ps.server_roles import FollowerServer, LeadServer
+from trainwright.strategies.ps.shard_server import ServerConfig, ShardServer
+from trainwright.strategies.torch.checkpoint.shard_layout import ModelPart
 from trainwright.strategies.torch.engines.base import TorchEngine
-from trainwright.strategies.torch.ps.gradient_layout import Form
-from trainwright.strategies.torch.ps.server_shard import Served, shards
-from trainwright.strategies.torch.ps.shard_store import Bank
-from trainwright.strategies.torch.ps.transfer import SPARSE
-from trainwright.strategies.torch.ps.worker import Solo
-from trainwright.strategies.torch.training.step import Runner
-from trainwright.strategies.torch.training.train_state import Replica
+from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
+from trainwright.strategies.torch.ps.parameter_transfer import SPARSE_REFUSED
+from trainwright.strategies.torch.ps.parameter_worker import ParameterWorker
+from trainwright.strategies.torch.ps.shard_store import ServedReplica, TorchShardStore, server_shards
+from trainwright.strategies.torch.training.train_state import TorchReplica
+from trainwright.strategies.torch.training.train_step import StepRunner
 
 
 class ParameterServer(TorchEngine):
@@ -50,23 +57,23 @@ class ParameterServer(TorchEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._listener: Listener | None = None
-        self._switch = Switch()
-        self._desk: Desk | None = None
-        self._bank: Bank | None = None
+        self._listener: SocketListener | None = None
+        self._switch = ConnectionCanceller()
+        self._desk: ShardServer | None = None
+        self._bank: TorchShardStore | None = None
         self._job: tuple[ModelSpec, Plan] | None = None
-        self._clients: Clients | None = None
-        self._solo: Solo | None = None
+        self._clients: ParameterClient | None = None
+        self._solo: ParameterWorker | None = None
 
     # --- the group ----------------------------------------------------------------------------------------
 
     def reserve(self, generation: Generation, role: Role) -> Address:
         """A server listens on a port that the system chooses; nobody has to reach a worker."""
         self.leave()
-        self._switch = Switch()
+        self._switch = ConnectionCanceller()
         if role != "server":
             return super().reserve(generation, role)
-        self._listener = Listener(own_host())
+        self._listener = SocketListener(own_host())
         return self._listener.address
 
     def form(self, group: Group) -> StateTag:
@@ -74,13 +81,13 @@ class ParameterServer(TorchEngine):
         super().form(group)
         if self._serving:
             assert self._listener is not None, "reserve() comes first"
-            kind = Lead if group.rank == self._servers[0].rank else Follower
+            kind = LeadServer if group.rank == self._servers[0].rank else FollowerServer
             self._desk = kind(self._listener, group, self._servers, self._switch)
             self._listener = None
             if self._switch.off:  # cut while there was no desk to cut
                 self._desk.cut()
         else:
-            self._clients = Clients(group, self._servers, self._switch)
+            self._clients = ParameterClient(group, self._servers, self._switch)
             self._clients.open()
         if self._job is not None:
             self._guarded(partial(self._again, *self._job))
@@ -118,13 +125,13 @@ class ParameterServer(TorchEngine):
         self._equip()
         return self._tag()
 
-    def transfer(self, moves: Sequence[Move]) -> StateTag:
+    def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
         """Nothing is sent: no two ranks hold the same. A fresh build stands at step 0 from then on."""
         if moves:
             raise TrainwrightError("no other server has a copy of a shard", remedy="restore from a checkpoint")
         return super().transfer(moves)
 
-    def snapshot(self) -> StateCopy:
+    def snapshot(self) -> StateSnapshot:
         """Copy a server's shard to host memory."""
         if self._desk is None:
             return super().snapshot()
@@ -132,11 +139,11 @@ class ParameterServer(TorchEngine):
         with self._desk.lock:
             return super().snapshot()
 
-    def restore(self, copy: StateCopy) -> StateTag:
+    def restore(self, copy: StateSnapshot) -> StateTag:
         """Let a server take a shard copied by `snapshot`. Raises CheckpointError, with nothing changed."""
         return self._renewed(lambda: super(ParameterServer, self).restore(copy))
 
-    def load(self, reader: Reader) -> StateTag:
+    def load(self, reader: StateReader) -> StateTag:
         """Let a server take its shard of a checkpoint; a worker pulls. Raises CheckpointError, with nothing changed."""
         if not self._serving:
             return self._tag()
@@ -149,7 +156,7 @@ class ParameterServer(TorchEngine):
         if not self._serving:
             super().warm(feed)
 
-    def lease(self, first: int) -> Unit | None:
+    def lease(self, first: int) -> WorkUnit | None:
         """What to compute next; None when the servers' `serve` from step `first` on is over. Raises PeerLost."""
         grant = self._clients_of.lease(first)
         return None if grant is None else grant.unit
@@ -166,7 +173,7 @@ class ParameterServer(TorchEngine):
             self.warm(feed)
         return self._guarded(lambda: self._solo_of.train(self._ready, feed))
 
-    def evaluate_step(self, feed: Feed) -> Sums:
+    def evaluate_step(self, feed: Feed) -> MetricSums:
         """Sums at the servers' newest parameters. Raises UserCodeError, JobError, PeerLost."""
         self._solo_of.pull()
         return super().evaluate_step(feed)
@@ -182,7 +189,7 @@ class ParameterServer(TorchEngine):
         yield from desk.serve(replica.step or 0, until, wish)
         replica.step = desk.step
 
-    def staleness(self) -> Staleness:
+    def staleness(self) -> StalenessCounts:
         """The first server: of what was pushed since it was asked last."""
         return self.server.staleness()
 
@@ -198,25 +205,25 @@ class ParameterServer(TorchEngine):
         return any(peer.rank == self._rank for peer in self._servers)
 
     @property
-    def server(self) -> Desk:
+    def server(self) -> ShardServer:
         """The server of this rank, once it has formed its group."""
         assert self._desk is not None, "a server has a desk, once it has formed"
         return self._desk
 
     @property
-    def _clients_of(self) -> Clients:
+    def _clients_of(self) -> ParameterClient:
         assert self._clients is not None, "a worker has connections, once it has formed"
         return self._clients
 
     @property
-    def _solo_of(self) -> Solo:
+    def _solo_of(self) -> ParameterWorker:
         assert self._solo is not None, "build() comes first"
         return self._solo
 
     @property
-    def _part(self) -> Part:
+    def _part(self) -> ModelPart:
         """Of the servers, this one."""
-        return Part(server=self._rank, servers=len(self._servers))
+        return ModelPart(server=self._rank, servers=len(self._servers))
 
     def _tag(self) -> StateTag:
         plain, count = super()._tag(), len(self._servers)
@@ -230,28 +237,28 @@ class ParameterServer(TorchEngine):
 
     def _again(self, spec: ModelSpec, plan: Plan) -> None:
         """Stay with what is held where that is this rank's part in the new group too; otherwise build as at first."""
-        held = self._replica.part if isinstance(self._replica, Served) else None
+        held = self._replica.part if isinstance(self._replica, ServedReplica) else None
         if held != (self._part if self._serving else None):
             self._replica = self._made(spec, plan)
         self._equip()
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> Replica:
+    def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
         self._bank = self._solo = None
         if self._serving:
             return self._served(spec, plan)
         replica = super()._made(spec, plan)
-        _check(replica.model, self._where)
-        self._solo = Solo(replica, shards(spec, plan, replica.model, self._where), plan)
+        _check_dense(replica.model, self._where)
+        self._solo = ParameterWorker(replica, server_shards(spec, plan, replica.model, self._where), plan)
         return replica
 
-    def _served(self, spec: ModelSpec, plan: Plan) -> Served:
+    def _served(self, spec: ModelSpec, plan: Plan) -> ServedReplica:
         """This server's shard."""
-        replica = Served(spec, plan, self._where, self._part)
-        _check(replica.model, self._where)
-        shard = shards(spec, plan, replica.model, self._where)[self._rank]
+        replica = ServedReplica(spec, plan, self._where, self._part)
+        _check_dense(replica.model, self._where)
+        shard = server_shards(spec, plan, replica.model, self._where)[self._rank]
         replica.keep({slot.name: slot.rows for slot in shard.slots})
-        outer = Outer.parse(plan.outer) if plan.local_steps > 1 else None
-        self._bank = Bank(replica, shard, Form(shard, plan.wire), outer, self._where)
+        outer = OuterOptimizer.parse(plan.outer) if plan.local_steps > 1 else None
+        self._bank = TorchShardStore(replica, shard, GradientLayout(shard, plan.wire), outer, self._where)
         return replica
 
     def _equip(self) -> None:
@@ -259,7 +266,7 @@ class ParameterServer(TorchEngine):
         assert self._job is not None, "build() comes first"
         spec, plan = self._job
         if self._bank is not None:
-            self.server.open(self._bank, Rules.of(plan, spec))
+            self.server.open(self._bank, ServerConfig.of(plan, spec))
         else:
             self._solo_of.join(self._clients_of)
 
@@ -272,20 +279,20 @@ class ParameterServer(TorchEngine):
             desk.sound = True
         return self._tag()
 
-    def _let_stand(self, desk: Desk) -> None:
+    def _let_stand(self, desk: ShardServer) -> None:
         """What a server holds that is interrupted in the middle of a segment is of no step."""
         if self._replica is not None:
             self._replica.sound = self._replica.sound and desk.sound
 
-    def _warmed(self, feed: Feed) -> Runner:
+    def _warmed(self, feed: Feed) -> StepRunner:
         runner = self._solo_of.runner(self._caller())
         self._throwaway(runner, feed)
         return runner
 
 
-def _check(model: nn.Module, where: str) -> None:
+def _check_dense(model: nn.Module, where: str) -> None:
     """Raise JobError for what servers cannot be given."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     sparse = [name for name, module in model.named_modules() if isinstance(module, kinds) and module.sparse]
     if sparse:
-        raise JobError([f"parameter {f'{sparse[0]}.weight'!r} {SPARSE}"], where=where)
+        raise JobError([f"parameter {f'{sparse[0]}.weight'!r} {SPARSE_REFUSED}"], where=where)

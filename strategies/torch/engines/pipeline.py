@@ -16,29 +16,26 @@ from functools import partial
 import torch
 from torch import Tensor, distributed, nn
 
-from trainwright.core.data import Columns, Feed, StepReport, Sums
-from trainwright.core.engine import ModelSpec, StateCopy
+from trainwright.core.data import Columns, Feed, MetricSums, StepReport
+from trainwright.core.engine import ModelSpec, StateSnapshot
 from trainwright.core.errors import JobError, NonFiniteLoss
-from trainwright.core.pipeline_layout import misplaced, place_of, section_of
-from trainwright.core.plan import Plan
-from trainwright.strategies.search.compatibility import combination
-from trainwright.strategies.search.stage_sections import scanty
-from trainwright.strategies.torch.checkpoint.shard_layout import WHOLE, Box, local
-from trainwright.strategies.torch.engines.sharded_model_engine import Divided
+from trainwright.core.plan import Plan, chunk_problem, section_of, stage_of_section
+from trainwright.strategies.cost_model.plan_constraints import invalid_combination, too_few_micro_batches
+from trainwright.strategies.torch.checkpoint.shard_layout import WHOLE_MODEL, ShardSlice, to_local
+from trainwright.strategies.torch.distributed.fsdp_wrap import StageShards
+from trainwright.strategies.torch.engines.sharded_model_engine import ShardedModelEngine
 from trainwright.strategies.torch.engines.tensor_parallel import MeshRunner
-from trainwright.strategies.torch.pipeline.p2p import Links
-from trainwright.strategies.torch.pipeline.split import Cut
-from trainwright.strategies.torch.pipeline.stage_executor import Pipe
-from trainwright.strategies.torch.pipeline.stage_fsdp import Shards
-from trainwright.strategies.torch.tensor_parallel.layers import Split
+from trainwright.strategies.torch.pipeline.p2p import StageLinks
+from trainwright.strategies.torch.pipeline.split import SplitModel
+from trainwright.strategies.torch.pipeline.stage_executor import StageExecutor
+from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan
 from trainwright.strategies.torch.training import evaluation
-from trainwright.strategies.torch.training.batch_losses import Groups
-from trainwright.strategies.torch.training.compile import compile_blocks
-from trainwright.strategies.torch.training.noise_probe import Probe
-from trainwright.strategies.torch.training.objective import Objective, Share
-from trainwright.strategies.torch.training.step import Runner, shares
-from trainwright.strategies.torch.training.tensors import copied
-from trainwright.strategies.torch.training.train_state import Replica, random_kept
+from trainwright.strategies.torch.training.batch_losses import GroupFactory
+from trainwright.strategies.torch.training.batch_tensors import copy_batch
+from trainwright.strategies.torch.training.model_blocks import compile_blocks
+from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective
+from trainwright.strategies.torch.training.train_state import TorchReplica, preserve_rng
+from trainwright.strategies.torch.training.train_step import GradientNoiseProbe, StepRunner, micro_batches_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,17 +49,22 @@ class PipelineRunner(MeshRunner):
         shards: of the stage's parameters, where ranks divide them.
     """
 
-    pipe: Pipe
+    pipe: StageExecutor
     shared: tuple[tuple[nn.Parameter, distributed.ProcessGroup, bool], ...]
-    shards: Shards | None = None
+    shards: StageShards | None = None
 
-    def accumulate(self, replica: Replica, feed: Feed, *, sampled: bool) -> None:
+    def accumulate(self, replica: TorchReplica, feed: Feed, *, sampled: bool) -> None:
         """Forward and backward of every micro-batch, in the order of the schedule."""
         following = feed.following if replica.versions is not None else None
         assert following is None or following.step == feed.step + 1, "steps follow each other"
-        self.run(shares(feed), feed, shares(following) if following else ())
+        self.run(micro_batches_of(feed), feed, micro_batches_of(following) if following else ())
 
-    def run(self, given: Sequence[tuple[int, Share]], feed: Feed, following: Sequence[tuple[int, Share]] = ()) -> None:
+    def run(
+        self,
+        given: Sequence[tuple[int, MicroBatchShare]],
+        feed: Feed,
+        following: Sequence[tuple[int, MicroBatchShare]] = (),
+    ) -> None:
         """The same of micro-batches, with those of the next step."""
         self.objective.begin()
         self.telling.clear()
@@ -75,7 +77,7 @@ class PipelineRunner(MeshRunner):
             self.objective.tell_wish(feed.wish)
         self.tell()
 
-    def reduce(self, replica: Replica) -> None:
+    def reduce(self, replica: TorchReplica) -> None:
         """Make each gradient that of the global batch."""
         if self.shards is None:
             super().reduce(replica)
@@ -84,21 +86,21 @@ class PipelineRunner(MeshRunner):
         for parameter, group, _ in self.shared:  # after the replicas, so that all copies come to the same bits
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            distributed.all_reduce(local(parameter.grad), group=group)
+            distributed.all_reduce(to_local(parameter.grad), group=group)
 
     def twice(self) -> frozenset[Tensor]:
         """Parameters that count in the norm on another stage."""
         return frozenset(parameter for parameter, _, first in self.shared if not first)
 
 
-class Pipeline(Divided):
+class Pipeline(ShardedModelEngine):
     """A stage of the model on each worker, or a part of one, `mesh.data` times."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._cut: Cut | None = None
-        self._links: Links | None = None
-        self._shards: Shards | None = None
+        self._cut: SplitModel | None = None
+        self._links: StageLinks | None = None
+        self._shards: StageShards | None = None
 
     def leave(self) -> None:
         """Drop what holds the process group, end it and close its sockets; the state stays."""
@@ -108,7 +110,7 @@ class Pipeline(Divided):
 
     # --- the state ----------------------------------------------------------------------------------------
 
-    def snapshot(self) -> StateCopy:
+    def snapshot(self) -> StateSnapshot:
         """Copy this rank's part to host memory. Training may go on at once."""
         assert not self._begun, "the step that was told to follow comes first"
         return super().snapshot()
@@ -134,18 +136,18 @@ class Pipeline(Divided):
             self._recall()
         return report
 
-    def evaluate_step(self, feed: Feed) -> Sums:
+    def evaluate_step(self, feed: Feed) -> MetricSums:
         """Local sums of `loss` and the metrics, on the stage with the loss; nothing on the others, which call it."""
-        if self._part == WHOLE:
+        if self._part == WHOLE_MODEL:
             return super().evaluate_step(feed)
         with self._gathering():
             through = self._through(feed)
             sums = self._guarded(lambda: evaluation.evaluate(self.replica.model, self._caller(), feed, through))
-        return Sums() if self._part.tensor else sums
+        return MetricSums() if self._part.tensor else sums
 
     def predict_step(self, feed: Feed) -> Columns:
         """The model's outputs for the feed's rows, on the stage with the loss; nothing on the others, which call it."""
-        if self._part == WHOLE:
+        if self._part == WHOLE_MODEL:
             return super().predict_step(feed)
         with self._gathering():
             through = self._through(feed)
@@ -155,7 +157,7 @@ class Pipeline(Divided):
     # --- inside -------------------------------------------------------------------------------------------
 
     @property
-    def _batch_group(self) -> Groups | None:
+    def _batch_group(self) -> GroupFactory | None:
         """Only the last stage has outputs to gather, and making a group takes all ranks."""
         return None
 
@@ -195,9 +197,9 @@ class Pipeline(Divided):
 
     def _settle(self, plan: Plan) -> None:
         super()._settle(plan)
-        if self._part != WHOLE:
+        if self._part != WHOLE_MODEL:
             meant, deadline_s = replace(plan, mesh=self._placed.mesh), self._placed.deadline.total_seconds()
-            self._links = Links.of(meant, self._rank, self._device, deadline_s)
+            self._links = StageLinks.of(meant, self._rank, self._device, deadline_s)
 
     def _problems(self, spec: ModelSpec, plan: Plan) -> list[str]:
         """What of a job a pipeline cannot do."""
@@ -207,26 +209,26 @@ class Pipeline(Divided):
                 "a pipeline runs the model stage by stage, so that step= cannot: give the job inputs=, targets= and "
                 "loss="
             )
-        if misplaced(plan.schedule, plan.chunks):
-            found.append(misplaced(plan.schedule, plan.chunks))
+        if chunk_problem(plan.schedule, plan.chunks):
+            found.append(chunk_problem(plan.schedule, plan.chunks))
         if len(plan.cuts) + 1 != plan.sections:
             counts = f"{len(plan.cuts)} cuts for {plan.sections} sections"
             found.append(f"the plan has {counts}: it needs one less than there are sections")
         if plan.streamed and plan.accumulation < plan.mesh.pipeline:
-            found.append(": ".join(scanty(plan, plan.accumulation)))
-        refused = combination(plan)
+            found.append(": ".join(too_few_micro_batches(plan, plan.accumulation)))
+        refused = invalid_combination(plan)
         return [*found, *([": ".join(refused)] if refused else []), *spec.collation.static_problems()]
 
-    def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, Box]:
+    def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
         """Keep this rank's stage of a whole model, or its part of it, and bring that to the device."""
         assert spec.sample is not None, "a job brings a sample"
         part, caller, split = self._part, self._caller_for(spec, plan), self._split(spec, plan, model)
         columns = caller.inputs(spec.sample())
         given = [columns[name] for name in spec.inputs]
-        boxes: dict[str, Box] = {}
+        boxes: dict[str, ShardSlice] = {}
         prepare = partial(self._prepared, boxes, split, plan.cuts if spec.compile == "inductor" else None)
         own = _sections(plan, part.stage)
-        self._cut = Cut(model, plan.cuts, own, given, caller.precisely, self._where, prepare)
+        self._cut = SplitModel(model, plan.cuts, own, given, caller.precisely, self._where, prepare)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise JobError(
                 [f"stage {part.stage} has no parameter to train: cut the model elsewhere, or into fewer stages"],
@@ -234,13 +236,13 @@ class Pipeline(Divided):
             )
         model.to(self._device)
         if self._placed.shards is not None:
-            self._shards = Shards(model, self._placed.device_mesh(self._device), self._where)
+            self._shards = StageShards(model, self._placed.device_mesh(self._device), self._where)
         return boxes
 
     def _prepared(
         self,
-        boxes: dict[str, Box],
-        split: Split,
+        boxes: dict[str, ShardSlice],
+        split: TensorParallelPlan,
         compiled: Sequence[str] | None,
         model: nn.Module,
         users: Mapping[str, frozenset[int]],
@@ -264,9 +266,9 @@ class Pipeline(Divided):
                 )
         boxes |= self._divide(model, split)
 
-    def _warmed(self, feed: Feed) -> Runner:
+    def _warmed(self, feed: Feed) -> StepRunner:
         """A runner that has run once on all ranks."""
-        if self._part == WHOLE:
+        if self._part == WHOLE_MODEL:
             return super()._warmed(feed)
         assert self._group is not None and self._job is not None and self._cut is not None, "build() comes first"
         self._check_start()
@@ -278,7 +280,7 @@ class Pipeline(Divided):
         runner = PipelineRunner(
             objective=objective,
             reduced=objective,
-            probe=Probe(objective, ()),  # no rank sees the gradient of a whole micro-batch
+            probe=GradientNoiseProbe(objective, ()),  # no rank sees the gradient of a whole micro-batch
             pipe=pipe,
             shared=self._shared(),
             place=self._placed,
@@ -290,18 +292,21 @@ class Pipeline(Divided):
 
     def _rehearse(self, runner: PipelineRunner, feed: Feed) -> None:
         """A step of weight 0 of which nothing is kept."""
-        given = [(micro, replace(share, batch=copied(share.batch))) for micro, share in shares(feed, muted=True)]
-        with self.replica.attempt(), random_kept(self._device), runner.objective.checking():
+        given = [
+            (micro, replace(share, batch=copy_batch(share.batch)))
+            for micro, share in micro_batches_of(feed, muted=True)
+        ]
+        with self.replica.attempt(), preserve_rng(self._device), runner.objective.checking():
             if runner.objective.caller.autocast:
                 with self._gathering():
                     runner.pipe.rehearse(given[0][1])
             runner.run(given, feed)
         runner.objective.begin()
 
-    def _pipe(self, objective: Objective) -> Pipe:
+    def _pipe(self, objective: Objective) -> StageExecutor:
         assert self._job is not None and self._cut is not None, "build() comes first"
         plan = self._job[1]
-        return Pipe(
+        return StageExecutor(
             cut=self._cut,
             links=self._linked,
             stage=self._part.stage,
@@ -313,7 +318,7 @@ class Pipeline(Divided):
         )
 
     @property
-    def _linked(self) -> Links:
+    def _linked(self) -> StageLinks:
         assert self._links is not None, "form() and build() come first"
         return self._links
 
@@ -344,16 +349,16 @@ class Pipeline(Divided):
     def _holder(self, section: int) -> int:
         """The stage that holds a section."""
         assert self._job is not None, "build() comes first"
-        return place_of(self._job[1].schedule, section=section, stages=self._part.stages)[0]
+        return stage_of_section(self._job[1].schedule, section=section, stages=self._part.stages)[0]
 
-    def _through(self, feed: Feed) -> evaluation.Through:
+    def _through(self, feed: Feed) -> evaluation.OutputsOf:
         """Gives a micro-batch's outputs on the stage that ends the model; no step need ever have been taken."""
         assert not self._begun, "the step that was told to follow comes first"
         if isinstance(self._runner, PipelineRunner):
             pipe = self._runner.pipe
         else:
             pipe = self._pipe(Objective(self.replica.model, self._caller(), world=1))
-        return lambda batch: pipe.outputs(Share(batch=batch, data_rank=feed.data_ranks[0], rows=feed.rows))
+        return lambda batch: pipe.outputs(MicroBatchShare(batch=batch, data_rank=feed.data_ranks[0], rows=feed.rows))
 
 
 def _sections(plan: Plan, stage: int) -> list[int]:

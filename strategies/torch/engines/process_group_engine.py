@@ -7,18 +7,18 @@ from datetime import timedelta
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from trainwright.core.group import Address, Generation, Group, Role, StateTag
-from trainwright.strategies.torch.distributed.process_group import Membership
+from trainwright.core.topology import Address, Generation, Group, Role, StateTag
+from trainwright.strategies.torch.distributed.process_group import ProcessGroupHandle
 from trainwright.strategies.torch.engines.base import TorchEngine
-from trainwright.strategies.torch.training.batch_losses import Groups
+from trainwright.strategies.torch.training.batch_losses import GroupFactory
 
 
-class Member(TorchEngine):
+class ProcessGroupEngine(TorchEngine):
     """A rank of a process group."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._membership = Membership()
+        self._membership = ProcessGroupHandle()
         self._sharers: ProcessGroup | None = None
 
     def reserve(self, generation: Generation, role: Role) -> Address:
@@ -43,7 +43,7 @@ class Member(TorchEngine):
         return self._membership.interrupt()
 
     @property
-    def _batch_group(self) -> Groups | None:
+    def _batch_group(self) -> GroupFactory | None:
         """One apart from all others: within a backward DDP reduces gradients at moments that differ by rank."""
         return self._shared_batch
 

@@ -12,25 +12,25 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from trainwright.core.data import Columns, Feed, Sums
-from trainwright.core.engine import ModelSpec, StateCopy
+from trainwright.core.data import Columns, Feed, MetricSums
+from trainwright.core.engine import ModelSpec, StateSnapshot
 from trainwright.core.errors import CheckpointError, JobError
-from trainwright.core.group import Group, Move, StateTag
 from trainwright.core.plan import Plan
-from trainwright.strategies.torch.checkpoint import replica_digests, state
-from trainwright.strategies.torch.checkpoint.shard_layout import WHOLE, Box, Part
-from trainwright.strategies.torch.checkpoint.state import HostState
-from trainwright.strategies.torch.distributed.device_groups import Place
-from trainwright.strategies.torch.distributed.process_group import compared, same_start
-from trainwright.strategies.torch.engines.process_group_engine import Member
-from trainwright.strategies.torch.tensor_parallel.layers import Ring, Split, divide
+from trainwright.core.topology import Group, StateTag, StateTransfer
+from trainwright.strategies.torch.checkpoint import host_state, replica_digests
+from trainwright.strategies.torch.checkpoint.host_state import HostState
+from trainwright.strategies.torch.checkpoint.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice
+from trainwright.strategies.torch.distributed.mesh_groups import MeshGroups
+from trainwright.strategies.torch.distributed.process_group import all_gather_ints, check_same_start
+from trainwright.strategies.torch.engines.process_group_engine import ProcessGroupEngine
+from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelGroup, TensorParallelPlan, shard_layers
 from trainwright.strategies.torch.training.batch_norm import batch_norms
-from trainwright.strategies.torch.training.objective import Caller
-from trainwright.strategies.torch.training.train_state import AUTOCAST, Replica
+from trainwright.strategies.torch.training.objective import JobFunctions
+from trainwright.strategies.torch.training.train_state import AUTOCAST_DTYPES, TorchReplica
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Held:
+class _KeptState:
     """What this rank held when it left a group; tensors and nothing of the group's."""
 
     state: HostState
@@ -38,16 +38,16 @@ class _Held:
     sound: bool
 
 
-class Divided(Member):
+class ShardedModelEngine(ProcessGroupEngine):
     """A part of the model on each worker, as the plan's mesh says."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._place: Place | None = None
-        self._part: Part = WHOLE
+        self._place: MeshGroups | None = None
+        self._part: ModelPart = WHOLE_MODEL
         self._job: tuple[ModelSpec, Plan] | None = None
-        self._ring: Ring | None = None
-        self._held: _Held | None = None
+        self._ring: TensorParallelGroup | None = None
+        self._held: _KeptState | None = None
         self._checksum = 0
 
     # --- the group ----------------------------------------------------------------------------------------
@@ -84,27 +84,27 @@ class Divided(Member):
         self._job, self._place = (spec, plan), None
         return super().build(spec, plan)
 
-    def transfer(self, moves: Sequence[Move]) -> StateTag:
+    def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
         """Make this rank equal to the one that its part comes from, bit by bit. Raises PeerLost."""
         source = {move.piece: move.source for move in moves}.get(self._part.name)
         if source is not None:
             group = self._placed.replicas
-            self._guarded(lambda: state.broadcast(self.replica, source, self._rank, self._device, group))
+            self._guarded(lambda: host_state.broadcast(self.replica, source, self._rank, self._device, group))
         return super().transfer(moves)
 
-    def snapshot(self) -> StateCopy:
+    def snapshot(self) -> StateSnapshot:
         """Copy this rank's part to host memory. Training may go on at once."""
         if self._replica is None and self._held is not None:
             kept = self._copies.of(self._held.state)
-            return StateCopy(step=kept.step or 0, size_bytes=kept.size_bytes, state=kept)
+            return StateSnapshot(step=kept.step or 0, size_bytes=kept.size_bytes, state=kept)
         return super().snapshot()
 
     # --- steps --------------------------------------------------------------------------------------------
 
-    def evaluate_step(self, feed: Feed) -> Sums:
+    def evaluate_step(self, feed: Feed) -> MetricSums:
         """Local sums of `loss` and the metrics, on one of the ranks that compute them together."""
         sums = super().evaluate_step(feed)
-        return Sums() if self._part.tensor else sums
+        return MetricSums() if self._part.tensor else sums
 
     def predict_step(self, feed: Feed) -> Columns:
         """The model's outputs for the feed's rows, on one of the ranks that compute them together."""
@@ -119,13 +119,13 @@ class Divided(Member):
         return False
 
     @property
-    def _placed(self) -> Place:
+    def _placed(self) -> MeshGroups:
         assert self._place is not None, "form() and build() come first"
         return self._place
 
     def _tag(self) -> StateTag:
         plain, part = super()._tag(), self._part
-        if part == WHOLE:
+        if part == WHOLE_MODEL:
             return plain
         pieces = frozenset({part.name})
         return StateTag(step=plain.step, layout=self._layout, pieces=pieces, total=part.total, sound=plain.sound)
@@ -134,23 +134,23 @@ class Divided(Member):
     def _layout(self) -> str:
         return self._part.layout
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> Replica:
+    def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
         """Model and optimizer, this rank's part of both; makes the groups where there are none."""
         if self._place is None:
             self._settle(plan)
-        if self._part == WHOLE:
+        if self._part == WHOLE_MODEL:
             return super()._made(spec, plan)
         problems = [*self._problems(spec, plan)]
         if self._part.tensors > 1 and spec.compile == "inductor":
             problems.append('compile="inductor" was not tried with tensor parallelism: leave it out, or use tp=1')
-        if self._part.tensors > 1 and not by_numbers(spec):
+        if self._part.tensors > 1 and not is_elementwise(spec):
             problems.append(
                 "the optimizer does not work number by number, so that it cannot step on parts of a layer: use one "
                 'that does, such as AdamW, or strategy="data_parallel"'
             )
         if problems:
             raise JobError(problems, where=self._where)
-        return Replica(
+        return TorchReplica(
             spec, plan, self._device, self._where, part=self._part, place=partial(self._partition, spec, plan)
         )
 
@@ -158,23 +158,25 @@ class Divided(Member):
         """What of a job this engine cannot do."""
         return ()
 
-    def _partition(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, Box]:
+    def _partition(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
         """Keep this rank's part of a whole model, where it will be; says what it left of each tensor it cut."""
-        self._checksum = replica_digests.digest_of_parameters(model)
+        self._checksum = replica_digests.parameter_digest(model)
         return self._kept(spec, plan, model)
 
-    def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, Box]:
+    def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
         """The same, in an engine's own way."""
         raise NotImplementedError
 
-    def _split(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Split:
+    def _split(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> TensorParallelPlan:
         """How tensor-parallel ranks divide a whole model's layers. Raises JobError where that is not possible."""
         degree = self._placed.mesh.tensor
         if degree == 1:
-            return Split()
-        from trainwright.strategies.torch.profiling.model_profile import plainly, traced
-        from trainwright.strategies.torch.tensor_parallel.plan_search import Splitter
-        from trainwright.strategies.torch.tensor_parallel.sequence_check import unsuited
+            return TensorParallelPlan()
+        from trainwright.strategies.torch.profiling.model_profile import meta_runner, trace_model
+        from trainwright.strategies.torch.tensor_parallel.plan_search import (
+            TensorParallelPlanner,
+            sequence_parallel_problem,
+        )
 
         assert spec.sample is not None, "a job brings a sample"
         caller = self._caller_for(spec, plan)
@@ -182,31 +184,33 @@ class Divided(Member):
         least = 2 if batch_norms(model) else 1  # rows that it takes
         columns = {name: torch.cat([column] * least) for name, column in columns.items()}
         given = columns if spec.step else {name: columns[name] for name in spec.inputs}
-        run = plainly(given, call, spec.step, least)
-        splitter = Splitter(model, run, degree, self._where)
+        run = meta_runner(given, call, spec.step, least)
+        splitter = TensorParallelPlanner(model, run, degree, self._where)
         if spec.tensor_plan:
             split = splitter.planned(spec.tensor_plan)
         else:
-            split = splitter.found(lambda bones: traced(bones, given, call, spec.step))
-        if plan.sequence and (why := unsuited(model, split, run, degree, self._where)):
+            split = splitter.found(lambda bones: trace_model(bones, given, call, spec.step))
+        if plan.sequence and (why := sequence_parallel_problem(model, split, run, degree, self._where)):
             raise JobError(
                 [f"sequence=1: the model's tokens cannot be divided between layers that are: {why}; leave it out"],
                 where=self._where,
             )
         return replace(split, sequence=plan.sequence)
 
-    def _caller_for(self, spec: ModelSpec, plan: Plan) -> Caller:
+    def _caller_for(self, spec: ModelSpec, plan: Plan) -> JobFunctions:
         """How the job's functions are called in host memory, before there is a replica."""
-        return Caller(spec=spec, device=torch.device("cpu"), autocast=AUTOCAST.get(plan.precision), where=self._where)
+        return JobFunctions(
+            spec=spec, device=torch.device("cpu"), autocast=AUTOCAST_DTYPES.get(plan.precision), where=self._where
+        )
 
-    def _divide(self, model: nn.Module, split: Split) -> dict[str, Box]:
+    def _divide(self, model: nn.Module, split: TensorParallelPlan) -> dict[str, ShardSlice]:
         """Keep this rank's part of each layer that is divided. Raises JobError where it has hooks."""
         place = self._placed
         if place.tensors is None:
             return {}
         index, of = self._part.tensor, place.mesh.tensor
-        self._ring = Ring(index=index, of=of, group=place.tensors, sequence=split.sequence)
-        return divide(model, split, self._ring, self._where)
+        self._ring = TensorParallelGroup(index=index, of=of, group=place.tensors, sequence=split.sequence)
+        return shard_layers(model, split, self._ring, self._where)
 
     def verify(self) -> None:
         """Make sure that ranks hold the same where they should; every rank calls it, between two steps.
@@ -216,12 +220,14 @@ class Divided(Member):
             PeerLost: a rank is gone.
         """
         if self._replica is not None and self._placed.mesh.size > 1:
-            self._guarded(lambda: replica_digests.compare(self.replica, self._placed.kin, self._device, self._where))
+            self._guarded(
+                lambda: replica_digests.check_replicas(self.replica, self._placed.kin, self._device, self._where)
+            )
 
     def _check_start(self) -> None:
         """Raise JobError, on every rank, where the ranks' first parameters differ."""
-        answers = compared([0 if self.replica.step else self._checksum], self._device)
-        same_start([checksum for (checksum,) in answers], self._where)
+        answers = all_gather_ints([0 if self.replica.step else self._checksum], self._device)
+        check_same_start([checksum for (checksum,) in answers], self._where)
 
     def _made_group(self) -> ProcessGroup:
         return self._placed.batch_group()
@@ -229,7 +235,7 @@ class Divided(Member):
     def _settle(self, plan: Plan) -> None:
         """Find this rank's place in the group."""
         assert self._group is not None, "form() comes first"
-        self._place = Place.of(plan.mesh, self._group, self._where).joined()
+        self._place = MeshGroups.of(plan.mesh, self._group, self._where).joined()
         self._part = self._place.part
 
     # --- inside -------------------------------------------------------------------------------------------
@@ -249,8 +255,8 @@ class Divided(Member):
         if replica is not None:
             self._held = None
             with suppress(CheckpointError):  # an optimizer's state that cannot be saved cannot be carried over either
-                self._held = _Held(
-                    state=state.held(replica), buffers=dict(replica.named_buffers()), sound=replica.sound
+                self._held = _KeptState(
+                    state=host_state.state_of(replica), buffers=dict(replica.named_buffers()), sound=replica.sound
                 )
 
     def _let_go(self) -> None:
@@ -272,12 +278,12 @@ class Divided(Member):
         gc.collect()  # there may be no room for the model of another part beside the next one
         self._replica = self._made(spec, plan)
         if held is not None:
-            state.restore(self._replica, held.state)
+            host_state.restore(self._replica, held.state)
             self._replica.sound = held.sound
             self._replica.take_buffers(held.buffers)
 
 
-def by_numbers(spec: ModelSpec) -> bool:
+def is_elementwise(spec: ModelSpec) -> bool:
     """Whether an optimizer does to parts of a parameter what it does to all of it; True where it cannot be tried."""
     assert spec.optimizer is not None, "only a job with run='fit' may leave it out"
     start = torch.linspace(-1.0, 2.0, 16).view(4, 4)

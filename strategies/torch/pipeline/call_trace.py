@@ -1,25 +1,34 @@
 """What a model's forward is made of, seen from outside its modules, and how it is listened to.
 
 A forward consists of calls of modules that lie in one section each, and of what it does between them.
+
+One forward on the meta device, where tensors have shapes and no memory, tells all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trainwright.strategies.torch.torch_compat import TreeSpec, pop_mode_temporarily
+from trainwright.core.errors import JobError
+from trainwright.strategies.torch.profiling.meta_values import MetaValueMode
+from trainwright.strategies.torch.torch_compat import TreeSpec, pop_mode_temporarily, tree_flatten, tree_leaves
 
-Forward = Callable[[nn.Module, Sequence[Tensor]], Any]
+ForwardFunction = Callable[[nn.Module, Sequence[Tensor]], Any]
 
 
-class Key(NamedTuple):
+class ValueKey(NamedTuple):
     """A value: which tensor of what the n-th call, function between calls, or input gave."""
 
     source: Literal["input", "call", "glue"]
@@ -28,7 +37,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class _ModuleCall:
     """A module's call that a forward makes from between modules.
 
     Attributes:
@@ -45,7 +54,7 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class _CallResult:
     """What a call gave: tensors by their keys, all else as it was."""
 
     spec: TreeSpec
@@ -53,7 +62,7 @@ class Result:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Route:
+class ForwardRoute:
     """One forward on so many rows.
 
     Attributes:
@@ -69,19 +78,19 @@ class Route:
         counting: buffers that the forward changes between calls.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[_ModuleCall, ...]
     glue: tuple[Any, ...]
-    results: Mapping[int, Result]
-    values: Mapping[Key, Tensor]
-    same: Mapping[Key, Key]
-    taken: tuple[tuple[Key, ...], ...]
+    results: Mapping[int, _CallResult]
+    values: Mapping[ValueKey, Tensor]
+    same: Mapping[ValueKey, ValueKey]
+    taken: tuple[tuple[ValueKey, ...], ...]
     given: tuple[tuple[Tensor, ...], ...]
-    changed: tuple[frozenset[Key], ...]
+    changed: tuple[frozenset[ValueKey], ...]
     users: Mapping[str, frozenset[int]]
     counting: frozenset[str]
 
 
-class Watched:
+class WatchedModel:
     """A module tree whose chosen modules tell a follower of their calls before they run.
 
     Args:
@@ -91,7 +100,7 @@ class Watched:
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self.model = model
-        self.follower: Follower | None = None
+        self.follower: CallListener | None = None
         for name in names:
             module = model.get_submodule(name)
             module.forward = partial(self._called, name, module.forward)
@@ -103,7 +112,7 @@ class Watched:
         return follower.call(name, forward, args, kwargs)
 
     @contextmanager
-    def followed(self, follower: Follower) -> Iterator[None]:
+    def followed(self, follower: CallListener) -> Iterator[None]:
         """Within, the follower hears of everything."""
         self.follower = follower
         try:
@@ -113,7 +122,7 @@ class Watched:
             self.follower = None
 
 
-class Follower(TorchFunctionMode):
+class CallListener(TorchFunctionMode):
     """Hears of what a forward does between modules, and of calls of the modules watched.
 
     Attributes:
@@ -148,3 +157,298 @@ class Follower(TorchFunctionMode):
         """Run a call without hearing of what happens in it."""
         with self.deaf(), pop_mode_temporarily():
             return forward(*args, **kwargs)
+
+
+# --- Which calls and values a model's forward is made of --------------------------------------------------------------
+
+
+class ForwardTracer:
+    """Follows forwards of a model that is to be cut.
+
+    Args:
+        model: on the meta device.
+        entries: names of the modules with whose first calls the sections from the second on begin.
+        forward: calls a model with its inputs.
+        where: the rank, for errors.
+    """
+
+    def __init__(self, model: nn.Module, entries: Sequence[str], forward: ForwardFunction, where: str) -> None:
+        self._model, self._entries, self._forward, self._where = model, entries, forward, where
+        self._watched: WatchedModel | None = None
+        self.names: frozenset[str] = frozenset()
+
+    @torch.enable_grad()  # whoever asks: it tells what gets a gradient
+    def route(self, inputs: Sequence[Tensor]) -> ForwardRoute:
+        """Follow one forward on inputs on the meta device.
+
+        Raises:
+            JobError: the forward looks at values, or does not call the entries in their order.
+        """
+        calls = self._calls(inputs)
+        if self._watched is None:
+            self.names = frozenset(call.name for call in calls)
+            self._watched = WatchedModel(self._model, sorted(self.names))
+        calls = [call for call in calls if call.name in self.names]
+        notes = _ValueRecorder(self._model, calls, inputs, self._where)
+        with torch.device("meta"), self._watched.followed(notes):
+            outputs = self._tried(inputs)
+        return notes.route(outputs)
+
+    def _calls(self, inputs: Sequence[Tensor]) -> list[_ModuleCall]:
+        """Outermost calls that lie in one section, and those with which one begins."""
+        names = {module: name for name, module in self._model.named_modules()}
+        heard = [name.split(".") for module, name in names.items() if module._forward_hooks]
+        events = _CallSpans()
+        handles = [
+            handle
+            for module, name in names.items()
+            for handle in (
+                module.register_forward_pre_hook(partial(events.begin, name)),
+                module.register_forward_hook(events.end),
+            )
+        ]
+        try:
+            with torch.device("meta"):
+                self._tried(inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        begins = self._begins(events, names)
+        outer = list(
+            _outermost_calls(events.spans, begins, {".".join(path[:end]) for path in heard for end in range(len(path))})
+        )
+        kept = {name for name, _, whole in outer if whole} | {name for name, begin, _ in outer if begin in begins}
+        return [
+            _ModuleCall(name=name, section=sum(each <= begin for each in begins), whole=whole, begins=begin in begins)
+            for name, begin, whole in outer
+            if name in kept
+        ]
+
+    def _begins(self, events: _CallSpans, names: Mapping[nn.Module, str]) -> list[int]:
+        """When the sections from the second on begin."""
+        found: list[int] = []
+        for entry in self._entries:
+            try:
+                name = names[self._model.get_submodule(entry)]
+            except AttributeError:
+                raise self._wrong(f"the model has no module {entry!r} to be cut at") from None
+            first = next((begin for called, begin, _ in events.spans if called == name), None)
+            if first is None:
+                raise self._wrong(f"the model cannot be cut at {entry!r}: its forward does not call that module")
+            if found and first <= found[-1]:
+                raise self._wrong(f"the model cannot be cut at {entry!r}: it is called before the cut ahead of it")
+            found.append(first)
+        return found
+
+    def _tried(self, inputs: Sequence[Tensor]) -> Any:
+        """A forward without data, in which what is made of constants alone has values."""
+        try:
+            with MetaValueMode():
+                return self._forward(self._model, inputs)
+        except JobError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise self._wrong(
+                f"the model cannot be cut: followed without data, its forward raised {what}: let it not look at the "
+                "values of its inputs (a model of Hugging Face's looks at its mask unless it is loaded with "
+                'attn_implementation="eager"), or use strategy="data_parallel" or "sharded"'
+            ) from error
+
+    def _wrong(self, problem: str) -> JobError:
+        return JobError([problem], where=self._where)
+
+
+class _CallSpans:
+    """When each module's calls begin and end: (name, begin, end), by begin."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._open: list[int] = []
+        self._found: list[tuple[str, int, int]] = []
+
+    @property
+    def spans(self) -> list[tuple[str, int, int]]:
+        return self._found
+
+    def begin(self, name: str, _module: nn.Module, _args: Any) -> None:
+        self._now += 1
+        self._open.append(len(self._found))
+        self._found.append((name, self._now, self._now))
+
+    def end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self._now += 1
+        number = self._open.pop()
+        self._found[number] = (*self._found[number][:2], self._now)
+
+
+class _ValueRecorder(CallListener):
+    """Writes down where each value is made and last used."""
+
+    def __init__(self, model: nn.Module, calls: Sequence[_ModuleCall], inputs: Sequence[Tensor], where: str) -> None:
+        super().__init__()
+        self._model, self._calls, self._where = model, tuple(calls), where
+        self._number, self._section = 0, 0
+        self._glue: list[Any] = []
+        self._results: dict[int, _CallResult] = {}
+        self._values: dict[ValueKey, Tensor] = {}  # kept alive, so that no other takes an id
+        self._keys: dict[int, ValueKey] = {}
+        self._same: dict[ValueKey, ValueKey] = {}
+        self._made: dict[ValueKey, int] = {}
+        self._used: dict[ValueKey, int] = {}
+        self._users: defaultdict[str, set[int]] = defaultdict(set)
+        self._begins: list[dict[ValueKey, tuple[int, Tensor]]] = [{}]  # all values, when each section begins
+        self._held = [*model.named_parameters(), *model.named_buffers()]  # alive too, whatever the forward does
+        self._names = {id(tensor): name for name, tensor in self._held}
+        self._between: set[str] = set()  # what is used between calls
+        self._before = [tensor._version for _, tensor in self._held]
+        for number, tensor in enumerate(inputs):
+            self._make(tensor, ValueKey("input", number))
+
+    def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call, number = self._calls[self._number], self._number
+        assert call.name == name, "two forwards in a row are the same"
+        if _called_by_checkpoint():
+            raise self._wrong(
+                f"{name!r} is called through torch.utils.checkpoint, which would call it again without its section: "
+                'leave that out, and let the plan compute again: plan="...,recompute=full"'
+            )
+        self._number += 1
+        if call.section > self._section:
+            self._section = call.section
+            with self.deaf():
+                self._begins.append({key: (each._version, meta_tensor(each)) for key, each in self._values.items()})
+        self._use((args, kwargs))
+        if not call.whole:
+            return forward(*args, **kwargs)
+        module = self._model.get_submodule(name)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) in self._names:
+                self._users[self._names[id(tensor)]].add(self._section)
+        output = self.whole(forward, args, kwargs)
+        leaves, spec = tree_flatten(output)
+        known = tuple(self._make(leaf, ValueKey("call", number, place)) for place, leaf in enumerate(leaves))
+        self._results[number] = _CallResult(spec=spec, leaves=known)
+        return output
+
+    def glue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number = len(self._glue)
+        self._glue.append(func)
+        self._between |= self._use((args, kwargs))
+        output = func(*args, **kwargs)
+        for place, leaf in enumerate(tree_leaves(output)):
+            self._make(leaf, ValueKey("glue", number, place))
+        return output
+
+    def route(self, outputs: Any) -> ForwardRoute:
+        """All of it, once the forward is over."""
+        self._use(outputs)
+        taken = tuple(
+            tuple(key for key in self._values if self._made[key] < section <= self._used.get(key, -1))
+            for section in range(len(self._begins))
+        )
+        users = {name: frozenset(sections) for name, sections in self._users.items()}
+        changing = self._changing()
+        for name in sorted(changing):
+            if len(users.get(name, ())) > 1:
+                raise self._wrong(f"buffer {name!r} is changed, and used on both sides of a cut")
+        return ForwardRoute(
+            calls=self._calls,
+            glue=tuple(self._glue),
+            results=self._results,
+            values=self._values,
+            same=self._same,
+            taken=taken,
+            given=tuple(tuple(begin[key][1] for key in keys) for keys, begin in zip(taken, self._begins, strict=True)),
+            changed=tuple(map(self._changed, taken, self._begins)),
+            users=users,
+            counting=frozenset(changing & self._between),
+        )
+
+    def _changing(self) -> set[str]:
+        """Buffers that the forward changed, or put others in the place of."""
+        now = {name: id(buffer) for name, buffer in self._model.named_buffers()}
+        return {
+            name
+            for (name, tensor), version in zip(self._held, self._before, strict=True)
+            if not isinstance(tensor, nn.Parameter) and (tensor._version != version or now.get(name) != id(tensor))
+        }
+
+    def _changed(self, taken: Sequence[ValueKey], begin: Mapping[ValueKey, tuple[int, Tensor]]) -> frozenset[ValueKey]:
+        """What is changed in place since. Raises JobError where another value that goes along would change with it."""
+        changed = frozenset(key for key in taken if self._values[key]._version != begin[key][0])
+        memories = Counter(self._values[key].untyped_storage()._cdata for key in taken)
+        if any(memories[self._values[key].untyped_storage()._cdata] > 1 for key in changed):
+            raise self._wrong("it changes a value in place of which two views are needed from there on")
+        return changed
+
+    def _make(self, leaf: Any, key: ValueKey) -> Any:
+        """Know a value that is new; gives the key of a tensor, and all else as it is."""
+        if not isinstance(leaf, Tensor) or id(leaf) in self._names:
+            return leaf
+        known = self._keys.setdefault(id(leaf), key)
+        if known == key:
+            self._values[key], self._made[key] = leaf, self._section
+        else:
+            self._same[key] = known
+        return known
+
+    def _use(self, given: Any) -> set[str]:
+        """Values are needed, and the parameters and buffers whose names it gives."""
+        names = set()
+        for leaf in tree_leaves(given):
+            if not isinstance(leaf, Tensor):
+                continue
+            if (key := self._keys.get(id(leaf))) is not None:
+                self._used[key] = self._section
+            elif (name := self._names.get(id(leaf))) is not None:
+                self._users[name].add(self._section)
+                names.add(name)
+            elif leaf.is_meta:
+                raise self._wrong(
+                    f"a value of shape {tuple(leaf.shape)} comes from where it cannot be followed: return it from the "
+                    "module's forward instead of keeping it as an attribute"
+                )
+        return names
+
+    def _wrong(self, problem: str) -> JobError:
+        return JobError([f"the model cannot be cut there: {problem}"], where=self._where)
+
+
+def _called_by_checkpoint() -> bool:
+    """Whether what is called now is called through torch.utils.checkpoint."""
+    frame = sys._getframe().f_back
+    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _outermost_calls(
+    spans: Sequence[tuple[str, int, int]], begins: Sequence[int], opened: Set[str]
+) -> Iterator[tuple[str, int, bool]]:
+    """Calls that are not inside one which lies in a section: name, begin, and whether it lies in one itself.
+
+    Args:
+        opened: modules that have others inside with hooks of the user's, which may keep what these give: they count as
+            if they lay in no section, so that it can be followed.
+    """
+    until = 0
+    for name, begin, end in spans:
+        if begin > until:
+            whole = name not in opened and not any(begin < each < end for each in begins)
+            yield name, begin, whole
+            until = end if whole else until
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of a module tree on the meta device; nothing is copied that has memory."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(each): meta_tensor(each) for each in tensors})
+
+
+def meta_tensor(tensor: Tensor) -> Tensor:
+    """The same on the meta device, without a graph."""
+    made = torch.empty_like(tensor, device="meta", requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)

@@ -20,18 +20,17 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, Work
 
-from trainwright.core.pipeline_layout import place_of
-from trainwright.core.plan import Plan
-from trainwright.strategies.search.pipeline_schedules import Operation
+from trainwright.core.plan import Plan, stage_of_section
+from trainwright.strategies.cost_model.pipeline_schedules import Operation
 
-Way = Literal["forward", "backward"]
-TAGS: Mapping[Way, int] = {"forward": 0, "backward": 1}  # over gloo, in one group
-ANSWERS: Mapping[Way, int] = {"forward": 2, "backward": 3}
+Direction = Literal["forward", "backward"]
+_TAGS: Mapping[Direction, int] = {"forward": 0, "backward": 1}  # over gloo, in one group
+_ANSWERS: Mapping[Direction, int] = {"forward": 2, "backward": 3}
 _TYPES = tuple(sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
+class _P2PTransfer:
     """Tensors on their way; they must stay as they are, and their works be held, until it is over.
 
     Attributes:
@@ -42,7 +41,7 @@ class Message:
     tensors: list[Tensor]
     works: list[Work]
     stage: int
-    way: Way
+    way: Direction
 
     def wait(self) -> None:
         """Until it is over. Raises RuntimeError where the other rank went away."""
@@ -51,7 +50,7 @@ class Message:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Links:
+class StageLinks:
     """A rank's place in a pipeline.
 
     Attributes:
@@ -76,16 +75,16 @@ class Links:
     columns: tuple[tuple[int, ...], ...]
     place: int
     stage: int
-    ways: Mapping[tuple[Way, int, int], ProcessGroup]
+    ways: Mapping[tuple[Direction, int, int], ProcessGroup]
     device: torch.device
     deadline: timedelta
-    coming: dict[Operation, Message] = field(default_factory=dict)
-    sent: list[Message] = field(default_factory=list)
-    ahead: list[Message] = field(default_factory=list)
+    coming: dict[Operation, _P2PTransfer] = field(default_factory=dict)
+    sent: list[_P2PTransfer] = field(default_factory=list)
+    ahead: list[_P2PTransfer] = field(default_factory=list)
     answers: deque[list[Work]] = field(default_factory=lambda: deque([[]], maxlen=4))
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, device: torch.device, deadline_s: float) -> Links:
+    def of(cls, plan: Plan, rank: int, device: torch.device, deadline_s: float) -> StageLinks:
         """Of a rank; every rank of the world calls it, since it makes groups."""
         deadline, mesh = timedelta(seconds=deadline_s), plan.mesh
         width = mesh.size // mesh.pipeline
@@ -94,7 +93,7 @@ class Links:
         columns = tuple(zip(*rows, strict=True))
         ways = {}
         for column in columns if device.type == "cuda" else ():
-            for way, source, target in dict.fromkeys(_pairs(plan)):
+            for way, source, target in dict.fromkeys(_neighbor_pairs(plan)):
                 group = distributed.new_group([column[source], column[target]], timeout=deadline)
                 if column == columns[place]:
                     ways[way, source, target] = group
@@ -117,28 +116,28 @@ class Links:
         """The ranks of this pipeline, by stage."""
         return self.columns[self.place]
 
-    def send(self, tensors: Sequence[Tensor], stage: int, way: Way, *, ahead: bool = False) -> None:
+    def send(self, tensors: Sequence[Tensor], stage: int, way: Direction, *, ahead: bool = False) -> None:
         """Begin to send; the tensors must stay as they are until they are settled, in this step or the next."""
         group = self.ways.get((way, self.stage, stage))
-        there, tag = self.column[stage], TAGS[way]
+        there, tag = self.column[stage], _TAGS[way]
         given = [*tensors, *self._mark(tensors)]
         works = [self._begun(distributed.isend(each, there, group=group, tag=tag)) for each in given]
-        works += [self._begun(distributed.irecv(each, there, tag=ANSWERS[way])) for each in self._mark(tensors)]
-        message = Message(tensors=list(tensors), works=works, stage=stage, way=way)
+        works += [self._begun(distributed.irecv(each, there, tag=_ANSWERS[way])) for each in self._mark(tensors)]
+        message = _P2PTransfer(tensors=list(tensors), works=works, stage=stage, way=way)
         (self.ahead if ahead else self.sent).append(message)
 
-    def receive(self, tensors: Sequence[Tensor], stage: int, way: Way) -> Message:
+    def receive(self, tensors: Sequence[Tensor], stage: int, way: Direction) -> _P2PTransfer:
         """Begin to receive into tensors."""
         group = self.ways.get((way, stage, self.stage))
-        there, tag = self.column[stage], TAGS[way]
+        there, tag = self.column[stage], _TAGS[way]
         given = [*tensors, *self._mark(tensors)]
         works = [self._begun(distributed.irecv(each, there, group=group, tag=tag)) for each in given]
-        return Message(tensors=list(tensors), works=works, stage=stage, way=way)
+        return _P2PTransfer(tensors=list(tensors), works=works, stage=stage, way=way)
 
-    def take(self, message: Message) -> list[Tensor]:
+    def take(self, message: _P2PTransfer) -> list[Tensor]:
         """What was received, once it is there; the sender is told."""
         message.wait()
-        there, tag = self.column[message.stage], ANSWERS[message.way]
+        there, tag = self.column[message.stage], _ANSWERS[message.way]
         marks = self._mark(message.tensors)
         self.answers[-1].extend(self._begun(distributed.isend(each, there, tag=tag)) for each in marks)
         return message.tensors
@@ -177,9 +176,11 @@ class Links:
         return work
 
 
-def _pairs(plan: Plan) -> Iterator[tuple[Way, int, int]]:
+def _neighbor_pairs(plan: Plan) -> Iterator[tuple[Direction, int, int]]:
     """Who sends what to whom: activations to the stage of the next section, gradients to that of the one before."""
-    stages = [place_of(plan.schedule, section=each, stages=plan.mesh.pipeline)[0] for each in range(plan.sections)]
+    stages = [
+        stage_of_section(plan.schedule, section=each, stages=plan.mesh.pipeline)[0] for each in range(plan.sections)
+    ]
     for before, after in pairwise(stages):
         if before != after:
             yield "forward", before, after

@@ -16,20 +16,28 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.pipeline.call_survey import Surveyor, bare, skeleton
-from trainwright.strategies.torch.pipeline.call_trace import Follower, Forward, Key, Route, Watched
-from trainwright.strategies.torch.profiling.meta_values import Following
+from trainwright.strategies.torch.pipeline.call_trace import (
+    CallListener,
+    ForwardFunction,
+    ForwardRoute,
+    ForwardTracer,
+    ValueKey,
+    WatchedModel,
+    meta_copy,
+    meta_tensor,
+)
+from trainwright.strategies.torch.profiling.meta_values import MetaValueMode
 from trainwright.strategies.torch.torch_compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from trainwright.strategies.torch.training.objective import evaluating
+from trainwright.strategies.torch.training.objective import evaluation_mode
 
-Held = tuple[nn.Module, str, int]  # a number, and where a module holds it
+_HeldNumber = tuple[nn.Module, str, int]  # a number, and where a module holds it
 
 
-def as_it_is(model: nn.Module, users: Mapping[str, frozenset[int]]) -> None:
+def _unprepared(model: nn.Module, users: Mapping[str, frozenset[int]]) -> None:
     """What modules run is left alone."""
 
 
-class Cut:
+class SplitModel:
     """A model of which this rank runs some sections.
 
     Args:
@@ -57,15 +65,15 @@ class Cut:
         entries: Sequence[str],
         own: Collection[int],
         inputs: Sequence[Tensor],
-        forward: Forward,
+        forward: ForwardFunction,
         where: str,
-        prepare: Callable[[nn.Module, Mapping[str, frozenset[int]]], None] = as_it_is,
+        prepare: Callable[[nn.Module, Mapping[str, frozenset[int]]], None] = _unprepared,
     ) -> None:
         self._model, self._forward, self._where = model, forward, where
-        self._inputs = [bare(each) for each in inputs]
+        self._inputs = [meta_tensor(each) for each in inputs]
         self._bones = _copied(model, where)
-        self._surveyor = Surveyor(self._bones, entries, forward, where)
-        self._routes: dict[tuple[bool, ...], dict[int, Route]] = {}
+        self._surveyor = ForwardTracer(self._bones, entries, forward, where)
+        self._routes: dict[tuple[bool, ...], dict[int, ForwardRoute]] = {}
         self._modules = [*model.modules()]
         self.look()
         self.sections = len(entries) + 1
@@ -74,14 +82,14 @@ class Cut:
         counting = self._route(rows).counting
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.shared = {name: users[name] for name in trained if len(users.get(name, ())) > 1}
-        _strip(model, users, frozenset(own))
-        self._counters = [(module, key) for name, module, key in _places(model) if name in counting]
-        before = _numbers(model, entries)
+        _keep_sections(model, users, frozenset(own))
+        self._counters = [(module, key) for name, module, key in _buffer_places(model) if name in counting]
+        before = _integer_attributes(model, entries)
         prepare(model, users)
-        now = _numbers(model, entries)
+        now = _integer_attributes(model, entries)
         self._shares = [(*place, each) for place, each in now.items() if 0 < each < before.get(place, 0)]
         self._wholes = [(module, key, before[module, key]) for module, key, _ in self._shares]
-        self._watched = Watched(model, sorted(self._surveyor.names))
+        self._watched = WatchedModel(model, sorted(self._surveyor.names))
 
     def look(self) -> None:
         """See which modules train and which evaluate: their forward may differ."""
@@ -111,14 +119,14 @@ class Cut:
         route = self._route(rows)
         wanted = route.taken[section + 1] if section + 1 < self.sections else ()
         counters = [(module, key, module._buffers[key]) for module, key in self._counters]
-        passage = _Passage(route, section, given, wanted, self._where, counters, self._shares)
-        entered = [route.values[Key("input", number)].detach() for number in range(len(self._inputs))]
-        _set(self._wholes if section else self._shares)
+        passage = _SectionListener(route, section, given, wanted, self._where, counters, self._shares)
+        entered = [route.values[ValueKey("input", number)].detach() for number in range(len(self._inputs))]
+        _set_attributes(self._wholes if section else self._shares)
         passage.enter(inputs if inputs is not None else entered)
         try:
             with self._watched.followed(passage):
                 outputs = self._forward(self._model, inputs if inputs is not None else entered)
-        except _Reached:
+        except _SectionEnd:
             return [passage.kept[key] for key in wanted]
         if section + 1 < self.sections:
             raise passage.strayed("its end")
@@ -127,14 +135,14 @@ class Cut:
     def _users(self, rows: int) -> dict[str, frozenset[int]]:
         """The sections that use each parameter and buffer, in training or in evaluation."""
         found = dict(self._route(rows).users)
-        with evaluating(self._model), suppress(JobError):  # whose reason is told where something is evaluated
+        with evaluation_mode(self._model), suppress(JobError):  # whose reason is told where something is evaluated
             self.look()
             for name, sections in self._route(rows).users.items():
                 found[name] = found.get(name, frozenset()) | sections
         self.look()
         return found
 
-    def _route(self, rows: int) -> Route:
+    def _route(self, rows: int) -> ForwardRoute:
         """The forward on so many rows, in the modes that were seen last."""
         if rows not in self._here:
             for module, training in zip(self._bones.modules(), self._modes, strict=True):
@@ -156,11 +164,11 @@ class Cut:
                 )
 
 
-class _Reached(BaseException):
+class _SectionEnd(BaseException):
     """The next section begins: not an error, and nothing of the user's catches it."""
 
 
-class _Passage(Follower):
+class _SectionListener(CallListener):
     """One section's way through a forward.
 
     Attributes:
@@ -169,13 +177,13 @@ class _Passage(Follower):
 
     def __init__(
         self,
-        route: Route,
+        route: ForwardRoute,
         section: int,
         given: Sequence[Tensor],
-        wanted: Sequence[Key],
+        wanted: Sequence[ValueKey],
         where: str,
         counters: Sequence[tuple[nn.Module, str, Tensor | None]],
-        shares: Sequence[Held],
+        shares: Sequence[_HeldNumber],
     ) -> None:
         super().__init__()
         self._route, self._section, self._where, self._counters = route, section, where, counters
@@ -183,16 +191,16 @@ class _Passage(Follower):
         self._given = dict(zip(route.taken[section], given, strict=True))
         self._wanted = frozenset(wanted)
         self._number, self._glued = 0, 0
-        self._constants = Following()
+        self._constants = MetaValueMode()
         self._begun = section == 0
-        self._passed: dict[Key, Tensor] = {}  # without data
+        self._passed: dict[ValueKey, Tensor] = {}  # without data
         self._stands_for: dict[int, Tensor] = {}  # what has data, by the id of what has none
-        self.kept: dict[Key, Tensor] = {}
+        self.kept: dict[ValueKey, Tensor] = {}
 
     def enter(self, inputs: Sequence[Tensor]) -> None:
         """What the forward is called with."""
         for number, tensor in enumerate(inputs):
-            self._note(tensor, Key("input", number))
+            self._note(tensor, ValueKey("input", number))
 
     def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = self._number
@@ -201,7 +209,7 @@ class _Passage(Follower):
             raise self.strayed(f"module {name!r}")
         call = self._route.calls[number]
         if call.begins and call.section == self._section + 1:
-            raise _Reached
+            raise _SectionEnd
         if call.begins and call.section == self._section:
             with self.deaf():
                 self._begin()
@@ -232,7 +240,7 @@ class _Passage(Follower):
             args, kwargs = self._real((args, kwargs))
             return func(*args, **kwargs)
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
-            args, kwargs = _bare((args, kwargs))
+            args, kwargs = _on_meta((args, kwargs))
         with self._constants:
             return func(*args, **kwargs)
 
@@ -253,7 +261,7 @@ class _Passage(Follower):
     def _begin(self) -> None:
         """From here on values have data, and what was done before to this rank's own buffers was another section's."""
         self._begun = True
-        _set(self._shares)
+        _set_attributes(self._shares)
         for module, name, buffer in self._counters:
             module._buffers[name] = buffer
         for key, tensor in self._given.items():
@@ -267,10 +275,10 @@ class _Passage(Follower):
     def _stand_in(self, number: int) -> Any:
         """What a call before the section would give, without data."""
         result = self._route.results[number]
-        leaves = [self._without_data(leaf) if isinstance(leaf, Key) else leaf for leaf in result.leaves]
+        leaves = [self._without_data(leaf) if isinstance(leaf, ValueKey) else leaf for leaf in result.leaves]
         return tree_unflatten(leaves, result.spec)
 
-    def _without_data(self, key: Key) -> Tensor:
+    def _without_data(self, key: ValueKey) -> Tensor:
         if key not in self._passed:
             self._passed[key] = self._route.values[key].detach()  # anew: the forward may change it in place
         return self._passed[key]
@@ -294,13 +302,13 @@ class _Passage(Follower):
         if self._begun and not self._wanted:
             return
         if isinstance(output, Tensor):
-            self._note(output, Key(source, number))
+            self._note(output, ValueKey(source, number))
             return
         for place, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor):
-                self._note(leaf, Key(source, number, place))
+                self._note(leaf, ValueKey(source, number, place))
 
-    def _note(self, tensor: Tensor, key: Key) -> None:
+    def _note(self, tensor: Tensor, key: ValueKey) -> None:
         key = self._route.same.get(key, key)
         if not self._begun:
             if key in self._route.values:
@@ -309,18 +317,18 @@ class _Passage(Follower):
             self.kept[key] = tensor
 
 
-def _bare(given: Any) -> Any:
+def _on_meta(given: Any) -> Any:
     """All tensors without data."""
-    return tree_map_only(Tensor, lambda leaf: leaf if leaf.is_meta else bare(leaf), given)
+    return tree_map_only(Tensor, lambda leaf: leaf if leaf.is_meta else meta_tensor(leaf), given)
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+def _buffer_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Each buffer's name, and where it is held."""
     for path, module in model.named_modules():
         yield from ((f"{path}.{key}" if path else key, module, key) for key in module._buffers)
 
 
-def _numbers(model: nn.Module, entries: Sequence[str]) -> dict[tuple[nn.Module, str], int]:
+def _integer_attributes(model: nn.Module, entries: Sequence[str]) -> dict[tuple[nn.Module, str], int]:
     """What modules hold that a cut lies inside of; before their section begins nothing in them is divided."""
     inside = {".".join(path[:depth]) for path in (name.split(".") for name in entries) for depth in range(len(path))}
     return {
@@ -331,14 +339,14 @@ def _numbers(model: nn.Module, entries: Sequence[str]) -> dict[tuple[nn.Module, 
     }
 
 
-def _set(numbers: Sequence[Held]) -> None:
+def _set_attributes(numbers: Sequence[_HeldNumber]) -> None:
     for module, key, value in numbers:
         setattr(module, key, value)
 
 
 def _copied(model: nn.Module, where: str) -> nn.Module:
     try:
-        return skeleton(model)
+        return meta_copy(model)
     except Exception as error:
         raise JobError(
             [f"the model cannot be cut: a copy of it without its tensors raised {type(error).__name__}: {error}"],
@@ -346,7 +354,7 @@ def _copied(model: nn.Module, where: str) -> nn.Module:
         ) from error
 
 
-def _strip(model: nn.Module, users: Mapping[str, frozenset[int]], own: frozenset[int]) -> None:
+def _keep_sections(model: nn.Module, users: Mapping[str, frozenset[int]], own: frozenset[int]) -> None:
     """Leave the parameters and buffers of some sections; the others stay as plain attributes without data.
 
     What no section uses is the first one's.
@@ -357,4 +365,4 @@ def _strip(model: nn.Module, users: Mapping[str, frozenset[int]], own: frozenset
             for key, tensor in [*held.items()]:
                 if tensor is not None and not users.get(names[tensor], frozenset({0})) & own:
                     del held[key]
-                    module.__dict__[key] = bare(tensor)
+                    module.__dict__[key] = meta_tensor(tensor)

@@ -1,4 +1,8 @@
-"""A step of one pipeline stage: its operations in the order of the schedule, each as soon as what it needs has come."""
+"""A step of one pipeline stage: its operations in the order of the schedule, each as soon as what it needs has come.
+
+torch's own functions halve it where each parameter's way to the outputs enters the way of what was given at one place,
+as in rows of layers with residuals. Elsewhere they lose gradients without a word, so that it is asked beforehand.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainwright.core.data import fold
+from trainwright.core.data import fold_seed
 from trainwright.core.errors import JobError
-from trainwright.core.pipeline_layout import loss_stage, place_of, section_of
-from trainwright.strategies.search.pipeline_schedules import Operation, order
-from trainwright.strategies.torch.pipeline.p2p import Links, Way
-from trainwright.strategies.torch.pipeline.split import Cut
-from trainwright.strategies.torch.pipeline.split_backward import Groups, halves, of_inputs, of_parameters
-from trainwright.strategies.torch.tensor_parallel.vocab_logits import plain
-from trainwright.strategies.torch.training.error_mapping import user_code
-from trainwright.strategies.torch.training.objective import Objective, Share, run_backward
-from trainwright.strategies.torch.training.train_state import Replica
+from trainwright.core.plan import loss_stage, section_of, stage_of_section
+from trainwright.strategies.cost_model.pipeline_schedules import Operation, stage_operations
+from trainwright.strategies.torch.pipeline.p2p import Direction, StageLinks
+from trainwright.strategies.torch.pipeline.split import SplitModel
+from trainwright.strategies.torch.tensor_parallel.sharded_tensor import full_tensor
+from trainwright.strategies.torch.torch_compat import (
+    backward_of_inputs,
+    backward_of_parameters,
+    graph_closure,
+    graph_consumers,
+    graph_node,
+)
+from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective, accumulate_gradients
+from trainwright.strategies.torch.training.torch_errors import TorchUserCode
+from trainwright.strategies.torch.training.train_state import TorchReplica
 
-AHEAD = 8  # operations whose messages are awaited at once: they come while others are computed, in fewer turns
+_AHEAD = 8  # operations whose messages are awaited at once: they come while others are computed, in fewer turns
 
 
 @dataclass(kw_only=True)
-class _Flight:
+class _MicroBatchInFlight:
     """A micro-batch in a section, between its forward and the end of its backward.
 
     Attributes:
@@ -38,11 +48,11 @@ class _Flight:
     given: list[Tensor]
     roots: list[Tensor]
     slopes: list[Tensor] | None = None
-    groups: Groups | None = None
+    groups: _WeightGradientGroups | None = None
 
 
 @dataclass(kw_only=True)
-class Pipe:
+class StageExecutor:
     """One rank's stage.
 
     Attributes:
@@ -55,15 +65,15 @@ class Pipe:
         replica: holds the parameters.
     """
 
-    cut: Cut
-    links: Links
+    cut: SplitModel
+    links: StageLinks
     stage: int
     stages: int
     chunks: int
     schedule: str
     objective: Objective
-    replica: Replica
-    _flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
+    replica: TorchReplica
+    _flights: dict[tuple[int, int], _MicroBatchInFlight] = field(default_factory=dict)
     _handed: dict[Operation, list[Tensor]] = field(default_factory=dict)  # from section to section on this stage
     _types: dict[int, list[torch.dtype]] = field(default_factory=dict)
     _halved: dict[int, bool] = field(default_factory=dict)
@@ -76,10 +86,10 @@ class Pipe:
 
     def step(
         self,
-        shares: Sequence[tuple[int, Share]],
+        shares: Sequence[tuple[int, MicroBatchShare]],
         step: int,
         losses_done: Callable[[], None],
-        following: Sequence[tuple[int, Share]] = (),
+        following: Sequence[tuple[int, MicroBatchShare]] = (),
     ) -> None:
         """Forward and backward of all micro-batches: gradients are added to, losses told to the objective.
 
@@ -98,7 +108,7 @@ class Pipe:
         else:
             self._forget()
         own = len(shares)
-        todo = order(
+        todo = stage_operations(
             self.schedule,
             stage=self.stage,
             stages=self.stages,
@@ -127,19 +137,19 @@ class Pipe:
         """Whether something of the next step is done."""
         return self._begun is not None
 
-    def outputs(self, share: Share) -> Any:
+    def outputs(self, share: MicroBatchShare) -> Any:
         """The model's outputs for a micro-batch, on the stage that ends it; None elsewhere. Computes no gradients."""
         types = dict(self._types)
         outputs = self._passed(share)
         self._types = types  # of training
         return outputs if self.last else None
 
-    def rehearse(self, share: Share) -> None:
+    def rehearse(self, share: MicroBatchShare) -> None:
         """Learn in which types values come: under autocast they are not those of a forward without data."""
         with torch.no_grad():
             self._passed(share)
 
-    def _passed(self, share: Share) -> Any:
+    def _passed(self, share: MicroBatchShare) -> Any:
         """One micro-batch through all stages."""
         self._forget()
         outputs: Any = None
@@ -164,7 +174,7 @@ class Pipe:
     def _work(
         self,
         todo: Sequence[Operation],
-        shares: Sequence[tuple[int, Share]],
+        shares: Sequence[tuple[int, MicroBatchShare]],
         own: int,
         step: int,
         losses_done: Callable[[], None],
@@ -178,10 +188,10 @@ class Pipe:
         coming = [*todo]
         if len(shares) > own:  # of what the stage before sends in this step one is for the next
             coming.append(Operation("forward", own + self.stages - 1 - self.stage))
-        for each in coming[: AHEAD - 1]:
+        for each in coming[: _AHEAD - 1]:
             self._expect(each, shares)
         for number, operation in enumerate(todo):
-            for each in coming[number + AHEAD - 1 : number + AHEAD]:
+            for each in coming[number + _AHEAD - 1 : number + _AHEAD]:
                 self._expect(each, shares)
             micro, share = shares[operation.micro_batch]
             later = operation.micro_batch // own
@@ -189,7 +199,7 @@ class Pipe:
             if operation.kind == "forward":
                 if later and self.replica.begun is None:
                     self.replica.begin_next()
-                seed = fold(self.replica.spec.seed, step + later, micro, share.data_rank, self._section(operation))
+                seed = fold_seed(self.replica.spec.seed, step + later, micro, share.data_rank, self._section(operation))
                 self.replica.reseed(seed)
                 self._forward(operation, share, ahead=bool(later))
                 self.replica.laps.forward()
@@ -211,7 +221,7 @@ class Pipe:
         self.links.coming.clear()
         self.links.coming.update(coming)
 
-    def _forward(self, operation: Operation, share: Share, *, ahead: bool) -> None:
+    def _forward(self, operation: Operation, share: MicroBatchShare, *, ahead: bool) -> None:
         metas = self._taken(operation, share)
         received = self._received(operation)
         given = [each.requires_grad_(meta.requires_grad) for each, meta in zip(received, metas, strict=True)]
@@ -219,18 +229,18 @@ class Pipe:
         if self._ends(operation):
             pull = self.objective.pulled(share, made)
             self.objective.tell(pull)
-            flight = _Flight(given=given, roots=[pull.values], slopes=[pull.slopes])
+            flight = _MicroBatchInFlight(given=given, roots=[pull.values], slopes=[pull.slopes])
         else:
             self._check(operation, share, made)
             self._send(made, operation, ahead=ahead)
-            flight = _Flight(given=given, roots=[each for each in made if each.requires_grad])
+            flight = _MicroBatchInFlight(given=given, roots=[each for each in made if each.requires_grad])
         self._flights[operation.micro_batch, operation.chunk] = flight
 
     def _backward(self, operation: Operation) -> None:
         flight = self._flights[operation.micro_batch, operation.chunk]
         if operation.kind != "weights" and flight.slopes is None:
             flight.slopes = self._received(operation)
-        with user_code("the backward pass", self.objective.caller.where):
+        with TorchUserCode("the backward pass", self.objective.caller.where):
             self._differentiate(operation, flight)
         if operation.kind != "weights":
             wanted = [each for each in flight.given if each.requires_grad]
@@ -239,24 +249,24 @@ class Pipe:
         if operation.kind != "inputs":
             del self._flights[operation.micro_batch, operation.chunk]
 
-    def _differentiate(self, operation: Operation, flight: _Flight) -> None:
+    def _differentiate(self, operation: Operation, flight: _MicroBatchInFlight) -> None:
         """Gradients of parameters and of what was given, or of one of the two."""
         assert flight.slopes is not None, "what a stage needs has come"
         wanted = [each for each in flight.given if each.requires_grad]
         if operation.kind == "inputs" and wanted:
             if operation.chunk not in self._halved:
-                self._halved[operation.chunk] = halves(flight.roots, wanted, self.replica.trainable)
+                self._halved[operation.chunk] = can_split_backward(flight.roots, wanted, self.replica.trainable)
             if self._halved[operation.chunk]:
-                flight.groups = of_inputs(flight.roots, flight.slopes, wanted, self.replica.trainable)
+                flight.groups = stage_backward_input(flight.roots, flight.slopes, wanted, self.replica.trainable)
             else:
-                run_backward(tuple(flight.roots), tuple(flight.slopes))
+                accumulate_gradients(tuple(flight.roots), tuple(flight.slopes))
                 flight.groups = []
         elif operation.kind == "weights" and flight.groups is not None:
-            of_parameters(flight.groups, self.replica.trainable)
+            stage_backward_weight(flight.groups, self.replica.trainable)
         elif operation.kind != "inputs" and flight.roots:
-            run_backward(tuple(flight.roots), tuple(flight.slopes))
+            accumulate_gradients(tuple(flight.roots), tuple(flight.slopes))
 
-    def _check(self, operation: Operation, share: Share, made: Sequence[Tensor]) -> None:
+    def _check(self, operation: Operation, share: MicroBatchShare, made: Sequence[Tensor]) -> None:
         """Raise JobError where a section gives on other values than when it was cut, which the next could not take."""
         metas = self._given_on(operation, share)
         for each, meta in zip(made, metas, strict=True):
@@ -274,17 +284,17 @@ class Pipe:
     def _changed(self, how: str) -> JobError:
         return JobError([f"the model's forward {how}"], where=self.objective.caller.where)
 
-    def _run(self, operation: Operation, share: Share, given: list[Tensor]) -> Any:
+    def _run(self, operation: Operation, share: MicroBatchShare, given: list[Tensor]) -> Any:
         """The section's forward."""
         section, caller = self._section(operation), self.objective.caller
         columns = caller.inputs(share.batch) if section == 0 else None
         inputs = None if columns is None else [columns[name] for name in caller.spec.inputs]
-        with user_code("the model", caller.where), caller.keeping():
+        with TorchUserCode("the model", caller.where), caller.keeping():
             return self.cut.run(section, given, rows=share.batch.rows, inputs=inputs)
 
     # --- messages -----------------------------------------------------------------------------------------
 
-    def _expect(self, operation: Operation, shares: Sequence[tuple[int, Share]]) -> None:
+    def _expect(self, operation: Operation, shares: Sequence[tuple[int, MicroBatchShare]]) -> None:
         """Begin to receive what an operation needs, once."""
         if operation.kind == "weights" or operation in self.links.coming:
             return
@@ -295,7 +305,7 @@ class Pipe:
             return
         metas = self._taken(operation, share) if forward else self._sloped(operation, share)
         buffers = [torch.empty(meta.shape, dtype=meta.dtype, device=self.links.device) for meta in metas]
-        way: Way = "forward" if forward else "backward"
+        way: Direction = "forward" if forward else "backward"
         self.links.coming[operation] = self.links.receive(buffers, self._at(source), way)
 
     def _received(self, operation: Operation) -> list[Tensor]:
@@ -307,34 +317,34 @@ class Pipe:
         self.replica.laps.wait()
         return buffers
 
-    def _taken(self, operation: Operation, share: Share) -> list[Tensor]:
+    def _taken(self, operation: Operation, share: MicroBatchShare) -> list[Tensor]:
         """What a section is given, without data."""
         section = self._section(operation)
         metas = self.cut.taken(section, share.batch.rows) if section else []
         types = self._types.get(section)
-        return metas if types is None else _typed(metas, types)
+        return metas if types is None else _with_dtypes(metas, types)
 
-    def _sloped(self, operation: Operation, share: Share) -> list[Tensor]:
+    def _sloped(self, operation: Operation, share: MicroBatchShare) -> list[Tensor]:
         """What comes back of that which a section gives on, without data."""
         return [meta for meta in self._given_on(operation, share) if meta.requires_grad]
 
-    def _given_on(self, operation: Operation, share: Share) -> list[Tensor]:
+    def _given_on(self, operation: Operation, share: MicroBatchShare) -> list[Tensor]:
         """What a section gives on, without data."""
         section = self._section(operation) + 1
         metas, types = self.cut.taken(section, share.batch.rows), self._types.get(section)
-        return metas if types is None else _typed(metas, types)
+        return metas if types is None else _with_dtypes(metas, types)
 
     def _send(self, tensors: Sequence[Tensor], operation: Operation, *, ahead: bool = False) -> None:
         """Give what an operation made to the section that needs it; none does what the first makes of gradients.
 
         What is sent ahead of its step may be on its way while parameters change, of which it may be a view.
         """
-        way: Way = "forward" if operation.kind == "forward" else "backward"
+        way: Direction = "forward" if operation.kind == "forward" else "backward"
         target = self._section(operation) + (1 if way == "forward" else -1)
         if target < 0:
             return
-        stage, chunk = place_of(self.schedule, section=target, stages=self.stages)
-        sent = [plain(each.detach()).resolve_conj().resolve_neg().contiguous() for each in tensors]
+        stage, chunk = stage_of_section(self.schedule, section=target, stages=self.stages)
+        sent = [full_tensor(each.detach()).resolve_conj().resolve_neg().contiguous() for each in tensors]
         if stage == self.stage:
             self._handed[Operation(operation.kind, operation.micro_batch, chunk)] = sent
         else:
@@ -360,15 +370,57 @@ class Pipe:
 
     def _at(self, section: int) -> int:
         """The stage that holds a section."""
-        return place_of(self.schedule, section=section, stages=self.stages)[0]
+        return stage_of_section(self.schedule, section=section, stages=self.stages)[0]
 
     def _ends(self, operation: Operation) -> bool:
         return self._section(operation) == self.cut.sections - 1
 
 
-def _typed(metas: Sequence[Tensor], types: Sequence[torch.dtype]) -> list[Tensor]:
+def _with_dtypes(metas: Sequence[Tensor], types: Sequence[torch.dtype]) -> list[Tensor]:
     """The same of other types."""
     return [
         torch.empty_like(meta, dtype=dtype, requires_grad=meta.requires_grad)
         for meta, dtype in zip(metas, types, strict=True)
     ]
+
+
+# --- A backward in two halves, for zero-bubble orders -----------------------------------------------------------------
+
+
+_COMPILED = "CompiledFunctionBackward"
+_WeightGradientGroups = list[dict[str, Any]]  # what the second half starts from
+
+
+def can_split_backward(roots: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether both halves together give all gradients of a graph."""
+    ends = [each.grad_fn for each in roots if each.grad_fn is not None]
+    consumers = graph_consumers(ends)
+    if any(node.name() == _COMPILED for node in consumers):
+        return False  # one node gives the gradients of inputs and of parameters
+    on_the_way, _ = graph_closure([node for each in given if (node := graph_node(each))], set(), consumers)
+    for parameter in parameters:
+        node = graph_node(parameter)
+        if node not in consumers:
+            continue  # not of this graph
+        beside, met = graph_closure([node], on_the_way, consumers)
+        if len(met) != 1 or any(end in beside for end in ends):
+            return False
+    return True
+
+
+def stage_backward_input(
+    roots: Sequence[Tensor], slopes: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]
+) -> _WeightGradientGroups:
+    """The first half: adds to the gradients of what was given."""
+    copies = [each.clone() for each in roots]  # torch detaches them in place, and what is kept for backward with them
+    try:
+        groups: _WeightGradientGroups = backward_of_inputs(copies, slopes, given, parameters)
+    except RuntimeError as error:
+        raise (error.__cause__ or error) from None  # torch hides what the user's own code raised behind one of its own
+    return groups
+
+
+def stage_backward_weight(groups: _WeightGradientGroups, parameters: Sequence[nn.Parameter]) -> None:
+    """The second half."""
+    if groups:
+        backward_of_parameters(parameters, groups)

@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from trainwright.core.accelerators import Accelerator
-from trainwright.strategies.cost_model.calibration import EFFICIENCIES
-from trainwright.strategies.cost_model.machine import CPU, THREAD_EXPONENT
+from trainwright.core.cluster import Accelerator
+from trainwright.strategies.cost_model.machine_model import CPU_CORE, EFFICIENCIES, THREAD_EXPONENT
 
 _SIDES = {"cpu": 1024, "cuda": 8192}  # of the matrices
 _NUMBERS = {"cpu": 2**24, "cuda": 2**28}  # of a copy
@@ -23,10 +22,10 @@ def probe(kind: str, device: str = "cuda") -> Accelerator:
     """The data sheet that the estimator would have to be given for this device.
 
     What is measured is divided by the share of a data sheet's figure that devices usually reach, since the estimator
-    multiplies by it. Links and network are not measured: they are those of `CPU`, or of PCIe.
+    multiplies by it. Links and network are not measured: they are those of `CPU_CORE`, or of PCIe.
 
     Args:
-        kind: what Ray calls it; `CPU` for one core.
+        kind: what Ray calls it; `CPU_CORE` for one core.
         device: `cuda` or `cpu`.
 
     Raises:
@@ -41,9 +40,9 @@ def probe(kind: str, device: str = "cuda") -> Accelerator:
         memory_bytes=0 if on_cpu else int(torch.cuda.get_device_properties(0).total_memory),
         flops_per_s={name: rate / EFFICIENCIES["matmul"].default / cores for name, rate in rates.items()},
         memory_bytes_per_s=copied / EFFICIENCIES["traffic"].default / cores,
-        link_bytes_per_s=CPU.link_bytes_per_s if on_cpu else 12e9,
-        network_bytes_per_s=CPU.network_bytes_per_s,
-        host=CPU.host if on_cpu else 1.0,
+        link_bytes_per_s=CPU_CORE.link_bytes_per_s if on_cpu else 12e9,
+        network_bytes_per_s=CPU_CORE.network_bytes_per_s,
+        host=CPU_CORE.host if on_cpu else 1.0,
         source=f"measured by a probe with torch {torch.__version__}; links and network are assumed",
         resource="CPU" if on_cpu else "GPU",
     )

@@ -14,10 +14,10 @@ from trainwright.strategies.torch.torch_compat import TorchDispatchMode, tree_fl
 
 _log = logging.getLogger(__name__)
 _INDEXED = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_)
-LARGEST = 2**22  # elements of a tensor whose values are followed
+_LARGEST = 2**22  # elements of a tensor whose values are followed
 
 
-class Values:
+class MetaValues:
     """Does on the CPU again what a model does with its inputs and with constants alone, not with its parameters.
 
     Masks, positions and lengths are such, and cheap; what depends on a parameter has no value, and a flow that asks for
@@ -49,7 +49,7 @@ class Values:
             args = (args[0], self._places(args[1]), *args[2:])
         outputs = func(*args, **kwargs)
         made = [each for each in tree_flatten(outputs)[0] if isinstance(each, Tensor)]
-        small = all(each.numel() <= LARGEST for each in made)
+        small = all(each.numel() <= _LARGEST for each in made)
         real = self._tried(func, args, kwargs) if known and made and small else None
         for number, each in enumerate(made):
             if real is None:
@@ -93,16 +93,16 @@ class Values:
         return torch.device("cpu") if isinstance(each, torch.device) else each
 
 
-class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MetaValueMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within, what is asked of tensors on the meta device is answered where it follows from constants and inputs.
 
     Args:
-        inputs: as of `Values`; none where a flow must be the same for all of them.
+        inputs: as of `MetaValues`; none where a flow must be the same for all of them.
     """
 
     def __init__(self, inputs: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._values = Values([*inputs])
+        self._values = MetaValues([*inputs])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._values.run(func, args, kwargs or {})

@@ -12,33 +12,33 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.errors import JobError
-from trainwright.core.model_profile import LayerCost, ModelProfile, folded, with_loss
-from trainwright.strategies.torch.checkpoint.files import export, take_weights
-from trainwright.strategies.torch.pipeline.call_survey import Surveyor, skeleton
-from trainwright.strategies.torch.profiling.activation_checkpoint import recomputed_buffers
-from trainwright.strategies.torch.profiling.meta_values import Following, Values
-from trainwright.strategies.torch.profiling.op_trace import Call, Trace, Tracer, storage
-from trainwright.strategies.torch.tensor_parallel.layers import Split
-from trainwright.strategies.torch.tensor_parallel.plan_search import Splitter
+from trainwright.core.model_profile import LayerCost, ModelProfile, append_loss, merge_plain_layers
+from trainwright.strategies.torch.checkpoint.safetensors_files import export, take_weights
+from trainwright.strategies.torch.pipeline.call_trace import ForwardTracer, meta_copy
+from trainwright.strategies.torch.profiling.meta_values import MetaValueMode, MetaValues
+from trainwright.strategies.torch.profiling.op_trace import ForwardTrace, ModuleCalls, OpTracer, storage_key
+from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan
+from trainwright.strategies.torch.tensor_parallel.plan_search import TensorParallelPlanner
+from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training import lazy_dynamo
-from trainwright.strategies.torch.training import tensors as batches
 from trainwright.strategies.torch.training.batch_norm import batch_norms
-from trainwright.strategies.torch.training.error_mapping import user_code
-from trainwright.strategies.torch.training.train_state import sparse_state
+from trainwright.strategies.torch.training.model_blocks import checkpointed_buffers
+from trainwright.strategies.torch.training.torch_errors import TorchUserCode
+from trainwright.strategies.torch.training.train_state import sparse_problems
 
 __all__ = ["export", "profile_model", "take_weights", "weight_bytes"]
 
 _log = logging.getLogger(__name__)
 lazy_dynamo.postpone()
-REASON = 300  # letters of an error that is shown
-Sample = Mapping[str, npt.NDArray[Any]]
-Names = tuple[tuple[str, ...], tuple[str, ...]]  # inputs, and the model's arguments that they are given as
-Sizes = Mapping[str, tuple[int, int]]  # of each parameter: how many numbers, how many bytes
+_REASON = 300  # letters of an error that is shown
+_Sample = Mapping[str, npt.NDArray[Any]]
+_CallNames = tuple[tuple[str, ...], tuple[str, ...]]  # inputs, and the model's arguments that they are given as
+_Sizes = Mapping[str, tuple[int, int]]  # of each parameter: how many numbers, how many bytes
 
 
 def profile_model(
     model: nn.Module | Callable[[], Any],
-    sample: Sample,
+    sample: _Sample,
     inputs: tuple[str, ...],
     *,
     keywords: tuple[str, ...] = (),
@@ -62,16 +62,16 @@ def profile_model(
         JobError: it returned no module, one with sparse tensors, or `inputs` names no column.
     """
     built = model if isinstance(model, nn.Module) else _built(model)
-    if problems := sparse_state(built):
+    if problems := sparse_problems(built):
         raise JobError(problems)
     norms = ("batch_norm",) if batch_norms(built) else ()
     columns = {name: array for name, array in sample.items() if not inputs or name in inputs}
-    tensors = batches.tensors(columns, inputs or tuple(columns), torch.device("cpu"))
+    tensors = batches.to_tensors(columns, inputs or tuple(columns), torch.device("cpu"))
     held = {name: (each.numel(), each.numel() * each.element_size()) for name, each in built.named_parameters()}
     known = ModelProfile(
         framework="torch", layers=(), inexact=norms, keras_backend=_backend(built), trained=_trained(built)
     )
-    known = replace(known, recounted=next(iter(recomputed_buffers(built)), ""))
+    known = replace(known, recounted=next(iter(checkpointed_buffers(built)), ""))
     call = inputs, keywords
     trace, least = _first_traced(built.to("meta"), tensors, call, step), 1
     if isinstance(trace, str):  # a norm of batches takes no less than two rows
@@ -80,30 +80,30 @@ def profile_model(
         trace = _first_traced(built, tensors, call, step)
     if isinstance(trace, str):
         _log.info("operations are estimated from parameters: tracing raised %s", trace)
-        return replace(known, layers=_counted(built, held, _tokens(tensors)), untraced=trace)
+        return replace(known, layers=_parameter_costs(built, held, _tokens(tensors)), untraced=trace)
     rows = max((len(value) for value in tensors.values()), default=1)
-    split, indivisible = Split(), ""
+    split, indivisible = TensorParallelPlan(), ""
     if trace.division.blocks(trace.heads):
-        split, indivisible = _proved(built, tensors, call, step, least)
-        whole = trace.division.weights(trace.heads) - _divided(built, split)
+        split, indivisible = _planned_split(built, tensors, call, step, least)
+        whole = trace.division.weights(trace.heads) - _divided_weights(built, split)
         again = _first_traced(built, tensors, call, step, whole) if whole and split.roles else trace
         trace = trace if isinstance(again, str) else again
-    layers = folded(_leading(_costs(built, held, trace, rows), split))
+    layers = merge_plain_layers(_mark_divided_spans(_costs(built, held, trace, rows), split))
     if inputs:
-        layers = with_loss(layers, trace.calls[built].output / rows)
-    uncut = _uncut(built, tensors, call) if trace.asks and inputs else ""
+        layers = append_loss(layers, trace.calls[built].output / rows)
+    uncut = _pipeline_problem(built, tensors, call) if trace.asks and inputs else ""
     return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens, indivisible=indivisible, uncut=uncut)
 
 
-def _uncut(model: nn.Module, tensors: batches.Tensors, call: Names) -> str:
+def _pipeline_problem(model: nn.Module, tensors: batches.Tensors, call: _CallNames) -> str:
     """Why a pipeline's stages cannot follow a forward: it asks for values of its inputs. Empty where they can."""
     inputs, _ = call
 
     def forward(bones: nn.Module, given: Sequence[Tensor]) -> Any:
-        return called(bones, dict(zip(inputs, given, strict=True)), call, None)
+        return _call_model(bones, dict(zip(inputs, given, strict=True)), call, None)
 
     try:
-        Surveyor(skeleton(model), (), forward, "").route([tensors[name].to("meta") for name in inputs])
+        ForwardTracer(meta_copy(model), (), forward, "").route([tensors[name].to("meta") for name in inputs])
     except JobError as error:
         return error.problems[0]
     return ""
@@ -134,7 +134,7 @@ def _built(build: Callable[[], Any]) -> nn.Module:
             model = build()
     except Exception as error:
         _log.info("model() is built with memory: without, it raised %s: %s", type(error).__name__, error)
-        with user_code("model()", "profile"):
+        with TorchUserCode("model()", "profile"):
             model = build()
     if not isinstance(model, nn.Module):
         raise JobError([f"model() returned {type(model).__name__}: return a torch.nn.Module"])
@@ -142,16 +142,16 @@ def _built(build: Callable[[], Any]) -> nn.Module:
 
 
 def _first_traced(
-    model: nn.Module, tensors: batches.Tensors, call: Names, step: Any, whole: frozenset[int] = frozenset()
-) -> Trace | str:
+    model: nn.Module, tensors: batches.Tensors, call: _CallNames, step: Any, whole: frozenset[int] = frozenset()
+) -> ForwardTrace | str:
     """A trace in the model's own types, or in bfloat16 where a kernel takes nothing else; or what stopped the first."""
     stopped = []
     for dtype in (None, torch.bfloat16):
         given = tensors if dtype is None else {name: _cast(value, dtype) for name, value in tensors.items()}
         try:
-            return traced(model.to(dtype), given, call, step, whole)
+            return trace_model(model.to(dtype), given, call, step, whole)
         except Exception as error:
-            stopped.append(f"{type(error).__name__}: {' '.join(str(error).split())[:REASON]}")
+            stopped.append(f"{type(error).__name__}: {' '.join(str(error).split())[:_REASON]}")
     return stopped[0]
 
 
@@ -165,9 +165,9 @@ def _tokens(tensors: batches.Tensors) -> int:
     return max((value[0].numel() for value in named), default=1)
 
 
-def traced(
-    model: nn.Module, tensors: batches.Tensors, call: Names, step: Any, whole: frozenset[int] = frozenset()
-) -> Trace:
+def trace_model(
+    model: nn.Module, tensors: batches.Tensors, call: _CallNames, step: Any, whole: frozenset[int] = frozenset()
+) -> ForwardTrace:
     """One forward pass of a model on the meta device. Raises whatever that raises.
 
     Args:
@@ -176,16 +176,16 @@ def traced(
     """
     on = {name: value.to("meta") for name, value in tensors.items()}
     rows = max((len(value) for value in tensors.values()), default=1)
-    held = {storage(tensor) for tensor in (*model.parameters(), *model.buffers(), *on.values())}
-    parameters = {storage(each) for each in model.parameters()}
-    values = Values([(on[name], value) for name, value in tensors.items()])
-    tracer = Tracer(held, parameters, values, rows, whole)
+    held = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers(), *on.values())}
+    parameters = {storage_key(each) for each in model.parameters()}
+    values = MetaValues([(on[name], value) for name, value in tensors.items()])
+    tracer = OpTracer(held, parameters, values, rows, whole)
     with tracer.watching(model):
-        called(model, on, call, step)
+        _call_model(model, on, call, step)
     return tracer.found()
 
 
-def called(model: nn.Module, on: batches.Tensors, call: Names, step: Any) -> Any:
+def _call_model(model: nn.Module, on: batches.Tensors, call: _CallNames, step: Any) -> Any:
     """What a model, or a step of the job's own, makes of columns that are where it is."""
     inputs, keywords = call
     if keywords:
@@ -195,7 +195,7 @@ def called(model: nn.Module, on: batches.Tensors, call: Names, step: Any) -> Any
     return step(model, on)
 
 
-def plainly(columns: batches.Tensors, call: Names, step: Any, least: int = 1) -> Callable[..., Any]:
+def meta_runner(columns: batches.Tensors, call: _CallNames, step: Any, least: int = 1) -> Callable[..., Any]:
     """Calls a model on the meta device with `rows` rows of columns, by default as few as it takes.
 
     What it asks of values that follow from the inputs is answered by the columns'.
@@ -204,28 +204,30 @@ def plainly(columns: batches.Tensors, call: Names, step: Any, least: int = 1) ->
     def run(bones: nn.Module, rows: int = least) -> Any:
         real = {name: value[torch.arange(rows) % len(value)].cpu() for name, value in columns.items()}
         given = {name: value.to("meta") for name, value in real.items()}
-        with Following((given[name], value) for name, value in real.items()), torch.device("meta"):
-            return called(bones, given, call, step)
+        with MetaValueMode((given[name], value) for name, value in real.items()), torch.device("meta"):
+            return _call_model(bones, given, call, step)
 
     return run
 
 
-def _proved(model: nn.Module, tensors: batches.Tensors, call: Names, step: Any, least: int) -> tuple[Split, str]:
+def _planned_split(
+    model: nn.Module, tensors: batches.Tensors, call: _CallNames, step: Any, least: int
+) -> tuple[TensorParallelPlan, str]:
     """What tensor parallelism divides of a model as it is written; why nothing, where that is so."""
-    splitter = Splitter(model, plainly(tensors, call, step, least), None, "profile")
+    splitter = TensorParallelPlanner(model, meta_runner(tensors, call, step, least), None, "profile")
     try:
-        return splitter.found(lambda bones: traced(bones, tensors, call, step)), ""
+        return splitter.found(lambda bones: trace_model(bones, tensors, call, step)), ""
     except JobError as error:
-        return Split(), error.problems[0]
+        return TensorParallelPlan(), error.problems[0]
 
 
-def _divided(model: nn.Module, split: Split) -> set[int]:
+def _divided_weights(model: nn.Module, split: TensorParallelPlan) -> set[int]:
     """Storages of the weights that are divided."""
     weights = (model.get_submodule(name)._parameters["weight"] for name in split.roles)
-    return {storage(weight) for weight in weights if weight is not None}
+    return {storage_key(weight) for weight in weights if weight is not None}
 
 
-def _leading(layers: Sequence[LayerCost], split: Split) -> list[LayerCost]:
+def _mark_divided_spans(layers: Sequence[LayerCost], split: TensorParallelPlan) -> list[LayerCost]:
     """The same with what leads from one layer to another where they are divided."""
     places = {layer.name: number for number, layer in enumerate(layers)}
     leading: set[int] = set()
@@ -235,13 +237,13 @@ def _leading(layers: Sequence[LayerCost], split: Split) -> list[LayerCost]:
     return [replace(layer, leads=number in leading) for number, layer in enumerate(layers)]
 
 
-def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> list[LayerCost]:
+def _costs(model: nn.Module, held: _Sizes, trace: ForwardTrace, rows: int) -> list[LayerCost]:
     """Of each module, in the order in which they ran; those that did not come last."""
     names = {module: name for name, module in model.named_modules()}
     modules = [*trace.calls, *(module for module in model.modules() if module not in trace.calls)]
     costs = []
     for module in modules:
-        call, (count, size) = trace.calls.get(module, Call()), _own(module, names[module], held)
+        call, (count, size) = trace.calls.get(module, ModuleCalls()), _own_parameters(module, names[module], held)
         costs.append(
             LayerCost(
                 name=names[module] or type(model).__name__,
@@ -265,11 +267,11 @@ def _costs(model: nn.Module, held: Sizes, trace: Trace, rows: int) -> list[Layer
     return costs
 
 
-def _counted(model: nn.Module, held: Sizes, tokens: int) -> tuple[LayerCost, ...]:
+def _parameter_costs(model: nn.Module, held: _Sizes, tokens: int) -> tuple[LayerCost, ...]:
     """Costs from parameters alone: two operations with each for each token, none with what is looked up."""
     layers = []
     for name, module in model.named_modules():
-        count, size = _own(module, name, held)
+        count, size = _own_parameters(module, name, held)
         flops = 0.0 if isinstance(module, nn.Embedding) else 2.0 * count * tokens
         if count:
             layers.append(
@@ -278,7 +280,7 @@ def _counted(model: nn.Module, held: Sizes, tokens: int) -> tuple[LayerCost, ...
     return tuple(layers)
 
 
-def _own(module: nn.Module, name: str, held: Sizes) -> tuple[int, int]:
+def _own_parameters(module: nn.Module, name: str, held: _Sizes) -> tuple[int, int]:
     """Number and bytes of the parameters of a module itself; one that several share is the first one's.
 
     Args:

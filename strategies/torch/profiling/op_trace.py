@@ -1,7 +1,14 @@
-"""What one forward pass of a module does: its operations, what they read and write, and what backward keeps of them."""
+"""Which of a model's products tensor parallelism can divide, found by following what its linear layers make.
+
+A linear layer on whole numbers may be divided by its outputs, if what it makes goes number by number, or head by head,
+to another one, which is then divided by its inputs and ends with an all-reduce (Shoeybi et al., 2019). What makes use
+of all numbers of a token at once in between, such as a norm or a residual sum, forbids it. The last layer's outputs may
+stay divided, as a vocabulary's do, and so may the largest table of what is looked up.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,19 +21,202 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from trainwright.strategies.torch.profiling.attention_detection import Scores
-from trainwright.strategies.torch.profiling.meta_values import Values
-from trainwright.strategies.torch.tensor_parallel.divisibility import Division, Share, Tags
+from trainwright.strategies.torch.profiling.meta_values import MetaValues
 from trainwright.strategies.torch.torch_compat import TorchDispatchMode, tree_leaves
 
 _aten = torch.ops.aten
-_FREE = (_aten._unsafe_view, _aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.detach)
-_GATHERS = (_aten.embedding, _aten.index_select, _aten.gather, _aten.index)  # read as much as they write
-FUSED = 1.5  # times the operations of two products: it computes scores twice and is slower (core.profile says the same)
+_LINEAR = (_aten.mm, _aten.addmm)
+_BATCHED_PRODUCTS = {_aten.bmm: 0, _aten.baddbmm: 1}  # with the place of their first factor
+_JOINS = (_aten.cat, _aten.stack)
+_KEEPS = (_aten.native_dropout, _aten.clone, _aten._to_copy, _aten._unsafe_view, _aten.copy_, _aten.masked_fill)
+_SOFTMAX = (_aten._softmax, _aten._safe_softmax)
+_OVER_LAST = (
+    _aten.mean,
+    _aten.sum,
+    _aten.native_layer_norm,
+    _aten._fused_rms_norm,
+    _aten.amax,
+    _aten.linalg_vector_norm,
+)
+_LayerTags = frozenset[int]
+_NO_LAYERS: _LayerTags = frozenset()
 
 
 @dataclass(kw_only=True)
-class Call:
+class _ShardableWork:
+    """What of one call tensor parallelism would divide: each with the linear layers that must be divided for it.
+
+    Attributes:
+        products: of each; None where nothing can divide it.
+        traffic: numbers read and written.
+        reductions: of each linear layer that is divided by its inputs.
+        table: elements of a table that it looks numbers up in.
+    """
+
+    products: list[_LayerTags | None] = field(default_factory=list)
+    traffic: list[tuple[float, _LayerTags]] = field(default_factory=list)
+    reductions: list[_LayerTags] = field(default_factory=list)
+    table: int = 0
+
+
+class _DivisionAnalysis:
+    """Follows what linear layers make, by storage.
+
+    Args:
+        parameters: storages of the model's.
+        whole: storages of the weights that are not divided, whatever is found.
+    """
+
+    def __init__(self, parameters: set[int], whole: frozenset[int] = frozenset()) -> None:
+        self._parameters, self._kept = parameters, whole
+        self._tags: dict[int, tuple[Tensor, _LayerTags]] = {}  # kept alive, so that no other takes a storage's place
+        self._widths: list[int] = []  # outputs of each linear layer that may be divided by them
+        self._columns: list[int] = []  # storage of its weight
+        self._rows: list[_LayerTags] = []
+        self._inputs: list[int] = []  # storage of the weight that is divided by its inputs for these
+        self._tables: dict[int, int] = {}  # elements of each table, by storage
+        self._joint: list[_LayerTags] = []
+        self._failed: set[int] = set()
+        self._last = _NO_LAYERS
+
+    def of(self, tensor: Tensor) -> _LayerTags:
+        """The linear layers that must be divided for this tensor to be."""
+        found = self._tags.get(tensor.untyped_storage()._cdata)
+        return found[1] if found else _NO_LAYERS
+
+    def see(self, func: Any, args: Any, outputs: Any, share: _ShardableWork, *, scores: bool) -> None:
+        """One operation that is no view; `scores` says whether it normalises attention's."""
+        packet = func._overloadpacket
+        given = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        made = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+        tags = _NO_LAYERS.union(*map(self.of, given))
+        if packet in _LINEAR and self._held(args[-1]):
+            self._linear(args[-2], made[0], args[-1].untyped_storage()._cdata, share)
+        elif packet in _BATCHED_PRODUCTS:
+            first = _BATCHED_PRODUCTS[packet]
+            self.attended((args[first], args[first + 1]), made[0], share)
+        elif packet is _aten.embedding and self._held(args[0]):
+            table = args[0].untyped_storage()._cdata
+            if table not in self._kept:
+                share.table = max(share.table, args[0].numel())
+                self._tables[table] = args[0].numel()
+        elif tags and self._keeps(func, given, made, scores):
+            self._mark(made, tags)
+        else:
+            self._failed |= tags
+
+    def attended(self, factors: tuple[Tensor, ...], made: Tensor, share: _ShardableWork) -> None:
+        """Products of what linear layers made, head by head."""
+        tags = [self.of(each) for each in factors]
+        whole = _NO_LAYERS.union(*tags)
+        if all(tags):
+            self._mark([made], whole)
+            self._joint.append(whole)
+        else:
+            self._failed |= whole
+        share.products.append(whole if all(tags) else None)
+
+    def ends(self, outputs: Any) -> None:
+        """What the model returns."""
+        tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+        self._last = _NO_LAYERS.union(*map(self.of, tensors))
+
+    def settled(self, heads: int) -> _LayerTags:
+        """The linear layers that can be divided by their outputs, by any divisor of the heads."""
+        inner = {one for one in _NO_LAYERS.union(*self._rows) if not self._widths[one] % max(heads, 1)}
+        good = (inner | self._last) - self._failed  # a vocabulary is padded
+        groups = [*self._rows, *self._joint]
+        while bad := [group for group in groups if group & good and not group <= good]:
+            good -= _NO_LAYERS.union(*bad)
+        return frozenset(good) if heads else _NO_LAYERS
+
+    def blocks(self, heads: int) -> list[tuple[frozenset[int], frozenset[int]]]:
+        """What has to be divided together: storages of the weights divided by outputs, and of those by inputs."""
+        good = self.settled(heads)
+        blocks: list[tuple[_LayerTags, frozenset[int]]] = []
+        rows = [(tags, frozenset([weight])) for tags, weight in zip(self._rows, self._inputs, strict=True)]
+        for tags, inputs in (row for row in rows if row[0] <= good):
+            for other in [each for each in blocks if each[0] & tags]:
+                blocks.remove(other)
+                tags, inputs = tags | other[0], inputs | other[1]
+            blocks.append((tags, inputs))
+        return [(frozenset(self._columns[one] for one in tags), inputs) for tags, inputs in blocks]
+
+    def weights(self, heads: int) -> frozenset[int]:
+        """Storages of all weights that count as divided."""
+        good = self.settled(heads)
+        inputs = {weight for tags, weight in zip(self._rows, self._inputs, strict=True) if tags <= good}
+        return frozenset({*inputs, *(self._columns[one] for one in good)}) | self.ends_of_model()[1]
+
+    def ends_of_model(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Storages of the weights whose outputs are the model's, and of its largest table."""
+        last = frozenset(self._columns[one] for one in self._last - _NO_LAYERS.union(*self._rows))
+        largest = max(self._tables, key=self._tables.__getitem__, default=None)
+        return last, frozenset() if largest is None else frozenset([largest])
+
+    def _linear(self, given: Tensor, made: Tensor, weight: int, share: _ShardableWork) -> None:
+        tags = self.of(given)
+        if tags:
+            self._rows.append(tags)
+            self._inputs.append(weight)
+            self._failed |= tags if weight in self._kept else _NO_LAYERS
+            share.reductions.append(tags)
+        else:
+            tags = frozenset([len(self._widths)])
+            self._failed |= tags if weight in self._kept else _NO_LAYERS
+            self._widths.append(made.shape[-1])
+            self._columns.append(weight)
+            self._mark([made], tags)
+        share.products.append(tags)
+
+    def _keeps(self, func: Any, given: list[Tensor], made: list[Tensor], scores: bool) -> bool:
+        """Whether an operation does nothing that a rank cannot do with its part of the numbers or heads."""
+        packet, whole = func._overloadpacket, [each for each in given if not self.of(each)]
+        if packet in _SOFTMAX:
+            return scores
+        if packet in _JOINS:
+            return not any(each.numel() for each in whole)
+        if packet in _OVER_LAST:
+            width = given[0].shape[-1]
+            tags = self.of(given[0])
+            return given[0].ndim > 3 and all(width < self._widths[one] for one in tags)  # over a head
+        if torch.Tag.pointwise in func.tags or packet in _KEEPS:
+            return bool(made) and all(each.numel() < made[0].numel() for each in whole)
+        return False
+
+    def _mark(self, made: list[Tensor], tags: _LayerTags) -> None:
+        for each in made:
+            self._tags[each.untyped_storage()._cdata] = each, tags
+
+    def _held(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._parameters
+
+
+# --- What one forward pass of a module does ---------------------------------------------------------------------------
+
+
+_trace_aten = torch.ops.aten
+_FREE_OPS = (
+    _trace_aten._unsafe_view,
+    _trace_aten.empty,
+    _trace_aten.empty_like,
+    _trace_aten.new_empty,
+    _trace_aten.empty_strided,
+    _trace_aten.detach,
+)
+_GATHER_OPS = (
+    _trace_aten.embedding,
+    _trace_aten.index_select,
+    _trace_aten.gather,
+    _trace_aten.index,
+)  # read as much as they write
+_FUSED_ATTENTION_COST = (
+    1.5  # times the operations of two products: it computes scores twice and is slower (core.profile says the same)
+)
+
+
+@dataclass(kw_only=True)
+class ModuleCalls:
     """What the calls of one module came to, those of the modules it calls left out.
 
     Attributes:
@@ -51,11 +241,11 @@ class Call:
     split_kept: float = 0.0
     split_traffic: float = 0.0
     reductions: int = 0
-    share: Share = field(default_factory=Share)
+    share: _ShardableWork = field(default_factory=_ShardableWork)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
+class ForwardTrace:
     """One forward pass.
 
     Attributes:
@@ -66,14 +256,14 @@ class Trace:
         asks: the flow asked for values of tensors, which followed from the inputs or from constants.
     """
 
-    calls: Mapping[nn.Module, Call]
+    calls: Mapping[nn.Module, ModuleCalls]
     heads: int
     tokens: int
-    division: Division
+    division: _DivisionAnalysis
     asks: bool = False
 
 
-class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up each module's own operations, and what autograd saves for backward.
 
     Args:
@@ -85,17 +275,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, held: set[int], parameters: set[int], values: Values, rows: int, whole: frozenset[int] = frozenset()
+        self, held: set[int], parameters: set[int], values: MetaValues, rows: int, whole: frozenset[int] = frozenset()
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls: dict[nn.Module, Call] = {}
+        self._calls: dict[nn.Module, ModuleCalls] = {}
         self._open: list[nn.Module] = []
-        self._saved: dict[int, tuple[Tensor, Call]] = {}  # by storage; kept alive, so that no other takes its place
+        self._saved: dict[
+            int, tuple[Tensor, ModuleCalls]
+        ] = {}  # by storage; kept alive, so that no other takes its place
         self._held = held
         self._spans: dict[int, tuple[Tensor, int, int]] = {}  # first and last place of all that make or read each
         self._values = values
-        self._scores = Scores(rows)
-        self._division = Division(parameters, whole)
+        self._scores = _AttentionScores(rows)
+        self._division = _DivisionAnalysis(parameters, whole)
         self._paused = False
 
     @contextmanager
@@ -108,10 +300,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved))
             stack.enter_context(self)
-            stack.enter_context(_Fused(self))
+            stack.enter_context(_FusedKernels(self))
             yield
 
-    def found(self) -> Trace:
+    def found(self) -> ForwardTrace:
         """What was counted."""
         divided = self._division.settled(self._scores.heads)
         for tensor, call in self._saved.values():
@@ -121,7 +313,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 call.traffic -= min(size, call.traffic)
                 continue
             call.kept += size
-            if _all_of(self._division.of(tensor), divided):
+            if _all_divided(self._division.of(tensor), divided):
                 call.split_kept += size
         calls = list(self._calls.values())
         ends = [0.0] * (len(calls) + 1)
@@ -132,10 +324,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call.cut = crossing
         table = max((call.share.table for call in self._calls.values()), default=0)
         for call in self._calls.values():
-            _settle(call, divided, table)
+            _apply_division(call, divided, table)
         self._saved.clear()
         found = self._scores
-        return Trace(
+        return ForwardTrace(
             calls=self._calls, heads=found.heads, tokens=found.tokens, division=self._division, asks=self._values.asked
         )
 
@@ -147,7 +339,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call = self._calls[self._open[-1]]
             call.launches += 1
             call.matmuls += 2
-            call.flops += FUSED * 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+            call.flops += (
+                _FUSED_ATTENTION_COST * 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+            )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -159,18 +353,18 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._paused = False
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
-        self._calls.setdefault(module, Call(place=len(self._calls)))
+        self._calls.setdefault(module, ModuleCalls(place=len(self._calls)))
         self._open.append(module)
 
     def _leave(self, module: nn.Module, _inputs: Any, outputs: Any) -> None:
         self._open.pop()
-        self._calls[module].output = numbers(outputs)
+        self._calls[module].output = count_elements(outputs)
         if not self._open:
             self._division.ends(outputs)
 
     def _save(self, tensor: Tensor) -> Tensor:
         """Called by autograd for what it saves; each storage counts once, where it was saved first."""
-        key = storage(tensor)
+        key = storage_key(tensor)
         if self._open and key not in self._held and key not in self._saved:
             self._saved[key] = tensor, self._calls[self._open[-1]]
         return tensor
@@ -179,7 +373,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Notes that a call makes or reads these."""
         place = self._calls[self._open[-1]].place
         for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor) and (key := storage(tensor)) not in self._held:
+            if isinstance(tensor, Tensor) and (key := storage_key(tensor)) not in self._held:
                 _, first, last = self._spans.get(key, (tensor, place, place))
                 self._spans[key] = tensor, min(first, place), max(last, place)
 
@@ -189,7 +383,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._open:
             self._span(args)
             self._span(outputs)
-        if self._open and not self._paused and not func.is_view and packet not in _FREE:
+        if self._open and not self._paused and not func.is_view and packet not in _FREE_OPS:
             call = self._calls[self._open[-1]]
             call.launches += 1
             self._scores.see(packet, args, outputs)
@@ -197,7 +391,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._division.see(func, args, outputs, call.share, scores=scores)
             count = flop_registry.get(packet)
             if count is None:
-                moved = numbers(outputs) + numbers(outputs if packet in _GATHERS else args)
+                moved = count_elements(outputs) + count_elements(outputs if packet in _GATHER_OPS else args)
                 call.traffic += moved
                 if isinstance(outputs, Tensor):
                     call.share.traffic.append((moved, self._division.of(outputs)))
@@ -207,30 +401,30 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return outputs
 
 
-def _settle(call: Call, divided: Tags, table: int) -> None:
+def _apply_division(call: ModuleCalls, divided: _LayerTags, table: int) -> None:
     """What tensor parallelism does to a call, given the linear layers that it can divide."""
     share = call.share
     if share.table and share.table == table and divided:
         call.splits, call.reductions = True, 1  # each rank looks up its part, the sum is whole
         return
-    call.split_traffic = min(sum(size for size, tags in share.traffic if _all_of(tags, divided)), call.traffic)
+    call.split_traffic = min(sum(size for size, tags in share.traffic if _all_divided(tags, divided)), call.traffic)
     call.splits = bool(share.products or call.split_traffic) and all(
-        tags is not None and _all_of(tags, divided) for tags in share.products
+        tags is not None and _all_divided(tags, divided) for tags in share.products
     )
     call.reductions = len(share.reductions) if call.splits else 0
 
 
-def _all_of(tags: Tags, divided: Tags) -> bool:
+def _all_divided(tags: _LayerTags, divided: _LayerTags) -> bool:
     return bool(tags) and tags <= divided
 
 
-class _Fused(TorchFunctionMode):
+class _FusedKernels(TorchFunctionMode):
     """Attention and dropout as accelerators compute them: in one kernel, where the meta device takes several.
 
     So attention's scores are never written, and of dropout a mask is kept.
     """
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: OpTracer) -> None:
         super().__init__()
         self._tracer = tracer
         whole = nn.functional.multi_head_attention_forward
@@ -251,7 +445,7 @@ class _Fused(TorchFunctionMode):
             with torch.no_grad():  # the real one, for what it refuses
                 shape = nn.functional.scaled_dot_product_attention(query, key, value, *rest, **options).shape
             mask = rest[0] if rest else options.get("attn_mask")
-            output: Tensor = _Attention.apply(query, key, value, mask, shape)  # type: ignore[no-untyped-call]
+            output: Tensor = _FusedAttention.apply(query, key, value, mask, shape)  # type: ignore[no-untyped-call]
         self._tracer.attended(query, key, value, output)
         return output
 
@@ -263,7 +457,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return torch.native_dropout(input, p, training)[0]
 
 
-class _Attention(torch.autograd.Function):
+class _FusedAttention(torch.autograd.Function):
     """Keeps what a fused kernel keeps: its inputs, its output, and for each query the logarithm of its sum."""
 
     @staticmethod
@@ -278,20 +472,20 @@ class _Attention(torch.autograd.Function):
         return (*(torch.empty_like(each) for each in ctx.saved_tensors[:3]), None, None)
 
 
-def storage(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
     """What tensors that share memory have in common, on the meta device too."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
-def numbers(outputs: Any) -> int:
+def count_elements(outputs: Any) -> int:
     """Elements of tensors, however they are nested."""
     if isinstance(outputs, Tensor):
         return outputs.numel()
     if isinstance(outputs, Mapping):
-        return sum(numbers(value) for value in outputs.values())
+        return sum(count_elements(value) for value in outputs.values())
     if isinstance(outputs, tuple | list):
-        return sum(numbers(value) for value in outputs)
+        return sum(count_elements(value) for value in outputs)
     return 0
 
 
@@ -299,3 +493,99 @@ def _size(tensor: Tensor) -> float:
     """Elements of the memory that a tensor keeps, of which it may be a part; a mask's are half a number."""
     size = tensor.untyped_storage().nbytes() / tensor.element_size()
     return size / 2 if tensor.dtype == torch.bool else size
+
+
+# --- Attention detection ----------------------------------------------------------------------------------------------
+
+
+_attention_aten = torch.ops.aten
+_ATTENTION_PRODUCTS = {_attention_aten.bmm: 0, _attention_aten.baddbmm: 1}  # with the place of their first factor
+_ATTENTION_SOFTMAX = (_attention_aten._softmax, _attention_aten._safe_softmax)
+
+
+@dataclass(kw_only=True, eq=False)
+class _ScoreChain:
+    """A batch of products and what is made of it, number by number.
+
+    Attributes:
+        normalised: by a softmax over its last dimension.
+        used: thereafter as a factor of another batch of products: these are scores.
+    """
+
+    normalised: bool = False
+    used: bool = False
+
+
+class _AttentionScores:
+    """Follows batches of products through operations that keep their size.
+
+    What a softmax has made into weights and another product has used is attention's: a classifier's or a router's
+    probabilities come from a product with a parameter, which is none of a batch.
+
+    Args:
+        rows: samples of the batch.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._chains: dict[
+            int, tuple[Tensor, _ScoreChain]
+        ] = {}  # by storage; kept alive, so that no other takes its place
+        self.heads = 0
+        self.tokens = 1
+
+    def attended(self, query: Tensor, key: Tensor) -> None:
+        """Attention by (..., heads, tokens, width); of grouped queries, those of a key must stay together."""
+        if query.ndim >= 3:
+            self._note(math.gcd(query.shape[-3], key.shape[-3]), query.shape[-2])
+
+    def see(self, packet: Any, args: Any, outputs: Any) -> None:
+        """One operation that is no view."""
+        if packet in _ATTENTION_PRODUCTS:
+            first = _ATTENTION_PRODUCTS[packet]
+            self._multiplied(args[first], args[first + 1], outputs)
+            return
+        made = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
+        if not isinstance(made, Tensor):
+            return
+        given = [each for each in args if isinstance(each, Tensor) and each.numel() == made.numel()]
+        chain = next(filter(None, map(self._chain, given)), None)
+        if chain is None:
+            return
+        if packet in _ATTENTION_SOFTMAX and args[1] % made.ndim == made.ndim - 1:
+            chain.normalised = True
+        for each in outputs if isinstance(outputs, tuple | list) else (made,):
+            if isinstance(each, Tensor) and each.numel() == made.numel():
+                self._chains[_attention_storage_key(each)] = each, chain
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether it comes from a batch of products, number by number."""
+        return self._chain(tensor) is not None
+
+    def among(self, tensor: Tensor) -> bool:
+        """Whether a tensor shares its memory with scores."""
+        chain = self._chain(tensor)
+        return chain is not None and chain.used
+
+    def _multiplied(self, one: Tensor, other: Tensor, made: Tensor) -> None:
+        weights = [chain for chain in map(self._chain, (one, other)) if chain is not None and chain.normalised]
+        for chain in weights:
+            if not chain.used:
+                chain.used = True
+                self._note(made.shape[0] // self._rows, one.shape[-2] if self._chain(one) else other.shape[-1])
+        if not weights:
+            self._chains[_attention_storage_key(made)] = made, _ScoreChain()
+
+    def _chain(self, tensor: Tensor) -> _ScoreChain | None:
+        found = self._chains.get(_attention_storage_key(tensor))
+        return found[1] if found else None
+
+    def _note(self, heads: int, tokens: int) -> None:
+        self.heads = math.gcd(self.heads, heads)
+        self.tokens = max(self.tokens, tokens)
+
+
+def _attention_storage_key(tensor: Tensor) -> int:
+    """What tensors that share memory have in common."""
+    key: int = tensor.untyped_storage()._cdata
+    return key

@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trainwright.core.staleness import Outer
-from trainwright.strategies.ps.shard_store import Push, Shard
-from trainwright.strategies.torch.ps.gradient_layout import Form
-from trainwright.strategies.torch.ps.server_shard import Served, named
-from trainwright.strategies.torch.training.train_state import set_option, settings
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError
+from trainwright.core.plan import Plan
+from trainwright.core.topology import OuterOptimizer
+from trainwright.strategies.ps import parameter_shards
+from trainwright.strategies.ps.parameter_shards import GradientPush, ParameterShard, TensorKind
+from trainwright.strategies.torch.checkpoint.host_state import OUTER_MOMENTUM
+from trainwright.strategies.torch.checkpoint.shard_layout import ModelPart, ShardSlice
+from trainwright.strategies.torch.engines.sharded_model_engine import is_elementwise
+from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
+from trainwright.strategies.torch.training.train_state import TorchReplica, group_settings, set_group_option
 
 
-class Bank:
-    """One server's shard; `trainwright.strategies.ps.shard_store` says who calls what, and when.
+class TorchShardStore:
+    """One server's shard; `trainwright.strategies.ps.parameter_shards` says who calls what, and when.
 
     Args:
         replica: what this server was dealt.
@@ -32,27 +38,34 @@ class Bank:
         where: the rank, for errors.
     """
 
-    def __init__(self, replica: Served, shard: Shard, form: Form, outer: Outer | None, where: str) -> None:
+    def __init__(
+        self,
+        replica: ServedReplica,
+        shard: ParameterShard,
+        form: GradientLayout,
+        outer: OuterOptimizer | None,
+        where: str,
+    ) -> None:
         self.shard = shard
         self.replica, self.form, self._outer, self._where = replica, form, outer, where
         self._scratch: list[Tensor] = []
         self._buffers = [slot for slot in shard.slots if slot.kind == "buffer"]
-        self._asked: tuple[Push, ...] = ()  # of what `_mean` is
+        self._asked: tuple[GradientPush, ...] = ()  # of what `_mean` is
         self._mean: list[Tensor] | None = None
 
     def attach(self, region: memoryview) -> None:
         """Let the parameters and buffers live in a region from now on."""
-        held = dict(named(self.replica.model))
+        held = dict(named_tensors(self.replica.model))
         for slot in self.shard.slots:
             tensor = held[slot.name]
             if tensor.numel():
-                tensor.data = _there(region, slot.offset, tensor).copy_(tensor.detach())
+                tensor.data = _view_memory(region, slot.offset, tensor).copy_(tensor.detach())
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, by the job's schedule. Raises UserCodeError."""
         return self.replica.set_rates(step, self._where)
 
-    def check(self, push: Push) -> None:
+    def check(self, push: GradientPush) -> None:
         """Raise ValueError where the payload or the buffers of a push cannot be read."""
         buffers = self.shard.pulled_bytes - self.shard.trained_bytes
         if (len(push.payload), len(push.buffers)) != (self.form.size_bytes, buffers):
@@ -61,12 +74,14 @@ class Bank:
         for parameter in self.replica.trainable:
             self.form.check(push.payload, self.replica.names[parameter], parameter)
 
-    def norm2(self, pushes: Sequence[Push]) -> float:
+    def norm2(self, pushes: Sequence[GradientPush]) -> float:
         """The squared norm of this shard of the pushes' mean; 0 where none has weight."""
         self._asked, self._mean = tuple(pushes), self._averaged(pushes)
-        return sum(float(torch.linalg.vector_norm(each, dtype=_wide(each))) ** 2 for each in self._mean or ())
+        return sum(
+            float(torch.linalg.vector_norm(each, dtype=_accumulation_dtype(each))) ** 2 for each in self._mean or ()
+        )
 
-    def apply(self, pushes: Sequence[Push], *, step: int, rate_factor: float, clip_factor: float) -> None:
+    def apply(self, pushes: Sequence[GradientPush], *, step: int, rate_factor: float, clip_factor: float) -> None:
         """One update by the mean of the pushes by weight, summed in their order; none where none has weight.
 
         Raises:
@@ -85,7 +100,7 @@ class Bank:
         else:
             self.replica.take_outer(mean, self._outer)
 
-    def _take_buffers(self, pushes: Sequence[Push]) -> None:
+    def _take_buffers(self, pushes: Sequence[GradientPush]) -> None:
         """Those of the first push that counts and has some."""
         told = next((push.buffers for push in pushes if push.weight > 0 and len(push.buffers)), None)
         if told is not None:
@@ -93,7 +108,7 @@ class Bank:
             for slot in self._buffers:
                 tensor = held[slot.name]
                 if tensor.numel():
-                    tensor.copy_(_there(told, slot.offset - self.shard.trained_bytes, tensor))
+                    tensor.copy_(_view_memory(told, slot.offset - self.shard.trained_bytes, tensor))
 
     def _step(self, gradients: Sequence[Tensor], step: int, rate_factor: float) -> None:
         """The job's optimizer's, on these gradients."""
@@ -106,7 +121,7 @@ class Bank:
         for parameter in replica.trainable:
             parameter.grad = None
 
-    def _averaged(self, pushes: Sequence[Push]) -> list[Tensor] | None:
+    def _averaged(self, pushes: Sequence[GradientPush]) -> list[Tensor] | None:
         """The mean by weight of what was pushed for each parameter; None where nothing has weight."""
         replica, form, counted = self.replica, self.form, [push for push in pushes if push.weight > 0]
         if not counted:
@@ -126,23 +141,154 @@ class Bank:
     def _rated(self, factor: float) -> Iterator[None]:
         """Within, learning rates are multiplied."""
         groups = self.replica.optimizer.param_groups
-        rates = [settings(group).get("lr") for group in groups] if factor != 1.0 else []
+        rates = [group_settings(group).get("lr") for group in groups] if factor != 1.0 else []
         try:
             for group, rate in zip(groups, rates, strict=False):
                 if rate is not None:
-                    set_option(group, "lr", rate * factor)
+                    set_group_option(group, "lr", rate * factor)
             yield
         finally:
             for group, rate in zip(groups, rates, strict=False):
                 if rate is not None:
-                    set_option(group, "lr", rate)
+                    set_group_option(group, "lr", rate)
 
 
-def _there(memory: memoryview, offset: int, like: Tensor) -> Tensor:
+def _view_memory(memory: memoryview, offset: int, like: Tensor) -> Tensor:
     """A tensor of this shape and type in memory of somebody else's."""
     return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=offset).view(like.shape)
 
 
-def _wide(values: Tensor) -> torch.dtype:
+def _accumulation_dtype(values: Tensor) -> torch.dtype:
     """Squares of half-precision numbers overflow, and sums of many squares lose what single precision has."""
     return torch.complex128 if values.is_complex() else torch.float64
+
+
+# --- What a parameter server holds of a model -------------------------------------------------------------------------
+
+
+_Rows = tuple[int, int] | None  # of a tensor's first dimension, from and to; None for all of it
+
+
+class ServedReplica(TorchReplica):
+    """A replica of which only what this server was dealt is left. It is never run.
+
+    The job's optimizer is made for the whole model, so that its groups are the job's however many servers there are; it
+    is then left with what was dealt.
+
+    Args:
+        spec: the job's functions.
+        plan: says how the model is trained.
+        where: the rank, for errors.
+        part: of the servers, that this one is.
+
+    Raises:
+        JobError, UserCodeError: as a replica.
+    """
+
+    def __init__(self, spec: ModelSpec, plan: Plan, where: str, part: ModelPart) -> None:
+        super().__init__(spec, plan, torch.device("cpu"), where, part=part)
+        self.scale = None  # each worker has its own: it is of what that computes
+        self.outer = plan.local_steps > 1
+
+    def keep(self, dealt: Mapping[str, _Rows]) -> None:
+        """Drop all but these parameters and persistent buffers, by full name; of a cut one all but its rows."""
+        first = {tensor: name for name, tensor in named_tensors(self.model)}
+        self._cut = {
+            name: _row_slice(tensor, rows)
+            for name, tensor in self.model.named_parameters(remove_duplicate=False)
+            if (rows := dealt.get(first[tensor])) is not None
+        }
+        for module in self.model.modules():
+            for held in (module._parameters, module._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None and first.get(tensor, "") not in dealt:
+                        held[key] = None
+        for tensor, name in first.items():
+            rows = dealt.get(name)
+            if rows is not None:
+                self._narrow(tensor, rows)
+        self._drop({tensor for tensor, name in first.items() if name in dealt})
+
+    def take_outer(self, differences: Sequence[Tensor], outer: OuterOptimizer) -> None:
+        """Change the parameters by what local steps came to in the mean, as `torch.optim.SGD` with Nesterov would."""
+        self.sound = False
+        with torch.no_grad():
+            for parameter, difference in zip(self.trainable, differences, strict=True):
+                parameter.add_(difference, alpha=outer.rate)
+                if outer.momentum:
+                    entries = self.optimizer.state[parameter]
+                    momentum = entries.setdefault(OUTER_MOMENTUM, torch.zeros_like(parameter, requires_grad=False))
+                    momentum.mul_(outer.momentum).add_(difference)
+                    parameter.add_(momentum, alpha=outer.rate * outer.momentum)
+        self.sound = True
+
+    def _settled(self, model: nn.Module) -> Mapping[str, ShardSlice]:
+        """In host memory, and never compiled."""
+        return self._move(model)
+
+    def _narrow(self, tensor: Tensor, rows: tuple[int, int]) -> None:
+        """Leave some rows of a parameter, and of what the optimizer made for it when it was made."""
+        whole = tensor.shape
+        tensor.data = tensor.detach()[rows[0] : rows[1]].clone()
+        for key, value in self.optimizer.state.get(tensor, {}).items():
+            if isinstance(value, Tensor) and value.shape == whole:
+                self.optimizer.state[tensor][key] = value[rows[0] : rows[1]].clone()
+
+    def _drop(self, kept: set[Tensor]) -> None:
+        """Train nothing but these."""
+        self.trainable = [parameter for parameter in self.trainable if parameter in kept]
+        self.names = {parameter: self.names[parameter] for parameter in self.trainable}
+        for group in self.optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter in kept]
+        for parameter in [parameter for parameter in self.optimizer.state if parameter not in kept]:
+            del self.optimizer.state[parameter]
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter and each persistent buffer once, by its first name, in the model's order: parameters first."""
+    yield from model.named_parameters()
+    saved = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def persistent_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Each persistent buffer wherever a module holds it: the module, its name there, and the buffer."""
+    mine = {tensor for _, tensor in named_tensors(model)}
+    places = [(module, key, held) for module in model.modules() for key, held in module._buffers.items()]
+    return [(module, key, held) for module, key, held in places if held in mine and held is not None]
+
+
+def server_shards(spec: ModelSpec, plan: Plan, model: nn.Module, where: str) -> tuple[ParameterShard, ...]:
+    """What each server holds of a model; an optimizer that looks at whole tensors is given whole ones.
+
+    Raises:
+        JobError: there are more servers than the model keeps busy.
+    """
+    whole = not is_elementwise(spec)
+    dealt = parameter_shards.place_tensors([*_tensors(model)], plan.servers, cut=not whole)
+    idle = sum(not shard.trained_bytes for shard in dealt)
+    if idle:
+        why = ": the optimizer does not work number by number, so that tensors cannot be cut" if whole else ""
+        raise JobError(
+            [f"{idle} of {plan.servers} servers would hold nothing to train{why}: use servers={plan.servers - idle}"],
+            where=where,
+        )
+    return dealt
+
+
+def _tensors(model: nn.Module) -> Iterator[parameter_shards.ModelTensor]:
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    frozen = {name for name, _ in model.named_parameters()} - trained
+    for name, tensor in named_tensors(model):
+        kind: TensorKind = "trained" if name in trained else "frozen" if name in frozen else "buffer"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        item = tensor.element_size()
+        yield parameter_shards.ModelTensor(
+            name=name, shape=tuple(tensor.shape), dtype=dtype, item_bytes=item, kind=kind
+        )
+
+
+def _row_slice(tensor: Tensor, rows: tuple[int, int]) -> ShardSlice:
+    """So many rows of a tensor."""
+    whole = ShardSlice.all_of(tensor.shape)
+    return ShardSlice(shape=whole.shape, start=(rows[0], *whole.start[1:]), stop=(rows[1], *whole.stop[1:]))

@@ -4,31 +4,45 @@
 sizes is then tried without data: with the layers' outputs as short as one rank's, it must do the same as with all of
 them, on as short a part of each tensor. A forward that splits outputs by a number of heads, an attribute of its
 module, is given a share of that number, where this makes it come out.
+
+Both are run without data and their operations compared one by one. A tensor is divided where it is shorter in one of
+its dimensions. Each operation must leave that dimension alone: compute number by number along it, or only carry it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.pipeline.call_survey import skeleton
-from trainwright.strategies.torch.profiling.op_trace import Trace, storage
-from trainwright.strategies.torch.tensor_parallel.layers import ROLES, Split, dimensions, flipped
-from trainwright.strategies.torch.tensor_parallel.trace_equivalence import Event, Recorder, opening, parted
+from trainwright.strategies.torch.checkpoint.shard_layout import ShardSlice
+from trainwright.strategies.torch.pipeline.call_trace import meta_copy
+from trainwright.strategies.torch.profiling.op_trace import ForwardTrace, storage_key
+from trainwright.strategies.torch.tensor_parallel.layers import (
+    ROLES,
+    TensorParallelGroup,
+    TensorParallelPlan,
+    shard_dims,
+    shard_layers,
+    weight_is_transposed,
+)
+from trainwright.strategies.torch.torch_compat import TorchDispatchMode, tree_leaves
 
 _MOST = 3  # attributes of a block that are changed together
-Run = Callable[[nn.Module], object]
+_RunOnMeta = Callable[[nn.Module], object]
 
 
-class Splitter:
+class TensorParallelPlanner:
     """Finds how a model is divided.
 
     Args:
@@ -38,14 +52,14 @@ class Splitter:
         where: the rank, for errors.
     """
 
-    def __init__(self, model: nn.Module, run: Run, degree: int | None, where: str) -> None:
-        self._model, self._bones, self._run = model, skeleton(model), run
+    def __init__(self, model: nn.Module, run: _RunOnMeta, degree: int | None, where: str) -> None:
+        self._model, self._bones, self._run = model, meta_copy(model), run
         self._degree, self._where = degree or 2, where
         self._any = degree is None
         self._names = {module: name for name, module in self._bones.named_modules()}
         self._reasons: list[str] = []
 
-    def planned(self, plan: Mapping[str, str]) -> Split:
+    def planned(self, plan: Mapping[str, str]) -> TensorParallelPlan:
         """As the job says, by module name or pattern. Raises JobError where that is not possible."""
         roles = self._named(plan)
         for name, role in roles.items():
@@ -58,14 +72,14 @@ class Splitter:
             raise JobError([f"tensor_plan cannot be followed: {self._reasons[-1]}"], where=self._where)
         return split
 
-    def found(self, traced: Callable[[nn.Module], Trace]) -> Split:
+    def found(self, traced: Callable[[nn.Module], ForwardTrace]) -> TensorParallelPlan:
         """What may be divided and comes out. Raises JobError where nothing does.
 
         Args:
             traced: follows one forward of a model without data.
         """
         trace = self._followed(traced)
-        split = Split()
+        split = TensorParallelPlan()
         for roles, blocks in self._kinds(trace):
             proved = self._proved(roles, blocks)
             split = split.joined(proved) if proved else split
@@ -90,7 +104,7 @@ class Splitter:
             )
         return split
 
-    def _followed(self, traced: Callable[[nn.Module], Trace]) -> Trace:
+    def _followed(self, traced: Callable[[nn.Module], ForwardTrace]) -> ForwardTrace:
         """One forward. Raises JobError where it cannot be followed, or the ranks cannot share its heads."""
         try:
             trace = traced(self._bones)
@@ -109,7 +123,7 @@ class Splitter:
             )
         return trace
 
-    def _kinds(self, trace: Trace) -> Iterator[tuple[dict[str, str], list[tuple[str, ...]]]]:
+    def _kinds(self, trace: ForwardTrace) -> Iterator[tuple[dict[str, str], list[tuple[str, ...]]]]:
         """Blocks that may be divided, with their modules' roles; those in modules of the same classes together."""
         named = self._weights(nn.Embedding, False)
         kinds: dict[tuple[str, ...], tuple[dict[str, str], list[tuple[str, ...]]]] = {}
@@ -129,7 +143,7 @@ class Splitter:
     def _weights(self, kind: type[nn.Module], wanted: bool) -> dict[int, str]:
         """Modules of a kind, or of all others, by the storage of their weight."""
         return {
-            storage(weight): name
+            storage_key(weight): name
             for module, name in self._names.items()
             if isinstance(module, kind) == wanted and (weight := module._parameters.get("weight")) is not None
         }
@@ -145,9 +159,9 @@ class Splitter:
     def _whole_use(self, name: str, roles: Mapping[str, str]) -> bool:
         """Whether all that use a module's parameters divide them alike."""
         module = self._model.get_submodule(name)
-        own = {module._parameters[key]: dimension for key, dimension in dimensions(module, roles[name]).items()}
+        own = {module._parameters[key]: dimension for key, dimension in shard_dims(module, roles[name]).items()}
         return all(
-            path in roles and dimensions(other, roles[path]).get(key) == own[parameter]
+            path in roles and shard_dims(other, roles[path]).get(key) == own[parameter]
             for path, other in self._model.named_modules()
             for key, parameter in other._parameters.items()
             if parameter in own
@@ -181,10 +195,10 @@ class Splitter:
             return "" if plain else "it is no plain nn.Embedding"
         if role == "gathered":
             return "" if type(module) is nn.Linear else "it is no nn.Linear"
-        turned = flipped(module)
+        turned = weight_is_transposed(module)
         if turned is None:
             return "it is no linear layer with a weight and perhaps a bias alone"
-        dimension = dimensions(module, role)["weight"]
+        dimension = shard_dims(module, role)["weight"]
         weight = module._parameters["weight"]
         assert weight is not None, "a linear layer has one"
         size = weight.shape[dimension]
@@ -195,7 +209,7 @@ class Splitter:
     def _parent(self, name: str) -> nn.Module:
         return self._bones.get_submodule(name.rpartition(".")[0])
 
-    def _proved(self, roles: Mapping[str, str], blocks: Sequence[tuple[str, ...]]) -> Split | None:
+    def _proved(self, roles: Mapping[str, str], blocks: Sequence[tuple[str, ...]]) -> TensorParallelPlan | None:
         """A division of blocks of one kind that comes out, with as few attributes changed as can be."""
         bad = [name for name in roles if not self._whole_use(name, roles)]
         if bad:
@@ -211,8 +225,8 @@ class Splitter:
             attributes = {path: self._shares(self._bones.get_submodule(path), chosen) for path in parents}
             why = self._differing(whole, roles, attributes)
             if not why:
-                random = frozenset(name for events in whole for name in opening(events))
-                return Split(roles=roles, groups=tuple(blocks), attributes=attributes, random=random)
+                random = frozenset(name for events in whole for name in _columns_before_random_ops(events))
+                return TensorParallelPlan(roles=roles, groups=tuple(blocks), attributes=attributes, random=random)
             reasons.append(why)
         self._fails(roles, reasons[0])
         return None
@@ -222,27 +236,31 @@ class Splitter:
 
     def _shares(self, module: nn.Module, chosen: Sequence[str]) -> dict[str, int]:
         """One rank's share of some of a module's attributes."""
-        return {key: vars(module)[key] // self._degree for key in chosen if _counts(module, key, self._degree)}
+        return {
+            key: vars(module)[key] // self._degree for key in chosen if _is_divisible_count(module, key, self._degree)
+        }
 
     def _differing(
-        self, whole: Sequence[list[Event]], roles: Mapping[str, str], attributes: Mapping[str, Mapping[str, int]]
+        self, whole: Sequence[list[TracedOp]], roles: Mapping[str, str], attributes: Mapping[str, Mapping[str, int]]
     ) -> str:
         part = self._events(roles, self._degree, attributes)
         if isinstance(part, str):
             return part
-        found = (parted(one, other, self._degree) for one, other in zip(whole, part, strict=True))
+        found = (trace_mismatch(one, other, self._degree) for one, other in zip(whole, part, strict=True))
         return next(filter(None, found), "")
 
     def _choices(self, parents: Sequence[str]) -> Iterator[tuple[str, ...]]:
         """Attributes to change: none, one, and so on."""
         modules = [self._bones.get_submodule(path) for path in parents]
-        keys = sorted({key for module in modules for key in vars(module) if _counts(module, key, self._degree)})
+        keys = sorted(
+            {key for module in modules for key in vars(module) if _is_divisible_count(module, key, self._degree)}
+        )
         for count in range(_MOST + 1):
             yield from combinations(keys, count)
 
     def _events(
         self, roles: Mapping[str, str], degree: int, attributes: Mapping[str, Mapping[str, int]]
-    ) -> list[list[Event]] | str:
+    ) -> list[list[TracedOp]] | str:
         """What a forward does in training, with gradients, and in evaluation; or what it raised."""
         modes = [(module, module.training) for module in self._bones.modules()]
         found = []
@@ -269,17 +287,19 @@ class Splitter:
         assert weight is not None, "a layer that is divided has one"
         if role == "vocabulary":
             return 0, weight.shape[1], weight.dtype
-        given, made = weight.shape if flipped(module) else weight.shape[::-1]
+        given, made = weight.shape if weight_is_transposed(module) else weight.shape[::-1]
         given, made = given // degree if role == "row" else given, made // degree if role == "column" else made
         return given, made, weight.dtype
 
     @contextmanager
     def _standing_in(
         self, roles: Mapping[str, str], degree: int, attributes: Mapping[str, Mapping[str, int]]
-    ) -> Iterator[Recorder]:
+    ) -> Iterator[_OpRecorder]:
         """Within, the modules give what they would on one of so many ranks."""
         modules = {name: self._bones.get_submodule(name) for name in roles}
-        recorder = Recorder({storage(each): name for name, module in modules.items() for each in module.parameters()})
+        recorder = _OpRecorder(
+            {storage_key(each): name for name, module in modules.items() for each in module.parameters()}
+        )
         before = [(module, dict(vars(module))) for module in self._bones.modules()]
         for name, module in modules.items():
             module.forward = recorder.stand_in(name, roles[name], *self._widths(name, roles[name], degree))
@@ -296,7 +316,305 @@ class Splitter:
                 module.__dict__.update(fields)
 
 
-def _counts(module: Any, key: str, degree: int) -> bool:
+def _is_divisible_count(module: Any, key: str, degree: int) -> bool:
     """Whether an attribute is a number that may count what is divided."""
     value = vars(module).get(key)
     return type(value) is int and value > 1 and not value % degree and not key.startswith("_")
+
+
+# --- Trace equivalence ------------------------------------------------------------------------------------------------
+
+
+_aten = torch.ops.aten
+_Shape = tuple[int, ...]
+_VIEW_OPS = (_aten.view, _aten._unsafe_view, _aten.reshape)
+_DIM_OPS = {  # with the place of the dimension among their arguments
+    _aten.slice: 1, _aten.select: 1, _aten.unbind: 1, _aten.split: 2, _aten.split_with_sizes: 2, _aten.narrow: 1,
+    _aten.cat: 1, _aten.stack: 1, _aten._softmax: 1, _aten._safe_softmax: 1, _aten._log_softmax: 1,
+}  # fmt: skip
+_NORM_OPS = {_aten.native_layer_norm: 1, _aten._fused_rms_norm: 1}
+_ELEMENTWISE_OPS = (
+    _aten.transpose, _aten.permute, _aten.t, _aten.unsqueeze, _aten.squeeze, _aten.expand, _aten.alias, _aten.detach,
+    _aten.clone, _aten._to_copy, _aten.copy_, _aten.native_dropout, _aten.bernoulli_, _aten.masked_fill, _aten.where,
+    _aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.mean, _aten.sum, _aten.amax, _aten.linalg_vector_norm,
+    _aten.lift_fresh, _aten.contiguous,
+)  # fmt: skip
+_BATCHED_PRODUCTS = {_aten.bmm: 0, _aten.baddbmm: 1}  # with the place of their first factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedOp:
+    """An operation, or the call of a layer that is divided.
+
+    Attributes:
+        func: of the operation; None for a call.
+        call: the layer's name and role.
+        given: arguments; shapes in the place of tensors.
+        made: shapes of the outputs.
+    """
+
+    func: Any = None
+    call: tuple[str, str] = ("", "")
+    given: tuple[Any, ...] = ()
+    made: tuple[_Shape, ...] = ()
+
+
+@dataclass(frozen=True)
+class TracedTensor:
+    """In the place of a tensor; `learns` where it has a gradient."""
+
+    shape: _Shape
+    learns: bool
+
+
+class _OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down the operations of a forward in which some layers are stood in for.
+
+    Args:
+        names: of these layers, by the storage of each of their parameters.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[TracedOp] = []
+        self.called: set[str] = set()
+        self._names = names
+        self._deaf = False
+
+    def stand_in(self, name: str, role: str, takes: int, gives: int, kind: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """A forward of a layer that is given, and gives, so many numbers of each token; `kind` is its weight's type."""
+
+        def forward(given: Tensor) -> Tensor:
+            self._deaf = True
+            try:
+                if takes and given.shape[-1] != takes:
+                    raise ValueError(f"module {name!r} is given {given.shape[-1]} numbers where it takes {takes}")
+                shape = (*given.shape[:-1], gives) if takes else (*given.shape, gives)
+                made = given.new_empty(shape, dtype=given.dtype if given.is_floating_point() else kind)
+                made = made.requires_grad_().clone()  # no leaf: a forward may write to it
+            finally:
+                self._deaf = False
+            self.called.add(name)
+            self.events.append(TracedOp(call=(name, role)))
+            return made
+
+        return forward
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        if not self._deaf:
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, Tensor) and (name := self._names.get(storage_key(each))) is not None:
+                    raise ValueError(f"a parameter of module {name!r} is used without calling it")
+            given = tuple(
+                TracedTensor(tuple(each.shape), each.requires_grad) if isinstance(each, Tensor) else each
+                for each in _flat_arguments(args, kwargs)
+            )
+            made = tuple(tuple(each.shape) for each in tree_leaves(outputs) if isinstance(each, Tensor))
+            self.events.append(TracedOp(func=func, given=given, made=made))
+        return outputs
+
+
+def trace_mismatch(whole: Sequence[TracedOp], part: Sequence[TracedOp], degree: int) -> str:
+    """Why a forward on a part is not the whole one's part; empty where it is."""
+    if [(event.func, event.call) for event in whole] != [(event.func, event.call) for event in part]:
+        return "its forward does something else with a part of the outputs"
+    inside = False
+    for one, other in zip(whole, part, strict=True):
+        if one.func is None:
+            inside = one.call[1] == "column" or (inside and one.call[1] != "row")
+            continue
+        why = _op_mismatch(one, other, degree, inside)
+        if why:
+            return f"{one.func._overloadpacket} {why}"
+    return ""
+
+
+def _columns_before_random_ops(events: Sequence[TracedOp]) -> Iterator[str]:
+    """Columns after which random numbers are drawn before the next row."""
+    column = ""
+    for event in events:
+        if event.call[1] == "column":
+            column = column or event.call[0]
+        elif event.call[1] == "row":
+            column = ""
+        elif column and event.func is not None and torch.Tag.nondeterministic_seeded in event.func.tags:
+            yield column
+
+
+def _op_mismatch(whole: TracedOp, part: TracedOp, degree: int, inside: bool) -> str:
+    """What an operation does otherwise."""
+    try:
+        given = [_sharded_dim(one, other, degree) for one, other in _tensor_shapes(whole, part)]
+        made = [_sharded_dim(one, other, degree) for one, other in zip(whole.made, part.made, strict=True)]
+    except ValueError as error:
+        return str(error)
+    packet, random = whole.func._overloadpacket, torch.Tag.nondeterministic_seeded in whole.func.tags
+    if all(each is None for each in given):
+        if any(each is not None for each in made) or _plain_arguments(whole) != _plain_arguments(part):
+            return "makes something that depends on the size of a part"
+        return "draws random numbers for all ranks beside those of each one" if random and inside else ""
+    learned = [one.learns for one in whole.given if isinstance(one, TracedTensor)]
+    if any(learns and each is None for learns, each in zip(learned, given, strict=True)):
+        return "meets what is learned and whole: each rank would have a part of its gradient"
+    made = [each for one, each in zip(whole.made, made, strict=True) if not _is_fused_attention(packet) or any(one)]
+    if any(each is None for each in made):  # of a fused kernel's outputs some are states of its random numbers
+        return "needs the whole"
+    return _sharding_mismatch(
+        packet, whole, part, degree, [*zip((one for one, _ in _tensor_shapes(whole, part)), given, strict=True)]
+    )
+
+
+def _sharding_mismatch(
+    packet: Any, whole: TracedOp, part: TracedOp, degree: int, given: list[tuple[_Shape, int | None]]
+) -> str:
+    """Why an operation is not one along whose divided dimensions each rank can do its part."""
+    shape, dimension = next((shape, each) for shape, each in given if each is not None)
+    if packet in _VIEW_OPS:
+        after = _sharded_dim(whole.made[0], part.made[0], degree)
+        slowest = math.prod(shape[:dimension]) == math.prod(whole.made[0][:after])  # of the numbers that it is seen in
+        return "" if slowest else "mixes what is divided with what is not"
+    if packet in _DIM_OPS:
+        along = whole.given[_DIM_OPS[packet]] if len(whole.given) > _DIM_OPS[packet] else 0
+        along = next((each for each in reversed(whole.given) if type(each) is int), 0) if packet in _JOIN_OPS else along
+        if along % max(len(shape), 1) != dimension:
+            return ""
+        return "" if packet in _SLICE_OPS and whole.made == (shape,) else "picks from what is divided"
+    if (packet in _BATCHED_PRODUCTS or _is_fused_attention(packet)) and _plain_arguments(whole) != _plain_arguments(
+        part
+    ):
+        return "computes with the size of a part"
+    if packet in _BATCHED_PRODUCTS:
+        factors = given[_BATCHED_PRODUCTS[packet] :][:2]
+        return "" if [each for _, each in factors] == [0, 0] else "adds up over what is divided"
+    if _is_fused_attention(packet):
+        return "" if {each for _, each in given[:3]} == {1} else "attends over what is divided"
+    if packet in _NORM_OPS:
+        over = len(whole.given[_NORM_OPS[packet]])
+        return "" if dimension is not None and dimension < len(shape) - over else "is over all that is divided"
+    if torch.Tag.pointwise not in whole.func.tags and packet not in _ELEMENTWISE_OPS:
+        return "is not known to work on a part"
+    if torch.Tag.pointwise in whole.func.tags:
+        if len({len(one) - each for one, each in given if each is not None}) > 1:
+            return "brings different dimensions together"
+        if _plain_arguments(whole) != _plain_arguments(part):
+            return "computes with the size of a part"
+    return ""
+
+
+def _is_fused_attention(packet: Any) -> bool:
+    """Whether an operation is attention in one kernel."""
+    return "scaled_dot_product" in str(packet)
+
+
+_JOIN_OPS = (_aten.cat, _aten.stack)
+_SLICE_OPS = (_aten.slice, _aten.split, _aten.split_with_sizes, _aten.narrow)  # which may take all there is
+
+
+def _sharded_dim(whole: _Shape, part: _Shape, degree: int) -> int | None:
+    """In which dimension a tensor is divided. Raises ValueError where it is otherwise unlike."""
+    if whole == part:
+        return None
+    differing = [each for each in range(len(whole)) if len(whole) == len(part) and whole[each] != part[each]]
+    if len(differing) != 1 or whole[differing[0]] != degree * part[differing[0]]:
+        raise ValueError(f"makes {part} of a part, and {whole} of the whole")
+    return differing[0]
+
+
+def _tensor_shapes(whole: TracedOp, part: TracedOp) -> list[tuple[_Shape, _Shape]]:
+    """Shapes of the tensors that are given."""
+    pairs = zip(whole.given, part.given, strict=True)
+    return [
+        (one.shape, other.shape)
+        for one, other in pairs
+        if isinstance(one, TracedTensor) and isinstance(other, TracedTensor)
+    ]
+
+
+def _plain_arguments(event: TracedOp) -> list[Any]:
+    """What is given beside tensors."""
+    return [each for each in event.given if not isinstance(each, TracedTensor)]
+
+
+def _flat_arguments(args: Any, kwargs: Any) -> Iterator[Any]:
+    """Arguments one by one; lists of tensors one after the other, others as they are."""
+    for each in (*args, *(kwargs or {}).values()):
+        if isinstance(each, list | tuple) and any(isinstance(one, Tensor) for one in each):
+            yield from each
+        else:
+            yield tuple(each) if isinstance(each, list) else each
+
+
+# --- Whether tokens may be divided between the regions that tensor parallelism divides --------------------------------
+
+
+def sequence_parallel_problem(
+    model: nn.Module, split: TensorParallelPlan, run: Callable[..., object], degree: int, where: str
+) -> str:
+    """Why not: above all, what a forward needs all tokens for before its last divided layer; empty where nothing.
+
+    Args:
+        run: calls a model without data, with `rows` of them.
+        degree: ranks that divide it.
+    """
+    tried = (
+        _sequence_run_problem(model, split, partial(run, rows=rows), degree, where) for rows in (1, 2)
+    )  # one row hides views
+    return next(filter(None, tried), "")
+
+
+def _sequence_run_problem(
+    model: nn.Module, split: TensorParallelPlan, run: Callable[[nn.Module], object], degree: int, where: str
+) -> str:
+    """The same of one run."""
+    bones, ring = meta_copy(model).train(), _MetaGroup(index=0, of=degree, sequence=True)
+    shard_layers(bones, split, ring, where)
+    try:
+        with torch.enable_grad():
+            run(bones)
+    except Exception as error:
+        return f"without data it raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if ring.shortest < degree:
+        return f"there are {ring.shortest} tokens, and {degree} ranks to divide them"
+    if not ring.scatters:
+        return "no divided layer ends with a sum over the ranks"
+    return next((f"it needs all for {what}" for what, before in ring.asks if 0 < before < ring.scatters), "")
+
+
+@dataclass(kw_only=True)
+class _MetaGroup(TensorParallelGroup):
+    """A ring of which no other rank is there, on the meta device.
+
+    Attributes:
+        asks: what gathered tokens, and after how many sums.
+        scatters: sums so far.
+        shortest: fewest tokens that were divided.
+    """
+
+    asks: list[tuple[str, int]] = field(default_factory=list)
+    scatters: int = 0
+    shortest: int = 2**62
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def highest(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def joined(self, tensor: Tensor, width: int, along: int = -1) -> Tensor:
+        shape = [*tensor.shape]
+        shape[along] = width
+        return tensor.new_empty(shape)
+
+    def scattered(self, tensor: Tensor, along: int) -> Tensor:
+        self.scatters, self.shortest = self.scatters + 1, min(self.shortest, tensor.shape[along])
+        return tensor.narrow(along, 0, ShardSlice.share((tensor.shape[along],), 0, self.index, self.of).count).clone()
+
+    def enter(self, device: torch.device) -> None:
+        """Random numbers of nobody."""
+
+    def leave(self) -> None:
+        """Random numbers of nobody."""
+
+    def asked(self, func: Any) -> None:
+        self.asks.append((str(func._overloadpacket), self.scatters))

@@ -1,8 +1,19 @@
-"""A tensor that is to be taken for whole, of which each rank of a tensor-parallel group holds a part."""
+"""A tensor that is to be taken for whole, of which each rank of a tensor-parallel group holds a part.
+
+Each rule is given what autograd gives an operation, and answers None where it cannot do without all logits.
+
+A job's loss is a function of whole logits. It is given a tensor that says it is whole and holds this rank's part.
+Below autograd, operations that keep the vocabulary apart are done on the parts: views, what goes number by number, and
+of cross-entropy the log-softmax and the choice of the targets', which add up a number or two of each token over the
+ranks (Shoeybi et al., 2019, section 3). Gradients come back in the same way. Every other operation gathers the logits
+first, and is done on all of them. torch's own `loss_parallel` has the same formulas for DTensors, which refuse to meet
+the plain tensors that a loss brings along, and raise where they know no rule.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,17 +22,22 @@ import torch
 from torch import Tensor
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.checkpoint.shard_layout import Box
-from trainwright.strategies.torch.torch_compat import DisableTorchFunctionSubclass, tree_map, wrapper_subclass
+from trainwright.strategies.torch.checkpoint.shard_layout import ShardSlice
+from trainwright.strategies.torch.torch_compat import (
+    DisableTorchFunctionSubclass,
+    assert_on_device,
+    tree_map,
+    wrapper_subclass,
+)
 
 if TYPE_CHECKING:
-    from trainwright.strategies.torch.tensor_parallel.layers import Ring
+    from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelGroup
 
 _View = Callable[[Tensor], Tensor]
 
 
 @dataclass(kw_only=True, eq=False)
-class Numbers:
+class _ShardStorage:
     """What tensors hold together that are views of each other.
 
     Attributes:
@@ -32,7 +48,7 @@ class Numbers:
         whole: all of it; None before that. From then on it stays so: what changes it in place changes all views.
     """
 
-    ring: Ring
+    ring: TensorParallelGroup
     claim: Tensor
     along: int
     part: Tensor | None
@@ -50,10 +66,10 @@ class Numbers:
         return self.whole
 
 
-class Held(Tensor):
+class ShardedTensorBase(Tensor):
     """A tensor that is to be taken for whole, of which this rank holds a part along one dimension."""
 
-    numbers: Numbers
+    numbers: _ShardStorage
     _views: tuple[_View, ...]
     claim: Tensor
     along: int
@@ -63,25 +79,27 @@ class Held(Tensor):
         """What is learned and plain meets it through a node of the graph that gives it a plain gradient."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if torch.is_grad_enabled() and not (name.startswith("__") or name.endswith("_")):
-            args, kwargs = tree_map(_met, (args, kwargs))
+            args, kwargs = tree_map(_with_full_gradient, (args, kwargs))
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @staticmethod
-    def __new__(cls: type[Held], numbers: Numbers, views: tuple[_View, ...], claim: Tensor, along: int) -> Held:
+    def __new__(
+        cls: type[ShardedTensorBase], numbers: _ShardStorage, views: tuple[_View, ...], claim: Tensor, along: int
+    ) -> ShardedTensorBase:
         """A view of numbers; `claim` and `along` are its own."""
         device = (numbers.part if numbers.whole is None else numbers.whole).device  # type: ignore[union-attr]
-        made: Held = wrapper_subclass(cls, claim, device)
+        made: ShardedTensorBase = wrapper_subclass(cls, claim, device)
         made.numbers, made._views, made.claim, made.along = numbers, views, claim, along
         return made
 
     @classmethod
-    def of(cls, part: Tensor, ring: Ring, along: int, claim: Tensor) -> Held:
+    def of(cls, part: Tensor, ring: TensorParallelGroup, along: int, claim: Tensor) -> ShardedTensorBase:
         """This rank's part of what is in no other tensor's memory."""
         strides = claim.stride()
         order = sorted(range(claim.dim()), key=lambda each: -strides[each])  # in memory, so that views are alike
         part = part.permute(order).contiguous().permute([order.index(each) for each in range(claim.dim())])
-        return cls(Numbers(ring=ring, claim=claim, along=along, part=part), (), claim, along)
+        return cls(_ShardStorage(ring=ring, claim=claim, along=along, part=part), (), claim, along)
 
     @property
     def apart(self) -> bool:
@@ -100,7 +118,7 @@ class Held(Tensor):
     @property
     def box(self) -> tuple[int, int]:
         """The first number of this rank along that dimension, and how many it has."""
-        box = Box.share((self.shape[self.along],), 0, self.numbers.ring.index, self.numbers.ring.of)
+        box = ShardSlice.share((self.shape[self.along],), 0, self.numbers.ring.index, self.numbers.ring.of)
         return box.start[0], box.count
 
     def whole(self) -> Tensor:
@@ -108,11 +126,11 @@ class Held(Tensor):
         self.numbers.gathered()
         return self.held
 
-    def viewed(self, view: _View, claim: Tensor, along: int) -> Held:
+    def viewed(self, view: _View, claim: Tensor, along: int) -> ShardedTensorBase:
         """A view of it."""
         return type(self)(self.numbers, (*self._views, view), claim, along)
 
-    def like(self, part: Tensor, claim: Tensor, along: int | None = None) -> Held:
+    def like(self, part: Tensor, claim: Tensor, along: int | None = None) -> ShardedTensorBase:
         """This rank's part of something else that is held alike."""
         return type(self).of(part, self.numbers.ring, self.along if along is None else along, claim)
 
@@ -144,7 +162,7 @@ class Held(Tensor):
         return self.whole().data_ptr()
 
 
-def first_order() -> None:
+def check_first_order() -> None:
     """Raise JobError in a backward whose result is to be differentiated: it would be without this rank's graph."""
     if torch.is_grad_enabled():
         raise JobError(
@@ -155,7 +173,7 @@ def first_order() -> None:
         )
 
 
-class _Met(torch.autograd.Function):
+class _FullGradient(torch.autograd.Function):
     """The same; its gradient is gathered."""
 
     @staticmethod
@@ -164,23 +182,23 @@ class _Met(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        first_order()
+        check_first_order()
         (gradient,) = gradients
-        return gradient.whole() if isinstance(gradient, Held) else gradient
+        return gradient.whole() if isinstance(gradient, ShardedTensorBase) else gradient
 
 
-def _met(each: Any) -> Any:
-    if isinstance(each, Held) or not isinstance(each, Tensor) or not each.requires_grad:
+def _with_full_gradient(each: Any) -> Any:
+    if isinstance(each, ShardedTensorBase) or not isinstance(each, Tensor) or not each.requires_grad:
         return each
-    made = _Met.apply(each)  # type: ignore[no-untyped-call]
+    made = _FullGradient.apply(each)  # type: ignore[no-untyped-call]
     made.met = True
     return made
 
 
-def beside(tensor: Held, other: Tensor) -> Tensor | None:
+def _local_operand(tensor: ShardedTensorBase, other: Tensor) -> Tensor | None:
     """What a rank needs of a tensor that meets its part of another one; None where it cannot be."""
     width, place = tensor.shape[tensor.along], other.dim() - tensor.dim() + tensor.along
-    if isinstance(other, Held):
+    if isinstance(other, ShardedTensorBase):
         if other.apart:
             return other.held if place == other.along and other.shape[place] == width else None
         other = other.whole()
@@ -189,3 +207,431 @@ def beside(tensor: Held, other: Tensor) -> Tensor | None:
     if other.requires_grad and torch.is_grad_enabled() and not hasattr(other, "met"):
         return None  # its gradient has to be a plain tensor
     return other.narrow(place, *tensor.box)
+
+
+# --- Vocab cross entropy ----------------------------------------------------------------------------------------------
+
+
+_MEAN, _SUM = 1, 2  # reductions, as torch numbers them
+
+
+def _log_softmax_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    """Over the vocabulary: the largest logit and the sum of exponentials are those of all ranks."""
+    tensor, dimension, wider = args
+    if not tensor.apart or dimension % tensor.dim() != tensor.along:
+        return None
+    along, ring, numbers = tensor.along, tensor.numbers.ring, _at_least_fp32(tensor.held)
+    least = numbers.new_full((*numbers.shape[:along], 1, *numbers.shape[along + 1 :]), -math.inf)
+    numbers = numbers - ring.highest(numbers.amax(along, keepdim=True) if numbers.shape[along] else least)
+    made = numbers - ring.summed(numbers.exp().sum(along, keepdim=True)).log()
+    claim = torch.empty(tensor.shape, dtype=torch.float32 if wider else tensor.dtype, device="meta")
+    return tensor.like(made.to(claim.dtype), claim)
+
+
+def _log_softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    """Its gradient."""
+    gradient, tensor, dimension, kind = args
+    if not (isinstance(tensor, ShardedTensorBase) and tensor.apart) or dimension % tensor.dim() != tensor.along:
+        return None
+    slopes = _local_operand(tensor, gradient)
+    if slopes is None:
+        return None
+    slopes, along = _at_least_fp32(slopes), tensor.along
+    whole = tensor.numbers.ring.summed(slopes.sum(along, keepdim=True))
+    made = slopes - _at_least_fp32(tensor.held).exp() * whole
+    return tensor.like(made.to(kind), torch.empty(tensor.shape, dtype=kind, device="meta"))
+
+
+def _nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
+    """The targets' log-probabilities, each from the rank that has it."""
+    tensor, targets, weight, reduction, ignored = args
+    along = min(tensor.dim() - 1, 1)
+    if not isinstance(tensor, ShardedTensorBase) or not tensor.apart or tensor.along != along:
+        return None
+    targets = targets.long()  # bytes have no -100, and index as a mask
+    _check_targets(targets, tensor.shape[along], ignored)
+    counts, here, places = _target_positions(tensor, targets, ignored)
+    held = tensor.held if tensor.box[1] else tensor.held.new_zeros(_with_size(tensor.shape, along, 1))
+    found = held.gather(along, places.unsqueeze(along)).squeeze(along).masked_fill(~here, 0.0)
+    weights = _target_weights(tensor, weight, targets, counts)
+    values = -tensor.numbers.ring.summed(found) * weights
+    values = values.masked_fill(~counts, 0.0)
+    if reduction not in (_MEAN, _SUM) and tensor.dim() > 1:
+        return values, tensor.held.new_zeros(())
+    total = weights.sum()
+    return (values.sum() / total if reduction == _MEAN else values.sum()), total
+
+
+def _nll_loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    """Its gradient."""
+    gradient, tensor, targets, weight, reduction, ignored, total = args
+    along = min(tensor.dim() - 1, 1)
+    if not isinstance(tensor, ShardedTensorBase) or not tensor.apart or tensor.along != along:
+        return None
+    targets = targets.long()
+    counts, here, places = _target_positions(tensor, targets, ignored)
+    slopes = -gradient * _target_weights(tensor, weight, targets, counts) / (total if reduction == _MEAN else 1.0)
+    made = torch.zeros_like(tensor.held, memory_format=torch.contiguous_format)
+    if tensor.box[1]:
+        made.scatter_(along, places.unsqueeze(along), slopes.masked_fill(~here, 0.0).to(made.dtype).unsqueeze(along))
+    return tensor.like(made, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+
+
+def _target_positions(tensor: ShardedTensorBase, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which targets count, which of these are this rank's, and where in its part; 0 of all others."""
+    first, count = tensor.box
+    counts = targets != ignored
+    here = counts & (targets >= first) & (targets < first + count)
+    return counts, here, (targets - first).masked_fill(~here, 0)
+
+
+def _target_weights(tensor: ShardedTensorBase, weight: Tensor | None, targets: Tensor, counts: Tensor) -> Tensor:
+    """Of each target; 0 where it does not count."""
+    if weight is None:
+        return counts.to(tensor.dtype)
+    return weight[targets.masked_fill(~counts, 0)].masked_fill(~counts, 0.0)
+
+
+def _check_targets(targets: Tensor, width: int, ignored: int) -> None:
+    """Raise IndexError, as on one device, for a target that is not in the vocabulary."""
+    if targets.is_meta:
+        return
+    wrong = (targets != ignored) & ((targets < 0) | (targets >= width))
+    if targets.is_cuda:
+        assert_on_device(~wrong.any())
+    elif bool(wrong.any()):
+        raise IndexError(f"Target {int(targets[wrong].flatten()[0])} is out of bounds.")
+
+
+def _at_least_fp32(tensor: Tensor) -> Tensor:
+    """In single precision at least, as torch's own kernels add up."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _with_size(shape: Sequence[int], place: int, size: int) -> list[int]:
+    made = [*shape]
+    made[place] = size
+    return made
+
+
+# --- Norms and dropout of a tensor of whose tokens each rank holds some -----------------------------------------------
+
+
+def _layer_norm_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    """Over what a rank has whole: layer norm and RMS norm, with what their backward asks for."""
+    tensor, over, *rest = args
+    if not _norm_is_local(tensor, over) or any(isinstance(each, ShardedTensorBase) for each in rest):
+        return None
+    made = func(tensor.held, over, *rest, **kwargs)
+    return tuple(_sharded_like(tensor, each) for each in made)
+
+
+def _layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    """Its gradient; that of what is learned is added up over the ranks."""
+    gradient, tensor, over, *rest = args
+    if not isinstance(tensor, ShardedTensorBase) or not _norm_is_local(tensor, over):
+        return None
+    given = [_local_operand(tensor, each) if isinstance(each, Tensor) else each for each in (gradient, *rest)]
+    if any(each is None and other is not None for each, other in zip(given, (gradient, *rest), strict=True)):
+        return None
+    made, *learned = func(given[0], tensor.held, over, *given[1:], **kwargs)
+    ring = tensor.numbers.ring
+    sums = [
+        each if each is None else ring.summed(each if tensor.box[1] else torch.zeros_like(each)) for each in learned
+    ]
+    return (None if made is None else _sharded_like(tensor, made), *sums)
+
+
+def _dropout_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    """The numbers that are drawn are those of one device."""
+    tensor, share, training = args
+    if not tensor.apart:
+        return None
+    ones = torch.ones((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape).contiguous()
+    _, mask = func(ones, share, training, **kwargs)
+    mask = mask.narrow(tensor.along, *tensor.box).contiguous()
+    scale = 0.0 if share == 1.0 else 1.0 / (1.0 - share)
+    return _sharded_like(tensor, tensor.held * mask * scale if training else tensor.held.clone()), _sharded_like(
+        tensor, mask
+    )
+
+
+def _norm_is_local(tensor: ShardedTensorBase, over: Any) -> bool:
+    """Whether a rank has all of the dimensions that come last."""
+    return tensor.apart and tensor.along < tensor.dim() - len(over)
+
+
+def _sharded_like(tensor: ShardedTensorBase, part: Tensor) -> Tensor:
+    """What is held as another tensor is; other dimensions may be longer or shorter."""
+    shape = [*part.shape]
+    shape[tensor.along] = tensor.shape[tensor.along]
+    return tensor.like(part, torch.empty(shape, dtype=part.dtype, device="meta"))
+
+
+# --- Vocab logits -----------------------------------------------------------------------------------------------------
+
+
+_aten = torch.ops.aten
+_VIEW_OPS = (
+    _aten.transpose, _aten.permute, _aten.t, _aten.unsqueeze, _aten.squeeze, _aten.slice, _aten.select, _aten.alias,
+    _aten.detach,
+)  # fmt: skip
+_RESHAPE_OPS = (_aten.view, _aten._unsafe_view)
+_COPY_OPS = (_aten.clone, _aten._to_copy)
+_NEW_TENSOR_OPS = (
+    _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like,
+    _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty, _aten.new_empty_strided,
+)  # fmt: skip
+
+
+class ShardedTensor(ShardedTensorBase):
+    """Does with its part what can be done with it, and gathers it for all else."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        packet = func._overloadpacket
+        rule = _RULES.get(packet)
+        if rule is None and torch.Tag.pointwise in func.tags and "out" not in kwargs:
+            rule = _in_place_rule if func._schema.is_mutable else _pointwise_rule
+        made = rule(func, args, kwargs) if rule else None
+        return _run_on_full(func, args, kwargs) if made is None else made
+
+
+def from_local(part: Tensor, ring: TensorParallelGroup, width: int) -> Tensor:
+    """What a rank has of `width` numbers along the last dimension, to be taken for all of them."""
+    made: Tensor = _FromLocal.apply(part, ring, width)  # type: ignore[no-untyped-call]
+    return made
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The same as a plain tensor, with its graph; every rank calls it."""
+    made: Tensor = _FullTensor.apply(tensor) if isinstance(tensor, ShardedTensor) else tensor  # type: ignore[no-untyped-call]
+    return made
+
+
+class _FromLocal(torch.autograd.Function):
+    """A part is taken for the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ring: TensorParallelGroup, width: int) -> Tensor:
+        ctx.ring, ctx.width = ring, width
+        claim = torch.empty((*part.shape[:-1], width), dtype=part.dtype, device="meta")
+        return ShardedTensor.of(part.detach(), ring, part.dim() - 1, claim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        check_first_order()
+        (gradient,) = gradients
+        if isinstance(gradient, ShardedTensor):
+            if gradient.apart and gradient.along == gradient.dim() - 1:
+                return gradient.held, None, None
+            gradient = gradient.whole()
+        box = ShardSlice.share((ctx.width,), 0, ctx.ring.index, ctx.ring.of)
+        return gradient[..., box.start[0] : box.stop[0]].contiguous(), None, None
+
+
+class _FullTensor(torch.autograd.Function):
+    """What is taken for whole becomes so."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor) -> Tensor:
+        whole = tensor.whole()
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        check_first_order()
+        return gradients[0]
+
+
+# --- operations, given as autograd gives them; a rule answers None where all numbers are needed ------------------
+
+
+def _run_on_full(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation on all numbers; what it changes in place stays changed."""
+    held: dict[int, ShardedTensor] = {}
+
+    def opened(each: Any) -> Any:
+        if not isinstance(each, ShardedTensor):
+            return each
+        if each.apart:
+            each.numbers.ring.asked(func)
+        whole = each.whole()
+        held[id(whole)] = each
+        return whole
+
+    given = tree_map(opened, (args, kwargs))
+    made = func(*given[0], **given[1])
+    return tree_map(lambda each: held.get(id(each), each), made)
+
+
+def _global_meta(func: Any, args: Any, kwargs: Any, width: int | None = None) -> Any:
+    """What an operation would make of all numbers, on the meta device; or of so many along the vocabulary."""
+
+    def bare(each: Any) -> Any:
+        if isinstance(each, ShardedTensor):
+            if width is None:
+                return each.claim
+            shape = [*each.shape]
+            shape[each.along] = width
+            return each.claim.new_empty(shape)
+        return torch.empty_like(each, device="meta") if isinstance(each, Tensor) else each
+
+    given = tree_map(bare, (args, {**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
+    return func(*given[0], **given[1])
+
+
+def _view_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    """A view that leaves the vocabulary's dimension as it is, or moves it."""
+    tensor = args[0]
+    if not tensor.apart:
+        return None
+    claim, width = _global_meta(func, args, kwargs), tensor.shape[tensor.along]
+    other = _global_meta(func, args, kwargs, width - 1)
+    differing = [each for each, sizes in enumerate(zip(claim.shape, other.shape, strict=True)) if len({*sizes}) > 1]
+    if len(differing) != 1 or (claim.shape[differing[0]], other.shape[differing[0]]) != (width, width - 1):
+        return None
+    return tensor.viewed(lambda held: func(held, *args[1:], **kwargs), claim, differing[0])
+
+
+def _reshape_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    """Another shape in which the vocabulary still has a dimension of its own."""
+    tensor = args[0]
+    if not tensor.apart:
+        return None
+    claim, along, width = _global_meta(func, args, kwargs), tensor.along, tensor.shape[tensor.along]
+    before = math.prod(tensor.shape[:along])
+    found = (each for each, size in enumerate(claim.shape) if (math.prod(claim.shape[:each]), size) == (before, width))
+    place = next(found, None)
+    if place is None:
+        return None
+
+    def seen(held: Tensor) -> Tensor:
+        shape = [*claim.shape]
+        shape[place] = held.shape[along]
+        made: Tensor = func(held, shape)
+        return made
+
+    return tensor.viewed(seen, claim, place)
+
+
+def _expand_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    """Longer or more dimensions beside that of which each rank has some."""
+    tensor, claim = args[0], _global_meta(func, args, kwargs)
+    place = claim.dim() - tensor.dim() + tensor.along
+    if not tensor.apart or claim.shape[place] != tensor.shape[tensor.along] or claim.shape[place] == 1:
+        return None
+
+    def seen(held: Tensor) -> Tensor:
+        shape = [*claim.shape]
+        shape[place] = held.shape[tensor.along]
+        return held.expand(shape)
+
+    return tensor.viewed(seen, claim, place)
+
+
+def _copy_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    """Another type or order in memory."""
+    (tensor, *_), claim = args, _global_meta(func, args, kwargs)
+    moved = kwargs.get("device") not in (None, tensor.device) or not claim.is_floating_point()
+    if not tensor.apart or moved:
+        return None
+    return tensor.like(func(tensor.held, *args[1:], **kwargs), claim)
+
+
+def _index_select_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    """Rows by number, along another dimension than the vocabulary's."""
+    tensor, dimension, *_ = args
+    if not isinstance(tensor, ShardedTensor) or not tensor.apart or dimension % tensor.dim() == tensor.along:
+        return None
+    return tensor.like(func(tensor.held, *args[1:], **kwargs), _global_meta(func, args, kwargs))
+
+
+def _new_tensor_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    """A plain tensor that is made after another's shape."""
+    stand_in = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+    return func(stand_in, *args[1:], **kwargs)
+
+
+def _pointwise_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    """Number by number, also with plain tensors, of which each rank takes its part."""
+    flat: list[Any] = []
+    tree_map(flat.append, (args, kwargs))
+    tensor = next((each for each in flat if isinstance(each, ShardedTensor) and each.apart), None)
+    if tensor is None:
+        return None
+    parts = {id(each): _local_operand(tensor, each) for each in flat if isinstance(each, Tensor)}
+    if any(each is None for each in parts.values()):
+        return None
+    claim = _global_meta(func, args, kwargs)
+    if not isinstance(claim, Tensor) or not claim.is_floating_point():
+        return None
+    given = tree_map(lambda each: parts.get(id(each), each), (args, kwargs))
+    return tensor.like(func(*given[0], **given[1]), claim, claim.dim() - tensor.dim() + tensor.along)
+
+
+def _in_place_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    """Number by number, in the place of what is held."""
+    tensor, *rest = args
+    if not isinstance(tensor, ShardedTensor) or not tensor.apart:
+        return None
+    given = [_local_operand(tensor, each) if isinstance(each, Tensor) else each for each in rest]
+    if any(each is None and other is not None for each, other in zip(given, rest, strict=True)):
+        return None
+    func(tensor.held, *given, **kwargs)
+    return tensor
+
+
+def _reduction_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    """Over the vocabulary too, or not."""
+    tensor = args[0]
+    if not tensor.apart:
+        return None
+    over = [each % tensor.dim() for each in (args[1] if len(args) > 1 and args[1] else range(tensor.dim()))]
+    if tensor.along in over and func._overloadpacket is _aten.mean:
+        return None
+    made = func(tensor.held, *args[1:], **kwargs)
+    if tensor.along in over:
+        return tensor.numbers.ring.summed(made)
+    kept = len(args) > 2 and args[2]
+    return tensor.like(
+        made,
+        _global_meta(func, args, kwargs),
+        tensor.along - (0 if kept else sum(each < tensor.along for each in over)),
+    )
+
+
+def _select_backward_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    """The gradient of what was picked along another dimension, in zeros."""
+    gradient, sizes, dimension, *rest = args
+    along = gradient.along if func._overloadpacket is _aten.slice_backward else None
+    dimension %= len(sizes)
+    if along is None:
+        along = gradient.along + (dimension <= gradient.along)
+    if not gradient.apart or along == dimension:
+        return None
+    part = [*sizes]
+    part[along] = gradient.box[1]
+    return gradient.like(func(gradient.held, part, dimension, *rest), _global_meta(func, args, kwargs), along)
+
+
+_RULES: Mapping[Any, Callable[[Any, Any, Any], Any]] = {
+    **dict.fromkeys(_VIEW_OPS, _view_rule),
+    **dict.fromkeys(_RESHAPE_OPS, _reshape_rule),
+    _aten.expand: _expand_rule,
+    _aten.index_select: _index_select_rule,
+    **dict.fromkeys(_COPY_OPS, _copy_rule),
+    **dict.fromkeys(_NEW_TENSOR_OPS, _new_tensor_rule),
+    **dict.fromkeys((_aten.slice_backward, _aten.select_backward), _select_backward_rule),
+    **dict.fromkeys((_aten.nll_loss_forward, _aten.nll_loss2d_forward), _nll_loss),
+    **dict.fromkeys((_aten.nll_loss_backward, _aten.nll_loss2d_backward), _nll_loss_backward),
+    **dict.fromkeys((_aten.native_layer_norm, _aten._fused_rms_norm), _layer_norm_rule),
+    **dict.fromkeys((_aten.native_layer_norm_backward, _aten._fused_rms_norm_backward), _layer_norm_backward),
+    _aten.native_dropout: _dropout_rule,
+    **dict.fromkeys((_aten.sum, _aten.mean), _reduction_rule),
+    _aten._log_softmax: _log_softmax_rule,
+    _aten._log_softmax_backward_data: _log_softmax_backward,
+}

@@ -11,15 +11,15 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from trainwright.core import random_state
-from trainwright.core.batch_gather import gathering
 from trainwright.core.data import Batch, Terms
 from trainwright.core.errors import JobError
+from trainwright.core.loss_api import gather_with
 from trainwright.strategies.torch.torch_compat import tree_leaves, tree_map
-from trainwright.strategies.torch.training.error_mapping import user_code
+from trainwright.strategies.torch.training.torch_errors import TorchUserCode
 
-DECLARED = "batch_loss"  # in a job's inexact=
-Function = Callable[[Any, Any], Any]
-Groups = Callable[[], ProcessGroup]
+BATCH_LOSS = "batch_loss"  # in a job's inexact=
+_Function = Callable[[Any, Any], Any]
+GroupFactory = Callable[[], ProcessGroup]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class BatchLayout:
         return f"{self.ranks} data ranks with {self.micro_batches} micro-batches each"
 
 
-UNCUT = BatchLayout()
+WHOLE_BATCH = BatchLayout()
 
 
 class BatchRows:
@@ -51,7 +51,7 @@ class BatchRows:
         where: the rank, for errors.
     """
 
-    def __init__(self, batch: Batch, layout: BatchLayout, group: Groups | None, where: str) -> None:
+    def __init__(self, batch: Batch, layout: BatchLayout, group: GroupFactory | None, where: str) -> None:
         self._batch, self._layout, self._group, self._where = batch, layout, group, where
         self._counts: list[int] = []  # rows of each rank, once something was gathered
         self._real = torch.from_numpy(batch.weights > 0)
@@ -66,7 +66,7 @@ class BatchRows:
         own = tensor if bool(self._real.all()) else tensor[self._real.to(tensor.device)]
         if self._shared is None:
             return own
-        rows: Tensor = _Gathered.apply(own, self._counts, self._shared)  # type: ignore[no-untyped-call]
+        rows: Tensor = _GatherRows.apply(own, self._counts, self._shared)  # type: ignore[no-untyped-call]
         return rows
 
     def own(self, result: Any) -> Any:
@@ -118,7 +118,7 @@ class BatchRows:
         return ""
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     """All-gather of rows; the gradient of a rank's rows is the sum of what all ranks' losses say of them."""
 
     @staticmethod
@@ -140,9 +140,9 @@ class _Gathered(torch.autograd.Function):
 
 
 @torch.no_grad()
-def check_samples_apart(
+def check_samples_independent(
     what: str,
-    function: Function,
+    function: _Function,
     given: Any,
     targets: Any,
     batch: Batch,
@@ -171,15 +171,15 @@ def check_samples_apart(
             gathers.append(True)
             return tensor
 
-        with gathering(kept):
+        with gather_with(kept):
             return _numbers(function(tree_map(pick, given), tree_map(pick, targets)))
 
-    random_state.seed(0)
+    random_state.seed_generators(0)
     before = _random_state(given)
     try:
         whole = called(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
     except Exception as error:
-        if user_code.lost_peer(error):
+        if TorchUserCode.lost_peer(error):
             raise
         return  # the call that counts comes next, and its error is told; one that needs gradients is let be
     if _random_state(given) != before or whole is None or len(whole[0]) != count:
@@ -188,7 +188,7 @@ def check_samples_apart(
     try:
         part = called(lambda leaf: _rows_of(leaf, chosen, count))
     except Exception as error:
-        if user_code.lost_peer(error):
+        if TorchUserCode.lost_peer(error):
             raise
         if isinstance(error, torch.OutOfMemoryError):
             return
@@ -199,13 +199,13 @@ def check_samples_apart(
         rounding = _rounding((*tree_leaves((given, targets, whole)), *parameters))
         found = "" if part is None else _difference(whole, part, chosen, rounding)
     if found:
-        raise JobError([_told(what, found, bool(gathers), layout)], where=where)
+        raise JobError([_dependence_message(what, found, bool(gathers), layout)], where=where)
 
 
 def _random_state(given: Any) -> object:
     """Of all generators that a function of these may draw from."""
     devices = {leaf.device for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.is_cuda}
-    return random_state.states(), [
+    return random_state.generator_states(), [
         torch.cuda.get_rng_state(device).numpy().tobytes() for device in sorted(devices, key=str)
     ]
 
@@ -265,7 +265,7 @@ def _difference(whole: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor], chose
     return ""
 
 
-def _told(what: str, found: str, gathers: bool, layout: BatchLayout) -> str:
+def _dependence_message(what: str, found: str, gathers: bool, layout: BatchLayout) -> str:
     if gathers:
         return (
             f"{what} depends on the order of the rows ({found} in another order), and tw.gather gives them rank by "
@@ -274,5 +274,5 @@ def _told(what: str, found: str, gathers: bool, layout: BatchLayout) -> str:
     return (
         f"{what} is not of each sample alone: {found}; this plan cuts a batch into {layout}, so that the result would "
         "depend on the plan: compare with the whole batch by tw.gather(...) and accumulation=1, or run on one worker "
-        f'with accumulation=1, or accept it with inexact=("{DECLARED}",)'
+        f'with accumulation=1, or accept it with inexact=("{BATCH_LOSS}",)'
     )

@@ -30,12 +30,12 @@ def batch_norms(model: nn.Module) -> list[str]:
     ]
 
 
-def running(model: nn.Module) -> list[BatchNorm]:
+def running_norms(model: nn.Module) -> list[BatchNorm]:
     """The batch norms of a model that keep running statistics."""
     return [module for module in model.modules() if isinstance(module, BatchNorm) and module.running_mean is not None]
 
 
-def average(modules: Sequence[BatchNorm], feed: Feed, groups: Iterable[distributed.ProcessGroup]) -> None:
+def average_statistics(modules: Sequence[BatchNorm], feed: Feed, groups: Iterable[distributed.ProcessGroup]) -> None:
     """Make running statistics those of all data ranks: their mean, weighted by the rows of each rank's share.
 
     Args:
@@ -46,7 +46,7 @@ def average(modules: Sequence[BatchNorm], feed: Feed, groups: Iterable[distribut
     held = [each for module in modules for each in (module.running_mean, module.running_var) if each is not None]
     if not held:
         return
-    rows = sum(counted(batch) for part in feed.parts for batch in part)
+    rows = sum(sample_rows(batch) for part in feed.parts for batch in part)
     sums = torch.cat([*(each.reshape(-1).double() * rows for each in held), held[0].new_full((1,), rows).double()])
     for group in groups:
         distributed.all_reduce(sums, group=group)
@@ -60,12 +60,12 @@ def average(modules: Sequence[BatchNorm], feed: Feed, groups: Iterable[distribut
             each.copy_(mean.view_as(each))
 
 
-def counted(batch: Batch) -> int:
+def sample_rows(batch: Batch) -> int:
     """Rows of a micro-batch that are samples: where a rank has no share, one row of weight 0 stands for it."""
     return 0 if batch.rows == 1 and not batch.weights.any() else batch.rows
 
 
-class Synchronized:
+class SyncedBatchNorms:
     """The batch norms of a model that look at the whole batch in training.
 
     Args:

@@ -11,19 +11,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.data import Batch, Columns, Feed, Sums, Terms
+from trainwright.core.data import Batch, Columns, Feed, MetricSums, Terms
 from trainwright.core.errors import JobError, nearest
-from trainwright.strategies.torch.training import tensors as batches
+from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.batch_losses import BatchLayout
-from trainwright.strategies.torch.training.objective import Caller, evaluating
+from trainwright.strategies.torch.training.objective import JobFunctions, evaluation_mode
 
 LOSS = "loss"
 
 
-Through = Callable[[Batch], Any]  # gives a model's outputs for a batch; None where they are another rank's
+OutputsOf = Callable[[Batch], Any]  # gives a model's outputs for a batch; None where they are another rank's
 
 
-def evaluate(model: nn.Module, caller: Caller, feed: Feed, through: Through | None = None) -> Sums:
+def evaluate(model: nn.Module, caller: JobFunctions, feed: Feed, through: OutputsOf | None = None) -> MetricSums:
     """Weighted sums and weights of the loss and of each metric over the feed, in float64.
 
     Args:
@@ -34,20 +34,20 @@ def evaluate(model: nn.Module, caller: Caller, feed: Feed, through: Through | No
     """
     names: list[str] = []
     sums: list[Tensor] = []
-    with evaluating(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         for batch, layout in _batches(feed):
             for name, (values, weights) in _terms(model, caller, batch, layout, through):
                 names.append(name)
                 doubled = weights.double()
                 sums.append(torch.stack(((values.double() * doubled).sum(), doubled.sum())))
         rows = torch.stack(sums).tolist() if sums else []
-    total = Sums()
+    total = MetricSums()
     for name, (value, weight) in zip(names, rows, strict=True):
-        total += Sums(totals={name: (value, weight)})
+        total += MetricSums(totals={name: (value, weight)})
     return total
 
 
-def predict(model: nn.Module, caller: Caller, feed: Feed, through: Through | None = None) -> Columns:
+def predict(model: nn.Module, caller: JobFunctions, feed: Feed, through: OutputsOf | None = None) -> Columns:
     """The model's outputs for the feed's rows: `output`, or by the model's own names where it returns several.
 
     Names come from a mapping, a dataclass, a named tuple or an object with `items()`; several outputs without names are
@@ -62,18 +62,18 @@ def predict(model: nn.Module, caller: Caller, feed: Feed, through: Through | Non
             ["inputs= is missing: name the columns given to the model to predict with it"], where=caller.where
         )
     found: dict[str, list[npt.NDArray[Any]]] = {}
-    with evaluating(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         for batch, _ in _batches(feed):
             with caller.precision():
                 outputs = through(batch) if through else caller.outputs(model, caller.inputs(batch))
-            chosen = {} if outputs is None else _chosen(dict(flat("", outputs)), caller)
+            chosen = {} if outputs is None else _chosen(dict(flat_outputs("", outputs)), caller)
             for name, value in _checked(chosen, batch, caller).items():
                 found.setdefault(name, []).append(value)
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
 def _terms(
-    model: nn.Module, caller: Caller, batch: Batch, layout: BatchLayout, through: Through | None
+    model: nn.Module, caller: JobFunctions, batch: Batch, layout: BatchLayout, through: OutputsOf | None
 ) -> Iterator[tuple[str, Terms]]:
     """Loss and metrics of a micro-batch; outputs are computed once."""
     columns = caller.wanted(batch) if through else caller.tensors(batch)
@@ -97,7 +97,7 @@ def _batches(feed: Feed) -> Iterator[tuple[Batch, BatchLayout]]:
         yield from ((batch, layout) for batch in part)
 
 
-def flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def flat_outputs(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Every output by name, those inside others too."""
     parts = _parts(value)
     if parts is None:
@@ -106,7 +106,7 @@ def flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     outer = name if isinstance(parts, Mapping) else name or "output"
     for key, part in parts.items() if isinstance(parts, Mapping) else enumerate(parts):
-        yield from flat(f"{outer}_{key}" if outer else str(key), part)
+        yield from flat_outputs(f"{outer}_{key}" if outer else str(key), part)
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | tuple[Any, ...] | None:
@@ -126,7 +126,7 @@ def _parts(value: Any) -> Mapping[Any, Any] | tuple[Any, ...] | None:
     return tuple(value.to_tuple()) if callable(getattr(value, "to_tuple", None)) else None
 
 
-def _chosen(outputs: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
+def _chosen(outputs: Mapping[str, Any], caller: JobFunctions) -> Mapping[str, Any]:
     """The outputs that are wanted."""
     for name in caller.spec.outputs:
         if name not in outputs:
@@ -134,7 +134,7 @@ def _chosen(outputs: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
     return {name: outputs[name] for name in caller.spec.outputs} if caller.spec.outputs else outputs
 
 
-def _checked(outputs: Mapping[str, Any], batch: Batch, caller: Caller) -> dict[str, npt.NDArray[Any]]:
+def _checked(outputs: Mapping[str, Any], batch: Batch, caller: JobFunctions) -> dict[str, npt.NDArray[Any]]:
     """All of them as arrays. Raises JobError where one is no row for each sample; says which can be asked for."""
     problems = {name: why for name, value in outputs.items() if (why := _misfit(name, value, batch.rows))}
     if problems:
@@ -142,7 +142,7 @@ def _checked(outputs: Mapping[str, Any], batch: Batch, caller: Caller) -> dict[s
         others = f", or ask for others alone: columns={good}" if good else ""
         why = f"{next(iter(problems.values()))}: return tensors with a row for each sample{others}"
         raise JobError([why], where=caller.where)
-    return {name: batches.array(value) for name, value in outputs.items()}
+    return {name: batches.to_numpy(value) for name, value in outputs.items()}
 
 
 def _misfit(name: str, value: Any, rows: int) -> str:

@@ -25,15 +25,17 @@ _SETTINGS = f"{_NAME}.config"  # stands by itself, and is all that tensors witho
 _DISABLED = "__dynamo_disable"  # where `torch._compile._disable_dynamo` keeps what `disable` gave it
 
 
-class _StandIn(ModuleType):
+class _DynamoStandIn(ModuleType):
     """What eager training asks `torch._dynamo` for."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         super().__init__(_NAME)
         self.__spec__, self.__path__ = spec, spec.submodule_search_locations or []
         self._passed: list[tuple[Any, Any, bool]] = []
-        self.utils = _Part(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")  # the compiler's default
-        self.trace_rules = _Part(self, "trace_rules", clear_lru_cache=lambda: None)
+        self.utils = _DynamoSubmodule(
+            self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer"
+        )  # the compiler's default
+        self.trace_rules = _DynamoSubmodule(self, "trace_rules", clear_lru_cache=lambda: None)
 
     def __getattr__(self, name: str) -> Any:
         """Anything else is the compiler's to answer."""
@@ -84,10 +86,10 @@ class _StandIn(ModuleType):
         return real
 
 
-class _Part(SimpleNamespace):
+class _DynamoSubmodule(SimpleNamespace):
     """What is asked of a module inside it."""
 
-    def __init__(self, module: _StandIn, name: str, **answers: Any) -> None:
+    def __init__(self, module: _DynamoStandIn, name: str, **answers: Any) -> None:
         super().__init__(**answers)
         self._whole: Callable[[], ModuleType] = lambda: getattr(module._real(), name)
 
@@ -95,10 +97,10 @@ class _Part(SimpleNamespace):
         return getattr(self._whole(), name)
 
 
-class _Inside(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _DynamoFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports the compiler before anything inside it, which is then there already, or is found as usual."""
 
-    def __init__(self, module: _StandIn) -> None:
+    def __init__(self, module: _DynamoStandIn) -> None:
         self._module = module
         self._specs: dict[str, ModuleSpec | None] = {}
 
@@ -123,6 +125,6 @@ def postpone() -> None:
     """From now on `torch._dynamo` is imported when it is needed. Nothing happens where it has been imported."""
     spec = None if _NAME in sys.modules else importlib.util.find_spec(_NAME)
     if spec is not None:
-        module = _StandIn(spec)
+        module = _DynamoStandIn(spec)
         sys.modules[_NAME] = module
-        sys.meta_path.insert(0, _Inside(module))
+        sys.meta_path.insert(0, _DynamoFinder(module))

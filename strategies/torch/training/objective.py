@@ -21,29 +21,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.argument_order import in_order
-from trainwright.core.batch_gather import gathering
 from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
-from trainwright.strategies.common.loss_shapes import broadcast_problem
+from trainwright.core.loss_api import gather_with, outputs_first
+from trainwright.strategies.common.user_code_errors import loss_broadcast_problem
 from trainwright.strategies.torch import torch_compat
-from trainwright.strategies.torch.profiling.selective_recompute import Rescoring
-from trainwright.strategies.torch.tensor_parallel.vocab_logits import plain
-from trainwright.strategies.torch.training import tensors as batches
+from trainwright.strategies.torch.tensor_parallel.sharded_tensor import full_tensor
+from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.batch_losses import (
-    DECLARED,
-    UNCUT,
+    BATCH_LOSS,
+    WHOLE_BATCH,
     BatchLayout,
     BatchRows,
-    Groups,
-    check_samples_apart,
+    GroupFactory,
+    check_samples_independent,
 )
-from trainwright.strategies.torch.training.error_mapping import user_code
+from trainwright.strategies.torch.training.selective_recompute import SelectiveRecompute
+from trainwright.strategies.torch.training.torch_errors import TorchUserCode
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class MicroBatchShare:
     """One micro-batch on its way through the objective.
 
     Attributes:
@@ -60,11 +59,11 @@ class Share:
     rows: int
     wish: bool = False
     muted: bool = False
-    layout: BatchLayout = UNCUT
+    layout: BatchLayout = WHOLE_BATCH
 
 
 @dataclass(frozen=True, kw_only=True)
-class Caller:
+class JobFunctions:
     """How a job's functions are called.
 
     Attributes:
@@ -82,7 +81,7 @@ class Caller:
     autocast: torch.dtype | None
     where: str
     rescoring: bool = False
-    group: Groups | None = None
+    group: GroupFactory | None = None
     checking: bool = False
 
     def precision(self) -> AbstractContextManager[Any]:
@@ -91,20 +90,20 @@ class Caller:
 
     def keeping(self) -> AbstractContextManager[Any]:
         """The context in which activations are kept for backward."""
-        return Rescoring() if self.rescoring else nullcontext()
+        return SelectiveRecompute() if self.rescoring else nullcontext()
 
     def tensors(self, batch: Batch) -> batches.Tensors:
         """The columns that the job's functions want: all of them for a step of the user's own."""
         wanted = None if self.spec.step else dict.fromkeys((*self.spec.inputs, *self.spec.targets))
-        return batches.collated(self.spec.collation, batch, wanted, self.device)
+        return batches.collated_tensors(self.spec.collation, batch, wanted, self.device)
 
     def inputs(self, batch: Batch) -> batches.Tensors:
         """The columns that the model wants."""
-        return batches.collated(self.spec.collation, batch, self.spec.inputs, self.device)
+        return batches.collated_tensors(self.spec.collation, batch, self.spec.inputs, self.device)
 
     def wanted(self, batch: Batch) -> batches.Tensors:
         """The columns that loss and metrics want."""
-        return batches.collated(self.spec.collation, batch, dict.fromkeys(self.spec.targets), self.device)
+        return batches.collated_tensors(self.spec.collation, batch, dict.fromkeys(self.spec.targets), self.device)
 
     def called(self, model: nn.Module, given: Sequence[Tensor]) -> Any:
         """The model's outputs for the input columns, which are given in their order."""
@@ -119,7 +118,7 @@ class Caller:
 
     def outputs(self, model: nn.Module, columns: batches.Tensors) -> Any:
         """The model's outputs for the input columns, whatever they are."""
-        with user_code("the model", self.where):
+        with TorchUserCode("the model", self.where):
             return self.called(model, [columns[name] for name in self.spec.inputs])
 
     def targets(self, columns: batches.Tensors) -> Any:
@@ -127,7 +126,9 @@ class Caller:
         chosen = tuple(columns[name] for name in self.spec.targets)
         return chosen[0] if len(chosen) == 1 else chosen
 
-    def loss(self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout = UNCUT) -> Terms:
+    def loss(
+        self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH
+    ) -> Terms:
         """The loss terms of a micro-batch, sample weights included; weights never require a gradient."""
         with self.precision(), self.keeping():
             if self.spec.step:
@@ -136,13 +137,13 @@ class Caller:
             return self.loss_of(outputs, columns, batch, layout)
 
     def metric(
-        self, name: str, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = UNCUT
+        self, name: str, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH
     ) -> Terms:
         """The terms of a metric."""
         what = f"metric {name!r}"
         return self.terms(what, self._judged(what, outputs, columns, batch, layout), batch)
 
-    def loss_of(self, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = UNCUT) -> Terms:
+    def loss_of(self, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH) -> Terms:
         """The loss terms of outputs that are there already."""
         return self.terms("loss=", self._judged("loss=", outputs, columns, batch, layout), batch)
 
@@ -150,7 +151,7 @@ class Caller:
     def _functions(self) -> dict[str, Callable[[Any, Any], Any]]:
         """The job's loss and metrics as functions of (outputs, targets), by their names in errors."""
         given = {"loss=": self.spec.loss, **{f"metric {name!r}": each for name, each in self.spec.metrics.items()}}
-        return {what: in_order(function) for what, function in given.items() if function is not None}
+        return {what: outputs_first(function) for what, function in given.items() if function is not None}
 
     def _judged(
         self,
@@ -163,9 +164,9 @@ class Caller:
         """What a loss or metric says of outputs; where it gathers all rows, of this rank's."""
         targets, ordered = self.targets(columns), self._functions[what]
         if self._compares(layout):
-            check_samples_apart(what, ordered, outputs, targets, batch, layout, self.where)
+            check_samples_independent(what, ordered, outputs, targets, batch, layout, self.where)
         rows = BatchRows(batch, layout, self.group, self.where)
-        with user_code(what, self.where), gathering(rows.gather):
+        with TorchUserCode(what, self.where), gather_with(rows.gather):
             result = ordered(outputs, targets)
         self._check_broadcast(what, outputs, targets, result)
         return rows.own(result)
@@ -175,24 +176,24 @@ class Caller:
         step = self.spec.step
         assert step is not None, "asked for only where there is one"
         if self._compares(layout):
-            with evaluating(model):
-                check_samples_apart(
+            with evaluation_mode(model):
+                check_samples_independent(
                     "step=", lambda given, _: step(model, dict(given)), dict(columns), (), batch, layout, self.where,
                     model.parameters(),
                 )  # fmt: skip
         rows = BatchRows(batch, layout, self.group, self.where)
-        with user_code("step=", self.where), gathering(rows.gather):
+        with TorchUserCode("step=", self.where), gather_with(rows.gather):
             result = step(model, dict(columns))
         return rows.own(result)
 
     def _compares(self, layout: BatchLayout) -> bool:
-        return self.checking and not layout.whole and DECLARED not in self.spec.inexact
+        return self.checking and not layout.whole and BATCH_LOSS not in self.spec.inexact
 
     def _check_broadcast(self, what: str, outputs: Any, targets: Any, result: Any) -> None:
         """Raise JobError where one output and one target were broadcast to all pairs of samples."""
         given = (outputs, targets, result.values if isinstance(result, Terms) else result)
         if all(isinstance(each, Tensor) for each in given):
-            problem = broadcast_problem(what, *(each.shape for each in given))
+            problem = loss_broadcast_problem(what, *(each.shape for each in given))
             if problem:
                 raise self._wrong(problem)
 
@@ -206,13 +207,13 @@ class Caller:
         """
         values = result.values if isinstance(result, Terms) else result
         self._check(what, values, batch.rows)
-        values = plain(values)
+        values = full_tensor(values)
         values = values if values.dtype in (torch.float32, torch.float64) else values.float()
-        weights = batches.tensor("weights", batch.weights, values.device).to(values.dtype)
+        weights = batches.to_tensor("weights", batch.weights, values.device).to(values.dtype)
         if values.dim() > 1:
             weights = _rowwise(weights, values).expand_as(values)
         if isinstance(result, Terms):
-            own = plain(torch.as_tensor(result.weights, device=values.device).detach()).to(values.dtype)
+            own = full_tensor(torch.as_tensor(result.weights, device=values.device).detach()).to(values.dtype)
             weights = weights * self._fitted(what, own, values)
         if isinstance(result, Terms) or not batch.weights.all():
             values = values.masked_fill(weights == 0.0, 0.0)
@@ -247,7 +248,7 @@ class Caller:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pull:
+class BackwardRoots:
     """What a micro-batch's backward starts from.
 
     Attributes:
@@ -264,11 +265,11 @@ class Pull:
 
     def backward(self) -> None:
         """Add to the gradients of all parameters; in DDP, outside no_sync(), reduce them."""
-        run_backward((self.values, self.carry), (self.slopes, self.sums))
+        accumulate_gradients((self.values, self.carry), (self.slopes, self.sums))
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode; afterwards each module is in the mode it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -279,7 +280,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def run_backward(roots: tuple[Tensor, ...], slopes: tuple[Tensor, ...]) -> None:
+def accumulate_gradients(roots: tuple[Tensor, ...], slopes: tuple[Tensor, ...]) -> None:
     """Add to the gradients of all that roots come from, given theirs; what they come from is forgotten."""
     torch_compat.run_backward(roots, slopes, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
@@ -299,7 +300,7 @@ class Objective(nn.Module):
         scale: by which the gradients are multiplied.
     """
 
-    def __init__(self, model: nn.Module, caller: Caller, world: int) -> None:
+    def __init__(self, model: nn.Module, caller: JobFunctions, world: int) -> None:
         super().__init__()
         self.model = model
         self.caller = caller
@@ -307,7 +308,7 @@ class Objective(nn.Module):
         kind = _carried_type(model)
         self.carry = nn.Parameter(torch.zeros(6, dtype=kind, device=caller.device))
         self.scale = 1.0
-        self.tallies: list[tuple[Share, Tensor]] = []
+        self.tallies: list[tuple[MicroBatchShare, Tensor]] = []
         self._no_news = torch.zeros(3, dtype=kind, device=caller.device).unbind()
         self.news: tuple[Tensor, ...] = self._no_news
         self._wishes = torch.tensor([0.0, 1.0], dtype=kind, device=caller.device).unbind()
@@ -327,7 +328,7 @@ class Objective(nn.Module):
         self.carry.grad = None
         self.tallies.clear()
 
-    def forward(self, share: Share) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, share: MicroBatchShare) -> tuple[Tensor, Tensor, Tensor]:
         """Losses and weights, both (samples,) or (samples, k), and `carry`.
 
         Raises:
@@ -339,7 +340,7 @@ class Objective(nn.Module):
         self._check(values)
         return values, weights, self.carry.view(-1)
 
-    def pulled(self, share: Share, outputs: Any) -> Pull:
+    def pulled(self, share: MicroBatchShare, outputs: Any) -> BackwardRoots:
         """What backward starts from, given a micro-batch's outputs. Raises as `forward`."""
         columns = self.caller.wanted(share.batch)
         with self.caller.precision():
@@ -347,7 +348,7 @@ class Objective(nn.Module):
         self._check(values)
         return self.pull(share, values, weights, self.carry)
 
-    def tell(self, pull: Pull) -> None:
+    def tell(self, pull: BackwardRoots) -> None:
         """Add a micro-batch's sums to what travels, where no backward does."""
         self.carry.grad = pull.sums if self.carry.grad is None else self.carry.grad + pull.sums
 
@@ -362,7 +363,7 @@ class Objective(nn.Module):
                 where=self.caller.where,
             )
 
-    def pull(self, share: Share, values: Tensor, weights: Tensor, carry: Tensor) -> Pull:
+    def pull(self, share: MicroBatchShare, values: Tensor, weights: Tensor, carry: Tensor) -> BackwardRoots:
         """What backward starts from, given what `forward` returned; remembers the losses."""
         losses = values.detach()
         self.tallies.append((share, losses))
@@ -371,7 +372,7 @@ class Objective(nn.Module):
         news, self.news = self.news, self._no_news
         sums = torch.stack((weight.to(kind), loss.to(kind), self._wishes[share.wish], *news)).mul_(self.world)
         factor = 0.0 if share.muted else self.scale * self.world / max(share.rows, 1)
-        return Pull(values=values, slopes=weights * factor, carry=carry, sums=sums)
+        return BackwardRoots(values=values, slopes=weights * factor, carry=carry, sums=sums)
 
 
 def _rowwise(weights: Tensor, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""When the phases of a step end; `trainwright.core.step_phases` says which there are."""
+"""When the phases of a step end; `trainwright.core.data` says which there are."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 EVERY, FIRST = 32, 15  # on a GPU the steps FIRST, FIRST + EVERY, ...
-Mark = tuple[str, Any]  # a phase and when it ended
+_Mark = tuple[str, Any]  # a phase and when it ended
 
 
-class Laps:
+class PhaseTimer:
     """Times the phases of one rank's steps.
 
     On the CPU it reads a clock in each step. On a GPU, whose kernels a host's clock does not see, it records events in
@@ -23,8 +23,8 @@ class Laps:
         self._by_clock = device.type == "cpu"
         self._now = time.perf_counter if self._by_clock else _event
         self._timing = self._own = False
-        self._marks: list[Mark] = []
-        self._recorded: list[Mark] = []
+        self._marks: list[_Mark] = []
+        self._recorded: list[_Mark] = []
 
     def begin(self, step: int) -> None:
         """A step starts."""
@@ -65,9 +65,9 @@ class Laps:
     def ended(self) -> dict[str, float] | None:
         """Seconds by phase of the step that ends now, on a GPU of one before; None where none was timed."""
         if self._by_clock:
-            return _spent(self._marks)
+            return _seconds_by_phase(self._marks)
         marks, self._recorded = self._recorded, self._marks if self._timing else []
-        return _spent(marks)
+        return _seconds_by_phase(marks)
 
     def _lap(self, phase: str) -> None:
         if self._timing:
@@ -80,7 +80,7 @@ def _event() -> torch.cuda.Event:
     return event
 
 
-def _spent(marks: list[Mark]) -> dict[str, float] | None:
+def _seconds_by_phase(marks: list[_Mark]) -> dict[str, float] | None:
     """Seconds by phase; None for a step that did not end in an update."""
     if not marks or marks[-1][0] != "optimizer":
         return None

@@ -1,11 +1,18 @@
-"""One rank's model and optimizer, and where they stand."""
+"""One rank's model and optimizer, and where they stand.
+
+With W(k) the weights after k steps, step k, counted from 0, takes its gradient at W(k - 1), the first step at W(0):
+W(k + 1) = W(k) + update(gradient of step k at W(k - 1)). So the next step's forwards, which use W(k), may begin while
+backwards of step k are under way, which use W(k - 1). The rule is the same on every stage, and nothing in it depends on
+time: that a pipeline drains, or that what was begun of a step is dropped and done again, changes no bit.
+"""
 
 from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,32 +21,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.core.data import fold
+from trainwright.core.data import fold_seed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
-from trainwright.strategies.search.compatibility import compiled
-from trainwright.strategies.torch.checkpoint.local_state import Seat, local_buffers
-from trainwright.strategies.torch.checkpoint.shard_layout import WHOLE, Box, Part, box_of
-from trainwright.strategies.torch.pipeline.weight_stash import Versions
-from trainwright.strategies.torch.profiling.activation_checkpoint import recompute, recomputed_buffers
-from trainwright.strategies.torch.training.batch_norm import Synchronized, batch_norms, running
-from trainwright.strategies.torch.training.compile import compile_whole
-from trainwright.strategies.torch.training.error_mapping import user_code
-from trainwright.strategies.torch.training.loss_scaler import Scale
-from trainwright.strategies.torch.training.phase_timer import Laps
+from trainwright.strategies.cost_model.plan_constraints import invalid_compile
+from trainwright.strategies.torch.checkpoint.local_state import DataRank, local_buffers
+from trainwright.strategies.torch.checkpoint.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice, fsdp_slice
+from trainwright.strategies.torch.torch_compat import foreach_copy, preserve_version_counter
+from trainwright.strategies.torch.training.batch_norm import SyncedBatchNorms, batch_norms, running_norms
+from trainwright.strategies.torch.training.model_blocks import checkpoint_blocks, checkpointed_buffers, compile_model
+from trainwright.strategies.torch.training.phase_timer import PhaseTimer
+from trainwright.strategies.torch.training.torch_errors import TorchUserCode
 
-Kept = dict[str, tuple[Tensor, Tensor]]  # by full name: a buffer, and a copy of what it held
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
+_BufferCopies = dict[str, tuple[Tensor, Tensor]]  # by full name: a buffer, and a copy of what it held
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
 
 
-class Attempt:
+class _StepAttempt:
     """A step under way; `applied` once the optimizer has run."""
 
     applied = False
 
 
-class Replica:
+class TorchReplica:
     """Model and optimizer of one rank, made by the job's functions.
 
     Args:
@@ -84,44 +89,44 @@ class Replica:
         device: torch.device,
         where: str,
         *,
-        part: Part = WHOLE,
-        place: Callable[[nn.Module], Mapping[str, Box]] | None = None,
+        part: ModelPart = WHOLE_MODEL,
+        place: Callable[[nn.Module], Mapping[str, ShardSlice]] | None = None,
     ) -> None:
-        self.spec, self.autocast, self.device, self.part = spec, AUTOCAST.get(plan.precision), device, part
-        self.scale = Scale() if plan.precision == "fp16" else None
+        self.spec, self.autocast, self.device, self.part = spec, AUTOCAST_DTYPES.get(plan.precision), device, part
+        self.scale = LossScale() if plan.precision == "fp16" else None
         self.rescoring = plan.recompute == "selective"
         self.step: int | None = None
         self.sound = True
         self.every_used: bool | None = None
         self.uncut = False
         self.outer = False
-        self.reseed(fold(spec.seed, -1))
-        with user_code("model()", where):
+        self.reseed(fold_seed(spec.seed, -1))
+        with TorchUserCode("model()", where):
             self.model = spec.model()
         _check_model(self.model, spec, plan, where)
         together = spec.batch_norm == "sync" and plan.mesh.data_ranks > 1
-        self.synchronized = Synchronized(self.model, where) if together else None
+        self.synchronized = SyncedBatchNorms(self.model, where) if together else None
         if plan.recompute == "full":
-            recompute(self.model, plan.cuts)
+            checkpoint_blocks(self.model, plan.cuts)
         self._cut = (place or self._settled)(self.model)
         self.names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.trainable = list(self.names)
-        self.versions = Versions(self.trainable) if plan.streamed else None
-        self.begun: Kept | None = None
-        with user_code("optimizer()", where):
+        self.versions = _WeightStash(self.trainable) if plan.streamed else None
+        self.begun: _BufferCopies | None = None
+        with TorchUserCode("optimizer()", where):
             assert spec.optimizer is not None, "only a job with run='fit' may leave it out"
             self.optimizer = spec.optimizer(list(self.trainable))
         _check_optimizer(self.optimizer, self.names, where)
-        self.initial = [settings(group) for group in self.optimizer.param_groups]
-        self.laps = Laps(device)
+        self.initial = [group_settings(group) for group in self.optimizer.param_groups]
+        self.laps = PhaseTimer(device)
         self._last: Any = None  # the hook of the parameter whose gradient comes last
         self._places = {
             f"{prefix}.{key}" if prefix else key: (module, key)
             for prefix, module in self.model.named_modules()
             for key in module._buffers
         }
-        self.norms = [] if together else running(self.model)
-        self.local, self.seat = local_buffers(self.model, spec.local_state, where), Seat()
+        self.norms = [] if together else running_norms(self.model)
+        self.local, self.seat = local_buffers(self.model, spec.local_state, where), DataRank()
         saved = self.model.state_dict()
         self._fresh = {name: buffer.detach().clone() for name, buffer in self.named_buffers() if name not in saved}
 
@@ -129,14 +134,14 @@ class Replica:
     def finding_last(self) -> Iterator[None]:
         """Of the gradients of a backward within, find which comes last; `laps` is told of it from then on."""
         seen: list[nn.Parameter] = []
-        handles = [hooked(item, partial(lambda item, _: seen.append(item), item)) for item in self.trainable]
+        handles = [add_gradient_hook(item, partial(lambda item, _: seen.append(item), item)) for item in self.trainable]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
         if seen and self._last is None:
-            self._last = hooked(seen[-1], lambda _: self.laps.own())
+            self._last = add_gradient_hook(seen[-1], lambda _: self.laps.own())
 
     def move(self, device: torch.device) -> None:
         """Live on another device from now on. Only a replica that was never trained: the optimizer holds no state yet.
@@ -145,17 +150,17 @@ class Replica:
         """
         if device != self.device:
             assert self.step is None, "a trained replica stays where it is"
-            self.device, self.laps = device, Laps(device)
+            self.device, self.laps = device, PhaseTimer(device)
             self._move(self.model)
-            self.versions = Versions(self.trainable) if self.versions else None
+            self.versions = _WeightStash(self.trainable) if self.versions else None
 
-    def _settled(self, model: nn.Module) -> Mapping[str, Box]:
+    def _settled(self, model: nn.Module) -> Mapping[str, ShardSlice]:
         """Where the model is whole."""
         if self.spec.compile == "inductor":
-            compile_whole(model, self.device)
+            compile_model(model, self.device)
         return self._move(model)
 
-    def _move(self, model: nn.Module) -> Mapping[str, Box]:
+    def _move(self, model: nn.Module) -> Mapping[str, ShardSlice]:
         model.to(self.device)
         return {}
 
@@ -173,18 +178,18 @@ class Replica:
         return frozenset(self._cut)
 
     @property
-    def boxes(self) -> dict[str, Box]:
+    def boxes(self) -> dict[str, ShardSlice]:
         """What this rank holds of each parameter and buffer that is divided, by full name."""
         found = {}
         for name, held in self.model.state_dict().items():
-            inner, outer = box_of(held, self.part), self._cut.get(name)
+            inner, outer = fsdp_slice(held, self.part), self._cut.get(name)
             box = inner.within(outer) if inner and outer else inner or outer
             if box:
                 found[name] = box
         return found
 
     @property
-    def wanted(self) -> dict[str, Box | None]:
+    def wanted(self) -> dict[str, ShardSlice | None]:
         """What this rank holds, by full name: a box of a tensor that is divided, None for all of one that is not."""
         boxes = self.boxes
         return {name: boxes.get(name) for name in self.model.state_dict()}
@@ -211,12 +216,12 @@ class Replica:
         self.take_buffers({name: value for name, value in self._fresh.items() if name not in self.local})
 
     @contextmanager
-    def attempt(self) -> Iterator[Attempt]:
+    def attempt(self) -> Iterator[_StepAttempt]:
         """Gradients are dropped at the end; buffers are put back unless the step was applied, also after an error.
 
         They are what they were before anything of the step was done, in the step before it too.
         """
-        attempt = Attempt()
+        attempt = _StepAttempt()
         before, self.begun = self.begun or self._kept(), None
         try:
             yield attempt
@@ -238,30 +243,33 @@ class Replica:
             module, key = self._places[name]
             module._buffers[key] = buffer.detach().copy_(kept)
 
-    def _kept(self) -> Kept:
+    def _kept(self) -> _BufferCopies:
         return {name: (buffer, buffer.detach().clone()) for name, buffer in self.named_buffers()}
 
     def set_rates(self, step: int, where: str) -> float:
         """Set each group's learning rate for the step, and return the first group's."""
         groups = self.optimizer.param_groups
         if self.spec.schedule is not None:
-            with user_code("schedule=", where):
+            with TorchUserCode("schedule=", where):
                 factor = float(self.spec.schedule(step, self.spec.total_steps))
             for group, initial in zip(groups, self.initial, strict=True):
-                set_option(group, "lr", initial.get("lr", 0.0) * factor)
+                set_group_option(group, "lr", initial.get("lr", 0.0) * factor)
         return float(groups[0].get("lr", 0.0))
 
     def apply(self, step: int, where: str) -> None:
         """Let the optimizer take step `step`; an error leaves the replica unsound."""
         self.sound = False
-        with self.versions.updating() if self.versions else nullcontext(), user_code("the optimizer's step()", where):
+        with (
+            self.versions.updating() if self.versions else nullcontext(),
+            TorchUserCode("the optimizer's step()", where),
+        ):
             self.optimizer.step()
         self.step = step + 1
         self.sound = True
 
 
 @contextmanager
-def random_kept(device: torch.device) -> Iterator[None]:
+def preserve_rng(device: torch.device) -> Iterator[None]:
     """Afterwards torch, NumPy and Python draw what they would have drawn."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -272,20 +280,20 @@ def random_kept(device: torch.device) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def hooked(parameter: nn.Parameter, told: Callable[[Tensor], None]) -> RemovableHandle:
+def add_gradient_hook(parameter: nn.Parameter, told: Callable[[Tensor], None]) -> RemovableHandle:
     """Call a function with the gradient of a parameter whenever a backward has computed it, before DDP sees it."""
     handle: RemovableHandle = parameter.register_hook(told)  # type: ignore[no-untyped-call]
     return handle
 
 
-def settings(group: dict[str, Any]) -> dict[str, Any]:
+def group_settings(group: dict[str, Any]) -> dict[str, Any]:
     """A parameter group's settings as plain values, without its parameters."""
     return {
         key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
     }
 
 
-def set_option(group: dict[str, Any], key: str, value: Any) -> None:
+def set_group_option(group: dict[str, Any], key: str, value: Any) -> None:
     """Set a parameter group's option; one that is held as a tensor stays that tensor."""
     current = group.get(key)
     if isinstance(current, Tensor):
@@ -294,7 +302,7 @@ def set_option(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = tuple(value) if isinstance(current, tuple) else value
 
 
-def sparse_state(model: nn.Module) -> list[str]:
+def sparse_problems(model: nn.Module) -> list[str]:
     """What is wrong with parameters and buffers that are not strided, in words: no checkpoint or rank can take them."""
     return [
         f"{name!r} of the model is {str(tensor.layout).removeprefix('torch.')}, which cannot be saved or sent to other "
@@ -323,7 +331,7 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
     extra = [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]
     if extra:
         problems.append(f"{extra[0]!r} of the model's state is no tensor: keep state in parameters and buffers")
-    problems += sparse_state(model)
+    problems += sparse_problems(model)
     half = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float16]
     if half and plan.precision == "fp16":
         problems.append(
@@ -331,8 +339,8 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
             'precision="fp16" computes in half precision where that is safe'
         )
     if spec.compile == "inductor":
-        again = recomputed_buffers(model, plan.cuts) if plan.recompute == "full" else []
-        refused = compiled(plan.recompute, again[0] if again else "")
+        again = checkpointed_buffers(model, plan.cuts) if plan.recompute == "full" else []
+        refused = invalid_compile(plan.recompute, again[0] if again else "")
         problems += [": ".join(refused)] if refused else []
     problems += _batch_norm_problems(model, spec, plan)
     if problems:
@@ -393,3 +401,81 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     given = inspect.signature(optimizer.step).parameters.values()
     named = (each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
     return any(each.default is each.empty for each in named)
+
+
+# --- Two versions of a stage's weights, of a pipeline that does not drain (PipeDream-2BW ------------------------------
+
+
+class _WeightStash:
+    """The parameters hold the newest weights; while a step's own micro-batches are run, those before.
+
+    A parameter stays the same object with another memory behind it, so that optimizer, names, hooks and ties need not
+    know. What autograd has kept of a forward is then the parameter, whose memory must be that of the forward when its
+    backward runs; views of it keep theirs. That no memory changes between the two is what `turn` is for: it copies into
+    the one that no micro-batch uses any more.
+
+    Args:
+        parameters: those that are trained.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._other: dict[nn.Parameter, Tensor] = {each: each.detach().clone() for each in parameters}
+        self._swapped = False
+
+    def use(self, *, before: bool) -> None:
+        """Let the parameters hold the weights before the last step, or the newest."""
+        if before != self._swapped:
+            self._swap()
+
+    def turn(self) -> None:
+        """A step is complete: the newest weights become those before, and the parameters a copy of them, to update."""
+        foreach_copy([*self._other.values()], [each.detach() for each in self._other])
+        self._swap()
+        self._swapped = False
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Within, the optimizer changes what no graph has kept, though it changes parameters that graphs know."""
+        return preserve_version_counter(self._other)
+
+    @property
+    def before(self) -> dict[nn.Parameter, Tensor]:
+        """The weights before the last step, in their own memory."""
+        assert not self._swapped, "asked for between steps"
+        return dict(self._other)
+
+    def _swap(self) -> None:
+        for parameter, other in self._other.items():
+            self._other[parameter] = parameter.data
+            parameter.data = other
+        self._swapped = not self._swapped
+
+
+# --- The factor by which losses are multiplied where backward computes in half precision ------------------------------
+
+
+MIN_LOSS_SCALE = 1.0  # below, gradients that overflow are too large themselves
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """A scale by the rules of `torch.amp.GradScaler`, with its defaults; on the host, the same on all ranks.
+
+    It is a power of two, so that multiplying by it and dividing loses nothing. Every rank knows whether the gradient of
+    the whole batch is finite, so that every rank does the same.
+
+    Attributes:
+        factor: of the losses.
+        since: steps applied since it last changed.
+    """
+
+    factor: float = 2.0**16
+    since: int = 0
+
+    def applied(self) -> LossScale:
+        """After a step: doubled by every 2,000th in a row."""
+        since = self.since + 1
+        return replace(self, since=since) if since < 2000 else LossScale(factor=2.0 * self.factor)
+
+    def overflowed(self) -> LossScale:
+        """After a step whose gradient was not finite: half of it."""
+        return LossScale(factor=0.5 * self.factor)

@@ -10,11 +10,11 @@ from typing import Any
 import trainwright as tw
 from tests.support.conformance.harness import Pool, World
 from tests.support.conformance.rank import Files
-from trainwright.core.data import Feed, StepReport, Sums
+from trainwright.core.data import Feed, MetricSums, StepReport
 from trainwright.core.engine import ModelSpec
-from trainwright.core.plan import Mesh, Placement, Plan
-from trainwright.datasets.loading.loader import Stream
-from trainwright.inference.evaluate import lone_engine
+from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.datasets.loading.batch_loader import BatchLoader
+from trainwright.inference.trained_model import single_rank_engine
 
 TENSORFLOW = "trainwright.strategies.tensorflow"
 ENGINES = {
@@ -51,7 +51,7 @@ def plan_of(job: tw.Job, devices: int = 1) -> Plan:
     """One worker with so many devices."""
     return Plan(
         strategy="programs", engine=ENGINES[job.run, devices], mesh=Mesh(data=devices), batch_size=job.batch_size,
-        placement=Placement(cpus=1), devices_per_worker=devices,
+        placement=WorkerResources(cpus=1), devices_per_worker=devices,
     )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def _validation(job: tw.Job) -> list[Feed]:
 def feeds(job: tw.Job, plan: Plan, *, evaluate: bool = False, rank: int = 0) -> list[Feed]:
     """Of the whole run, or of an evaluation."""
     dataset, feeding = job.evaluate if evaluate else job.train, plan.feed_of(rank)
-    stream = Stream(dataset, columns=job.columns, feeding=feeding, **job.ordering(evaluate=evaluate))
+    stream = BatchLoader(dataset, columns=job.columns, feeding=feeding, **job.ordering(evaluate=evaluate))
     return list(stream.feeds(0))
 
 
@@ -76,7 +76,7 @@ def train(job: tw.Job, files: Mapping[str, bytes] | None = None, steps: slice = 
     """Train on one device of this process, from a checkpoint or from the start."""
     plan = plan_of(job)
     every = feeds(job, plan)
-    engine = lone_engine(spec_of(job, len(every)), plan, guest=True)
+    engine = single_rank_engine(spec_of(job, len(every)), plan, guest=True)
     if files is None:
         engine.transfer([])
     else:
@@ -88,7 +88,7 @@ def train(job: tw.Job, files: Mapping[str, bytes] | None = None, steps: slice = 
         if reports[-1].finished:
             break
     judged = feeds(job, plan, evaluate=True) if job.evaluate is not None else []
-    means = sum((engine.evaluate_step(feed) for feed in judged), Sums()).means()
+    means = sum((engine.evaluate_step(feed) for feed in judged), MetricSums()).means()
     saved = Files()
     engine.save(engine.snapshot(), saved)
     return Trained(reports=reports, means=means, files=saved.files, model=engine.replica.model)  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import pytest
 import trainwright as tw
 from tests.programs.keras.engines import epochs, train
 from trainwright.core.errors import JobError
-from trainwright.strategies.tensorflow.training.profile import profile_model
+from trainwright.strategies.tensorflow.training.keras_profile import profile_model
 
 ROWS, BATCH, EPOCHS = 70, 16, 2
 DATA = np.random.default_rng(0).normal(size=(ROWS, 9)).astype("float32")

@@ -17,7 +17,7 @@ from tests.support.conformance.rank import Files
 from tests.support.conformance.unbroken_runs import assert_same
 from trainwright.core.errors import JobError
 from trainwright.strategies.tensorflow.training.checkpoint_files import take_weights
-from trainwright.strategies.tensorflow.training.profile import profile_model
+from trainwright.strategies.tensorflow.training.keras_profile import profile_model
 
 ROWS, BATCH, EPOCHS, WIDTH = 64, 16, 2, 4
 X = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")

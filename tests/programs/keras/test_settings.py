@@ -15,7 +15,7 @@ import torch
 import trainwright as tw
 from tests.programs.keras.engines import plan_of, spec_of
 from trainwright.core.pickling import dumps, loads
-from trainwright.inference.evaluate import lone_engine
+from trainwright.inference.trained_model import single_rank_engine
 
 
 def settings() -> tuple[Any, ...]:
@@ -70,6 +70,6 @@ def test_a_model_in_bf16_leaves_the_policy_of_this_process_alone() -> None:
         model=lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]),
         loss=keras.losses.MeanSquaredError(), optimizer=lambda variables: keras.optimizers.SGD(),
     )  # fmt: skip
-    engine: Any = lone_engine(spec_of(job, 1), replace(plan_of(job), precision="bf16"), guest=True)
+    engine: Any = single_rank_engine(spec_of(job, 1), replace(plan_of(job), precision="bf16"), guest=True)
     assert engine.replica.model.layers[0].compute_dtype == "bfloat16"
     assert keras.config.dtype_policy().name == "float32"

@@ -16,7 +16,7 @@ from tests.programs.keras.engines import TENSORFLOW, Trained, epochs, feeds, pla
 from tests.support.conformance.harness import Pool, World
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Mesh
-from trainwright.strategies.tensorflow.training.profile import take_weights
+from trainwright.strategies.tensorflow.training.keras_profile import take_weights
 
 ROWS, BATCH, EPOCHS, STEPS, WORDS = 48, 16, 2, 6, 9
 RANDOM = np.random.default_rng(0)

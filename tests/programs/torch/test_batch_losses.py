@@ -15,11 +15,11 @@ from torch.nn import functional
 import trainwright as tw
 from tests.support.rank_processes import Exchange, formed, run_ranks
 from tests.support.torch_engines import feed, one_device, plan, spec
-from trainwright.core.data import Batch, Feed, Terms, fold
+from trainwright.core.data import Batch, Feed, Terms, fold_seed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Mesh
-from trainwright.datasets.loading.batches import weightless
+from trainwright.datasets.loading.batch_loader import zero_weight
 from trainwright.strategies.torch.engines.data_parallel import DataParallel
 from trainwright.strategies.torch.engines.fsdp import Sharded
 
@@ -91,7 +91,7 @@ def shares(step: int, rank: int, of: int, micro_batches: int = 1) -> Feed:
 
 def plain(name: str) -> list[float]:
     """A loop without any of ours: the losses of its steps, then that of the second batch again."""
-    torch.manual_seed(fold(3, -1))
+    torch.manual_seed(fold_seed(3, -1))
     model, losses = Towers(), []
     optimizer = sgd(model.parameters())
     for step in (*range(STEPS), 1):
@@ -113,7 +113,7 @@ def _trained(rank: int, world: int, exchange: Exchange) -> Any:
         how = plan(ranks=world) if make is DataParallel else replace(plan(), mesh=Mesh(shard=world))
         for kind, made in JOBS.items():
             engine = formed(rank, exchange, made(), engine=make(), how=how)
-            engine.warm(weightless(shares(0, rank, world)))
+            engine.warm(zero_weight(shares(0, rank, world)))
             losses = [engine.train_step(shares(step, rank, world)).loss for step in range(STEPS)]
             found[make.__name__, kind] = losses, engine.evaluate_step(shares(1, rank, world)).totals["loss"]
             engine.leave()
@@ -174,7 +174,7 @@ def by_place(outputs: Any, _: Any) -> Tensor:
 def warmed(ranks: int = 1, micro_batches: int = 2, **changes: Any) -> None:
     """Warm one rank up for a batch that is cut, which needs no other rank where nothing is gathered."""
     how = plan(accumulation=micro_batches, mesh=Mesh(data=ranks))
-    one_device(job(**changes), how).warm(weightless(shares(0, 0, ranks, micro_batches)))
+    one_device(job(**changes), how).warm(zero_weight(shares(0, 0, ranks, micro_batches)))
 
 
 @pytest.mark.parametrize("loss", [contrastive, centred])

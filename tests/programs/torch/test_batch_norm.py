@@ -14,11 +14,11 @@ from torch import nn
 
 from tests.support.rank_processes import Exchange, formed, run_ranks
 from tests.support.torch_engines import GENERATION, Files, accuracy, feed, loss, one_device, plan, saved, spec
-from trainwright.core.data import Batch, Feed, Sums
+from trainwright.core.data import Batch, Feed, MetricSums
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
-from trainwright.core.group import Group, Move, Peer
 from trainwright.core.plan import Mesh
+from trainwright.core.topology import Group, Peer, StateTransfer
 from trainwright.strategies.torch.engines.fsdp import Sharded
 
 SIZES = (12, 7, 12, 4, 12)  # rows of each step's batch
@@ -68,7 +68,7 @@ def train(engine: Any, rank: int, world: int, sizes: tuple[int, ...], first: int
     return [engine.train_step(share(first + at, size, rank, world)).loss for at, size in enumerate(sizes)]
 
 
-def evaluated(engine: Any, rank: int, world: int) -> Sums:
+def evaluated(engine: Any, rank: int, world: int) -> MetricSums:
     return engine.evaluate_step(share(99, 25, rank, world))
 
 
@@ -132,13 +132,13 @@ def _local(rank: int, world: int, exchange: Exchange) -> Any:
     results = []
     for broken in (False, True):
         engine = formed(rank, exchange, job(**LOCAL))
-        engine.transfer((Move(source=0, target=1, piece="state"),))
+        engine.transfer((StateTransfer(source=0, target=1, piece="state"),))
         engine.warm(share(0, SIZES[0], rank, world))
         losses = train(engine, rank, world, SIZES[:3])
         if broken:
             engine.leave()
             engine = formed(rank, exchange, job(**LOCAL), engine=engine if rank else None)
-            engine.transfer((Move(source=1, target=0, piece="state"),))
+            engine.transfer((StateTransfer(source=1, target=0, piece="state"),))
             engine.warm(share(3, SIZES[3], rank, world))
         losses += train(engine, rank, world, SIZES[3:], first=3)
         engine.verify()
@@ -208,7 +208,7 @@ def test_shards_have_one_set_of_running_statistics() -> None:
 
 def _together(rank: int, world: int, exchange: Exchange) -> Any:
     engine = formed(rank, exchange, job(batch_norm="sync"))
-    engine.transfer((Move(source=0, target=1, piece="state"),))
+    engine.transfer((StateTransfer(source=0, target=1, piece="state"),))
     engine.warm(share(0, SIZES[0], rank, world))
     losses = train(engine, rank, world, SMALL)
     engine.verify()

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from tests.support.rank_processes import Exchange, formed, run_ranks
 from tests.support.torch_engines import feed, plan, spec
-from trainwright.core.data import Batch, Feed, fold
+from trainwright.core.data import Batch, Feed, fold_seed
 from trainwright.core.plan import Mesh
-from trainwright.datasets.loading.batches import weightless
+from trainwright.datasets.loading.batch_loader import zero_weight
 from trainwright.strategies.torch.engines.data_parallel import DataParallel
 from trainwright.strategies.torch.engines.fsdp import Sharded
 
@@ -55,7 +55,7 @@ def shares(step: int, rank: int, of: int) -> Feed:
 
 
 def plain() -> list[float]:
-    torch.manual_seed(fold(3, -1))
+    torch.manual_seed(fold_seed(3, -1))
     model, losses = Both(), []
     optimizer = adam(model.parameters())
     for step in range(STEPS):
@@ -81,7 +81,7 @@ def _trained(rank: int, world: int, exchange: Exchange) -> Any:
             engine = formed(
                 rank, exchange, job, engine=DataParallel() if name == "data_parallel" else Sharded(), how=how
             )
-            engine.warm(weightless(shares(first, rank, world)))
+            engine.warm(zero_weight(shares(first, rank, world)))
             found[name, first] = [engine.train_step(shares(step, rank, world)).loss for step in range(STEPS)]
             engine.leave()
     return found

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
-from trainwright.strategies.cost_model.machine import Machine
-from trainwright.strategies.search.stage_cuts import cuts, entries
-from trainwright.strategies.search.stage_sections import staging
-from trainwright.strategies.torch.pipeline.split import Cut
+from trainwright.strategies.cost_model.machine_model import MachineModel
+from trainwright.strategies.cost_model.plan_constraints import invalid_staging
+from trainwright.strategies.search.stage_cuts import section_entries, stage_sizes
+from trainwright.strategies.torch.pipeline.split import SplitModel
 from trainwright.strategies.torch.profiling.model_profile import profile_model
 
 ROW = {"x": np.ones((1, 8), np.float32)}
@@ -37,7 +37,7 @@ def test_a_batch_norm_of_vectors_is_traced_with_two_rows_and_can_be_cut() -> Non
     whole, inputs = normed(), torch.randn(6, 8)
     expected = whole(inputs)
     parts = [
-        Cut(_same(whole), ["3"], {own}, [torch.ones(1, 8)], lambda model, given: model(*given), "here")
+        SplitModel(_same(whole), ["3"], {own}, [torch.ones(1, 8)], lambda model, given: model(*given), "here")
         for own in (0, 1)
     ]
     between = parts[0].run(0, [], rows=6, inputs=[inputs])
@@ -92,11 +92,13 @@ def test_a_model_most_of_which_is_frozen_is_cut_so_that_each_stage_trains() -> N
     profile = profile_model(adapted, {"x": np.ones((1, 64), np.float32)}, ("x",))
     assert profile.most_stages == 2
     plan = Plan.parse("pp=2,accumulation=4")
-    sizes = cuts(profile, Machine.of(Cluster.parse("2xcpu")), plan, batch_size=16, precision="fp32", room_bytes=2**34)
-    (entry,) = entries(profile, sizes)
+    sizes = stage_sizes(
+        profile, MachineModel.of(Cluster.parse("2xcpu")), plan, batch_size=16, precision="fp32", room_bytes=2**34
+    )
+    (entry,) = section_entries(profile, sizes)
     names = [layer.name for layer in profile.layers]
     assert all(any("adapter" in name for name in part) for part in (names[: sizes[0]], names[sizes[0] :])), entry
-    refused = staging(profile, replace(plan, stages=(len(names) - 1, 1)), 16)
+    refused = invalid_staging(profile, replace(plan, stages=(len(names) - 1, 1)), 16)
     assert refused is not None and "stage 1 of stages=" in refused[0] and "no layer that is trained" in refused[0]
 
 
@@ -137,7 +139,7 @@ def test_an_encoder_with_a_mask_of_constants_runs_in_sections_and_is_divided() -
     for own in (0, 1):
         model = Masked()
         model.load_state_dict(whole.state_dict())
-        cut = Cut(model, ["encoder.layers.1"], {own}, [tokens[:1]], lambda model, given: model(*given), "here")
+        cut = SplitModel(model, ["encoder.layers.1"], {own}, [tokens[:1]], lambda model, given: model(*given), "here")
         parts.append(cut)
     between = parts[0].run(0, [], rows=4, inputs=[tokens])
     torch.testing.assert_close(parts[1].run(1, between, rows=4), expected)

@@ -16,8 +16,8 @@ from tests.support.torch_engines import GENERATION, Files, feed, one_device, sav
 from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import CheckpointError, JobError
-from trainwright.core.group import Group, Move, Peer, StateTag
-from trainwright.driver.state_agreement import agree, writers_of
+from trainwright.core.topology import Group, Peer, StateTag, StateTransfer
+from trainwright.driver.rendezvous import agree_on_state, choose_writers
 from trainwright.strategies.torch.engines.data_parallel import DataParallel
 
 STREAMS, STEPS, BROKEN = 8, 12, 5
@@ -105,7 +105,7 @@ def train(engine: DataParallel, rank: int, world: int, steps: range) -> list[flo
 
 def begun(rank: int, world: int, exchange: Exchange, given: ModelSpec) -> DataParallel:
     engine = formed(rank, exchange, given)
-    engine.transfer((Move(source=0, target=1, piece="state"),))
+    engine.transfer((StateTransfer(source=0, target=1, piece="state"),))
     engine.warm(share(0, rank, world))
     return engine
 
@@ -165,7 +165,7 @@ def _joined_late(rank: int, world: int, exchange: Exchange) -> Any:
     engine.verify()
     engine.leave()
     engine = formed(rank, exchange, given, engine=engine if rank == 0 else None)
-    engine.transfer((Move(source=0, target=1, piece="state"),))
+    engine.transfer((StateTransfer(source=0, target=1, piece="state"),))
     engine.warm(share(3, rank, world))  # what both hold is equal: the newcomer's count is seen in no tensor yet
     train(engine, rank, world, range(3, 5))
     found = problem_of(engine.verify)
@@ -252,10 +252,10 @@ def test_no_rank_can_take_over_what_another_kept(declared: list[Any]) -> None:
     """So that all go back to a copy that has it: agreement on the ranks' own states is not possible."""
     *_, tags, after, moved = declared[0]
     lost, whole, swapped = (dict(enumerate(each)) for each in (tags, after, moved))
-    assert agree(lost) is None and agree(swapped) is None
-    agreed = agree(whole)
+    assert agree_on_state(lost) is None and agree_on_state(swapped) is None
+    agreed = agree_on_state(whole)
     assert agreed is not None and (agreed.step, agreed.moves) == (STEPS, ())
-    assert writers_of(whole) == (0, 1)
+    assert choose_writers(whole) == (0, 1)
 
 
 def test_another_number_of_ranks_is_refused_and_evaluation_takes_that_of_rank_0(declared: list[Any]) -> None:

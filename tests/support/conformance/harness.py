@@ -14,8 +14,8 @@ from typing import Any
 from tests.support.conformance import rank as rank_process
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
-from trainwright.core.group import Generation, Group, Move, Peer, StateTag
 from trainwright.core.plan import Plan
+from trainwright.core.topology import Generation, Group, Peer, StateTag, StateTransfer
 
 ANSWER_S, GROUP_S = 120.0, 100.0  # the first compilation by Inductor on a machine takes 40 s of two quiet cores
 
@@ -196,7 +196,7 @@ class World:
         """Transfer from `source` to all others, or what it does not hold from the first of its kind; and warm."""
         tags = self._tags
         moves = [
-            Move(source=holder, target=rank, piece=piece)
+            StateTransfer(source=holder, target=rank, piece=piece)
             for rank, tag in enumerate(tags)
             for piece in sorted(tag.pieces)
             for holder in [self._holder(piece, source)]

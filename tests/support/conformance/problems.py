@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.data import Batch, Columns, Feed
-from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.core.plan import Mesh, Plan, WorkerResources
 
 Ids = npt.NDArray[np.int64]
 FEATURES, HIDDEN, CLASSES = 6, 8, 4
@@ -120,7 +120,7 @@ def plan_of(problem: Problem, engine: str, workers: int, devices: int, topology:
         engine=engine,
         mesh=Mesh(data=workers * devices),
         batch_size=problem.batch_size,
-        placement=Placement(cpus=1),
+        placement=WorkerResources(cpus=1),
         accumulation=problem.accumulation,
         devices_per_worker=devices,
         topology=topology,  # type: ignore[arg-type]

@@ -17,14 +17,22 @@ from typing import Any
 
 from tests.support.conformance import problems
 from tests.support.conformance.problems import Problem
-from trainwright.core.argument_order import takes_targets_first
-from trainwright.core.data import Columns, Feed, StepReport, Sums
-from trainwright.core.engine import ModelSpec, StateCopy
+from trainwright.core.data import Columns, Feed, MetricSums, StepReport
+from trainwright.core.engine import ModelSpec, StateSnapshot
 from trainwright.core.errors import NonFiniteLoss, TrainwrightError
-from trainwright.core.group import Address, Generation, Group, Move, Role, StateTag
+from trainwright.core.loss_api import takes_targets_first
 from trainwright.core.plan import Plan
-from trainwright.core.staleness import Staleness, Unit
-from trainwright.datasets.loading.batches import weightless
+from trainwright.core.topology import (
+    Address,
+    Generation,
+    Group,
+    Role,
+    StalenessCounts,
+    StateTag,
+    StateTransfer,
+    WorkUnit,
+)
+from trainwright.datasets.loading.batch_loader import zero_weight
 
 NAN = float("nan")
 
@@ -91,7 +99,7 @@ class Session:
     engine: Any
 
     def __init__(self) -> None:
-        self.kept: dict[str, StateCopy] = {}
+        self.kept: dict[str, StateSnapshot] = {}
 
     def open(self, path: str) -> int:
         """Make a fresh engine; the process id."""
@@ -116,7 +124,7 @@ class Session:
         plain = isinstance(spec.loss, FunctionType | partial) and not takes_targets_first(spec.loss)
         return self.engine.build(replace(spec, loss=self.faulty) if plain else spec, plan)
 
-    def transfer(self, moves: Sequence[Move]) -> StateTag:
+    def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
         return self._stepping(self.engine.transfer, moves)
 
     def warm(self, feed: Feed) -> None:
@@ -139,7 +147,7 @@ class Session:
             try:
                 reports.append(self.engine.train_step(feed))
             except NonFiniteLoss:
-                reports.append(self.engine.train_step(weightless(feed)))
+                reports.append(self.engine.train_step(zero_weight(feed)))
         return reports
 
     def follow(self, fault: str = "", after: int = 0) -> None:
@@ -155,7 +163,7 @@ class Session:
         """A server: completed steps."""
         return self.engine.snapshot().step
 
-    def work(self, problem: Problem, plan: Plan, first: int, fault: str = "", after: int = 0) -> list[Unit]:
+    def work(self, problem: Problem, plan: Plan, first: int, fault: str = "", after: int = 0) -> list[WorkUnit]:
         """A worker: lease units of the segment from step `first` on and compute them until none is left.
 
         `fault` strikes after so many losses.
@@ -163,7 +171,7 @@ class Session:
         self.faulty.arm(fault, after)
         return self._stepping(lambda: list(self._worked(problem, plan, first)))
 
-    def _worked(self, problem: Problem, plan: Plan, first: int) -> Iterator[Unit]:
+    def _worked(self, problem: Problem, plan: Plan, first: int) -> Iterator[WorkUnit]:
         data = problems.columns(problem)
         while (unit := self.engine.lease(first)) is not None:
             ids = problems.batches(problem, unit.step + unit.steps)
@@ -171,11 +179,11 @@ class Session:
                 self.engine.train_step(problems.feeds(problem, plan, step, ids[step], data)[unit.share])
             yield unit
 
-    def staleness(self) -> Staleness:
+    def staleness(self) -> StalenessCounts:
         return self.engine.staleness()
 
-    def evaluate(self, feeds: Sequence[Feed]) -> Sums:
-        return sum((self.engine.evaluate_step(feed) for feed in feeds), start=Sums())
+    def evaluate(self, feeds: Sequence[Feed]) -> MetricSums:
+        return sum((self.engine.evaluate_step(feed) for feed in feeds), start=MetricSums())
 
     def predict(self, feed: Feed) -> Columns:
         return self.engine.predict_step(feed)

@@ -13,10 +13,17 @@ import numpy.typing as npt
 from tests.support.conformance.problems import CLASSES, CLIP, HIDDEN, RATE, Ids, Problem, schedule
 from trainwright.core.data import Columns
 from trainwright.core.engine import ModelSpec
-from trainwright.strategies.reference.losses import Graded, accuracy, cross_entropy, squared_error
-from trainwright.strategies.reference.model import Array, Mlp
-from trainwright.strategies.reference.optimizers import Adam, Sgd
-from trainwright.strategies.reference.state import from_bytes, merge, to_bytes
+from trainwright.strategies.reference.model import (
+    Adam,
+    Array,
+    LossWithGradient,
+    Mlp,
+    Sgd,
+    accuracy,
+    cross_entropy,
+    squared_error,
+)
+from trainwright.strategies.reference.state import from_bytes, merge_states, to_bytes
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -55,16 +62,16 @@ def optimizer(name: str, parameters: object) -> Adam | Sgd:
     return Adam(learning_rate=RATE) if name == "adam" else Sgd(learning_rate=RATE, momentum=0.9)
 
 
-def weighted(outputs: Array, targets: Sequence[Array]) -> Graded:
+def weighted(outputs: Array, targets: Sequence[Array]) -> LossWithGradient:
     return cross_entropy(outputs, targets[0])._replace(weights=targets[1])
 
 
-def tokens(outputs: Array, targets: Sequence[Array]) -> Graded:
+def tokens(outputs: Array, targets: Sequence[Array]) -> LossWithGradient:
     return squared_error(outputs, targets[0])._replace(weights=targets[1])
 
 
-def _flat(outputs: Array, targets: object) -> Graded:
-    return Graded(outputs**2, 2 * outputs)
+def _flat(outputs: Array, targets: object) -> LossWithGradient:
+    return LossWithGradient(outputs**2, 2 * outputs)
 
 
 def parameters(files: Mapping[str, bytes]) -> dict[str, npt.NDArray[Any]]:
@@ -74,7 +81,7 @@ def parameters(files: Mapping[str, bytes]) -> dict[str, npt.NDArray[Any]]:
 
 def state(files: Mapping[str, bytes]) -> dict[str, npt.NDArray[Any]]:
     """All arrays of a checkpoint by name; rows of one are put together."""
-    whole = to_bytes(merge(from_bytes(data) for data in files.values()))
+    whole = to_bytes(merge_states(from_bytes(data) for data in files.values()))
     return dict(np.load(io.BytesIO(whole)).items())
 
 

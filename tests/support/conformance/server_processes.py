@@ -13,8 +13,8 @@ from tests.support.conformance.cases import IMPORTS, Framework
 from tests.support.conformance.harness import ANSWER_S, Pool, Rank, value_of
 from tests.support.conformance.problems import Problem
 from trainwright.core.data import StepReport
-from trainwright.core.group import Address, Generation, Group, Peer, Role
 from trainwright.core.plan import Plan
+from trainwright.core.topology import Address, Generation, Group, Peer, Role
 
 GENERATION, KEY = Generation(token=1, number=1), b"of this generation"
 DEADLINE_S = 20.0

@@ -17,7 +17,7 @@ from tests.support.conformance.problems import CLASSES, FEATURES, PROBLEMS
 from tests.support.conformance.torch_case import adamw
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.engine import ModelSpec
-from trainwright.core.plan import Mesh, Placement, Plan
+from trainwright.core.plan import Mesh, Plan, WorkerResources
 
 PIPELINE = "trainwright.strategies.torch.engines.pipeline:Pipeline"
 ONE_DEVICE = "trainwright.strategies.torch.engines.one_device:OneDevice"
@@ -89,7 +89,8 @@ def plan(stages: int = 1, data: int = 1, **choices: Any) -> Plan:
     return Plan(
         **{
             "strategy": "conformance", "engine": PIPELINE if stages > 1 else ONE_DEVICE, "batch_size": 23,
-            "mesh": Mesh(pipeline=stages, data=data), "placement": Placement(cpus=1), "accumulation": 4, **choices,
+            "mesh": Mesh(pipeline=stages, data=data), "placement": WorkerResources(cpus=1), "accumulation": 4,
+            **choices,
         }
     )  # fmt: skip
 

@@ -1,0 +1,212 @@
+"""`trainwright data`: look at a data set, and write it anew as well-sized parquet."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainwright.core import formatting
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from trainwright.datasets.dataset import Dataset
+    from trainwright.datasets.tools.dataset_conversion import ConversionProgress
+    from trainwright.datasets.tools.dataset_inspection import Inspection
+
+data = typer.Typer(
+    name="data", help="Look at data and write it anew.", no_args_is_help=True, rich_markup_mode=None,
+)  # fmt: skip
+
+_WIDTH = 120  # of tables in files and pipes
+_PLAIN_SHARE, _PLAIN_S = 0.1, 10.0  # a plain line after this share of the rows, or after this many seconds
+_SHOWN_CLASSES = 12
+
+_Format = Annotated[str | None, typer.Option("--format", help="Of SOURCE: parquet, csv, ...; by default by suffix.")]
+
+
+@data.command()
+def inspect(
+    path: Annotated[str, typer.Argument(metavar="PATH-or-FILE.py", help="Data, or a job file whose data is shown.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
+    kind: _Format = None,
+) -> None:
+    """Show columns, counts, sizes, samples, skew, and what is worth mending."""
+    from trainwright.datasets.tools.dataset_inspection import inspect as look
+
+    found = {name: look(dataset, rows, **how) for name, (dataset, how) in _load_datasets(path, kind).items()}
+    if as_json:
+        listed = [as_data(inspection, name) for name, inspection in found.items()]
+        print(json.dumps(listed[0] if len(listed) == 1 else listed, indent=2))
+        return
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    for name, inspection in found.items():
+        console.print(as_table(inspection, name))
+
+
+@data.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A file, folder, glob or URI.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A folder or URI that is not there yet.")],
+    rows_per_group: Annotated[int | None, typer.Option(min=1, help="Rows of a row group; default: 12 MiB.")] = None,
+    shard_mb: Annotated[float, typer.Option(min=0.001, help="Size of a file in MB, about.")] = 128,
+    kind: _Format = None,
+) -> None:
+    """Write SOURCE as parquet in files and row groups of a good size. OUT appears when it is whole."""
+    from rich.console import Console
+
+    from trainwright.datasets.formats.parquet_writer import require_empty_target
+    from trainwright.datasets.tools.dataset_conversion import convert as write
+    from trainwright.datasets.tools.dataset_conversion import open_dataset
+
+    require_empty_target(out)
+    dataset = open_dataset(source, kind)
+    with progress(Console(stderr=True)) as report:
+        written = write(dataset, out, rows_per_group=rows_per_group, shard_bytes=round(shard_mb * 1e6), report=report)
+    print(
+        f"wrote {formatting.count(written.rows, 'row')} in {formatting.count(written.files, 'file')} of "
+        f"{formatting.count(written.groups, 'row group')}, {formatting.size(written.size_bytes)}, to {written.folder}\n"
+        f"read them with tw.datasets.parquet({written.folder!r})"
+    )
+
+
+def _load_datasets(path: str, kind: str | None) -> dict[str, tuple[Dataset, dict[str, Any]]]:
+    """The data set at a path, or those of a job file, and how it is trained on where that is known."""
+    if path.endswith(".py"):
+        from trainwright.planning.job_file import load_job
+
+        job = load_job(path)
+        how = {"batch_size": job.batch_size, "window": job.shuffle_window, "shuffled": job.shuffle}
+        found: dict[str, tuple[Dataset, dict[str, Any]]] = {"train": (job.train, how)}
+        return found if job.evaluate is None else {**found, "evaluate": (job.evaluate, {"shuffled": False})}
+    from trainwright.datasets.tools.dataset_conversion import open_dataset
+
+    return {"": (open_dataset(path, kind), {})}
+
+
+def as_data(found: Inspection, name: str = "") -> dict[str, Any]:
+    """An inspection as JSON-able data; sizes in bytes, what is not known is null."""
+    return {
+        **({"name": name} if name else {}),
+        "source": found.source,
+        "rows": found.rows,
+        "row_bytes": found.row_bytes,
+        "columns": [
+            {"name": column, "dtype": str(field.dtype), "shape": list(field.shape)}
+            for column, field in found.columns.items()
+        ],
+        "row_groups": {
+            "count": found.groups,
+            "rows": asdict(found.group_rows),
+            "size_bytes": asdict(found.group_bytes),
+            "imbalance": found.imbalance,
+        },
+        "files": None if found.files is None else asdict(found.files),
+        "samples": [dict(sample) for sample in found.samples],
+        "classes": {column: {str(value): rows for value, rows in counts.items()} for column, counts in
+                    found.classes.items()},
+        "counted_rows": found.counted_rows,
+        "shuffle": None if found.shuffle is None else asdict(found.shuffle),
+        "warnings": list(found.warnings),
+    }  # fmt: skip
+
+
+def as_table(found: Inspection, name: str = "") -> RenderableType:
+    """An inspection for the terminal."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    parts: list[RenderableType] = [
+        Text.assemble((f"{name}  " if name else "", "bold"), (found.source, "bold green")),
+        Padding(_summary_table(found), (1, 0, 0, 2)),
+        Padding(_column_table(found), (1, 0, 0, 2)),
+    ]
+    lines = [Text(line) for line in _class_lines(found)]
+    lines += [Text(f"warning: {line}", "yellow") for line in found.warnings]
+    return Group(*parts, Padding(Group(*lines), (1, 0, 1, 2)))
+
+
+def _summary_table(found: Inspection) -> RenderableType:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    sizes, rows = found.group_bytes, found.group_rows
+    table.add_row("rows", f"{found.rows:,}, {formatting.size(found.row_bytes)} each when decoded")
+    table.add_row(
+        "row groups",
+        f"{found.groups:,} of {rows.least:,.0f} to {rows.most:,.0f} rows, median {rows.median:,.0f} "
+        f"({formatting.size(sizes.least)} to {formatting.size(sizes.most)}, median {formatting.size(sizes.median)}); "
+        f"the largest is {found.imbalance:.2f} times the mean",
+    )
+    if found.files is not None:
+        table.add_row("files", f"{found.files.count:,}, {formatting.size(found.files.size_bytes)}")
+    if found.shuffle is not None:
+        table.add_row(
+            "shuffle",
+            f"spreads stored neighbours {found.shuffle.scatter:.2f} times as far as a perfect permutation; batches are "
+            f"{found.shuffle.clumping:.2f} times as uneven over the storage as by chance",
+        )
+    return table
+
+
+def _column_table(found: Inspection) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in ("column", "dtype", "shape", *(f"row {row}" for row in range(len(found.samples)))):
+        table.add_column(head, overflow="fold")
+    for column, field in found.columns.items():
+        values = [Text(str(sample[column])) for sample in found.samples]
+        table.add_row(Text(column), str(field.dtype), str(list(field.shape)), *values)
+    return table
+
+
+def _class_lines(found: Inspection) -> Iterator[str]:
+    over = "" if found.counted_rows >= found.rows else f" (in {found.counted_rows:,} rows)"
+    for column, counts in found.classes.items():
+        shown = ", ".join(f"{value}: {rows:,}" for value, rows in list(counts.items())[:_SHOWN_CLASSES])
+        more = len(counts) - _SHOWN_CLASSES
+        yield f"{column}{over}: {shown}" + (f", and {more} more" if more > 0 else "")
+
+
+@contextmanager
+def progress(
+    console: Console, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[ConversionProgress], None]]:
+    """A function that shows how far a conversion is: a bar in a terminal, a plain line now and then elsewhere."""
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield _plain(console, clock)
+        return
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    text = TextColumn("{task.completed:,}/{task.total:,} rows")
+    with RichProgress(BarColumn(), text, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=1)
+        yield lambda now: bar.update(task, completed=now.rows, total=now.total)
+
+
+def _plain(console: Console, clock: Callable[[], float]) -> Callable[[ConversionProgress], None]:
+    shown = {"rows": 0.0, "s": -math.inf}
+
+    def show(now: ConversionProgress) -> None:
+        far = now.rows - shown["rows"] >= max(_PLAIN_SHARE * now.total, 1)
+        late = clock() - shown["s"] >= _PLAIN_S
+        if far or late or now.rows == now.total:
+            console.print(f"{now.rows:,} of {now.total:,} rows", highlight=False)
+            shown.update(rows=now.rows, s=clock())
+
+    return show

@@ -1,0 +1,69 @@
+"""Numbers in words, the same in the terminal, in reports and in notebooks."""
+
+from __future__ import annotations
+
+import math
+
+
+def duration(seconds: float) -> str:
+    """A duration in the unit that suits it: `14 ms`, `2.1 s`, `1 min 53 s`, `3 h 05 min`, `12 d 04 h`; `-` for NaN."""
+    if not math.isfinite(seconds):
+        return "-"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, rest = divmod(minutes, 60)
+    return f"{hours} h {rest:02d} min" if hours < 100 else f"{hours // 24} d {hours % 24:02d} h"
+
+
+def clock_time(seconds: float) -> str:
+    """A duration as on a clock, `0:42`, `1:05:09`; `-:--` for NaN."""
+    if not math.isfinite(seconds):
+        return "-:--"
+    minutes, rest = divmod(max(round(seconds), 0), 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def size(size_bytes: float) -> str:
+    """A size in binary units: `812 B`, `1.2 MiB`."""
+    amount, units = float(size_bytes), ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    for unit in units[:-1]:
+        if amount < 999.5:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.3g} {unit}"
+        amount /= 1024
+    return f"{amount:.3g} {units[-1]}"
+
+
+def count(number: float, word: str) -> str:
+    """A number with its noun: `1 worker`, `2 workers`, `12,000 steps`."""
+    return f"{number:,} {word}" + ("" if number == 1 else "s")
+
+
+def worker_count(workers: int, servers: int = 0) -> str:
+    """Who works on a run: `2 workers`, `2 workers and 1 server`."""
+    return " and ".join(
+        count(number, word) for number, word in ((workers, "worker"), (servers, "server")) if number or word == "worker"
+    )
+
+
+def throughput(samples_per_s: float) -> str:
+    """Throughput: `8,412 samples/s`, `3.2 samples/s`."""
+    if not math.isfinite(samples_per_s):
+        return "- samples/s"
+    return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 99.5 else f"{samples_per_s:.3g} samples/s"
+
+
+def percent(part: float) -> str:
+    """A share in per cent: `3%`; `-` for NaN."""
+    return f"{part:.0%}" if math.isfinite(part) else "-"
+
+
+def metric(value: float) -> str:
+    """A loss or metric to four digits: `0.9134`, `12.35`, `1.2e-05`."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.4g}" if value == 0 or abs(value) < 1e-3 or abs(value) >= 1 else f"{value:.4f}"

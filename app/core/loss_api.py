@@ -1,0 +1,173 @@
+"""Conventions of loss functions: the order of their arguments, `tw.gather`, and the columns of teacher outputs.
+
+No framework is imported: what belongs to Keras is recognized by the modules of its classes and functions.
+
+A teacher `t` adds the column `teacher.t` to the data, its outputs (logits, or values in regression), and for each of
+its layers that a student is to match the column `teacher.t/<layer>`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol, TypeVar
+
+from trainwright.core.errors import JobError
+from trainwright.core.model_profile import ModelProfile
+
+# --- The order in which a loss or metric takes its arguments ----------------------------------------------------------
+
+
+_KERAS_MODULES = ("keras.src.losses", "keras.src.metrics")
+_TARGET_NAMES = frozenset({"y_true", "true", "truth", "ground_truth", "label", "labels", "target", "targets"})
+_OUTPUT_NAMES = frozenset(
+    {"y_pred", "pred", "preds", "predicted", "prediction", "predictions", "y_hat", "logits", "output", "outputs"}
+)
+
+
+def takes_targets_first(function: Callable[..., Any]) -> bool:
+    """Say whether a loss or metric takes (targets, outputs), as Keras' do.
+
+    Losses, metrics and functions of `keras.losses` and `keras.metrics` do, and classes derived from them. Any other
+    function does where its parameters say so: the first is called `y_true`, `true`, `truth`, `label(s)` or `target(s)`,
+    or the second `y_pred`, `pred`, `prediction(s)`, `y_hat`, `logits` or `output(s)`. The rest take (outputs, targets).
+    """
+    while isinstance(function, functools.partial):
+        if function.args:
+            break
+        function = function.func
+    return is_keras_function(function) or _names_targets_first(function)
+
+
+def outputs_first(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    """Return a loss or metric as a function of (outputs, targets); a loss object of Keras' without its reduction."""
+    if is_keras_function(function) and hasattr(function, "reduction"):
+        function = function.call  # type: ignore[attr-defined]  # of every `keras.losses.Loss`
+        return lambda outputs, targets: function(targets, outputs)
+    return (lambda outputs, targets: function(targets, outputs)) if takes_targets_first(function) else function
+
+
+def is_keras_function(function: Any) -> bool:
+    """Say whether it is a function of `keras.losses` or `keras.metrics`, or an object of a class of theirs."""
+    homes = [getattr(function, "__module__", None), *(kind.__module__ for kind in type(function).__mro__)]
+    return any(isinstance(home, str) and home.startswith(_KERAS_MODULES) for home in homes)
+
+
+def has_sum_reduction(function: Any) -> bool:
+    """Say whether it is a loss object of Keras' whose value for a batch is a sum."""
+    return is_keras_function(function) and getattr(function, "reduction", None) == "sum"
+
+
+def _names_targets_first(function: Callable[..., Any]) -> bool:
+    """Whether the names of the first two parameters say that the targets come first."""
+    try:
+        parameters = [*inspect.signature(getattr(function, "python_function", function)).parameters.values()]
+    except (TypeError, ValueError):  # of a function that is not Python's
+        return False
+    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)][:2]
+    first, second = [*names, "", ""][:2]
+    targets_first = first in _TARGET_NAMES or second in _OUTPUT_NAMES
+    return targets_first and first not in _OUTPUT_NAMES and second not in _TARGET_NAMES
+
+
+# --- `tw.gather` ------------------------------------------------------------------------------------------------------
+
+
+_Tensor = TypeVar("_Tensor")
+_gather_function: ContextVar[Callable[[Any], Any] | None] = ContextVar("gather", default=None)
+
+
+def gather(tensor: _Tensor) -> _Tensor:
+    """Return the rows of the whole global batch, of which each data rank computes a part; gradients flow back.
+
+    For losses whose samples are compared with each other, such as CLIP's and SimCLR's. It may be called in `loss=`,
+    `step=` and metrics. Rows come rank by rank, the ranks' own in their order, so that several gathered tensors fit
+    each other; samples of weight 0 are left out. The function then returns one value for each row of the global batch,
+    of which each rank takes its own, or one for each of its own rows. On one device, and outside of a run, it returns
+    the tensor as it is.
+
+        def clip(outputs, targets):
+            image, text = (tw.gather(each) for each in outputs)
+            scores, labels = image @ text.t(), torch.arange(len(image))
+            return sum(cross_entropy(each, labels, reduction="none") for each in (scores, scores.t())) / 2
+
+    Args:
+        tensor: a torch tensor (rows, ...), with this rank's rows of the micro-batch.
+
+    Raises:
+        JobError: the batch is cut into micro-batches, which never see each other, or this strategy cannot gather.
+    """
+    current = _gather_function.get()
+    if type(tensor).__module__.partition(".")[0] in ("tensorflow", "keras"):
+        raise JobError(["tw.gather is for torch tensors: it has no counterpart for TensorFlow models"])
+    return tensor if current is None else current(tensor)
+
+
+@contextmanager
+def gather_with(by: Callable[[Any], Any]) -> Iterator[None]:
+    """Within, `gather` is done by a function."""
+    token = _gather_function.set(by)
+    try:
+        yield
+    finally:
+        _gather_function.reset(token)
+
+
+# --- Teacher columns --------------------------------------------------------------------------------------------------
+
+
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]+")
+_TEACHER_PREFIX = "teacher."
+
+TEACHER_WEIGHTS_OUTPUT = "teachers"  # the output with the logits of the teachers' weights, where these are learned
+
+
+def teacher_column(teacher: str, layer: str = "") -> str:
+    """The column that holds a teacher's outputs, or those of a layer of it."""
+    return f"{_TEACHER_PREFIX}{teacher}/{layer}" if layer else f"{_TEACHER_PREFIX}{teacher}"
+
+
+def bridge_output(student: str, number: int) -> str:
+    """The output with the layer of a student that its n-th match is about, bridged to the teacher's width."""
+    return f"{student}/match-{number}"
+
+
+def layer_output(teacher: str, layer: str) -> str:
+    """The output with a layer of a student that is a teacher."""
+    return f"{teacher}/{layer}"
+
+
+def name_problems(what: str, name: str) -> list[str]:
+    """What is wrong with the name of a teacher or student, which becomes part of columns' and parameters' names."""
+    if _NAME_PATTERN.fullmatch(name):
+        return []
+    return [f"{what} is named {name!r}: use letters, digits, dashes and underscores"]
+
+
+class InlineTeacher(Protocol):
+    """A teacher that runs in the student's step."""
+
+    @property
+    def name(self) -> str:
+        """Of the teacher."""
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The target columns that it takes."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Its own, which it gives."""
+
+    def identity(self) -> str:
+        """Says whether another gives the same."""
+
+    def module(self) -> Any:
+        """The model: {column: tensor} -> its own columns, without gradients, as in evaluation."""
+
+    def profile(self, sample: Mapping[str, Any]) -> ModelProfile:
+        """What it costs, given columns of a row."""

@@ -1,0 +1,322 @@
+"""Who works together: generations, groups and what each rank says of its state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from trainwright.core.errors import PlanError
+
+RestartMode = Literal["in_place", "new_process"]
+Topology = Literal["collective", "coordinator", "independent"]
+Role = Literal["worker", "chief", "server", "evaluator"]
+
+
+def role_of(rank: int, topology: Topology, servers: int) -> Role:
+    """Of a process: a coordinator comes first, then servers, then workers."""
+    if topology == "coordinator":
+        return "chief" if rank == 0 else "server" if rank <= servers else "worker"
+    return "server" if rank < servers else "worker"
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Generation:
+    """One formation of the group. `token` is the driver's number in the log; later is greater."""
+
+    token: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.token}.{self.number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What an engine can do. The core acts on these words and never on a strategy's name.
+
+    Attributes:
+        reform: whether a new generation forms in the surviving processes or in new ones.
+        topology: `collective`: every rank steps together; `coordinator`: rank 0 leads the others;
+            `independent`: ranks step alone, against servers or between outer steps.
+        tolerates: roles that may die or join without a new generation.
+        devices_per_worker: devices one actor drives; None means all of its node.
+        static_shapes: every micro-batch must have the same number of rows.
+        xla: it can compile steps by XLA.
+        inductor: it can compile models by `torch.compile`.
+        local_state: data ranks can keep buffers of their own.
+        synchronized_batch_norm: batch norms can look at the whole batch.
+    """
+
+    reform: RestartMode = "in_place"
+    topology: Topology = "collective"
+    tolerates: frozenset[Role] = frozenset()
+    devices_per_worker: int | None = 1
+    static_shapes: bool = False
+    xla: bool = False
+    inductor: bool = False
+    local_state: bool = False
+    synchronized_batch_norm: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where a rank can be reached; the port came from the system."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One member of a group, as the others see it."""
+
+    rank: int
+    address: Address
+    role: Role = "worker"
+    node: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A generation's members, as given to one of them.
+
+    Attributes:
+        rank: the receiver's own rank; `peers[rank]` is itself.
+        peers: all members in rank order.
+        key: random, of this generation: members prove by it to each other that they belong together. Empty only where a
+            rank is alone.
+        devices: the receiver's devices, such as `("cpu",)` or `("cuda:0",)`.
+        slot: the receiver's room, for as long as it lives.
+        accelerators: their ids on the node, which a process that was not given them must make visible to itself.
+        threads: CPU threads the receiver may use; 0 where its process has others to serve and keeps those it has.
+        deadline_s: seconds within which the group must have formed and any collective must end.
+    """
+
+    generation: Generation
+    rank: int
+    peers: tuple[Peer, ...]
+    key: bytes = field(default=b"", repr=False)
+    devices: tuple[str, ...] = ("cpu",)
+    slot: int = 0
+    accelerators: tuple[str, ...] = ()
+    threads: int = 1
+    deadline_s: float = 60.0
+
+    @property
+    def size(self) -> int:
+        """Number of members (world size)."""
+        return len(self.peers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateTag:
+    """What a rank holds.
+
+    Attributes:
+        step: number of completed steps; None for a state that was built and never trained or loaded.
+        layout: name of the partition of the state, such as `replicated`; pieces of different layouts do not mix.
+        pieces: names of the pieces held.
+        total: number of pieces of the layout. Ranks hold the whole state together where their pieces are as many.
+        sound: not interrupted inside the optimizer.
+    """
+
+    step: int | None
+    layout: str = "replicated"
+    pieces: frozenset[str] = frozenset({"state"})
+    total: int = 1
+    sound: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateTransfer:
+    """Rank `source` sends `piece` to rank `target`."""
+
+    source: int
+    target: int
+    piece: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateAgreement:
+    """The step that every rank will stand at, and the moves that bring it there."""
+
+    step: int | None
+    moves: tuple[StateTransfer, ...] = field(default=())
+
+
+# --- How far workers that step alone may be apart, what they are given to do, and how stale it was --------------------
+
+
+_CONSISTENCY_FORM = re.compile(r"\s*(?P<kind>[a-z]+)\s*(\(\s*(?P<arguments>[^()]*?)\s*\))?\s*")
+_NUMBER_PATTERN = r"\s*(\d+(?:\.\d+)?|\.\d+)\s*"
+_CONSISTENCY_REMEDY = 'write "sync", "sync(backup=1)", "ssp(3)", "async" or "async(scaled)"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Consistency:
+    """When a worker may begin a unit of work, and when what it pushes is applied.
+
+    `sync` and `ssp` apply one update a step, of all its units, in the order of steps, whoever computed them (bounded
+    delay: Li et al., OSDI 2014): a unit of step t begins at parameters that hold the updates of all steps before
+    t - bound, so that `ssp(0)` is `sync`, which equals one device. `async` applies each unit when it comes.
+
+    Attributes:
+        bound: steps that a unit's parameters may lack at most; None for any number (`async`).
+        backup: shares of a step that are not waited for: the slowest are dropped, and their samples handed out again
+            with a later step (Chen et al., 2016). Only for `sync`.
+        scaled: the learning rate of an update is divided by its staleness, where that is more than 1 (Zhang et al.,
+            IJCAI 2016). Only for `async`.
+    """
+
+    bound: int | None = 0
+    backup: int = 0
+    scaled: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Consistency:
+        """`sync`, `sync(backup=k)`, `ssp(bound)`, `async`, `async(scaled)`. Raises PlanError."""
+        found = _CONSISTENCY_FORM.fullmatch(text)
+        kind, arguments = (found["kind"], found["arguments"] or "") if found else ("", "")
+        backup = re.fullmatch(r"backup\s*=\s*(\d+)", arguments)
+        match kind:
+            case "sync" if not arguments or backup:
+                return cls(backup=int(backup[1]) if backup else 0)
+            case "ssp" if arguments.isdecimal():
+                return cls(bound=int(arguments))
+            case "async" if arguments in ("", "scaled"):
+                return cls(bound=None, scaled=bool(arguments))
+        raise PlanError(f"consistency={text!r} is not known", where="consistency", remedy=_CONSISTENCY_REMEDY)
+
+    def __str__(self) -> str:
+        if self.bound is None:
+            return "async(scaled)" if self.scaled else "async"
+        if self.bound:
+            return f"ssp({self.bound})"
+        return f"sync(backup={self.backup})" if self.backup else "sync"
+
+    @property
+    def waits(self) -> bool:
+        """Whether an update is of a whole step, and not of one unit."""
+        return self.bound is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientCompression:
+    """The form in which workers push what they computed; what `topk` leaves over is added to their next push.
+
+    Attributes:
+        kind: `full` (the gradient's own numbers), `fp16`, `bf16`, `int8` (one scale for each block) or `topk`.
+        share: of the numbers that `topk` sends, those that are largest, with their places.
+    """
+
+    kind: Literal["full", "fp16", "bf16", "int8", "topk"] = "full"
+    share: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> GradientCompression:
+        """`full`, `fp16`, `bf16`, `int8`, `topk(share)`. Raises PlanError."""
+        match text.strip():
+            case "full" | "fp16" | "bf16" | "int8" as kind:
+                return cls(kind=kind)
+        found = re.fullmatch(rf"topk\({_NUMBER_PATTERN}\)", text.strip())
+        if found and 0 < float(found[1]) <= 1:
+            return cls(kind="topk", share=float(found[1]))
+        remedy = 'write "full", "fp16", "bf16", "int8" or "topk(0.01)"'
+        raise PlanError(f"wire={text!r} is not known", where="wire", remedy=remedy)
+
+    def __str__(self) -> str:
+        return f"topk({self.share:g})" if self.kind == "topk" else self.kind
+
+    @property
+    def part(self) -> float:
+        """Bytes, of those of single-precision numbers; a number of `topk` takes its place along."""
+        return {"full": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 0.25, "topk": 2 * self.share}[self.kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterOptimizer:
+    """How servers apply the mean of what workers' local steps came to.
+
+    With rate 1 and without momentum the parameters become the workers' mean (local SGD: Stich, ICLR 2019); DiLoCo
+    (Douillard et al., 2023) takes it as a gradient for Nesterov's method, with rate 0.7 and momentum 0.9.
+
+    Attributes:
+        rate: by which the mean is scaled.
+        momentum: of Nesterov's method; 0 for none.
+    """
+
+    rate: float = 1.0
+    momentum: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> OuterOptimizer:
+        """`average`, `nesterov(rate,momentum)`. Raises PlanError."""
+        if text.strip() in ("average", ""):
+            return cls()
+        found = re.fullmatch(rf"nesterov\({_NUMBER_PATTERN},{_NUMBER_PATTERN}\)", text.strip())
+        if found and float(found[1]) > 0 and float(found[2]) < 1:
+            return cls(rate=float(found[1]), momentum=float(found[2]))
+        remedy = 'write "average" or "nesterov(0.7,0.9)": a learning rate above 0, a momentum below 1'
+        raise PlanError(f"outer={text!r} is not known", where="outer", remedy=remedy)
+
+    def __str__(self) -> str:
+        return "average" if self == OuterOptimizer() else f"nesterov({self.rate:g},{self.momentum:g})"
+
+
+def async_choices(consistency: str | None, wire: str, local_steps: int, outer: str | None) -> dict[str, Any]:
+    """What a job's fields of these names pin of its plan, in the plan's own words; nothing where they are left out."""
+    given: dict[str, Any] = {"consistency": str(Consistency.parse(consistency))} if consistency else {}
+    if GradientCompression.parse(wire) != GradientCompression():
+        given["wire"] = str(GradientCompression.parse(wire))
+    if local_steps > 1:
+        given |= {"local_steps": local_steps, "outer": str(OuterOptimizer.parse(outer or "average"))}
+    return given
+
+
+class WorkUnit(NamedTuple):
+    """Work that is handed out at once: a data rank's share of a step, or of several that follow each other.
+
+    A tuple, since books of leases compare and look up several for each that is done.
+
+    Attributes:
+        step: the first, from 0.
+        share: data rank whose samples they are.
+        steps: how many; more than one where steps are local, and only what they come to is pushed.
+    """
+
+    step: int
+    share: int
+    steps: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StalenessCounts:
+    """How old the parameters were on which pushes were computed, over a stretch of a run.
+
+    Attributes:
+        counts: applied pushes by staleness.
+        unit: what that is counted in: updates applied in between (`async`), or steps (`sync`, `ssp`).
+        dropped: pushes that were not applied, since another worker's of the same unit was.
+        again: units that were handed out again, since their worker was lost or too slow.
+    """
+
+    counts: Mapping[int, int] = field(default_factory=dict)
+    unit: Literal["updates", "steps"] = "updates"
+    dropped: int = 0
+    again: int = 0
+
+    def __add__(self, other: StalenessCounts) -> StalenessCounts:
+        counts = dict(self.counts)
+        for age, count in other.counts.items():
+            counts[age] = counts.get(age, 0) + count
+        return StalenessCounts(
+            counts=counts, unit=other.unit, dropped=self.dropped + other.dropped, again=self.again + other.again
+        )
+
+    @property
+    def mean(self) -> float:
+        """Mean staleness; 0 where nothing was applied."""
+        applied = sum(self.counts.values())
+        return sum(age * count for age, count in self.counts.items()) / applied if applied else 0.0

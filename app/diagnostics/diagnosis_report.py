@@ -1,0 +1,276 @@
+"""One examination: of this machine, of the connected cluster, or of a file that describes a cluster.
+
+Keys: {subject, verdict, counts: {bad, doubtful, good}, findings: [{subject, verdict, what, where, remedy}], notes}.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from html import escape
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from trainwright.core import formatting
+from trainwright.core.errors import Finding, JobError, ResourceError, Severity
+from trainwright.diagnostics.cluster_checks import check_cluster
+from trainwright.diagnostics.machine_checks import check_machine
+from trainwright.diagnostics.machine_probe import ProbeOptions, probe_machine
+from trainwright.diagnostics.storage_probe import dataset_paths
+from trainwright.storage.object_store import canonical_uri
+
+_CLUSTER_FILE_SUFFIXES = (".yaml", ".yml", ".sbatch")
+_CONNECT_S = 5.0
+_NO_STORAGE = "No storage was tried: name it with --storage URI, or a job that names it with --job FILE.py."
+
+
+def probe_options(storage: str, job: Any, *, imports: bool, deadline_s: float) -> ProbeOptions:
+    """What is to be looked at: a storage by its URI, else that of a job, and the job's data."""
+    uri = storage or (job.storage if job is not None else "")
+    places = dict.fromkeys((*dataset_paths(job.train), *dataset_paths(job.evaluate))) if job is not None else ()
+    return ProbeOptions(
+        storage=canonical_uri(uri) if uri else "", places=tuple(places), imports=imports, deadline_s=deadline_s
+    )
+
+
+def diagnose_file(path: str) -> Diagnosis:
+    """A cluster file. Raises JobError for a file that is none."""
+    if not path.endswith(_CLUSTER_FILE_SUFFIXES):
+        raise JobError(
+            [
+                f"{path} is no cluster file ({', '.join(_CLUSTER_FILE_SUFFIXES)}); of a job: "
+                f"trainwright doctor --job {path}"
+            ]
+        )
+    findings: Iterable[Finding] = importlib.import_module("trainwright.cluster_files").check(path)
+    return Diagnosis(subject=path, findings=tuple(findings))
+
+
+def diagnose(wish: ProbeOptions, address: str = "") -> Diagnosis:
+    """The cluster where one is named or connected; where it cannot be reached, or there is none, this machine."""
+    address = address or os.environ.get("RAY_ADDRESS", "")
+    notes = () if wish.storage else (_NO_STORAGE,)
+    if address in ("", "local") and not _is_connected():
+        return replace(_diagnose_machine(wish), notes=notes)
+    try:
+        started = _connect(address)
+    except ResourceError as error:
+        fault = Finding(subject="Ray", verdict="bad", what=error.what, where=error.where, remedy=error.remedy)
+        alone = _diagnose_machine(wish)
+        return replace(alone, findings=(fault, *alone.findings), notes=notes)
+    try:
+        return replace(_diagnose_cluster(wish), notes=notes)
+    finally:
+        if started:
+            _disconnect()
+
+
+def _diagnose_machine(wish: ProbeOptions) -> Diagnosis:
+    return Diagnosis(subject="this machine", findings=tuple(check_machine(probe_machine(wish))))
+
+
+def _diagnose_cluster(wish: ProbeOptions) -> Diagnosis:
+    from trainwright.diagnostics.cluster_probe import probe_cluster
+
+    fleet = probe_cluster(wish)
+    each = [
+        finding
+        for name, machine in fleet.machines.items()
+        for finding in check_machine(machine, where=name, in_cluster=True)
+    ]
+    nodes = formatting.count(len(fleet.machines) + len(fleet.absent), "node")
+    return Diagnosis(subject=f"{nodes} of the cluster", findings=(*check_cluster(fleet), *each))
+
+
+def _is_connected() -> bool:
+    """Whether this process has called `ray.init`; Ray is not imported for that."""
+    import sys
+
+    ray = sys.modules.get("ray")
+    return bool(ray is not None and ray.is_initialized())
+
+
+def _connect(address: str) -> bool:
+    """Connect to a cluster that is there; True where this call did. Raises ResourceError, soon."""
+    if _is_connected():
+        return False
+    _check_port(address)
+    import ray
+
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        ray.init(address=address, **quiet)
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise _unreachable(address, lines[0][:200]) from error
+    return True
+
+
+def _check_port(address: str) -> None:
+    """Ask whether somebody listens there: Ray itself would ask for a minute."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        if address != "auto":
+            raise _unreachable(address, "this is no HOST:PORT")
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        why = (
+            f"no answer within {_CONNECT_S:.0f} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        )
+        raise _unreachable(address, why) from error
+
+
+def _unreachable(address: str, why: str) -> ResourceError:
+    return ResourceError(
+        f"the cluster cannot be reached: {why}",
+        where=address,
+        remedy="start it: ray start --head; give HOST:6379 of its head as --address, or unset RAY_ADDRESS",
+    )
+
+
+def _disconnect() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+# --- What a doctor says -----------------------------------------------------------------------------------------------
+
+
+_ORDER: tuple[Severity, ...] = ("bad", "doubtful", "good")
+_COLOURS: dict[Severity, str] = {"bad": "bold red", "doubtful": "yellow", "good": "green"}
+_NUMBERS = re.compile(r"\d[\d.,e+-]*")
+_WIDTH = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FindingGroup:
+    """Findings that are shown as one, and the places where they were made."""
+
+    finding: Finding
+    places: tuple[str, ...]
+    alike: bool = False
+
+    @property
+    def where(self) -> str:
+        """All places by name; of good findings, of which there may be many, their number."""
+        if self.finding.verdict == "good" and len(self.places) > 1:
+            return formatting.count(len(self.places), "node")
+        return ", ".join(self.places)
+
+    @property
+    def what(self) -> str:
+        """Of the first; others differ in their figures alone."""
+        return f"{self.finding.what} (others alike)" if self.alike else self.finding.what
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """All findings, and the verdict over them; prints as a table.
+
+    Attributes:
+        subject: what was looked at.
+        notes: what was not looked at, and how to have it looked at.
+    """
+
+    subject: str
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Severity:
+        """The worst of all findings."""
+        return next((verdict for verdict in _ORDER if self.count(verdict)), "good")
+
+    def count(self, verdict: Severity) -> int:
+        """How many findings came to this."""
+        return sum(finding.verdict == verdict for finding in self.findings)
+
+    @property
+    def sentence(self) -> str:
+        """`this machine: 1 bad, 2 doubtful, 9 good`."""
+        counts = ", ".join(f"{self.count(verdict)} {verdict}" for verdict in _ORDER if self.count(verdict))
+        return f"{self.subject}: {counts or 'nothing was looked at'}"
+
+    def data(self) -> dict[str, Any]:
+        """As JSON has it; every finding, none grouped."""
+        return {
+            "subject": self.subject,
+            "verdict": self.verdict,
+            "counts": {verdict: self.count(verdict) for verdict in _ORDER},
+            "findings": [asdict(finding) for finding in self.findings],
+            "notes": list(self.notes),
+        }
+
+    def __rich__(self) -> RenderableType:
+        return _table(self)
+
+    def __repr__(self) -> str:
+        out = io.StringIO()
+        console = Console(file=out, width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False)
+        console.print(self)
+        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def _repr_html_(self) -> str:
+        rows = "".join(_html_row(line) for line in group_findings(self.findings))
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return f"<p><b>{escape(self.sentence)}</b></p><table>{rows}</table>{notes}"
+
+
+def group_findings(findings: Iterable[Finding]) -> tuple[_FindingGroup, ...]:
+    """The worst first, and findings that say the same in several places as one.
+
+    Good ones are the same too where they differ in their figures alone; others only where every letter is.
+    """
+    found: dict[tuple[str, ...], list[Finding]] = {}
+    for each in sorted(findings, key=lambda finding: _ORDER.index(finding.verdict)):
+        good = each.verdict == "good" and bool(each.where)
+        what = _NUMBERS.sub("#", each.what) if good else each.what
+        key = (each.verdict, each.subject, what, each.remedy, "" if each.where else "here")
+        found.setdefault(key, []).append(each)
+    return tuple(
+        _FindingGroup(
+            finding=same[0],
+            places=tuple(dict.fromkeys(each.where for each in same if each.where)),
+            alike=len({each.what for each in same}) > 1,
+        )
+        for same in found.values()
+    )
+
+
+def _table(diagnosis: Diagnosis) -> RenderableType:
+    lines = group_findings(diagnosis.findings)
+    placed = any(line.where for line in lines)
+    table = Table.grid(padding=(0, 2))
+    for width in ("verdict", "subject", *(["where"] if placed else [])):
+        table.add_column(no_wrap=width != "where", max_width=34 if width == "where" else None, overflow="fold")
+    table.add_column(overflow="fold")
+    for line in lines:
+        finding = line.finding
+        what = Text(line.what)
+        if finding.remedy:
+            what.append(f"\n-> {finding.remedy}", style="cyan")
+        where = [Text(line.where, style="dim")] if placed else []
+        table.add_row(Text(finding.verdict, style=_COLOURS[finding.verdict]), Text(finding.subject), *where, what)
+    head = Text(diagnosis.sentence, style=_COLOURS[diagnosis.verdict])
+    parts: list[RenderableType] = [head, Padding(table, (1, 0, 0, 2))]
+    parts += [Text(f"\n{note}", style="dim") for note in diagnosis.notes]
+    return Group(*parts)
+
+
+def _html_row(line: _FindingGroup) -> str:
+    finding = line.finding
+    remedy = f"<br>→ {escape(finding.remedy)}" if finding.remedy else ""
+    cells = (escape(finding.verdict), escape(finding.subject), escape(line.where), escape(line.what) + remedy)
+    return "<tr>" + "".join(f'<td style="text-align:left;vertical-align:top">{cell}</td>' for cell in cells) + "</tr>"

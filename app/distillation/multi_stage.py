@@ -1,0 +1,352 @@
+"""Recipes: distillations in several stages, each a run with a name, a report and a resumption of its own."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from trainwright import api
+from trainwright.core.errors import CheckpointError, JobError, PlanError, RunFinished
+from trainwright.core.job import Job
+from trainwright.core.soft_loss import SoftLoss
+from trainwright.core.strict_model import StrictModel
+from trainwright.distillation.distillation_spec import STUDENT, Distillation, Teacher
+from trainwright.distillation.distilled_run import students
+from trainwright.distillation.teacher_runner import teacher_backend_of
+from trainwright.inference.prediction_worker import CheckpointWeights
+from trainwright.inference.trained_model import find_checkpoint
+from trainwright.planning.profiler import profiler_of
+from trainwright.reporting.progress_bar import print_status
+from trainwright.runtime.run_handle import Run
+from trainwright.storage.object_store import Store, open_store
+from trainwright.storage.run_log import RunLog
+from trainwright.strategies.distillation.multi_student import unwrap_student
+
+Stage = Job | Distillation
+
+_AFRESH = "targets/_afresh/{}.json"  # beside the last run, whose own folder begins with its log
+
+
+class MultiStage(StrictModel, ABC):
+    """Stages that `tw.distill` trains one after the other.
+
+    Attributes:
+        distillation: of the last one, or of all that are taught.
+    """
+
+    distillation: Distillation
+
+    @property
+    @abstractmethod
+    def runs(self) -> tuple[str, ...]:
+        """Names of the stages' runs, in order; the last is that of the student's job."""
+
+    @abstractmethod
+    def stages(self) -> Iterator[Stage]:
+        """The stages, in order; each is trained before the next is asked for."""
+
+    def last(self) -> Distillation:
+        """The last stage, where the others are done. Raises CheckpointError where they are not."""
+        stage: Stage | None = None
+        for stage in self.stages():
+            job = _job_of(stage)
+            if self._afresh.due(job):
+                remedy = "tw.distill goes on with what is left of the recipe"
+                raise CheckpointError(f"the run {job.name!r} is to begin afresh, and has not yet", remedy=remedy)
+        assert isinstance(stage, Distillation), "a job comes before what it teaches"
+        return stage
+
+    def upcoming(self) -> Stage:
+        """The stage whose turn it is: the first that is not finished, or is to begin afresh; the last where all are."""
+        for stage in self.stages():
+            job = _job_of(stage)
+            if job.name == self.runs[-1] or self._afresh.due(job) or not _done(job):
+                return stage
+        raise AssertionError("the last stage is the last")
+
+    def distill(self, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
+        """Train what is left of it. Stages that are finished are passed by, one that was begun goes on.
+
+        Args:
+            resume: go on with a stage that was begun although its job was changed.
+            fresh: begin all stages again; not the runs of teachers. It is remembered: where this call is ended, one
+                without it goes on with the stages that were begun again, and begins the others again.
+            verbose: show Ray's own output.
+
+        Returns:
+            The run of the last stage, or of the one that was stopped.
+
+        Raises:
+            RunFinished: all stages are finished.
+            TrainwrightError: as `tw.distill`.
+        """
+        run: Run | None = None
+        if fresh:
+            self._afresh.ask(self.runs)
+        for number, (name, stage) in enumerate(zip(self.runs, self.stages(), strict=True), 1):
+            print_status(f"stage {number} of {len(self.runs)}: {name}", "good")
+            run = self._train(stage, resume=resume, verbose=verbose)
+            if run is None:
+                print_status(f"{name} is finished")
+            elif run.state == "stopped":
+                break
+        assert run is not None, "the last stage has a run, or raises"
+        return run
+
+    def _train(self, stage: Stage, *, resume: bool, verbose: bool) -> Run | None:
+        """The run of a stage; None where it is finished and another one follows."""
+        job = _job_of(stage)
+        last, fresh = job.name == self.runs[-1], self._afresh.begin(job)
+        if resume and not (last or fresh) and _done(job):
+            return None
+        try:
+            if isinstance(stage, Job):
+                return api.fit(stage, resume=resume, fresh=fresh, verbose=verbose)
+            return api.distill(stage, resume=resume, fresh=fresh, verbose=verbose, judge=last)
+        except RunFinished:
+            if last:
+                raise
+            return None
+
+    @property
+    def _afresh(self) -> _RestartList:
+        """What is to begin again."""
+        return _RestartList(open_store(self.distillation.student.storage), _AFRESH.format(self.runs[-1]))
+
+
+class _RestartList:
+    """Runs that are to begin again: in a file, so that whoever goes on for a killed driver knows of them.
+
+    The file has for each run null, or, once it is its turn, the token of the driver that had it before: where another
+    one has taken it since, it has begun again.
+
+    Args:
+        store: of the file.
+        path: of it.
+    """
+
+    def __init__(self, store: Store, path: str) -> None:
+        self._store, self._path = store, path
+
+    def ask(self, runs: Iterable[str]) -> None:
+        """Have all of them begin again."""
+        self._write(dict.fromkeys(runs))
+
+    def due(self, job: Job) -> bool:
+        """Whether a job's run is to begin again, and has not yet."""
+        runs = self._read()
+        if job.name not in runs:
+            return False
+        before = runs[job.name]
+        return before is None or _token(job) <= before
+
+    def begin(self, job: Job) -> bool:
+        """Whether the run, whose turn it is, is to begin again; it has, as soon as a driver takes it."""
+        due = self.due(job)
+        if due:
+            self._write({**self._read(), job.name: _token(job)})
+        return due
+
+    def _read(self) -> dict[str, int | None]:
+        found = self._store.find(self._path)
+        runs: dict[str, int | None] = {} if found is None else json.loads(found)
+        return runs
+
+    def _write(self, runs: Mapping[str, int | None]) -> None:
+        self._store.put(self._path, json.dumps(runs).encode())
+
+
+class TwoStage(MultiStage):
+    """Two-stage multi-teacher distillation (TMKD; Yang et al., 2019, arXiv:1910.08381).
+
+    First the students learn from all teachers on rows without labels, of which there may be many; then, from the
+    weights of that, from teachers and labels. Where TMKD's student has an output for each teacher and takes their mean,
+    ours has one, which learns the mean of what they say.
+
+    Attributes:
+        distillation: the second stage: the student's job with its labelled data, and two teachers or more, as a rule.
+        unlabelled: data set of the first stage; it needs the models' inputs alone.
+        first: loss of the first stage, with `alpha=0`; by default that of the second, with that.
+        fields: of the first stage's job, where they are other than the second's: `{"epochs": 5}`.
+    """
+
+    unlabelled: Any
+    first: SoftLoss | None = None
+    fields: Mapping[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TwoStage:
+        problems = []
+        if not hasattr(self.unlabelled, "map_batches"):
+            problems.append("unlabelled= is no data set: use tw.datasets.parquet(...) or tw.datasets.table(...)")
+        if not self.distillation.teachers:
+            problems.append("distillation= has no teachers=: the first stage learns from them alone")
+        if self.first is not None and self.first.alpha:
+            problems.append(f"first= has alpha={self.first.alpha:g}: the first stage has no labels; use alpha=0")
+        if self.distillation.joint:
+            problems.append("distillation= has joint=, which learn from labels: the first stage has none; leave it out")
+        own = sorted({"name", "model", "train", "targets", "metrics"} & self.fields.keys())
+        problems += [f"fields= sets {name}, which is what makes the first stage: leave it out" for name in own]
+        if problems:
+            raise JobError(problems)
+        self._alone()  # its problems are told at once, too
+        return self
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """`NAME-unlabelled`, and the student's own."""
+        name = self.distillation.student.name
+        return (f"{name}-unlabelled", name)
+
+    def stages(self) -> Iterator[Stage]:
+        """Without labels, and with them."""
+        first, second = self._alone(), self.distillation
+        yield first
+        models = {name: _trained_student(first, name) for name in second.names}
+        yield second.replace(
+            student=second.student.replace(model=models.pop(STUDENT)),
+            students=models,
+        )
+
+    def _alone(self) -> Distillation:
+        """The first stage."""
+        second = self.distillation
+        job = second.student.replace(
+            name=self.runs[0], train=self.unlabelled, targets=(), metrics={}, **self.fields
+        )  # fmt: skip
+        return second.replace(student=job, loss=self.first or _unlabelled(second.loss))
+
+
+class SelfDistillation(MultiStage):
+    """Generations of one model, each taught by the one before (born-again networks; Furlanello et al., 2018).
+
+    The model is trained by its labels, then anew from a teacher of its own kind, and so on. Each generation draws its
+    weights and order by the next seed.
+
+    Attributes:
+        distillation: of each generation from the one before, without teachers.
+        generations: that are taught; there is one more, the first.
+    """
+
+    generations: Annotated[int, Field(ge=1)] = 1
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SelfDistillation:
+        given = [name for name in ("teachers", "students", "joint") if getattr(self.distillation, name)]
+        given += ["mutual"] if self.distillation.mutual else []
+        if given:
+            raise JobError([f"distillation= has {name}=: a model teaches itself alone; leave it out" for name in given])
+        return self
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """`NAME-generation-0` and so on; the last is the student's own."""
+        name = self.distillation.student.name
+        return (*(f"{name}-generation-{number}" for number in range(self.generations)), name)
+
+    def stages(self) -> Iterator[Stage]:
+        """The generations."""
+        job = self.distillation.student
+        stage: Stage = job.replace(name=self.runs[0])
+        yield stage
+        for number, name in enumerate(self.runs[1:], 1):
+            teacher = _teacher_of(stage, f"generation-{number - 1}")
+            stage = self.distillation.replace(
+                student=job.replace(name=name, seed=job.seed + number), teachers=(teacher,)
+            )  # fmt: skip
+            yield stage
+
+
+def _unlabelled(loss: SoftLoss) -> SoftLoss:
+    """The same without labels, by which teachers' weights cannot be learned."""
+    combine = "fixed" if loss.combine == "learned" else loss.combine
+    return loss.replace(alpha=0.0, combine=combine)
+
+
+def next_stage(asked: Any) -> Any:
+    """Of a recipe the stage whose turn it is, which is said; anything else that can be planned as it is.
+
+    Raises:
+        PlanError: it is many runs at a time.
+        CheckpointError: an earlier stage has no checkpoint.
+    """
+    if isinstance(asked, MultiStage):
+        stage = asked.upcoming()
+        print_status(f"the plan of {_job_of(stage).name}, of the stages {', '.join(asked.runs)}")
+        return stage
+    if hasattr(asked, "distill"):
+        what = f"a {type(asked).__name__} is many runs"
+        raise PlanError(what, remedy="plan one of them: tw.plan(search.distillation), or of its student's job")
+    return asked
+
+
+def _job_of(stage: Stage) -> Job:
+    """Whose run a stage is."""
+    return stage if isinstance(stage, Job) else stage.student
+
+
+def _done(job: Job) -> bool:
+    """Whether the run came to its end, whatever its job was."""
+    head = RunLog(open_store(job.storage), job.name).head()
+    return head is not None and head.outcome == "done"
+
+
+def _token(job: Job) -> int:
+    """Of the driver that had the run last; 0 for none."""
+    head = RunLog(open_store(job.storage), job.name).head()
+    return 0 if head is None else head.token
+
+
+# --- What was distilled as the beginning of something else ------------------------------------------------------------
+
+
+_OF_JOB = ("inputs", "pad", "collate", "precision")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainedStudentBuilder:
+    """() -> a model with the weights of a run; of a class of students that of which one alone runs, the one.
+
+    Attributes:
+        build: () -> the run's model.
+        weights: of the run.
+    """
+
+    build: Callable[[], Any]
+    weights: CheckpointWeights
+
+    def __call__(self) -> Any:
+        """Raises CheckpointError where the weights cannot be read, or do not fit."""
+        model = self.build()
+        if not teacher_backend_of(model).outlined(model):
+            profiler_of(model).take_weights(model, self.weights.reader())
+        return unwrap_student(model)
+
+
+def _trained_student(stage: Distillation, student: str = STUDENT) -> _TrainedStudentBuilder:
+    """What builds a student of a distillation that is done, as it was at its end.
+
+    Raises:
+        CheckpointError: it was not trained.
+    """
+    job = students(stage)[student].job
+    runs, checkpoint = find_checkpoint(job)
+    return _TrainedStudentBuilder(
+        build=job.model, weights=CheckpointWeights(runs=runs, run=job.name, checkpoint=checkpoint)
+    )
+
+
+def _teacher_of(stage: Job | Distillation, name: str) -> Teacher:
+    """A run that is done, as a teacher. Raises CheckpointError where it was not trained."""
+    if isinstance(stage, Job):
+        return Teacher(name=name, job=stage)
+    job = stage.student
+    if not stage.wrapped:
+        return Teacher(name=name, job=job)
+    given = {field: getattr(job, field) for field in _OF_JOB}
+    return Teacher(name=name, model=_trained_student(stage), **given)

@@ -1,0 +1,168 @@
+"""Text from a trained language model, token by token: what it predicts is appended to what it is given."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.data import Batch, Columns
+from trainwright.core.errors import JobError
+from trainwright.core.job import Job
+from trainwright.driver.messages import PredictRequest
+from trainwright.inference.inference_plan import plan_on_cluster, single_replica, split_into_feeds, trained_plan
+from trainwright.inference.trained_model import find_checkpoint, local_plan, single_rank_engine, with_checkpoint
+
+Tokens = npt.NDArray[np.int64]
+Logits = npt.NDArray[Any]
+_Predict = Callable[[Tokens, int], Logits]
+"""predict(tokens (rows, context), place) -> logits (rows, vocabulary) of what follows on the token at that place."""
+_Ask = Callable[[Columns, int], Sequence[Columns]]
+"""ask(columns of some rows, place) -> the model's outputs at that place, in pieces."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn from logits.
+
+    Attributes:
+        temperature: that they are divided by; 0 takes the likeliest.
+        top_k: of how many of the likeliest; by default of all.
+        seed: of the draws: the same gives the same text.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+
+    def problems(self) -> list[str]:
+        """What is wrong with the numbers."""
+        found = [] if self.temperature >= 0 else [f"temperature={self.temperature}: use 0 or more"]
+        return found if self.top_k is None or self.top_k >= 1 else [*found, f"top_k={self.top_k}: use 1 or more"]
+
+    def draw(self, logits: Logits, random: np.random.Generator) -> Tokens:
+        """One token for each row of (rows, vocabulary)."""
+        if not self.temperature:
+            return np.asarray(logits.argmax(axis=1), dtype=np.int64)
+        scaled = logits.astype(np.float64) / self.temperature
+        if self.top_k is not None and self.top_k < scaled.shape[1]:
+            unlikely = np.argpartition(scaled, -self.top_k, axis=1)[:, : -self.top_k]
+            np.put_along_axis(scaled, unlikely, -np.inf, axis=1)
+        return np.asarray((scaled + random.gumbel(size=scaled.shape)).argmax(axis=1), dtype=np.int64)  # Gumbel-max
+
+
+def extend_prompts(predict: _Predict, prompts: Tokens, context: int, count: int, sampling: Sampling) -> Tokens:
+    """Prompts (rows, tokens) and `count` more tokens.
+
+    The model is always given `context` tokens, so that shapes never change: what is not there yet is 0, and follows on
+    what counts, where a causal model does not look. Of a longer text it is given the end: a token less than it takes,
+    as in training what follows on the last one of a row was not in the row, and so was never judged.
+    """
+    most = max(context - 1, 1)
+    random = np.random.default_rng(sampling.seed)
+    text = np.concatenate((prompts, np.zeros((len(prompts), count), dtype=np.int64)), axis=1)
+    for place in range(prompts.shape[1], text.shape[1]):
+        window = np.zeros((len(text), context), dtype=np.int64)
+        seen = text[:, max(place - most, 0) : place]
+        window[:, : seen.shape[1]] = seen
+        text[:, place] = sampling.draw(predict(window, seen.shape[1] - 1), random)
+    return text
+
+
+def generate(
+    job: Job,
+    prompts: Any,
+    *,
+    count: int,
+    sampling: Sampling,
+    output: str | None = None,
+    step: int | None = None,
+    here: bool = False,
+    verbose: bool = False,
+) -> Tokens:
+    """See `trainwright.api.generate`."""
+    given = np.asarray(prompts)
+    problems = [*sampling.problems(), *_problems(job, given, count)]
+    if problems:
+        raise JobError(problems)
+    index = job.train.index()
+    column = _column(job, job.train.row(index, job.columns))
+    _cast(given, column.dtype)
+    outputs = () if output is None else (output,)
+    plan = None if here else trained_plan(job)
+    replica = single_replica(plan) if plan else None  # others would have nothing to do
+    with contextlib.ExitStack() as stack:
+        if replica is None or replica.workers == 1:
+            ask = _ask_here(job, step, outputs)
+        else:
+            from trainwright.inference.sharded_inference import ShardedModel
+
+            store, checkpoint = find_checkpoint(job, step)
+            fitting, alone = plan_on_cluster(replica, job, verbose), job.replace(evaluate=None)
+            ranks = ShardedModel(alone, fitting, store, checkpoint, train=index, outputs=outputs)
+            ask = stack.enter_context(ranks).predict
+
+        def predict(tokens: Tokens, place: int) -> Logits:
+            return _logits(ask({job.arguments[0]: _cast(tokens, column.dtype)}, place))
+
+        return extend_prompts(predict, given.astype(np.int64), column.shape[1], count, sampling)
+
+
+def _ask_here(job: Job, step: int | None, outputs: tuple[str, ...]) -> _Ask:
+    """The model in this process on one device."""
+    alone, index, plan = local_plan(job, job.train)
+    spec = alone.model_spec(1, partial(job.train.row, index, job.columns))
+    engine = single_rank_engine(replace(spec, outputs=outputs), plan)
+    with_checkpoint(job, step, engine.load)
+
+    def ask(columns: Columns, place: int) -> list[Columns]:
+        (feeds,) = split_into_feeds(plan, columns)
+        wanted = PredictRequest(feeds=feeds, place=place)
+        return [wanted.chosen(engine.predict_step(feed)) for feed in feeds]
+
+    return ask
+
+
+def _column(job: Job, first: Batch) -> npt.NDArray[Any]:
+    """The column that the model is given, of one row. Raises JobError where it holds no tokens."""
+    (name,) = job.arguments
+    column = first.columns[name]
+    if column.ndim != 2 or column.dtype.kind not in "iu":
+        raise JobError(
+            [f"column {name!r} has {column.ndim - 1} dimensions of {column.dtype}: tokens are integers in a row"]
+        )
+    return column
+
+
+def _cast(tokens: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Tokens as the model is given them. Raises JobError where one does not fit."""
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    for token in (int(tokens.min()), int(tokens.max())):
+        if not least <= token <= most:
+            raise JobError([f"token {token} does not fit the {dtype} that the model was trained on: {least} to {most}"])
+    return tokens.astype(dtype)
+
+
+def _logits(pieces: Sequence[Columns]) -> Logits:
+    """The model's only output (rows, vocabulary), given it at one place: (rows, 1, vocabulary) in pieces."""
+    names = list(pieces[0])
+    if len(names) != 1:
+        raise JobError([f"the model has outputs {', '.join(names)}: name the logits: output=..."])
+    logits = np.concatenate([piece[names[0]] for piece in pieces])
+    if logits.ndim != 3 or logits.shape[1] != 1:
+        raise JobError([f"the model's {names[0]} is no logits (rows, tokens, vocabulary): name the logits: output=..."])
+    return logits[:, 0]
+
+
+def _problems(job: Job, prompts: npt.NDArray[Any], count: int) -> list[str]:
+    found = [] if count >= 1 else [f"count={count}: use 1 or more"]
+    if prompts.ndim != 2 or not prompts.size or prompts.dtype.kind not in "iu":
+        found.append("prompts= are tokens: give rows of as many integers, at least one")
+    if len(job.arguments) != 1:
+        found.append(f"inputs={job.inputs!r}: text is generated from one column of tokens")
+    return found

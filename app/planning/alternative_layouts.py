@@ -1,0 +1,189 @@
+"""Plans beside the one that a run begins with: what it is measured against, and what fewer workers do. Pure.
+
+A plan is worth measuring against the one that would be chosen by its estimate where it is for as many workers and is
+predicted within that one's interval, or below it; at most `MOST_CANDIDATES` in all, the best of each strategy. They are
+measured where that is predicted to take at most `MEASURING_SHARE` of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from trainwright.core.events import Probed
+from trainwright.core.job import Job
+from trainwright.core.plan import Plan, PlanConstraints
+from trainwright.driver.plan_trials import PROBE_SECONDS, PROBE_STEPS
+from trainwright.strategies import strategies_for
+from trainwright.strategies.cost_model.estimator import Measurement, calibrate, estimate
+from trainwright.strategies.cost_model.machine_model import Calibration
+from trainwright.strategies.search.plan_ranking import (
+    TIE_RATIO,
+    estimate_of,
+    search_plans,
+    simplest_plan,
+    without_model_parallel,
+)
+from trainwright.strategies.search.plan_request import PlanRequest
+
+MOST_CANDIDATES = 3
+MEASURING_SHARE = 0.02
+_RENDEZVOUS_S = (
+    4.0  # to form a group, build a model and warm it up, before any was: the driver goes on as that turns out
+)
+
+
+def candidate_plans(chosen: Plan, eligible: Iterable[Plan], job: Job) -> tuple[Plan, ...]:
+    """The plans to measure, the chosen one first; empty where there is nothing to choose from, or that is pinned.
+
+    Args:
+        eligible: plans that can be carried out, best first.
+    """
+    if not job.probe or job.strategy or job.plan or job.run != "step" or not _movable(chosen) or chosen.workers == 1:
+        return ()
+    if job.compile == "inductor":  # each would be compiled, for minutes
+        return ()
+    limit_s, found = estimate_of(chosen).high_s, {chosen.strategy: chosen}
+    for plan in eligible:
+        if _movable(plan) and plan.workers == chosen.workers and estimate_of(plan).step_s <= limit_s:
+            found.setdefault(plan.strategy, plan)
+    return tuple(found.values())[:MOST_CANDIDATES] if len(found) > 1 else ()
+
+
+def is_worth_measuring(plans: Sequence[Plan], steps: int) -> bool:
+    """Whether measuring plans costs little beside a run of so many steps."""
+    measured_s = sum(
+        min((PROBE_STEPS + 2) * estimate_of(plan).step_s, PROBE_SECONDS + 2 * estimate_of(plan).step_s)
+        for plan in plans
+    )
+    return (len(plans) + 1) * _RENDEZVOUS_S + measured_s <= MEASURING_SHARE * steps * estimate_of(plans[0]).step_s
+
+
+def alternative_plans(job: Job, question: PlanRequest, plans: Sequence[Plan]) -> AlternativePlans | None:
+    """What the driver may ask of the plans of a run; None where its processes are not good for other plans.
+
+    Args:
+        question: of the job on its cluster.
+        plans: the chosen one, then those that it is measured against.
+    """
+    return AlternativePlans(job=job, question=question, plans=tuple(plans)) if _resizable(plans[0]) else None
+
+
+def _movable(plan: Plan) -> bool:
+    """Whether a process that works under this plan can go on under others, for which it builds the model again.
+
+    Not one of Keras, which names variables by how many a process has made: another build's would have other names.
+    """
+    return _resizable(plan) and not plan.keras_backend
+
+
+def _resizable(plan: Plan) -> bool:
+    """Whether a process that works under this plan can be given another number of replicas: torch, with one device."""
+    torch = plan.strategy in strategies_for("torch") and ".torch." in plan.engine
+    return torch and plan.topology == "collective" and plan.devices_per_worker == 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AlternativePlans:
+    """Implements `driver.layouts.Layouts` by asking the planner again.
+
+    Attributes:
+        calibration: with what was measured of `plans`; None for what is assumed.
+    """
+
+    job: Job
+    question: PlanRequest
+    plans: tuple[Plan, ...]
+    calibration: Calibration | None = None
+    _known: dict[tuple[int, int], Plan | None] = field(default_factory=dict)
+    _others: dict[int, tuple[Plan | None, str]] = field(default_factory=dict)
+
+    def on(self, room: int, fewest: int) -> Plan | None:
+        """For at most `room` and at least `fewest` workers: the run's plan, smaller where it must be, else another."""
+        if (room, fewest) not in self._known:
+            sizes = range(room, fewest - 1, -1)
+            own = (_resized(self.plans[0], workers) for workers in sizes)
+            other = (self._other(workers)[0] for workers in sizes)
+            self._known[room, fewest] = next(filter(None, own), None) or next(filter(None, other), None)
+        return self._known[room, fewest]
+
+    def lacking(self, room: int) -> str:
+        """Why the run's own plan is none for so many workers, and why no other is either where that is so."""
+        plan, reason = self.plans[0], ""
+        try:
+            plan.resized(room)
+        except ValueError as error:
+            given = {"plan": self.job.plan, "strategy": self.job.strategy}
+            pinned = [f"{name}={value!r}" for name, value in given.items() if value]
+            reason = f"{error}" + (f", so that {' and '.join(pinned)} cannot hold" if pinned else "")
+            other, lacking = self._other(room)
+            reason = reason if other else f"{reason}; {lacking}"
+        return reason
+
+    def measured(self, step_s: Mapping[int, float], aside: Mapping[int, str]) -> tuple[AlternativePlans, Probed]:
+        """The same with the best measured of `plans` as the run's, and an event that tells of it."""
+        question = self.question
+        about: dict[str, Any] = {
+            "profile": question.profile, "cluster": question.cluster, "batch_size": question.batch_size,
+            "precision": question.precision,
+        }  # fmt: skip
+        calibration = calibrate([Measurement(plan=self.plans[n], step_s=s, **about) for n, s in step_s.items()])
+        fitted = [estimate(plan=plan, calibration=calibration, **about) for plan in self.plans]
+        best = min(step_s, key=step_s.__getitem__)
+        if step_s.get(0, TIE_RATIO * 2 * step_s[best]) <= TIE_RATIO * step_s[best]:
+            best = 0  # as good as the quickest, and the simplest
+        note = f"measured before the first step: {1e3 * step_s[best]:.3g} ms"
+        chosen = replace(self.plans[best], estimate=fitted[best], notes=(*self.plans[best].notes, note))
+        rows = [
+            {
+                "name": plan.name,
+                "predicted_s": estimate_of(plan).step_s,
+                "refitted_s": fitted[number].step_s,
+                "measured_s": step_s.get(number),
+                "note": aside.get(number, "goes on" if number == best else ""),
+            }
+            for number, plan in enumerate(self.plans)
+        ]
+        rows.sort(key=lambda row: (row["note"] != "goes on", row["measured_s"] is None, row["measured_s"] or 0.0))
+        told = Probed(plan=asdict(chosen), name=chosen.name, rows=rows)
+        return replace(self, plans=(chosen,), calibration=calibration, _known={}, _others={}), told
+
+    def _other(self, workers: int) -> tuple[Plan | None, str]:
+        """What the planner says for so many workers: with what is pinned where that can hold, else without."""
+        if self.plans[0].keras_backend:
+            return None, "a model of Keras keeps its layout: a process cannot build it twice with the same names"
+        if workers not in self._others:
+            first, reason = self.plans[0], ""
+            for pins, names in self._demands():
+                asked = replace(self.question, workers=workers, min_workers=None, max_workers=None, pins=pins)
+                found = search_plans(asked, self.calibration)
+                fitting = [
+                    plan
+                    for plan in found.plans
+                    if _movable(plan) and plan.workers == workers and plan.strategy in names and pins.allow(plan)
+                ]
+                if fitting:
+                    plan = replace(simplest_plan(without_model_parallel(fitting)), placement=first.placement)
+                    self._others[workers] = (plan, "")
+                    return self._others[workers]
+                nearest = {item.strategy: item.reason for item in reversed(found.misfits)}
+                reason = "; ".join(f"{name}: {why}" for name, why in nearest.items())
+            self._others[workers] = (None, reason)
+        return self._others[workers]
+
+    def _demands(self) -> list[tuple[PlanConstraints, Collection[str]]]:
+        """What is pinned beside the degrees, then nothing."""
+        known = tuple(strategies_for("torch"))
+        pins = self.question.pins
+        choices = {name: value for name, value in pins.choices.items() if name not in ("zero", "offload", "sequence")}
+        kept = (replace(pins, mesh=None, choices=choices), (self.job.strategy,) if self.job.strategy else known)
+        free = (PlanConstraints(), known)
+        return [kept, free] if choices or self.job.strategy else [free]
+
+
+def _resized(plan: Plan, workers: int) -> Plan | None:
+    try:
+        return plan.resized(workers)
+    except ValueError:
+        return None

@@ -1,0 +1,255 @@
+"""Room for slots on the cluster: placement groups, made when the first slot is asked for."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from trainwright.core.plan import Plan, WorkerResources, slots_per_node, tensor_workers
+
+PLACED_WITHIN_S = 3.0  # room that is there is given at once, but for a busy head
+RETRY_PLACEMENT_S = 30.0  # before room is looked for again
+_NODE_LABEL = "ray.io/node-id"
+_STRATEGY = {True: "PACK", False: "SPREAD"}  # accelerators close together; CPU slots over the nodes, data beside them
+
+
+class WorkerPlacement(Protocol):
+    """Where a run's processes are placed."""
+
+    @property
+    def name(self) -> str:
+        """Of this room, where it is another's, and no other; else of all rooms of the run."""
+
+    def options(self, slot: int, *, beside: bool = False) -> dict[str, Any]:
+        """Ray's options for a slot's process, or for one that takes nothing from the slot that it stands beside."""
+
+    def lent(self, slot: int) -> tuple[str, ...] | None:
+        """Ids of the accelerators that another process holds for a slot; None where Ray gives a slot its own."""
+
+    def found(self, slot: int, node_id: str) -> None:
+        """A slot's process runs on this node."""
+
+    def shun(self, node_id: str) -> None:
+        """Place nothing on this node from now on, where there is another."""
+
+    def inherit(self, slot: int, group: PlacementGroup) -> None:
+        """A slot's bundle of one who was taken over."""
+
+    def give_back(self) -> None:
+        """All of it."""
+
+
+class PlacementGroups:
+    """The bundles of a run: one group with a bundle for each node, or a group for each slot of a world that may change.
+
+    Ray never divides a bundle. Where the nodes are not to be had for us alone, one holds the slots of a tensor group.
+    Servers, whose slots come first, have a group of their own, over as many nodes as can be.
+
+    Args:
+        plan: of the run.
+        elastic: the world may change.
+        name: with which those of the groups begin, so that one who takes over finds those in which nobody lives.
+        lasting: the room outlives the process that asked for it, for another one to take over; else Ray frees it then.
+    """
+
+    def __init__(self, plan: Plan, *, elastic: bool, name: str = "", lasting: bool = True) -> None:
+        self._placement, self._elastic, self._workers = plan.placement, elastic, plan.workers
+        self._first = plan.processes - plan.workers  # slot of a worker
+        self._served: PlacementGroup | None = None
+        self.name, self._lifetime = name, "detached" if lasting else None
+        self._together = 1 if elastic else tensor_workers(plan.mesh, plan.devices_per_worker)
+        self._ends: tuple[int, ...] = ()  # the first slot after each bundle of the one group
+        self._groups: dict[int, PlacementGroup] = {}
+        self._moved: dict[int, PlacementGroup] = {}  # by tensor group
+        self._homes: dict[int, str] = {}  # Ray's id of the node, by tensor group
+        self._shunned: set[str] = set()
+        self._torn_until_s = self._full_until_s = 0.0  # no room for all of the one group, for one more tensor group
+
+    def of(self, slot: int) -> PlacementGroupSchedulingStrategy:
+        """Where a slot's process is to run: not on a node that is shunned, where there is room elsewhere."""
+        if slot < self._first:
+            return self._of_server(slot)
+        number = self._number(slot)
+        if time.monotonic() >= self._full_until_s and (self._homes.get(number) in self._shunned or self._stuck(number)):
+            self._move(number)
+        if number in self._moved:
+            return PlacementGroupSchedulingStrategy(self._moved[number], placement_group_bundle_index=0)
+        if self._elastic:
+            if slot not in self._groups:
+                self._groups[slot] = self._group([1])
+            return PlacementGroupSchedulingStrategy(self._groups[slot], placement_group_bundle_index=0)
+        if 0 not in self._groups:
+            self._hold(self._reserve())
+        index = bisect_right(self._ends, slot - self._first)
+        return PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=index)
+
+    def options(self, slot: int, *, beside: bool = False) -> dict[str, Any]:
+        """Ray's options for a slot's process: what it holds, and where; one beside others holds nothing."""
+        held = {"num_cpus": 0} if beside else worker_resources(self._placement, serves=slot < self._first)
+        return {**held, "scheduling_strategy": self.of(slot)}
+
+    def lent(self, slot: int) -> None:
+        """Ray gives each its own."""
+
+    def found(self, slot: int, node_id: str) -> None:
+        """A slot's process runs on this node."""
+        if slot >= self._first:
+            self._homes[self._number(slot)] = node_id
+
+    def shun(self, node_id: str) -> None:
+        """Place nothing on this node from now on."""
+        self._shunned.add(node_id)
+
+    def inherit(self, slot: int, group: PlacementGroup) -> None:
+        """The bundle of one who was taken over: its slot's own, that of all, or one that it was moved to."""
+        if slot < self._first:
+            self._served = group
+        elif self._elastic:
+            self._groups[slot] = group
+        elif sum(self._shares(group)) == self._workers:
+            self._hold(group)
+        else:
+            self._groups[-1 - len(self._groups)] = self._moved[self._number(slot)] = group
+
+    def give_back(self) -> None:
+        """All of it."""
+        if self._served is not None:
+            remove_placement_group(self._served)
+        while self._groups:
+            remove_placement_group(self._groups.popitem()[1])
+
+    def _number(self, slot: int) -> int:
+        """Of the tensor group."""
+        return (slot - self._first) // self._together
+
+    def _of_server(self, slot: int) -> PlacementGroupSchedulingStrategy:
+        if self._served is None:
+            bundles = [slot_resources(self._placement, serves=True)] * self._first
+            self._served = self._new(bundles, strategy="SPREAD")
+        return PlacementGroupSchedulingStrategy(self._served, placement_group_bundle_index=slot)
+
+    # --- the one group ------------------------------------------------------------------------------------
+
+    def _hold(self, group: PlacementGroup) -> None:
+        self._groups[0], self._ends = group, tuple(accumulate(self._shares(group)))
+
+    def _reserve(self) -> PlacementGroup:
+        """A bundle for each node's share, where the nodes have that room now; else one for each tensor group."""
+        shares = [self._together * room for room in self._even() if room]
+        if len(shares) > 1:
+            group = self._group(shares)
+            if _placed(group):
+                return group
+        return self._group([self._together] * (self._workers // self._together))
+
+    def _even(self) -> tuple[int, ...]:
+        """Tensor groups on each node; none where the nodes that there are cannot hold all."""
+        needs, groups = self._bundle(self._together), self._workers // self._together
+        capacities = [
+            min(int(resources.get(name, 0.0) / amount + 1e-6) for name, amount in needs.items())
+            for resources in _alive().values()
+        ]
+        if sum(capacities) < groups:
+            return ()
+        return slots_per_node(capacities, groups, close=bool(self._placement.accelerators))
+
+    def _group(self, shares: Sequence[int]) -> PlacementGroup:
+        """A group with bundles of so many slots."""
+        return self._new(node_bundles(self._placement, shares), strategy=_STRATEGY[bool(self._placement.accelerators)])
+
+    def _new(self, bundles: list[dict[str, float]], **options: Any) -> PlacementGroup:
+        name = f"{self.name}/{uuid.uuid4().hex[:12]}"
+        group: PlacementGroup = placement_group(bundles, name=name, lifetime=self._lifetime, **options)
+        return group
+
+    def _bundle(self, slots: int) -> dict[str, float]:
+        return {name: slots * amount for name, amount in slot_resources(self._placement).items()}
+
+    def _shares(self, group: PlacementGroup) -> list[int]:
+        """Slots of each bundle of a group."""
+        return [round(spec["CPU"] / self._placement.cpus) for spec in group.bundle_specs]
+
+    # --- elsewhere ----------------------------------------------------------------------------------------
+
+    def _stuck(self, number: int) -> bool:
+        """Whether the node of a tensor group is lost, and no other one has room for all of that node's share."""
+        home = self._homes.get(number)
+        if self._elastic or number in self._moved or home is None or home in _alive():
+            return False
+        if time.monotonic() >= self._torn_until_s and not self._groups[0].wait(PLACED_WITHIN_S):
+            self._torn_until_s = time.monotonic() + RETRY_PLACEMENT_S
+        return time.monotonic() < self._torn_until_s
+
+    def _move(self, number: int) -> None:
+        """Have a bundle on a node that is not shunned, if one has room; the old one stays held, and empty."""
+        elsewhere = [{_NODE_LABEL: f"!in({','.join(sorted(self._shunned))})"}] if self._shunned else None
+        group = self._new([self._bundle(self._together)], bundle_label_selector=elsewhere)
+        if _placed(group):
+            self._groups[-1 - len(self._groups)] = self._moved[number] = group
+            self._homes.pop(number, None)  # not known before the first of its processes is up there
+        else:
+            self._full_until_s = time.monotonic() + RETRY_PLACEMENT_S
+
+
+def _placed(group: PlacementGroup) -> bool:
+    """Whether the group has its room at once. One that has not is removed, also where the wait for it is broken off."""
+    placed = False
+    try:
+        placed = group.wait(PLACED_WITHIN_S)
+    finally:
+        if not placed:
+            remove_placement_group(group)
+    return placed
+
+
+def _alive() -> dict[str, dict[str, float]]:
+    """Resources of all nodes that live, by Ray's id of them."""
+    listed: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeID"]: node["Resources"] for node in listed if node["Alive"]}
+
+
+# --- What Ray reserves and gives, in its words ------------------------------------------------------------------------
+
+
+def worker_resources(placement: WorkerResources, serves: bool = False) -> dict[str, Any]:
+    """What Ray gives a worker, or a process that `serves` workers."""
+    if serves:
+        return {"num_cpus": placement.server_cpus}
+    options: dict[str, Any] = {"num_cpus": placement.cpus}
+    if placement.accelerator == "GPU":
+        options["num_gpus"] = placement.accelerators
+    elif placement.accelerator:
+        options["resources"] = {placement.accelerator: placement.accelerators}
+    return options
+
+
+def slot_resources(placement: WorkerResources, serves: bool = False) -> dict[str, float]:
+    """What is reserved for a slot."""
+    if serves:
+        return {"CPU": placement.server_cpus}
+    bundle = {"CPU": placement.cpus}
+    if placement.accelerators:
+        bundle[placement.accelerator] = float(placement.accelerators)
+    return bundle
+
+
+def node_bundles(placement: WorkerResources, shares: Sequence[int]) -> list[dict[str, float]]:
+    """One for each node's share of the slots; the first has the head of a TPU slice, which makes its host the first."""
+    found = [{name: slots * amount for name, amount in slot_resources(placement).items()} for slots in shares]
+    if placement.head:
+        found[0][placement.head] = 1.0
+    return found
+
+
+def device_names(plan: Plan) -> tuple[str, ...]:
+    """Devices of a worker by the framework's name; Ray shows a worker only its own, numbered from 0."""
+    device = {"GPU": "cuda", "TPU": "tpu"}.get(plan.placement.accelerator, "cpu")
+    return tuple(f"{device}:{number}" if device != "cpu" else "cpu" for number in range(plan.devices_per_worker))

@@ -1,0 +1,141 @@
+"""Symbols of Ray without a public equivalent.
+
+Every private symbol of Ray that trainwright names is imported here and nowhere else, so that a new version of Ray is
+checked in one place (`tests/unit/test_compat.py`). The imports stay inside the functions: `import trainwright` imports
+no Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+
+def session_folder() -> str:
+    """Return the folder of the Ray session that this process is connected to."""
+    from ray._private.worker import _global_node
+
+    node: Any = _global_node
+    return str(node.get_session_dir_path())
+
+
+def dashboard_address() -> str:
+    """Return the address of the connected cluster's dashboard; empty where it has none."""
+    from ray._private.worker import get_dashboard_url
+
+    return get_dashboard_url() or ""  # type: ignore[no-untyped-call]
+
+
+def worker_store() -> Any:
+    """Return the key-value client of the cluster that started this process as one of its workers."""
+    from ray._private.worker import global_worker
+
+    process: Any = global_worker
+    return process.gcs_client
+
+
+def store_at(address: str) -> Any:
+    """Return a key-value client of the cluster at an address, for a process that is not connected."""
+    from ray import _raylet
+
+    raylet: Any = _raylet
+    return raylet.GcsClient(address=address)
+
+
+def validate_cluster_file(config: dict[str, Any]) -> None:
+    """Raise what `ray up` raises for a cluster file. It needs no network, prints, and may end the process."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    validate_config(prepare_config(config))
+
+
+def autoscaler_report() -> bytes | None:
+    """Return what the older autoscaler reports in JSON; None where the newer one runs, or none."""
+    from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    report: bytes | None = _internal_kv_get(DEBUG_AUTOSCALING_STATUS)
+    return report
+
+
+def kubernetes_cluster(name: str, namespace: str) -> dict[str, Any]:
+    """Return a RayCluster of Kubernetes. Raises requests.HTTPError."""
+    from ray.autoscaler._private.kuberay.node_provider import KubernetesHttpApiClient
+
+    found: dict[str, Any] = KubernetesHttpApiClient(namespace=namespace).get(f"rayclusters/{name}")
+    return found
+
+
+def kubernetes_autoscaling(cluster: dict[str, Any]) -> dict[str, Any]:
+    """Return the autoscaler's configuration that the operator derives from a RayCluster."""
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+
+    config: dict[str, Any] = _derive_autoscaling_config_from_ray_cr(cluster)
+    return config
+
+
+# --- Why a process ended, in words ------------------------------------------------------------------------------------
+
+
+_EXIT_SIGNS = (
+    ("NODE_OUT_OF_MEMORY", "Ray ended its process, because the node ran out of memory"),
+    ("placement group was removed", "its room on the cluster was given back"),
+    ("its node has died", "its node was lost"),
+    ("node is dead", "its node was lost"),
+    ("temporarily unavailable", "its process or node cannot be reached"),
+    ("exit type: SYSTEM_ERROR", "its process was killed, ran out of memory or crashed"),
+    ("exit type: USER_ERROR", "its process ended by itself"),
+    ("exit type: INTENDED_USER_EXIT", "its process ended by itself"),
+)
+
+
+def exit_reason(error: BaseException | None) -> str:
+    """What an error of Ray's about an actor means; its first line where that is not known. None: we ended it."""
+    if error is None:
+        return "killed by the driver"
+    text = str(error).strip()
+    known = next((words for sign, words in _EXIT_SIGNS if sign in text), "")
+    return known or (text.splitlines()[0] if text else type(error).__name__)
+
+
+# --- Where Ray's dashboard shows the job that drives a run ------------------------------------------------------------
+
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def dashboard_link() -> dict[str, str]:
+    """Facts of the connected cluster: `url` of this job's page, number of the `job`, address of the head `node`.
+
+    Empty where the cluster has no dashboard, such as one that was started for this process alone.
+    """
+    import ray
+
+    context = ray.get_runtime_context()
+    return dashboard_facts(dashboard_address(), str(context.get_job_id()), str(context.gcs_address))
+
+
+def dashboard_facts(address: str, job: str, gcs_address: str) -> dict[str, str]:
+    """See `dashboard_link`. Of an address nothing is kept that could be a secret: neither user, password nor query."""
+    if not address:
+        return {}
+    parts = urlsplit(address if "://" in address else f"http://{address}")
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    place = f"{host}:{parts.port}" if parts.port else host
+    node = gcs_address.rpartition(":")[0]
+    return {"url": f"{parts.scheme}://{place}{parts.path.rstrip('/')}/#/jobs/{job}", "job": job, "node": node}
+
+
+def dashboard_text(told: Mapping[str, str]) -> str:
+    """A line for people; empty where there is no dashboard.
+
+    `http://127.0.0.1:8265/#/jobs/01000000 on 10.0.0.5 (from elsewhere: ray dashboard cluster.yaml, or ssh -L ...)`.
+    """
+    if not told:
+        return ""
+    parts = urlsplit(told["url"])
+    if parts.hostname not in _LOOPBACK:
+        return told["url"]
+    tunnel = f"ssh -L {parts.port}:127.0.0.1:{parts.port} {told['node']}"
+    return f"{told['url']} on {told['node']} (from elsewhere: ray dashboard cluster.yaml, or {tunnel})"

@@ -1,0 +1,304 @@
+"""Progress on stderr, fed by the run's events: a bar in a terminal, plain lines elsewhere, one line in a notebook."""
+
+from __future__ import annotations
+
+import html
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+from trainwright.core import formatting
+from trainwright.core.events import Event, Formed, Steps
+from trainwright.core.plan import Plan
+from trainwright.reporting.event_messages import EventFormatter, OutputLine, ProgressFigures, Tone
+from trainwright.reporting.plan_view import plan_line
+
+if TYPE_CHECKING:
+    from trainwright.planning.planner import Decision
+
+_STYLES: dict[Tone, str] = {"plain": "", "good": "green", "warning": "yellow", "bad": "bold red"}
+_PLAIN_SHARE, _PLAIN_S = 0.1, 10.0  # a plain line after this share of the run, and after this many seconds
+_NOTEBOOK_S = 0.5
+
+
+class ProgressDisplay(Protocol):
+    """Where lines and figures are shown."""
+
+    def line(self, line: OutputLine) -> None:
+        """Show a line that stays."""
+
+    def show(self, figures: ProgressFigures, *, news: bool) -> None:
+        """Show the figures; with `news` even if the last ones are recent."""
+
+    def close(self) -> None:
+        """Take the bar away; lines stay."""
+
+
+class RunProgress:
+    """Shows a run while it goes. A listener of the journal, and a context manager that closes itself.
+
+    Args:
+        decision: its plan is the first line, what is to be known of it the next ones.
+        verbose: also checkpoints, processes and the tracebacks of failures that were recovered from.
+        console: where to write; stderr by default, so that stdout is left for data.
+        surface: shows lines and figures; by default the one that suits the console.
+    """
+
+    def __init__(
+        self,
+        decision: Decision | None = None,
+        *,
+        verbose: bool = False,
+        console: Console | None = None,
+        surface: ProgressDisplay | None = None,
+    ) -> None:
+        self._narrator = EventFormatter(verbose=verbose)
+        self._surface = surface or display_for(console or Console(file=sys.stderr))
+        self._first = [] if decision is None else _plan_lines(decision.chosen)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def on(self, event: Event) -> None:
+        """Take one event."""
+        first, self._first = self._first, []
+        lines = self._narrator.tell(event)
+        for line in (*first, *lines):
+            self._surface.line(line)
+        if isinstance(event, (Steps, Formed)) or lines:
+            self._surface.show(self._narrator.figures, news=isinstance(event, Formed))
+
+    def close(self) -> None:
+        """Take the bar away; a second call does nothing."""
+        self._surface.close()
+
+
+def _plan_lines(plan: Plan) -> list[OutputLine]:
+    """The plan, and what the user should know about it."""
+    notes = [OutputLine(text=f"  note: {note}") for note in plan.notes]
+    return [OutputLine(text=f"plan {plan_line(plan)}", tone="good"), *notes]
+
+
+def print_status(text: str, tone: Tone = "plain") -> None:
+    """A line on stderr that belongs to no run alone."""
+    _print(Console(file=sys.stderr), OutputLine(text=text, tone=tone))
+
+
+def display_for(console: Console) -> ProgressDisplay:
+    """A bar for a terminal, one line that changes for a notebook, plain lines for everything else."""
+    if _in_notebook():
+        return NotebookDisplay()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return TerminalDisplay(console)
+    return PlainTextDisplay(console)
+
+
+def _in_notebook() -> bool:
+    """Whether this process is a notebook's kernel; asks only what is imported already."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+class TerminalDisplay:
+    """A rich bar at the bottom of the terminal, lines above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._bar = RichProgress(
+            TextColumn("{task.fields[head]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[tail]}"),
+            console=console,
+            expand=True,
+            transient=True,
+            refresh_per_second=4,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._task = self._bar.add_task("", total=None, head="starting", tail="")
+
+    def line(self, line: OutputLine) -> None:
+        """Print above the bar."""
+        _print(self._bar.console, line)
+
+    def show(self, figures: ProgressFigures, *, news: bool) -> None:
+        """Redraw the bar; it appears with the first figures."""
+        self._bar.start()
+        head = f"step {figures.step:,}/{figures.total:,}  epoch {figures.epoch}/{figures.epochs}"
+        total, tail = figures.total or None, _tail(figures)
+        self._bar.update(self._task, total=total, completed=figures.step, head=head, tail=tail, refresh=news)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._bar.stop()
+
+
+def _tail(figures: ProgressFigures) -> str:
+    if figures.activity or not math.isfinite(figures.samples_per_s):
+        return figures.activity or "first step"
+    waited = f"data wait {formatting.percent(figures.wait_share)}  " if math.isfinite(figures.wait_share) else ""
+    pace = f"loss {formatting.metric(figures.loss)}  {formatting.throughput(figures.samples_per_s)}"
+    return f"{pace}  {waited}{formatting.clock_time(figures.left_s)} left"
+
+
+class PlainTextDisplay:
+    """Lines for files and pipes: the figures after each tenth of the run, at most one in ten seconds.
+
+    Args:
+        head: of each line, such as the run's name where several run side by side.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, console: Console, *, head: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._head, self._clock = console, head, clock
+        self._shown_step: int | None = None
+        self._shown_s = -math.inf
+
+    def line(self, line: OutputLine) -> None:
+        """Print."""
+        _print(self._console, replace(line, text=self._head + line.text))
+
+    def show(self, figures: ProgressFigures, *, news: bool) -> None:
+        """Print the figures when they are due."""
+        if news or self._shown_step is None:
+            # A recovery may have gone back: the next tenth counts from here.
+            self._shown_step, self._shown_s = figures.step, self._clock()
+            return
+        far = figures.step - self._shown_step >= max(_PLAIN_SHARE * figures.total, 1)
+        late = self._clock() - self._shown_s >= _PLAIN_S and figures.step > self._shown_step
+        if (far or late or figures.step == figures.total > self._shown_step) and not figures.activity:
+            self.line(OutputLine(text=figures.text()))
+            self._shown_step, self._shown_s = figures.step, self._clock()
+
+    def close(self) -> None:
+        """Nothing to take away."""
+
+
+class NotebookDisplay:
+    """One output that changes in place: the lines so far and a bar. Does not flood the notebook.
+
+    Args:
+        display: shows HTML and returns a handle with `update`; IPython's own by default.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self, display: Callable[[str], Any] | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._display, self._clock = display or _ipython_display, clock
+        self._lines: list[OutputLine] = []
+        self._figures: ProgressFigures | None = None
+        self._handle: Callable[[str], Any] | None = None
+        self._shown_s = -math.inf
+
+    def line(self, line: OutputLine) -> None:
+        """Add a line."""
+        self._lines.append(line)
+        self._draw()
+
+    def show(self, figures: ProgressFigures, *, news: bool) -> None:
+        """Redraw, at most twice a second unless there is news."""
+        self._figures = figures
+        if news or self._clock() - self._shown_s >= _NOTEBOOK_S:
+            self._draw()
+
+    def close(self) -> None:
+        """Show the last figures."""
+        self._draw()
+
+    def _draw(self) -> None:
+        self._shown_s = self._clock()
+        text = "\n".join(line.text + (f"\n{line.detail}" if line.detail else "") for line in self._lines)
+        body = f"<pre style='margin:0;white-space:pre-wrap'>{html.escape(text)}</pre>"
+        if self._figures is not None:
+            body += (
+                f"<progress value='{self._figures.step}' max='{max(self._figures.total, 1)}'></progress> "
+                f"<small>{html.escape(self._figures.text())}</small>"
+            )
+        if self._handle is None:
+            self._handle = self._display(body)
+        else:
+            self._handle(body)
+
+
+def _ipython_display(body: str) -> Callable[[str], Any]:
+    """Show HTML; returns the function that replaces it."""
+    from IPython.display import HTML, display
+
+    handle: Any = display(HTML(body), display_id=True)  # type: ignore[no-untyped-call]
+    return lambda new: handle.update(HTML(new))  # type: ignore[no-untyped-call]
+
+
+def _print(console: Console, line: OutputLine) -> None:
+    console.print(Text(line.text, style=_STYLES[line.tone]), soft_wrap=True, highlight=False)
+    if line.detail:
+        console.print(Text("\n".join(f"    {row}" for row in line.detail.rstrip().splitlines())), soft_wrap=True)
+
+
+# --- How far a prediction has come, on stderr -------------------------------------------------------------------------
+
+
+class RowProgress:
+    """Rows done on stderr: a bar in a terminal, elsewhere a line after each tenth of the rows and every ten seconds.
+
+    Args:
+        total: rows.
+        done: rows that were there at the start.
+    """
+
+    def __init__(self, total: int, done: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._console = Console(file=sys.stderr)
+        self._total, self._done, self._shown = total, done, done
+        self._shown_s = time.monotonic()
+        self._first: tuple[int, float] | None = None  # rows and time of the first news: starting up is no rate
+        self._bar: Progress | None = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=None))
+            self._bar = Progress(*columns, console=self._console, expand=True, transient=True)
+            self._task = self._bar.add_task(self._text(), total=total, completed=done)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def add(self, rows: int) -> None:
+        """Rows were computed, or, where negative, lost again."""
+        self._done += rows
+        now = time.monotonic()
+        self._first = self._first or (self._done, now)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done, description=self._text())
+        elif self._done - self._shown >= self._total / 10 or now - self._shown_s >= 10.0 or self._done == self._total:
+            self._shown, self._shown_s = self._done, now
+            self.note(self._text())
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _text(self) -> str:
+        rows, since_s = self._first or (self._done, 0.0)
+        spent_s = time.monotonic() - since_s
+        rate = (self._done - rows) / spent_s if self._done > rows and spent_s > 0 else math.nan
+        left_s = (self._total - self._done) / rate
+        left = formatting.clock_time(left_s)
+        return f"rows {self._done:,}/{self._total:,}, {formatting.throughput(rate)}, {left} left"

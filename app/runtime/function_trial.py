@@ -1,0 +1,434 @@
+"""Preflight: a job's functions tried on a few rows, in a process of their own, before any worker starts.
+
+Model, loss, step, optimizer, schedule and metrics run once on the CPU, through the engine of one device. What they
+raise ends the start in a second or two, before a run of that name has begun.
+
+The process is forked where that is safe, so that it shares the imports of this one, and it starts before the plan is
+chosen, so that `fit` seldom waits for it. Rows are read here: the other process touches neither the data nor the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import math
+import os
+import pickle
+import re
+import resource
+import signal
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import cloudpickle
+import numpy as np
+
+from trainwright.core.data import Batch, Feed
+from trainwright.core.engine import Engine, ModelSpec
+from trainwright.core.errors import DataError, JobError, NonFiniteLoss, TrainwrightError, UserCodeError
+from trainwright.core.frameworks import load_module
+from trainwright.core.job import Job
+from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.core.redaction import redact
+from trainwright.datasets.dataset import Dataset, Index, table
+from trainwright.inference.trained_model import single_rank_engine
+from trainwright.planning.job_preparation import PreparedJob
+from trainwright.planning.planner import Decision
+from trainwright.planning.profiler import build_model, framework_of, profiler_of
+from trainwright.strategies import STRATEGIES, engine_class
+from trainwright.strategies.distillation.distillation_loss import DistillationLoss
+from trainwright.worker.worker_config import pickle_job, unpickle_job
+
+ROWS = 5  # of the batch: few, and seldom the size of another dimension, for which it could be taken
+CPU_S = 5  # of the process, at most; its imports come on top where it shares none
+IMPORTS_S = 12
+WAIT_S = 30  # for its answer, on a machine that does other things too
+MOST_BYTES = 1 << 30  # of the model's weights
+_DEVICE = re.compile(r"cuda|nvidia|\bgpu|\btpu|triton|kernel|driver|not implemented for", re.IGNORECASE)
+_StartMethod = Literal["fork", "fresh", "later"]
+_FORKED = re.compile(r"fork-based multiprocessing|forked subprocess")
+_GROUP = re.compile(r"process.group|TF_CONFIG|\bRANK\b|get_rank|world_size|get_world", re.IGNORECASE)
+_MAIN = "from trainwright.runtime.function_trial import main; main()"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialTask:
+    """What the other process tries.
+
+    Attributes:
+        train: the first rows of the training set.
+        evaluate: of the evaluation set; None where there is none.
+        total_steps: of the run.
+    """
+
+    job: Job
+    train: Batch
+    evaluate: Batch | None
+    total_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult:
+    """What came of it.
+
+    Attributes:
+        error: of the job's; None where nothing was wrong.
+        untried: why nothing can be said, or not of everything.
+    """
+
+    error: TrainwrightError | None = None
+    untried: str = ""
+
+
+class Preflight:
+    """A trial that runs beside the start of a run. Use as a context manager: the process ends with it.
+
+    Args:
+        prepared: the job.
+        resume: as of `tw.fit`.
+
+    Raises:
+        JobError: the job cannot be sent to another process.
+        DataError, UserCodeError: no row can be read.
+    """
+
+    def __init__(self, prepared: PreparedJob, *, resume: bool = False) -> None:
+        self._why = _left_out(prepared, resume=resume)
+        self._child: _TrialProcess | None = None
+        self._task: TrialTask | None = None
+        if self._why is None:
+            self._task = task_of(prepared)
+            self._start(self._task, start_method())
+
+    def __enter__(self) -> Preflight:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._child is not None:
+            self._child.close()
+
+    def _start(self, task: TrialTask, how: _StartMethod) -> None:
+        try:
+            if how != "later":
+                self._child = _forked(task) if how == "fork" else _fresh(task)
+        except OSError as error:  # no memory for a fork, no room for a process
+            self._why = f"a process for it could not be started: {error}"
+
+    def settle(self, decision: Decision) -> tuple[str, ...]:
+        """Wait for the answer; returns what the user should know.
+
+        An error is tried again on as many rows as a worker will be given: the job may be written for that number. One
+        that may come of where it was tried is left to the workers.
+
+        Raises:
+            TrainwrightError: what the job's functions raised.
+        """
+        if self._task is not None and self._child is None and not self._why:
+            self._start(self._task, start_method(decision.profile.framework))
+        if self._task is None or self._child is None:
+            return (f"the job's functions are not tried before the workers start: {self._why}",) if self._why else ()
+        plan = decision.chosen
+        answer = self._child.answer()
+        _, rows = plan.micro_batches(plan.batch_size)
+        if answer.error is not None and rows != self._task.train.rows:
+            answer = self._child.answer(rows)
+        if answer.error is not None and not needs_second_trial(answer.error, plan):
+            raise answer.error
+        why = answer.untried or (answer.error.what if answer.error is not None else "")
+        return (f"the job's functions could not be tried before the workers start: {why}",) if why else ()
+
+
+def _left_out(prepared: PreparedJob, *, resume: bool) -> str | None:
+    """Why nothing is tried, empty where that goes without saying; None where it is."""
+    job = prepared.job
+    if (
+        not job.preflight
+        or (prepared.begun and not resume)
+        or (isinstance(job.loss, DistillationLoss) and job.loss.inline)
+    ):
+        return ""
+    if ray_is_connected():
+        return ""
+    if any(data is not None and data.stateful for data in (job.train, job.evaluate)):
+        return "a transform of the data is slow to open"
+    return None
+
+
+def task_of(prepared: PreparedJob) -> TrialTask:
+    """What there is to try. Raises as `first_rows`."""
+    job, other = prepared.job, prepared.evaluate
+    evaluate = None if other is None else first_rows(job, job.evaluate, other)
+    return TrialTask(
+        job=job, train=first_rows(job, job.train, prepared.train), evaluate=evaluate, total_steps=prepared.total_steps
+    )
+
+
+def first_rows(job: Job, data: Dataset, index: Index) -> Batch:
+    """The first rows of a data set as a batch; one row several times where they cannot be read, or take long.
+
+    Raises DataError, UserCodeError: no row can be read.
+    """
+    rows = np.arange(min(ROWS, index.rows, job.batch_size))
+    try:
+        columns = None if data.heavy else data.read(index, rows, job.columns)
+    except (DataError, UserCodeError):
+        columns = None
+    if columns is None:
+        rows[:] = 0
+        columns = {name: array[rows] for name, array in data.sample(index, job.columns).items()}
+    return Batch(columns=columns, weights=np.ones(len(rows)), samples=rows)
+
+
+def needs_second_trial(error: TrainwrightError, plan: Plan) -> bool:
+    """Whether an error may come of where the functions were tried: on a CPU, by a process without a group."""
+    if isinstance(error, JobError | DataError):
+        return False
+    text = f"{error.what}\n{error.detail}"
+    if _FORKED.search(text):  # autograd's, where CUDA's threads had been started before
+        return True
+    on_device = plan.placement.accelerators > 0 and _DEVICE.search(text) is not None
+    return on_device or (plan.processes > 1 and _GROUP.search(text) is not None)
+
+
+# --- the process --------------------------------------------------------------------------------------------------
+
+
+class _TrialProcess:
+    """The other process, as this one sees it.
+
+    Args:
+        pid: of it.
+        connection: to it.
+        reap: waits for its end, and returns its exit status as `subprocess` has it.
+    """
+
+    def __init__(self, pid: int, connection: Connection, reap: Callable[[], int]) -> None:
+        self._pid, self._connection, self._reap = pid, connection, reap
+        self._status: int | None = None
+
+    def answer(self, rows: int = 0) -> TrialResult:
+        """What it found; with `rows`, what it finds on so many."""
+        try:
+            if rows:
+                self._connection.send(rows)
+            if not self._connection.poll(WAIT_S):
+                return TrialResult(untried=f"no answer within {WAIT_S} s")
+            found: TrialResult = self._connection.recv()
+        except (EOFError, OSError):
+            return TrialResult(untried=_ended(self.close()))
+        return found
+
+    def close(self) -> int:
+        """End it, if it has not ended; returns its exit status. Safe to call twice."""
+        if self._status is None:
+            self._connection.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            self._status = self._reap()
+        return self._status
+
+
+def _ended(status: int) -> str:
+    """How it ended by itself."""
+    if -status in (signal.SIGXCPU, signal.SIGKILL):
+        return f"they take more than {CPU_S} s of CPU time, or more memory than there is"
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+    return f"the process that tried them {how}"
+
+
+def ray_is_connected() -> bool:
+    """Whether this process is connected to a Ray cluster.
+
+    A fork may then end the notifications that it gets, so that new actors seem never to start (seen with Ray 2.60), and
+    a fresh process would take longer than the workers need to start.
+    """
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def start_method(framework: str = "") -> _StartMethod:
+    """How the process is started: a fork cannot use TensorFlow or CUDA once they have started threads in this process.
+
+    Returns:
+        `later` where that depends on the model's framework, which is not given.
+    """
+    torch = sys.modules.get("torch")
+    if not sys.platform.startswith("linux") or (torch is not None and torch.cuda.is_initialized()):
+        return "fresh"
+    busy = "tensorflow" in sys.modules and load_module("trainwright.strategies.tensorflow.tensorflow_compat").in_use()
+    if not busy or framework not in ("", "tensorflow"):
+        return "fork"
+    return "later" if torch is not None and not framework else "fresh"
+
+
+def _forked(task: TrialTask) -> _TrialProcess:
+    ours, theirs = Pipe()
+    with warnings.catch_warnings(action="ignore"):  # Python's, that other threads may hold locks: none is taken below
+        pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            _serve(theirs, lambda: task)
+        finally:
+            os._exit(0)
+    theirs.close()
+    return _TrialProcess(pid, ours, lambda: _status(pid))
+
+
+def _status(pid: int) -> int:
+    """Wait for the end of a forked process, and return its exit status; 0 where somebody else has asked for it."""
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:
+        return 0
+
+
+def _fresh(task: TrialTask) -> _TrialProcess:
+    one = table({"row": [0]})  # its rows are sent, and not all data
+    job = task.job.replace(train=one, evaluate=None if task.evaluate is None else one, trackers=())
+    packed = pickle.dumps((sys.path, pickle_job(job), task.train, task.evaluate, task.total_steps))
+    ours, theirs = Pipe()
+    command = [sys.executable, "-c", _MAIN, str(theirs.fileno())]
+    process = subprocess.Popen(
+        command, pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    theirs.close()
+    ours.send_bytes(packed)
+    return _TrialProcess(process.pid, ours, process.wait)
+
+
+def main() -> None:
+    """Entry of a fresh process, whose argument is the number of its end of the pipe."""
+    connection = Connection(int(sys.argv[1]))
+
+    def read() -> TrialTask:
+        sys.path[:], job, train, evaluate, total_steps = cloudpickle.loads(connection.recv_bytes())
+        return TrialTask(job=unpickle_job(job), train=train, evaluate=evaluate, total_steps=total_steps)
+
+    _serve(connection, read, IMPORTS_S)
+
+
+def _serve(connection: Connection, read: Callable[[], TrialTask], imports_s: int = 0) -> None:
+    """Try, and answer; then again on as many rows as the other side asks for, until it goes away."""
+    gc.disable()  # what other threads held when this process was forked is not to be let go of here
+    _limit(CPU_S + imports_s)
+    task, rows = read(), 0
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            signal.alarm(2 * WAIT_S)  # and none while the other side is busy, which may take minutes to start Ray
+            answer = run_trial(task, rows)
+            signal.alarm(0)
+            connection.send(answer)
+            rows = connection.recv()
+
+
+def _limit(cpu_s: int) -> None:
+    """Bound this process: time, and who goes first where memory is short. It is silent, and has one thread and CPU."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other side, which ends this one
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")
+    faulthandler.disable()  # the other side's writes to a terminal
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    silent = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  for as long as the process lives
+    for number in (1, 2):
+        os.dup2(silent.fileno(), number)
+    sys.stdout = sys.stderr = silent
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)  # the threads of OpenMP stay behind in a fork
+
+
+# --- in it --------------------------------------------------------------------------------------------------------
+
+
+def run_trial(task: TrialTask, rows: int = 0) -> TrialResult:
+    """Try a job's functions on the task's rows, or on `rows` of them, repeated where there are fewer."""
+    train, evaluate = (
+        batch if batch is None or not rows else _repeated(batch, rows) for batch in (task.train, task.evaluate)
+    )
+    assert train is not None, "every job has a training set"
+    try:
+        return _tried(replace(task, train=train, evaluate=evaluate))
+    except TrainwrightError as error:
+        error.hide(redact)
+        place = f"tried on {train.rows} rows before any worker started"
+        error.where = place if error.where in ("", "rank 0") else f"{error.where}; {place}"
+        return TrialResult(error=error)
+    except Exception as error:  # of ours: the workers may do better
+        return TrialResult(untried=redact(f"{type(error).__name__}: {error}"))
+
+
+def _tried(task: TrialTask) -> TrialResult:
+    job, known = task.job, build_model(task.job.model)
+    size = profiler_of(known).weight_bytes(known)
+    if size > MOST_BYTES:
+        return TrialResult(untried=f"the model has {size / 2**30:.1f} GiB of weights, more than 1 GiB")
+    framework = framework_of(known)
+    del known
+    spec = _spec(task)
+    _try_schedule(spec)
+    engine = _engine_of(job, spec, framework, task.train.rows)
+    feed = _feed(task.train)
+    engine.warm(feed)
+    with contextlib.suppress(NonFiniteLoss):  # other rows, and later steps, may do better
+        engine.train_step(feed)
+    if task.evaluate is not None:
+        engine.evaluate_step(_feed(task.evaluate))
+    return TrialResult()
+
+
+def _spec(task: TrialTask) -> ModelSpec:
+    """What the engine is given: without callbacks, which act on the world, and without a compiler's patience."""
+    row = _repeated(task.train, 1)
+    spec = task.job.model_spec(task.total_steps, lambda: row)
+    return replace(spec, callbacks=None, compile=spec.compile if spec.compile == "eager" else "auto")
+
+
+def _engine_of(job: Job, spec: ModelSpec, framework: str, rows: int) -> Engine:
+    """The engine of one device for a model of this framework, built on one CPU. Raises as `Engine.build`."""
+    name = "tf_one_device" if framework == "tensorflow" else "one_device"
+    module = STRATEGIES[name]
+    plan = Plan(
+        strategy=name, engine=module.FIT if job.run == "fit" else module.ENGINES[framework], mesh=Mesh(),
+        batch_size=rows, placement=WorkerResources(cpus=1.0), precision="bf16" if job.precision == "bf16" else "fp32",
+    )  # fmt: skip
+    replace(spec, compile=job.compile).check(engine_class(plan).capabilities)
+    return single_rank_engine(spec, plan, guest=True)
+
+
+def _try_schedule(spec: ModelSpec) -> None:
+    """Call the schedule for the first and the last step. Raises UserCodeError, JobError."""
+    if spec.schedule is None:
+        return
+    for step in (0, spec.total_steps - 1):
+        try:
+            factor = float(spec.schedule(step, spec.total_steps))
+        except Exception as error:
+            what = f"schedule= raised {type(error).__name__}: {error}, for step {step} of {spec.total_steps}"
+            remedy = "give (step, total_steps) -> a factor on the optimizer's learning rate; see tw.schedules"
+            raise UserCodeError(what, remedy=remedy, detail=traceback.format_exc()) from None
+        if not math.isfinite(factor):
+            raise JobError([f"schedule= returned {factor} for step {step} of {spec.total_steps}: return a number"])
+
+
+def _feed(batch: Batch) -> Feed:
+    return Feed(step=0, parts=((batch,),), data_ranks=range(1), total=1, rows=batch.rows)
+
+
+def _repeated(batch: Batch, rows: int) -> Batch:
+    """So many rows: the first ones, and from the beginning again."""
+    back = np.arange(rows) % batch.rows
+    columns: dict[str, Any] = {name: array[back] for name, array in batch.columns.items()}
+    return Batch(columns=columns, weights=np.ones(rows), samples=batch.samples[back])

@@ -1,0 +1,270 @@
+"""What a tracker of experiments is: three calls, made from a thread of its own."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from trainwright.core.errors import JobError
+
+_USER = re.compile(r"//[^/@\s]+@")  # user and password of a URI
+_SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "DATABRICKS_TOKEN")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """The run that a tracker is told of.
+
+    Attributes:
+        name: of the run.
+        id: of what the tracker keeps of it: the same for every driver that goes on with the run, another one after
+            `--fresh`. Letters, digits, dots, dashes and underscores.
+        total_steps: of the whole run.
+    """
+
+    name: str
+    id: str
+    total_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What is known of one step, named as in TensorBoard; of an evaluation, its metrics.
+
+    Attributes:
+        step: completed steps, counted from 1.
+        time_s: seconds since the epoch.
+        values: such as `train/loss`, `train/learning_rate`, `speed/samples_per_s`, `evaluation/accuracy`; all finite.
+    """
+
+    step: int
+    time_s: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a driver let go of the run.
+
+    Attributes:
+        state: `done`, `stopped` or `failed`; `failed` too where the driver ended without a word.
+        links: URIs by what they lead to: `folder`, `report`, and `checkpoint`, the newest, where there is one.
+    """
+
+    state: Literal["done", "stopped", "failed"]
+    links: Mapping[str, str]
+
+
+class Tracker(Protocol):
+    """Who is told of a run while it goes.
+
+    It must survive pickling before `begin`, for a driver in the cluster. Each call comes from one and the same thread,
+    which may wait as long as it likes: training does not. Whatever a call raises switches the tracker off for the rest
+    of this driver's life, with a note in the run. Where it has a method `check()`, that is called before anything is
+    started, in the process of the caller; what it raises refuses the job.
+    """
+
+    def begin(self, run: TrackedRun, params: Mapping[str, str]) -> int:
+        """Open what is kept of the run, or go on with it; returns the last step that it holds, 0 for none.
+
+        Args:
+            run: which one.
+            params: facts of job and plan.
+        """
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """Take rows, each step once, in order, however often it was done again after a failure.
+
+        The rows are all those that came since the last call returned. An evaluation is a row of its own.
+        """
+
+    def end(self, ending: RunResult) -> None:
+        """The driver lets go. After `stopped` or `failed` another one may `begin` again."""
+
+
+def check_trackers(trackers: Iterable[Any]) -> None:
+    """Ask those that can tell whether they can begin. Raises JobError, or what they raise."""
+    for tracker in trackers:
+        asked = getattr(tracker, "check", None)
+        if asked is not None:
+            asked()
+
+
+def import_optional(name: str, package: str, tracker: str) -> Any:
+    """An optional package. Raises JobError that says how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != name:
+            raise
+        extra = package.partition("-")[0]
+        problem = f"trackers= has {tracker}, which needs {package}: pip install 'trainwright[{extra}]' on the driver"
+        raise JobError([problem]) from error
+
+
+def without_credentials(text: str) -> str:
+    """The same without what may be a secret in it: users in URIs, keys and tokens of the environment."""
+    for name in _SECRETS:
+        value = os.environ.get(name)
+        text = text.replace(value, f"<{name}>") if value else text
+    return _USER.sub("//", text)
+
+
+# --- MLflow, by its client alone --------------------------------------------------------------------------------------
+
+
+_RUN_ID_TAG = "trainwright.id"  # the tag by which a run is found again
+_STEP_METRIC = "trainwright/step"  # the metric that says what is held; the last one of its batch
+_MOST_METRICS, _MOST_PARAMS, _LONGEST = 900, 90, 5000  # of a batch and of a value, below what every server takes
+_STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+@dataclass(kw_only=True)
+class MLflow:
+    """Tells an MLflow server, or a database such as `sqlite:///mlflow.db`. Needs `mlflow-skinny` or `mlflow`.
+
+    Args:
+        uri: of the tracking server; by default that of `MLFLOW_TRACKING_URI`. Leave users and passwords to MLflow's own
+            variables (`MLFLOW_TRACKING_USERNAME`, ...), which the driver must have.
+        experiment: made where there is none of this name.
+    """
+
+    uri: str | None = None
+    experiment: str = "trainwright"
+    _client: Any = field(default=None, init=False, repr=False)
+    _run: str = field(default="", init=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_mlflow, (self.uri, self.experiment)
+
+    def check(self) -> None:
+        """Raises JobError where MLflow is not installed."""
+        import_optional("mlflow", "mlflow-skinny", "MLflow")
+
+    def begin(self, run: TrackedRun, params: Mapping[str, str]) -> int:
+        """See `Tracker.begin`. A fact that has changed since becomes a tag, as MLflow's parameters are written once."""
+        tracking = import_optional("mlflow.tracking", "mlflow-skinny", "MLflow")
+        self._client = tracking.MlflowClient(tracking_uri=self.uri)
+        experiment = self._experiment()
+        found = self._client.search_runs([experiment], f"tags.`{_RUN_ID_TAG}` = '{run.id}'", max_results=1)
+        if found:
+            self._client.update_run(found[0].info.run_id, status="RUNNING")
+        kept = found[0] if found else self._client.create_run(experiment, run_name=run.name, tags={_RUN_ID_TAG: run.id})
+        self._run = kept.info.run_id
+        self._tell(kept.data.params, params)
+        return int(kept.data.metrics.get(_STEP_METRIC, 0))
+
+    def _experiment(self) -> str:
+        found = self._client.get_experiment_by_name(self.experiment)
+        return str(found.experiment_id if found else self._client.create_experiment(self.experiment))
+
+    def _tell(self, kept: Mapping[str, str], params: Mapping[str, str]) -> None:
+        entities = import_optional("mlflow.entities", "mlflow-skinny", "MLflow")
+        told = {name: value[:_LONGEST] for name, value in params.items()}
+        new = [entities.Param(name, value) for name, value in told.items() if name not in kept]
+        for start in range(0, len(new), _MOST_PARAMS):
+            self._client.log_batch(self._run, params=new[start : start + _MOST_PARAMS])
+        for name, value in told.items():
+            if kept.get(name, value) != value:
+                self._client.set_tag(self._run, f"trainwright.now.{name}", value)
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """See `Tracker.log`."""
+        entities = import_optional("mlflow.entities", "mlflow-skinny", "MLflow")
+        waiting: list[Any] = []
+        for row in rows:
+            values = {**row.values, _STEP_METRIC: float(row.step)}
+            if len(waiting) + len(values) > _MOST_METRICS:
+                self._client.log_batch(self._run, metrics=waiting)
+                waiting = []
+            time_ms = int(row.time_s * 1e3)
+            waiting += [entities.Metric(name, value, time_ms, row.step) for name, value in values.items()]
+        self._client.log_batch(self._run, metrics=waiting)
+
+    def end(self, ending: RunResult) -> None:
+        """See `Tracker.end`. Links become tags."""
+        for name, uri in ending.links.items():
+            self._client.set_tag(self._run, f"trainwright.{name}", uri)
+        self._client.set_terminated(self._run, _STATUS[ending.state])
+
+
+def _rebuild_mlflow(uri: str | None, experiment: str) -> MLflow:
+    return MLflow(uri=uri, experiment=experiment)
+
+
+# --- Weights & Biases, by a run object of its own ---------------------------------------------------------------------
+
+
+_WandBMode = Literal["online", "offline", "disabled"]
+
+
+@dataclass(kw_only=True)
+class WandB:
+    """Tells Weights & Biases. Needs `wandb`, and for `online` a key: `wandb login`, or WANDB_API_KEY on the driver.
+
+    Args:
+        project: to which the run belongs.
+        entity: user or team; by default that of the key.
+        mode: `offline` writes below `folder` what `wandb sync` sends later, `disabled` nothing; by default that of
+            WANDB_MODE, else `online`.
+        folder: for its files; by default that of WANDB_DIR, else the working folder.
+        tags: of the run.
+    """
+
+    project: str
+    entity: str | None = None
+    mode: _WandBMode | None = None
+    folder: str | None = None
+    tags: tuple[str, ...] = ()
+    _run: Any = field(default=None, init=False, repr=False)
+    _last: int = field(default=0, init=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_wandb, (self.project, self.entity, self.mode, self.folder, self.tags)
+
+    def check(self) -> None:
+        """Raises JobError where it is not installed, or has no key; in a terminal it asks for one."""
+        wandb = import_optional("wandb", "wandb", "WandB")
+        if (self.mode or os.environ.get("WANDB_MODE") or "online") != "online":
+            return
+        try:
+            known = wandb.login()
+        except Exception as error:  # of many kinds
+            raise JobError(
+                [f"trackers= has WandB, which has no key: {without_credentials(str(error))}; run: wandb login"]
+            ) from error
+        if not known:
+            raise JobError(["trackers= has WandB, which has no key: run wandb login, or set WANDB_API_KEY"])
+
+    def begin(self, run: TrackedRun, params: Mapping[str, str]) -> int:
+        """See `Tracker.begin`."""
+        wandb = import_optional("wandb", "wandb", "WandB")
+        self._run = wandb.init(
+            project=self.project, entity=self.entity, mode=self.mode, dir=self.folder, tags=list(self.tags) or None,
+            id=run.id, name=run.name, config=dict(params), resume="allow", allow_val_change=True, reinit="create_new",
+            settings=wandb.Settings(silent=True, console="off"),
+        )  # fmt: skip
+        self._last = max(int(self._run.step) - 1, 0)  # W&B tells the next one
+        return self._last
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """See `Tracker.log`. W&B takes no step before the last one: what is told of it late counts as of the last."""
+        for row in rows:
+            self._last = max(self._last, row.step)
+            self._run.log(dict(row.values), step=self._last)
+
+    def end(self, ending: RunResult) -> None:
+        """See `Tracker.end`. Links become part of the summary."""
+        self._run.summary.update({f"trainwright/{name}": uri for name, uri in ending.links.items()})
+        self._run.summary.update({"trainwright/state": ending.state})
+        self._run.finish(exit_code=1 if ending.state == "failed" else 0)
+
+
+def _rebuild_wandb(
+    project: str, entity: str | None, mode: _WandBMode | None, folder: str | None, tags: tuple[str, ...]
+) -> WandB:
+    return WandB(project=project, entity=entity, mode=mode, folder=folder, tags=tags)

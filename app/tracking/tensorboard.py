@@ -1,0 +1,205 @@
+"""TensorBoard files, written from events.
+
+The files are records of protocol buffers, few and simple enough to be written here: the writers that exist import
+torch or TensorFlow when they are imported, which would load a framework into the driver of every job.
+
+Formats: records as in TensorFlow's `tfrecord` (length, masked CRC-32C of it, data, masked CRC-32C of that); messages
+as in `tensorflow/core/util/event.proto` and `tensorflow/core/framework/summary.proto`.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from trainwright.core.errors import StorageError
+from trainwright.core.events import Checkpointed, Evaluated, Event, Formed, Measured, RunEnded, RunStarted, Steps
+
+MAX_WAITING_BYTES = 64 << 20  # that wait for the store
+
+
+class _TensorBoardStore(Protocol):
+    """What TensorBoard files ask of a store."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a whole file; raises StorageError."""
+
+    def uri_of(self, path: str) -> str:
+        """Where a path is: a path of this machine, or a URI."""
+
+
+class TensorBoardWriter:
+    """A listener that writes scalars to `<run>/tensorboard`.
+
+    In a folder the file grows as the run does. In an object store, which cannot append, each checkpoint and the end
+    add one more file; TensorBoard reads a directory's files in order of their names. After a resume or a recovery the
+    curves go on from the step that was taken up, without doubled points.
+
+    Args:
+        store: where the run lives.
+        run: name of the run.
+    """
+
+    def __init__(self, store: _TensorBoardStore, run: str) -> None:
+        self._store, self._prefix = store, f"{run}/tensorboard"
+        self._folder = _folder(store.uri_of(self._prefix))
+        self._token = self._part = 0
+        self._last_s = 0.0
+        self._buffer = bytearray()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainwright-tensorboard")
+        self._writes: deque[Future[int]] = deque()
+        self._waiting_bytes = 0
+
+    def on(self, event: Event) -> None:
+        """Take one event; files are written by a thread of their own: a network folder may never answer."""
+        self._last_s = event.time_s
+        match event:
+            case RunStarted():
+                self._token, self._part = event.token, 0
+            case Formed():
+                self._add(_session_start(event.step + 1, event.time_s))
+            case Steps():
+                for step, scalars in step_scalars(event):
+                    self._add(_scalar_event(step, event.time_s, scalars))
+            case Measured() if event.noise:
+                self._add(_scalar_event(event.step, event.time_s, {"train/gradient_noise_scale": event.noise["scale"]}))
+            case Evaluated():
+                scalars = {f"evaluation/{name}": value for name, value in event.metrics.items()}
+                self._add(_scalar_event(event.step, event.time_s, scalars))
+        if isinstance(event, (Checkpointed, RunEnded)) or self._folder is not None:
+            self._write()
+
+    def close(self) -> None:
+        """Write the rest and wait for it."""
+        wait(self._writes)
+        self._write()
+        self._thread.shutdown()
+        self._write()
+
+    def _add(self, message: bytes) -> None:
+        self._buffer += _record(message)
+
+    def _write(self) -> None:
+        """Have the buffer written behind what is being written. Raises what an earlier write did."""
+        while self._writes and self._writes[0].done():
+            self._waiting_bytes -= self._writes.popleft().result()  # an error has the journal drop this listener
+        if self._waiting_bytes > MAX_WAITING_BYTES:
+            raise StorageError("the store does not answer, and too many records wait for it", where=self._prefix)
+        if not self._buffer:
+            return
+        data, name = bytes(self._buffer), f"events.out.tfevents.{self._token:010d}.{self._part:06d}"
+        self._buffer.clear()
+        self._waiting_bytes += len(data)
+        if self._folder is not None:
+            self._writes.append(self._thread.submit(_append, self._folder / name, data, self._last_s))
+        else:
+            self._writes.append(self._thread.submit(self._put, f"{self._prefix}/{name}", data, self._last_s))
+            self._part += 1
+
+    def _put(self, path: str, data: bytes, time_s: float) -> int:
+        self._store.put(path, _record(_version_event(time_s)) + data)
+        return len(data)
+
+
+def _folder(uri: str) -> Path | None:
+    """The folder that a URI names on this machine; None for an object store."""
+    path = uri.removeprefix("file://")
+    return None if "://" in path else Path(path)
+
+
+def _append(path: Path, data: bytes, time_s: float) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write((_record(_version_event(time_s)) if file.tell() == 0 else b"") + data)
+    return len(data)
+
+
+def step_scalars(event: Steps) -> list[tuple[int, dict[str, float]]]:
+    """Scalars of each step; what is not a number is left out."""
+    rows = []
+    norms = event.gradient_norm or [None] * len(event.step)
+    for index, step in enumerate(event.step):
+        step_s, norm = event.step_s[index], norms[index]
+        scalars = {
+            "train/loss": event.loss[index],
+            "train/learning_rate": event.learning_rate[index],
+            "train/gradient_norm": math.nan if norm is None else norm,
+            "speed/samples_per_s": event.samples[index] / step_s if step_s > 0 else math.nan,
+            "speed/wait_share": event.wait_s[index] / step_s if step_s > 0 else math.nan,
+        }
+        rows.append((step, {name: value for name, value in scalars.items() if math.isfinite(value)}))
+    return rows
+
+
+def _version_event(time_s: float) -> bytes:
+    """The `Event` that every file begins with."""
+    return _double(1, time_s) + _bytes(3, b"brain.Event:2")
+
+
+def _session_start(step: int, time_s: float) -> bytes:
+    """The `Event` at which readers forget all points from `step` on (`SessionLog.START`)."""
+    return _double(1, time_s) + _varint_field(2, step) + _bytes(7, _varint_field(1, 1))
+
+
+def _scalar_event(step: int, time_s: float, scalars: Mapping[str, float]) -> bytes:
+    """The `Event` of some scalars at a step."""
+    values = b"".join(
+        _bytes(1, _bytes(1, tag.encode()) + _key(2, 5) + struct.pack("<f", value)) for tag, value in scalars.items()
+    )
+    return _double(1, time_s) + _varint_field(2, step) + _bytes(5, values)
+
+
+def _record(data: bytes) -> bytes:
+    """One record of an event file."""
+    length = struct.pack("<Q", len(data))
+    return length + _masked_crc(length) + data + _masked_crc(data)
+
+
+def _key(field: int, kind: int) -> bytes:
+    return _varint(field << 3 | kind)
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*out, number])
+
+
+def _varint_field(field: int, number: int) -> bytes:
+    return _key(field, 0) + _varint(number)
+
+
+def _double(field: int, value: float) -> bytes:
+    return _key(field, 1) + struct.pack("<d", value)
+
+
+def _bytes(field: int, data: bytes) -> bytes:
+    return _key(field, 2) + _varint(len(data)) + data
+
+
+def _masked_crc(data: bytes) -> bytes:
+    """CRC-32C (Castagnoli), rotated and offset as TensorFlow does."""
+    table, crc = _crc_table(), 0xFFFFFFFF
+    for byte in data:
+        crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+@cache
+def _crc_table() -> tuple[int, ...]:
+    table = []
+    for byte in range(256):
+        crc = byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+        table.append(crc)
+    return tuple(table)

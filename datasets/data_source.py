@@ -1,0 +1,366 @@
+"""The index of a data set: how many rows, in which row groups of which files, with which columns."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from trainwright.core.errors import DataError, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowGroup:
+    """One row group.
+
+    Attributes:
+        file: path of its file, as the file system names it; empty in memory.
+        number: of the row group within the file.
+        rows: in it.
+        first: row number of its first row in the data set.
+        start: first byte of its rows in the file, where a first pass found it; in a compressed file, once unpacked.
+        stop: the byte after its last.
+    """
+
+    file: str
+    number: int
+    rows: int
+    first: int
+    start: int = 0
+    stop: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """What a data set holds. Picklable; the order of samples is a function of it and of the seed.
+
+    Attributes:
+        rows: of all groups.
+        groups: in row order.
+        schema: columns of the source, before any transform.
+        row_bytes: mean decoded size of a row.
+        hash: SHA-256 (hexadecimal) over all of it; another hash means that the data was changed.
+        base: of derived rows, the index of those that they come from.
+        traits: by column, what a first pass found out and the source's own loader needs; the schema follows from it.
+        sizes: by file, its bytes at the time; empty where they are not compared.
+        weight: column that the source gives as the samples' weights; empty for none.
+        in_order: whether rows come one after the other only, in an order of their own.
+    """
+
+    rows: int
+    groups: tuple[RowGroup, ...]
+    schema: Mapping[str, Field]
+    row_bytes: int
+    hash: str
+    base: Index | None = None
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    in_order: bool = False
+    weight: str = ""
+
+    @cached_property
+    def firsts(self) -> tuple[int, ...]:
+        """First row of each row group."""
+        return tuple(group.first for group in self.groups)
+
+
+class Loader(Protocol):
+    """An opened source."""
+
+    def load(self, number: int, columns: Sequence[str]) -> Arrays:
+        """Columns of row group `number` of the index; raises DataError that names file, row group and column."""
+
+
+class RowAccess(Protocol):
+    """What gives rows by number to a stream."""
+
+    def gather(self, rows: npt.NDArray[np.int64], epoch: int = 0) -> Arrays:
+        """Columns of the rows, in the order asked for: fresh arrays (rows, *shape). Raises DataError.
+
+        Args:
+            epoch: the pass that they are of, for sources whose rows are not the same in each.
+        """
+
+
+class Source(Protocol):
+    """Where rows come from. Lazy and picklable."""
+
+    def index(self) -> Index:
+        """Look at the source; where its files have no index of their own, in a first pass over all of them.
+
+        Raises DataError for anything wrong.
+        """
+
+    def open(self, index: Index) -> Loader:
+        """A loader for one process."""
+
+    def describe(self) -> str:
+        """As the user wrote it, in short."""
+
+
+def hash_parts(parts: Iterable[object]) -> str:
+    """SHA-256 over the text of the parts, in order."""
+    sums = hashlib.sha256()
+    for part in parts:
+        sums.update(f"{part}\n".encode())
+    return sums.hexdigest()
+
+
+# --- Columns ----------------------------------------------------------------------------------------------------------
+
+
+Arrays = dict[str, npt.NDArray[Any]]
+_LISTS = (
+    pa.types.is_list,
+    pa.types.is_large_list,
+    pa.types.is_fixed_size_list,
+    pa.types.is_list_view,
+    pa.types.is_large_list_view,
+)
+
+
+class Field(NamedTuple):
+    """A column as arrays show it: element type, and shape of one row (() for a scalar)."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of one row; of an object, its reference only."""
+        return int(self.dtype.itemsize * np.prod(self.shape, dtype=np.int64))
+
+
+def field_of(kind: pa.DataType) -> Field:
+    """What a column of this Arrow type becomes."""
+    value, shape = _tensor(kind)
+    if pa.types.is_dictionary(value):
+        value = value.value_type
+    return Field(pa.array([], value).to_numpy(zero_copy_only=False).dtype, shape)
+
+
+def to_array(column: pa.ChunkedArray, where: str) -> npt.NDArray[Any]:
+    """An Arrow column as an array (rows, *shape), without a copy where the memory allows.
+
+    Fixed-shape tensors and fixed-size lists become dimensions; text, bytes, lists and structs become objects.
+    Raises DataError, naming `where`, for nulls, those within lists and dictionaries included.
+    """
+    flat: pa.Array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # this copies even one
+    rows, (_, shape) = len(flat), _tensor(flat.type)
+    if isinstance(flat, pa.ExtensionArray):
+        flat = flat.storage
+    _require_no_nulls(flat, where)
+    while pa.types.is_fixed_size_list(flat.type):
+        flat = flat.flatten()
+    if pa.types.is_dictionary(flat.type):
+        flat = flat.dictionary_decode()
+    return np.asarray(flat.to_numpy(zero_copy_only=False)).reshape(rows, *shape)
+
+
+def stack_rows(values: list[Any], what: str) -> npt.NDArray[Any]:
+    """One value a row as one array (rows, *shape). Raises DataError, naming `what`, where shapes or types differ."""
+    try:
+        arrays = [np.asarray(value) for value in values]
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{what} makes no array: {error}", remedy="give every row one shape, or pad it") from error
+    first = arrays[0]
+    if first.dtype.kind in "OUS":
+        column = np.empty(len(values), dtype=object)
+        column[:] = values
+        return column
+    for array in arrays:
+        if array.shape != first.shape or array.dtype != first.dtype:
+            raise DataError(
+                f"{what} is {first.dtype} of shape {first.shape} in one row and {array.dtype} of shape {array.shape} "
+                "in another",
+                remedy="give every row the same type and shape: convert, crop, resize or pad",
+            )
+    return np.stack(arrays)
+
+
+def select_columns(columns: Mapping[str, Any], names: Iterable[str] | None, where: str = "") -> tuple[str, ...]:
+    """The names asked for, all of them for None; raises DataError with the nearest name for one that is missing."""
+    chosen = tuple(columns) if names is None else tuple(names)
+    for name in chosen:
+        if name not in columns:
+            raise DataError(f"there is no column {name!r}", where=where, remedy=nearest(name, columns))
+    return chosen
+
+
+def _tensor(kind: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]]:
+    """Value type and shape of one row."""
+    shape: tuple[int, ...] = ()
+    if isinstance(kind, pa.FixedShapeTensorType):
+        if kind.permutation is not None and list(kind.permutation) != sorted(kind.permutation):
+            raise DataError(
+                f"the tensors of {kind} are not in row-major order", remedy="write them without a permutation"
+            )
+        return kind.value_type, tuple(kind.shape)
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    while pa.types.is_fixed_size_list(kind):
+        shape, kind = (*shape, kind.list_size), kind.value_type
+    return kind, shape
+
+
+def _require_no_nulls(array: pa.Array, where: str) -> None:
+    """Refuse nulls at any depth of lists, and those that a dictionary holds."""
+    if array.null_count:
+        raise DataError(
+            f"{array.null_count} of {len(array)} values are null",
+            where=where,
+            remedy="drop or fill them before training; nulls have no meaning as numbers",
+        )
+    if any(is_list(array.type) for is_list in _LISTS):
+        _require_no_nulls(array.flatten(), where)
+    elif pa.types.is_dictionary(array.type) and array.dictionary.null_count:
+        _require_no_nulls(array.dictionary_decode(), where)
+
+
+# --- Tables in memory as a source -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TableSource:
+    """Arrays in memory, of one length; they travel with the job. Made by `arrays_from_table`."""
+
+    arrays: Arrays
+
+    def describe(self) -> str:
+        """As the user wrote it, in short."""
+        return f"table({', '.join(self.arrays)})"
+
+    def index(self) -> Index:
+        """Count the rows and sum the bytes."""
+        rows = len(next(iter(self.arrays.values())))
+        fields = {name: Field(array.dtype, array.shape[1:]) for name, array in self.arrays.items()}
+        return Index(
+            rows=rows,
+            groups=(RowGroup(file="", number=0, rows=rows, first=0),),
+            schema=fields,
+            row_bytes=sum(field.row_bytes for field in fields.values()),
+            hash=hash_parts(
+                (name, self.arrays[name].dtype.str, _array_digest(self.arrays[name])) for name in sorted(self.arrays)
+            ),
+        )
+
+    def open(self, index: Index) -> _TableLoader:
+        """A loader for one process."""
+        return _TableLoader(self.arrays)
+
+
+class _TableLoader:
+    """Gives the arrays themselves."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._arrays = arrays
+
+    def load(self, number: int, columns: Sequence[str]) -> Arrays:
+        """All rows of the columns; there is one group only."""
+        return {name: self._arrays[name] for name in columns}
+
+
+def arrays_from_table(data: Any) -> Arrays:
+    """Arrays of one length from a mapping, a pandas DataFrame or an Arrow table; DataError for anything else."""
+    if isinstance(data, pa.Table):
+        arrays = {name: to_array(data.column(name), f"column {name!r}") for name in unique_names(data.column_names)}
+    elif isinstance(data, Mapping):
+        pairs = zip(unique_names(data), data.values(), strict=True)
+        arrays = {name: _array(value, f"column {name!r}") for name, value in pairs}
+    elif hasattr(data, "columns") and hasattr(data, "to_numpy"):
+        pairs = zip(unique_names(data.columns), data.columns, strict=True)
+        arrays = {name: _array_from_pandas(data[key], f"column {name!r}") for name, key in pairs}
+    else:
+        raise DataError(
+            f"a {type(data).__name__} is no table",
+            remedy="give a dict of arrays, a pandas DataFrame or a pyarrow.Table",
+        )
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if not lengths or not max(lengths.values()):
+        raise DataError("the table has no rows", remedy="give at least one column with at least one row")
+    if len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{name!r} {count}" for name, count in lengths.items())
+        raise DataError(f"the columns differ in length: {counts}", remedy="give every column the same number of rows")
+    return arrays
+
+
+def unique_names(names: Iterable[Any], where: str = "") -> list[str]:
+    """Names of columns as text; raises DataError, naming `where`, for one that comes twice."""
+    texts = [str(name) for name in names]
+    for name, count in Counter(texts).items():
+        if count > 1:
+            raise DataError(f"column {name!r} comes twice", where=where, remedy="give every column its own name")
+    return texts
+
+
+def _array(value: Any, where: str) -> npt.NDArray[Any]:
+    array = _to_numpy(value, where)
+    if not array.ndim:
+        raise DataError("the column is a single value", where=where, remedy="give one value for each row")
+    if array.dtype.kind in "US":
+        array = array.astype(object)
+    if array.dtype == object and any(value is None for value in array.flat):
+        raise DataError("some values are None", where=where, remedy="drop or fill them before training")
+    return array
+
+
+def _to_numpy(value: Any, where: str) -> npt.NDArray[Any]:
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise DataError("masked values have no meaning", where=where, remedy="fill or drop them before training")
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        ragged = _ragged_rows(value)
+        if ragged is not None:
+            return ragged
+        raise DataError(f"the values make no array: {error}", where=where, remedy="give every row one shape") from error
+    except (RuntimeError, TypeError) as error:  # of tensors that track gradients, are bfloat16 or lie on a device
+        raise DataError(
+            f"the values make no array: {error}",
+            where=where,
+            remedy="give a tensor that numpy can hold: .detach(), .cpu(), and .float() for bfloat16",
+        ) from error
+
+
+def _ragged_rows(value: Any) -> npt.NDArray[Any] | None:
+    """Rows that differ in length as an array of arrays, which `pad=` or `collate=` of a job brings to one shape."""
+    try:
+        rows = [np.asarray(row) for row in value]
+    except ValueError:
+        return None
+    array = np.empty(len(rows), dtype=object)
+    for place, row in enumerate(rows):
+        array[place] = row
+    return array
+
+
+def _array_from_pandas(series: Any, where: str) -> npt.NDArray[Any]:
+    """A pandas column. NaN in a float column is a number like any other; elsewhere a missing value is refused."""
+    floats = isinstance(series.dtype, np.dtype) and series.dtype.kind == "f"
+    missing = 0 if floats else int(series.isna().sum())
+    if missing:
+        raise DataError(f"{missing} of {len(series)} values are missing", where=where, remedy="drop or fill them")
+    values = series.to_numpy()
+    if values.dtype == object and hasattr(series.dtype, "numpy_dtype"):
+        values = values.astype(series.dtype.numpy_dtype)
+    return _array(values, where)
+
+
+def _array_digest(array: npt.NDArray[Any]) -> str:
+    """SHA-256 over shape and content."""
+    sums = hashlib.sha256(repr(array.shape).encode())
+    if array.dtype != object:
+        sums.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)  # such as data[:, 0] is strided
+        return sums.hexdigest()
+    for item in array.reshape(-1):  # repr shortens long arrays
+        sums.update(
+            f"{item.dtype.str}{_array_digest(item)}".encode() if isinstance(item, np.ndarray) else repr(item).encode()
+        )
+    return sums.hexdigest()

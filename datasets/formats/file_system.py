@@ -1,0 +1,346 @@
+"""Byte ranges of files: read with patience, checked against the size that the file had, unpacked where compressed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+from typing import Any, Protocol, TypeVar
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from trainwright.core.errors import DataError
+
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+UNPACKED_BYTES = 256 << 20
+
+
+class RandomAccessFile(Protocol):
+    """A file whose bytes can be read from anywhere.
+
+    Attributes:
+        file: its path.
+        size_bytes: of its content, unpacked.
+    """
+
+    file: str
+    size_bytes: int
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes start..stop, all of them. Raises DataError."""
+
+
+class StoredFile:
+    """A file as it lies in its file system.
+
+    Args:
+        system: of the file.
+        file: its path.
+        size_bytes: that it had when it was indexed; None takes what it has now.
+    """
+
+    def __init__(self, system: pafs.FileSystem, file: str, size_bytes: int | None = None) -> None:
+        self.file, self._system, self._expected = file, system, size_bytes
+        self._handle: Any = None
+        self.size_bytes: int = self._patiently(lambda: self._opened().size())
+        if size_bytes not in (None, self.size_bytes):
+            raise _changed_error(file, f"it has {self.size_bytes} bytes and had {size_bytes} when it was indexed")
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes start..stop, all of them. Raises DataError."""
+        content: bytes = self._patiently(lambda: self._opened().read_at(stop - start, start)) if stop > start else b""
+        if len(content) != stop - start:
+            raise _changed_error(
+                self.file, f"it ends at byte {start + len(content)} and had {self.size_bytes} bytes before"
+            )
+        return content
+
+    def close(self) -> None:
+        """Let the file go."""
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
+
+    def _opened(self) -> Any:
+        if self._handle is None:
+            self._handle = self._system.open_input_file(self.file)
+        return self._handle
+
+    def _patiently(self, read: Any) -> Any:
+        def attempt() -> Any:
+            try:
+                return read()
+            except OSError:
+                self._handle = None  # another attempt opens it anew
+                raise
+
+        try:
+            return retry_transient(attempt, self.file)
+        except FileNotFoundError as error:
+            raise _changed_error(self.file, "it is gone") from error
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(
+                f"the file cannot be read: {error}", where=self.file, remedy="check rights and disk, or leave it out"
+            ) from error
+
+
+class MemoryFile:
+    """Content in memory under the name of its file."""
+
+    def __init__(self, file: str, content: bytes) -> None:
+        self.file, self.size_bytes, self._content = file, len(content), content
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes start..stop, all of them. Raises DataError."""
+        if stop > self.size_bytes:
+            raise _changed_error(self.file, f"unpacked, it has {self.size_bytes} bytes and had {stop} or more")
+        return self._content[start:stop]
+
+
+def compression_codec(file: str) -> str | None:
+    """Name of the codec that a file's suffix stands for; None for none."""
+    return next((codec for suffix, codec in COMPRESSIONS.items() if file.lower().endswith(suffix)), None)
+
+
+@contextmanager
+def open_file(system: pafs.FileSystem, file: str, size_bytes: int | None = None) -> Iterator[RandomAccessFile]:
+    """The content of a file; of a compressed one, all of it unpacked in memory, up to UNPACKED_BYTES.
+
+    Args:
+        system: of the file.
+        file: its path.
+        size_bytes: that it had when it was indexed; DataError where it has another now.
+    """
+    stored = StoredFile(system, file, size_bytes)
+    codec = compression_codec(file)
+    try:
+        yield stored if codec is None else MemoryFile(file, _unpacked(stored, codec))
+    finally:
+        stored.close()
+
+
+def _unpacked(stored: StoredFile, codec: str) -> bytes:
+    packed = stored.read(0, stored.size_bytes)
+    if not packed:
+        return b""
+    try:
+        with pa.CompressedInputStream(pa.BufferReader(packed), codec) as stream:
+            content: bytes = stream.read(UNPACKED_BYTES + 1)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"the compressed file is damaged: {error}", where=stored.file, remedy="compress it anew, or leave it out"
+        ) from error
+    if len(content) > UNPACKED_BYTES:
+        raise DataError(
+            f"unpacked, the file is larger than {UNPACKED_BYTES >> 20} MiB, and rows in it cannot be reached by number",
+            where=stored.file,
+            remedy="unpack it, then for speed convert it: trainwright data convert",
+        )
+    return content
+
+
+def _changed_error(file: str, how: str) -> DataError:
+    return DataError(f"the file changed: {how}", where=file, remedy="keep the data as it is while a run reads it")
+
+
+# --- Reading again when a store is slow or throttles ------------------------------------------------------------------
+
+
+_Value = TypeVar("_Value")
+
+_DEADLINE_S = 60.0
+_FIRST_S, _LONGEST_S = 0.1, 5.0
+_jitter = random.SystemRandom().random  # a step seeds the global generator
+_TRANSIENT_ERRNOS = {
+    errno.EAGAIN,
+    errno.EINTR,
+    errno.ETIMEDOUT,
+    errno.ECONNRESET,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.EPIPE,
+    errno.ENETDOWN,
+    errno.ENETRESET,
+    errno.ENETUNREACH,
+    errno.EHOSTUNREACH,
+    errno.ESTALE,  # NFS: the handle is old, the file may be opened anew
+}
+# pyarrow's file systems put the store's answer into the text of an OSError without an errno.
+_TRANSIENT_MESSAGES = re.compile(
+    r"slow.?down|throttl|too.many.requests|request.?timeout|timed.out|timeout was reached|time-?out error"
+    r"|service.?unavailable|server.?busy|internal.?(server.?)?error|bad gateway|gateway time-?out"
+    r"|network_connection|connection (was )?(reset|refused|closed|aborted)|temporarily unavailable"
+    r"|http (response |status )?(code )?:? ?(408|429|500|502|503|504)\b|curlcode: (6|7|18|28|35|52|55|56)\b",
+    re.IGNORECASE,
+)
+
+
+def is_transient(error: OSError) -> bool:
+    """Whether an error may pass by itself: timeouts, lost connections, and a store that asks for patience."""
+    if isinstance(error, TimeoutError | ConnectionError | InterruptedError):
+        return True
+    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
+        return False
+    if error.errno is not None and error.errno in _TRANSIENT_ERRNOS:
+        return True
+    return _TRANSIENT_MESSAGES.search(str(error)) is not None
+
+
+def retry_transient(
+    read: Callable[[], _Value],
+    where: str,
+    *,
+    deadline_s: float = _DEADLINE_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+    jitter: Callable[[], float] = _jitter,
+) -> _Value:
+    """read(), again after growing pauses while it raises transient errors; other errors are raised as they come.
+
+    Args:
+        read: may be called many times.
+        where: what is read, for the message.
+        deadline_s: no attempt begins later than this after the first.
+        clock: seconds, from any origin.
+        sleep: waits some seconds.
+        jitter: numbers in [0, 1), so that workers that were throttled together do not come back together.
+
+    Raises:
+        DataError: the deadline passed; it says for how long was tried and what the last error was.
+    """
+    began_s, pause_s, attempts = clock(), _FIRST_S, 0
+    while True:
+        try:
+            return read()
+        except OSError as error:
+            if not is_transient(error):
+                raise
+            attempts += 1
+            tried_s = clock() - began_s
+            wait_s = pause_s * (0.5 + jitter() / 2)
+            if tried_s + wait_s > deadline_s:
+                raise DataError(
+                    f"the store gave no answer in {tried_s:.1f} s and {attempts} attempts; the last: {error}",
+                    where=where,
+                    remedy="see whether the store is up and throttles, then run again: it goes on from its checkpoint",
+                ) from error
+        sleep(wait_s)
+        pause_s = min(2 * pause_s, _LONGEST_S)
+
+
+# --- Finding files ----------------------------------------------------------------------------------------------------
+
+
+_WILD = re.compile(r"[*?\[]")
+
+
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """A local path made absolute, so that it means the same in a worker; a URI as it is.
+
+    Raises DataError for an address with a password.
+    """
+    text = os.fspath(path)
+    user, found, _ = text.partition("://")[2].partition("/")[0].rpartition("@")
+    if found and ":" in user:
+        raise DataError(
+            "the address has a password in it, which would be shown wherever the data set is named",
+            where=text.replace(f"{user}@", "***@"),
+            remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or what the store takes, in the environment",
+        )
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
+def resolve_file_system(path: str) -> tuple[pafs.FileSystem, str]:
+    """The file system of an absolute path or URI, and the path or glob within it. Raises DataError."""
+    if "://" not in path:
+        return pafs.LocalFileSystem(), path
+    base = _WILD.split(path, maxsplit=1)[0]
+    try:
+        system, root = retry_transient(lambda: pafs.FileSystem.from_uri(base), path)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"the address is not understood: {error}", where=path, remedy="use s3, gs or abfs") from error
+    pattern = path[len(base) :]
+    return system, f"{root}/{pattern}" if pattern and base.endswith("/") and not root.endswith("/") else root + pattern
+
+
+def glob_base(path: str) -> str:
+    """The path itself; of a glob, the folder before its first wildcard."""
+    base = _WILD.split(path, maxsplit=1)[0]
+    return path if base == path else base.rpartition("/")[0] or "/"
+
+
+def find_files(
+    system: pafs.FileSystem, path: str, shown: str, kind: str, suffixes: tuple[str, ...]
+) -> list[pafs.FileInfo]:
+    """The files at a path, sorted by path.
+
+    Args:
+        system: to look in.
+        path: a file; a folder, searched recursively for the suffixes, but for names that begin with `_` or `.`; or a
+            glob (`*`, `?`, `[...]`, `**`).
+        shown: the path as the user wrote it.
+        kind: of the files, for messages.
+        suffixes: of files that are taken from a folder.
+
+    Raises:
+        DataError: nothing is there, or the store cannot be listed.
+    """
+    base, found, listed = _list_files(system, path, shown)
+    if found.type == pafs.FileType.File and base == path:
+        return [found]
+    files = filter_files(listed, path, suffixes)
+    if not files:
+        raise DataError(
+            f"no {kind} file is here, among {len(listed)} entries" if listed else "the folder is empty",
+            where=shown,
+            remedy=f"name a folder or glob with files that end in {', '.join(suffixes)}",
+        )
+    return files
+
+
+def filter_files(listed: Iterable[pafs.FileInfo], path: str, suffixes: tuple[str, ...]) -> list[pafs.FileInfo]:
+    """The files among those listed that a folder or glob stands for, sorted by path."""
+    base = glob_base(path)
+    pattern = _glob(path) if base != path else None
+    files = [info for info in listed if info.type == pafs.FileType.File]
+    files = [info for info in files if (pattern.fullmatch(info.path) if pattern else _has_suffix(info, base, suffixes))]
+    return sorted(files, key=lambda info: str(info.path))
+
+
+def common_folder(files: Sequence[str]) -> str:
+    """The folder that holds all of the files; empty for none."""
+    return os.path.commonpath([os.path.dirname(file) for file in files]) if files else ""
+
+
+def _list_files(system: pafs.FileSystem, path: str, shown: str) -> tuple[str, pafs.FileInfo, list[pafs.FileInfo]]:
+    base = glob_base(path)
+    try:
+        found = retry_transient(lambda: system.get_file_info(base), shown)
+        listed = [found] if found.type == pafs.FileType.File else []
+        if found.type == pafs.FileType.Directory:
+            listed = retry_transient(lambda: system.get_file_info(pafs.FileSelector(base, recursive=True)), shown)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"the data cannot be listed: {error}", where=shown, remedy="check path and rights") from error
+    if found.type == pafs.FileType.NotFound:
+        raise DataError("there is nothing at this path", where=shown, remedy="check the path, or fetch the data first")
+    return base, found, listed
+
+
+def _has_suffix(info: pafs.FileInfo, base: str, suffixes: tuple[str, ...]) -> bool:
+    parts = PurePosixPath(info.path[len(base) :].lstrip("/")).parts
+    return info.path.lower().endswith(suffixes) and not any(part.startswith(("_", ".")) for part in parts)
+
+
+def _glob(pattern: str) -> re.Pattern[str]:
+    """`**/` any folders, `*` and `?` within one name, `[...]` one of some characters."""
+    words = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
+    return re.compile("".join(words.get(part, part if part.startswith("[") else re.escape(part)) for part in parts))

@@ -1,0 +1,287 @@
+"""Folders of images as a source: a folder for each class, the images as bytes, and their decoding as a transform."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from trainwright.core.errors import DataError, nearest
+from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, hash_parts, select_columns
+from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.formats.file_system import (
+    StoredFile,
+    absolute_path,
+    filter_files,
+    find_files,
+    glob_base,
+    resolve_file_system,
+    retry_transient,
+)
+from trainwright.datasets.formats.scanned_files import group_boundaries
+from trainwright.datasets.ops.row_transforms import RowFunction
+
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+_SCHEMA = {
+    "image": Field(np.dtype(object), ()),
+    "label": Field(np.dtype(np.int64), ()),
+    "file": Field(np.dtype(object), ()),
+}
+_READS = 16  # images of a remote store that are asked for together
+_FOLDERS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSource:
+    """Images in a folder for each class. A group is part of one folder; its `file` is that folder.
+
+    Attributes:
+        path: a folder or glob; absolute, or a URI of pyarrow.fs. The classes are the folders in it, or in the folder
+            before the first wildcard.
+        classes: their names by label; None takes the names of the folders in alphabetical order.
+    """
+
+    path: str
+    classes: tuple[str, ...] | None = None
+
+    def describe(self) -> str:
+        """As the user wrote it, in short."""
+        return f"images({self.path!r})"
+
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes: that of label i at place i. Lists the files unless they were given."""
+        names: tuple[str, ...] = self.classes or self.index().traits["label"]
+        return names
+
+    def index(self) -> Index:
+        """List the files; reads none. Raises DataError where one lies in no class folder, or a class has none."""
+        system, path = resolve_file_system(self.path)
+        base = glob_base(path).rstrip("/")
+        files = find_files(system, path, self.path, "image", _SUFFIXES)
+        files.sort(key=lambda info: (os.path.dirname(info.path).split("/"), info.path))
+        folders = [(name, list(infos)) for name, infos in groupby(files, lambda info: os.path.dirname(info.path))]
+        classes = self._classes([_class_of(name, base, infos[0].path) for name, infos in folders])
+        if base == path.rstrip("/") and self.classes is None:
+            _require_images(system, base, classes)
+        groups = _groups(folders)
+        size = sum(info.size for info in files)
+        return Index(
+            rows=len(files),
+            groups=groups,
+            schema=_SCHEMA,
+            row_bytes=size // len(files) + sum(field.row_bytes for field in _SCHEMA.values()),
+            hash=hash_parts([classes, *((info.path[len(base) :], info.size) for info in files)]),
+            traits={"label": classes},
+            sizes={name: sum(info.size for info in infos) for name, infos in folders},
+        )
+
+    def open(self, index: Index) -> ImageLoader:
+        """A loader for one process."""
+        return ImageLoader(self.path, index)
+
+    def _classes(self, found: list[str]) -> tuple[str, ...]:
+        classes = self.classes or tuple(sorted(set(found)))
+        for name in found:
+            if name not in classes:
+                raise DataError(f"{name!r} is not among the classes", where=self.path, remedy=nearest(name, classes))
+        return classes
+
+
+class ImageLoader:
+    """Reads the images of one group at a time. For one thread at a time."""
+
+    def __init__(self, path: str, index: Index) -> None:
+        self._shown, self._index = path, index
+        self._system, self._path = resolve_file_system(path)
+        self._base = glob_base(self._path).rstrip("/")
+        self._labels = {name: label for label, name in enumerate(index.traits["label"])}
+        self._firsts: dict[str, int] = {}
+        self._rows: dict[str, int] = {}
+        for group in index.groups:
+            self._firsts.setdefault(group.file, group.first)
+            self._rows[group.file] = self._rows.get(group.file, 0) + group.rows
+        self._listed: dict[str, list[pafs.FileInfo]] = {}
+
+    def twin(self) -> ImageLoader:
+        """A loader of the same for another thread."""
+        return ImageLoader(self._shown, self._index)
+
+    def load(self, number: int, columns: Sequence[str]) -> Arrays:
+        """Columns of group `number` of the index; raises DataError that names the image."""
+        group = self._index.groups[number]
+        names = select_columns(self._index.schema, columns, f"{group.file}, row group {group.number}")
+        first = group.first - self._firsts[group.file]
+        infos = self._files(group.file)[first : first + group.rows]
+        made = {name: self._column(name, group, infos) for name in names}
+        return {name: made[name] for name in names}
+
+    def _column(self, name: str, group: RowGroup, infos: list[pafs.FileInfo]) -> Any:
+        if name == "label":
+            label = self._labels[_class_of(group.file, self._base, group.file)]
+            return np.full(len(infos), label, dtype=np.int64)
+        if name == "file":
+            return np.fromiter((info.path[len(self._base) + 1 :] for info in infos), dtype=object, count=len(infos))
+        return np.fromiter(self._contents(infos), dtype=object, count=len(infos))
+
+    def _contents(self, infos: list[pafs.FileInfo]) -> Iterable[bytes]:
+        if isinstance(self._system, pafs.LocalFileSystem):
+            return map(self._content, infos)
+        with ThreadPoolExecutor(_READS, thread_name_prefix="trainwright-images") as pool:
+            return list(pool.map(self._content, infos))
+
+    def _content(self, info: pafs.FileInfo) -> bytes:
+        stored = StoredFile(self._system, info.path, info.size)
+        try:
+            return stored.read(0, info.size)
+        finally:
+            stored.close()
+
+    def _files(self, folder: str) -> list[pafs.FileInfo]:
+        """The images of a folder, as many and as large as when they were indexed."""
+        if folder not in self._listed:
+            if len(self._listed) >= _FOLDERS:
+                self._listed.clear()
+            self._listed[folder] = self._list(folder)
+        return self._listed[folder]
+
+    def _list(self, folder: str) -> list[pafs.FileInfo]:
+        try:
+            listed = retry_transient(lambda: self._system.get_file_info(pafs.FileSelector(folder)), folder)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(
+                f"the folder cannot be listed: {error}", where=folder, remedy="keep the data while a run reads it"
+            ) from error
+        infos = filter_files(listed, self._path, _SUFFIXES)
+        now = (len(infos), sum(info.size for info in infos))
+        then = (self._rows[folder], self._index.sizes[folder])
+        if now != then:
+            raise DataError(
+                f"the folder changed: it has {now[0]} images of {now[1]} bytes and had {then[0]} of {then[1]}",
+                where=folder,
+                remedy="keep the data as it is while a run reads it",
+            )
+        return infos
+
+
+def _class_of(folder: str, base: str, file: str) -> str:
+    """The first folder below the base."""
+    name = folder[len(base) :].lstrip("/").partition("/")[0]
+    if not name:
+        raise DataError(
+            "the image lies in no class folder", where=file, remedy="put each image into a folder named by its class"
+        )
+    return name
+
+
+def _require_images(system: pafs.FileSystem, base: str, classes: tuple[str, ...]) -> None:
+    """A class without images would shift the labels between a train and a test folder."""
+    listed = retry_transient(lambda: system.get_file_info(pafs.FileSelector(base)), base)
+    for info in listed:
+        if info.type == pafs.FileType.Directory and info.base_name not in classes:
+            if info.base_name.startswith(("_", ".")):
+                continue
+            raise DataError(
+                "the class folder has no image, so that labels might not mean the same elsewhere",
+                where=info.path,
+                remedy="remove the folder, or give all names: images(path, classes=[...])",
+            )
+
+
+def _groups(folders: list[tuple[str, list[pafs.FileInfo]]]) -> tuple[RowGroup, ...]:
+    groups: list[RowGroup] = []
+    first = 0
+    for folder, infos in folders:
+        cuts = group_boundaries(np.cumsum([info.size for info in infos], dtype=np.int64), last=True)
+        for number, (low, high) in enumerate(pairwise([0, *cuts])):
+            groups.append(RowGroup(file=folder, number=number, rows=high - low, first=first + low))
+        first += len(infos)
+    return tuple(groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DecodeImage:
+    """Transform of a row: bytes of an image to an array. Made by `decode_image`.
+
+    Attributes:
+        column: of the bytes, replaced by the array.
+        size: (height, width) to resize to, bilinear; None keeps each image's own.
+        mode: of Pillow.
+    """
+
+    column: str
+    size: tuple[int, int] | None
+    mode: str
+
+    def __call__(self, row: dict[str, Any], rng: np.random.Generator) -> Mapping[str, Any]:
+        """The row with its image as (height, width, channels) uint8; without channels in modes of one."""
+        (name,) = select_columns(row, [self.column], "decode_image")
+        return {**row, name: self._decoded(row[name], str(row.get("file", row.get("__key__", ""))))}
+
+    def _decoded(self, content: Any, where: str) -> Any:
+        try:
+            from PIL import Image
+        except ImportError as error:
+            raise DataError("decoding images needs Pillow", remedy="pip install pillow") from error
+        if not isinstance(content, bytes):
+            raise DataError(
+                f"column {self.column!r} holds {type(content).__name__} and not the bytes of an image",
+                where=where,
+                remedy="name the column of bytes: decode_image(column=...)",
+            )
+        try:
+            with Image.open(io.BytesIO(content)) as image:
+                pixels = self._eight_bits(image).convert(self.mode)
+        except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+            raise DataError(
+                f"the image of {len(content)} bytes cannot be decoded: {error}",
+                where=where,
+                remedy="write it anew, leave it out, or skip what is damaged with on_error='skip'",
+            ) from error
+        if self.size is not None:
+            pixels = pixels.resize((self.size[1], self.size[0]), Image.Resampling.BILINEAR)
+        return np.asarray(pixels).copy()
+
+    def _eight_bits(self, image: Any) -> Any:
+        """16-bit grey with 8 bits, unless the mode has more: Pillow makes all above 255 white."""
+        if not image.mode.startswith("I") or self.mode.startswith(("I", "F")):
+            return image
+        from PIL import Image
+
+        return Image.fromarray(np.rint(np.asarray(image) / 257).clip(0, 255).astype(np.uint8))
+
+
+def decode_image(column: str = "image", size: int | tuple[int, int] | None = None, mode: str = "RGB") -> RowFunction:
+    """A transform for `.map` that turns the bytes of an image into an array, with Pillow.
+
+    Args:
+        column: of the bytes; it becomes (height, width, channels) uint8, or (height, width) in modes of one channel.
+        size: to resize to, (height, width) or one number for both, bilinear; None keeps each image's own, so that all
+            must have one size already.
+        mode: of Pillow: `RGB`, `L` for grey, `RGBA`.
+
+    Raises:
+        DataError: when called, if Pillow is missing or an image is damaged.
+    """
+    return _DecodeImage(column=column, size=(size, size) if isinstance(size, int) else size, mode=mode)
+
+
+def images(path: str | os.PathLike[str], classes: Iterable[str] | None = None) -> Dataset:
+    """Images in a folder for each class: columns `image` (bytes), `label` (int64) and `file` (path within `path`).
+
+    Decode them with `.map(decode_image(size=224))`. The names of the classes are `dataset.source.class_names()`, and
+    `index.traits["label"]`.
+
+    Args:
+        path: a folder of class folders, in which images may lie at any depth, or a glob, whose part before the first
+            wildcard is that folder; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `abfs://`).
+        classes: names by label, such as those of the training data; by default the folders in alphabetical order.
+    """
+    return Dataset(source=ImageSource(path=absolute_path(path), classes=None if classes is None else tuple(classes)))

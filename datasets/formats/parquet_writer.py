@@ -1,0 +1,297 @@
+"""Parquet shards of a good size, in a folder that appears whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from trainwright.core.errors import DataError
+from trainwright.datasets.data_source import Arrays
+from trainwright.datasets.formats.file_system import absolute_path, resolve_file_system
+
+SHARD_BYTES, _GROUP_BYTES = 128 << 20, 12 << 20
+_SUCCESS_FILE = "_SUCCESS"
+_WRITING = "_writing-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenShards:
+    """What was written.
+
+    Attributes:
+        folder: where.
+        rows: in all files.
+        files: of them.
+        groups: row groups in all files.
+        size_bytes: of all files.
+    """
+
+    folder: str
+    rows: int
+    files: int
+    groups: int
+    size_bytes: int
+
+
+def group_rows(row_bytes: float, group_bytes: int = _GROUP_BYTES) -> int:
+    """Rows of a row group of about `group_bytes`, from the decoded size of a row."""
+    return max(round(group_bytes / max(row_bytes, 1e-9)), 1)
+
+
+def shard_rows(group: int, stored_row_bytes: float, shard_bytes: int, rows: int | None = None) -> int:
+    """Rows of a file: whole row groups of about `shard_bytes`; files of equal length where the number of rows is known.
+
+    Args:
+        group: rows of a row group.
+        stored_row_bytes: size of a row in a file, as the first row group has it.
+        shard_bytes: wanted size of a file.
+        rows: of the whole data set.
+    """
+    wanted = shard_bytes / max(stored_row_bytes, 1e-9)
+    if rows is not None:
+        wanted = rows / max(round(rows / wanted), 1)
+    groups = round(wanted / group) if rows is None else math.ceil(wanted / group)
+    return group * max(groups, 1)
+
+
+def write_shards(
+    batches: Iterable[Arrays],
+    out: str,
+    *,
+    rows: int | None = None,
+    rows_per_group: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> WrittenShards:
+    """Write batches of columns as parquet files with zstd; rows of more dimensions become fixed-shape tensors.
+
+    A local folder appears by one rename. On an object store the files are written under another name and moved, and
+    `_SUCCESS` comes last: whoever lists before that may see some of them.
+
+    Args:
+        batches: arrays (rows, *shape) by column name, the same columns each time.
+        out: folder or URI that is not there or is empty.
+        rows: of all batches together, where that is known.
+        rows_per_group: by default about 12 MiB of decoded data.
+        shard_bytes: size of a file, about.
+
+    Raises:
+        DataError: `out` is taken, there is no row, or a column has no Arrow type.
+    """
+    require_empty_target(out)
+    with _staged(out) as (system, folder):
+        shards = _Shards(system, folder, rows, rows_per_group, shard_bytes)
+        with shards:
+            for batch in batches:
+                shards.add(batch)
+        if not shards.rows:
+            raise DataError("there is no row to write", where=out, remedy="give a source with rows")
+        written = shards.written(out)
+        with system.open_output_stream(f"{folder}/{_SUCCESS_FILE}") as file:
+            file.write(json.dumps(asdict(written)).encode())
+    return written
+
+
+def require_empty_target(out: str) -> None:
+    """Raise DataError where something lies at `out` already."""
+    system, root = _place(out)
+    found = system.get_file_info(root)
+    if found.type == pafs.FileType.NotFound:
+        return
+    if found.type == pafs.FileType.File:
+        raise DataError("a file has this name", where=out, remedy="name a folder that is not there yet")
+    listed = system.get_file_info(pafs.FileSelector(root))
+    names = [info.base_name for info in listed if not info.base_name.startswith(_WRITING)]
+    if names:
+        raise DataError(
+            f"the folder is not empty: it holds {names[0]!r}{' and more' if len(names) > 1 else ''}",
+            where=out,
+            remedy="name a folder that is not there yet, or delete this one",
+        )
+
+
+def is_complete(out: str) -> bool:
+    """Whether a folder was written by `write_shards` to the end."""
+    system, root = _place(out)
+    return bool(system.get_file_info(f"{root}/{_SUCCESS_FILE}").type == pafs.FileType.File)
+
+
+class _Shards:
+    """Cuts what is added into row groups and files. A context manager: it closes the last file."""
+
+    def __init__(
+        self, system: pafs.FileSystem, folder: str, total: int | None, group: int | None, shard_bytes: int
+    ) -> None:
+        self._system, self._folder = system, folder
+        self._total, self._group, self._shard_bytes = total, group, shard_bytes
+        self._schema: pa.Schema | None = None
+        self._waiting: list[pa.Table] = []
+        self._shard = 0  # rows of a file, once the first row group is written
+        self._writer: pq.ParquetWriter | None = None
+        self._sink: Any = None
+        self._in_file = self._files = self._groups = self._size = 0
+        self.rows = 0
+
+    def __enter__(self) -> _Shards:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._flush(all_rows=True)
+        finally:
+            self._close()
+
+    def add(self, batch: Arrays) -> None:
+        """Take rows; whole row groups are written."""
+        table = _to_table(batch, self._schema)
+        self._schema = table.schema
+        self._waiting.append(table)
+        if self._group is None and sum(piece.nbytes for piece in self._waiting) >= _GROUP_BYTES:
+            self._group = group_rows(self._nbytes() / self._rows())
+        if self._group is not None and self._rows() >= self._group:
+            self._flush(all_rows=False)
+
+    def written(self, folder: str) -> WrittenShards:
+        """What was written so far."""
+        return WrittenShards(
+            folder=folder, rows=self.rows, files=self._files, groups=self._groups, size_bytes=self._size
+        )
+
+    def _flush(self, all_rows: bool) -> None:
+        """Write the row groups that are whole; with `all_rows`, the rest too."""
+        if not self._rows():
+            return
+        group = self._group or self._rows()
+        table = pa.concat_tables(self._waiting)
+        start = 0
+        while table.num_rows - start >= group or (all_rows and start < table.num_rows):
+            self._write(table.slice(start, group), group)
+            start += group
+        rest = table.slice(start)
+        self._waiting = [rest] if rest.num_rows else []
+
+    def _write(self, table: pa.Table, group: int) -> None:
+        if self._writer is None:
+            self._open(table.schema)
+        assert self._writer is not None
+        self._writer.write_table(table, row_group_size=table.num_rows)
+        self._groups += 1
+        self.rows += table.num_rows
+        self._in_file += table.num_rows
+        if not self._shard:
+            stored = self._sink.tell() / table.num_rows
+            self._shard = shard_rows(group, stored, self._shard_bytes, self._total)
+        if self._in_file >= self._shard:
+            self._close()
+
+    def _open(self, schema: pa.Schema) -> None:
+        self._sink = self._system.open_output_stream(f"{self._folder}/part-{self._files:05d}.parquet")
+        self._writer = pq.ParquetWriter(self._sink, schema, compression="zstd")
+        self._files += 1
+
+    def _close(self) -> None:
+        writer, sink, self._writer, self._sink, self._in_file = self._writer, self._sink, None, None, 0
+        if writer is not None:
+            writer.close()
+            self._size += sink.tell()
+            sink.close()
+
+    def _rows(self) -> int:
+        return sum(table.num_rows for table in self._waiting)
+
+    def _nbytes(self) -> int:
+        return sum(table.nbytes for table in self._waiting)
+
+
+@contextmanager
+def _staged(out: str) -> Iterator[tuple[pafs.FileSystem, str]]:
+    """A folder to write into, which takes its name when the block ends without an error and is deleted otherwise."""
+    system, root = _place(out)
+    if isinstance(system, pafs.LocalFileSystem):
+        target = Path(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}{_WRITING}", dir=target.parent) as folder:
+            whole = Path(folder) / target.name
+            whole.mkdir()
+            yield system, str(whole)
+            _rename(whole, target)
+        return
+    folder = f"{root}/{_WRITING}{uuid.uuid4().hex[:8]}"
+    system.create_dir(folder, recursive=True)
+    try:
+        yield system, folder
+        names = [info.base_name for info in system.get_file_info(pafs.FileSelector(folder))]
+        for name in sorted(names, key=lambda name: (name == _SUCCESS_FILE, name)):
+            system.move(f"{folder}/{name}", f"{root}/{name}")
+    finally:
+        system.delete_dir(folder)
+
+
+def _place(out: str) -> tuple[pafs.FileSystem, str]:
+    system, root = resolve_file_system(absolute_path(out))
+    return system, root.rstrip("/")
+
+
+def _rename(whole: Path, target: Path) -> None:
+    try:
+        whole.rename(target)
+    except OSError as error:
+        raise DataError(
+            f"the finished folder cannot take its name: {error}",
+            where=str(target),
+            remedy="name a folder that nothing else writes into",
+        ) from error
+
+
+def _to_table(columns: Arrays, schema: pa.Schema | None = None) -> pa.Table:
+    """Columns as an Arrow table, of the same types as `schema` where it is given. Raises DataError."""
+    if schema is not None and set(columns) != set(schema.names):
+        raise DataError(
+            f"the columns are {', '.join(sorted(columns))} here and {', '.join(sorted(schema.names))} before",
+            remedy="give every row the same columns",
+        )
+    names = list(columns) if schema is None else schema.names
+    kinds = {name: None if schema is None else schema.field(name).type for name in names}
+    return pa.table({name: _to_arrow(columns[name], kinds[name], name) for name in names})
+
+
+def _to_arrow(array: npt.NDArray[Any], kind: pa.DataType | None, name: str) -> pa.Array:
+    try:
+        objects = array.dtype == np.dtype(object) and array.ndim == 1
+        made = pa.array(list(array), type=kind) if objects else _tensors(array)
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        raise DataError(
+            f"the column has no type in parquet: {error}",
+            where=f"column {name!r}",
+            remedy="make it numbers, text, bytes or lists of one type; give images one size, or keep them encoded",
+        ) from error
+    if pa.types.is_null(made.type) or (kind is not None and made.type != kind):
+        raise DataError(
+            f"the column is {made.type} here" + (f" and {kind} before" if kind is not None else ""),
+            where=f"column {name!r}",
+            remedy="give every row a value of the same type and shape",
+        )
+    return made
+
+
+def _tensors(array: npt.NDArray[Any]) -> pa.Array:
+    """Numbers as they are, (rows, *shape) as fixed-shape tensors."""
+    shape = array.shape[1:]
+    flat = pa.array(np.ascontiguousarray(array).reshape(-1))
+    if not shape:
+        return flat
+    storage = pa.FixedSizeListArray.from_arrays(flat, int(np.prod(shape)))
+    return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(flat.type, shape), storage)

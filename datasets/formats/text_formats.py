@@ -1,0 +1,478 @@
+"""CSV as a source: records cut at real line ends, one type a column over all files, read group by group."""
+
+from __future__ import annotations
+
+import csv as standard_csv
+import io
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.csv as pacsv
+
+from trainwright.core.errors import DataError
+from trainwright.datasets.data_source import Arrays, Field, field_of
+from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.formats.file_system import RandomAccessFile, absolute_path
+from trainwright.datasets.formats.scanned_files import (
+    FileSource,
+    FileSurvey,
+    GroupLocation,
+    Offsets,
+    RecordRange,
+    TextTraits,
+    line_ends,
+    null_error,
+    table_arrays,
+    whole_records,
+)
+
+_NULL = "null"
+_NUMBERS = {"int", "float"}
+
+
+def _merge_kinds(one: str, other: str) -> str:
+    """The narrowest kind that holds values of both: int64 becomes float64, what else differs becomes text.
+
+    Lists and objects of JSON make a column of objects, whatever else is in it.
+    """
+    if one == other or other == _NULL:
+        return one
+    if one == _NULL:
+        return other
+    if "object" in (one, other):
+        return "object"
+    return "float" if {one, other} == _NUMBERS else "str"
+
+
+# --- Csv --------------------------------------------------------------------------------------------------------------
+
+
+_BOM = b"\xef\xbb\xbf"
+_HEAD_BYTES = 1 << 20
+_NULLS = ["", "NA", "N/A", "#N/A", "NULL", "null", "None", "<NA>"]
+_TYPES = {"bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "str": pa.string(), _NULL: pa.string()}
+_KINDS = {pa.null(): _NULL, pa.bool_(): "bool", pa.int64(): "int", pa.float64(): "float"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CsvFormat(TextTraits):
+    """CSV as in RFC 4180, in UTF-8, with a header; quoted values may hold newlines.
+
+    Attributes:
+        delimiter: between values; None for a comma, and a tab in .tsv files.
+    """
+
+    delimiter: str | None = None
+
+    name = "CSV"
+    call = "csv"
+    suffixes = (".csv", ".tsv")
+
+    def survey(self, data: RandomAccessFile) -> FileSurvey:
+        """Cut the file, and infer the type of each column over all of it."""
+        head = data.read(0, min(_HEAD_BYTES, data.size_bytes))
+        delimiter = self._delimiter(data.file)
+        start = _header_end(head, delimiter, data)
+        if not start:
+            return FileSurvey(pieces=(), traits={})
+        place = GroupLocation(file=data.file, group=0, row=0)
+        names = self._names(head[:start], place)
+        kinds = dict.fromkeys(names, _NULL)
+        pieces: list[RecordRange] = []
+        rows = 0
+        ends = partial(csv_record_ends, delimiter=delimiter)
+        for offset, body in whole_records(data, start, ends):
+            place = GroupLocation(file=data.file, group=len(pieces), row=rows)
+            table = self._parse(names, body, None, place)
+            if table.num_rows:
+                pieces.append(RecordRange(offset, offset + len(body), table.num_rows))
+                rows += table.num_rows
+                kinds = {name: _merge_kinds(kinds[name], _csv_kind(table.schema.field(name).type)) for name in names}
+        return FileSurvey(pieces=tuple(pieces), traits=kinds)
+
+    def merge(self, one: str, other: str) -> str | None:
+        """The narrowest kind that holds both; any two go together as text."""
+        return _merge_kinds(one, other)
+
+    def field(self, trait: str) -> Field:
+        """What arrays of a column look like."""
+        return field_of(_TYPES[trait])
+
+    def decode(self, head: bytes, body: bytes, traits: Mapping[str, str], place: GroupLocation) -> Arrays:
+        """Columns of one group, each of the type that it has over all files."""
+        types = {name: _TYPES[kind] for name, kind in traits.items()}
+        table = self._parse(self._names(head, place), body, types, place)
+        return table_arrays(table, tuple(traits), place)
+
+    def _delimiter(self, file: str) -> str:
+        return self.delimiter or ("\t" if ".tsv" in os.path.basename(file).lower() else ",")
+
+    def _names(self, head: bytes, place: GroupLocation) -> list[str]:
+        where = f"{place.file}, header"
+        try:
+            lines = io.StringIO(head.removeprefix(_BOM).decode("utf-8"), newline="")
+        except UnicodeDecodeError as error:
+            raise DataError(f"the header is not UTF-8: {error}", where=where, remedy="write it as UTF-8") from error
+        names = next(row for row in standard_csv.reader(lines, delimiter=self._delimiter(place.file)) if row)
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise DataError(f"column {twice[0]!r} comes twice", where=where, remedy="give every column its own name")
+        return names
+
+    def _parse(self, names: list[str], body: bytes, types: Mapping[str, Any] | None, place: GroupLocation) -> pa.Table:
+        """Records as a table: of the types given, those columns alone; else all columns, their types inferred."""
+        ragged: list[Any] = []
+
+        def refuse(row: Any) -> str:
+            ragged.append(row)
+            return "skip"
+
+        convert = pacsv.ConvertOptions(
+            column_types=types,
+            include_columns=list(types) if types is not None else None,
+            null_values=_NULLS,
+            true_values=["true", "True", "TRUE"],
+            false_values=["false", "False", "FALSE"],
+        )
+        try:
+            table = pacsv.read_csv(
+                pa.BufferReader(body),
+                read_options=pacsv.ReadOptions(column_names=names, use_threads=False, block_size=len(body) + 1),
+                parse_options=pacsv.ParseOptions(
+                    delimiter=self._delimiter(place.file), newlines_in_values=True, invalid_row_handler=refuse
+                ),
+                convert_options=convert,
+            )
+        except pa.ArrowException as error:
+            raise _csv_error(error, place) from error
+        if ragged:
+            raise _row_length_error(ragged[0], names, place)
+        if types is None:
+            _require_utf8(table, place)
+        return table
+
+
+def csv_record_ends(data: bytes, last: bool, delimiter: str = ",") -> Offsets:
+    """Ends of CSV records: ends of lines that are not inside a quoted value.
+
+    A quotation mark opens a value only where the value begins; inside, two stand for one (RFC 4180, 2.5 to 2.7).
+    """
+    ends = line_ends(data, last)
+    octets = np.frombuffer(data, np.uint8)
+    marks = np.flatnonzero(octets == ord('"'))
+    if not len(marks):
+        return ends
+    odd, even = marks[1::2], marks[::2]
+    begins = np.isin(octets[even - 1], np.frombuffer(f"\n\r{delimiter}".encode(), np.uint8)) | (even == 0)
+    begins[1:] |= even[1:] == odd[: len(even) - 1] + 1
+    inside = np.searchsorted(marks, ends) % 2 == 1 if begins.all() else _quoted_ends(data, ends, delimiter)
+    kept: Offsets = ends[~inside]
+    return kept
+
+
+def _quoted_ends(data: bytes, ends: Offsets, delimiter: str) -> npt.NDArray[np.bool_]:
+    """Which ends of lines lie inside quoted values where some quotation marks stand in values that are not quoted."""
+    opening = rb"(?:(?<=[\n\r" + re.escape(delimiter.encode()) + rb"])|\A)"
+    spans = [(-1, -1)]
+    for match in re.finditer(opening + rb'"[^"]*+(?:""[^"]*+)*+(?:"|(\Z))', data):
+        unclosed = match.group(1) is not None
+        spans.append((match.start(), len(data) + 1 if unclosed else match.end()))
+    starts, stops = np.array(spans, dtype=np.int64).T
+    inside: npt.NDArray[np.bool_] = ends < stops[np.searchsorted(starts, ends - 1, "right") - 1]
+    return inside
+
+
+def _header_end(head: bytes, delimiter: str, data: RandomAccessFile) -> int:
+    """Where the first line that holds something ends; 0 where there is none."""
+    last = len(head) == data.size_bytes
+    body = head.removeprefix(_BOM)
+    blank = len(head) - len(body.lstrip(b"\r\n"))
+    if last and blank == len(head):
+        return 0
+    ends = csv_record_ends(head[blank:], last, delimiter)
+    if not len(ends):
+        raise DataError(
+            f"the header has no end within {len(head)} bytes", where=data.file, remedy="close its quotation marks"
+        )
+    return blank + int(ends[0])
+
+
+def _csv_kind(kind: pa.DataType) -> str:
+    return _KINDS.get(kind, "str")
+
+
+def _row_length_error(row: Any, names: list[str], place: GroupLocation) -> DataError:
+    number = row.number - 1 if row.number is not None else None
+    text = row.text if len(row.text) <= 80 else row.text[:77] + "..."
+    return DataError(
+        f"a line has {row.actual_columns} values for {len(names)} columns: {text!r}",
+        where=place.at(number),
+        remedy='mend the line; a value with a delimiter, newline or quotation mark in it stands in "quotation marks"',
+    )
+
+
+def _csv_error(error: Exception, place: GroupLocation) -> DataError:
+    return DataError(
+        f"the lines cannot be read as CSV: {error}",
+        where=place.at(),
+        remedy="mend the file; one that changed after it was indexed must be indexed again",
+    )
+
+
+def _require_utf8(table: pa.Table, place: GroupLocation) -> None:
+    """Text that is not UTF-8 is inferred as bytes."""
+    for name in table.column_names:
+        if not pa.types.is_binary(table.schema.field(name).type):
+            continue
+        for row, value in enumerate(table.column(name).to_pylist()):
+            try:
+                (value or b"").decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"a value is not UTF-8: {error.reason}", where=place.at(row, name), remedy="write the file as UTF-8"
+                ) from error
+
+
+def csv(path: str | os.PathLike[str], columns: Iterable[str] | None = None, *, delimiter: str | None = None) -> Dataset:
+    """Rows of CSV files with a header. The first pass infers one type for each column over all files.
+
+    A column is int64, float64, bool, or else text. Quoted values may hold newlines. A compressed file (.gz, .bz2,
+    .zst) is read as one group, and only up to 256 MiB unpacked.
+
+    Args:
+        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `abfs://`).
+        columns: read only these; by default all.
+        delimiter: one character between values; by default a comma, in .tsv files a tab.
+    """
+    if delimiter is not None and (len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n'):
+        raise DataError(f"delimiter={delimiter!r} cannot part values", remedy="give one character, such as ';'")
+    form = _CsvFormat(delimiter=delimiter)
+    return Dataset(
+        source=FileSource(path=absolute_path(path), format=form, columns=None if columns is None else tuple(columns))
+    )
+
+
+# --- JSON lines as a source -------------------------------------------------------------------------------------------
+
+
+_JSON_DTYPES = {"bool": np.dtype(np.bool_), "int": np.dtype(np.int64), "float": np.dtype(np.float64)}
+_JSON_KINDS = {bool: "bool", int: "int", float: "float", str: "str", type(None): _NULL, list: "object", dict: "object"}
+_JSON_TYPES: Mapping[str, frozenset[type]] = {
+    "bool": frozenset({bool}),
+    "int": frozenset({int}),
+    "float": frozenset({int, float}),
+}
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _JsonLinesFormat(TextTraits):
+    """One JSON object a line, in UTF-8. Columns are the names at the top; lists and objects stay Python objects."""
+
+    name = "JSON lines"
+    call = "json_lines"
+    suffixes = (".jsonl", ".ndjson", ".json")
+
+    def survey(self, data: RandomAccessFile) -> FileSurvey:
+        """Cut the file at its lines, and infer the kind of each column over all of them."""
+        kinds: dict[str, str] = {}
+        pieces: list[RecordRange] = []
+        rows = 0
+        for offset, body in whole_records(data, 0, line_ends):
+            place = GroupLocation(file=data.file, group=len(pieces), row=rows)
+            objects = _json_objects(body, place)
+            if objects:
+                pieces.append(RecordRange(offset, offset + len(body), len(objects)))
+                rows += len(objects)
+            for name, found in _json_kinds(objects).items():
+                kinds[name] = _merge_kinds(kinds.get(name, _NULL), found)
+        return FileSurvey(pieces=tuple(pieces), traits=kinds)
+
+    def merge(self, one: str, other: str) -> str | None:
+        """The narrowest kind that holds both; any two go together."""
+        return _merge_kinds(one, other)
+
+    def field(self, trait: str) -> Field:
+        """What arrays of a column look like."""
+        return Field(_JSON_DTYPES.get(trait, np.dtype(object)), ())
+
+    def decode(self, head: bytes, body: bytes, traits: Mapping[str, str], place: GroupLocation) -> Arrays:
+        """Columns of one group, each of the type that it has over all files."""
+        objects = _json_objects(body, place)
+        return {name: _json_column(objects, name, kind, place) for name, kind in traits.items()}
+
+
+def _json_objects(body: bytes, place: GroupLocation) -> list[dict[str, Any]]:
+    """One object for each line that is not blank."""
+    return [_json_object(line, row, place) for row, line in enumerate(_json_lines(body, place))]
+
+
+def _json_lines(body: bytes, place: GroupLocation) -> Iterator[str]:
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        row = sum(1 for line in body[: error.start].split(b"\n")[:-1] if line.strip())
+        raise DataError(
+            f"a line is not UTF-8: {error.reason}", where=place.at(row), remedy="write the file as UTF-8"
+        ) from error
+    return (line for line in text.removeprefix("\ufeff").split("\n") if line and not line.isspace())
+
+
+def _json_object(line: str, row: int, place: GroupLocation) -> dict[str, Any]:
+    shown = line if len(line) <= 80 else line[:77] + "..."
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"a line is no JSON: {error}: {shown!r}",
+            where=place.at(row),
+            remedy="write one whole JSON object on each line",
+        ) from error
+    if not isinstance(value, dict):
+        raise DataError(
+            f"a line is a {type(value).__name__} and no object: {shown!r}",
+            where=place.at(row),
+            remedy='write one object of columns on each line: {"x": 1}',
+        )
+    return value
+
+
+def _json_kinds(objects: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The kind of each column; integers beyond 64 bits are floats."""
+    seen: dict[str, set[str]] = {}
+    for row in objects:
+        for name, value in row.items():
+            kind = _JSON_KINDS[type(value)]
+            if kind == "int" and value not in _INT64:
+                kind = "float"
+            seen.setdefault(name, set()).add(kind)
+    return {name: reduce(_merge_kinds, sorted(kinds)) for name, kinds in seen.items()}
+
+
+def _json_column(objects: list[dict[str, Any]], name: str, kind: str, place: GroupLocation) -> npt.NDArray[Any]:
+    values: list[Any] = [row.get(name) for row in objects]
+    nulls = values.count(None)
+    if nulls:
+        row = values.index(None)
+        what = "is null" if name in objects[row] else "is missing"
+        raise null_error(f"{name!r} {what}, in {nulls} of {len(values)} rows", place.at(row, name))
+    if kind == "str":
+        values = [value if isinstance(value, str) else json.dumps(value) for value in values]
+    if kind not in _JSON_DTYPES:
+        return np.fromiter(values, dtype=object, count=len(values))
+    changed = next((row for row, value in enumerate(values) if type(value) not in _JSON_TYPES[kind]), None)
+    if changed is not None:
+        raise _json_changed(values[changed], kind, place.at(changed, name))
+    try:
+        return np.array(values, dtype=_JSON_DTYPES[kind])
+    except OverflowError as error:
+        raise _json_changed(max(values, key=abs), kind, place.at(column=name)) from error
+
+
+def _json_changed(value: object, kind: str, where: str) -> DataError:
+    return DataError(
+        f"the file changed: {value!r} is no {kind}, which the column was when it was indexed",
+        where=where,
+        remedy="keep the data as it is while a run reads it",
+    )
+
+
+def json_lines(path: str | os.PathLike[str], columns: Iterable[str] | None = None) -> Dataset:
+    """Rows of files with one JSON object on each line. The first pass infers one type for each column over all files.
+
+    A column is int64, float64, bool, text, or else Python objects (lists and objects of JSON). A compressed file (.gz,
+    .bz2, .zst) is read as one group, and only up to 256 MiB unpacked.
+
+    Args:
+        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `abfs://`).
+        columns: read only these; by default all.
+    """
+    names = None if columns is None else tuple(columns)
+    return Dataset(source=FileSource(path=absolute_path(path), format=_JsonLinesFormat(), columns=names))
+
+
+# --- Plain text as a source -------------------------------------------------------------------------------------------
+
+
+_BREAK = re.compile(rb"\n[ \t\r]*\n\s*(?=\S)")  # what follows must have begun, or more of the break may come
+_DOCUMENTS = {"line": re.compile(r"\n"), "paragraph": re.compile(r"\n[ \t\r]*\n\s*", re.ASCII), "file": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TextFormat(TextTraits):
+    """UTF-8 text. A document is a line, what stands between blank lines, or a whole file; blank ones are left out."""
+
+    by: Literal["line", "paragraph", "file"] = "line"
+    name = "text"
+    call = "text"
+    suffixes = (".txt", ".text", ".md")
+
+    def survey(self, data: RandomAccessFile) -> FileSurvey:
+        """Cut the file after its documents and count them."""
+        pieces: list[RecordRange] = []
+        for number, (offset, body) in enumerate(self._ranges(data)):
+            rows = len(self._documents(body, GroupLocation(file=data.file, group=number, row=0)))
+            if rows:
+                pieces.append(RecordRange(offset, offset + len(body), rows))
+        return FileSurvey(pieces=tuple(pieces), traits={"text": "str"})
+
+    def merge(self, one: str, other: str) -> str:
+        """There is one kind of text."""
+        return one
+
+    def field(self, trait: str) -> Field:
+        """Text is an object."""
+        return Field(np.dtype(object), ())
+
+    def decode(self, head: bytes, body: bytes, traits: Mapping[str, Any], place: GroupLocation) -> Arrays:
+        """The documents of one group."""
+        documents = self._documents(body, place)
+        return {name: np.fromiter(documents, dtype=object, count=len(documents)) for name in traits}
+
+    def _ranges(self, data: RandomAccessFile) -> Iterator[tuple[int, bytes]]:
+        if self.by == "file":
+            return iter([(0, data.read(0, data.size_bytes))] if data.size_bytes else [])
+        return whole_records(data, 0, line_ends if self.by == "line" else paragraph_ends)
+
+    def _documents(self, body: bytes, place: GroupLocation) -> list[str]:
+        try:
+            text = body.decode("utf-8").removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"the text is not UTF-8: {error.reason}",
+                where=f"{place.at()}, byte {error.start} of the group",
+                remedy="write the file as UTF-8",
+            ) from error
+        between = _DOCUMENTS[self.by]
+        parts = [text] if between is None else between.split(text)
+        return [part.rstrip("\r\n") if between else part for part in parts if part and not part.isspace()]
+
+
+def paragraph_ends(data: bytes, last: bool) -> Offsets:
+    """Where paragraphs end: after the blank lines behind each, and at the end of the file."""
+    ends = [found.end() for found in _BREAK.finditer(data)]
+    return np.array([*ends, len(data)] if last and data else ends, dtype=np.int64)
+
+
+def text(path: str | os.PathLike[str], by: Literal["line", "paragraph", "file"] = "line") -> Dataset:
+    """Documents of UTF-8 text files, in the column `text`; `.tokenize()` and `.pack(length)` make sequences of them.
+
+    Args:
+        path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `abfs://`).
+        by: what a document is: each line, each paragraph (blank lines stand between them), or each file as a whole.
+
+    Raises:
+        DataError: `by` is none of these.
+    """
+    if by not in _DOCUMENTS:
+        raise DataError(f"by={by!r} is no way to cut text", remedy=f"give one of {', '.join(_DOCUMENTS)}")
+    return Dataset(source=FileSource(path=absolute_path(path), format=_TextFormat(by=by)))

@@ -1,0 +1,496 @@
+"""Delivery inside a worker: the feeds of every step from any step on, read ahead of the consumer."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.data import Batch, Cursor, Feed, FeedAssignment, PrefetchDepth
+from trainwright.core.errors import DataError, UserCodeError
+from trainwright.core.topology import WorkUnit
+from trainwright.datasets.data_source import Arrays, Index, RowAccess
+from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.loading.bad_samples import SkippingReader
+from trainwright.datasets.loading.prefetch import ReadAhead
+from trainwright.datasets.ops.row_transforms import Counters
+from trainwright.datasets.sample_order import (
+    MEMORY_BYTES,
+    RankShare,
+    Rows,
+    SampleOrder,
+    StepSchedule,
+    apply_by_pass,
+    choose_lanes,
+)
+
+__all__ = ["BatchLoader", "Feeds", "Fetcher", "make_schedule"]
+
+_AHEAD_BYTES = 128 << 20
+_CHUNK_ROWS, _CHUNK_BYTES, _CHUNK_STEPS = 4096, 8 << 20, 64
+_WARM_ROWS = 8  # rows that a heavy transform computes for the throwaway step
+
+
+class Fetcher(Protocol):
+    """Where transformed shares come from when they are not computed here, such as Ray Data."""
+
+    def fetch(self, step: int, rank: int, total: int) -> tuple[range, Arrays]:
+        """Columns of a data rank's share of the chunk of steps that holds `step`, and that chunk. Has a deadline."""
+
+
+class Feeds(Iterator[Feed]):
+    """Feeds of consecutive steps. Close it, or use it in a `with`: a thread reads ahead of it, as far as it has to.
+
+    Args:
+        chunks: feeds that are read together.
+        memory_bytes: that may be ready ahead.
+    """
+
+    def __init__(self, chunks: Iterator[list[Feed]], memory_bytes: int = _AHEAD_BYTES) -> None:
+        self._largest = PrefetchDepth(chunks=0, chunk_steps=0, chunk_bytes=0)
+        self._chunks = ReadAhead(chunks, name="trainwright-feeds", size_of=_size, memory_bytes=memory_bytes)
+        self._ready: Iterator[Feed] = iter(())
+
+    @property
+    def prefetch(self) -> PrefetchDepth:
+        """How far it reads ahead by now."""
+        return replace(self._largest, chunks=self._chunks.depth)
+
+    def __next__(self) -> Feed:
+        while True:
+            for feed in self._ready:
+                return feed
+            chunk = next(self._chunks)
+            self._largest = replace(
+                self._largest,
+                chunk_steps=max(self._largest.chunk_steps, len(chunk)),
+                chunk_bytes=max(self._largest.chunk_bytes, _size(chunk)),
+            )
+            self._ready = iter(chunk)
+
+    def close(self) -> None:
+        """End the reading thread. Safe to call twice."""
+        self._chunks.close()
+        self._ready = iter(())
+
+    def __enter__(self) -> Feeds:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class BatchLoader:
+    """The feeds of one actor over a whole run.
+
+    Args:
+        dataset: to read.
+        index: of the data set, as the run began with it; by default it is looked up now.
+        batch_size: global, in samples.
+        epochs: of the run; each is a pass over the data, unless `epoch_samples` says otherwise.
+        seed: of the order and of the transforms.
+        shuffle: whether the order changes with each epoch; otherwise rows come as they are stored.
+        drop_last: leave out the short last batch of each epoch.
+        epoch_samples: samples of a virtual epoch.
+        feeding: data ranks of this actor; it may have none.
+        accumulation: micro-batches of each data rank in one step.
+        static_shapes: fill every micro-batch to one size with repeats of weight 0.
+        columns: to give; by default all.
+        window: rows that are permuted together; by default chosen from the index.
+        fetcher: gives the transformed shares of heavy data sets; without it, all is computed here.
+        row: of the data set, of which full and warm feeds are made where a transform is slow to open.
+        memory_bytes: decoded data that may be kept.
+        salvage: goes on without samples that cannot be read; without it, they end the run.
+
+    Raises:
+        DataError: the data is missing, empty or lacks a column, or gives no step.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        index: Index | None = None,
+        *,
+        batch_size: int,
+        feeding: FeedAssignment,
+        epochs: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        epoch_samples: int | None = None,
+        accumulation: int = 1,
+        static_shapes: bool = False,
+        columns: Iterable[str] | None = None,
+        window: int | None = None,
+        fetcher: Fetcher | None = None,
+        row: Batch | None = None,
+        memory_bytes: int = MEMORY_BYTES,
+        salvage: SkippingReader | None = None,
+    ) -> None:
+        index = index or dataset.index()
+        self._dataset, self._fetcher, self._feeding, self._salvage = dataset, fetcher, feeding, salvage
+        self._row = row
+        self._columns = None if columns is None else tuple(columns)
+        self._schedule = make_schedule(
+            index, batch_size=batch_size, epochs=epochs, seed=seed, shuffle=shuffle, drop_last=drop_last,
+            epoch_samples=epoch_samples, window=window,
+        )  # fmt: skip
+        largest = self._schedule.largest_share(feeding.total)
+        self._assembly = _BatchAssembler(
+            schedule=self._schedule,
+            feeding=feeding,
+            accumulation=accumulation,
+            rows=-(-largest // accumulation) if static_shapes else None,
+        )
+        self._reader = make_reader(dataset, index, self._columns, self._schedule.order, memory_bytes)
+        self._chunk_steps = chunk_steps(batch_size * len(feeding.data_ranks) / feeding.total, index.row_bytes)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one epoch."""
+        return self._schedule.steps_per_epoch
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all epochs."""
+        return self._schedule.total_steps
+
+    @property
+    def order(self) -> SampleOrder:
+        """The order of the samples."""
+        return self._schedule.order
+
+    def cursor(self, step: int) -> Cursor:
+        """Where the batch of global step `step` starts."""
+        return self._schedule.cursor(step)
+
+    @property
+    def feeding(self) -> FeedAssignment:
+        """Which shares this actor has."""
+        return self._feeding
+
+    def size(self, step: int) -> int:
+        """Real samples in the global batch of a step."""
+        return self._schedule.size(step)
+
+    def samples(self, step: int) -> Rows:
+        """Row numbers of the global batch of a step, in the order of their positions."""
+        return self._schedule.samples(step)
+
+    def feed(self, step: int, share: int) -> Feed:
+        """The feed of one step for any one data rank, read now."""
+        ranks = range(share, share + 1)
+        _, shares = self._shares(step, ranks, 1)
+        return replace(self._assembly, feeding=replace(self._feeding, data_ranks=ranks)).feed(step, shares)
+
+    def feeds(self, start_step: int = 0) -> Feeds:
+        """Feeds of the steps from `start_step` to the end of the last epoch. Reading begins at once."""
+        return Feeds(self._chunks(start_step))
+
+    def warm_feed(self, step: int = 0, avoid: Collection[int] = ()) -> Feed:
+        """As `full_feed`, with all samples of weight 0."""
+        return zero_weight(self.full_feed(step, avoid))
+
+    def full_feed(self, step: int = 0, avoid: Collection[int] = ()) -> Feed:
+        """A feed of the shape of an ordinary step, of real samples.
+
+        Args:
+            step: about where the feeds will start, so that what is read for it is of use to them.
+            avoid: steps whose samples are not to be used.
+        """
+        full = self._schedule.size(step) == self._schedule.batch_size
+        start = step if full else step - step % self._schedule.steps_per_epoch
+        if start in avoid:
+            others = itertools.chain(range(start + 1, self.total_steps), range(start))
+            alike = (other for other in others if self._schedule.size(other) == self._schedule.size(start))
+            start = next((other for other in alike if other not in avoid), start)
+        steps = range(start, start + 1)
+        shares: dict[int, tuple[RankShare, Arrays]] = {}
+        for rank in self._feeding.data_ranks:
+            share = self._schedule.share(steps, rank, self._feeding.total)
+            if self._row is not None:
+                back = np.zeros(len(share.samples), dtype=np.int64)
+                shares[rank] = share, {name: array[back] for name, array in self._row.columns.items()}
+                continue
+            few = np.minimum(np.arange(len(share.samples)), _WARM_ROWS - 1 if self._fetcher else len(share.samples))
+            distinct, back = np.unique(few, return_inverse=True)
+            columns, _ = self._read(share.samples[distinct], share.passes[distinct])
+            shares[rank] = share, {name: array[back] for name, array in columns.items()}
+        return self._assembly.feed(start, shares)
+
+    def _chunks(self, step: int) -> Iterator[list[Feed]]:
+        while step < self.total_steps:
+            steps, shares = self._shares(step, self._feeding.data_ranks, self._chunk_steps)
+            yield [self._assembly.feed(number, shares) for number in steps]
+            step = steps.stop
+
+    def _shares(self, step: int, ranks: range, length: int) -> tuple[range, _Shares]:
+        """The shares of some data ranks in a chunk of steps that begins here, of `length` where they are read here."""
+        if self._fetcher is None:
+            return self._computed(step, ranks, length)
+        try:
+            return self._fetched(self._fetcher, step, ranks)
+        except (DataError, UserCodeError):
+            if self._salvage is None:
+                raise
+            return self._computed(step, ranks, length)  # finds out which samples it was
+
+    def _computed(self, step: int, ranks: range, length: int) -> tuple[range, _Shares]:
+        """Read and transform the shares of these data ranks together."""
+        steps = range(step, self._schedule.chunk(step, length).stop)
+        shares = [self._schedule.share(steps, rank, self._feeding.total) for rank in ranks]
+        if not shares:
+            return steps, {}
+        samples = np.concatenate([share.samples for share in shares])
+        passes = np.concatenate([share.passes for share in shares])
+        columns, good = self._read(samples, passes)
+        ends = np.cumsum([len(share.samples) for share in shares])
+        parts = [slice(int(end) - len(share.samples), int(end)) for share, end in zip(shares, ends, strict=True)]
+        return steps, {
+            rank: (
+                share if good is None else replace(share, good=good[part]),
+                {name: array[part] for name, array in columns.items()},
+            )
+            for rank, share, part in zip(ranks, shares, parts, strict=True)
+        }
+
+    def _fetched(self, fetcher: Fetcher, step: int, ranks: range) -> tuple[range, _Shares]:
+        """Fetch the shares of these data ranks."""
+        chunk = range(step, self.total_steps)
+        shares: dict[int, tuple[RankShare, Arrays]] = {}
+        for rank in ranks:
+            chunk, columns = fetcher.fetch(step, rank, self._feeding.total)
+            shares[rank] = self._schedule.share(chunk, rank, self._feeding.total), columns
+        if not shares:
+            chunk = self._schedule.chunk(step, self._chunk_steps)
+        return range(step, chunk.stop), shares
+
+    def _read(self, samples: Rows, passes: Rows) -> tuple[Arrays, npt.NDArray[np.bool_] | None]:
+        """Transformed rows, each of its pass, and which of them are good; None where all are."""
+        good = np.ones(len(samples), dtype=np.bool_)
+
+        def compute(which: npt.NDArray[np.bool_], number: int) -> Arrays:
+            counters = Counters(seed=self._schedule.order.seed, epoch=number)
+
+            def read(wanted: Rows) -> Arrays:
+                return self._dataset.transform(self._reader.gather(wanted, number), wanted, counters, self._columns)
+
+            if self._salvage is None:
+                return read(samples[which])
+            columns, good[which] = self._salvage.read(read, samples[which])
+            return columns
+
+        return apply_by_pass(passes, compute), None if self._salvage is None else good
+
+
+def make_schedule(
+    index: Index,
+    *,
+    batch_size: int,
+    epochs: int,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool,
+    epoch_samples: int | None = None,
+    window: int | None = None,
+) -> StepSchedule:
+    """The steps of a run, from the index alone: the same in every process. Raises DataError where there is no step."""
+    lanes = choose_lanes(index.rows, index.row_bytes, groups=index.firsts, window=window)
+    order = SampleOrder(lanes=lanes, seed=seed, shuffle=shuffle and not index.in_order)
+    return StepSchedule(
+        order=order, batch_size=batch_size, epochs=epochs, drop_last=drop_last, epoch_samples=epoch_samples
+    )
+
+
+def make_reader(
+    dataset: Dataset,
+    index: Index,
+    columns: tuple[str, ...] | None,
+    order: SampleOrder,
+    memory_bytes: int = MEMORY_BYTES,
+) -> RowAccess:
+    """A reader that keeps whole row groups where all of them fit the memory, and windows otherwise."""
+    fits = index.rows * index.row_bytes <= memory_bytes or not index.groups[0].file
+    return dataset.reader(index, columns, None if fits else order.lanes.edges, memory_bytes, order.seed)
+
+
+def _size(chunk: list[Feed]) -> int:
+    """Bytes of the columns of some feeds; of objects, their references only."""
+    return sum(
+        array.nbytes for feed in chunk for part in feed.parts for batch in part for array in batch.columns.values()
+    )
+
+
+def chunk_steps(rows: float, row_bytes: int) -> int:
+    """Steps to read at once, for `rows` rows a step: enough to be quick, few enough to be small."""
+    most = min(_CHUNK_ROWS, _CHUNK_BYTES // max(row_bytes, 1))
+    return int(min(max(most // max(rows, 1), 1), _CHUNK_STEPS))
+
+
+# --- From a share's columns to the feeds of its steps -----------------------------------------------------------------
+
+
+_Shares = Mapping[int, tuple[RankShare, Arrays]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BatchAssembler:
+    """How shares become feeds.
+
+    Attributes:
+        schedule: of the run.
+        feeding: data ranks of this actor.
+        accumulation: micro-batches of each data rank in one step.
+        rows: every micro-batch is filled to this many rows with repeats of weight 0; None leaves it as it is.
+    """
+
+    schedule: StepSchedule
+    feeding: FeedAssignment
+    accumulation: int = 1
+    rows: int | None = None
+
+    def feed(self, step: int, shares: _Shares) -> Feed:
+        """The feed of one step, from the shares of this actor's data ranks that hold the step."""
+        return Feed(
+            step=step,
+            parts=tuple(self._part(step, *shares[rank]) for rank in self.feeding.data_ranks),
+            data_ranks=self.feeding.data_ranks,
+            total=self.feeding.total,
+            rows=self.schedule.size(step),
+        )
+
+    def _part(self, step: int, share: RankShare, columns: Arrays) -> tuple[Batch, ...]:
+        """A step's rows cut into micro-batches as evenly as possible, in position order."""
+        at = step - share.steps.start
+        first, last = int(share.bounds[at]), int(share.bounds[at + 1])
+        real = last - first if share.real[at] else 0
+        cuts = [first + real * part // self.accumulation for part in range(self.accumulation + 1)]
+        return tuple(self._batch(share, columns, low, high, first) for low, high in pairwise(cuts))
+
+    def _batch(self, share: RankShare, columns: Arrays, low: int, high: int, first: int) -> Batch:
+        """Rows low..high; the step's first row, with weight 0, where there are none."""
+        real = high - low
+        if not real:
+            low, high = first, first + 1
+        weights = np.ones(real) if share.good is None else share.good[low:high].astype(np.float64)
+        batch = Batch(
+            columns={name: array[low:high] for name, array in columns.items()},
+            weights=weights if real else np.zeros(1),
+            samples=share.samples[low:high],
+        )
+        return batch if self.rows is None or batch.rows == self.rows else _pad_batch(batch, self.rows)
+
+
+def _pad_batch(batch: Batch, rows: int) -> Batch:
+    """Repeat the first row, with weight 0, up to `rows` rows."""
+    take = np.concatenate([np.arange(batch.rows), np.zeros(rows - batch.rows, dtype=np.int64)])
+    return Batch(
+        columns={name: array[take] for name, array in batch.columns.items()},
+        weights=np.concatenate([batch.weights, np.zeros(rows - batch.rows)]),
+        samples=batch.samples[take],
+    )
+
+
+class Lookahead:
+    """Feeds in order, each told of those after it whose steps may begin before its own ends.
+
+    Args:
+        feeds: in the order of steps.
+        ahead: how many may.
+        apart: steps that begin when the one before is over, and before which none begins.
+    """
+
+    def __init__(self, feeds: Iterator[Feed], ahead: int, apart: Container[int]) -> None:
+        self._feeds, self._ahead, self._apart = feeds, ahead, apart
+        self._read: deque[Feed] = deque()
+
+    def next(self, until: int) -> Feed:
+        """The next step's; none from step `until` on begins with it."""
+        read = self._read
+        if not read:
+            read.append(next(self._feeds))
+        while len(read) <= self._ahead and read[-1].step + 1 < until:
+            if any(step in self._apart for step in (read[-1].step, read[-1].step + 1)):
+                break
+            read.append(next(self._feeds))
+        following: Feed | None = None
+        for feed in reversed(read):
+            following = replace(feed, following=following)
+        assert following is not None, "the next one is among them"
+        read.popleft()
+        return following
+
+
+def zero_weight(feed: Feed) -> Feed:
+    """The same feed with all weights 0."""
+    return replace(
+        feed,
+        parts=tuple(tuple(replace(batch, weights=np.zeros(batch.rows)) for batch in part) for part in feed.parts),
+    )
+
+
+# --- Feeds of the units that a worker leases --------------------------------------------------------------------------
+
+
+_MAX_SKIPPED_STEPS = (
+    64  # steps of its own share, done by others, that are read and left out rather than begun anew after
+)
+
+
+class LeasedFeeds:
+    """What one worker that steps alone is fed. Close it, or use it in a `with`.
+
+    Args:
+        stream: of the worker's own share, or of several; it has one as a rule.
+        others: opens a stream of the same data that reads other shares, the first time that it is needed.
+    """
+
+    def __init__(self, stream: BatchLoader, others: Callable[[], BatchLoader]) -> None:
+        self._stream, self._open = stream, others
+        self._others: BatchLoader | None = None
+        self._ahead: tuple[int, Feeds] | None = None  # the step that comes next, and the feeds from there on
+
+    def feeds(self, unit: WorkUnit) -> Iterator[Feed]:
+        """The feeds of the unit's steps, in order."""
+        for step in range(unit.step, unit.step + unit.steps):
+            yield self._own(step) if unit.share in self._stream.feeding.data_ranks else self._other(step, unit.share)
+
+    @property
+    def prefetch(self) -> PrefetchDepth | None:
+        """How far the own share is read ahead by now; None before it is."""
+        return self._ahead[1].prefetch if self._ahead else None
+
+    def close(self) -> None:
+        """Read no further ahead. Safe to call twice."""
+        if self._ahead is not None:
+            self._ahead[1].close()
+        self._ahead = None
+
+    def __enter__(self) -> LeasedFeeds:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _own(self, step: int) -> Feed:
+        if self._ahead is not None and step < self._ahead[0]:
+            return self._other(step, self._stream.feeding.data_ranks.start)  # it was handed out before, and is again
+        if self._ahead is None or step - self._ahead[0] > _MAX_SKIPPED_STEPS:
+            self.close()
+            self._ahead = step, self._stream.feeds(step)
+        first, feeds = self._ahead
+        self._ahead = step + 1, feeds
+        for _ in range(first, step):
+            next(feeds)
+        return next(feeds)
+
+    def _other(self, step: int, share: int) -> Feed:
+        if self._others is None:
+            self._others = self._open()
+        return self._others.feed(step, share)

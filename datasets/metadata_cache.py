@@ -1,0 +1,342 @@
+"""Metadata of the files of a data set, such as parquet footers: read once for each state of a file, and cached.
+
+A cache entry counts only for the path, size and times of change that the file had before its metadata was read. A file
+that was changed shortly before that may change again without another time of change, so no entry is kept of it (git
+does the same: https://git-scm.com/docs/racy-git). Caches are JSON, since pickles of others must not be loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from trainwright.core.errors import DataError, TrainwrightError
+from trainwright.core.pickling import dumps, loads
+from trainwright.datasets.data_source import hash_parts
+
+_Value = TypeVar("_Value")
+
+_FORMAT = 1  # another one where the same files would give other metadata
+SETTLED_S = {True: 2.0, False: 60.0}  # of local files; of a store, whose clock may differ from ours by as much
+MAX_CACHE_FILES = 64  # cache files that are kept
+_LONGEST_BYTES = 512 << 20
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "STORAGE_EMULATOR_HOST", "AZURE_STORAGE_ENDPOINT")
+_MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, pa.ArrowException)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetadataContext:
+    """What indexes use beside this process and its local cache.
+
+    Attributes:
+        find: reads a cache file that is kept with a run, by name; None where there is none.
+        connect: connects this process to a Ray cluster, which large data sets are read on; None for no such cluster.
+        fingerprint: digest of a value that is another where the code of its functions is; None where nobody can tell.
+        kept: cache files to keep with the run, by name.
+    """
+
+    find: Callable[[str], bytes | None] = lambda name: None
+    connect: Callable[[], object] | None = None
+    fingerprint: Callable[[Any], str] | None = None
+    kept: dict[str, bytes] = field(default_factory=dict)
+
+
+_ALONE = MetadataContext()
+_CURRENT: ContextVar[MetadataContext] = ContextVar("indexing", default=_ALONE)
+
+
+def current_context() -> MetadataContext:
+    """The innermost `metadata_context` of this thread."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def metadata_context(used: MetadataContext) -> Iterator[MetadataContext]:
+    """Within it, indexes use this."""
+    token = _CURRENT.set(used)
+    try:
+        yield used
+    finally:
+        _CURRENT.reset(token)
+
+
+def cached_metadata(
+    system: pafs.FileSystem,
+    files: Sequence[pafs.FileInfo],
+    *,
+    reads: Sequence[object],
+    read: Callable[[list[pafs.FileInfo]], Sequence[_Value]],
+    pack: Callable[[_Value], Any],
+    unpack: Callable[[Any], _Value],
+) -> list[_Value]:
+    """Metadata of each file: from a cache where the file is as it was, else as read now.
+
+    Args:
+        system: of the files.
+        files: as listed now.
+        reads: what the metadata depends on but the files: the format with its options, and the path asked for.
+        read: metadata of some of the files, in order.
+        pack: metadata as JSON.
+        unpack: metadata from JSON. Raises ValueError, TypeError, KeyError or ArrowException for JSON that is none.
+    """
+    local, identity = isinstance(system, pafs.LocalFileSystem), _identity(reads)
+    name, looked_s = f"{hash_parts([identity])[:32]}.json.z", time.time()
+    states = [_file_state(info, local, looked_s) for info in files]
+    content = _local(name)
+    found = _unpacked(files, states, _entries(content, identity), unpack)
+    if content is None or len(found) < len(files):
+        found = {**_unpacked(files, states, _entries(current_context().find(name), identity), unpack), **found}
+        missing = [info for info in files if info.path not in found]
+        if missing:
+            found.update(zip((info.path for info in missing), read(missing), strict=True))
+        entries = {
+            info.path: [state, pack(found[info.path])] for info, state in zip(files, states, strict=True) if state
+        }
+        content = _content(identity, entries)
+        _write(name, content)
+    current_context().kept[name] = content
+    return [found[info.path] for info in files]
+
+
+def run_cached(
+    reads: Sequence[object],
+    make: Callable[[], _Value],
+    *,
+    pack: Callable[[_Value], Any],
+    unpack: Callable[[Any], _Value],
+) -> _Value:
+    """What a run keeps of its beginning, else what is made now; unlike metadata of files it is in no local cache.
+
+    Args:
+        reads: what it depends on.
+        pack: it as JSON.
+        unpack: it from JSON. Raises ValueError, TypeError, KeyError or IndexError for JSON that is none.
+    """
+    identity = _identity(reads)
+    name = f"{hash_parts([identity])[:32]}.json.z"
+    content = current_context().find(name)
+    try:
+        value = unpack(_entries(content, identity)[""])
+    except _MALFORMED:
+        value = make()
+        content = _content(identity, {"": pack(value)})
+    current_context().kept[name] = content or b""
+    return value
+
+
+def cache_folder() -> Path:
+    """The folder of the local cache: `TRAINWRIGHT_CACHE`, else `trainwright` in the user's cache directory."""
+    given = os.environ.get("TRAINWRIGHT_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(given or os.path.join(base, "trainwright")) / "indexes"
+
+
+def _identity(reads: Sequence[object]) -> str:
+    """The same name means other files at another endpoint."""
+    return repr((_FORMAT, *map(str, reads), *(os.environ.get(name, "") for name in _ENDPOINTS)))
+
+
+def _file_state(info: pafs.FileInfo, local: bool, looked_s: float) -> list[Any]:
+    """Size and times of change of a file; empty where they do not tell its content from an earlier one."""
+    if local:
+        try:
+            found = os.stat(info.path)
+        except OSError:  # whoever reads it says why
+            return []
+        changed_ns = max(found.st_mtime_ns, found.st_ctime_ns)
+        state = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+        settled = found.st_size == info.size
+    else:
+        changed_ns, state, settled = info.mtime_ns or 0, [info.size, info.mtime_ns], bool(info.mtime_ns)
+    return state if settled and changed_ns / 1e9 < looked_s - SETTLED_S[local] else []
+
+
+def _content(identity: str, entries: Mapping[str, Any]) -> bytes:
+    return zlib.compress(json.dumps({"identity": identity, "files": entries}).encode(), level=1)
+
+
+def _entries(content: bytes | None, identity: str) -> Mapping[str, Any]:
+    """State and metadata by path; empty where the content is torn, or another's."""
+    if content is None:
+        return {}
+    try:
+        unzipped = zlib.decompressobj().decompress(content, _LONGEST_BYTES)
+        found = json.loads(unzipped)
+        entries: Mapping[str, Any] = found["files"] if found["identity"] == identity else {}
+        return entries if isinstance(entries, dict) else {}
+    except (zlib.error, *_MALFORMED):
+        return {}
+
+
+def _unpacked(
+    files: Sequence[pafs.FileInfo],
+    states: Sequence[list[Any]],
+    entries: Mapping[str, Any],
+    unpack: Callable[[Any], _Value],
+) -> dict[str, _Value]:
+    """Metadata of the files that are as they were, by path."""
+    found: dict[str, _Value] = {}
+    for info, state in zip(files, states, strict=True):
+        try:
+            before, packed = entries[info.path]
+            if state and before == state:
+                found[info.path] = unpack(packed)
+        except _MALFORMED:
+            continue
+    return found
+
+
+def _local(name: str) -> bytes | None:
+    try:
+        return (cache_folder() / name).read_bytes() if _is_private(cache_folder()) else None
+    except OSError:
+        return None
+
+
+def _is_private(path: Path) -> bool:
+    """Whether a folder is this user's, and nobody else may write into it."""
+    found = path.lstat()
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _write(name: str, content: bytes) -> None:
+    """Write a cache file at once; where that cannot be, the next index takes as long as this one."""
+    place = cache_folder()
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_private(place):
+            raise PermissionError(f"{place} can be written by others")
+        with tempfile.TemporaryDirectory(dir=place, prefix=".") as own:
+            written = Path(own, name)
+            written.write_bytes(content)
+            written.replace(place / name)
+        _prune(place)
+    except OSError as error:
+        _log.info("the index of a data set is not cached: %s", error)
+
+
+def _prune(place: Path) -> None:
+    """Delete the oldest cache files."""
+    files = sorted(place.glob("*.json.z"), key=lambda path: path.lstat().st_mtime, reverse=True)
+    for path in files[MAX_CACHE_FILES:]:
+        path.unlink(missing_ok=True)
+
+
+# --- A first pass over data without an index --------------------------------------------------------------------------
+
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+MIN_PASS_S = 2.0  # of the pass, before its length is judged
+LONG_PASS_S = 10.0  # what is left of a pass that is worth tasks
+_PARTS = 4  # tasks for each CPU of the cluster, so that all end together
+_PART_ITEMS = 256
+
+
+def first_pass(work: Callable[[_Item], _Result], items: Sequence[_Item], *, threads: int = 1) -> list[_Result]:
+    """work(item) of each item, in order.
+
+    Args:
+        work: picklable by value. The first error that is met ends the pass.
+        threads: that it is of use to call it in at a time in this process.
+
+    Raises:
+        TrainwrightError: as the work raised it.
+    """
+    begun_s, done, going = time.monotonic(), list[_Result](), deque[Future[_Result]]()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="trainwright-pass")
+    try:
+        while len(done) < len(items):
+            started = len(done) + len(going)
+            if (
+                started < len(items)
+                and _worth_ray_tasks(time.monotonic() - begun_s, len(done), len(items))
+                and ray_connected()
+            ):
+                return [*done, *(future.result() for future in going), *run_as_ray_tasks(work, items[started:])]
+            going.extend(pool.submit(work, item) for item in items[started : len(done) + 2 * threads])
+            done.append(going.popleft().result())
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return done
+
+
+def _worth_ray_tasks(spent_s: float, done: int, total: int) -> bool:
+    """Whether so much is left that tasks pay."""
+    return done > 0 and spent_s > MIN_PASS_S and spent_s / done * (total - done) > LONG_PASS_S
+
+
+def ray_connected() -> bool:
+    """Whether a Ray cluster is there, which is connected to now where the run has one to connect to."""
+    connect = current_context().connect
+    if connect is not None:
+        connect()
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def run_as_ray_tasks(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """The same as tasks, spread over the nodes, no more at a time than there are CPUs.
+
+    They ask for no CPU, so that they run even where a job has taken all.
+    """
+    import ray
+
+    stored = ray.put(dumps(work))
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    cpus = max(int(resources.get("CPU", 1)), 1)
+    size = min(max(len(items) // (_PARTS * cpus), 1), _PART_ITEMS)
+    parts = [items[start : start + size] for start in range(0, len(items), size)]
+    task: Any = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(_part)
+    running: dict[Any, int] = {}
+    found: dict[int, list[_Result]] = {}
+    for number, part in enumerate(parts):
+        running[task.remote(stored, part)] = number
+        while len(running) >= cpus or (running and number == len(parts) - 1):
+            (ended,), _ = ray.wait(list(running), num_returns=1)
+            found[running.pop(ended)] = _result(ended)
+    return [value for number in range(len(parts)) for value in found[number]]
+
+
+def _result(ended: Any) -> list[Any]:
+    import ray
+
+    try:
+        values: list[Any] | TrainwrightError = ray.get(ended)
+    except ray.exceptions.RayError as error:
+        raise DataError(
+            "a task that passes over the data failed",
+            where="Ray",
+            remedy="install what the functions import on every node, and let every node see the files",
+            detail=str(error),
+        ) from error
+    if isinstance(values, TrainwrightError):
+        raise values
+    return values
+
+
+def _part(packed: bytes, items: Sequence[Any]) -> list[Any] | TrainwrightError:
+    """Runs as a task of Ray."""
+    work = loads(packed)
+    try:
+        return [work(item) for item in items]
+    except TrainwrightError as error:
+        return error

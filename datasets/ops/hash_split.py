@@ -1,0 +1,264 @@
+"""Splits: parts of a data set that stay the same for good, by a stable hash of the row number or of a key column.
+
+Which side a row falls on depends on the seed and on its number (or key) alone. So rows that are appended at the end
+change nothing for those before them, and no list of rows is kept: a split has the row groups of the whole, each with
+fewer rows, which keeps reading local.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.data import fold_seed
+from trainwright.core.errors import DataError, nearest
+from trainwright.datasets.data_source import Arrays, Index, Loader, RowGroup, Source, hash_parts
+from trainwright.datasets.dataset import Dataset
+
+_Mask = npt.NDArray[np.bool_]
+_Keys = npt.NDArray[np.uint64]
+
+_PIECE_ROWS = 1 << 20  # hashed at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class HashSplit:
+    """Which side of a split a hash falls on; pure.
+
+    Attributes:
+        shares: of each side, in order; their sum is 1.
+        seed: another one cuts elsewhere.
+    """
+
+    shares: tuple[float, ...]
+    seed: int = 0
+
+    def rows(self, first: int, stop: int) -> npt.NDArray[np.int8]:
+        """The side of each of the rows first..stop, by number: (stop - first,) int8."""
+        return self.sides(np.arange(first, stop, dtype=np.uint64))
+
+    def sides(self, keys: _Keys) -> npt.NDArray[np.int8]:
+        """The side of each key: (keys,) int8. SplitMix64 (Steele, Lea and Flood, 2014) spreads them over [0, 1)."""
+        state = keys * np.uint64(0x9E3779B97F4A7C15) + np.uint64(fold_seed(self.seed))
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
+        edges = np.cumsum(self.shares)[:-1]
+        return np.searchsorted(edges, (state >> np.uint64(11)) * 2.0**-53, side="right").astype(np.int8)
+
+
+def hash_keys(values: npt.NDArray[Any]) -> _Keys | None:
+    """A number for each value, equal for equal values, the same in every process; None where values are no keys.
+
+    Integers of any width, booleans and times count by value, floats by value in float64, text and bytes by BLAKE2b.
+    """
+    if values.ndim != 1:
+        return None
+    if values.dtype.kind in "iubmM":
+        return values.astype(np.int64).view(np.uint64)
+    if values.dtype.kind == "f":
+        return (values.astype(np.float64) + 0.0).view(np.uint64)
+    if not all(isinstance(value, str | bytes) for value in values):
+        return None
+    known: dict[str | bytes, int] = {}
+    for value in values:
+        if value not in known:
+            text = value.encode() if isinstance(value, str) else value
+            known[value] = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+    return np.array([known[value] for value in values], dtype=np.uint64)
+
+
+@dataclass(kw_only=True)
+class _Sides:
+    """The side of every row by key, found in one pass; shared by the splits of one call, so that it is one pass."""
+
+    found: dict[str, tuple[npt.NDArray[np.int8], ...]] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"found": {}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitIndex(Index):
+    """Index of one side of a split by key.
+
+    Attributes:
+        marks: for each row group here, a bit for each row of the whole's row group: set where it is on this side.
+    """
+
+    marks: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _SplitSource:
+    """One side of a split.
+
+    Attributes:
+        whole: where the rows come from.
+        names: of all sides.
+        side: number of this one.
+        cut: which rows are on it.
+        by: key column; None goes by row number.
+        sides: what the splits of one call share.
+    """
+
+    whole: Source
+    names: tuple[str, ...]
+    side: int
+    cut: HashSplit
+    by: str | None = None
+    sides: _Sides = field(default_factory=_Sides)
+
+    def describe(self) -> str:
+        """As the user wrote it, in short."""
+        shares = zip(self.names, self.cut.shares, strict=True)
+        words = ", ".join(f"{name} {share:g}" for name, share in shares)
+        by = f", by={self.by!r}" if self.by is not None else ""
+        return f"split({self.whole.describe()}, {words}{by})[{self.names[self.side]!r}]"
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """All functions of the user's that the rows go through before the split."""
+        inner: tuple[Callable[..., Any], ...] = getattr(self.whole, "functions", ())
+        return inner
+
+    def index(self) -> Index:
+        """Hash every row number, or read the key column once. Raises DataError where no row is on this side."""
+        whole = self.whole.index()
+        groups: list[RowGroup] = []
+        marks: list[bytes] = []
+        first = 0
+        for number, mask in enumerate(self._masks(whole)):
+            rows = int(np.count_nonzero(mask))
+            if rows:
+                groups.append(replace(whole.groups[number], number=number, rows=rows, first=first))
+                marks.append(np.packbits(mask).tobytes() if self.by is not None else b"")
+                first += rows
+        if not groups:
+            raise DataError(
+                f"the split {self.names[self.side]!r} has none of {whole.rows} rows",
+                where=self.describe(),
+                remedy="give it a larger share, another seed=, or split by a key of more values",
+            )
+        settings = (self.names, self.cut.shares, self.side, self.cut.seed, self.by)
+        return SplitIndex(
+            rows=first,
+            groups=tuple(groups),
+            schema=whole.schema,
+            row_bytes=whole.row_bytes,
+            hash=hash_parts([whole.hash, *settings, *(mark.hex() for mark in marks)]),
+            base=whole,
+            marks=tuple(marks),
+        )
+
+    def open(self, index: Index) -> _SplitLoader:
+        """A loader for one process."""
+        assert isinstance(index, SplitIndex) and index.base is not None, "a split is opened with an index of its own"
+        return _SplitLoader(self, index, self.whole.open(index.base))
+
+    def _masks(self, whole: Index) -> Iterable[_Mask]:
+        """For each row group of the whole, which of its rows are on this side."""
+        if self.by is None:
+            return (self.mask(group) for group in whole.groups)
+        if whole.hash not in self.sides.found:
+            self.sides.found.clear()
+            self.sides.found[whole.hash] = self._read_sides(whole, self.by)
+        return (sides == self.side for sides in self.sides.found[whole.hash])
+
+    def mask(self, group: RowGroup) -> _Mask:
+        """Which rows of a row group of the whole are on this side, by their numbers."""
+        starts = range(group.first, group.first + group.rows, _PIECE_ROWS)
+        stop = group.first + group.rows
+        pieces = [self.cut.rows(start, min(start + _PIECE_ROWS, stop)) == self.side for start in starts]
+        return np.concatenate(pieces)
+
+    def _read_sides(self, whole: Index, by: str) -> tuple[npt.NDArray[np.int8], ...]:
+        if by not in whole.schema:
+            raise DataError(
+                f"there is no column {by!r} to split by",
+                where=self.whole.describe(),
+                remedy=f"{nearest(by, whole.schema)} It must be a column of the source, before any .map",
+            )
+        loader = self.whole.open(whole)
+        return tuple(self._sides_of(loader, number, group, by) for number, group in enumerate(whole.groups))
+
+    def _sides_of(self, loader: Loader, number: int, group: RowGroup, by: str) -> npt.NDArray[np.int8]:
+        values = loader.load(number, (by,))[by]
+        keys = hash_keys(values)
+        if keys is None:
+            raise DataError(
+                f"the values of {by!r}, {values.dtype} of shape {values.shape[1:]}, are no keys",
+                where=f"{group.file}, row group {group.number}",
+                remedy="split by a column of numbers, text or bytes, one for each row",
+            )
+        return self.cut.sides(keys)
+
+
+class _SplitLoader:
+    """Loads row groups of the whole and keeps the rows of one side."""
+
+    def __init__(self, source: _SplitSource, index: SplitIndex, loader: Loader) -> None:
+        self._source, self._index, self._loader = source, index, loader
+        if hasattr(loader, "twin"):
+            self.twin = lambda: _SplitLoader(source, index, loader.twin())
+        if hasattr(loader, "begin"):
+            self.begin = loader.begin
+
+    @property
+    def varying(self) -> bool:
+        """Whether rows of the whole are random."""
+        return bool(getattr(self._loader, "varying", False))
+
+    def load(self, number: int, columns: Sequence[str]) -> Arrays:
+        """Columns of row group `number` of the split; raises what the whole raises."""
+        origin = self._index.groups[number].number
+        assert self._index.base is not None
+        group = self._index.base.groups[origin]
+        if self._source.by is None:
+            mask = self._source.mask(group)
+        else:
+            bits = np.frombuffer(self._index.marks[number], dtype=np.uint8)
+            mask = np.unpackbits(bits, count=group.rows).view(np.bool_)
+        return {name: array[mask] for name, array in self._loader.load(origin, columns).items()}
+
+
+def split(dataset: Dataset, shares: Mapping[str, float], *, by: str | None = None, seed: int = 0) -> dict[str, Dataset]:
+    """Cut a data set into parts that have no row in common and all of them together.
+
+    Each row falls on a side by a hash, so that the shares are met on average: of n rows, a share p gets n p rows with a
+    standard deviation of sqrt(n p (1 - p)). Rows appended at the end move none. The transforms stay on each part.
+
+    Args:
+        dataset: to cut; the rows are those of its source, filters and packing included.
+        shares: above 0, by name, with a sum of 1.
+        by: a key column of the source (numbers, text or bytes): rows of the same key fall on the same side, whatever
+            their place. It costs one reading of that column when the parts are indexed, and one bit a row after that.
+        seed: another one cuts elsewhere.
+
+    Raises:
+        DataError: the shares are wrong; when a part is read: it has no rows, or there is no such column of keys.
+    """
+    dataset.need_rows_by_number("split")
+    for name, share in shares.items():
+        if not (share > 0 and math.isfinite(share)):
+            raise DataError(f"the share {share} of {name!r} is not positive", remedy="leave the part out")
+    if not math.isclose(math.fsum(shares.values()), 1.0, abs_tol=1e-9):
+        words = " + ".join(f"{share:g}" for share in shares.values()) or "0"
+        raise DataError(
+            f"the shares {words} are not 1 together", remedy='give shares such as {"train": 0.9, "test": 0.1}'
+        )
+    if len(shares) > 127:
+        raise DataError(f"{len(shares)} parts are too many", remedy="give at most 127")
+    names, cut, sides = tuple(shares), HashSplit(shares=tuple(shares.values()), seed=seed), _Sides()
+    return {
+        name: replace(
+            dataset, source=_SplitSource(whole=dataset.source, names=names, side=side, cut=cut, by=by, sides=sides)
+        )
+        for side, name in enumerate(names)
+    }

@@ -1,0 +1,372 @@
+"""Transforms: the user's functions over rows and batches, and how they are applied."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.data import fold_seed
+from trainwright.core.errors import DataError, TrainwrightError, UserCodeError
+from trainwright.datasets.data_source import Arrays, stack_rows
+from trainwright.datasets.sample_order import Rows
+
+RowFunction = Callable[[dict[str, Any], np.random.Generator], Mapping[str, Any]]
+BatchFunction = Callable[[Arrays], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowMap:
+    """f(row, rng) -> row, for each row by itself."""
+
+    function: RowFunction
+    heavy: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchMap:
+    """f(columns) -> columns with as many rows; a need of CPUs or GPUs for each call makes it a stage of Ray Data.
+
+    A `StatefulFunction` function runs there on actors, each with that many of its own.
+    """
+
+    function: BatchFunction
+    cpus: float = 0.0
+    gpus: float = 0.0
+
+    @property
+    def heavy(self) -> bool:
+        """Whether it runs on Ray Data."""
+        return self.cpus > 0 or self.gpus > 0
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """What each call, or each actor, has of its own."""
+        return {"CPU": self.cpus, "GPU": self.gpus}
+
+    @property
+    def stateful(self) -> bool:
+        """Whether it holds what is made once in a process."""
+        return isinstance(self.function, StatefulFunction)
+
+
+Transform = RowMap | BatchMap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """What randomness is counted by: the run's seed and the epoch."""
+
+    seed: int = 0
+    epoch: int = 0
+
+
+def apply(
+    transforms: Sequence[Transform], columns: Arrays, samples: Rows, counters: Counters, first: int = 0
+) -> Arrays:
+    """Apply transforms in turn.
+
+    Args:
+        transforms: in order.
+        columns: arrays of as many rows as `samples`.
+        samples: (rows,) int64, row numbers in the data set.
+        counters: seed and epoch.
+        first: number of the first transform within its data set; it is folded into the seed of all but number 0.
+
+    Raises:
+        UserCodeError: a function raised.
+        DataError: a function gave the wrong rows, types or shapes.
+    """
+    columns = copy_objects(columns) if transforms else columns
+    for number, transform in enumerate(transforms, first):
+        if isinstance(transform, RowMap):
+            columns = _map_rows(transform.function, columns, samples, counters, number)
+        else:
+            columns = _map_batch(transform.function, columns, samples)
+    return columns
+
+
+def copy_objects(columns: Arrays) -> Arrays:
+    """Columns whose objects a function may change in place: others may keep and give them again."""
+    return {
+        name: np.fromiter(map(_copied, array), object, len(array))
+        if array.dtype == object and array.ndim == 1
+        else array
+        for name, array in columns.items()
+    }
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.flags.writeable else value
+    return value if isinstance(value, str | bytes | int | float | None) else copy.deepcopy(value)
+
+
+def _map_rows(function: RowFunction, columns: Arrays, samples: Rows, counters: Counters, number: int) -> Arrays:
+    stage = (number,) if number else ()
+    results: list[Mapping[str, Any]] = []
+    for row, sample in enumerate(samples.tolist()):
+        key = fold_seed(counters.seed, counters.epoch, sample, *stage)
+        generator = np.random.Generator(np.random.Philox(key=key))
+        try:
+            result = function({name: column[row] for name, column in columns.items()}, generator)
+        except Exception as error:
+            raise _user_code_error(function, error, f"sample {sample}") from None
+        results.append(_row(function, result, results[0] if results else None, sample))
+    if not results:
+        return columns
+    return {
+        name: stack_rows([row[name] for row in results], f"{name!r} from {function_name(function)}")
+        for name in results[0]
+    }
+
+
+def _row(function: RowFunction, result: Any, first: Mapping[str, Any] | None, sample: int) -> Mapping[str, Any]:
+    if not isinstance(result, Mapping) or (first is not None and result.keys() != first.keys()):
+        given = f"columns {sorted(result)}" if isinstance(result, Mapping) else f"a {type(result).__name__}"
+        raise DataError(
+            f"the transform {function_name(function)} returned {given}",
+            where=f"sample {sample}",
+            remedy="return a dict with the same columns for every row",
+        )
+    return result
+
+
+def _map_batch(function: BatchFunction, columns: Arrays, samples: Rows) -> Arrays:
+    where = f"samples {', '.join(map(str, samples[:5].tolist()))}{', ...' if len(samples) > 5 else ''}"
+    result = call_user_function(function, where, dict(columns))
+    if not isinstance(result, Mapping):
+        raise DataError(
+            f"the transform {function_name(function)} returned a {type(result).__name__}",
+            remedy="return a dict of arrays",
+        )
+    arrays = {name: _array(function, name, column, where) for name, column in result.items()}
+    for name, array in arrays.items():
+        rows = len(array) if array.ndim else 0
+        if rows != len(samples):
+            raise DataError(
+                f"the transform {function_name(function)} returned {rows} rows of {name!r} for {len(samples)} rows",
+                where=where,
+                remedy="return as many rows as were given, in the same order",
+            )
+    return {name: array.astype(object) if array.dtype.kind in "US" else array for name, array in arrays.items()}
+
+
+def _array(function: BatchFunction, name: str, column: Any, where: str) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(column)
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{name!r} from {function_name(function)} makes no array: {error}",
+            where=where,
+            remedy="give every row one shape, or an array of dtype object with one array for each row",
+        ) from error
+
+
+def call_user_function(
+    function: Callable[[Any], Any], where: str, given: Any, finish: Callable[[Any], Any] = lambda answer: answer
+) -> Any:
+    """finish(function(given)); what that raises becomes a UserCodeError that names the function and `where`.
+
+    Errors of ours, as our own functions raise them, stay as they are.
+    """
+    try:
+        return finish(function(given))
+    except TrainwrightError:
+        raise
+    except Exception as error:
+        raise _user_code_error(function, error, where) from None
+
+
+def _user_code_error(function: Callable[..., Any], error: Exception, where: str) -> UserCodeError:
+    """The user's own frames only: ours is the first."""
+    trace = error.__traceback__
+    own = trace.tb_next if trace is not None and trace.tb_next is not None else trace
+    return UserCodeError(
+        f"the transform {function_name(function)} raised {type(error).__name__}: {error}",
+        where=where,
+        remedy="mend the function, or the row it was given: dataset.read(index, [row]) shows it",
+        detail="".join(traceback.format_exception(type(error), error, own)),
+    )
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """As errors call a function; a class in its place by its own name."""
+    if isinstance(function, StatefulFunction):
+        return function.func.__qualname__
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+# --- Classes of the user's in the place of a function -----------------------------------------------------------------
+
+
+_OBJECTS: dict[str, Any] = {}  # of this process, by key
+_LOCK = threading.RLock()  # nothing is made twice
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StatefulFunction:
+    """`func(*args, **keywords)(columns)`, where the object is made on the first call in a process, and kept.
+
+    Attributes:
+        func, args, keywords: the class and what it is made with, named as those of a `functools.partial`.
+        key: that of any other with the same class and arguments: they share the object.
+    """
+
+    func: type
+    args: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    key: str = field(compare=False)  # no two processes pickle alike
+
+    @classmethod
+    def of(cls, func: type, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> StatefulFunction:
+        """Check that it can travel. Raises DataError."""
+        try:
+            packed = cloudpickle.dumps((func, args, dict(keywords)))
+        except Exception as error:
+            raise DataError(
+                f"{func.__qualname__} cannot be sent to another process: {error}",
+                where="map_batches",
+                remedy="open files and models in its constructor, and give that their names",
+            ) from error
+        return cls(func, args, keywords, hashlib.sha256(packed).hexdigest())
+
+    @staticmethod
+    def fits(function: Any) -> bool:
+        """Whether it is a class whose objects can be called; others, such as `dict`, are functions like any."""
+        return isinstance(function, type) and any("__call__" in vars(kind) for kind in function.__mro__)
+
+    def __call__(self, columns: Any) -> Any:
+        """Call the object."""
+        return self.open()(columns)
+
+    def open(self) -> Any:
+        """The object; made now where it is not there yet. Raises UserCodeError where its constructor raises."""
+        with _LOCK:
+            if self.key not in _OBJECTS:
+                _OBJECTS[self.key] = self._made()
+            return _OBJECTS[self.key]
+
+    def close(self) -> None:
+        """Let go of the object, after its own `close()` where it has one."""
+        with _LOCK:
+            made = _OBJECTS.pop(self.key, None)
+        if hasattr(made, "close"):
+            made.close()
+
+    def _made(self) -> Any:
+        try:
+            return self.func(*self.args, **self.keywords)
+        except TrainwrightError:
+            raise
+        except Exception as error:
+            trace = error.__traceback__
+            raise UserCodeError(
+                f"the constructor of the transform {self.func.__qualname__} raised {type(error).__name__}: {error}",
+                where="map_batches",
+                remedy="mend it, or what it is given; what it opens must be where the transform runs",
+                detail="".join(traceback.format_exception(type(error), error, trace.tb_next if trace else None)),
+            ) from None
+
+
+# --- Text to tokens ---------------------------------------------------------------------------------------------------
+
+
+END = 256
+"""The last token of the byte-level vocabulary, after the 256 bytes: the end of a document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenize:
+    """f(columns) -> columns with the tokens of each text instead of it: arrays (tokens,) of int32, one a row.
+
+    Attributes:
+        tokenizer: None for the bytes of UTF-8; a name for `transformers.AutoTokenizer`; a tokeniser of `transformers`
+            or `tokenizers`; or any function from text to a list of token numbers.
+        column: of the text.
+        to: the column of the tokens.
+        end: token that ends each document; None adds none; `auto` is the tokeniser's own `eos_token_id`, if it has one.
+    """
+
+    tokenizer: Any = None
+    column: str = "text"
+    to: str = "tokens"
+    end: int | Literal["auto"] | None = "auto"
+
+    def __call__(self, columns: Arrays) -> Arrays:
+        """Tokenise many rows. Raises DataError for a column that is not there or holds no text."""
+        texts = columns.get(self.column, np.zeros(0))
+        if texts.dtype.kind not in "OSU" or not all(isinstance(text, str | bytes) for text in texts):
+            held = f"holds {texts.dtype}" if self.column in columns else "is not there"
+            raise DataError(
+                f"column {self.column!r} {held}, and text was expected",
+                remedy=f"name one of {', '.join(sorted(columns))}",
+            )
+        tokens = np.empty(len(texts), dtype=object)
+        for row, text in enumerate(texts):
+            tokens[row] = self._encode(text.decode() if isinstance(text, bytes) else text)
+        rest = {name: column for name, column in columns.items() if name != self.column}
+        return {**rest, self.to: tokens}
+
+    def _encode(self, text: str) -> npt.NDArray[np.int32]:
+        if self.tokenizer is None:
+            tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        else:
+            tokens = np.asarray(self._function(text), dtype=np.int32)
+        return tokens if self._end is None else np.append(tokens, np.int32(self._end))
+
+    @cached_property
+    def _end(self) -> int | None:
+        if self.end != "auto":
+            return self.end
+        return END if self.tokenizer is None else getattr(self._loaded, "eos_token_id", None)
+
+    @cached_property
+    def _loaded(self) -> Any:
+        """The tokeniser; a named one is loaded once in each process."""
+        return _named(self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer
+
+    @cached_property
+    def _function(self) -> Callable[[str], Sequence[int]]:
+        tokenizer = self._loaded
+        if hasattr(tokenizer, "encode"):
+            return lambda text: _numbers(tokenizer.encode(text))
+        if callable(tokenizer):
+            return lambda text: _numbers(tokenizer(text))
+        raise DataError(
+            f"tokenizer={tokenizer!r} cannot be called",
+            remedy="give a tokeniser, a function, a name, or None for bytes",
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+
+def _numbers(answer: Any) -> Sequence[int]:
+    """Token numbers from what tokenisers answer: a list, an Encoding with `ids`, a mapping with `input_ids`."""
+    ids = getattr(answer, "ids", None)
+    if ids is None and hasattr(answer, "keys"):
+        ids = answer["input_ids"]
+    found: Sequence[int] = answer if ids is None else ids
+    return found
+
+
+def _named(name: str) -> Any:
+    try:
+        transformers = importlib.import_module("transformers")  # whoever names a tokeniser has it; we do not ask for it
+    except ImportError as error:
+        raise DataError(
+            f"the tokeniser {name!r} needs the package transformers",
+            remedy="install it with pip install transformers, or give a tokeniser object",
+        ) from error
+    return transformers.AutoTokenizer.from_pretrained(name)

@@ -1,0 +1,334 @@
+"""Mixtures: several data sets as one, by weights that hold in every prefix.
+
+Which part row i of a mixture comes from is a fixed sequence with a short period: each part's rows are due in windows as
+wide as the inverse of its weight, and the one whose window ends first comes first (Pfair scheduling: Baruah, Cohen,
+Plaxton and Varvel, 1996). So every prefix has each part's weight within one row. The rows of a part come in their own
+order, from a start that the seed gives, and begin again when they are used up; the shuffling is left to the order of
+the mixture's rows.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.data import fold_seed
+from trainwright.core.errors import DataError, nearest
+from trainwright.datasets.data_source import Arrays, Field, Index, RowAccess, RowGroup, hash_parts
+from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.ops.row_transforms import Counters
+from trainwright.datasets.sample_order import MEMORY_BYTES, Rows
+
+_TAG = "source"
+_PERIOD = 1 << 14  # at most; weights that need a longer one are rounded to it
+_GROUP_BYTES, _GROUP_ROWS = 16 << 20, 1024
+_MAX_PASSES = 1 << 20  # passes over a part within an epoch of the mixture, of which each has random rows of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixPattern:
+    """The sequence of parts, which repeats; pure.
+
+    Attributes:
+        counts: rows of each part in one period, at least 1 each.
+    """
+
+    counts: tuple[int, ...]
+
+    @property
+    def period(self) -> int:
+        """Rows after which the sequence begins again."""
+        return sum(self.counts)
+
+    def at(self, rows: Rows) -> tuple[Rows, Rows]:
+        """For rows of the mixture: the part of each, and how many rows of that part came before it."""
+        turn, slot = np.divmod(rows, self.period)
+        parts = self._parts[slot]
+        return parts, turn * np.array(self.counts, dtype=np.int64)[parts] + self._ranks[slot]
+
+    def position(self, part: int, number: int) -> int:
+        """The mixture's row at which row `number` of a part comes."""
+        turn, rank = divmod(number, self.counts[part])
+        return turn * self.period + int(np.flatnonzero(self._parts == part)[rank])
+
+    @cached_property
+    def _parts(self) -> Rows:
+        return _sequence(self.counts)
+
+    @cached_property
+    def _ranks(self) -> Rows:
+        ranks = np.empty(self.period, dtype=np.int64)
+        for part, count in enumerate(self.counts):
+            ranks[self._parts == part] = np.arange(count)
+        return ranks
+
+
+def pattern_of(weights: Sequence[float]) -> MixPattern:
+    """The pattern of the shortest period that has the weights; rounded to 1 in 16,384 where there is none.
+
+    Args:
+        weights: positive; only their ratios count.
+    """
+    shares = np.array(weights, dtype=np.float64) / math.fsum(weights)
+    periods = np.arange(len(shares), _PERIOD + 1, dtype=np.float64)[:, None]
+    exact = np.all(np.abs(np.rint(periods * shares) - periods * shares) < 1e-9 * periods, axis=1)
+    exact &= np.all(np.rint(periods * shares) >= 1, axis=1)
+    if exact.any():
+        counts = np.rint(periods[int(np.argmax(exact))] * shares)
+    else:
+        counts = np.maximum(np.rint(shares * _PERIOD), 1)
+    return MixPattern(counts=tuple(int(count) for count in counts))
+
+
+def largest_single_pass(pattern: MixPattern, sizes: Sequence[int]) -> int:
+    """The most rows of a mixture in which no row comes twice: one part has then been passed over once, whole."""
+    return min(pattern.position(part, size) for part, size in enumerate(sizes))
+
+
+@lru_cache(maxsize=8)
+def _sequence(counts: tuple[int, ...]) -> Rows:
+    """The part at each slot of one period: the one that is due first among those that may come."""
+    period = sum(counts)
+    waiting = [(0, -(-period // count), part, 0) for part, count in enumerate(counts)]  # release, deadline, part, rank
+    heapq.heapify(waiting)
+    ready: list[tuple[int, int, int]] = []
+    parts = np.empty(period, dtype=np.int64)
+    for slot in range(period):
+        while waiting and waiting[0][0] <= slot:
+            _, deadline, part, rank = heapq.heappop(waiting)
+            heapq.heappush(ready, (deadline, part, rank))
+        _, part, rank = heapq.heappop(ready)
+        parts[slot] = part
+        if rank + 1 < counts[part]:
+            release, deadline = (rank + 1) * period // counts[part], -(-(rank + 2) * period // counts[part])
+            heapq.heappush(waiting, (release, deadline, part, rank + 1))
+    return parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MixedIndex(Index):
+    """Index of a mixture.
+
+    Attributes:
+        parts: index of each part, in order.
+    """
+
+    parts: tuple[Index, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MixedSource:
+    """Rows of several data sets.
+
+    Attributes:
+        parts: data sets by name, in order.
+        pattern: which part comes when.
+        rows: of an epoch; None for as many as come without a repeat.
+        seed: of where each part begins.
+        tag: whether the column `source` says which part a row is from.
+    """
+
+    parts: tuple[tuple[str, Dataset], ...]
+    pattern: MixPattern
+    rows: int | None = None
+    seed: int = 0
+    tag: bool = False
+
+    def describe(self) -> str:
+        """As the user wrote it, in short."""
+        shares = zip(self.parts, self.pattern.counts, strict=True)
+        return f"mix({', '.join(f'{count} {name}: {dataset!r}' for (name, dataset), count in shares)})"
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """All functions of the user's that the rows go through."""
+        return tuple(function for _, dataset in self.parts for function in dataset.functions)
+
+    def index(self) -> _MixedIndex:
+        """Index every part and compare their columns; with transforms, a row of each is read."""
+        parts = tuple(dataset.index() for _, dataset in self.parts)
+        schema = self._schema(parts)
+        rows = self.rows or largest_single_pass(self.pattern, [part.rows for part in parts])
+        shares = np.array(self.pattern.counts) / self.pattern.period
+        row_bytes = int(max(np.dot(shares, [part.row_bytes for part in parts]), 1))
+        pairs = zip(parts, shares, strict=True)
+        in_files = (group.rows / share for part, share in pairs for group in part.groups if group.file)
+        size = max(min(int(max(in_files, default=0)), _GROUP_BYTES // row_bytes), _GROUP_ROWS)
+        settings = (self.pattern.counts, rows, self.seed, self.tag)
+        return _MixedIndex(
+            rows=rows,
+            groups=tuple(
+                RowGroup(file="mixture", number=number, rows=min(size, rows - first), first=first)
+                for number, first in enumerate(range(0, rows, size))
+            ),
+            schema=schema,
+            row_bytes=row_bytes,
+            hash=hash_parts(
+                [*settings, *((name, part.hash) for (name, _), part in zip(self.parts, parts, strict=True))]
+            ),
+            parts=parts,
+        )
+
+    def open(self, index: Index) -> _MixedLoader:
+        """A loader for one process."""
+        assert isinstance(index, _MixedIndex), "a mixture is opened with an index of its own"
+        return _MixedLoader(self, index)
+
+    def _schema(self, indexes: tuple[Index, ...]) -> Mapping[str, Field]:
+        names = [name for name, _ in self.parts]
+        found = [dataset.fields(index) for (_, dataset), index in zip(self.parts, indexes, strict=True)]
+        for name, fields in zip(names, found, strict=True):
+            for column in sorted({*found[0], *fields}):
+                if found[0].get(column) != fields.get(column):
+                    here, there = _shown(fields.get(column)), _shown(found[0].get(column))
+                    raise DataError(
+                        f"column {column!r} is {here} in {name!r} and {there} in {names[0]!r}",
+                        where=self.describe(),
+                        remedy="bring the parts to the same columns, types and shapes with .map before mixing",
+                    )
+        if self.tag and _TAG in found[0]:
+            raise DataError(
+                f"the parts have a column {_TAG!r} already",
+                where=self.describe(),
+                remedy="rename it with .map_batches, or leave tag=False",
+            )
+        return {**found[0], _TAG: Field(np.dtype(np.int64), ())} if self.tag else found[0]
+
+
+class _MixedLoader:
+    """Gathers the rows of each part and lays them in the mixture's order. For one thread at a time."""
+
+    def __init__(self, source: _MixedSource, index: _MixedIndex) -> None:
+        self._source, self._index = source, index
+        self._readers: dict[tuple[int, tuple[str, ...]], RowAccess] = {}
+        self._epoch = 0
+
+    @property
+    def varying(self) -> bool:
+        """Whether rows of a part were random, so that they are others in another epoch."""
+        return any(getattr(reader, "varying", False) for reader in self._readers.values())
+
+    def begin(self, seed: int, epoch: int) -> None:
+        """What is loaded from now on belongs to an epoch of a run; the mixture has a seed of its own."""
+        self._epoch = epoch
+
+    def load(self, number: int, columns: Sequence[str]) -> Arrays:
+        """Columns of row group `number` of the mixture; raises what the parts raise."""
+        group = self._index.groups[number]
+        parts, numbers = self._source.pattern.at(np.arange(group.first, group.first + group.rows, dtype=np.int64))
+        wanted = tuple(name for name in columns if not (self._source.tag and name == _TAG))
+        result: Arrays = {
+            name: np.empty((group.rows, *self._index.schema[name].shape), self._index.schema[name].dtype)
+            for name in wanted
+        }
+        for part in np.unique(parts).tolist():
+            chosen = np.flatnonzero(parts == part)
+            for name, array in self._rows(part, numbers[chosen], wanted).items():
+                result[name][chosen] = self._fitting(part, name, array)
+        return {name: result.get(name, parts) for name in columns}
+
+    def _rows(self, part: int, numbers: Rows, columns: tuple[str, ...]) -> Arrays:
+        """A part's rows by their number in the mixture, transformed; each pass over it counts as an epoch."""
+        dataset, index = self._source.parts[part][1], self._index.parts[part]
+        start = fold_seed(self._source.seed, part) % index.rows if self._source.seed else 0
+        passes, rows = np.divmod(numbers + start, index.rows)
+        found = []
+        for turn in np.unique(passes).tolist():
+            samples = rows[passes == turn]
+            counters = Counters(seed=self._source.seed, epoch=turn)
+            gathered = self._reader(part, columns).gather(samples, self._epoch * _MAX_PASSES + turn)
+            found.append(dataset.transform(gathered, samples, counters, columns))
+        return {name: np.concatenate([arrays[name] for arrays in found]) for name in columns}
+
+    def _reader(self, part: int, columns: tuple[str, ...]) -> RowAccess:
+        if (part, columns) not in self._readers:
+            dataset, index = self._source.parts[part][1], self._index.parts[part]
+            memory_bytes = MEMORY_BYTES // (4 * len(self._source.parts))
+            self._readers[part, columns] = dataset.reader(
+                index, columns, memory_bytes=memory_bytes, seed=self._source.seed
+            )
+        return self._readers[part, columns]
+
+    def _fitting(self, part: int, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        field = self._index.schema[name]
+        if Field(array.dtype, array.shape[1:]) != field:
+            raise DataError(
+                f"column {name!r} is {array.dtype} {list(array.shape[1:])} here and {_shown(field)} in the first row",
+                where=f"part {self._source.parts[part][0]!r} of a mixture",
+                remedy="give every row the same type and shape",
+            )
+        return array
+
+
+def mix(
+    parts: Mapping[str, Dataset],
+    weights: Mapping[str, float] | None = None,
+    *,
+    rows: int | None = None,
+    seed: int = 0,
+    tag: bool = False,
+) -> Dataset:
+    """Several data sets as one, in which every prefix has each part's weight within one row.
+
+    An epoch takes the first rows of the mixture: what it leaves out of a large part is left out of every epoch. Give
+    `rows` for a longer one; a job's `epoch_samples=` then keeps checkpoints and evaluations as frequent as before.
+    Transforms of the parts are applied here, with randomness counted by (seed, pass over the part, row) and not by the
+    epoch: augmentation that shall differ between epochs belongs in a `.map` of the mixture.
+
+    Args:
+        parts: data sets by name, of the same columns after their transforms.
+        weights: positive, by name; only their ratios count. They are kept exactly where whole numbers with a sum of at
+            most 16,384 have them, else rounded to such. By default all are equal.
+        rows: of an epoch; parts that are used up begin again. By default as many as come before any row is repeated.
+        seed: other seeds begin each part at another row; 0 begins at the first.
+        tag: add an int64 column `source`: the number of the part, in the order given.
+
+    Raises:
+        DataError: weights that are missing, unknown or not positive, or a part with a transform that runs on Ray Data.
+    """
+    _check(parts, rows)
+    given = dict.fromkeys(parts, 1.0) if weights is None else dict(weights)
+    _check_weights(parts, given)
+    pattern = pattern_of([given[name] for name in parts])
+    return Dataset(source=_MixedSource(parts=tuple(parts.items()), pattern=pattern, rows=rows, seed=seed, tag=tag))
+
+
+def _check(parts: Mapping[str, Dataset], rows: int | None) -> None:
+    if not parts:
+        raise DataError("there is nothing to mix", remedy="give at least one data set")
+    if rows is not None and rows < 1:
+        raise DataError(f"rows={rows} is no length of an epoch", remedy="give 1 or more, or leave it out")
+    for name, dataset in parts.items():
+        dataset.need_rows_by_number("mix")
+        if dataset.heavy:
+            raise DataError(
+                "a part of a mixture has a transform that runs on Ray Data",
+                where=f"part {name!r}: {dataset!r}",
+                remedy="mix first and call .map_batches(f, cpus=...) on the mixture, or write the part as parquet once",
+            )
+
+
+def _check_weights(parts: Iterable[str], weights: Mapping[str, float]) -> None:
+    names = list(parts)
+    for name in (*names, *weights):
+        if name not in weights:
+            raise DataError(f"part {name!r} has no weight", where="weights=", remedy="give one for each part")
+        if name not in names:
+            raise DataError(f"there is no part {name!r}", where="weights=", remedy=nearest(name, names))
+        if not (weights[name] > 0 and math.isfinite(weights[name])):
+            raise DataError(
+                f"the weight {weights[name]} of {name!r} is not positive",
+                where="weights=",
+                remedy="leave the part out, or give it a weight above 0",
+            )
+
+
+def _shown(field: Field | None) -> str:
+    return "missing" if field is None else f"{field.dtype} {list(field.shape)}"

@@ -1,0 +1,383 @@
+"""The feeder: an actor that runs the pipelines of a run's heavy data sets, and keeps what they deliver.
+
+Blocks are found by their label, never by the order of arrival. Those of a bounded window are kept; what lies outside
+it, or was lost, is computed again by a pipeline that starts there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import ObjectLostError
+
+from trainwright.core.errors import DataError, HangError, TrainwrightError
+from trainwright.core.pickling import loads
+from trainwright.datasets.ops.row_transforms import function_name
+from trainwright.datasets.ray_data import delivery_pipeline
+from trainwright.datasets.ray_data.actor_pools import TransformPool, allocate_actors, pool_groups, pooled_transforms
+from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec, SharePart
+from trainwright.datasets.ray_data.hang_timeout import BatchDurations
+
+_REPLAY_CHUNKS = 4  # kept behind what a rank asked for last
+_AHEAD_CHUNKS = 4  # computed ahead of the first rank
+
+_Label = tuple[int, int]  # first step of a chunk, rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareReply:
+    """Blocks (reference, row) of a share, in order, or why there are none."""
+
+    blocks: tuple[tuple[Any, int], ...] = ()
+    error: TrainwrightError | None = None
+
+
+@dataclass(kw_only=True)
+class _PipelineWindow:
+    """What one pipeline has delivered so far and may still deliver. Changed by the event loop alone.
+
+    Attributes:
+        number: of the pipeline.
+        start: first step of the pipeline.
+        total: data ranks it deals to.
+        parts: finished pieces by label.
+        asked: by rank, the chunk asked for last.
+        floors: by rank, the first chunk still kept.
+        waits: consumers that wait for one of its shares.
+        going: pieces on their way through actors.
+        error: why the pipeline ended early.
+    """
+
+    number: int
+    start: int
+    total: int
+    parts: dict[_Label, dict[int, tuple[Any, int]]] = field(default_factory=dict)
+    counts: dict[_Label, int] = field(default_factory=dict)
+    asked: dict[int, int] = field(default_factory=dict)
+    floors: dict[int, int] = field(default_factory=dict)
+    waits: int = 0
+    going: set[asyncio.Task[None]] = field(default_factory=set)
+    error: TrainwrightError | None = None
+
+    def complete(self, label: _Label) -> bool:
+        """All pieces of the share are here."""
+        return label in self.counts and len(self.parts[label]) == self.counts[label]
+
+    def wants(self, step: int, ahead: int) -> bool:
+        """The chunk at `step` is not too far ahead of those asked for."""
+        return step <= max(self.asked.values(), default=self.start) + ahead
+
+    def covers(self, step: int, rank: int, total: int, ahead: int) -> bool:
+        """The share is here or will come soon."""
+        return total == self.total and self.floors.get(rank, self.start) <= step and self.wants(step, ahead)
+
+    def trim(self, step: int, rank: int, replay: int) -> None:
+        """Forget what this rank will not ask for again."""
+        self.floors[rank] = max(self.floors.get(rank, self.start), step - replay)
+        for label in [label for label in self.parts if label[1] == rank and label[0] < self.floors[rank]]:
+            del self.parts[label], self.counts[label]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageProgress:
+    """What a stage has done so far.
+
+    Attributes:
+        name: of its function; `delivery_pipeline.READING` for that before the first heavy one.
+        slots: processes that it may use at a time.
+        seconds: that it computed, over all of them.
+        elapsed_s: since the first piece was asked for.
+    """
+
+    name: str
+    slots: int
+    seconds: float
+    elapsed_s: float
+
+    @property
+    def busy(self) -> float:
+        """Share of the time that its processes computed, from 0 to 1."""
+        return min(self.seconds / (self.slots * self.elapsed_s), 1.0) if self.elapsed_s > 0 else 0.0
+
+
+class DeliveryActor:
+    """The actor's class: a feeder for each heavy data set of a run, and the pools of actors that they share.
+
+    Asynchronous, so that any number of consumers may wait.
+
+    Args:
+        recipes: pickled, one for each data set; they are known by their number here.
+        free: CPUs and GPUs that Ray Data may use.
+        piece_s: an actor may take for a piece, at most: see `BatchDurations`.
+    """
+
+    def __init__(self, recipes: Sequence[bytes], free: Mapping[str, float], piece_s: float = math.inf) -> None:
+        made: list[PipelineSpec] = [loads(recipe) for recipe in recipes]
+        stored = [ray.put(recipe) for recipe in recipes]
+        sizes, left = allocate_actors(made, free)
+        steps, self._pools = pooled_transforms(made), list[TransformPool]()
+        self._notes, self._noted = list[str](), asyncio.Event()
+        shared: dict[tuple[int, int], TransformPool] = {}
+        for size, slots in zip(sizes, pool_groups(made).values(), strict=True):
+            source, stage = slots[0]
+            step, recipe = steps[slots[0]], stored[source]
+            pool = TransformPool(
+                step=step, recipe=recipe, stage=stage, size=size, pace=BatchDurations(most_s=piece_s), note=self._note
+            )
+            self._pools.append(pool)
+            shared.update(dict.fromkeys(slots, pool))
+        self.feeders = [
+            DatasetDelivery(number, recipe, stored[number], left, [shared[number, stage] for stage in recipe.on_actors])
+            for number, recipe in enumerate(made)
+        ]
+
+    async def open(self) -> None:
+        """Start the actors of all pools, so that they open while the workers do."""
+        for pool in self._pools:
+            pool.open()
+
+    async def admit(self, source: int, number: int, step: int) -> bool:
+        """As `Feeder.admit`."""
+        return await self.feeders[source].admit(number, step)
+
+    async def chunk(
+        self, source: int, step: int, rank: int, total: int, deadline_s: float, lost: bool = False
+    ) -> ShareReply:
+        """As `Feeder.chunk`."""
+        return await self.feeders[source].chunk(step, rank, total, deadline_s, lost)
+
+    async def stages(self, source: int) -> list[StageProgress]:
+        """What each stage of a data set has done so far."""
+        return self.feeders[source].stages()
+
+    async def news(self) -> list[str]:
+        """Wait for what is to be told to people."""
+        await self._noted.wait()
+        notes, self._notes, self._noted = self._notes, [], asyncio.Event()
+        return notes
+
+    async def close(self) -> None:
+        """End the actors of all pools, each after the `close` of what it holds."""
+        self._noted.set()  # nobody is to wait for news of an actor that ends
+        for pool in self._pools:
+            await pool.close()
+
+    def _note(self, text: str) -> None:
+        self._notes.append(text)
+        self._noted.set()
+
+
+class DatasetDelivery:
+    """Feeds one data set.
+
+    Args:
+        source: its number.
+        recipe: of its pieces; `stored` is the reference of the pickled one.
+        free: CPUs and GPUs for Ray Data's tasks.
+        pools: for each stage on actors.
+    """
+
+    def __init__(
+        self, source: int, recipe: PipelineSpec, stored: Any, free: Mapping[str, float], pools: list[TransformPool]
+    ) -> None:
+        self._source, self._recipe, self._stored, self._free = source, recipe, stored, free
+        self._pools = dict(zip(recipe.on_actors, pools, strict=True))
+        self._spent: dict[str, float] = {}
+        self._begun_s = 0.0
+        self._window: _PipelineWindow | None = None
+        self._news = asyncio.Event()
+        self._pipelines = itertools.count()
+
+    def stages(self) -> list[StageProgress]:
+        """What each stage has done so far."""
+        elapsed_s = time.monotonic() - self._begun_s if self._begun_s else 0.0
+        slots = {delivery_pipeline.READING: 1}
+        for number in range(1, len(self._recipe.stages)):
+            step, pool = self._recipe.heavy(number), self._pools.get(number)
+            slots[function_name(step.function)] = (
+                pool.size if pool else delivery_pipeline.max_concurrency(step, self._free)
+            )
+        return [
+            StageProgress(name=name, slots=count, seconds=self._spent.get(name, 0.0), elapsed_s=elapsed_s)
+            for name, count in slots.items()
+        ]
+
+    async def admit(self, number: int, step: int) -> bool:
+        """Wait until pieces of the chunk at `step` are wanted of a pipeline; False where it was replaced."""
+        while (window := self._window) is not None and window.number == number:
+            if window.wants(step, self._steps(_AHEAD_CHUNKS)):
+                return True
+            await self._news.wait()
+        return False
+
+    async def chunk(self, step: int, rank: int, total: int, deadline_s: float, lost: bool = False) -> ShareReply:
+        """The share that data rank `rank` of `total` has of the chunk that starts at `step`.
+
+        Args:
+            step: first step of a chunk.
+            rank: data rank.
+            total: number of data ranks; another number is another pipeline.
+            deadline_s: to wait for it.
+            lost: the blocks given before are gone; compute them again.
+        """
+        until = time.monotonic() + deadline_s
+        if lost and self._window is not None:
+            self._window.trim(step + 1, rank, 0)
+        try:
+            while True:
+                window = self._window
+                if window is not None and window.covers(step, rank, total, self._steps(_AHEAD_CHUNKS)):
+                    if window.complete((step, rank)):
+                        return self._answer(window, step, rank)
+                    if window.error is not None:
+                        self._window = None
+                        return ShareReply(error=window.error)
+                    await self._wait(until, window)
+                elif window is None or not window.waits:
+                    self._start(step, total)
+                else:  # those who wait for the pipeline that runs are served first
+                    await self._wait(until, None)
+        except TimeoutError:
+            return ShareReply(error=share_timeout_error(step, rank, deadline_s, self._given()))
+        finally:
+            self._tell()
+
+    async def _wait(self, until: float, window: _PipelineWindow | None) -> None:
+        """Wait for news; counted among those who wait for `window`."""
+        if window is not None:
+            window.waits += 1
+        try:
+            await asyncio.wait_for(self._news.wait(), until - time.monotonic())
+        finally:
+            if window is not None:
+                window.waits -= 1
+
+    def _given(self) -> str:
+        """What there is to compute with, for an error."""
+        pools = {pool.name: pool for pool in self._pools.values()}
+        opening = [
+            f"{pool.opening} of {pool.size} actors of {name} not open" for name, pool in pools.items() if pool.opening
+        ]
+        return ", ".join([*(f"{number:g} {name}s" for name, number in self._free.items()), *opening])
+
+    def _answer(self, window: _PipelineWindow, step: int, rank: int) -> ShareReply:
+        parts = window.parts[step, rank]
+        window.asked[rank] = step
+        window.trim(step, rank, self._steps(_REPLAY_CHUNKS))
+        return ShareReply(blocks=tuple(parts[number] for number in sorted(parts)))
+
+    def _start(self, step: int, total: int) -> None:
+        """Start a pipeline at a chunk; the one before ends at its next piece."""
+        self._begun_s = self._begun_s or time.monotonic()
+        self._window = _PipelineWindow(number=next(self._pipelines), start=step, total=total)
+        arguments = self._window, asyncio.get_running_loop(), self._handle()
+        threading.Thread(target=self._pump, args=arguments, name="trainwright-pump", daemon=True).start()
+
+    def _pump(self, window: _PipelineWindow, loop: asyncio.AbstractEventLoop, handle: Any) -> None:
+        """Take blocks from the pipeline until it is replaced. Runs in a thread."""
+        error: TrainwrightError
+        try:
+            pieces = self._recipe.pieces(window.start, window.total)
+            gate = delivery_pipeline.ReadGate(handle, window.number, self._source)
+            for block in delivery_pipeline.run_pipeline(self._stored, pieces, self._free, gate):
+                table = ray.get(block)
+                loop.call_soon_threadsafe(
+                    self._made,
+                    window,
+                    block,
+                    delivery_pipeline.block_labels(table),
+                    delivery_pipeline.stage_seconds(table),
+                )
+                del table
+                if self._window is not window:
+                    return
+            error = DataError(
+                "Ray Data ended before all data was delivered", remedy="run again with -v and look at its log"
+            )
+        except Exception as raised:  # of Ray Data: it goes to those who wait
+            error = DataError(
+                f"the Ray Data pipeline failed: {type(raised).__name__}",
+                remedy="see the error above",
+                detail=traceback.format_exc(),
+            )
+        loop.call_soon_threadsafe(self._ended, window, error)
+
+    def _made(self, window: _PipelineWindow, block: Any, found: list[SharePart], spent: Mapping[str, float]) -> None:
+        """Ray Data has made a block; what is on actors comes next."""
+        if not self._pools:
+            self._arrived(window, block, found, spent)
+            return
+        for row, piece in enumerate(found):
+            going = asyncio.create_task(self._advance(window, block, row, piece))
+            window.going.add(going)
+            going.add_done_callback(window.going.discard)
+
+    async def _advance(self, window: _PipelineWindow, block: Any, row: int, piece: SharePart) -> None:
+        """Take a piece through the stages on actors."""
+        spent: Mapping[str, float] = {}
+        try:
+            for stage, pool in self._pools.items():
+                made = await pool.compute(self._stored, block, row, stage, piece, lambda: self._window is window)
+                if made is None:
+                    return
+                (block, spent), row = made, 0
+            self._arrived(window, block, [piece], spent)
+        except ObjectLostError:  # with a node: all who wait begin again
+            if self._window is window:
+                self._window = None
+                self._tell()
+        except TrainwrightError as error:
+            self._failed(window, error)
+        except Exception as raised:
+            what = f"the actors of {self._recipe.dataset!r} failed: {type(raised).__name__}"
+            detail = "".join(traceback.format_exception(raised))
+            self._failed(window, DataError(what, remedy="see the error above", detail=detail))
+
+    def _arrived(self, window: _PipelineWindow, block: Any, found: list[SharePart], spent: Mapping[str, float]) -> None:
+        for name, seconds in spent.items():
+            self._spent[name] = self._spent.get(name, 0.0) + seconds
+        for row, piece in enumerate(found):
+            label = piece.step, piece.rank
+            if piece.step >= window.floors.get(piece.rank, window.start):
+                window.counts[label] = piece.parts
+                window.parts.setdefault(label, {})[piece.part] = block, row
+        self._tell()
+
+    def _ended(self, window: _PipelineWindow, error: TrainwrightError) -> None:
+        """Ray Data has given all that it will: an error to those who wait once nothing is under way any more."""
+        if window.going:
+            next(iter(window.going)).add_done_callback(lambda _: self._ended(window, error))
+        else:
+            self._failed(window, error)
+
+    def _failed(self, window: _PipelineWindow, error: TrainwrightError) -> None:
+        window.error = window.error or error
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _handle(self) -> Any:
+        return ray.get_runtime_context().current_actor
+
+    def _steps(self, chunks: int) -> int:
+        return int(chunks * self._recipe.length)
+
+
+def share_timeout_error(step: int, rank: int, deadline_s: float, given: str = "") -> HangError:
+    """A share did not come in time."""
+    return HangError(
+        f"Ray Data{f' with {given}' if given else ''} delivered nothing within {deadline_s:g} s",
+        where=f"data rank {rank}, step {step}",
+        remedy="leave more CPUs free for Ray Data (fewer workers), or make the transform quicker",
+    )

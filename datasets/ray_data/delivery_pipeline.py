@@ -1,0 +1,316 @@
+"""The Ray Data pipeline of a heavy data set: read tasks that follow the order, then one stage for each heavy transform.
+
+What is slow to open would be opened anew by each execution of Ray Data, and lost with each process that it ends: from
+the first such transform on, stages run on actors of the feeder's own; see `trainwright.datasets.ray_data.actor_pools`.
+
+A block has one row for each piece of a share: its label, and its columns as one value, so that nothing is split or
+converted on the way and the consumer gets the arrays that it would have computed itself. Errors of the user's functions
+travel the same way, to the consumer that asked for the piece, and beside them the seconds that each stage took.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import ray
+from ray.data import ActorPoolStrategy, DataContext, Datasource, ReadTask, TaskPoolStrategy, read_datasource
+from ray.data._internal.execution.backpressure_policy import (
+    ENABLED_BACKPRESSURE_POLICIES,
+    ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY,
+)
+from ray.data._internal.execution.backpressure_policy.resource_budget_backpressure_policy import (
+    ResourceBudgetBackpressurePolicy,
+)
+from ray.data.block import BlockMetadata
+
+from trainwright.core.errors import TrainwrightError
+from trainwright.core.pickling import loads
+from trainwright.datasets.data_source import Arrays, Index, RowAccess, select_columns
+from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.loading.batch_loader import make_reader
+from trainwright.datasets.ops.row_transforms import BatchMap, Counters, StatefulFunction, apply, function_name
+from trainwright.datasets.sample_order import Rows, StepSchedule, apply_by_pass
+
+PART_ROWS = 128
+READING = "reading"  # as a stage: with the light transforms before the first heavy one
+MAX_TASKS = 1024  # read tasks of one Ray Data execution: their list is made at once
+_QUEUED = 2  # tasks of a stage that wait for a CPU, so that none is idle between two of them
+
+
+class SharePart(NamedTuple):
+    """A label: part `part` of `parts` of the share that data rank `rank` of `total` has of the chunk at `step`."""
+
+    step: int
+    rank: int
+    total: int
+    part: int
+    parts: int
+
+
+class _PartContent(NamedTuple):
+    """What a piece holds on its way: columns and what its transforms are counted by, or the error that ended it."""
+
+    columns: Arrays
+    samples: Rows
+    passes: Rows
+    error: TrainwrightError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSpec:
+    """All that a process needs to compute any piece of a run.
+
+    Attributes:
+        dataset: with its transforms.
+        index: of the data set.
+        columns: to keep; None keeps all.
+        schedule: of the steps.
+        length: steps of a chunk.
+    """
+
+    dataset: Dataset
+    index: Index
+    columns: tuple[str, ...] | None
+    schedule: StepSchedule
+    length: int
+
+    @cached_property
+    def reader(self) -> RowAccess:
+        """This process's reader; it keeps what it decoded."""
+        return make_reader(self.dataset, self.index, self.columns, self.schedule.order)
+
+    @property
+    def stages(self) -> list[tuple[int, int]]:
+        """Ranges of transforms: the light ones that are applied on reading, then each heavy one with those after it."""
+        transforms = self.dataset.transforms
+        heavy = [number for number, transform in enumerate(transforms) if transform.heavy]
+        return list(zip([0, *heavy], [*heavy, len(transforms)], strict=True))
+
+    @property
+    def on_actors(self) -> range:
+        """Numbers of the stages that run on actors: the first that is slow to open, and all after it."""
+        count = len(self.stages)
+        slow = (number for number in range(1, count) if self.heavy(number).stateful)
+        return range(next(slow, count), count)
+
+    def heavy(self, stage: int) -> BatchMap:
+        """The heavy transform that a stage, not the first one, begins with."""
+        step = self.dataset.transforms[self.stages[stage][0]]
+        assert isinstance(step, BatchMap), "only functions of batches are heavy"
+        return step
+
+    def pieces(self, step: int, total: int) -> Iterator[SharePart]:
+        """Labels from the chunk that holds `step` to the end of the run, in the order in which they will be wanted."""
+        while step < self.schedule.total_steps:
+            chunk = self.schedule.chunk(step, self.length)
+            for rank, rows in enumerate(self.schedule.share_rows(chunk, total).tolist()):
+                parts = -(-rows // PART_ROWS)
+                yield from (SharePart(chunk.start, rank, total, part, parts) for part in range(parts))
+            step = chunk.stop
+
+    def read(self, piece: SharePart) -> _PartContent:
+        """Read a piece's rows, in order, and apply the transforms before the first heavy one."""
+        share = self.schedule.share(self.schedule.chunk(piece.step, self.length), piece.rank, piece.total)
+        part = slice(piece.part * PART_ROWS, (piece.part + 1) * PART_ROWS)
+        samples, passes = share.samples[part], share.passes[part]
+        try:
+            columns = apply_by_pass(passes, lambda which, number: self.reader.gather(samples[which], number))
+        except TrainwrightError as error:
+            return _PartContent({}, samples, passes, error)
+        return self.transform(_PartContent(columns, samples, passes), 0)
+
+    def transform(self, content: _PartContent, stage: int) -> _PartContent:
+        """Apply the transforms of a stage; the last one keeps the columns asked for."""
+        first, last = self.stages[stage]
+        transforms = self.dataset.transforms[first:last]
+
+        def transformed(which: npt.NDArray[np.bool_], number: int) -> Arrays:
+            counters = Counters(seed=self.schedule.order.seed, epoch=number)
+            given = {name: array[which] for name, array in content.columns.items()}
+            return apply(transforms, given, content.samples[which], counters, first)
+
+        try:
+            columns = apply_by_pass(content.passes, transformed)
+            if stage == len(self.stages) - 1:
+                columns = {name: columns[name] for name in select_columns(columns, self.columns, repr(self.dataset))}
+        except TrainwrightError as error:
+            return content._replace(columns={}, error=error)
+        return content._replace(columns=columns)
+
+
+class ReadGate(NamedTuple):
+    """Holds back the reading of what is not wanted yet, which bounds what a pipeline keeps in memory.
+
+    Attributes:
+        feeder: handle of the actor that answers `admit(source, pipeline, step) -> bool`.
+        pipeline: number of the pipeline.
+        source: number of the data set among the feeder's.
+    """
+
+    feeder: Any
+    pipeline: int
+    source: int = 0
+
+    def pass_(self, step: int) -> None:
+        """Wait until pieces of the chunk at `step` are wanted. Raises RuntimeError where they never will be."""
+        if not ray.get(self.feeder.admit.remote(self.source, self.pipeline, step)):
+            raise RuntimeError(f"pipeline {self.pipeline} was replaced by another")
+
+
+class _PlannedDatasource(Datasource):
+    """A read task for each piece."""
+
+    def __init__(self, recipe: ray.ObjectRef[bytes], pieces: Sequence[SharePart], gate: ReadGate) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # Ray Data is typed in part
+        self._recipe, self._pieces, self._gate = recipe, pieces, gate
+
+    def estimate_inmemory_data_size(self) -> int | None:
+        """Unknown."""
+        return None
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
+    ) -> list[ReadTask]:
+        """One for each piece, in their order, whatever the parallelism."""
+        metadata = BlockMetadata(num_rows=1, size_bytes=None, input_files=None, exec_stats=None)
+        return [ReadTask(_reading(self._recipe, piece, self._gate), metadata) for piece in self._pieces]
+
+
+def run_pipeline(
+    recipe: ray.ObjectRef[bytes], pieces: Iterable[SharePart], free: Mapping[str, float], gate: ReadGate
+) -> Iterator[ray.ObjectRef[pa.Table]]:
+    """Run the pipeline over pieces, up to the stages on actors; gives blocks as they are finished, in any order.
+
+    Pieces are taken from the iterable as executions need them: a run has too many to list before its first block.
+
+    Ray Data's own reservation of resources is off: it leaves a CPU idle from the end of a task to the next turn of its
+    loop, a third of the time with tasks of 100 ms. The gate bounds memory, and the sizes of the pools bound CPUs.
+
+    Args:
+        recipe: a pickled Recipe.
+        pieces: to compute; may be endless.
+        free: CPUs and GPUs that its tasks may use at a time.
+        gate: passed before each piece is read.
+    """
+    stages, waiting = _load_spec(recipe), iter(pieces)
+    context = DataContext.get_current()
+    context.enable_progress_bars = context.print_on_execution_start = False
+    _disable_reservation(context)
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    while part := list(itertools.islice(waiting, MAX_TASKS)):
+        data = read_datasource(
+            _PlannedDatasource(recipe, part, gate),
+            override_num_blocks=len(part),
+            compute=ActorPoolStrategy(size=1),  # one process, so that what is decoded is decoded once
+            num_cpus=0,
+        )
+        for number in range(1, stages.on_actors.start):
+            step = stages.heavy(number)
+            data = data.map_batches(
+                _stage(recipe, number),
+                batch_size=1,
+                batch_format="pyarrow",
+                num_cpus=step.cpus,
+                num_gpus=step.gpus,
+                compute=TaskPoolStrategy(size=max_concurrency(step, free) + _QUEUED),
+            )
+        for bundle in data.iter_internal_ref_bundles():
+            yield from bundle.block_refs
+
+
+def max_concurrency(step: BatchMap, free: Mapping[str, float]) -> int:
+    """Calls of a heavy transform for which there is room."""
+    return int(min((free[name] + 1e-6) / need for name, need in step.needs.items() if need))
+
+
+def block_labels(block: pa.Table) -> list[SharePart]:
+    """The label of each row of a block."""
+    return [
+        SharePart(*row) for row in zip(*(block.column(name).to_pylist() for name in SharePart._fields), strict=True)
+    ]
+
+
+def block_content(block: pa.Table, row: int) -> _PartContent:
+    """What a row of a block holds."""
+    found: _PartContent = cloudpickle.loads(block.column("content")[row].as_buffer())
+    return found
+
+
+def stage_seconds(block: pa.Table) -> dict[str, float]:
+    """Seconds of the stages that all rows of a block went through, by name."""
+    seconds: dict[str, float] = {}
+    for row in block.column("spent"):
+        for name, value in cloudpickle.loads(row.as_buffer()):
+            seconds[name] = seconds.get(name, 0.0) + value
+    return seconds
+
+
+def run_stage(recipe: ray.ObjectRef[bytes], block: pa.Table, row: int, stage: int) -> pa.Table:
+    """Take one row of a block through a stage."""
+    found, begun = block_content(block, row), time.perf_counter()
+    if found.error:
+        return block.slice(row, 1)
+    made = _load_spec(recipe).transform(found, stage)
+    name = function_name(_load_spec(recipe).heavy(stage).function)
+    before = cloudpickle.loads(block.column("spent")[row].as_buffer())
+    return _block(block_labels(block)[row], made, [*before, (name, time.perf_counter() - begun)])
+
+
+def open_stage(recipe: ray.ObjectRef[bytes], stage: int) -> Any:
+    """The function of a stage; what it holds is open in this process."""
+    function = _load_spec(recipe).heavy(stage).function
+    if isinstance(function, StatefulFunction):
+        function.open()
+    return function
+
+
+@lru_cache(maxsize=4)
+def _load_spec(recipe: ray.ObjectRef[bytes]) -> PipelineSpec:
+    made: PipelineSpec = loads(ray.get(recipe))
+    return made
+
+
+def _reading(recipe: ray.ObjectRef[bytes], piece: SharePart, gate: ReadGate) -> Callable[[], list[pa.Table]]:
+    def read() -> list[pa.Table]:
+        gate.pass_(piece.step)
+        begun = time.perf_counter()
+        found = _load_spec(recipe).read(piece)
+        return [_block(piece, found, [(READING, time.perf_counter() - begun)])]
+
+    return read
+
+
+def _stage(recipe: ray.ObjectRef[bytes], number: int) -> Callable[[pa.Table], pa.Table]:
+    def transform(block: pa.Table) -> pa.Table:
+        return run_stage(recipe, block, 0, number)
+
+    return transform
+
+
+def _block(piece: SharePart, found: _PartContent, taken: Sequence[tuple[str, float]]) -> pa.Table:
+    columns: dict[str, Any] = {name: [value] for name, value in piece._asdict().items()}
+    seconds = pa.array([cloudpickle.dumps(tuple(taken))], pa.large_binary())
+    return pa.table({**columns, "spent": seconds, "content": pa.array([cloudpickle.dumps(found)], pa.large_binary())})
+
+
+# --- Private symbols of Ray Data, each named here and nowhere else (`tests/unit/test_compat.py`) ----------------------
+
+
+def _disable_reservation(context: DataContext) -> None:
+    """Turn off the reservation of resources, and the policy that follows it.
+
+    Without a reservation that policy limits nothing, and before Ray 2.56 it fails.
+    """
+    context.op_resource_reservation_enabled = False
+    policies = [each for each in ENABLED_BACKPRESSURE_POLICIES if each is not ResourceBudgetBackpressurePolicy]
+    context.set_config(ENABLED_BACKPRESSURE_POLICIES_CONFIG_KEY, policies)

@@ -1,0 +1,278 @@
+"""Delivery through Ray Data: the fetcher by which consumers ask the feeder, and its start by the driver."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    ObjectLostError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+
+from trainwright.core.errors import DataError, HangError, TrainwrightError
+from trainwright.core.pickling import dumps, loads
+from trainwright.datasets.data_source import Arrays, Index, select_columns
+from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.loading.batch_loader import make_schedule
+from trainwright.datasets.sample_order import StepSchedule
+
+if TYPE_CHECKING:
+    from trainwright.datasets.ray_data.delivery_actor import StageProgress
+    from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec
+
+_CHUNK_ROWS = 1024  # of the global batch, in one chunk
+DEADLINE_S = 300.0  # for one share
+_RETRY_S = 1.0
+_DEAD_ACTOR_S = 5.0  # for a feeder that Ray does not start again, as when its driver is dead
+_SLACK_S = 30.0  # a consumer waits this much longer than the feeder, which knows more about the reason
+_CLOSE_S = 10.0
+_DEADLINE_SHARE = 0.5  # an actor may take for a piece, so that there is time for another one to open and compute it
+_SAMPLE_S = 600.0  # to open what transforms hold, and compute a row
+_SAMPLES: dict[tuple[Any, ...], Arrays] = {}  # of this process
+
+
+class RayFetcher:
+    """A consumer's side of the feeder. Picklable; each consumer uses a copy of its own.
+
+    Args:
+        feeder: handle of the `delivery_actor.Feeders` actor.
+        source: number of the data set there.
+        schedule: of the steps.
+        length: steps of a chunk.
+        deadline_s: to wait for one share.
+    """
+
+    def __init__(self, feeder: Any, source: int, schedule: StepSchedule, length: int, deadline_s: float) -> None:
+        self.feeder, self._source = feeder, source
+        self._schedule, self._length, self._deadline_s = schedule, length, deadline_s
+        self._asked: dict[tuple[int, int, int], Any] = {}
+        self._news: Any = None
+
+    def fetch(self, step: int, rank: int, total: int) -> tuple[range, Arrays]:
+        """Columns of the share that data rank `rank` of `total` has of the chunk that holds `step`, and that chunk.
+
+        Raises:
+            UserCodeError, DataError: as the transform or the source raised it, wherever that was.
+            HangError: nothing came within the deadline.
+        """
+        chunk = self._schedule.chunk(step, self._length)
+        until, lost = time.monotonic() + self._deadline_s, False
+        asked = self._asked.pop((chunk.start, rank, total), None)
+        self._asked = {key: reference for key, reference in self._asked.items() if key[0] == chunk.start}
+        while True:
+            try:
+                asked = asked or self._ask(chunk.start, rank, total, lost)
+                found = self._take(asked, chunk.start, rank)
+                break
+            except ObjectLostError:
+                asked, lost = None, True
+            except (ActorUnavailableError, RayActorError) as error:
+                asked = None
+                if getattr(error, "actor_init_failed", False):
+                    raise DataError(
+                        "the data set cannot be opened where Ray Data runs",
+                        remedy="install what its functions import on every node",
+                        detail=str(error),
+                    ) from error
+                if isinstance(error, ActorDiedError):
+                    until = min(until, time.monotonic() + _DEAD_ACTOR_S)
+                if time.monotonic() > until:
+                    raise HangError(f"the feeder is gone: {error}", remedy="run the same command again") from error
+                time.sleep(_RETRY_S)
+        if chunk.stop < self._schedule.total_steps:
+            self._asked[chunk.stop, rank, total] = self._ask(chunk.stop, rank, total, False)
+        return chunk, found
+
+    def stages(self) -> list[StageProgress]:
+        """What each stage has done so far; empty where the feeder does not answer."""
+        with suppress(RayError):
+            found: list[StageProgress] = ray.get(self.feeder.stages.remote(self._source), timeout=_CLOSE_S)
+            return found
+        return []
+
+    def news(self) -> list[str]:
+        """What the feeder of all data sets had to tell since the last call, such as of actors that it replaced."""
+        self._news = self._news or self.feeder.news.remote()
+        if not ray.wait([self._news], timeout=0)[0]:
+            return []
+        asked, self._news = self._news, None
+        with suppress(RayError):  # a feeder that is gone is told of by those who wait for data
+            told: list[str] = ray.get(asked)
+            return told
+        return []
+
+    def close(self) -> None:
+        """End the feeder with its pipelines and actors, for all data sets and consumers."""
+        with suppress(RayError):  # it is ended all the same
+            ray.get(self.feeder.close.remote(), timeout=_CLOSE_S)
+            if self._news is not None:
+                ray.wait([self._news], timeout=_CLOSE_S)
+        ray.kill(self.feeder)
+
+    def _ask(self, step: int, rank: int, total: int, lost: bool) -> Any:
+        return self.feeder.chunk.remote(self._source, step, rank, total, self._deadline_s, lost)
+
+    def _take(self, asked: Any, step: int, rank: int) -> Arrays:
+        from trainwright.datasets.ray_data import delivery_pipeline
+
+        try:
+            answer: Any = ray.get(asked, timeout=self._deadline_s + _SLACK_S)
+            if answer.error is not None:
+                raise answer.error
+            blocks = ray.get([block for block, _ in answer.blocks], timeout=self._deadline_s)
+        except GetTimeoutError as error:
+            raise HangError(
+                f"the feeder gave no answer within {self._deadline_s + _SLACK_S:g} s",
+                where=f"data rank {rank}, step {step}",
+                remedy="run the same command again",
+            ) from error
+        found = [
+            delivery_pipeline.block_content(block, row) for block, (_, row) in zip(blocks, answer.blocks, strict=True)
+        ]
+        for piece in found:
+            if piece.error is not None:
+                raise piece.error
+        return {name: np.concatenate([piece.columns[name] for piece in found]) for name in found[0].columns}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayFetcher, (self.feeder, self._source, self._schedule, self._length, self._deadline_s)
+
+
+def make_pipeline_spec(
+    dataset: Dataset,
+    index: Index,
+    *,
+    batch_size: int,
+    epochs: int = 1,
+    seed: int = 0,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    epoch_samples: int | None = None,
+    columns: Iterable[str] | None = None,
+    window: int | None = None,
+) -> PipelineSpec:
+    """What a feeder does for a heavy data set.
+
+    Args:
+        dataset: with a transform that asks for CPUs or GPUs.
+        index: of the data set.
+        batch_size: global; this and the rest as given to `Stream`.
+    """
+    from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec
+
+    schedule = make_schedule(
+        index, batch_size=batch_size, epochs=epochs, seed=seed, shuffle=shuffle, drop_last=drop_last,
+        epoch_samples=epoch_samples, window=window,
+    )  # fmt: skip
+    names = None if columns is None else tuple(columns)
+    return PipelineSpec(
+        dataset=dataset, index=index, columns=names, schedule=schedule, length=max(_CHUNK_ROWS // batch_size, 1)
+    )
+
+
+def start_delivery(
+    recipes: Sequence[PipelineSpec],
+    *,
+    cpus: float,
+    gpus: float = 0.0,
+    deadline_s: float = DEADLINE_S,
+    hang_s: float = math.inf,
+) -> list[RayFetcher]:
+    """Start the feeder of a run's heavy data sets; the driver's part. Give the fetchers to every `Stream` of the run.
+
+    Args:
+        recipes: of the data sets.
+        cpus: that Ray Data may use; the workers must have left them free.
+        gpus: the same.
+        deadline_s: for a consumer to wait for one share.
+        hang_s: without a step, after which somebody takes the consumers for hung.
+
+    Raises:
+        ResourceError: the transforms ask for more than Ray Data has.
+    """
+    from trainwright.datasets.ray_data.actor_pools import allocate_actors
+    from trainwright.datasets.ray_data.delivery_actor import DeliveryActor
+
+    free = {"CPU": cpus, "GPU": gpus}
+    allocate_actors(recipes, free)
+    kind: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(DeliveryActor)
+    piece_s = _DEADLINE_SHARE * min(deadline_s, hang_s)
+    feeder = kind.remote([dumps(recipe) for recipe in recipes], free, piece_s)
+    feeder.open.remote()
+    return [
+        RayFetcher(feeder, number, recipe.schedule, recipe.length, deadline_s) for number, recipe in enumerate(recipes)
+    ]
+
+
+def start_dataset_delivery(
+    dataset: Dataset,
+    index: Index,
+    *,
+    cpus: float,
+    gpus: float = 0.0,
+    deadline_s: float = DEADLINE_S,
+    **ordering: Any,
+) -> RayFetcher:
+    """Start the feeder of one heavy data set: `make_pipeline_spec` and `start_delivery` say the rest."""
+    return start_delivery(
+        [make_pipeline_spec(dataset, index, **ordering)], cpus=cpus, gpus=gpus, deadline_s=deadline_s
+    )[0]
+
+
+def sample_on_ray(dataset: Dataset, index: Index, columns: Iterable[str] | None) -> Arrays:
+    """One transformed row of a data set with a transform that is slow to open, computed once for this process.
+
+    Where Ray is connected, a task computes it that has what the transforms ask for, and whose process ends with it.
+
+    Raises:
+        DataError, UserCodeError: as `Dataset.sample`, or what holds it cannot be opened.
+        HangError: no process computed it in time.
+    """
+    key = (index.hash, repr(dataset), *(getattr(step.function, "key", id(step)) for step in dataset.transforms))
+    if key not in _SAMPLES:
+        _SAMPLES[key] = _run_sample_task(dataset, index) if ray.is_initialized() else dataset.sample_here(index)
+    found = _SAMPLES[key]
+    return {name: found[name] for name in select_columns(found, columns, repr(dataset))}
+
+
+def _run_sample_task(dataset: Dataset, index: Index) -> Arrays:
+    needs = dataset.needs
+    task: Any = ray.remote(num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_calls=1)(_sample)
+    packed = dumps((dataset, index))
+    try:
+        found: Arrays | TrainwrightError = ray.get(task.remote(packed), timeout=_SAMPLE_S)
+    except GetTimeoutError as error:
+        asked = ", ".join(f"{number:g} {name}s" for name, number in needs.items() if number)
+        raise HangError(
+            f"no process with {asked} computed the first row of {dataset!r} within {_SAMPLE_S:g} s",
+            remedy="see what holds them, or declare less",
+        ) from error
+    except RayTaskError as error:
+        raise DataError(
+            f"{dataset!r} cannot be opened where Ray Data runs",
+            remedy="install what its functions import on every node",
+            detail=str(error),
+        ) from error
+    if isinstance(found, TrainwrightError):
+        raise found
+    return found
+
+
+def _sample(packed: bytes) -> Arrays | TrainwrightError:
+    dataset, index = loads(packed)
+    try:
+        found: Arrays = dataset.sample_here(index)
+    except TrainwrightError as error:
+        return error
+    return found

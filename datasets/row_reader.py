@@ -1,0 +1,229 @@
+"""Random access to rows: only the row groups that are needed are read, and a bounded part stays decoded.
+
+What is decoded lies in one array for each column, so that any rows are gathered by a single `take`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+
+import numpy as np
+
+from trainwright.datasets.data_source import Arrays, Index, Loader
+from trainwright.datasets.sample_order import MEMORY_BYTES, Rows
+
+_MAX_THREADS = 4
+_DECODE_MEMORY_SHARE = 8  # row groups that threads decode at the same time take at most an eighth of the memory
+
+
+class RowReader:
+    """Gathers rows by number. Safe to call from several threads.
+
+    Args:
+        loader: an opened source. Where it can open itself once more (`twin() -> Loader`), blocks are read by several
+            threads; where it can `fill(number, rows, into) -> names left over`, it reads only the rows of a block.
+            Where its rows may be random, `begin(seed, epoch)` says whose they are, and `varying` whether they were.
+        index: of the source.
+        columns: to read.
+        blocks: (blocks + 1,) int64, first rows of the ranges that are decoded and kept together, and the number of
+            rows; by default the row groups.
+        memory_bytes: decoded blocks kept, the least recently used going first; the one in use is always kept.
+        seed: of the run, for random rows.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        index: Index,
+        columns: Sequence[str],
+        *,
+        blocks: Rows | None = None,
+        memory_bytes: int = MEMORY_BYTES,
+        seed: int = 0,
+    ) -> None:
+        self._seed, self._epoch = seed, -1
+        self._schema = {name: index.schema[name] for name in columns}
+        groups = np.array([*index.firsts, index.rows], dtype=np.int64)
+        self._blocks = groups if blocks is None else blocks
+        self._row_bytes = sum(field.row_bytes for field in self._schema.values()) or 1
+        if any(field.dtype == np.dtype(object) for field in self._schema.values()):
+            self._row_bytes = max(self._row_bytes, index.row_bytes)
+        self._fits = index.rows * self._row_bytes <= memory_bytes
+        self._slot_rows = int(np.diff(self._blocks).max())
+        most = max(memory_bytes // (self._slot_rows * self._row_bytes), 1)
+        self._slots = len(self._blocks) - 1 if self._fits else min(most, len(self._blocks) - 1)
+        self._free = list(range(self._slots))
+        self._kept: OrderedDict[int, int] = OrderedDict()  # block: its slot
+        self._shifts = np.zeros(len(self._blocks) - 1, dtype=np.int64)
+        self._lock = threading.Lock()
+        largest_bytes = int(np.diff(groups).max()) * max(index.row_bytes, 1)
+        self._threads = min(memory_bytes // (_DECODE_MEMORY_SHARE * largest_bytes), _MAX_THREADS)
+        self._loader = _BlockLoader(loader, groups)
+        self._idle = deque([self._loader])
+        self._whole = len(groups) == len(self._blocks) == 2 and not index.groups[0].file
+
+    def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
+        """Columns of the rows, in the order asked for: fresh arrays (rows, *shape). Raises DataError.
+
+        Args:
+            epoch: whose random rows these are; others are alike in each.
+        """
+        if not self._schema:
+            return {}
+        with self._lock:
+            if epoch != self._epoch:
+                self._begin(epoch)
+            if self._whole or (self._fits and len(self._kept) == self._slots):
+                return self._take(rows)
+            blocks = np.searchsorted(self._blocks, rows, "right") - 1
+            wanted = np.flatnonzero(np.bincount(blocks, minlength=1))
+            if len(wanted) <= self._slots:
+                self._keep(wanted.tolist())
+                return self._take(rows + self._shifts[blocks])
+            return self._in_parts(rows, blocks, wanted)
+
+    @property
+    def varying(self) -> bool:
+        """Whether rows were random, so that they are others in another epoch."""
+        return bool(getattr(self._loader.source, "varying", False))
+
+    def _begin(self, epoch: int) -> None:
+        """What is kept of random rows belongs to another epoch, and is dropped."""
+        self._epoch = epoch
+        begin: Callable[[int, int], None] | None = getattr(self._loader.source, "begin", None)
+        if begin is None:
+            return
+        if self.varying:
+            self._loader.forget()
+            while self._kept:
+                self._drop(*self._kept.popitem())
+            if self._whole:
+                self.__dict__.pop("_memory", None)
+        begin(self._seed, epoch)
+
+    def _take(self, places: Rows) -> Arrays:
+        return {name: array.take(places, axis=0) for name, array in self._memory.items()}
+
+    def _in_parts(self, rows: Rows, blocks: Rows, wanted: Rows) -> Arrays:
+        """Rows of more blocks than can be kept at a time."""
+        result = {name: np.empty((len(rows), *field.shape), field.dtype) for name, field in self._schema.items()}
+        for first in range(0, len(wanted), self._slots):
+            part = wanted[first : first + self._slots]
+            self._keep(part.tolist())
+            chosen = np.flatnonzero((blocks >= part[0]) & (blocks <= part[-1]))
+            for name, array in self._take(rows[chosen] + self._shifts[blocks[chosen]]).items():
+                result[name][chosen] = array
+        return result
+
+    @cached_property
+    def _memory(self) -> Arrays:
+        """All slots; parts of them that are not used yet take no memory. A table in memory is taken as it is."""
+        if self._whole:
+            return self._loader.source.load(0, list(self._schema))
+        rows = int(self._blocks[-1]) if self._fits else self._slots * self._slot_rows
+        return {name: np.empty((rows, *field.shape), field.dtype) for name, field in self._schema.items()}
+
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(self._size(block) for block in self._kept) * self._row_bytes
+
+    def _size(self, block: int) -> int:
+        return int(self._blocks[block + 1] - self._blocks[block])
+
+    def _keep(self, wanted: list[int]) -> None:
+        """Have these blocks in memory; there are no more of them than slots."""
+        missing = [block for block in wanted if block not in self._kept]
+        for block in wanted:
+            if block in self._kept:
+                self._kept.move_to_end(block)
+        while len(self._free) < len(missing):
+            self._drop(*self._kept.popitem(last=False))
+        assert self._memory  # is made before there are threads
+        if min(self._threads, len(missing)) > 1 and self._loader.twin:
+            with ThreadPoolExecutor(self._threads, thread_name_prefix="trainwright-load") as pool:
+                list(pool.map(self._load, missing))
+        else:
+            for block in missing:
+                self._load(block)
+        for block in wanted:
+            self._kept.move_to_end(block)
+
+    def _drop(self, block: int, slot: int) -> None:
+        self._free.append(slot)
+        for array in self._slot(block, slot).values():
+            if array.dtype == object:
+                array[:] = None
+
+    def _load(self, block: int) -> None:
+        """Load a block into a free slot. Runs in several threads; each has a loader of its own."""
+        slot, loader = self._free.pop(), self._opened()
+        try:
+            loader.load(int(self._blocks[block]), self._slot(block, slot))
+        except BaseException:
+            self._free.append(slot)
+            raise
+        finally:
+            self._idle.append(loader)
+        self._shifts[block] = self._first(block, slot) - self._blocks[block]
+        self._kept[block] = slot
+
+    def _opened(self) -> _BlockLoader:
+        try:
+            return self._idle.popleft()
+        except IndexError:
+            return self._loader.another()
+
+    def _slot(self, block: int, slot: int) -> Arrays:
+        first = self._first(block, slot)
+        return {name: array[first : first + self._size(block)] for name, array in self._memory.items()}
+
+    def _first(self, block: int, slot: int) -> int:
+        """A block's place in memory: its own where all of them fit."""
+        return int(self._blocks[block]) if self._fits else slot * self._slot_rows
+
+
+class _BlockLoader:
+    """Loads rows from the row groups that hold them, into arrays that are there. For one thread at a time."""
+
+    def __init__(self, source: Loader, groups: Rows) -> None:
+        self.source, self._groups = source, groups
+        self.twin: Callable[[], Loader] | None = getattr(source, "twin", None)
+        self._fill: Callable[[int, range, Arrays], list[str]] | None = getattr(source, "fill", None)
+        self._last: tuple[int, list[str], Arrays] = (-1, [], {})
+
+    def another(self) -> _BlockLoader:
+        """One for another thread."""
+        assert self.twin, "only what can be opened again is used by several threads"
+        return _BlockLoader(self.twin(), self._groups)
+
+    def load(self, first: int, into: Arrays) -> None:
+        """Rows from `first` on, as many as the arrays have. Raises DataError."""
+        stop = first + len(next(iter(into.values())))
+        number, done = int(np.searchsorted(self._groups, first, "right")) - 1, first
+        while done < stop:
+            start, end = int(self._groups[number]), int(self._groups[number + 1])
+            rows = range(done - start, min(stop, end) - start)
+            part = slice(done - first, done - first + len(rows))
+            self._load(number, rows, {name: array[part] for name, array in into.items()})
+            if stop >= end:
+                self.forget()
+            number, done = number + 1, end
+
+    def forget(self) -> None:
+        """Keep no row group."""
+        self._last = (-1, [], {})
+
+    def _load(self, number: int, rows: range, into: Arrays) -> None:
+        names = list(into) if self._fill is None else self._fill(number, rows, into)
+        for name, array in self._group(number, names).items() if names else ():
+            into[name][...] = array[rows.start : rows.stop]
+
+    def _group(self, number: int, names: list[str]) -> Arrays:
+        """The row group last read is kept where a neighbouring block may want its other rows."""
+        if self._last[:2] != (number, names):
+            self._last = (number, names, self.source.load(number, names))
+        return self._last[2]

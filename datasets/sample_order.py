@@ -1,0 +1,433 @@
+"""The order of samples, as arithmetic: which row stands at which position of an epoch, and whose it is.
+
+The rows are cut into C canonical lanes, the same in every epoch. By (seed, epoch) the windows of each lane come in a
+new order and the rows inside each window are permuted. Position i of the epoch is the next row of lane i mod C, so
+which samples make up a global batch does not depend on the number of workers. Lanes that follow each other lie far
+apart in storage, so that a batch smaller than C is spread over all of it too. Permutations are sorts of SplitMix64
+keys (Steele, Lea and Flood, 2014): they are the same on every machine and with every version of numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.data import Cursor, fold_seed
+from trainwright.core.errors import DataError
+
+if TYPE_CHECKING:
+    from trainwright.datasets.data_source import Arrays
+
+Rows = npt.NDArray[np.int64]
+
+MEMORY_BYTES = 512 << 20
+HIGHLY_COMPOSITE = (1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840)
+_FEW_LANES, _MANY_LANES = 24, 120
+_GOLDEN = 0.6180339887498949
+_LANE_ROWS = 16  # shorter lanes mix nothing
+_WINDOW_ROWS = (1024, 65536)
+_SORTED_ROWS = 1 << 21  # rows whose permutation is held at a time, over all lanes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """How the rows are cut; a pure function of the index of a data set.
+
+    Attributes:
+        rows: of the data set.
+        count: C, the number of lanes: contiguous row ranges. Lane l is range l * stride mod C in storage; the first
+            rows % C lanes are one row longer.
+        window: rows that are permuted together, at most.
+        groups: first row of each row group, ascending; windows are cut there where that is possible.
+    """
+
+    rows: int
+    count: int = 1
+    window: int = 1 << 16
+    groups: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.count <= self.rows and self.window >= 1):
+            raise ValueError(f"{self.count} lanes and windows of {self.window} rows cannot hold {self.rows} rows")
+
+    @property
+    def stride(self) -> int:
+        """Prime to C and near the golden section of it, whose multiples spread most evenly."""
+        return min(
+            (step for step in range(1, self.count + 1) if gcd(step, self.count) == 1),
+            key=lambda step: abs(step - _GOLDEN * self.count),
+        )
+
+    @cached_property
+    def starts(self) -> Rows:
+        """First row of each lane: (count,) int64."""
+        lanes = np.arange(self.count, dtype=np.int64)
+        sizes, ranges = self.rows // self.count + (lanes < self.rows % self.count), lanes * self.stride % self.count
+        stored = np.empty_like(sizes)
+        stored[ranges] = sizes
+        return (np.cumsum(stored) - stored)[ranges]
+
+    @cached_property
+    def edges(self) -> Rows:
+        """First row of each window, over all lanes, ascending, and the number of rows: (windows + 1,) int64."""
+        groups = np.asarray(self.groups, dtype=np.int64)
+        firsts: list[int] = []
+        for start, stop in pairwise([*sorted(self.starts.tolist()), self.rows]):
+            inner = groups[np.searchsorted(groups, start, "right") : np.searchsorted(groups, stop, "left")]
+            firsts.extend(_windows(start, stop, inner.tolist(), self.window))
+        return np.array([*firsts, self.rows], dtype=np.int64)
+
+
+def choose_lanes(
+    rows: int,
+    row_bytes: int,
+    *,
+    groups: tuple[int, ...] = (0,),
+    window: int | None = None,
+    memory_bytes: int = MEMORY_BYTES,
+) -> Lanes:
+    """Lanes for a data set, from its index alone.
+
+    With many row groups there are no more lanes than row groups, so that few row groups are read by two workers. With
+    few, data that fits a reader's memory gets many lanes, which deal evenly to almost any number of workers. Where it
+    does not fit, there are no more lanes than can each keep one window in memory.
+
+    Args:
+        rows: of the data set.
+        row_bytes: decoded size of a row.
+        groups: first row of each row group.
+        window: rows that are permuted together; by default a row group, or what memory allows.
+        memory_bytes: what one reader may hold.
+    """
+    row_bytes = max(row_bytes, 1)
+    fits = rows * row_bytes <= memory_bytes
+    wanted = len(groups) if len(groups) >= _FEW_LANES else _MANY_LANES if fits else _FEW_LANES
+    if fits:
+        count = _composite(min(wanted, rows // _LANE_ROWS))
+        return Lanes(rows=rows, count=count, window=window or -(-rows // count), groups=groups)
+    if window is None:
+        largest = max(stop - start for start, stop in pairwise([*groups, rows]))
+        window = min(max(largest, _WINDOW_ROWS[0]), _WINDOW_ROWS[1], max(memory_bytes // (_FEW_LANES * row_bytes), 1))
+    room = min(memory_bytes // (window * row_bytes), _SORTED_ROWS // window, rows // _LANE_ROWS)
+    return Lanes(rows=rows, count=_composite(min(room, wanted)), window=window, groups=groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOrder:
+    """The order of every epoch. Any range of positions is computed directly, in the memory of a window for each lane.
+
+    Attributes:
+        lanes: how the rows are cut.
+        seed: of the shuffle.
+        shuffle: False gives row i at position i, dealt to the ranks in turn.
+    """
+
+    lanes: Lanes
+    seed: int = 0
+    shuffle: bool = True
+
+    def rows_of(self, epoch: int, start: int, stop: int) -> Rows:
+        """Rows at positions start..stop of an epoch, in position order: (stop - start,) int64."""
+        return self.rows_at(epoch, np.arange(start, stop, dtype=np.int64))
+
+    def rows_at(self, epoch: int, positions: Rows) -> Rows:
+        """Rows at any positions of an epoch, in the order asked for: (positions,) int64."""
+        if not self.shuffle:
+            return positions.copy()
+        count = self.lanes.count
+        slots = self.lanes.starts[positions % count] + positions // count
+        firsts, windows = self._sequences(epoch)
+        which = np.searchsorted(firsts, slots, "right") - 1
+        rows = np.empty_like(positions)
+        for turn, chosen in _grouped(which):
+            window = int(windows[turn])
+            rows[chosen] = self.lanes.edges[window] + self._inside(epoch, window)[slots[chosen] - firsts[turn]]
+        return rows
+
+    def share(self, epoch: int, start: int, stop: int, rank: int, total: int) -> tuple[Rows, Rows]:
+        """What data rank `rank` of `total` gets of positions start..stop: (positions, rows), in position order."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        if total > 1:
+            positions = positions[self.owners(positions, total) == rank]
+        return positions, self.rows_at(epoch, positions)
+
+    def owners(self, positions: Rows, total: int) -> Rows:
+        """The data rank of each position.
+
+        Lane l belongs to rank l mod total; with more ranks than lanes, to ranks l, l + C, l + 2C... in turn.
+        """
+        count = self.lanes.count
+        if not self.shuffle:
+            return positions % total
+        lanes = positions % count
+        if total <= count:
+            return lanes % total
+        return lanes + count * (positions // count % ((total - lanes + count - 1) // count))
+
+    def stand_in(self, position: int, rank: int, total: int) -> int:
+        """The position of a real sample for a rank whose share of the batch at `position` is empty.
+
+        It is the rank's own last position before, or else its next; the batch's first where the rank has none at all.
+        """
+        span = max(total, self.lanes.count * -(-total // self.lanes.count))
+        around = np.arange(max(0, position - span), min(self.lanes.rows, position + span), dtype=np.int64)
+        own = around[self.owners(around, total) == rank]
+        before = own[own < position]
+        return int(before[-1] if len(before) else own[0] if len(own) else position)
+
+    def largest_share(self, total: int, batch_size: int) -> int:
+        """An upper bound, reached by some batches, of what one of `total` ranks gets of a batch."""
+        count = self.lanes.count
+        if not self.shuffle:
+            return -(-batch_size // total)
+        if total > count:
+            turns = -(-batch_size // count)
+            return -(-turns // (total // count))
+        turns, rest = divmod(batch_size, count)
+        lanes = -(-count // total)
+        return turns * lanes + min(lanes, -(-rest // total) + (1 if rest and count % total else 0))
+
+    def imbalance(self, total: int, batch_size: int) -> float:
+        """Largest share of a batch over the mean share: 1.0 is even, 1.25 makes a step a quarter longer."""
+        return self.largest_share(total, batch_size) * total / batch_size
+
+    @cached_property
+    def _sequences(self) -> Any:
+        return lru_cache(maxsize=4)(self._sequence)
+
+    @cached_property
+    def _inside(self) -> Any:
+        return lru_cache(maxsize=2 * self.lanes.count + 2)(self._permutation)
+
+    def _sequence(self, epoch: int) -> tuple[Rows, Rows]:
+        """Windows in the order of an epoch, lane after lane in storage: (the slot each begins at, its number)."""
+        edges = self.lanes.edges
+        ranges = np.searchsorted(np.sort(self.lanes.starts), edges[:-1], "right")
+        windows = np.lexsort((_keys(fold_seed(self.seed, epoch), len(edges) - 1), ranges))
+        sizes = np.diff(edges)[windows]
+        return np.cumsum(sizes) - sizes, windows
+
+    def _permutation(self, epoch: int, window: int) -> npt.NDArray[np.int32]:
+        """Order of the rows inside a window."""
+        size = int(self.lanes.edges[window + 1] - self.lanes.edges[window])
+        return np.argsort(_keys(fold_seed(self.seed, epoch, window), size), kind="stable").astype(np.int32)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"lanes": self.lanes, "seed": self.seed, "shuffle": self.shuffle}
+
+
+def _grouped(labels: Rows) -> Iterator[tuple[int, Rows]]:
+    """Each different label, ascending, with the indices where it stands."""
+    order = np.argsort(labels, kind="stable")
+    found, counts = np.unique(labels, return_counts=True)
+    stops = np.cumsum(counts)
+    for label, start, stop in zip(found.tolist(), stops - counts, stops, strict=True):
+        yield label, order[start:stop]
+
+
+def _composite(limit: int) -> int:
+    return max(number for number in HIGHLY_COMPOSITE if number <= max(limit, 1))
+
+
+def _windows(start: int, stop: int, inner: list[int], window: int) -> list[int]:
+    """First rows of one lane's windows: neighbouring row groups are joined, and larger ones split evenly."""
+    firsts: list[int] = []
+    opened = last = start
+    for bound in (*inner, stop):
+        if bound - opened > window:
+            if last > opened:
+                firsts.append(opened)
+            opened = last
+            if bound - opened > window:
+                pieces = -(-(bound - opened) // window)
+                firsts.extend(opened + (bound - opened) * piece // pieces for piece in range(pieces))
+                opened = bound
+        last = bound
+    return [*firsts, opened] if stop > opened else firsts
+
+
+def _keys(base: int, count: int) -> npt.NDArray[np.uint64]:
+    """SplitMix64 outputs 1..count from the state `base`; all different."""
+    state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(base)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+# --- From order to steps ----------------------------------------------------------------------------------------------
+
+
+def steps_per_epoch(rows: int, batch_size: int, drop_last: bool, epoch_samples: int | None = None) -> int:
+    """Steps of an epoch of `rows` samples, or of `epoch_samples`; a short last batch counts unless it is dropped."""
+    samples = rows if epoch_samples is None else epoch_samples
+    return samples // batch_size if drop_last else -(-samples // batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShare:
+    """One data rank's part of some steps that begin in one pass over the data.
+
+    Attributes:
+        steps: the global steps.
+        passes: (rows,) int64, the pass that each sample belongs to: that in which the steps begin, or the next.
+        samples: (rows,) int64, row numbers in position order; a step without a sample of this rank has one stand-in.
+        bounds: (len(steps) + 1,) int64; step i has samples bounds[i]..bounds[i + 1].
+        real: (len(steps),) bool; False where the step's only sample is a stand-in of weight 0.
+        good: (rows,) bool; False for a sample that cannot be read, which has weight 0. None where all can.
+    """
+
+    steps: range
+    passes: Rows
+    samples: Rows
+    bounds: Rows
+    real: npt.NDArray[np.bool_]
+    good: npt.NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSchedule:
+    """The steps of a run over one data set; pure, and the same for any number of data ranks.
+
+    Attributes:
+        order: of the samples.
+        batch_size: global, in samples.
+        epochs: of the run; each is a pass over the data, unless `epoch_samples` says otherwise.
+        drop_last: leave out the short last batch of each epoch.
+        epoch_samples: samples of an epoch, whatever the data has: a virtual epoch. The passes follow each other as they
+            are, so that a batch may hold the last samples of one and the first of the next.
+    """
+
+    order: SampleOrder
+    batch_size: int
+    epochs: int = 1
+    drop_last: bool = False
+    epoch_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.steps_per_epoch:
+            raise DataError(
+                f"an epoch has {self._epoch_rows} rows, less than a batch of {self.batch_size}, "
+                "and drop_last leaves them out",
+                remedy=f"set batch_size to {self._epoch_rows} or less, or drop_last=False",
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of the data set."""
+        return self.order.lanes.rows
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one epoch, virtual or not."""
+        return steps_per_epoch(self.rows, self.batch_size, self.drop_last, self.epoch_samples)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all epochs."""
+        return self.steps_per_epoch * self.epochs
+
+    @property
+    def _epoch_rows(self) -> int:
+        return self.rows if self.epoch_samples is None else self.epoch_samples
+
+    def _place(self, step: int) -> int:
+        """Samples before those of a step, over all epochs and passes."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        return epoch * self._epoch_rows + within * self.batch_size
+
+    def cursor(self, step: int) -> Cursor:
+        """Where the batch of global step `step` starts: the pass, and the position in it."""
+        number, position = divmod(self._place(step), self.rows)
+        return Cursor(epoch=number, position=position, lanes=self.order.lanes.count)
+
+    def size(self, step: int) -> int:
+        """Real samples in the global batch of a step."""
+        return min(self.batch_size, self._epoch_rows - step % self.steps_per_epoch * self.batch_size)
+
+    def samples(self, step: int) -> Rows:
+        """Row numbers of the global batch of a step, in the order of their positions: (size,) int64."""
+        return self.share(range(step, step + 1), 0, 1).samples
+
+    def largest_share(self, total: int) -> int:
+        """An upper bound of what one of `total` data ranks gets of a batch, in rows."""
+        most, size = self.order.largest_share, self.batch_size
+        if self.epoch_samples is None:
+            return most(total, min(size, self.rows))
+        if size > self.rows:
+            return (size // self.rows + 2) * most(total, self.rows)
+        return max(most(total, head) + most(total, size - head) for head in range(size))
+
+    def chunk(self, step: int, length: int) -> range:
+        """The chunk of up to `length` steps that holds `step`.
+
+        Chunks lie on a fixed grid within the steps of an epoch that begin in one pass.
+        """
+        epoch_first = step - step % self.steps_per_epoch
+        offset = self._place(epoch_first)
+        number = self._place(step) // self.rows
+        first = epoch_first + max(-(-(number * self.rows - offset) // self.batch_size), 0)
+        stop = epoch_first + min(-(-((number + 1) * self.rows - offset) // self.batch_size), self.steps_per_epoch)
+        start = step - (step - first) % length
+        return range(start, min(start + length, stop, self.total_steps))
+
+    def share_rows(self, steps: range, total: int) -> Rows:
+        """Rows, stand-ins included, of each data rank's share of `steps`, which begin in one pass: (total,) int64.
+
+        It costs less than one `share`, since no permutation is computed.
+        """
+        start, stop = self._place(steps.start), self._place(steps[-1]) + self.size(steps[-1])
+        places = np.arange(start, stop, dtype=np.int64)
+        cells = (places - start) // self.batch_size * total + self.order.owners(places % self.rows, total)
+        counts = np.bincount(cells, minlength=len(steps) * total).reshape(len(steps), total)
+        rows: Rows = np.maximum(counts, 1).sum(axis=0, dtype=np.int64)
+        return rows
+
+    def share(self, steps: range, rank: int, total: int) -> RankShare:
+        """What data rank `rank` of `total` gets in `steps`, which all begin in one pass."""
+        start, stop = self._place(steps.start), self._place(steps[-1]) + self.size(steps[-1])
+        number, end = start // self.rows, (start // self.rows + 1) * self.rows
+        starts = start + np.arange(len(steps) + 1, dtype=np.int64) * self.batch_size
+        parts = [(number, start, min(stop, end)), *((turn, turn * self.rows, stop) for turn in self._later(end, stop))]
+        found = [self._part(*part, rank, total) for part in parts]
+        places, samples = (np.concatenate(each) for each in zip(*found, strict=True))
+        bounds = np.searchsorted(places, starts).astype(np.int64)
+        real = np.diff(bounds) > 0
+        if not real.all():
+            empty = np.flatnonzero(~real)
+            stand_ins = [self.order.stand_in(int(starts[step]) - number * self.rows, rank, total) for step in empty]
+            fill = self.order.rows_at(number, np.array(stand_ins, dtype=np.int64))
+            samples, places = (np.insert(into, bounds[empty], of) for into, of in ((samples, fill), (places, start)))
+            bounds = bounds + np.concatenate([[0], np.cumsum(~real)])
+        return RankShare(steps=steps, passes=places // self.rows, samples=samples, bounds=bounds, real=real)
+
+    def _later(self, end: int, stop: int) -> range:
+        """The passes after the first that places up to `stop` lie in; several where a batch holds the data twice."""
+        return range(end // self.rows, -(-stop // self.rows))
+
+    def _part(self, number: int, start: int, stop: int, rank: int, total: int) -> tuple[Rows, Rows]:
+        """A data rank's places and rows between two places, as far as they lie in one pass."""
+        first = number * self.rows
+        positions, rows = self.order.share(number, start - first, min(stop - first, self.rows), rank, total)
+        return positions + first, rows
+
+
+def apply_by_pass(passes: Rows, compute: Callable[[npt.NDArray[np.bool_], int], Arrays]) -> Arrays:
+    """compute(which, number) of the rows of each pass, together again in their order.
+
+    Args:
+        passes: (rows,) int64; one pass or more, in any order.
+        compute: gives as many rows as are True in `which`, by column name.
+    """
+    numbers = np.unique(passes).tolist() or [0]
+    found = [(which := passes == number, compute(which, number)) for number in numbers]
+    if len(found) == 1:
+        return found[0][1]
+    order = np.argsort(np.concatenate([np.flatnonzero(which) for which, _ in found]), kind="stable")
+    return {name: np.concatenate([arrays[name] for _, arrays in found])[order] for name in found[0][1]}

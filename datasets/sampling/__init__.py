@@ -1,1 +1,0 @@
-"""The order of rows and the step at which each comes."""

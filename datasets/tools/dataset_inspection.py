@@ -1,0 +1,323 @@
+"""What is in a data set: columns, sizes, samples, skew, and what is worth a warning."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from trainwright.core.errors import DataError
+from trainwright.datasets.data_source import Arrays, Field, Index, Loader, RowGroup
+from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.formats.file_system import resolve_file_system
+from trainwright.datasets.formats.parquet import ParquetSource
+from trainwright.datasets.sample_order import Rows, SampleOrder, choose_lanes
+
+_COUNTED_ROWS = 1_000_000
+_SHUFFLED_ROWS = 2_000_000  # of larger data the shuffle takes too long to measure
+_CLASSES = 100
+_HUGE_BYTES, _ALONE_BYTES = 512 << 20, 64 << 20
+_TINY_BYTES, _MANY = 1 << 20, 1000
+_UNEVEN, _SKEWED = 4.0, 20.0
+_TEXT = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Distribution:
+    """Least, median and most of some numbers."""
+
+    least: float
+    median: float
+    most: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FileStatistics:
+    """The files of a data set.
+
+    Attributes:
+        count: of them.
+        size_bytes: of all.
+        nulls: by column that has any, as the files' own statistics say (parquet, columns of single values).
+    """
+
+    count: int
+    size_bytes: int
+    nulls: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What was found.
+
+    Attributes:
+        source: as the user wrote it.
+        rows: of the data set.
+        row_bytes: mean decoded size of a row.
+        groups: row groups.
+        group_rows: of a row group.
+        group_bytes: decoded size of a row group.
+        columns: after the transforms, by name.
+        files: None where the rows do not come from files.
+        samples: the first rows; values as numbers, text, or words about an array.
+        classes: by integer column of few values: rows of each value, the most frequent first.
+        counted_rows: rows that `classes` was counted over.
+        shuffle: how well training shuffles it; None where it does not, or it has too many rows to measure that.
+        problems: what could not be read, in words.
+    """
+
+    source: str
+    rows: int
+    row_bytes: int
+    groups: int
+    group_rows: _Distribution
+    group_bytes: _Distribution
+    columns: Mapping[str, Field]
+    files: _FileStatistics | None
+    samples: tuple[Mapping[str, Any], ...]
+    classes: Mapping[str, Mapping[int, int]]
+    counted_rows: int
+    shuffle: ShuffleQuality | None
+    problems: tuple[str, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Rows of the largest row group over the mean: 1.0 is even."""
+        return self.group_rows.most * self.groups / self.rows
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is worth mending, in words, each with a remedy."""
+        return tuple(_warnings(self))
+
+
+def inspect(
+    dataset: Dataset,
+    sample_rows: int = 3,
+    *,
+    batch_size: int = 256,
+    window: int | None = None,
+    shuffled: bool = True,
+) -> Inspection:
+    """Look at a data set. Reads its index, the first rows, and integer columns of up to a million rows.
+
+    Args:
+        sample_rows: rows to show.
+        batch_size: of the training whose shuffle is measured.
+        window: its `shuffle_window`.
+        shuffled: False where it is read in the order of storage.
+
+    Raises:
+        DataError: there is no index; what is wrong with single rows goes into `problems`.
+    """
+    index = dataset.index()
+    lanes = choose_lanes(index.rows, index.row_bytes, groups=index.firsts, window=window)
+    problems: list[str] = []
+    picked = [] if index.in_order else list(_sampled_groups(index.groups))
+    shuffled = shuffled and not index.in_order and index.rows <= _SHUFFLED_ROWS
+    rows = np.array([group.rows for group in index.groups])
+    columns, samples = _samples(dataset, index, sample_rows, problems)
+    return Inspection(
+        source=repr(dataset),
+        rows=index.rows,
+        row_bytes=index.row_bytes,
+        groups=len(index.groups),
+        group_rows=_spread(rows),
+        group_bytes=_spread(rows * index.row_bytes),
+        columns=columns,
+        files=_files(dataset, index, problems),
+        samples=samples,
+        classes=_classes(dataset, index, picked, problems),
+        counted_rows=sum(index.groups[number].rows for number in picked),
+        shuffle=shuffle_quality(SampleOrder(lanes=lanes), batch_size) if shuffled else None,
+        problems=tuple(problems),
+    )
+
+
+def _spread(numbers: Any) -> _Distribution:
+    return _Distribution(least=float(numbers.min()), median=float(np.median(numbers)), most=float(numbers.max()))
+
+
+def _sampled_groups(groups: tuple[RowGroup, ...]) -> Iterator[int]:
+    """Row groups to count classes over: all, or some that are spread over the data."""
+    rows = groups[-1].first + groups[-1].rows
+    stride = max(-(-rows // _COUNTED_ROWS), 1)
+    yield from range(0, len(groups), stride)
+
+
+def _samples(
+    dataset: Dataset, index: Index, rows: int, problems: list[str]
+) -> tuple[Mapping[str, Field], tuple[Mapping[str, Any], ...]]:
+    try:
+        found = dataset.read(index, range(min(max(rows, 1), index.rows)))
+    except DataError as error:
+        problems.append(f"the first rows cannot be read: {error.summary}")
+        return index.schema, ()
+    fields = {name: Field(array.dtype, array.shape[1:]) for name, array in found.items()}
+    shown = ({name: _value(array[row]) for name, array in found.items()} for row in range(min(rows, index.rows)))
+    return fields, tuple(shown)
+
+
+def _value(value: Any) -> Any:
+    """A value for people and for JSON."""
+    if isinstance(value, np.ndarray):
+        if value.size and value.dtype.kind in "iufb":
+            return f"{value.dtype} {list(value.shape)}, {value.min():g} to {value.max():g}"
+        return f"{value.dtype} {list(value.shape)}"
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bytes):
+        return f"{len(value):,} bytes"
+    text = value if isinstance(value, str) else None if isinstance(value, int | float) else str(value)
+    if text is None:
+        return value
+    return text if len(text) <= _TEXT else f"{text[: _TEXT - 1]}…"
+
+
+def _classes(dataset: Dataset, index: Index, picked: list[int], problems: list[str]) -> Mapping[str, Mapping[int, int]]:
+    if not picked:
+        return {}
+    loader = dataset.source.open(index)
+    integers = [name for name, field in index.schema.items() if not field.shape and field.dtype.kind in "iub"]
+    counts: dict[str, Counter[int]] = {name: Counter() for name in integers}
+    for number in picked:
+        loaded = _loaded(loader, number, list(counts), problems)
+        for name in list(counts):
+            values, rows = np.unique(loaded.get(name, ()), return_counts=True)
+            if name in loaded and len(values) <= _CLASSES:
+                counts[name].update(dict(zip(map(int, values), map(int, rows), strict=True)))
+            if name not in loaded or max(len(values), len(counts[name])) > _CLASSES:
+                del counts[name]
+    return {name: dict(found.most_common()) for name, found in counts.items()}
+
+
+def _loaded(loader: Loader, number: int, names: list[str], problems: list[str]) -> Arrays:
+    """Columns of a row group, without those that cannot be read."""
+    if not names:
+        return {}
+    try:
+        return loader.load(number, names)
+    except DataError as error:
+        if len(names) == 1:
+            problems.append(f"column {names[0]!r} cannot be counted: {error.summary}")
+            return {}
+    found: Arrays = {}
+    for name in names:
+        found |= _loaded(loader, number, [name], problems)
+    return found
+
+
+def _files(dataset: Dataset, index: Index, problems: list[str]) -> _FileStatistics | None:
+    path = getattr(dataset.source, "path", None)
+    if not isinstance(path, str):
+        return None
+    names = list(dict.fromkeys(group.file for group in index.groups))
+    try:
+        system, _ = resolve_file_system(path)
+        sizes = [info.size or 0 for info in system.get_file_info(names)]
+        parquet = isinstance(dataset.source, ParquetSource)
+        nulls = _nulls(system, names[:_MANY], index) if parquet else {}
+    except (OSError, pa.ArrowException) as error:
+        problems.append(f"the files cannot be looked at: {error}")
+        return None
+    return _FileStatistics(count=len(names), size_bytes=sum(sizes), nulls=nulls)
+
+
+def _nulls(system: pafs.FileSystem, names: list[str], index: Index) -> Mapping[str, int]:
+    counts: Counter[str] = Counter()
+    for name in names:
+        with system.open_input_file(name) as file:
+            footer = pq.read_metadata(file)
+        for number in range(footer.num_row_groups):
+            group = footer.row_group(number)
+            for column in range(group.num_columns):
+                chunk = group.column(column)
+                if chunk.is_stats_set and chunk.statistics.has_null_count:
+                    counts[chunk.path_in_schema] += chunk.statistics.null_count  # of lists: the path of an element
+    return {name: count for name, count in counts.items() if count and name in index.schema}
+
+
+def _warnings(found: Inspection) -> Iterator[str]:
+    convert = "write it anew with `trainwright data convert`"
+    yield from found.problems
+    if found.group_bytes.most > _HUGE_BYTES:
+        yield (
+            f"the largest row group decodes to {found.group_bytes.most / 2**20:,.0f} MiB, which every reader of a part "
+            f"of it must hold: {convert}"
+        )
+    elif found.groups == 1 and found.group_bytes.most > _ALONE_BYTES:
+        yield f"all rows are in one row group, which every worker must decode whole: {convert}"
+    if found.files is not None and found.files.count >= _MANY:
+        mean = found.files.size_bytes / found.files.count
+        if mean < _TINY_BYTES:
+            yield f"{found.files.count:,} files of {mean / 1024:,.0f} KiB each are slow to open one by one: {convert}"
+    if found.groups > 1 and found.imbalance > _UNEVEN:
+        yield f"the largest row group has {found.imbalance:.1f} times the rows of the mean: {convert}"
+    for name, count in found.files.nulls.items() if found.files is not None else ():
+        yield f"column {name!r} has {count:,} nulls: drop or fill them, reading them stops a run"
+    for name, counts in found.classes.items():
+        most, least = max(counts.values()), min(counts.values())
+        if len(counts) > 1 and most > _SKEWED * least:
+            yield (
+                f"the values of {name!r} are skewed: the most frequent comes {most / least:,.0f} times as often as "
+                "the rarest; weigh the loss, or mix by class"
+            )
+
+
+# --- How well an order shuffles, measured against a perfect permutation -----------------------------------------------
+
+
+_BLOCKS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffleQuality:
+    """Statistics of an order. Of a perfect permutation the first two are 1 and the third is 0, but for chance.
+
+    Attributes:
+        scatter: mean distance, in positions of an epoch, between rows that are stored next to each other, over that of
+            a perfect permutation, a third of the rows. Below 1, neighbours stay together.
+        clumping: chi-square of what batches hold of each of 20 equal parts of the storage, over its expectation. Above
+            1, batches hold more of some parts and less of others than chance gives; below 1 they are more even, as
+            stratified samples are.
+        memory: rank correlation (Spearman) of the rows' positions in two epochs. Above 0, rows come at similar times.
+    """
+
+    scatter: float
+    clumping: float
+    memory: float
+
+
+def shuffle_quality(order: SampleOrder, batch_size: int, *, epoch: int = 0) -> ShuffleQuality:
+    """Measure an order over two epochs, in the memory of a few numbers a row."""
+    rows = order.lanes.rows
+    first, second = (order.rows_of(number, 0, rows) for number in (epoch, epoch + 1))
+    place, later = np.empty_like(first), np.empty_like(second)
+    place[first], later[second] = np.arange(rows), np.arange(rows)
+    neighbours = float(np.abs(np.diff(place)).mean()) if rows > 1 else 0.0
+    return ShuffleQuality(
+        scatter=neighbours / ((rows + 1) / 3),
+        clumping=_block_clumping(first, batch_size),
+        memory=float(np.corrcoef(place, later)[0, 1]) if rows > 2 else 0.0,
+    )
+
+
+def _block_clumping(rows: Rows, batch_size: int) -> float:
+    """Mean over full batches of the chi-square statistic, over its mean for draws without replacement."""
+    total = len(rows)
+    size = min(batch_size, total - 1)
+    batches = total // size if size else 0
+    blocks = min(_BLOCKS, total)
+    if not batches or blocks < 2:
+        return 1.0
+    share = rows[: batches * size].reshape(batches, size) * blocks // total
+    counts = np.stack([np.bincount(batch, minlength=blocks) for batch in share])
+    wanted = size * np.bincount(np.arange(total) * blocks // total, minlength=blocks) / total
+    expected = (blocks - 1) * (total - size) / (total - 1)
+    return float((((counts - wanted) ** 2) / wanted).sum(1).mean() / expected)

@@ -1,0 +1,163 @@
+"""What an exception means, as far as all frameworks share it: a lost peer, the user's code, or a loss of no use."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.data import Batch
+from trainwright.core.errors import NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
+from trainwright.core.frameworks import missing_framework
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class UserCode(ABC):
+    """Turns what user code raises into UserCodeError, and broken collectives within it into PeerLost.
+
+    Each framework has its own, named `user_code`.
+
+    Args:
+        what: the code that runs, such as `model()`; the subject of the error's sentence.
+        where: the rank.
+
+    Attributes:
+        libraries: folders whose frames are not the user's.
+        out_of_memory: what the framework raises where memory is short.
+    """
+
+    __slots__ = ("what", "where")
+
+    libraries: ClassVar[tuple[str, ...]]
+    out_of_memory: ClassVar[type[BaseException]]
+
+    def __init__(self, what: str, where: str) -> None:
+        self.what, self.where = what, where
+
+    @classmethod
+    @abstractmethod
+    def lost_peer(cls, error: BaseException) -> bool:
+        """Whether an exception says that a collective broke because another rank went away."""
+
+    @classmethod
+    def traceback(cls, error: BaseException) -> str:
+        """The traceback without the framework's and our frames; with all where nothing else would be left."""
+        frames = traceback.extract_tb(error.__traceback__)
+        outside = (*cls.libraries, _OURS)
+        own = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(outside)]
+        lines = traceback.format_list(own or frames) + traceback.format_exception_only(error)
+        return "Traceback (most recent call last):\n" + "".join(lines)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise what the exception means; ours and those that end the process pass."""
+        if isinstance(error, Exception) and not isinstance(error, TrainwrightError):
+            raise self.meaning(error) from None
+
+    def meaning(self, error: BaseException) -> TrainwrightError:
+        """What an exception says."""
+        if self.lost_peer(error):
+            return peer_lost_error(error, self.where)
+        absent = missing_framework(error, self.where)
+        return absent or UserCodeError(
+            f"{self.what} raised {type(error).__name__}: {first_line(error)}",
+            where=self.where,
+            remedy=self.remedy(error),
+            detail=self.traceback(error),
+        )
+
+    @classmethod
+    def remedy(cls, error: BaseException) -> str:
+        """What to do, where the exception tells."""
+        return "use a smaller batch_size or more accumulation" if isinstance(error, cls.out_of_memory) else ""
+
+
+def package_folder(module: ModuleType) -> str:
+    """Where a package's code lies."""
+    return os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep
+
+
+def peer_lost_error(error: BaseException, where: str) -> PeerLost:
+    """The PeerLost that stands for a collective's exception."""
+    return PeerLost(
+        f"another rank went away: {first_line(error)}", where=where, remedy="look at the rank that failed first"
+    )
+
+
+def non_finite_error(
+    what: str, where: str, samples: Iterable[int] = (), *, elsewhere: bool = False, cause: str = ""
+) -> NonFiniteLoss:
+    """A step that was not applied; `elsewhere` where another rank knows the samples, `cause` as "
+    "`nonfinite_columns_hint` knows it."""
+    error = NonFiniteLoss(
+        what,
+        where=where,
+        remedy=f"{cause}look at these samples, lower the learning rate, set clip_norm, or pass such steps by with "
+        'on_nonfinite="skip"; nothing of this step was applied',
+    )
+    error.samples, error.elsewhere = tuple(samples), elsewhere
+    return error
+
+
+def nonfinite_columns_hint(batch: Batch, rows: npt.NDArray[np.bool_]) -> str:
+    """Says which columns of a batch are not finite themselves in some rows; a teacher's may be one of them."""
+    floats = {name: column[rows] for name, column in batch.columns.items() if column.dtype.kind == "f"}
+    names = [name for name, column in floats.items() if not np.isfinite(column).all()]
+    return f"mend what gave {', '.join(map(repr, names))}, which is not finite there; " if names else ""
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line."""
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+
+
+def format_samples(samples: list[Any], most: int = 10) -> str:
+    """The first of many samples."""
+    return ", ".join(map(str, samples[:most]))
+
+
+# --- The shapes that a loss or metric is given and returns, without a framework ---------------------------------------
+
+
+Shape = Sequence[int]
+
+
+def loss_broadcast_problem(what: str, outputs: Shape, targets: Shape, values: Shape) -> str:
+    """Say why the values are no loss of each sample: outputs and targets were broadcast against each other.
+
+    Outputs (n, 1) minus targets (n,) is (n, n): each sample's output is compared with every sample's target. NumPy,
+    torch and TensorFlow compute that without an error.
+
+    Args:
+        what: names the function, such as `loss=` or `metric 'mae'`.
+        outputs, targets: shapes of what the function was given.
+        values: shape of what it returned, before any mean.
+
+    Returns:
+        The problem with both shapes and the remedy; empty where there is none.
+    """
+    given, wanted, made = tuple(outputs), tuple(targets), tuple(values)
+    if len(given) == len(wanted) or made in (given, wanted) or made != _broadcast(given, wanted):
+        return ""
+    longer, shape = max(("outputs", given), ("targets", wanted), key=lambda each: len(each[1]))
+    return (
+        f"{what} broadcasts outputs of shape {given} and targets of shape {wanted} to {made}, so that each sample is "
+        f"compared with every other: give both one shape{f', such as {longer}[..., 0]' if shape[-1] == 1 else ''}"
+    )
+
+
+def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape that two arrays are broadcast to, by NumPy's rule; None where they are not."""
+    rank = max(len(first), len(second))
+    pairs = zip((1,) * (rank - len(first)) + first, (1,) * (rank - len(second)) + second, strict=True)
+    sizes = [{one, other} - {1} or {1} for one, other in pairs]
+    return tuple(size for (size,) in sizes) if all(len(each) == 1 for each in sizes) else None

@@ -1,0 +1,285 @@
+"""The devices that a plan's ranks run on, and how the ranks of a group lie on them.
+
+Uncalibrated they are the defaults, and an estimate's interval is as wide as `spread` says. Measurements narrow both:
+`fitting.calibrate` finds the most probable efficiencies, and what they leave unexplained is kept as a residual by shape
+of work (Gaussian process regression; Rasmussen and Williams 2006, algorithm 2.1): a kernel that a library picks badly
+for one shape is met again wherever that shape comes again, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.cluster import ACCELERATORS, FAR_BYTES_PER_S, Accelerator, Cluster, find_accelerator
+from trainwright.core.errors import ResourceError
+from trainwright.core.plan import Mesh
+
+THREAD_EXPONENT = 0.8
+_NETWORK_BYTES_PER_S = 1.25e9  # of a node without accelerators, where the cluster says nothing else
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineModel:
+    """The devices that a plan's ranks run on; where they differ, all wait for the slowest.
+
+    Attributes:
+        device: its data sheet.
+        per_node: devices of a node.
+        devices: of all nodes.
+        network_bytes_per_s: of one device, one direction.
+        host_bytes: of the host's memory, a device's share; 0 where it is not known.
+        each: of all devices, where they differ; empty where they are alike.
+        preemptible, steady: nodes that may be taken back, and others.
+    """
+
+    device: Accelerator
+    per_node: int
+    devices: int
+    network_bytes_per_s: float
+    host_bytes: int = 0
+    each: tuple[Accelerator, ...] = ()
+    preemptible: int = 0
+    steady: int = 0
+
+    def speeds(self, ranks: int, precision: str) -> tuple[float, ...]:
+        """Of so many devices, the slowest ones, in those of the slowest, from that up."""
+        if not self.each:
+            return (1.0,) * ranks
+        rates = sorted(item.rate(precision) * item.sustained for item in self.each)
+        return tuple(rate / rates[0] for rate in rates[:ranks])
+
+    @property
+    def nodes(self) -> int:
+        """That the devices are of."""
+        return -(-self.devices // self.per_node)
+
+    @classmethod
+    def of(cls, cluster: Cluster, ranks: int | None = None) -> MachineModel:
+        """The accelerators of a cluster, or the shares of its CPUs that so many ranks get, one for each slot if None.
+
+        Raises:
+            ResourceError: an accelerator is not in the table.
+        """
+        if not cluster.accelerators:
+            return _cpu_machine(cluster, ranks or cluster.slots)
+        nodes = [node for node in cluster.nodes if node.accelerators]
+        found = {
+            kind: find_accelerator(kind) if kind else _UNKNOWN_ACCELERATOR
+            for kind in dict.fromkeys(node.kind for node in nodes)
+        }
+        missing = sorted(kind for kind, item in found.items() if item is None)
+        if missing:
+            raise ResourceError(
+                f"nothing is known of the accelerator {missing[0]!r}",
+                where="cluster",
+                remedy=f"describe it: trainwright.core.cluster.ACCELERATORS[{missing[0]!r}] = Accelerator(...)",
+            )
+        known = [item for item in found.values() if item is not None]
+        slowest = min(known, key=lambda item: item.rate("bf16"))
+        each = [node.accelerators for node in nodes]
+        networks = [
+            node.network_bytes_per_s / count if node.network_bytes_per_s else slowest.network_bytes_per_s
+            for node, count in zip(nodes, each, strict=True)
+        ]
+        devices = [item for node in nodes if (item := found[node.kind]) is not None for _ in range(node.accelerators)]
+        return cls(
+            device=slowest, per_node=min(each), devices=sum(each), network_bytes_per_s=_network(cluster, min(networks)),
+            host_bytes=min(node.memory_bytes // node.accelerators for node in nodes),
+            each=tuple(devices) if len(found) > 1 else (), preemptible=cluster.preemptible,
+            steady=len(cluster.nodes) - cluster.preemptible,
+        )  # fmt: skip
+
+
+def _network(cluster: Cluster, of_device: float) -> float:
+    """A device's share of the network, where the way to another region is what limits it."""
+    regions = len({node.region for node in cluster.nodes})
+    told = any(node.network_bytes_per_s for node in cluster.nodes)
+    if regions == 1 or told:
+        return of_device
+    most = max(node.accelerators for node in cluster.nodes) or 1
+    return min(of_device, FAR_BYTES_PER_S / most)
+
+
+CPU_CORE = Accelerator(
+    name="CPU",
+    memory_bytes=4 * 2**30,
+    flops_per_s={"fp32": 9e10},
+    memory_bytes_per_s=1.2e10,
+    link_bytes_per_s=2e9,
+    network_bytes_per_s=1.25e8,
+    host=0.2,
+    unsure=0.5,
+    source="assumed, of one core of a server",
+    resource="CPU",
+)
+_UNKNOWN_ACCELERATOR = Accelerator(
+    name="accelerator of unknown kind",
+    memory_bytes=0,
+    flops_per_s={"fp32": 3e13, "bf16": 1e14},
+    memory_bytes_per_s=8e11,
+    link_bytes_per_s=2e10,
+    network_bytes_per_s=2e9,
+    unsure=0.7,
+    source="assumed",
+)
+
+
+def _cpu_machine(cluster: Cluster, ranks: int) -> MachineModel:
+    """Equal shares of each node; n threads on one operation are worth n ** 0.8."""
+    on_a_node = -(-ranks // len(cluster.nodes))
+    share = min(node.cpus for node in cluster.nodes) / on_a_node
+    speed = share**THREAD_EXPONENT if share > 1 else share
+    memory = min(node.memory_bytes for node in cluster.nodes) // on_a_node
+    told = min(node.network_bytes_per_s for node in cluster.nodes)
+    network = told or _network(cluster, _NETWORK_BYTES_PER_S)
+    core = ACCELERATORS.get(CPU_CORE.name, CPU_CORE)  # as it was measured, if it was
+    device = replace(
+        core,
+        memory_bytes=memory,
+        flops_per_s={name: rate * speed for name, rate in core.flops_per_s.items()},
+        memory_bytes_per_s=core.memory_bytes_per_s * speed,
+    )
+    devices = on_a_node * len(cluster.nodes)
+    return MachineModel(
+        device=device, per_node=on_a_node, devices=devices, network_bytes_per_s=network / on_a_node,
+        preemptible=cluster.preemptible, steady=len(cluster.nodes) - cluster.preemptible,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGroup:
+    """Ranks that reduce together.
+
+    Attributes:
+        size: ranks.
+        local: of them on one node.
+    """
+
+    size: int
+    local: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that they lie on."""
+        return self.size // self.local
+
+
+def next_stage_is_remote(machine: MachineModel, mesh: Mesh) -> bool:
+    """Whether the next stage is on another node, for some: replica after replica fills the nodes (`core.arranging`)."""
+    return mesh.size > machine.per_node and machine.per_node % (mesh.size // mesh.data) > 0
+
+
+def rank_group(machine: MachineModel, size: int, stride: int) -> RankGroup:
+    """Ranks so many apart, on nodes that are filled one after the other."""
+    local = max(1, min(size, machine.per_node // min(stride, machine.per_node)))
+    while size % local:
+        local -= 1
+    return RankGroup(size=size, local=local)
+
+
+# --- How well real machines do what their data sheets say -------------------------------------------------------------
+
+
+Vector = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Efficiency:
+    """One of them: what it is without measurements, and the standard deviation of its logarithm."""
+
+    default: float
+    spread: float
+    what: str
+
+
+EFFICIENCIES: Mapping[str, _Efficiency] = {
+    "matmul": _Efficiency(default=0.76, spread=0.06, what="of the peak rate in large matrix products"),
+    "matmul_s": _Efficiency(default=3.5e-5, spread=0.7, what="seconds more of each matrix product, whatever its size"),
+    "traffic": _Efficiency(default=0.80, spread=0.3, what="of the memory's bandwidth in all other operations"),
+    "scores": _Efficiency(default=1.2, spread=0.6, what="of attention's scores that is written to memory"),
+    "launch_s": _Efficiency(default=2.2e-5, spread=0.5, what="seconds of the host for each operation"),
+    "tensor": _Efficiency(default=0.9, spread=0.2, what="of the links' bandwidth in tensor parallelism"),
+    "message_s": _Efficiency(default=1.5e-5, spread=0.7, what="seconds of each message inside a node"),
+    "reduce": _Efficiency(default=0.75, spread=0.4, what="of the links' bandwidth in reductions of gradients"),
+    "gather_s": _Efficiency(default=1e-4, spread=0.8, what="seconds of each of ZeRO's collectives, whatever its size"),
+    "network": _Efficiency(default=0.7, spread=0.4, what="of the network's bandwidth between nodes"),
+    "overlap": _Efficiency(default=0.2, spread=0.9, what="of backward under which gradients are reduced"),
+    "send": _Efficiency(default=0.4, spread=0.6, what="of a link's bandwidth between stages"),
+    "send_s": _Efficiency(default=2.5e-4, spread=0.7, what="seconds of each message between stages"),
+    "update": _Efficiency(default=0.85, spread=0.4, what="of the memory's bandwidth in the optimizer"),
+    "step_s": _Efficiency(default=4e-3, spread=0.8, what="seconds of each step for everything else"),
+}
+EFFICIENCY_NAMES = tuple(EFFICIENCIES)
+_DEVICE_EFFICIENCIES = ("matmul", "traffic", "launch_s", "update")  # as unsure as the device's own speed
+_RESIDUAL = 0.10  # standard deviation of a shape's own error, of the logarithm
+MEASUREMENT_NOISE = 0.03  # of one measurement's
+_UNMODELLED = 0.08  # of what this model leaves out, measured on no machine like it
+_SHAPE_SCALES = (0.7, 0.7, 0.7, 3.0, 6.0, 6.0)  # octaves over which shapes are alike; `work.Shape` says of what
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Efficiencies and how sure they are.
+
+    Attributes:
+        logs: logarithm of each efficiency over its default, in the order of `EFFICIENCY_NAMES`.
+        covariance: of `logs`.
+        shapes: of the work that was measured, see `work.Shape`.
+        kinds: what must be the same for a shape to say anything of another.
+        residuals: weights of the shapes' errors.
+        inverse: of the shapes' covariance.
+        measurements: how many there were.
+    """
+
+    logs: tuple[float, ...] = (0.0,) * len(EFFICIENCY_NAMES)
+    covariance: tuple[tuple[float, ...], ...] = tuple(
+        tuple(item.spread**2 if row == column else 0.0 for column in range(len(EFFICIENCY_NAMES)))
+        for row, item in enumerate(EFFICIENCIES.values())
+    )
+    shapes: tuple[tuple[float, ...], ...] = ()
+    kinds: tuple[str, ...] = ()
+    residuals: tuple[float, ...] = ()
+    inverse: tuple[tuple[float, ...], ...] = ()
+    measurements: int = 0
+
+    @cached_property
+    def efficiencies(self) -> Mapping[str, float]:
+        """By name."""
+        return efficiencies(np.array(self.logs))
+
+    def residual(self, shape: tuple[float, ...], kind: str) -> tuple[float, float]:
+        """Mean and variance of what the efficiencies leave unexplained, as a logarithm."""
+        if not self.shapes:
+            return 0.0, _UNMODELLED**2 + _RESIDUAL**2
+        near = shape_covariance(np.array([shape]), [kind], np.array(self.shapes), self.kinds)[0]
+        mean = float(near @ np.array(self.residuals))
+        return mean, max(_RESIDUAL**2 - float(near @ np.array(self.inverse) @ near), 0.0) + MEASUREMENT_NOISE**2
+
+
+def efficiencies(logs: Vector) -> Mapping[str, float]:
+    """Efficiencies from their logarithms."""
+    pairs = zip(EFFICIENCIES.items(), logs, strict=True)
+    return {name: item.default * float(np.exp(log)) for (name, item), log in pairs}
+
+
+def prior_deviations(unsure: float) -> Vector:
+    """Of all efficiencies, on a device of whose speed the logarithm has this standard deviation."""
+    known = EFFICIENCIES.items()
+    return np.array([math.hypot(item.spread, unsure if name in _DEVICE_EFFICIENCIES else 0.0) for name, item in known])
+
+
+def shape_covariance(one: Vector, kinds: Sequence[str], other: Vector, others: Sequence[str]) -> Vector:
+    """Covariance of the errors of shapes (n, features) with those of (m, features): (n, m)."""
+    apart = (((one[:, None] - other[None]) / np.array(_SHAPE_SCALES)) ** 2).sum(axis=2)
+    same = np.array(kinds)[:, None] == np.array(others)[None]
+    found: Vector = _RESIDUAL**2 * np.exp(-0.5 * apart) * same
+    return found
+
+
+DEFAULT = Calibration()

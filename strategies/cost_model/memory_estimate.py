@@ -1,0 +1,230 @@
+"""Bytes that each pipeline stage holds on one device: never an average, the fullest stage decides.
+
+Model states as in Rajbhandari et al. (2020), table 1: with Adam 16 bytes a parameter, in half precision 2 for it, 2 for
+its gradient and 12 for the optimizer's full-precision copies; in full precision 4, 4 and 8. The engines' half precision
+is autocast: states as in full precision, and of a product's weights a copy in half precision, which backward needs and
+no ZeRO divides. Activations as in Korthikanti et al. (2022).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from trainwright.core.model_profile import ModelProfile
+from trainwright.core.plan import Plan, loss_stage
+from trainwright.core.topology import Consistency, GradientCompression
+from trainwright.strategies.cost_model.machine_model import Vector
+from trainwright.strategies.cost_model.plan_constraints import sum_by_stage
+from trainwright.strategies.cost_model.step_work import (
+    NUMBER_BYTES,
+    Indices,
+    even_partition,
+    layer_vectors,
+    parameter_precision,
+    section_counts,
+)
+
+_STATES = {2: (2.0, 2.0, 12.0), 4: (4.0, 4.0, 8.0)}  # parameter, gradient, optimizer, by bytes of a number
+_UPDATE_NUMBERS = 2  # that an optimizer works with, for each parameter of the layer that it is at
+_GATHERED_COPIES = {2: 2, 3: 4}  # by ZeRO, of a layer that is worked on: gradient, parameters, what each is sent from
+
+
+def model_state_bytes(parameters: float, *, zero: int, degree: int, precision: str) -> float:
+    """Of one device.
+
+    Args:
+        parameters: that its share of the model has before ZeRO divides it.
+        zero: 0 to 3.
+        degree: ranks that ZeRO divides over.
+        precision: of the step.
+    """
+    own = _STATES[NUMBER_BYTES.get(precision, 4)]
+    whole = [part / degree if zero >= stage else part for part, stage in zip(own, (3, 2, 1), strict=True)]
+    return parameters * sum(whole)
+
+
+def stage_memory(
+    profile: ModelProfile, plan: Plan, *, batch_size: int, precision: str, apart: bool = True
+) -> tuple[int, ...]:
+    """Bytes of each stage: model states, activations of the micro-batches in flight, and what one layer works with;
+    with the loss, the models that run in it.
+
+    Args:
+        apart: whether devices have memory of their own; the state of a CPU stays where it is when it is offloaded.
+    """
+    plan = plan if apart else replace(plan, offload=False)
+    layers = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
+    if plan.mesh.pipeline == 1:
+        whole = layers.of_whole(layer_vectors(profile).order, gradients_stay=_gradients_stay(plan, batch_size))
+        beside = _loss_model_bytes(profile, plan, batch_size=batch_size) + (
+            0 if apart else push_buffer_bytes(profile, plan)
+        )
+        return (int(whole) + beside,)
+    counts = section_counts(profile, plan.stages or even_partition(profile, plan.sections))
+    held = layers.of_stages(counts, plan.schedule, plan.mesh.pipeline)
+    held[loss_stage(plan.schedule, stages=plan.mesh.pipeline, chunks=plan.chunks)] += _loss_model_bytes(
+        profile, plan, batch_size=batch_size
+    )
+    return tuple(int(each) for each in held)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMemory:
+    """Bytes of each distinct layer on one device; an optimizer's update comes when the activations are gone.
+
+    Attributes:
+        states: of the model.
+        gradients: of these.
+        update: that the optimizer works with.
+        kept: of one micro-batch.
+        working: what the layer works with, of which a stage needs the most of its layers.
+        flight: micro-batches that each section keeps at once; where a stage is one, none keeps more than the one
+            before it.
+    """
+
+    states: Vector
+    gradients: Vector
+    update: Vector
+    kept: Vector
+    working: Vector
+    flight: Vector
+
+    def of_stages(self, counts: Vector, schedule: str, stages: int) -> Vector:
+        """Of each stage, given how many of each layer stand in each section (sections, layers)."""
+        held = sum_by_stage(counts @ self.states + self.flight * (counts @ self.kept), schedule, stages)
+        standing = sum_by_stage(counts, schedule, stages)
+        found: Vector = held + np.where(standing > 0, self.working, 0.0).max(axis=1)
+        return found
+
+    def of_whole(self, order: Indices, *, gradients_stay: bool) -> float:
+        """Of a model in one stage, whose layers stand in this order; gradients stay from step to step, or come one by
+        one in backward, while the activations behind them go."""
+        gradients, kept = self.gradients[order], np.cumsum(self.kept[order])
+        here = gradients.sum() if gradients_stay else np.cumsum(gradients[::-1])[::-1]
+        backward = (kept + here + self.working[order]).max()
+        return float((self.states - self.gradients)[order].sum() + max(backward, gradients.sum() + self.update.max()))
+
+
+def _gradients_stay(plan: Plan, batch_size: int) -> bool:
+    """Whether new ones are added to those of micro-batches before, or written into the buckets of a reduction."""
+    micro_batches, _ = plan.micro_batches(batch_size)
+    return micro_batches > 1 or (plan.mesh.data > 1 and not plan.zero)
+
+
+def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precision: str) -> LayerMemory:
+    """What the layers ask of a stage that holds them."""
+    mesh, width, own = plan.mesh, NUMBER_BYTES.get(precision, 4), parameter_precision(profile, precision)
+    micro_batches, rows = plan.micro_batches(batch_size)
+    held, kept, working = _numbers(profile, mesh.tensor, mesh.pipeline > 1, plan.recompute, plan.sequence)
+    parameter, gradient, optimizer = _STATES[NUMBER_BYTES.get(own, 4)]
+    served = optimizer if plan.servers and plan.local_steps == 1 else 0.0  # the optimizer's state is the servers'
+    degree = mesh.shard if mesh.shard > 1 else mesh.data
+    each = model_state_bytes(1.0, zero=plan.zero, degree=degree, precision=own) - served
+    part = 1 / degree if plan.zero >= 2 else 1.0
+    if plan.zero == 2:
+        each += parameter / degree  # FSDP2 holds its part beside the whole that it has gathered
+        if mesh.pipeline > 1:  # gradients of all micro-batches add up whole, and are divided once a step
+            each += gradient
+    if plan.streamed or plan.local_steps > 1:  # two versions, or what local steps began with
+        each += parameter
+    gradients = gradient * part * held
+    visiting = parameter * held * _GATHERED_COPIES.get(plan.zero, 0) * (degree > 1)
+    visiting += gradients * _gradients_stay(plan, batch_size)
+    update = _UPDATE_NUMBERS * 4.0 * part * held
+    if plan.offload:  # the layer's parameters and their gradients; and the next one's, or all for ZeRO-2
+        each = 0.0 if plan.zero == 3 else parameter
+        visiting = held * (gradient + (2 * parameter if plan.zero == 3 else 0.0))
+        gradients, update = np.zeros_like(held), np.zeros_like(held)  # in the host's memory
+    cast = _autocast_parameters(profile, mesh.tensor) * width * (NUMBER_BYTES.get(own, 4) > width)
+    if not profile.trains:
+        none, shared = np.zeros_like(held), degree if plan.zero == 3 else 1
+        gathered_whole = parameter * held * (shared > 1)
+        return LayerMemory(
+            states=parameter * held / shared, gradients=none, update=none, kept=none,
+            working=rows * width * (kept + working) + gathered_whole + cast, flight=micro_batches_in_flight(plan,
+            micro_batches),
+        )  # fmt: skip
+    again = plan.recompute == "full"
+    return LayerMemory(
+        states=each * held,
+        gradients=gradients,
+        update=update,
+        kept=rows * width * kept + (0.0 if again else cast),
+        working=rows * width * working + visiting + (cast if again else 0.0),
+        flight=micro_batches_in_flight(plan, micro_batches),
+    )
+
+
+@lru_cache(maxsize=512)
+def _numbers(
+    profile: ModelProfile, tensor: int, staged: bool, recompute: str, sequence: bool
+) -> tuple[Vector, Vector, Vector]:
+    """Of each distinct layer: parameters, what backward keeps of one sample, and what it works with beside that."""
+    layers = layer_vectors(profile)
+    kept = layers.kept(tensor, recompute, sequence=sequence)
+    whole = layers.kept(tensor, "none", sequence=sequence)
+    working = whole if recompute == "full" else whole - kept  # selective: the scores of the layer it is at
+    return layers.held(1 + staged) / layers.over(tensor), kept, working
+
+
+@lru_cache(maxsize=512)
+def _autocast_parameters(profile: ModelProfile, tensor: int) -> Vector:
+    """Parameters of each distinct layer of which autocast makes a copy for each forward: those of products."""
+    layers = layer_vectors(profile)
+    return layers.held(2) / layers.over(tensor) * (layers.flops > 0)
+
+
+def _loss_model_bytes(profile: ModelProfile, plan: Plan, *, batch_size: int) -> int:
+    """Of one device that computes the loss, for the models in it: their parameters, and what a layer works with."""
+    _, rows = plan.micro_batches(batch_size)
+    return int(sum(guest.parameter_bytes + 4 * rows * guest.working_numbers for guest in profile.guests))
+
+
+def host_bytes(profile: ModelProfile, plan: Plan, *, precision: str) -> int:
+    """Of the host's memory, what a device keeps there; 0 where nothing is offloaded."""
+    degree = plan.mesh.shard if plan.mesh.shard > 1 else plan.mesh.data
+    found = model_state_bytes(
+        profile.parameters, zero=3, degree=degree, precision=parameter_precision(profile, precision)
+    )
+    return int(found) if plan.offload else 0
+
+
+def push_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
+    """Of the host's memory, where a worker writes what it pushes: twice, where servers read it there round by round."""
+    if plan.topology != "independent":
+        return 0
+    halves = 2 if Consistency.parse(plan.consistency).waits else 1
+    return int(halves * 4 * GradientCompression.parse(plan.wire).part * profile.parameters)
+
+
+def server_bytes(profile: ModelProfile, plan: Plan, *, nodes: int) -> int:
+    """Of a node's memory, what its servers keep there: parameters, what workers read of them, and Adam's state."""
+    if not plan.servers:
+        return 0
+    own = model_state_bytes(profile.parameters, zero=0, degree=1, precision=parameter_precision(profile, "fp32"))
+    return int(own / plan.servers * -(-plan.servers // nodes))
+
+
+def micro_batches_in_flight(plan: Plan, micro_batches: int) -> Vector:
+    """Micro-batches whose activations each section holds at once, in the order of `orders.order`.
+
+    ZB-H1 keeps them until the gradients of weights are made, which later stages put off for longer. A stage of an
+    interleaved pipeline holds so many of all its chunks together, dealt out evenly here; one of ZB-V as many as twice
+    the stages, most of them of the chunk that the model begins with.
+    """
+    stages, chunks = plan.mesh.pipeline, plan.chunks
+    if stages == 1:
+        return np.ones(1)
+    after = stages - 1.0 - np.arange(stages)
+    if plan.schedule == "interleaved":
+        held: Vector = np.minimum(micro_batches * chunks, 2 * after + (chunks - 1) * stages + 1) / chunks
+        return np.tile(held, chunks)
+    if plan.schedule == "zbv":
+        section = np.arange(2 * stages)
+        both: Vector = np.minimum(float(micro_batches), 2.0 * stages - 1 - section + (section >= stages))
+        return both
+    most = {"": 1.0, "gpipe": float(micro_batches), "zero_bubble": float(stages)}.get(plan.schedule, after + 1)
+    return np.minimum(float(micro_batches), most) * np.ones(stages)

@@ -1,0 +1,117 @@
+"""A pipeline's sections on its stages: what they come to on each, and which pipelines cannot be."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.model_profile import ModelProfile
+from trainwright.core.plan import Plan, chunk_problem, section_of, stage_of_section
+from trainwright.strategies.cost_model.machine_model import Vector
+
+
+def sum_by_stage(values: Vector, schedule: str, stages: int) -> Vector:
+    """Sums over the sections of each stage.
+
+    Args:
+        values: (sections, ...).
+        schedule: says which stage holds which.
+        stages: how many.
+    """
+    if len(values) == stages:
+        return values
+    found: Vector = values[_sections_of_stages(schedule, stages, len(values) // stages)].sum(axis=0)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def crosses_stages(schedule: str, stages: int, sections: int) -> Vector:
+    """Of each cut between sections: 1 where it is between stages, 0 where both are on one."""
+    found: Vector = (
+        np.diff([stage_of_section(schedule, section=each, stages=stages)[0] for each in range(sections)]) != 0
+    )
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _sections_of_stages(schedule: str, stages: int, chunks: int) -> npt.NDArray[np.intp]:
+    """Sections of each stage (chunks, stages)."""
+    turns = range(chunks)
+    return np.array(
+        [[section_of(schedule, stage=stage, stages=stages, chunk=turn) for stage in range(stages)] for turn in turns]
+    )
+
+
+def too_few_micro_batches(plan: Plan, micro_batches: int) -> tuple[str, str]:
+    """Why so few micro-batches cannot fill a pipeline that does not drain, and what can."""
+    stages = plan.mesh.pipeline
+    reason = f"{micro_batches} micro-batches for the {stages} stages of schedule={plan.schedule}"
+    return f"{reason}: they cannot fill the pipeline", f"use accumulation={stages} or more, or schedule=1f1b"
+
+
+def invalid_staging(profile: ModelProfile, plan: Plan, batch_size: int) -> tuple[str, str] | None:
+    """Why a model cannot run in a plan's stages, and what would make it possible; None where it can."""
+    mesh, layers = plan.mesh, len(profile.layers)
+    if mesh.pipeline > 1 and profile.untraced:
+        return f"its layers cannot be put into stages: tracing the model raised {profile.untraced}", "use pp=1"
+    if mesh.pipeline > layers:
+        return f"{mesh.pipeline} stages for {layers} layers", f"use pp={layers} or fewer"
+    if chunk_problem(plan.schedule, plan.chunks):
+        return chunk_problem(plan.schedule, plan.chunks), "leave chunks= out"
+    if plan.sections > layers:
+        return f"{plan.sections} chunks for {layers} layers", "use schedule=1f1b, or fewer stages or chunks"
+    if plan.stages and (sum(plan.stages) != layers or len(plan.stages) != plan.sections):
+        return f"stages={plan.stages} do not cover {layers} layers in {plan.sections} parts", "leave out"
+    if plan.stages and profile.trains and plan.chunks == 1:
+        bounds = np.cumsum((0, *plan.stages)).tolist()
+        for stage, (first, stop) in enumerate(pairwise(bounds)):
+            if not any(layer.trained for layer in profile.layers[first:stop]):
+                return f"stage {stage} of stages={plan.stages} has no layer that is trained", "leave stages= out"
+    micro_batches, _ = plan.micro_batches(batch_size)
+    if plan.streamed and micro_batches < mesh.pipeline:
+        return too_few_micro_batches(plan, micro_batches)
+    if plan.schedule == "interleaved" and micro_batches % mesh.pipeline:
+        return f"{micro_batches} micro-batches are no multiple of the {mesh.pipeline} stages", "use schedule=1f1b"
+    return None
+
+
+# --- Which ways of dividing and computing a model do not go together, for planner and engines alike -------------------
+
+
+_SPLIT_BACKWARD_SCHEDULES = ("zero_bubble", "zbv")  # orders that compute gradients of parameters later
+
+
+def invalid_combination(plan: Plan) -> tuple[str, str] | None:
+    """Why what a plan combines cannot be right, and what can; None where it can."""
+    mesh = plan.mesh
+    if mesh.pipeline == 1 or mesh.shard == 1:
+        return None
+    if plan.schedule in _SPLIT_BACKWARD_SCHEDULES:
+        reason = f"with FSDP2, schedule={plan.schedule} gives wrong losses without an error in torch (off by 7e-2)"
+        return reason, "use schedule=1f1b, gpipe or interleaved, or dp in the place of fsdp"
+    if plan.streamed:
+        reason = f"schedule={plan.schedule} keeps two versions of a stage's weights, and FSDP2 gathers one"
+        return reason, "use dp in the place of fsdp, or schedule=1f1b"
+    if plan.zero != 2:
+        reason = f"a pipeline gathers a stage's parameters once a step, which is ZeRO-2 and not ZeRO-{plan.zero}"
+        return reason, "use zero=2"
+    return None
+
+
+def invalid_compile(recompute: str, buffer: str) -> tuple[str, str] | None:
+    """Why a model that torch compiles cannot be computed again so, and what can be; None where it can.
+
+    Args:
+        buffer: of the model's state, inside of what `full` computes again; empty where there is none.
+    """
+    if recompute == "selective":
+        reason = 'compile="inductor" chooses by itself what it computes again of attention'
+        return reason, "leave recompute=selective out, or use recompute=full"
+    if recompute == "full" and buffer:
+        reason = f"buffer {buffer!r} is in the model's state, and recompute=full would change it twice where the model "
+        hint = "leave compile= or recompute= out, or register what never changes with persistent=False"
+        return f"{reason}is compiled", hint
+    return None

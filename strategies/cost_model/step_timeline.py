@@ -1,0 +1,254 @@
+"""One step as it would be seen from outside: what each pipeline stage does when, and what it waits for.
+
+`timing` adds a step up from formulas; here its pieces run in the order of the schedule, each as soon as its stage is
+free and its input has come. Where stages are equal the two agree; where they differ this one is right about who waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from typing import Literal, NamedTuple
+
+from trainwright.core.plan import STREAMED_SCHEDULES, section_of
+from trainwright.strategies.cost_model.machine_model import DEFAULT, Calibration, Vector
+from trainwright.strategies.cost_model.pipeline_schedules import (
+    Operation,
+    OperationKind,
+    required_operation,
+    stage_operations,
+)
+from trainwright.strategies.cost_model.step_time import LAST_BUCKET_SHARE, StageTimes, stage_times
+from trainwright.strategies.cost_model.step_work import StepWork
+
+SpanKind = Literal[
+    "forward", "recompute", "backward", "inputs", "weights", "gather", "send", "reduction", "optimizer", "other", "idle"
+]
+GRADIENT_BUCKETS = round(1 / LAST_BUCKET_SHARE)  # of gradients: the last of them is what `timing` never hides
+_WEIGHT_GRADIENT_SHARE = (
+    0.5  # of backward, where it is halved: gradients of parameters (Qi et al., 2023: as long as those of inputs)
+)
+_FORWARD_GATHERS = 1 / 3  # ZeRO-3 gathers for forward, gathers for backward, and scatters gradients
+_STEPS, _SHOWN = 4, 2  # of a pipeline that does not drain: until it goes on alike, and which one is seen
+_OVERLAPPED_SENDS = "gpipe"  # whose messages go while the next micro-batch is computed, see `timing`
+
+
+class Span(NamedTuple):
+    """What a stage does for a while.
+
+    Attributes:
+        stage: from 0.
+        kind: `reduction` runs beside the others, which follow each other; `inputs` and `weights` are the halves of a
+            backward; `gather` is what ZeRO-3 adds; `other` is what a step takes beside all that.
+        micro_batch: from 0; None for what is done once a step.
+        chunk: of the stage; None likewise, but for a reduction.
+        begin_s, end_s: since the step began.
+    """
+
+    stage: int
+    kind: SpanKind
+    micro_batch: int | None
+    chunk: int | None
+    begin_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long."""
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One step; of a pipeline that does not drain what its stages do in the time of one, of two steps in part.
+
+    Attributes:
+        lanes: of each stage, by their begin; what its device computes and sends, and where it idles, leaves no gap.
+        reductions: of each stage's gradients, which run beside its lane.
+        step_s: until the last stage is done.
+    """
+
+    lanes: tuple[tuple[Span, ...], ...]
+    reductions: tuple[tuple[Span, ...], ...]
+    step_s: float
+
+    def share(self, kind: SpanKind) -> float:
+        """Of the time of all stages that goes into one kind."""
+        spent = sum(span.seconds for span in chain(*self.lanes, *self.reductions) if span.kind == kind)
+        return spent / (self.step_s * len(self.lanes))
+
+
+def timeline(work: StepWork, calibration: Calibration = DEFAULT) -> Timeline:
+    """The step of a plan, from `work_of`, as long as `estimating.expected` says up to what its formulas leave out."""
+    residual, _ = calibration.residual(work.shape, work.kind)
+    made = stage_times(work, calibration.efficiencies).times(math.exp(residual))
+    hidden_s = calibration.efficiencies["overlap"] * work.by_stage(made.backward + made.recompute) / work.chunks
+    if work.schedule in STREAMED_SCHEDULES:
+        return _steady_step(work, *_stream(work, made, hidden_s))
+    lanes = _lanes(work, made)
+    spent = zip(lanes, made.reduction.tolist(), hidden_s.tolist(), strict=True)
+    reductions = [_reductions(lane, reduced_s, under_s) for lane, reduced_s, under_s in spent]
+    reduced_s = max(span.end_s for span in chain(*lanes, *reductions))  # clipping waits for all gradients
+    updated_s = reduced_s + float(made.optimizer.max())
+    for stage, lane in enumerate(lanes):
+        end_s = reduced_s + float(made.optimizer[stage])
+        lane.append(Span(stage, "optimizer", None, None, reduced_s, end_s))
+        lane.append(Span(stage, "other", None, None, updated_s, updated_s + made.other))
+    step_s = updated_s + made.other
+    return Timeline(
+        lanes=tuple(tuple(_with_idle(lane, stage, step_s)) for stage, lane in enumerate(lanes)),
+        reductions=tuple(map(tuple, reductions)),
+        step_s=step_s,
+    )
+
+
+def _stream(work: StepWork, made: StageTimes, hidden_s: Vector) -> tuple[list[list[Span]], list[list[Span]]]:
+    """Lanes and reductions of several steps on end: a stage updates its weights when its own gradients are there."""
+    reductions: list[list[Span]] = [[] for _ in range(work.mesh.pipeline)]
+
+    def updated(lane: list[Span]) -> None:
+        stage = lane[-1].stage
+        reduced = _reductions(lane, float(made.reduction[stage]), float(hidden_s[stage]))
+        reductions[stage] += reduced
+        begin_s = max(span.end_s for span in (lane[-1], *reduced))
+        end_s = begin_s + float(made.optimizer[stage])
+        lane.append(Span(stage, "optimizer", None, None, begin_s, end_s))
+        lane.append(Span(stage, "other", None, None, end_s, end_s + made.other))
+
+    return _lanes(work, made, _STEPS, updated), reductions
+
+
+def _steady_step(work: StepWork, lanes: list[list[Span]], reductions: list[list[Span]]) -> Timeline:
+    """What is seen of a stream from one step's first loss to the next one's; each step's micro-batches from 0 again."""
+    count = work.micro_batches
+    losses = (span for span in lanes[-1] if span.kind == "forward" and not (span.micro_batch or 0) % count)
+    begin_s, end_s = (span.begin_s for span in list(losses)[_SHOWN : _SHOWN + 2])
+
+    def seen(spans: list[Span]) -> Iterator[Span]:
+        for span in spans:
+            first_s, last_s = max(span.begin_s, begin_s), min(span.end_s, end_s)
+            if first_s < last_s:
+                number = None if span.micro_batch is None else span.micro_batch % count
+                yield span._replace(micro_batch=number, begin_s=first_s - begin_s, end_s=last_s - begin_s)
+
+    return Timeline(
+        lanes=tuple(tuple(_with_idle(seen(lane), stage, end_s - begin_s)) for stage, lane in enumerate(lanes)),
+        reductions=tuple(tuple(seen(spans)) for spans in reductions),
+        step_s=end_s - begin_s,
+    )
+
+
+def _lanes(
+    work: StepWork, made: StageTimes, steps: int = 1, ended: Callable[[list[Span]], None] | None = None
+) -> list[list[Span]]:
+    """What each stage does before gradients are reduced: a stage goes on as far as what it needs has come.
+
+    Args:
+        steps: on end, without a drain between them.
+        ended: told a stage's lane when the stage has done all of a step.
+    """
+    stages, chunks, count = work.mesh.pipeline, work.chunks, work.micro_batches
+    todo = [deque(_operations(work, stage, steps)) for stage in range(stages)]
+    lanes: list[list[Span]] = [[] for _ in range(stages)]
+    parts = cache(lambda stage, kind, chunk: tuple(_parts(work, made, stage, kind, chunk)))
+    come_s: dict[tuple[int, Operation], float] = {}
+    waiting: dict[tuple[int, Operation], int] = {}
+    able = deque(range(stages))
+    while able:
+        stage = able.popleft()
+        lane = lanes[stage]
+        while todo[stage]:
+            operation = todo[stage][0]
+            source = required_operation(operation, schedule=work.schedule, stage=stage, stages=stages, chunks=chunks)
+            if source is not None and source not in come_s:
+                waiting[source] = stage
+                break
+            todo[stage].popleft()
+            now_s = max(lane[-1].end_s if lane else 0.0, come_s[source] if source else 0.0)
+            for kind, seconds in parts(stage, operation.kind, operation.chunk):
+                begin_s, now_s = now_s, now_s + seconds
+                lane.append(Span(stage, kind, operation.micro_batch, operation.chunk, begin_s, now_s))
+            late_s = _message_s(made, stage, operation.kind) if work.schedule == _OVERLAPPED_SENDS else 0.0
+            come_s[stage, operation] = now_s + late_s
+            if ended is not None and operation.kind == "backward" and not (operation.micro_batch + 1) % count:
+                ended(lane)
+            if (stage, operation) in waiting:
+                able.append(waiting.pop((stage, operation)))
+    assert not any(todo), "an order in which stages wait for each other in a ring"
+    return lanes
+
+
+def _operations(work: StepWork, stage: int, steps: int) -> Iterator[Operation]:
+    """Of a stage in so many steps; micro-batches are counted on."""
+    for step in range(steps):
+        for each in stage_operations(
+            work.schedule,
+            stage=stage,
+            stages=work.mesh.pipeline,
+            micro_batches=work.micro_batches,
+            chunks=work.chunks,
+            begun=step > 0,
+            followed=step < steps - 1,
+        ):
+            yield each._replace(micro_batch=each.micro_batch + step * work.micro_batches)
+
+
+def _parts(
+    work: StepWork, made: StageTimes, stage: int, kind: OperationKind, chunk: int
+) -> Iterator[tuple[SpanKind, float]]:
+    """What an operation of a stage takes, one after the other; sending keeps the sender, but for GPipe's."""
+    section = section_of(work.schedule, stage=stage, stages=work.mesh.pipeline, chunk=chunk)
+    if made.gather and kind != "weights":
+        yield "gather", made.gather / work.chunks * (_FORWARD_GATHERS if kind == "forward" else 1 - _FORWARD_GATHERS)
+    if kind in ("backward", "inputs") and made.recompute[section]:
+        yield "recompute", float(made.recompute[section])
+    if kind == "forward":
+        yield kind, float(made.forward[section])
+    else:
+        halved = {"inputs": 1 - _WEIGHT_GRADIENT_SHARE, "weights": _WEIGHT_GRADIENT_SHARE}
+        yield kind, float(made.backward[section]) * halved.get(kind, 1.0)
+    message_s = _message_s(made, section, kind)
+    if work.schedule != _OVERLAPPED_SENDS and message_s:
+        yield "send", message_s
+
+
+def _message_s(made: StageTimes, section: int, kind: OperationKind) -> float:
+    """Of a section's activations to the next one, or of their gradients back; none at the ends and within a stage."""
+    cut = section if kind == "forward" else section - 1
+    return float(made.send[cut]) if kind != "weights" and 0 <= cut < len(made.send) else 0.0
+
+
+def _reductions(lane: list[Span], spent_s: float, hidden_s: float) -> list[Span]:
+    """Of a stage's gradients, chunk by chunk and bucket by bucket: each when it is made and the one before is done.
+
+    Args:
+        lane: of the stage, backwards done.
+        spent_s: of all its gradients.
+        hidden_s: at the end of each chunk's last backward: buckets are made evenly over it.
+    """
+    done = {span.chunk: span for span in lane if span.kind in ("backward", "weights")}  # the last of each chunk
+    if not spent_s:
+        return []
+    each_s, found = spent_s / len(done) / GRADIENT_BUCKETS, list[Span]()
+    for last in sorted(done.values(), key=lambda span: span.end_s):
+        for bucket in range(1, GRADIENT_BUCKETS + 1):
+            made_s = last.end_s - hidden_s * (1 - bucket / GRADIENT_BUCKETS)
+            begin_s = max(made_s, found[-1].end_s if found else 0.0)
+            found.append(Span(last.stage, "reduction", None, last.chunk, begin_s, begin_s + each_s))
+    return found
+
+
+def _with_idle(lane: Iterable[Span], stage: int, end_s: float) -> Iterator[Span]:
+    """With the time between spans, and after the last, as idle."""
+    now_s = 0.0
+    for span in lane:
+        if span.begin_s > now_s:
+            yield Span(stage, "idle", None, None, now_s, span.begin_s)
+        yield span
+        now_s = span.end_s
+    if now_s < end_s:
+        yield Span(stage, "idle", None, None, now_s, end_s)

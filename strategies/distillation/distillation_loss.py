@@ -1,0 +1,438 @@
+"""The loss and the metrics of students that have teachers, as functions of a job: whatever their framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from trainwright.core.data import Terms
+from trainwright.core.errors import JobError, nearest
+from trainwright.core.loss_api import (
+    TEACHER_WEIGHTS_OUTPUT,
+    InlineTeacher,
+    bridge_output,
+    layer_output,
+    name_problems,
+    teacher_column,
+)
+from trainwright.strategies.distillation.divergences import (
+    TensorOps,
+    combined_teacher,
+    divergence,
+    teacher_entropy,
+    tensor_ops_for,
+)
+from trainwright.strategies.distillation.layer_match import (
+    Shape,
+    layer_distance,
+    output_mismatch,
+    shape_text,
+    shapes_match,
+)
+
+if TYPE_CHECKING:
+    from trainwright.core.soft_loss import Match, SoftLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationLoss:
+    """A job's `loss=`: of one student, or the sum of those of a class, each as if it were alone.
+
+    Several students have several losses in one number: nothing couples them but what looks at the whole gradient, such
+    as `clip_norm`, and random numbers, which they draw one after the other. Weights of the hard loss are those of the
+    samples or tokens, and must not depend on the outputs.
+
+    Attributes:
+        soft: what the loss is made of.
+        hard: the job's own loss of a student's outputs and the labels; None where there are no labels.
+        targets: the job's target columns, in order.
+        labels: of these, what `hard` is given, in order.
+        students: their names; of one that has neither matches nor learned weights, the outputs come bare.
+        teachers: names of the teachers whose columns are among the targets.
+        inline: of teachers that run in the step, by name, instead of columns.
+        mutual: each student is a teacher of the others (Zhang et al., 2018, deep mutual learning).
+        joint: students that are teachers of the others, and learn from the hard loss alone.
+
+    Raises:
+        JobError: with all problems.
+    """
+
+    soft: SoftLoss
+    hard: Callable[[Any, Any], Any] | None
+    targets: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+    students: tuple[str, ...] = ("student",)
+    teachers: tuple[str, ...] = ()
+    inline: Mapping[str, InlineTeacher] = field(default_factory=dict)
+    mutual: bool = False
+    joint: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        problems = [*self._named(), *self._untaught(), *self._mismatched()]
+        if problems:
+            raise JobError(problems)
+
+    @property
+    def learners(self) -> tuple[str, ...]:
+        """The students that have teachers."""
+        return tuple(name for name in self.students if name not in self.joint)
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether the outputs are a dict of more than one student's own."""
+        return len(self.students) > 1 or bool(self.soft.matches) or self.soft.combine == "learned"
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """The teachers that are no students."""
+        return (*self.teachers, *self.inline)
+
+    def taught_by(self, student: str) -> tuple[str, ...]:
+        """The names of a student's teachers."""
+        others = tuple(name for name in self.learners if name != student) if self.mutual else ()
+        return (*self.told, *self.joint, *others)
+
+    def teacher_of(self, match: Match) -> str:
+        """Whose layer a student's is compared with."""
+        return match.of or (*self.told, *self.joint)[0]
+
+    def alone(self, student: str) -> DistillationLoss:
+        """The same of one student, whose teachers are those that are no students. Raises JobError."""
+        if student not in self.students:
+            raise JobError([f"there is no student {student!r}: {nearest(student, self.students)}"])
+        return replace(self, students=(student,), mutual=False, joint=())
+
+    def said(self, outputs: Any, student: str) -> Any:
+        """A student's own outputs."""
+        return outputs[student] if self.wrapped else outputs
+
+    def label(self, targets: Any) -> Any:
+        """What the hard loss and metrics are given of the targets."""
+        columns = self.columns(targets)
+        chosen = tuple(columns[name] for name in self.labels)
+        return chosen[0] if len(chosen) == 1 else chosen
+
+    def columns(self, targets: Any) -> dict[str, Any]:
+        """The target columns by name."""
+        return dict(zip(self.targets, (targets,) if len(self.targets) == 1 else targets, strict=True))
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        """One loss for each sample or token, or Terms where the hard loss has weights.
+
+        Raises:
+            JobError: outputs of students and teachers do not fit each other.
+        """
+        return _BatchLoss(self, outputs, self.columns(targets), tensor_ops_for(outputs)).terms()
+
+    def _named(self) -> Iterable[str]:
+        for what, names in (("a student", self.students), ("a teacher", self.told)):
+            for name in names:
+                yield from name_problems(what, name)
+        for name in sorted({*self.students} & {*self.told}):
+            yield f"{name!r} is the name of a student and of a teacher: rename one"
+        missing = [*self.labels, *map(teacher_column, self.teachers), *([self.soft.mask] if self.soft.mask else [])]
+        missing += [name for teacher in self.inline.values() for name in teacher.wanted]
+        for name in dict.fromkeys(missing):
+            if name not in self.targets:
+                yield f"targets= has no column {name!r}: {nearest(name, self.targets)}"
+        for name in self.joint:
+            if name not in self.students:
+                yield f"joint= names {name!r}, which is no student: {nearest(name, self.students)}"
+
+    def _untaught(self) -> Iterable[str]:
+        soft = self.soft
+        teachers = {name: self.taught_by(name) for name in self.learners}
+        if not teachers:
+            yield "there is no student with a teacher: leave one out of joint="
+        for name, known in teachers.items():
+            if not known:
+                yield f"student {name!r} has no teacher: give teachers=, joint= or mutual=True with several students"
+        for name in soft.weights:
+            if not any(name in known for known in teachers.values()):
+                valid = {each for known in teachers.values() for each in known}
+                yield f"weights= names the teacher {name!r}, but there is none: {nearest(name, valid)}"
+        if self.hard is None and (soft.alpha > 0 or self.joint):
+            yield "there is no hard loss: give loss= and its labels, or alpha=0 and no joint="
+        if soft.combine == "learned":
+            if self.hard is None:
+                yield 'combine="learned" follows the hard loss: give one, or use "fixed" or "confidence"'
+            if self.mutual or len((*self.told, *self.joint)) < 2:
+                yield 'combine="learned" is for two teachers or more that are no students of theirs'
+
+    def _mismatched(self) -> Iterable[str]:
+        known = (*self.told, *self.joint)
+        for match in self.soft.matches:
+            if match.of and match.of not in known:
+                yield f"Match(of={match.of!r}): there is no such teacher: {nearest(match.of, known)}"
+            elif not match.of and len(known) != 1:
+                yield f"Match(student={match.student!r}): say of which teacher: of= one of {', '.join(known) or 'none'}"
+            elif (teacher := self.teacher_of(match)) in self.told:
+                column = teacher_column(teacher, match.teacher)
+                for_whom = f"which Match(student={match.student!r}) needs"
+                if teacher in self.teachers and column not in self.targets:
+                    yield f"targets= has no column {column!r}, {for_whom}"
+                if teacher in self.inline and column not in self.inline[teacher].columns:
+                    yield f"{teacher!r} does not tell its layer {match.teacher!r}, {for_whom}: give its Teacher layers="
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudentMetric:
+    """A metric of one student."""
+
+    metric: Callable[[Any, Any], Any]
+    loss: DistillationLoss
+    student: str
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        """As the metric gives it."""
+        said, label = self.loss.said(outputs, self.student), self.loss.label(targets)
+        return tensor_ops_for(outputs).called(self.metric, said, label, metric=True)
+
+
+def student_metrics(
+    metrics: Mapping[str, Callable[[Any, Any], Any]], loss: DistillationLoss
+) -> dict[str, StudentMetric]:
+    """A job's `metrics=`: of each student, `small/accuracy`, or by their own names where there is one."""
+    several = len(loss.students) > 1
+    return {
+        f"{student}/{name}" if several else name: StudentMetric(metric=metric, loss=loss, student=student)
+        for student in loss.students
+        for name, metric in metrics.items()
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherMetric:
+    """A metric of a teacher that is no student, or of all of them together."""
+
+    metric: Callable[[Any, Any], Any]
+    loss: DistillationLoss
+    teacher: str
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        """As the metric gives it."""
+        ops = tensor_ops_for(outputs)
+        said = _BatchLoss(self.loss, outputs, self.loss.columns(targets), ops).heard(self.teacher)
+        return ops.called(self.metric, said, self.loss.label(targets), metric=True)
+
+
+def teacher_metrics(
+    metrics: Mapping[str, Callable[[Any, Any], Any]], loss: DistillationLoss
+) -> dict[str, TeacherMetric]:
+    """A job's `metrics=` of its teachers: `teacher.NAME/accuracy`, and of several together `teacher./accuracy`."""
+    names = (*loss.told, "") if len(loss.told) > 1 else loss.told
+    return {
+        f"{teacher_column(teacher)}/{name}": TeacherMetric(metric=metric, loss=loss, teacher=teacher)
+        for teacher in names
+        for name, metric in metrics.items()
+    }
+
+
+# --- One batch of students and their teachers -------------------------------------------------------------------------
+
+
+class _BatchLoss:
+    """One batch of a class: its outputs, and what the teachers say to it.
+
+    Args:
+        loss: says what is taught.
+        outputs: of the model.
+        columns: the targets.
+        ops: the framework's functions.
+    """
+
+    def __init__(self, loss: DistillationLoss, outputs: Any, columns: Mapping[str, Any], ops: TensorOps) -> None:
+        self._loss, self._soft, self._outputs, self._ops = loss, loss.soft, outputs, ops
+        like = ops.first(outputs)
+        self._like = ops.wide(like)
+        self._columns = dict(columns)
+        for teacher in loss.inline.values():
+            self._columns |= ops.answers(teacher, {name: columns[name] for name in teacher.wanted}, like)
+
+    def terms(self) -> Any:
+        """The sum over the students."""
+        results = [self._hard(name) for name in self._loss.joint]
+        results += [self._student(name) for name in self._loss.learners]
+        if self._soft.combine == "learned":
+            results.append(self._mixture())
+        total = results[0].values
+        for result in results[1:]:
+            total = total + result.values
+        weights = results[-1].weights
+        return total if weights is None else Terms(total, weights)
+
+    def heard(self, teacher: str) -> Any:
+        """What a teacher says, in the form that the students' outputs have; of `""` all together, by their weights.
+
+        Weights that are made of labels, or learned, are no part of that: then each counts alike.
+        """
+        ops, loss = self._ops, self._loss
+        if teacher:
+            return self._as_said(ops.near(self._said(teacher), self._like))
+        with ops.precisely(self._like):
+            said = [ops.near(self._said(name), self._like) for name in loss.told]
+            shares = [one * 0 + share for one, share in zip(said, self._soft.share(loss.told), strict=True)]
+            return self._as_said(combined_teacher(self._soft, ops.stacked(said), ops.stacked(shares), ops))
+
+    def _hard(self, student: str) -> Terms:
+        return self._hard_of(self._loss.said(self._outputs, student))
+
+    def _hard_of(self, outputs: Any) -> Terms:
+        """The hard loss of some outputs; its weights, or None."""
+        assert self._loss.hard is not None, "whoever asks has one"
+        labels = tuple(self._columns[name] for name in self._loss.labels)
+        given = labels[0] if len(labels) == 1 else labels
+        result = self._ops.called(self._loss.hard, outputs, given)
+        if not isinstance(result, Terms):
+            result = Terms(result, None)
+        return Terms(self._typed(result.values), result.weights)
+
+    def _student(self, name: str) -> Terms:
+        """The loss of a student."""
+        outputs, loss, ops = self._loss.said(self._outputs, name), self._loss, self._ops
+        hard = self._hard_of(outputs) if loss.hard is not None else None
+        own = self._typed(self._chosen(outputs, f"student {name!r}"))
+        teachers = loss.taught_by(name)
+        with ops.precisely(own):
+            terms = [self._divergence(own, name, teacher, hard) for teacher in teachers]
+            soft = self._combined(terms, teachers, hard, own) * self._soft.factor
+            total = soft if hard is None or not self._soft.alpha else soft + hard.values * self._soft.alpha
+            for number, match in enumerate(self._soft.matches):
+                total = total + self._distance(name, number, match, total) * match.weight
+        if hard is not None:
+            return Terms(total, hard.weights)
+        return Terms(total, self._columns[self._soft.mask] if self._soft.mask else None)
+
+    def _divergence(self, own: Any, student: str, teacher: str, hard: Terms | None) -> Any:
+        """From a teacher to a student, in the shape of the hard loss."""
+        said = self._ops.near(self._said(teacher), own)
+        self._alike(own, said, student, teacher)
+        apart = divergence(self._soft, own, said, self._ops)
+        return self._fitted(apart, hard, own)
+
+    def _fitted(self, values: Any, hard: Terms | None, own: Any) -> Any:
+        """Values of samples, tokens or their labels in the shape of the hard loss."""
+        ops, kind = self._ops, self._soft.kind
+        shape, whole = ops.shape(values), ops.shape(own)
+        unlabelled = 1 if kind == "regression" else len(whole) - 1
+        wanted = unlabelled if hard is None else len(ops.shape(hard.values))
+        if len(shape) > wanted and kind == "regression":
+            values = ops.mean(values, tuple(range(wanted, len(shape))))
+        elif len(shape) == wanted + 1 and kind == "multi_label":
+            values = ops.total(values, (wanted,))
+        elif hard is not None and kind == "language_model" and _of_next(ops.shape(hard.values), shape):
+            values = ops.shortened(values, hard.values)
+        if hard is not None and not shapes_match(ops.shape(hard.values), ops.shape(values)):
+            raise JobError(
+                [
+                    f"the hard loss has shape {shape_text(ops.shape(hard.values))} and the divergence from a teacher "
+                    f"{shape_text(ops.shape(values))}, of outputs {shape_text(whole)} and kind={kind!r}: return one "
+                    "loss for each sample, in language models for each token, (rows, tokens), with "
+                    "Terms(values, weights) for a mask"
+                ]
+            )
+        return values
+
+    def _combined(self, terms: Sequence[Any], teachers: tuple[str, ...], hard: Terms | None, own: Any) -> Any:
+        """The weighted sum over the teachers."""
+        if self._soft.combine == "fixed" or len(terms) == 1:
+            shares: Sequence[Any] = self._soft.share(teachers)
+        elif self._soft.combine == "learned":
+            shares = [self._spread(share, terms[0]) for share in self._learned()]
+        else:
+            shares = self._confidence(teachers, hard, own)
+        total = terms[0] * shares[0]
+        for term, share in zip(terms[1:], shares[1:], strict=True):
+            total = total + term * share
+        return total
+
+    def _confidence(self, teachers: tuple[str, ...], hard: Terms | None, own: Any) -> Sequence[Any]:
+        """Each teacher's weight, for each sample or token."""
+        ops, sure = self._ops, []
+        for teacher in teachers:
+            said = ops.near(self._said(teacher), own)
+            if hard is not None:
+                sure.append(-ops.near(self._hard_of(self._as_said(said)).values, own))
+            else:
+                sure.append(-self._fitted(teacher_entropy(self._soft, said, ops), hard, own))
+        return ops.unstacked(ops.held(ops.softmax(ops.stacked(sure))))
+
+    def _learned(self) -> Sequence[Any]:
+        """Each teacher's weight, (rows,)."""
+        return self._ops.unstacked(self._ops.held(self._weighing()))
+
+    def _weighing(self) -> Any:
+        """The same with its gradient, (teachers, rows)."""
+        logits = self._typed(self._outputs[TEACHER_WEIGHTS_OUTPUT])
+        return self._ops.softmax(self._ops.transposed(logits, (1, 0)))
+
+    def _mixture(self) -> Terms:
+        """The hard loss of what the teachers say together, which is what their weights learn from."""
+        ops, teachers = self._ops, (*self._loss.told, *self._loss.joint)
+        with ops.precisely(self._like):
+            said = ops.stacked([ops.near(self._said(teacher), self._like) for teacher in teachers])
+            shares = ops.stacked([self._spread(share, said[0]) for share in ops.unstacked(self._weighing())])
+            mixed = combined_teacher(self._soft, said, shares, ops)
+        return self._hard_of(self._as_said(mixed))
+
+    def _spread(self, share: Any, like: Any) -> Any:
+        """(rows,) made (rows, 1, ...), to go with a tensor of more dimensions."""
+        return self._ops.widened(share, len(self._ops.shape(like)))
+
+    def _typed(self, value: Any) -> Any:
+        """As wide as all that is added up."""
+        return self._ops.typed(value, self._like)
+
+    def _said(self, teacher: str) -> Any:
+        """A teacher's outputs, without a gradient."""
+        if teacher in self._loss.students:
+            return self._ops.held(self._chosen(self._loss.said(self._outputs, teacher), f"student {teacher!r}"))
+        return self._columns[teacher_column(teacher)]
+
+    def _as_said(self, logits: Any) -> Any:
+        """A teacher's outputs in the form that the students' have, for the hard loss."""
+        outputs = self._loss.said(self._outputs, self._loss.learners[0])
+        name = self._name(outputs, "the student")
+        return logits if name is None else {name: logits}
+
+    def _chosen(self, outputs: Any, whose: str) -> Any:
+        """Of a model's outputs the one that is compared."""
+        name = self._name(outputs, whose)
+        return outputs if name is None else outputs[name]
+
+    def _name(self, outputs: Any, whose: str) -> str | None:
+        """Its name; None where there is one that has none."""
+        if self._ops.is_tensor(outputs):
+            return None
+        names = [str(name) for name in outputs] if isinstance(outputs, Mapping) else []
+        wanted = self._soft.output or ("logits" if "logits" in names else names[0] if len(names) == 1 else "")
+        if wanted in names:
+            return wanted
+        what = f"outputs {', '.join(names)}" if names else f"a {type(outputs).__name__}"
+        raise JobError([f"{whose} gives {what}: name by SoftLoss(output=...) what is compared with the teachers"])
+
+    def _distance(self, student: str, number: int, match: Match, like: Any) -> Any:
+        """Of a student's layer to a teacher's, in the shape of the loss."""
+        ops, teacher = self._ops, self._loss.teacher_of(match)
+        own = self._typed(self._outputs[bridge_output(student, number)])
+        if teacher in self._loss.students:
+            theirs = ops.held(self._outputs[layer_output(teacher, match.teacher)])
+        else:
+            theirs = self._columns[teacher_column(teacher, match.teacher)]
+        where = f"student {student!r}, {match.student!r} to {match.teacher!r} of {teacher!r}"
+        tokens = self._soft.kind == "language_model"
+        return layer_distance(match, own, ops.near(theirs, own), like, ops, tokens=tokens, where=where)
+
+    def _alike(self, own: Any, said: Any, student: str, teacher: str) -> None:
+        """Raise JobError for other classes, labels, words or shapes."""
+        problem = output_mismatch(self._soft.kind, self._ops.shape(own), self._ops.shape(said), student, teacher)
+        if problem:
+            raise JobError([problem])
+
+
+def _of_next(hard: Shape, soft: Shape) -> bool:
+    """Whether a hard loss of tokens is, or may be, of the next ones: the last token has none."""
+    if len(hard) != 2 or len(soft) != 2:
+        return False
+    return hard[1] is None or soft[1] is None or hard[1] == soft[1] - 1

@@ -1,0 +1,212 @@
+"""Which layer of a student is compared with which of a teacher's, and what makes their shapes alike. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainwright.core.errors import JobError
+from trainwright.strategies.distillation.divergences import TensorOps
+
+if TYPE_CHECKING:
+    from trainwright.core.soft_loss import Match
+
+Shape = tuple[int | None, ...]
+_TO_FIRST, _TO_LAST = (0, 3, 1, 2), (0, 2, 3, 1)  # of feature maps: where the channels go
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerProjection:
+    """A linear map from a student's width to a teacher's.
+
+    Attributes:
+        axis: of the layer's output that is mapped; the first is the rows.
+        given, wanted: its sizes at the student and at the teacher.
+    """
+
+    axis: int
+    given: int
+    wanted: int
+
+
+def layer_item(layer: str) -> tuple[str, str]:
+    """A layer's own name, and which item of its output is meant; empty for all of it, or the first of a tuple."""
+    name, _, item = layer.partition(":")
+    return name, item
+
+
+def layer_tensor(outputs: Mapping[str, Any], name: str, item: str, is_tensor: Callable[[Any], bool]) -> Any:
+    """The tensor that is meant of what a layer gave.
+
+    Args:
+        outputs: of layers, by name.
+        name: of the layer's.
+        item: as `layer_item` has it.
+        is_tensor: whether a value is one.
+
+    Raises:
+        JobError: the layer did not run, or there is no such tensor; says what there is.
+    """
+    if name not in outputs:
+        raise JobError([f"{name!r}: the model did not run that layer: match one that it runs"])
+    output, value = outputs[name], None
+    if is_tensor(output):
+        value, held = None if item else output, "one tensor"
+    elif isinstance(output, Mapping):
+        value, held = output.get(item), f"a dict with {', '.join(map(str, output))}"
+    elif isinstance(output, tuple | list):
+        place = int(item) if item.isdecimal() else -1 if item else 0
+        value, held = output[place] if 0 <= place < len(output) else None, f"a tuple of {len(output)}"
+    else:
+        held = type(output).__name__
+    if not is_tensor(value):
+        raise JobError(
+            [f"{name!r}: item {item!r} of the layer is no tensor: it gives {held}: name one as `layer:item`"]
+        )
+    return value
+
+
+def _transposition(student: Shape, teacher: Shape) -> tuple[int, ...] | None:
+    """How a teacher's feature map is transposed where its channels come first and the student's last, or vice versa.
+
+    None where it stays as it is: the two are alike but for their channels, or are no feature maps.
+    """
+    if len(student) != 4 or len(teacher) != 4:
+        return None
+    ways = [(teacher, None)] + [(tuple(teacher[place] for place in way), way) for way in (_TO_FIRST, _TO_LAST)]
+    for shape, way in ways:
+        if any(_same(student, shape, but=axis) for axis in (3, 1)):
+            return way
+    return None
+
+
+def projection_for(match: Match, student: Shape, teacher: Shape) -> LayerProjection | None:
+    """What is needed for the distance of two layers, given the shapes of their outputs; None where they fit.
+
+    Raises:
+        ValueError: no linear map makes them fit; says why.
+    """
+    way = _transposition(student, teacher)
+    teacher = teacher if way is None else tuple(teacher[place] for place in way)
+    if match.by == "attention":
+        if len(student) != len(teacher) or len(student) < 3:
+            raise ValueError(f"{shape_text(student)} and {shape_text(teacher)} are no two maps of as many dimensions")
+        if not any(_same(student, teacher, but=axis) for axis in _axes(student)):
+            raise ValueError(f"{shape_text(student)} and {shape_text(teacher)} differ in more than their channels")
+        return None
+    if _same(student, teacher):
+        return None
+    for axis in _axes(student):
+        given, wanted = student[axis], teacher[axis] if len(student) == len(teacher) else None
+        if given and wanted and _same(student, teacher, but=axis):
+            return LayerProjection(axis=axis, given=given, wanted=wanted)
+    raise ValueError(f"{shape_text(student)} and {shape_text(teacher)} differ in more than their width")
+
+
+def _channel_axis(student: Shape, teacher: Shape, usual: int) -> int:
+    """The axis over which `attention` sums: where two maps differ, else the usual one, in sequences the last.
+
+    Both are as `_transposition` leaves them.
+    """
+    differing = [axis for axis in _axes(student) if not _same(student, teacher) and _same(student, teacher, but=axis)]
+    return differing[0] if differing else usual if len(student) == 4 else len(student) - 1
+
+
+def _axes(shape: Shape) -> tuple[int, ...]:
+    """Those that may hold a width: the last one, and of maps the first after the rows."""
+    return (3, 1) if len(shape) == 4 else (len(shape) - 1,)
+
+
+def _same(one: Shape, other: Shape, but: int | None = None) -> bool:
+    """Whether two shapes are alike after the rows; sizes that are not known are like any."""
+    given = range(1, min(len(one), len(other)))
+    return len(one) == len(other) and all(shapes_match((one[axis],), (other[axis],)) for axis in given if axis != but)
+
+
+def shapes_match(one: Shape, other: Shape) -> bool:
+    """Whether shapes are the same; sizes that are not known are like any."""
+    return len(one) == len(other) and all(a is None or b is None or a == b for a, b in zip(one, other, strict=True))
+
+
+def output_mismatch(kind: str, own: Shape, said: Shape, student: str, teacher: str) -> str:
+    """Why the outputs of a student and a teacher cannot be compared: other classes, labels, words or shapes.
+
+    Args:
+        kind: as `SoftLoss` has it.
+        own, said: shapes of their outputs.
+        student, teacher: names.
+
+    Returns:
+        Empty where they can.
+    """
+    if shapes_match(own, said):
+        return ""
+    what = {"classification": "classes", "multi_label": "labels", "language_model": "words in the vocabulary"}
+    if kind in what and len(own) == len(said) and shapes_match(own[:-1], said[:-1]):
+        problem = f"teacher {teacher!r} has {said[-1]} {what[kind]}, student {student!r} has {own[-1]}"
+        return f"{problem}: distil between models of the same outputs in the same order"
+    problem = f"teacher {teacher!r} gives {shape_text(said)}, student {student!r} gives {shape_text(own)}"
+    return f"{problem}: give both one shape, or name by SoftLoss(output=...) which output is compared"
+
+
+def shape_text(shape: Shape) -> str:
+    """For an error."""
+    return "(" + ", ".join("?" if size is None else str(size) for size in shape) + ")"
+
+
+# --- How far a layer of a student is from a teacher's -----------------------------------------------------------------
+
+
+def layer_distance(match: Match, own: Any, theirs: Any, like: Any, ops: TensorOps, *, tokens: bool, where: str) -> Any:
+    """The distance for each sample, in language models for each token, in as many dimensions as the loss has.
+
+    Args:
+        own, theirs: outputs of the layers, (rows, ...); the student's is bridged to the teacher's width.
+        like: the loss so far.
+        tokens: the loss is one of tokens: so is a distance of layers that have them.
+        where: the layers, for errors.
+
+    Raises:
+        JobError: the shapes do not fit.
+    """
+    try:
+        apart = projection_for(match, ops.shape(own), ops.shape(theirs))
+        problem = "" if apart is None else f"widths {apart.given} and {apart.wanted} differ and no bridge was made"
+    except ValueError as error:
+        problem = str(error)
+    if problem:
+        raise JobError([f"{where}: {problem}: choose layers whose outputs have one shape but for their width"])
+    way = _transposition(ops.shape(own), ops.shape(theirs))
+    theirs = theirs if way is None else ops.transposed(theirs, way)
+    if match.by == "attention":
+        values = _active(own, theirs, ops)
+    elif match.by == "cosine":
+        values = 1.0 - ops.total(ops.unit(own) * ops.unit(theirs), (len(ops.shape(own)) - 1,))
+    else:
+        values = (own - theirs) * (own - theirs)
+    return _reduced(values, ops.shape(own), like, ops, tokens=tokens and match.by != "attention", where=where)
+
+
+def _active(own: Any, theirs: Any, ops: TensorOps) -> Any:
+    """(rows, places) squared differences of where two maps are active, each at length 1."""
+    axis = _channel_axis(ops.shape(own), ops.shape(theirs), ops.channels)
+    mine, wanted = (ops.unit(ops.flat(ops.total(each * each, (axis,)))) for each in (own, theirs))
+    return (mine - wanted) * (mine - wanted)
+
+
+def _reduced(values: Any, layer: Shape, like: Any, ops: TensorOps, *, tokens: bool, where: str) -> Any:
+    """The mean of a sample's or token's numbers, in as many dimensions as the loss has."""
+    loss, held = ops.shape(like), len(ops.shape(values))
+    if not tokens or len(layer) < 3:
+        return ops.widened(ops.mean(values, tuple(range(1, held))) if held > 1 else values, len(loss))
+    axes = [axis for axis in range(1, held) if axis != (2 if len(layer) == 4 else 1)]
+    values = ops.mean(values, tuple(axes)) if axes else values
+    has = ops.shape(values)[1]
+    if has is None or loss[1] is None or has == loss[1] + 1:  # a loss of the next tokens: the last has none
+        values = ops.shortened(values, like)
+    if not shapes_match(ops.shape(values), loss):
+        raise JobError(
+            [f"{where}: the layers have {has} tokens, the loss {shape_text(loss)}: choose layers of the tokens"]
+        )
+    return values

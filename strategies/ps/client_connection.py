@@ -1,0 +1,332 @@
+"""A worker's connection to one server: shared memory and a doorbell on one machine, TCP and two threads elsewhere.
+
+What the worker pushes lies in its outbox. On one machine the server reads it there, and the worker copies pulled
+parameters from the server's own memory; a Unix socket carries the heads of requests and answers alone. Over TCP a range
+of the outbox leaves as soon as it is said to be final, and what is pulled arrives while the worker computes.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainwright.core.errors import PeerLost
+from trainwright.core.topology import Peer
+from trainwright.strategies.common import shared_memory, socket_transport
+from trainwright.strategies.common.socket_transport import (
+    LOST_PEER_REMEDY,
+    ConnectionCanceller,
+    FrameHeader,
+    FrameKind,
+    OutgoingBuffers,
+    connection_lost,
+    peer_is_same_user,
+    receive_available,
+    remaining_s,
+    send_available,
+    set_keepalive,
+    unix_socket_name,
+)
+
+_NO_DEADLINE = float("inf")
+_CHUNK_BYTES = 2**20  # received before who waits for it is told
+
+
+def connect_to_server(peer: Peer, key: bytes, rank: int, until: float, switch: ConnectionCanceller) -> ServerConnection:
+    """Connect to a server, each proving to the other: over shared memory where it is on this machine, else over TCP.
+
+    Raises PeerLost, at `until` (on the clock of `time.monotonic`) at the latest, or once the switch is cut.
+    """
+    name = f"rank {peer.rank}"
+    if shared_memory.HAS_SHARED_MEMORY:
+        with suppress(OSError):  # it is elsewhere, or does not want us so
+            return _authenticated(_connected(unix_socket_name(peer.address), until, switch), name, key, rank, until)
+    try:
+        connection = _connected((peer.address.host, peer.address.port), until, switch)
+    except OSError as error:
+        raise PeerLost(f"{name} cannot be reached ({error})", remedy=LOST_PEER_REMEDY) from error
+    try:
+        return _authenticated(connection, name, key, rank, until)
+    except OSError as error:
+        raise connection_lost(name, error) from error
+
+
+class ServerConnection:
+    """A worker's connection to one server, for one thread; `cut` is for any.
+
+    Calls are answered in their order, and several may be on their way. Everything raises PeerLost where the connection
+    is broken, or at the deadline `until`, on the clock of `time.monotonic`; the link is of no use then.
+
+    Attributes:
+        peer: the server, in words.
+        shared: it is on this machine, and memory is shared with it.
+    """
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        self.peer = peer
+        self.shared = connection.family == getattr(socket, "AF_UNIX", None)
+        if not self.shared:
+            connection.settimeout(None)  # its two threads wait in the kernel, which spares a call for each piece
+        self._in, self._out = connection, connection.dup()  # each has a timeout of its own
+        self._outbox = memoryview(b"")
+        self._final: list[tuple[int, int]] = []
+        self._published = memoryview(b"")
+        self._awaited: deque[memoryview | None] = deque()
+        self._came: deque[_ServerAnswer] = deque()
+        self._answer = _ServerAnswer()
+        self._news, self._failure = threading.Condition(), OSError("it never broke")
+        self._broken = False
+        self._sent: queue.SimpleQueue[OutgoingBuffers | None] = queue.SimpleQueue()
+        self._threads = [] if self.shared else [self._thread(self._send_all), self._thread(self._receive_all)]
+
+    def open_outbox(self, size_bytes: int, until: float) -> memoryview:
+        """Zeroed memory for what is pushed from now on; one of before is the server's until its calls are answered."""
+        self._final = []
+        header = FrameHeader(FrameKind.OUTBOX, size=size_bytes).pack()
+        if not self.shared:
+            self._outbox = shared_memory.allocate_private(size_bytes)
+            self._send([header], until)
+            return self._outbox
+        region = shared_memory.SharedRegion(size_bytes)
+        self._outbox = region.view
+        self._send([header], until, region.file)
+        region.close()
+        return self._outbox
+
+    def ready(self, offset: int, size: int) -> None:
+        """A range of the outbox is final until the call that it belongs to is answered: over TCP it leaves now."""
+        if not self.shared:
+            self._final.append((offset, offset + size))
+            self._send_range(offset, offset + size)
+
+    def call(
+        self, head: bytes, until: float, *, offset: int = 0, size: int = 0, into: memoryview | None = None
+    ) -> None:
+        """Send a request.
+
+        Args:
+            head: what the server is told.
+            offset, size: the range of the outbox that belongs to it. It must stay as it is until the answer came; what
+                of it was not said to be `ready` leaves now.
+            into: where the answer's bytes go; they may be fewer.
+        """
+        if not self.shared:
+            for start, end in self._missing(offset, offset + size):
+                self._send_range(start, end)
+        self._awaited.append(into)
+        self._send([FrameHeader(FrameKind.CALL, len(head), offset, size).pack() + head], until)
+
+    def answer(self, until: float) -> bytes:
+        """The head of the oldest answer that was not taken yet; its bytes may be on their way."""
+        if self.shared:
+            try:
+                self._receive(until)
+            except OSError as error:
+                raise connection_lost(self.peer, error) from error
+        self._wait(lambda: bool(self._came), until)
+        self._answer = self._came.popleft()
+        return self._answer.head
+
+    def pulled(self, offset: int, size: int, until: float) -> None:
+        """Bring this range of the last taken answer's bytes to where they go; returns when it is there."""
+        answer, end = self._answer, offset + size
+        if end > answer.size:
+            raise ValueError(f"the answer has {answer.size} bytes, not {end}")
+        if answer.source is None:
+            self._wait(lambda: answer.have >= end, until)
+        elif answer.into is not None:
+            np.copyto(
+                np.frombuffer(answer.into[offset:end], np.uint8), np.frombuffer(answer.source[offset:end], np.uint8)
+            )
+
+    @property
+    def source(self) -> memoryview:
+        """Where the bytes of the answer that was taken last stand: the server's memory, to be read only, or `into`.
+
+        In shared memory they may be used from there, without `into`, for as long as the server leaves them as they are.
+        """
+        answer = self._answer
+        if answer.source is not None:
+            return answer.source
+        return memoryview(b"") if answer.into is None else answer.into[: answer.size]
+
+    def cut(self) -> None:
+        """End the connection, from any thread: a blocked call of another thread raises."""
+        with suppress(OSError):  # it may have ended already
+            self._in.shutdown(socket.SHUT_RDWR)
+        self._fail(ConnectionError("cut"))
+
+    def close(self) -> None:
+        """End the connection and free it. Only from the thread that uses it."""
+        self.cut()
+        self._sent.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._in.close()
+        self._out.close()
+
+    def _thread(self, target: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=target, name=f"link to {self.peer}", daemon=True)
+        thread.start()
+        return thread
+
+    def _missing(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Ranges between start and end that were not said to be final; those that were are forgotten."""
+        inside = sorted(done for done in self._final if done[0] < end and done[1] > start)
+        self._final = [done for done in self._final if done not in inside]
+        for first, last in inside:
+            if first > start:
+                yield start, first
+            start = max(start, last)
+        if start < end:
+            yield start, end
+
+    def _send_range(self, start: int, end: int) -> None:
+        header = FrameHeader(FrameKind.RANGE, offset=start, size=end - start).pack()
+        self._sent.put(OutgoingBuffers([header, self._outbox[start:end]]))
+
+    def _send(self, buffers: list[bytes], until: float, file: int | None = None) -> None:
+        """At once in shared memory; over TCP the sending thread comes to it after what was put before."""
+        if self._broken:
+            raise connection_lost(self.peer, self._failure) from self._failure
+        if not self.shared:
+            self._sent.put(OutgoingBuffers(buffers))
+            return
+        try:
+            self._out.settimeout(remaining_s(until))
+            send_available(self._out, OutgoingBuffers(buffers, file))
+        except OSError as error:
+            raise connection_lost(self.peer, error) from error
+
+    def _send_all(self) -> None:
+        try:
+            while (pieces := self._sent.get()) is not None:
+                send_available(self._out, pieces)
+        except OSError as error:
+            self._fail(error)
+
+    def _receive_all(self) -> None:
+        try:
+            while True:
+                self._receive(_NO_DEADLINE)
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        with self._news:
+            if not self._broken:
+                self._broken, self._failure = True, error
+            self._news.notify_all()
+
+    def _wait(self, there: Callable[[], bool], until: float) -> None:
+        with self._news:
+            if not self._news.wait_for(lambda: there() or self._broken, remaining_s(until)):
+                raise connection_lost(self.peer, TimeoutError())
+            if not there():
+                raise connection_lost(self.peer, self._failure) from self._failure
+
+    def _receive(self, until: float) -> None:
+        """One answer, whole."""
+        header, file = _header(self._in, until)
+        published = header.kind is FrameKind.PUBLISHED
+        if not self._awaited or not (published or header.kind is FrameKind.ANSWER):
+            raise ConnectionError("an answer that nobody asked for")
+        head = memoryview(bytearray(header.head))
+        _receive_exactly(self._in, head, until)
+        answer = _ServerAnswer(bytes(head), self._awaited.popleft(), header.size)
+        if published:
+            answer.source = self._seen(file, header)
+        room = 0 if answer.into is None else len(answer.into)
+        if header.size > room and not (published and answer.into is None):
+            raise ConnectionError(f"an answer of {header.size} bytes where {room} were awaited")
+        with self._news:
+            self._came.append(answer)
+            self._news.notify_all()
+        if answer.into is not None and not published:
+            self._fill_in(answer, answer.into[: header.size], until)
+
+    def _fill_in(self, answer: _ServerAnswer, into: memoryview, until: float) -> None:
+        for start in range(0, len(into), _CHUNK_BYTES):
+            stretch = into[start : start + _CHUNK_BYTES]
+            _receive_exactly(self._in, stretch, until)
+            with self._news:
+                answer.have = start + len(stretch)
+                self._news.notify_all()
+
+    def _seen(self, file: int | None, header: FrameHeader) -> memoryview:
+        """A range of the server's published memory, which is new where a descriptor came."""
+        if file is not None:
+            try:
+                self._published = shared_memory.map_descriptor(file, writable=False)
+            finally:
+                os.close(file)
+        if header.offset + header.size > len(self._published):
+            raise ConnectionError("a range outside the published memory")
+        return self._published[header.offset : header.offset + header.size]
+
+
+@dataclass(eq=False, slots=True)
+class _ServerAnswer:
+    """An answer: its head, where its bytes go, how many they are and how many came, or where they stand."""
+
+    head: bytes = b""
+    into: memoryview | None = None
+    size: int = 0
+    have: int = 0
+    source: memoryview | None = None
+
+
+def _connected(address: str | tuple[str, int], until: float, switch: ConnectionCanceller) -> socket.socket:
+    """Connect to a Unix socket of this user's, by its name, or over TCP. Raises OSError."""
+    local = isinstance(address, str)
+    connection = socket.socket(socket.AF_UNIX if local else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        switch.hold(connection)
+        connection.settimeout(remaining_s(until))
+        connection.connect(address)
+        switch.hold(connection)
+        if local and not peer_is_same_user(connection):
+            raise ConnectionError("another user's")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _authenticated(connection: socket.socket, peer: str, key: bytes, rank: int, until: float) -> ServerConnection:
+    """The link, once the server has let us in. Raises OSError, the connection closed."""
+    try:
+        set_keepalive(connection)
+        socket_transport.authenticate(connection, key, rank, until)
+    except OSError:
+        connection.close()
+        raise
+    return ServerConnection(connection, peer)
+
+
+def _header(connection: socket.socket, until: float) -> tuple[FrameHeader, int | None]:
+    """The next frame's header, and the descriptor that came with it."""
+    first = memoryview(bytearray(FrameHeader.SIZE))
+    file = _receive_exactly(connection, first, until)
+    return FrameHeader.unpack(first), file
+
+
+def _receive_exactly(connection: socket.socket, into: memoryview, until: float) -> int | None:
+    """Receive so many bytes; the descriptor that came with them. Raises OSError."""
+    files = connection.family == getattr(socket, "AF_UNIX", None)
+    found = None
+    while len(into):
+        if until != _NO_DEADLINE:
+            connection.settimeout(remaining_s(until))
+        count, file = receive_available(connection, into, files=files)
+        found = file if found is None else found
+        into = into[count:]
+    return found

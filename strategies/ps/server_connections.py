@@ -1,0 +1,400 @@
+"""A server's connections: one thread waits on all of them, and none of its peers can make it wait for that one alone.
+
+A worker on the same machine comes over an abstract Unix socket and hands over its outbox as shared memory; any other
+comes over TCP, and its outbox is filled here as its bytes arrive. What is to be sent leaves as the socket takes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from trainwright.strategies.common import shared_memory
+from trainwright.strategies.common.socket_transport import (
+    CLAIM_BYTES,
+    HANDSHAKE_S,
+    FrameHeader,
+    FrameKind,
+    OutgoingBuffers,
+    SocketListener,
+    new_nonce,
+    peer_is_same_user,
+    receive_available,
+    send_available,
+    set_keepalive,
+    verify_claim,
+)
+
+_MAX_READ_BYTES = 4 * 2**20  # of one line, before the others have their turn
+_LOW_WATER_BYTES = 2**19  # of a long range, before its line is attended to
+MAX_UNKNOWN_CONNECTIONS = 128  # connections that have not said who they are; the oldest makes room for one more
+_NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+PAUSE_S = 0.5  # in which nobody is let in, where there is no room for another connection
+_KEYS = itertools.count()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class WorkerCall:
+    """A worker's request.
+
+    Attributes:
+        line: whose; it gets the answer.
+        head: what the worker said.
+        payload: the range of its outbox that belongs to it, complete. It stays as it is until the call is answered, and
+            can be read for as long as it is held, whatever becomes of the worker. Never to be written.
+    """
+
+    line: WorkerConnection
+    head: bytes
+    payload: memoryview
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class WorkerDisconnected:
+    """A worker's connection ended: it left, was lost, or stood still in the middle of a frame until the deadline."""
+
+    line: WorkerConnection
+
+
+class WorkerConnection:
+    """A worker's connection, at the server.
+
+    Attributes:
+        rank: the worker's; -1 until it has proved to be a member.
+        key: of this connection; the same rank may come again with another.
+        shared: the worker is on this machine, and memory is shared with it.
+    """
+
+    def __init__(self, connection: socket.socket, lines: WorkerConnections) -> None:
+        connection.setblocking(False)
+        set_keepalive(connection)
+        self._socket, self._lines = connection, lines
+        self.rank, self.key = -1, next(_KEYS)
+        self.shared = connection.family == getattr(socket, "AF_UNIX", None)
+        self.moved, self.ended = time.monotonic(), False
+        self._outbox = memoryview(b"")
+        self._known: shared_memory.SharedRegion | None = None  # the published memory that the worker has
+        self._sending = threading.Lock()
+        self._out: deque[OutgoingBuffers] = deque()
+        self._want, self._have, self._least = memoryview(bytearray(CLAIM_BYTES)), 0, 1
+        self._then: Callable[[], WorkerCall | None] = self._claim_came
+        self._header, self._file = FrameHeader(FrameKind.CALL), -1
+        self._challenge = new_nonce()
+        self._send([self._challenge])
+
+    def answer(self, head: bytes, *buffers: bytes | memoryview) -> None:
+        """Answer the line's oldest call; from any thread. The buffers leave without a copy: they must stay as they are.
+
+        A line that has ended takes it and drops it: its end is told by `WorkerDisconnected`.
+        """
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        header = FrameHeader(FrameKind.ANSWER, len(head), 0, sum(map(len, views)))
+        self._send([header.pack() + head, *views])
+
+    def answer_published(self, head: bytes, offset: int, size: int) -> None:
+        """Answer with a range of the published memory. In shared memory nothing is sent but where it stands.
+
+        Over TCP it leaves from there, while it may change: the worker then gets some of an update that came later.
+        """
+        region = self._lines.published
+        assert region is not None and offset + size <= region.size_bytes, "publish comes first"
+        if not self.shared:
+            self.answer(head, region.view[offset : offset + size])
+            return
+        file = None
+        if region is not self._known:
+            self._known, file = region, region.file
+        self._send([FrameHeader(FrameKind.PUBLISHED, len(head), offset, size).pack() + head], file)
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    @property
+    def pending(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._out)
+
+    def until(self, deadline_s: float) -> float | None:
+        """When it must have moved, on the clock of `time.monotonic`; None while nobody waits for it."""
+        if self.rank < 0:
+            return self.moved + min(HANDSHAKE_S, deadline_s)
+        return self.moved + deadline_s if self._out or self._have or self._then != self._header_came else None
+
+    def flush(self) -> None:
+        """Send what the socket takes; from any thread."""
+        with self._sending, suppress(OSError):  # of an end, which the thread that waits sees as well
+            while self._out and not self.ended:
+                before = self._out[0].left
+                gone = send_available(self._socket, self._out[0])
+                self.moved = time.monotonic() if self._out[0].left < before else self.moved
+                if not gone:
+                    return
+                self._out.popleft()
+
+    def receive(self) -> list[WorkerCall]:
+        """The calls that are complete with what the socket has; `ended` tells that it is over, or no member's."""
+        calls: list[WorkerCall] = []
+        taken, found = 0, 1
+        try:
+            while taken < _MAX_READ_BYTES and found:
+                if self._have < len(self._want):
+                    taken += (found := self._some())
+                if self._have == len(self._want):
+                    call = self._then()
+                    calls += [call] if call else []
+        except OSError:
+            self.ended = True
+        return calls
+
+    def cut(self) -> None:
+        """End it, from any thread."""
+        self.ended = True
+        with suppress(OSError):  # it may have ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End it and free the connection; memory that a call's payload stands in lives on with that."""
+        self.cut()
+        with self._sending:
+            self._out.clear()
+            self._socket.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        self._outbox = memoryview(b"")
+
+    def _send(self, buffers: list[bytes | memoryview], file: int | None = None) -> None:
+        with self._sending:
+            if not self._out:
+                self.moved = time.monotonic()
+            self._out.append(OutgoingBuffers(buffers, file))
+        self.flush()
+        if self._out:
+            self._lines.look()
+
+    def _some(self) -> int:
+        """Receive into what is wanted; 0 where nothing is there."""
+        header = self._then == self._header_came
+        count, file = receive_available(self._socket, self._want[self._have :], files=self.shared and header)
+        if file is not None:
+            if self._file >= 0:
+                os.close(self._file)
+            self._file = file
+        self._have += count
+        self.moved = time.monotonic() if count and self.rank >= 0 else self.moved  # a stranger gains no time by it
+        self._gather()
+        return count
+
+    def _gather(self) -> None:
+        """Of a long range, let much come before the system says that some is there: each time costs a call."""
+        least = _LOW_WATER_BYTES if len(self._want) - self._have >= _LOW_WATER_BYTES else 1
+        if least != self._least and not self.shared:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            self._least = least
+
+    def _wanting(self, into: memoryview, then: Callable[[], WorkerCall | None]) -> None:
+        self._want, self._have, self._then = into, 0, then
+        self._gather()
+
+    def _header_came(self) -> WorkerCall | None:
+        header = self._header = FrameHeader.unpack(self._want)
+        if header.kind in (FrameKind.RANGE, FrameKind.CALL) and header.offset + header.size > len(self._outbox):
+            raise ConnectionError("a range outside the outbox")
+        if header.kind is FrameKind.RANGE:
+            self._wanting(self._outbox[header.offset : header.offset + header.size], self._range_came)
+        else:
+            self._wanting(memoryview(bytearray(header.head)), self._head_came)
+        return None
+
+    def _range_came(self) -> WorkerCall | None:
+        self._wanting(memoryview(bytearray(FrameHeader.SIZE)), self._header_came)
+        return None
+
+    def _head_came(self) -> WorkerCall | None:
+        head, header = bytes(self._want), self._header
+        self._range_came()
+        if header.kind is FrameKind.CALL:
+            return WorkerCall(self, head, self._outbox[header.offset : header.offset + header.size])
+        if header.kind is FrameKind.OUTBOX:
+            self._take_outbox(header.size)
+        else:
+            raise ConnectionError("a server's frame from a worker")
+        return None
+
+    def _claim_came(self) -> None:
+        rank, proof = verify_claim(self._lines.key, self._challenge, self._want)
+        if self.shared and not peer_is_same_user(self._socket):
+            raise ConnectionError("another user's")
+        self.rank = rank
+        self._wanting(memoryview(bytearray(FrameHeader.SIZE)), self._header_came)
+        self._send([proof])
+
+    def _take_outbox(self, size: int) -> None:
+        """The worker's own memory where that came with the frame, else as much of ours."""
+        if not self.shared:
+            self._outbox = shared_memory.allocate_private(size)
+            return
+        if self._file < 0:
+            raise ConnectionError("an outbox without memory")
+        try:
+            self._outbox = shared_memory.map_descriptor(
+                self._file, size, writable=True
+            )  # torch warns of memory that is not
+        finally:
+            os.close(self._file)
+            self._file = -1
+
+
+class WorkerConnections:
+    """All workers' connections to one server, in one generation.
+
+    `wait`, `publish` and `close` are for the thread that owns it; `wake`, `cut` and a line's `answer` are for any.
+
+    Args:
+        listener: closed with it.
+        key: of the generation, which members prove to know.
+        deadline_s: within which a line must move on when it stands in the middle of a frame, either way.
+    """
+
+    def __init__(self, listener: SocketListener, key: bytes, *, deadline_s: float) -> None:
+        self.key, self.ended = key, False
+        self._called = False  # somebody wants `wait` to return
+        self.published: shared_memory.SharedRegion | None = None
+        self._listener, self._deadline_s = listener, deadline_s
+        self._lines: set[WorkerConnection] = set()
+        self._closed_until: float | None = None  # nobody is let in before
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._waking = socket.socketpair()
+        for waiting in (*listener.sockets, self._woken, self._waking):
+            waiting.setblocking(False)
+        for waiting in (*listener.sockets, self._woken):
+            self._selector.register(waiting, selectors.EVENT_READ)
+
+    @property
+    def workers(self) -> tuple[WorkerConnection, ...]:
+        """Those connected now."""
+        return tuple(sorted((line for line in self._lines if line.rank >= 0), key=lambda line: line.key))
+
+    def publish(self, region: shared_memory.SharedRegion) -> None:
+        """What pulls are answered from, from now on."""
+        self.published = region
+
+    def wait(self, until: float) -> list[WorkerCall | WorkerDisconnected]:
+        """What has come, at `until` at the latest, which may be nothing; at once after `wake` and `cut`."""
+        while not self.ended:
+            ready = self._selector.select(max(0.0, min(self._watch(), until) - time.monotonic()))
+            events: list[WorkerCall | WorkerDisconnected] = []
+            woken = False
+            for key, mask in ready:
+                if isinstance(key.fileobj, WorkerConnection):
+                    events += self._attend(key.fileobj, mask) if key.fileobj in self._lines else []
+                elif key.fileobj is self._woken:
+                    self._woken.recv(4096)
+                    if self._called:  # not cleared where it was not seen
+                        woken, self._called = True, False
+                else:
+                    self._admit(key.fileobj)
+            events += self._late()
+            if events or woken or time.monotonic() >= until:
+                return events
+        return []
+
+    def wake(self) -> None:
+        """Let `wait` return, from any thread."""
+        self._called = True
+        self.look()
+
+    def look(self) -> None:
+        """Let `wait` see that a line has something to send, from any thread."""
+        with suppress(OSError):  # it is full of such bytes, or closed: `wait` goes on in any case
+            self._waking.send(b"\0")
+
+    def cut(self) -> None:
+        """End everything, from any thread."""
+        self.ended = True
+        self._listener.cut()
+        for line in tuple(self._lines):
+            line.cut()
+        self.wake()
+
+    def close(self) -> None:
+        """End and free everything."""
+        self.cut()
+        for line in self._lines:
+            line.close()
+        self._lines.clear()
+        self._selector.close()
+        self._listener.close()
+        self._woken.close()
+        self._waking.close()
+
+    def _watch(self) -> float:
+        """Register who waits to send, and who listens; when the first deadline ends."""
+        first = float("inf")
+        for line in self._lines:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.pending else 0)
+            if self._selector.get_key(line).events != wanted:
+                self._selector.modify(line, wanted)
+            first = min(first, line.until(self._deadline_s) or first)
+        if self._closed_until is not None and time.monotonic() >= self._closed_until:
+            self._closed_until = None
+            for listening in self._listener.sockets:
+                self._selector.register(listening, selectors.EVENT_READ)
+        return first if self._closed_until is None else min(first, self._closed_until)
+
+    def _admit(self, listening: object) -> None:
+        assert isinstance(listening, socket.socket), "only sockets listen"
+        try:
+            connection, _ = listening.accept()
+        except OSError as error:  # it had hung up before, or the listener was cut, or there is no room
+            if error.errno in _NO_DESCRIPTORS and not self._sent_away():
+                self._pause()
+            return
+        if sum(line.rank < 0 for line in self._lines) >= MAX_UNKNOWN_CONNECTIONS:
+            self._sent_away()
+        line = WorkerConnection(connection, self)
+        self._lines.add(line)
+        self._selector.register(line, selectors.EVENT_READ)
+
+    def _sent_away(self) -> bool:
+        """End the oldest connection that has not said who it is; False where there is none."""
+        oldest = min((line for line in self._lines if line.rank < 0), key=lambda line: line.key, default=None)
+        if oldest is not None:
+            self._dismiss(oldest)
+        return oldest is not None
+
+    def _pause(self) -> None:
+        """Let nobody in for a while: who knocks waits, and is not looked at again and again."""
+        if self._closed_until is None:
+            self._closed_until = time.monotonic() + PAUSE_S
+            for listening in self._listener.sockets:
+                self._selector.unregister(listening)
+
+    def _attend(self, line: WorkerConnection, mask: int) -> list[WorkerCall | WorkerDisconnected]:
+        calls: list[WorkerCall | WorkerDisconnected] = []
+        if mask & selectors.EVENT_WRITE:
+            line.flush()
+        if mask & selectors.EVENT_READ:
+            calls += line.receive()
+        return calls + self._dismiss(line) if line.ended else calls
+
+    def _late(self) -> list[WorkerCall | WorkerDisconnected]:
+        now = time.monotonic()
+        late = [line for line in self._lines if (line.until(self._deadline_s) or now) < now]
+        return [gone for line in late for gone in self._dismiss(line)]
+
+    def _dismiss(self, line: WorkerConnection) -> list[WorkerCall | WorkerDisconnected]:
+        self._selector.unregister(line)
+        self._lines.discard(line)
+        line.close()
+        return [WorkerDisconnected(line)] if line.rank >= 0 else []

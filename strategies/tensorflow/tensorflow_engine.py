@@ -1,0 +1,224 @@
+"""What the TensorFlow engines share: everything but the strategy that they open."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import tensorflow as tf
+
+from trainwright.core.data import Columns, Feed, MetricSums, StepReport
+from trainwright.core.engine import ModelSpec, StateReader, StateSnapshot, StateWriter
+from trainwright.core.errors import TrainwrightError
+from trainwright.core.plan import Plan
+from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
+from trainwright.strategies.common.user_code_errors import peer_lost_error
+from trainwright.strategies.tensorflow.training import checkpoint_files
+from trainwright.strategies.tensorflow.training.evaluation import Evaluator
+from trainwright.strategies.tensorflow.training.objective import KerasCaller
+from trainwright.strategies.tensorflow.training.tensorflow_errors import (
+    TensorFlowUserCode,
+    original_error,
+    remember_first_use,
+    strategy_too_late_error,
+)
+from trainwright.strategies.tensorflow.training.train_function import TrainFunction
+from trainwright.strategies.tensorflow.training.train_state import KerasReplica, KerasTrainState
+
+_Result = TypeVar("_Result")
+remember_first_use()
+
+
+class TensorFlowEngine(ABC):
+    """One worker of a `tf.distribute` strategy; `trainwright.core.engine.Engine` says who calls what, and when.
+
+    TensorFlow opens one strategy in a process: a new generation takes a new one.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(reform="new_process", topology="collective", xla=True)
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+        self._strategy: Any = None
+        self._replica: KerasTrainState | None = None
+        self._program: TrainFunction | None = None
+        self._evaluation: Evaluator | None = None
+        self._copier: checkpoint_files.StateCopier | None = None
+
+    @abstractmethod
+    def open_strategy(self, group: Group) -> Any:
+        """The engine's own part: the `tf.distribute.Strategy` of this worker."""
+
+    # --- the group ----------------------------------------------------------------------------------------
+
+    def reserve(self, generation: Generation, role: Role) -> Address:
+        """Nobody has to reach this rank: no port is bound."""
+        self._check_new()
+        return Address(host="127.0.0.1", port=0)
+
+    def form(self, group: Group) -> StateTag:
+        """Take threads and devices, and open the strategy. Raises PeerLost, JobError."""
+        self._check_new()
+        self._group = group
+        try:
+            if group.threads:
+                tf.config.threading.set_intra_op_parallelism_threads(group.threads)
+                tf.config.threading.set_inter_op_parallelism_threads(max(group.threads, 2))
+            self._strategy = self.open_strategy(group)
+        except RuntimeError as error:
+            late = strategy_too_late_error(error, self._where)
+            if late is None:
+                raise
+            raise late from error
+        return self._tag()
+
+    def leave(self) -> None:
+        """Let go of what is compiled; the process is of no further use."""
+        self._program = self._evaluation = None
+
+    def interrupt(self, deadline_s: float) -> bool:
+        """False: nothing makes a collective of TensorFlow raise from another thread."""
+        return False
+
+    # --- the state ----------------------------------------------------------------------------------------
+
+    def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
+        """Make model and optimizer in the strategy's scope, the same on every rank for one seed.
+
+        Raises:
+            JobError: the model cannot be trained.
+            UserCodeError: the user's code raised.
+        """
+        spec.check(self.capabilities)
+        tf.config.run_functions_eagerly(spec.compile == "eager")
+        self._program = self._evaluation = self._copier = None  # of a model before
+        self._replica = self._guarded(lambda: self._made(spec, plan))
+        return self._tag()
+
+    def verify(self) -> None:
+        """Do nothing: a strategy of TensorFlow keeps its variables equal itself."""
+        return
+
+    def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
+        """A strategy makes its variables equal as it creates them. A fresh build stands at step 0 from then on."""
+        self.replica.step = self.replica.step or 0
+        return self._tag()
+
+    def snapshot(self) -> StateSnapshot:
+        """Copy the state to host memory. Training may go on at once."""
+        copy = self._guarded(lambda: self._copying().copy())
+        return StateSnapshot(step=self.replica.step or 0, size_bytes=copy.size_bytes, state=copy)
+
+    def restore(self, copy: StateSnapshot) -> StateTag:
+        """Take a state copied by `snapshot`. Raises CheckpointError where it does not fit, with nothing changed."""
+        checkpoint_files.apply_files(self.replica, checkpoint_files.to_files(copy.state))
+        return self._tag()
+
+    def save(self, copy: StateSnapshot, writer: StateWriter) -> None:
+        """Write a snapshot's files; may run in another thread. Raises StorageError, NonFiniteLoss."""
+        for name, data in checkpoint_files.to_files(copy.state).items():
+            writer.write(name, data)
+
+    def load(self, reader: StateReader) -> StateTag:
+        """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
+        checkpoint_files.apply_files(self.replica, checkpoint_files.read_files(reader))
+        return self._tag()
+
+    # --- steps --------------------------------------------------------------------------------------------
+
+    def warm(self, feed: Feed) -> None:
+        """Compile the step, in a throwaway one of full shape that applies nothing; all state is kept.
+
+        Raises:
+            JobError, UserCodeError, PeerLost: as `train_step`.
+        """
+        self._guarded(lambda: self._ready().run(feed, muted=True))
+
+    def train_step(self, feed: Feed) -> StepReport:
+        """One step of this rank, its part of one global step.
+
+        Raises:
+            NonFiniteLoss: on every rank, before anything is applied.
+            PeerLost: another rank went away.
+            UserCodeError, JobError: the user's code raised or is wrong.
+        """
+        return self._guarded(lambda: self._ready().train(feed))
+
+    def evaluate_step(self, feed: Feed) -> MetricSums:
+        """Local sums of `loss` and the metrics. Raises UserCodeError, JobError."""
+        return self._guarded(lambda: self._evaluating().evaluate(feed))
+
+    def predict_step(self, feed: Feed) -> Columns:
+        """The model's outputs for the feed's rows. Raises UserCodeError, JobError."""
+        return self._guarded(lambda: self._evaluating().predict(feed))
+
+    # --- for the engines ----------------------------------------------------------------------------------
+
+    @property
+    def replica(self) -> KerasTrainState:
+        """Model, optimizer and step of this rank; `build` comes first."""
+        assert self._replica is not None, "build() comes first"
+        return self._replica
+
+    def _copying(self) -> checkpoint_files.StateCopier:
+        if self._copier is None:
+            self._copier = checkpoint_files.StateCopier(self.replica)
+        return self._copier
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self._group.rank if self._group else 0}"
+
+    @property
+    def _caller(self) -> KerasCaller:
+        return KerasCaller(spec=self.replica.spec, where=self._where)
+
+    def _tag(self) -> StateTag:
+        replica = self._replica
+        return StateTag(step=replica.step if replica else None, sound=replica.sound if replica else True)
+
+    def _check_new(self) -> None:
+        if self._strategy is not None:
+            raise TrainwrightError("TensorFlow opens one strategy in a process", remedy="start a new process")
+
+    def _made(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
+        return KerasReplica(spec, self._strategy, plan, KerasCaller(spec=spec, where=self._where))
+
+    def _ready(self) -> TrainFunction:
+        if self._program is None:
+            replica = self.replica
+            assert isinstance(replica, KerasReplica), "only those have a program"
+            self._program = TrainFunction(replica, self._caller)
+        return self._program
+
+    def _evaluating(self) -> Evaluator:
+        if self._evaluation is None:
+            self._evaluation = Evaluator(self.replica.model, self._caller)
+        return self._evaluation
+
+    def _guarded(self, work: Callable[[], _Result]) -> _Result:
+        """Do work; a broken collective becomes PeerLost, and an error that left a graph in disguise itself again."""
+        try:
+            return work()
+        except Exception as error:
+            failure = (
+                peer_lost_error(error, self._where) if TensorFlowUserCode.lost_peer(error) else original_error(error)
+            )
+            if failure is None or failure is error:
+                raise
+        raise failure
+
+
+# --- The devices of a worker as TensorFlow names them -----------------------------------------------------------------
+
+
+def device_names(group: Group) -> list[str]:
+    """Names of the group's devices; several on the CPU are made as logical devices, before anything else runs."""
+    if not group.devices[0].startswith("cuda"):
+        (host,) = tf.config.list_physical_devices("CPU")
+        if len(group.devices) > 1:
+            logical = [tf.config.LogicalDeviceConfiguration() for _ in group.devices]
+            tf.config.set_logical_device_configuration(host, logical)
+        return [f"/cpu:{number}" for number in range(len(group.devices))]
+    return [f"/gpu:{number}" for number in range(len(group.devices))]

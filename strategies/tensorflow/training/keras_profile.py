@@ -1,0 +1,461 @@
+"""What a Keras model costs, layer by layer, read off its graph: nothing is computed.
+
+What backward keeps is what the gradients' operations take from the forward pass. Operations are counted as the runtime
+carries them out: a bias is added by the product before it, a new shape costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from itertools import pairwise
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from trainwright.core.errors import JobError
+from trainwright.core.model_profile import LayerCost, ModelProfile, append_loss, merge_plain_layers
+from trainwright.strategies.tensorflow.training.checkpoint_files import export, take_weights
+from trainwright.strategies.tensorflow.training.objective import call_model
+from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
+from trainwright.strategies.tensorflow.training.train_state import batch_norm_layers, has_call
+
+__all__ = ["export", "profile_model", "take_weights", "weight_bytes"]
+
+_log = logging.getLogger(__name__)
+_MAX_REASON = 300  # letters of an error that is shown
+_Sample = Mapping[str, npt.NDArray[Any]]
+
+
+def profile_model(
+    model: keras.Model | Callable[[], Any],
+    sample: _Sample,
+    inputs: tuple[str, ...],
+    *,
+    keywords: tuple[str, ...] = (),
+    step: Any = None,
+) -> ModelProfile:
+    """Cost of each layer with weights or products of its own, in the order in which they run.
+
+    Where the model cannot be made into a graph, operations are two for each weight of a layer at each position of its
+    output, what backward keeps is not known, and `untraced` says why.
+
+    Args:
+        model: () -> keras.Model; or a model.
+        sample: columns of one or a few rows, collated.
+        inputs: columns given to the model.
+        keywords: the model's argument that each of `inputs` is given as.
+        step: (model, batch) -> losses, traced instead of the model's call where there are no inputs.
+
+    Raises:
+        UserCodeError: `model()` raised, or the model when it was called to learn its shapes.
+        JobError: it returned no model.
+    """
+    built = model if isinstance(model, keras.Model) else _built(model)
+    if not built.built and inputs and has_call(built):
+        given = {name: keras.KerasTensor((None, *sample[name].shape[1:]), _kind(sample[name])) for name in inputs}
+        with TensorFlowUserCode("the model", "profile"):
+            call_model(built, _given(given, inputs, keywords), training=False)
+    inexact = ("batch_norm",) if batch_norm_layers(built) else ()
+    known = ModelProfile(
+        framework="tensorflow", layers=(), inexact=inexact, keras_backend="tensorflow",
+        loss_scale=built.dtype_policy.name == "mixed_float16",
+    )  # fmt: skip
+    rows = max((len(array) for array in sample.values()), default=1)
+    if inputs and not has_call(built):
+        return _untraced(known, built, "NotImplementedError: it has no call()")
+    try:
+        trace = _trace_step(built, sample, inputs, keywords, step)
+        layers = merge_plain_layers(
+            _traced_cost(layer, trace.calls.get(layer, _LayerCalls()), rows) for layer in _layers_in_order(built, trace)
+        )
+        if inputs:
+            layers = append_loss(layers, trace.calls[built].output / rows)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON]}"
+        _log.info("operations are estimated from weights: tracing raised %s", reason)
+        return _untraced(known, built, reason)
+    return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens)
+
+
+def _untraced(known: ModelProfile, model: keras.Model, reason: str) -> ModelProfile:
+    """Cost of each layer from its weights alone."""
+    return replace(known, layers=tuple(_cost(layer) for layer in _leaves(model) if layer.weights), untraced=reason)
+
+
+def _trace_step(
+    model: keras.Model, sample: _Sample, inputs: tuple[str, ...], keywords: tuple[str, ...], step: Any
+) -> _OpTrace:
+    """Forward and backward, as a training step has them."""
+    names = inputs or tuple(sample)
+    given = {name: tf.TensorSpec(sample[name].shape, tf.as_dtype(sample[name].dtype)) for name in names}
+
+    def call(columns: Any) -> Any:
+        if not inputs:
+            return step(model, columns)
+        return call_model(model, _given(columns, inputs, keywords), training=True)
+
+    return _trace_ops(model, given, call)
+
+
+def _given(columns: Mapping[str, Any], inputs: tuple[str, ...], keywords: tuple[str, ...]) -> Any:
+    """The inputs as `call_model` takes them."""
+    given = [columns[name] for name in inputs]
+    return dict(zip(keywords, given, strict=True)) if keywords else given
+
+
+def _kind(array: npt.NDArray[Any]) -> str:
+    """Keras' name of an array's type; text is an array of objects."""
+    return "string" if array.dtype.kind in "OUS" else str(array.dtype)
+
+
+def _layers_in_order(model: keras.Model, trace: _OpTrace) -> list[Any]:
+    """The layers in the order in which they ran; those that did not come last."""
+    return [*trace.calls, *(layer for layer in _leaves(model) if layer not in trace.calls)]
+
+
+def _traced_cost(layer: Any, call: _LayerCalls, rows: int) -> LayerCost:
+    own = _own(layer)
+    return LayerCost(
+        name=layer.path,
+        parameters=sum(math.prod(weight.shape) for weight in own),
+        parameter_bytes=sum(_bytes(weight) for weight in own),
+        flops=call.flops / rows,
+        output_numbers=call.output / rows,
+        kept_numbers=call.kept / rows,
+        traffic_numbers=call.traffic / rows,
+        scores_numbers=call.scores / rows,
+        matmuls=call.matmuls,
+        launches=call.launches,
+    )
+
+
+def _built(build: Callable[[], Any]) -> keras.Model:
+    with TensorFlowUserCode("model()", "profile"):
+        model = build()
+    if not isinstance(model, keras.Model):
+        raise JobError([f"model() returned {type(model).__name__}: return a keras.Model"])
+    return model
+
+
+def _leaves(layer: Any) -> Iterator[Any]:
+    """Layers that hold weights of their own, each once."""
+    inner = list(layer._layers)
+    own = len(layer.weights) > sum(len(part.weights) for part in inner)
+    if own or not inner:
+        yield layer
+    for part in inner:
+        yield from _leaves(part)
+
+
+def _own(layer: Any) -> list[Any]:
+    """The weights of a layer itself that training may change, be it frozen or not."""
+    return list(layer._trainable_variables)
+
+
+def _cost(layer: Any) -> LayerCost:
+    """From weights alone."""
+    own = _own(layer)
+    parameters, shape = sum(math.prod(weight.shape) for weight in own), _output(layer)
+    positions = math.prod(shape[:-1]) if len(shape) > 1 else 1
+    return LayerCost(
+        name=layer.path,
+        parameters=parameters,
+        parameter_bytes=sum(map(_bytes, own)),
+        flops=2.0 * parameters * positions,
+        output_numbers=math.prod(shape),
+    )
+
+
+def _bytes(weight: Any) -> int:
+    size: int = math.prod(weight.shape) * np.dtype(_plain(weight.dtype)).itemsize
+    return size
+
+
+def _output(layer: Any) -> tuple[int, ...]:
+    """Shape of a sample's output; dimensions that are not known count as 1."""
+    try:
+        shape = layer.output.shape
+    except (AttributeError, ValueError):
+        return (1,)
+    return tuple(size or 1 for size in shape[1:]) or (1,)
+
+
+def _plain(dtype: str) -> str:
+    return "float16" if dtype == "bfloat16" else dtype
+
+
+def weight_bytes(model: keras.Model) -> int:
+    """Size of the weights that a model has so far."""
+    return sum(map(_bytes, model.weights))
+
+
+# --- What one forward pass of a Keras model does, read off its graph --------------------------------------------------
+
+
+_VIEWS = {"Identity", "IdentityN", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient"}
+_FREE = _VIEWS | {"Const", "Placeholder", "ReadVariableOp", "Shape", "ShapeN", "NoOp", "VariableShape"}
+_GATHERS = {"ResourceGather", "GatherV2"}  # read as much as they write
+_SHAPES = {"Shape", "ShapeN", "Rank", "Size"}  # look at no value
+_BIASES = {"Add", "AddV2", "BiasAdd"}
+_SOFTMAX = "Softmax"
+_SMALL = 16  # elements of integers that are sizes, and computed by the host
+
+
+@dataclass(kw_only=True)
+class _LayerCalls:
+    """What the calls of one layer came to, those of the layers it calls left out."""
+
+    flops: float = 0.0
+    matmuls: int = 0
+    launches: int = 0
+    traffic: float = 0.0
+    kept: float = 0.0
+    scores: float = 0.0
+    output: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OpTrace:
+    """One forward pass.
+
+    Attributes:
+        calls: by layer, in the order in which they first ran.
+        heads, tokens: of attention; 0 and 1 where there is none.
+    """
+
+    calls: Mapping[Any, _LayerCalls]
+    heads: int
+    tokens: int
+
+
+def _trace_ops(model: keras.Model, given: Mapping[str, tf.TensorSpec], call: Callable[[Any], Any]) -> _OpTrace:
+    """The graph of a training step's forward and backward pass, forward counted.
+
+    Args:
+        given: shape and type of each column.
+        call: (columns) -> the model's outputs, or losses.
+
+    Raises:
+        Exception: whatever stops the model from becoming a graph.
+    """
+    recorder = _Recorder()
+
+    def step(columns: Any) -> Any:
+        with recorder.watching(model):
+            outputs = call(columns)
+        recorder.end = len(tf.compat.v1.get_default_graph().get_operations())
+        wanted = [each for each in tf.nest.flatten(outputs) if each.dtype.is_floating]
+        return tf.gradients(wanted, [weight.value for weight in model.trainable_weights])
+
+    graph = tf.function(step, autograph=False).get_concrete_function(dict(given)).graph
+    return recorder.found(graph)
+
+
+class _Recorder:
+    """Which layer makes which operations: the innermost whose `call` runs."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Any, _LayerCalls] = {}
+        self.end = 0
+        self._owners: list[tuple[int, Any]] = []  # from which operation on, which layer
+        self._open: list[Any] = []
+
+    @contextmanager
+    def watching(self, model: keras.Model) -> Iterator[None]:
+        """Wraps the layers' `call` until this ends."""
+        layers = list(dict.fromkeys(_all(model)))
+        for layer in layers:
+            object.__setattr__(layer, "call", self._recorded(layer, layer.call))
+        try:
+            yield
+        finally:
+            for layer in layers:
+                object.__delattr__(layer, "call")
+
+    def _recorded(self, layer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            self.calls.setdefault(layer, _LayerCalls())
+            self._open.append(layer)
+            self._mark()
+            try:
+                outputs = call(*args, **kwargs)
+            finally:
+                self._open.pop()
+                self._mark()
+            self.calls[layer].output = sum(_numbers(each) for each in tf.nest.flatten(outputs))
+            return outputs
+
+        return recorded
+
+    def _mark(self) -> None:
+        made = len(tf.compat.v1.get_default_graph().get_operations())
+        self._owners.append((made, self._open[-1] if self._open else None))
+
+    def found(self, graph: tf.Graph) -> _OpTrace:
+        """What the operations come to."""
+        every = graph.get_operations()
+        forward, owner = every[: self.end], {}
+        bounds = [*self._owners, (self.end, None)]
+        for (begin, layer), (end, _) in pairwise(bounds):
+            owner.update(dict.fromkeys(forward[begin:end], layer))
+        for operation in forward:
+            if owner.get(operation) is not None:
+                _count(operation, self.calls[owner[operation]])
+        scores = _Scores(forward)
+        for tensor in _kept(forward, every[self.end :]):
+            layer = owner.get(tensor.op)
+            if layer is not None:
+                self._keep(self.calls[layer], tensor, scores)
+        return _OpTrace(calls=self.calls, heads=scores.heads, tokens=scores.tokens)
+
+    def _keep(self, call: _LayerCalls, tensor: Any, scores: _Scores) -> None:
+        size = _numbers(tensor) / (2 if tensor.dtype == tf.bool else 1)  # a mask's are half a number
+        if tensor.ref() in scores.tensors:
+            call.scores += size
+            call.traffic -= min(size, call.traffic)
+        else:
+            call.kept += size
+
+
+def _all(layer: Any) -> Iterator[Any]:
+    """The layer and all in it."""
+    yield layer
+    for part in layer._layers:
+        yield from _all(part)
+
+
+def _count(operation: Any, call: _LayerCalls) -> None:
+    """Adds one operation to its layer."""
+    flops = _flops(operation)
+    if flops is not None:
+        call.flops += flops
+        call.matmuls += 1
+        call.launches += 1
+    elif operation.type not in _FREE and operation.outputs and not _of_host(operation) and not _is_bias(operation):
+        written = sum(map(_numbers, operation.outputs))
+        read = written if operation.type in _GATHERS else sum(map(_numbers, operation.inputs))
+        call.launches += 1
+        call.traffic += written + read
+
+
+def _flops(operation: Any) -> float | None:
+    """Of a product; None for all others."""
+    kind = operation.type
+    sizes: list[tuple[int, ...]] = [tuple(each.shape) if each.shape.rank else () for each in operation.inputs]
+    if kind in ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
+        turned = operation.get_attr("transpose_a" if kind == "MatMul" else "adj_x")
+        return 2.0 * _numbers(operation.outputs[0]) * sizes[0][-2 if turned else -1]
+    if kind in ("Conv2D", "Conv3D", "Conv"):
+        return 2.0 * _numbers(operation.outputs[0]) * math.prod(sizes[1][:-1])
+    if kind == "DepthwiseConv2dNative":
+        return 2.0 * _numbers(operation.outputs[0]) * math.prod(sizes[1][:-2])
+    if kind in ("Conv2DBackpropInput", "Conv3DBackpropInputV2"):  # forward of a transposed convolution
+        return 2.0 * math.prod(sizes[2]) * math.prod(sizes[1][:-1])
+    if kind == "Einsum":
+        left = operation.get_attr("equation").decode().partition("->")[0].split(",")
+        named = {name: size for part, shape in zip(left, sizes, strict=True) for name, size in _named(part, shape)}
+        return 2.0 * math.prod(named.values()) if len(left) > 1 else None
+    return None
+
+
+def _named(part: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int]]:
+    """Sizes by index, those under an ellipsis by their place from the end."""
+    front, dots, back = part.partition("...")
+    yield from zip(front, shape, strict=False)
+    if dots:
+        hidden = shape[len(front) : len(shape) - len(back)]
+        yield from ((f"...{len(hidden) - place}", size) for place, size in enumerate(hidden))
+        yield from zip(back, shape[len(shape) - len(back) :], strict=True)
+
+
+def _of_host(operation: Any) -> bool:
+    """Whether all it makes is a few integers, such as a shape."""
+    return all(each.dtype.is_integer and _numbers(each) <= _SMALL for each in operation.outputs)
+
+
+def _is_bias(operation: Any) -> bool:
+    """Whether it adds a variable to a product, in the product's own kernel."""
+    kinds = [_root(each).op for each in operation.inputs]
+    products = any(_flops(each) is not None for each in kinds)
+    return operation.type in _BIASES and products and any(each.type == "ReadVariableOp" for each in kinds)
+
+
+def _kept(forward: list[Any], backward: list[Any]) -> list[Any]:
+    """Tensors of the forward pass that backward reads, each once, however it is shaped; no parameters or inputs."""
+    mine, found = set(forward), {}
+    for operation in backward:
+        if operation.type not in _SHAPES:
+            for tensor in operation.inputs:
+                root = _root(tensor)
+                if root.op in mine and root.op.type not in _FREE and not _of_host(root.op):
+                    found[root.ref()] = root
+    return list(found.values())
+
+
+def _root(tensor: Any) -> Any:
+    """The tensor whose numbers these are."""
+    while tensor.op.type in _VIEWS:
+        tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
+    return tensor
+
+
+class _Scores:
+    """Attention's: from a product of two activations, number by number, through a softmax to another product.
+
+    Attributes:
+        tensors: references of them.
+        heads: that are common to all attention.
+        tokens: of the longest sequence.
+    """
+
+    def __init__(self, forward: list[Any]) -> None:
+        self.tensors: set[Any] = set()
+        self._forward = set(forward)
+        self.heads, self.tokens = 0, 1
+        for operation in forward:
+            if operation.type == _SOFTMAX:
+                before, from_product = self._chain(operation.outputs[0], back=True)
+                after, into_product = self._chain(operation.outputs[0], back=False)
+                if from_product and into_product:
+                    shape = operation.outputs[0].shape
+                    self.tensors |= {_root(each).ref() for each in before + after}
+                    self.heads = math.gcd(self.heads, shape[1]) if len(shape) > 3 else self.heads
+                    self.tokens = max(self.tokens, shape[-2])
+
+    def _chain(self, tensor: Any, *, back: bool) -> tuple[list[Any], bool]:
+        """What it was made of or is made into without a change of size, and whether a product is at the end."""
+        seen, waiting, ended = {tensor.ref(): tensor}, [tensor], False
+        while waiting:
+            one = waiting.pop()
+            for operation in [one.op] if back else one.consumers():
+                if operation not in self._forward:
+                    continue
+                if _multiplies(operation):
+                    ended = True
+                    continue
+                for other in operation.inputs if back else operation.outputs:
+                    if _numbers(other) == _numbers(tensor) and other.ref() not in seen:
+                        seen[other.ref()] = other
+                        waiting.append(other)
+        return list(seen.values()), ended
+
+
+def _multiplies(operation: Any) -> bool:
+    """Whether it is a product of two activations."""
+    return _flops(operation) is not None and all(_root(each).op.type != "ReadVariableOp" for each in operation.inputs)
+
+
+def _numbers(tensor: Any) -> int:
+    """Elements; a dimension that is not known counts as 1, and what is no tensor has none."""
+    if not tf.is_tensor(tensor):
+        return 0
+    return math.prod(size or 1 for size in tensor.shape) if tensor.shape.rank is not None else 1

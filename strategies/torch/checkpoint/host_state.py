@@ -1,0 +1,439 @@
+"""A replica's state: copied to host memory, taken back, and sent from rank to rank. Everything goes by full names."""
+
+from __future__ import annotations
+
+import io
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.serialization import safe_globals
+
+from trainwright.core.errors import CheckpointError
+from trainwright.strategies.torch.checkpoint.local_state import LocalState
+from trainwright.strategies.torch.checkpoint.shard_layout import (
+    WHOLE_MODEL,
+    ModelPart,
+    ShardSlice,
+    is_dtensor,
+    to_local,
+)
+from trainwright.strategies.torch.training.train_state import LossScale, TorchReplica, group_settings, set_group_option
+
+OptimizerSlots = dict[str, dict[str, Any]]
+_PREVIOUS_WEIGHTS = "weights_before"  # among the optimizer's state of a parameter: the version before the last step
+OUTER_MOMENTUM = "outer_momentum"  # among the same: that of servers, for what several local steps came to
+_Memory = dict[tuple[str, ...], Tensor]
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PLAIN = (bool, int, float, str, type(None))
+_LOCAL = ("local", "state")  # after a buffer's name in a state's memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostState:
+    """A replica's state, as a rule in memory of its own; of what this rank holds, where the model is divided.
+
+    Attributes:
+        step: completed steps; None before the first.
+        model: the model's state dict: parameters and persistent buffers by full name.
+        slots: the optimizer's state by parameter name and key: tensors and plain values.
+        options: for each parameter group the settings that training changed; the others are the job's.
+        optimizer: name of the optimizer's class.
+        scale: of the losses: its factor, and steps since it changed; None where they are not scaled.
+        trained: names of the parameters that are trained, where they are known.
+        part: of the model, that is held.
+        boxes: what is held of each tensor that is divided, by name, or `<parameter>/<key>` in the optimizer.
+        weights_only: without the optimizer's state, for a model that is not trained further.
+        local: what this data rank keeps as its own; None where a job has no such state.
+    """
+
+    step: int | None
+    model: dict[str, Tensor]
+    slots: OptimizerSlots
+    options: list[dict[str, Any]]
+    optimizer: str
+    scale: tuple[float, int] | None = None
+    trained: tuple[str, ...] = ()
+    part: ModelPart = WHOLE_MODEL
+    boxes: Mapping[str, ShardSlice] = field(default_factory=dict)
+    weights_only: bool = False
+    local: LocalState | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.memory.values())
+
+    @property
+    def memory(self) -> _Memory:
+        """All tensors, by name, and by parameter name and key."""
+        slots = ((name, key, value) for name, entries in self.slots.items() for key, value in entries.items())
+        own: _Memory = {(name,): value for name, value in self.model.items()}
+        if self.local is not None:
+            own |= {(name, *_LOCAL): value for name, value in self.local.tensors.items()}
+        return own | {(name, key): value for name, key, value in slots if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TensorForm:
+    """A tensor's form, sent ahead of it; `like` says that it is divided as its parameter is."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    like: bool = False
+
+
+class HostStateCopier:
+    """Copies of states in host memory, of which the last one's is used again once nobody holds it any more.
+
+    Fresh memory costs several times the copy: the system clears each page as it is first touched. So from the first
+    copy on the memory of one is held.
+    """
+
+    def __init__(self) -> None:
+        self._spare: _Memory = {}
+
+    def of(self, state: HostState) -> HostState:
+        """The same in host memory, every tensor in memory of its own; that is this copy's for as long as it lives."""
+        spare, self._spare = self._spare, {}
+        slots = {
+            name: {
+                key: _host(value, spare.get((name, key))) if isinstance(value, Tensor) else value
+                for key, value in entries.items()
+            }
+            for name, entries in state.slots.items()
+        }
+        model = {name: _host(value, spare.get((name,))) for name, value in state.model.items()}
+        own = state.local
+        if own is not None:
+            tensors = {name: _host(value, spare.get((name, *_LOCAL))) for name, value in own.tensors.items()}
+            own = replace(own, tensors=tensors)
+        copy = replace(state, model=model, slots=slots, local=own)
+        weakref.finalize(copy, self._take_back, copy.memory).atexit = False
+        return copy
+
+    def _take_back(self, memory: _Memory) -> None:
+        self._spare = memory
+
+
+def state_of(replica: TorchReplica) -> HostState:
+    """A replica's state in the replica's own tensors.
+
+    Raises:
+        CheckpointError: the optimizer keeps something that cannot be saved.
+    """
+    model, slots = replica.model.state_dict(), _slots(replica)
+    return HostState(
+        step=replica.step,
+        model={name: to_local(value) for name, value in model.items()},
+        slots={
+            name: {key: to_local(value) if isinstance(value, Tensor) else value for key, value in entries.items()}
+            for name, entries in slots.items()
+        },
+        options=_changed_options(replica),
+        optimizer=type(replica.optimizer).__name__,
+        scale=None if replica.scale is None else (replica.scale.factor, replica.scale.since),
+        trained=tuple(replica.names.values()),
+        part=replica.part,
+        boxes=replica.boxes | _slot_boxes(replica, slots),
+        local=_local_of(replica),
+    )
+
+
+def _local_of(replica: TorchReplica) -> LocalState | None:
+    """What its data rank keeps as its own, in the replica's own tensors; None where the job has no such state."""
+    tensors = {name: buffer for name, buffer in replica.named_buffers() if name in replica.local}
+    return LocalState(seat=replica.seat, tensors=tensors) if replica.local else None
+
+
+def restore(replica: TorchReplica, state: HostState) -> None:
+    """Make a replica equal to a state; everything is checked before anything is changed.
+
+    Buffers that are not saved are as in a new process afterwards. A state without local state gives its data rank the
+    model's own buffers, which are those of data rank 0.
+
+    Raises:
+        CheckpointError: names, shapes or types do not fit; says which and what to do.
+    """
+    own = replica.model.state_dict()
+    _check(own, replica, state)
+    replica.sound = False
+    with torch.no_grad():
+        for name, value in own.items():
+            if name not in replica.local:
+                to_local(value).copy_(state.model[name])
+        replica.forget_unsaved()
+        replica.take_buffers(
+            state.local.tensors
+            if state.local
+            else {name: value for name, value in state.model.items() if name in replica.local}
+        )
+        if state.weights_only:
+            replica.step, replica.sound = state.step, True
+            return
+        _make_slots(replica, _forms(state))
+        for name, key, value in _slot_tensors(replica):
+            # A state without versions is as one whose last step changed nothing.
+            to_local(value).copy_(state.slots[name][key] if key != _PREVIOUS_WEIGHTS else _before(state, name))
+    _set_options(replica, state.options)
+    if replica.scale is not None:
+        replica.scale = LossScale() if state.scale is None else LossScale(factor=state.scale[0], since=state.scale[1])
+    replica.step, replica.sound = state.step, True
+
+
+def broadcast(
+    replica: TorchReplica,
+    source: int,
+    rank: int,
+    device: torch.device,
+    group: distributed.ProcessGroup | None = None,
+) -> None:
+    """Make every rank of a process group equal to rank `source`, bit by bit, but for local state. All of them call it.
+
+    Args:
+        replica: this rank's.
+        source: the rank that sends.
+        rank: this rank, as the whole group counts.
+        device: where the process group communicates.
+        group: ranks that hold the same part; by default all.
+    """
+    own = _description(replica) if rank == source else None
+    step, slots, options, every_used, scale = _broadcast_description(own, source, device, group)
+    if rank != source:
+        replica.sound = False
+        _make_slots(replica, slots)
+    buffers = [buffer for name, buffer in replica.named_buffers() if name not in replica.local]
+    tensors = [*replica.model.parameters(), *buffers, *(value for _, _, value in _slot_tensors(replica))]
+    _broadcast_tensors([to_local(tensor.detach()) for tensor in tensors], source, device, group)
+    if rank != source:
+        _set_options(replica, options)
+        replica.step, replica.sound, replica.every_used, replica.scale = step, True, every_used, scale
+
+
+def _changed_options(replica: TorchReplica) -> list[dict[str, Any]]:
+    """Settings of each group that training changed, the learning rate that a schedule sets left out."""
+    scheduled = {"lr"} if replica.spec.schedule is not None else set()
+    return [
+        {
+            key: value
+            for key, value in group_settings(group).items()
+            if key not in scheduled and value != initial.get(key)
+        }
+        for group, initial in zip(replica.optimizer.param_groups, replica.initial, strict=True)
+    ]
+
+
+def _set_options(replica: TorchReplica, options: list[dict[str, Any]]) -> None:
+    for group, initial, changed in zip(replica.optimizer.param_groups, replica.initial, options, strict=True):
+        for key, value in {**initial, **changed}.items():
+            set_group_option(group, key, value)
+
+
+def _slots(replica: TorchReplica) -> OptimizerSlots:
+    """The optimizer's state by parameter name."""
+    found: OptimizerSlots = {}
+    boxes = replica.boxes
+    for parameter, entries in replica.optimizer.state.items():
+        name = replica.names[parameter]
+        for key, value in entries.items():
+            if not isinstance(value, (Tensor, *_PLAIN)):
+                raise CheckpointError(
+                    f"the optimizer keeps a {type(value).__name__} as {key!r} in its state, which cannot be saved",
+                    remedy="use an optimizer whose state is tensors and numbers",
+                )
+            if isinstance(value, Tensor) and not _same_layout(value, parameter, name in boxes):
+                raise CheckpointError(
+                    f"the optimizer keeps {key!r} divided otherwise than the parameter, which cannot be saved",
+                    remedy='use an optimizer that works number by number, such as AdamW, or strategy="data_parallel"',
+                )
+        found[name] = dict(entries)
+    for parameter, before in replica.versions.before.items() if replica.versions else ():
+        found.setdefault(replica.names[parameter], {})[_PREVIOUS_WEIGHTS] = before
+    return found
+
+
+def _before(state: HostState, name: str) -> Tensor:
+    """The version of a parameter before the last step."""
+    found: Tensor = state.slots.get(name, {}).get(_PREVIOUS_WEIGHTS, state.model[name])
+    return found
+
+
+def _same_layout(slot: Any, parameter: Any, cut: bool) -> bool:
+    """Whether of both the same is held, or the slot is not of the parameter's kind and the parameter is whole."""
+    if is_dtensor(slot):
+        return tuple(slot.shape) == tuple(parameter.shape) and slot.placements == parameter.placements
+    return not cut or slot.numel() == 1 or slot.shape == to_local(parameter).shape
+
+
+def _slot_boxes(replica: TorchReplica, slots: OptimizerSlots) -> dict[str, ShardSlice]:
+    """What is held of the optimizer's tensors: as of their parameters, where they have their shape."""
+    boxes, held = replica.boxes, {name: to_local(parameter).shape for parameter, name in replica.names.items()}
+    return {
+        f"{name}/{key}": boxes[name]
+        for name, entries in slots.items()
+        for key, value in entries.items()
+        if name in boxes and isinstance(value, Tensor) and to_local(value).shape == held[name] and value.dim()
+    }
+
+
+def _forms(state: HostState) -> OptimizerSlots:
+    """The optimizer's plain values, and the forms of its tensors."""
+    return {
+        name: {
+            key: _TensorForm(shape=tuple(value.shape), dtype=value.dtype, like=f"{name}/{key}" in state.boxes)
+            if isinstance(value, Tensor)
+            else value
+            for key, value in entries.items()
+        }
+        for name, entries in state.slots.items()
+    }
+
+
+def _slot_tensors(replica: TorchReplica) -> Iterator[tuple[str, str, Tensor]]:
+    """The optimizer's tensors, in the order of the parameters and sorted by key."""
+    for name, entries in sorted(_slots(replica).items()):
+        for key in sorted(entries):
+            if isinstance(entries[key], Tensor):
+                yield name, key, entries[key]
+
+
+def _make_slots(replica: TorchReplica, slots: Mapping[str, Mapping[str, Any]]) -> None:
+    """Replace the optimizer's state by plain values, and tensors of the described form that are still to be filled."""
+    groups = {parameter: group for group in replica.optimizer.param_groups for parameter in group["params"]}
+    replica.optimizer.state.clear()
+    for parameter, name in replica.names.items():
+        for key, value in slots.get(name, {}).items():
+            if key == _PREVIOUS_WEIGHTS or (key == OUTER_MOMENTUM and not replica.outer):
+                continue  # the replica has its own place for it, or no use
+            made = _empty_slot(parameter, key, value, groups[parameter]) if isinstance(value, _TensorForm) else value
+            replica.optimizer.state[parameter][key] = made
+
+
+def _empty_slot(parameter: Tensor, key: str, form: _TensorForm, group: Mapping[str, Any]) -> Tensor:
+    """A tensor where torch's optimizers keep it: a count beside the host's numbers, all else beside the parameter."""
+    counts = key == "step" and not (group.get("capturable") or group.get("fused"))
+    device = torch.device("cpu") if counts else parameter.device
+    if form.like or form.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=form.dtype, device=device, requires_grad=False)
+    return torch.empty(form.shape, dtype=form.dtype, device=device)
+
+
+_Description = tuple[int | None, OptimizerSlots, list[dict[str, Any]], bool | None, LossScale | None]
+
+
+def _description(replica: TorchReplica) -> _Description:
+    """What a newcomer must know before tensors can be sent."""
+    slots = {
+        name: {
+            key: _TensorForm(shape=tuple(value.shape), dtype=value.dtype, like=is_dtensor(value))
+            if isinstance(value, Tensor)
+            else value
+            for key, value in entries.items()
+        }
+        for name, entries in _slots(replica).items()
+    }
+    return replica.step, slots, _changed_options(replica), replica.every_used, replica.scale
+
+
+def _broadcast_description(
+    own: _Description | None, source: int, device: torch.device, group: distributed.ProcessGroup | None
+) -> _Description:
+    """The source's description. Nothing that comes is executed, as `broadcast_object_list` would by pickle."""
+    file = io.BytesIO()
+    torch.save(own, file)
+    size = torch.tensor([file.tell()], device=device)
+    distributed.broadcast(size, src=source, group=group)
+    data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    if own is not None:
+        data.copy_(torch.frombuffer(file.getbuffer(), dtype=torch.uint8))
+    distributed.broadcast(data, src=source, group=group)
+    with safe_globals([_TensorForm, LossScale]):
+        said: _Description = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), weights_only=True)
+    return said
+
+
+def _broadcast_tensors(
+    tensors: list[Tensor], source: int, device: torch.device, group: distributed.ProcessGroup | None
+) -> None:
+    """Broadcast in place; tensors elsewhere or not in one piece go through a copy."""
+    staged = [tensor if _sendable(tensor, device) else tensor.to(device).contiguous() for tensor in tensors]
+    handles = [
+        distributed.broadcast(_bits(tensor.reshape(-1)), src=source, group=group, async_op=True)
+        for tensor in staged
+        if tensor.numel()
+    ]
+    for handle in handles:
+        assert handle is not None, "an asynchronous collective has a handle"
+        handle.wait()
+    with torch.no_grad():
+        for tensor, copy in zip(tensors, staged, strict=True):
+            if tensor is not copy:
+                tensor.copy_(copy)
+
+
+def _sendable(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device == device and tensor.is_contiguous()
+
+
+def _bits(flat: Tensor) -> Tensor:
+    """A flat tensor's memory as integers, so that every type can be sent."""
+    return flat.view(_INTEGERS.get(flat.element_size(), torch.int64))
+
+
+def _host(tensor: Tensor, spare: Tensor | None) -> Tensor:
+    """A copy in host memory: in the spare one's where that has its form."""
+    if spare is None or (spare.shape, spare.dtype) != (tensor.shape, tensor.dtype):
+        return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return spare.copy_(tensor.detach())
+
+
+def _check(own: Mapping[str, Tensor], replica: TorchReplica, state: HostState) -> None:
+    """Raise CheckpointError unless a state fits."""
+    problems = [
+        *_model_problems({name: value for name, value in own.items() if name not in replica.local}, replica, state)
+    ]
+    if not state.weights_only:
+        problems += _optimizer_problems(replica, state)
+    if problems:
+        raise CheckpointError(
+            f"the checkpoint holds another model or optimizer: {problems[0]}",
+            detail="\n".join(problems),
+            remedy="use the model and optimizer that wrote it, or start a run under a new name",
+        )
+
+
+def _optimizer_problems(replica: TorchReplica, state: HostState) -> Iterator[str]:
+    """What of the optimizer's state does not fit, in words."""
+    strangers = sorted(set(state.slots) - set(replica.names.values()))
+    if strangers:
+        yield f"optimizer state of {strangers[0]!r}, which the model does not train"
+    optimizer = type(replica.optimizer).__name__
+    if state.optimizer != optimizer:
+        yield f"optimizer: {state.optimizer} in the checkpoint, {optimizer} in the job"
+    if len(state.options) != len(replica.initial):
+        found, expected = len(state.options), len(replica.initial)
+        yield f"optimizer: {found} parameter groups in the checkpoint, {expected} in the job"
+
+
+def _model_problems(own: Mapping[str, Tensor], replica: TorchReplica, state: HostState) -> Iterator[str]:
+    """Parameters and buffers that do not fit, in words; training may change the shape of local state."""
+    boxes = replica.boxes
+    found = {name: _form(value, state.boxes.get(name)) for name, value in state.model.items()}
+    for name, value in own.items():
+        form = _form(value, boxes.get(name))
+        if name not in found:
+            yield f"{name}: missing in the checkpoint, {form} in the job"
+        elif found[name] != form:
+            yield f"{name}: {found[name]} in the checkpoint, {form} in the job"
+        elif state.boxes.get(name) != boxes.get(name):
+            yield f"{name}: another part of it than this rank holds"
+    for name in sorted(set(found) - set(own) - replica.local):
+        yield f"{name}: {found[name]} in the checkpoint, none in the job"
+
+
+def _form(tensor: Tensor, box: ShardSlice | None) -> str:
+    shape = tuple(tensor.shape) if box is None else box.shape
+    return f"shape {shape} of {str(tensor.dtype).removeprefix('torch.')}"

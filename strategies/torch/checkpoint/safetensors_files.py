@@ -1,0 +1,400 @@
+"""The files of a checkpoint: safetensors and JSON. Nothing is pickled, and loading executes nothing.
+
+| file                    | holds                                                                       |
+|-------------------------|-----------------------------------------------------------------------------|
+| `model.safetensors`     | the model's state dict: parameters and persistent buffers by full name      |
+| `optimizer.safetensors` | the optimizer's tensors, named `<parameter>/<key>`                          |
+| `host_state.json`            | step, the optimizer's plain values and changed settings, the losses' scale  |
+| `local-0-of-2.…`        | buffers that data rank 0 keeps as its own (`local_state=`), and so on       |
+
+Tensors of more than 1 GiB are written to several files, `model.safetensors`, `model-2.safetensors` and so on, whose
+number is in `host_state.json`: they are read, and their checksums made, at the same time.
+
+A divided model has three such files for each part, `model.shard-0-of-4.safetensors`, `model.stage-0-of-2.safetensors`,
+`model.stage-0-of-2.tensor-1-of-2.safetensors` and so on, each written by a rank that holds the part. What is not
+divided is in the files of all parts that have it; of parameter servers' (`model.server-0-of-2.safetensors`), in one.
+`host_state.json` also says of each tensor its type, its whole shape and which box of it is held. Any layout is loaded
+into any other: `read` puts together what a rank needs, from the files that hold some of it, one after the other, and
+alone from its own part's where that has all of it.
+
+The library's `save` puts the whole file together in memory before the first byte can be written. The format is
+https://huggingface.co/docs/safetensors: the header's length, the header, and the tensors one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.core.engine import StateReader, StateWriter
+from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
+from trainwright.strategies.torch.checkpoint.host_state import HostState, OptimizerSlots
+from trainwright.strategies.torch.checkpoint.local_state import DataRank, LocalState, local_state_file
+from trainwright.strategies.torch.checkpoint.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice
+
+_MODEL, _OPTIMIZER = "model", "optimizer"
+_FILE, _STATE = "{}{}.safetensors", "state{}.json"
+MAX_FILE_BYTES, _READERS = 1 << 30, 4
+_PARTS = re.compile(r"state((?:\.(?:stage|shard|tensor|server)-\d+-of-\d+)*)\.json")
+_FORMAT = 2
+_Header = Mapping[str, Any]
+_WantedSlices = Mapping[str, ShardSlice | None]
+
+
+def write(state: HostState, writer: StateWriter) -> None:
+    """Write a state's files: of data ranks with local state the first one writes all, the others write theirs alone.
+
+    Raises StorageError, and NonFiniteLoss for a state that nobody would want back.
+    """
+    if state.local is not None:
+        writer.write(state.local.seat.file, *to_safetensors(state.local.tensors))
+        if state.local.seat.rank:
+            return
+    for name in state.trained:
+        if not _is_finite(state.model[name]):
+            raise NonFiniteLoss(
+                f"parameter {name!r} is not finite after step {state.step}: a gradient was not, though the loss was",
+                remedy='set clip_norm or on_nonfinite="skip", which look at the gradient of each step; what was '
+                "committed before is kept",
+            )
+    tensors: dict[str, Tensor] = {}
+    plain: OptimizerSlots = {}
+    for name, entries in state.slots.items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}/{key}"] = value
+            else:
+                plain.setdefault(name, {})[key] = value
+    facts: dict[str, Any] = {
+        "format": _FORMAT,
+        "step": state.step,
+        "optimizer": state.optimizer,
+        "options": state.options,
+        "plain": plain,
+    }
+    if state.scale is not None:
+        facts["scale"] = list(state.scale)
+    boxes, suffix = state.boxes, state.part.suffix
+    facts["tensors"] = {
+        _MODEL: {name: _tensor_entry(value, boxes.get(name)) for name, value in state.model.items()},
+        _OPTIMIZER: {name: _tensor_entry(value, boxes.get(name)) for name, value in tensors.items()},
+    }
+    facts["files"] = {}
+    for kind, held in ((_MODEL, state.model), (_OPTIMIZER, tensors)):
+        groups = list(_groups(held))
+        facts["files"][kind] = len(groups)
+        for name, group in zip(_names(kind, suffix, len(groups)), groups, strict=True):
+            writer.write(name, *to_safetensors(group))
+    writer.write(_STATE.format(suffix), json.dumps(facts, indent=1).encode())
+
+
+def _names(kind: str, suffix: str, count: int) -> list[str]:
+    """Names of so many files of one kind."""
+    return [_FILE.format(kind if number == 1 else f"{kind}-{number}", suffix) for number in range(1, count + 1)]
+
+
+def _groups(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The same tensors, those of one file together; one group at least."""
+    group, size_bytes = dict[str, Tensor](), 0
+    for name, value in tensors.items():
+        if group and size_bytes + value.nbytes > MAX_FILE_BYTES:
+            yield group
+            group, size_bytes = {}, 0
+        group[name] = value
+        size_bytes += value.nbytes
+    yield group
+
+
+def _is_finite(value: Tensor) -> bool:
+    """Whether all of a tensor's numbers are; in one pass, that keeps none of them."""
+    numbers = torch.view_as_real(value) if value.is_complex() else value
+    return not numbers.numel() or bool(torch.isfinite(torch.stack(numbers.aminmax())).all())  # NaN is both
+
+
+def _tensor_entry(held: Tensor, box: ShardSlice | None) -> dict[str, Any]:
+    """A tensor's type, its whole shape, and which indices are held in each dimension."""
+    box = box or ShardSlice.all_of(held.shape)
+    return {
+        "dtype": str(held.dtype).removeprefix("torch."),
+        "shape": [*box.shape],
+        "held": [[start, stop] for start, stop in zip(box.start, box.stop, strict=True)],
+    }
+
+
+def read(reader: StateReader, wanted: _WantedSlices | None = None, part: ModelPart = WHOLE_MODEL) -> HostState:
+    """Read a state's files, whatever layout wrote them.
+
+    Args:
+        reader: of the checkpoint.
+        wanted: boxes of the parameters and buffers that are wanted, None for all of one; without it all of every one.
+        part: the rank's own.
+
+    Raises:
+        CheckpointError: a file is missing or is not what it should be.
+    """
+    known = _part_headers(reader, wanted, part)
+    boxes = _boxes([*known.values()], wanted)
+    slots: OptimizerSlots = {
+        name: dict(entries)
+        for facts in known.values()
+        for name, entries in facts["plain"].items()
+        if wanted is None or name in wanted
+    }
+    optimizer = {} if reader.weights_only else _assemble(reader, _OPTIMIZER, known, boxes[_OPTIMIZER])
+    for name, value in optimizer.items():
+        parameter, _, key = name.rpartition("/")
+        slots.setdefault(parameter, {})[key] = value
+    own = {name: box for name, box in (wanted or {}).items() if box}
+    facts = next(iter(known.values()))
+    return HostState(
+        step=facts["step"],
+        model=_assemble(reader, _MODEL, known, boxes[_MODEL]),
+        slots=slots,
+        options=facts["options"],
+        optimizer=facts["optimizer"],
+        scale=None if "scale" not in facts else (float(facts["scale"][0]), int(facts["scale"][1])),
+        part=part,
+        weights_only=reader.weights_only,
+        boxes={
+            name: box
+            for kind, named in boxes.items()
+            for name, box in named.items()
+            if own.get(name if kind == _MODEL else name.rpartition("/")[0]) == box
+        },
+    )
+
+
+def read_local(reader: StateReader, seat: DataRank) -> LocalState | None:
+    """Read what a data rank keeps as its own.
+
+    None where the model is only evaluated, by another number of data ranks. Raises CheckpointError.
+    """
+    name = local_state_file(reader, seat)
+    return None if name is None else LocalState(seat=seat, tensors=_tensors(reader, [name]))
+
+
+def load_weights(reader: StateReader) -> dict[str, Tensor]:
+    """A checkpoint's parameters and persistent buffers by full name, as tensors on the CPU.
+
+    `model.load_state_dict(load_weights(reader))` gives the trained model. Raises CheckpointError.
+    """
+    known = _part_headers(reader, None, WHOLE_MODEL)
+    return _assemble(reader, _MODEL, known, _boxes([*known.values()], None)[_MODEL])
+
+
+def export(model: nn.Module, path: str) -> None:
+    """Write the state dict as `.safetensors` or, by `torch.save`, as `.pt`. Raises JobError for other endings."""
+    if path.endswith(".safetensors"):
+        import safetensors.torch  # nothing else in the engines needs it
+
+        safetensors.torch.save_model(model, path)
+    elif path.endswith(".pt"):
+        torch.save(model.state_dict(), path)
+    else:
+        raise JobError([f"{path!r}: a torch model is exported to `.safetensors` or `.pt`"])
+
+
+def _part_headers(reader: StateReader, wanted: _WantedSlices | None, own: ModelPart) -> Mapping[ModelPart, _Header]:
+    """What the parts that are to be read hold: the rank's own first, and alone where it has all that is wanted.
+
+    Raises:
+        CheckpointError: a part is missing, or they are of different states.
+    """
+    parts = _parts(reader)
+    known: dict[ModelPart, _Header] = {part: _read_header(reader, part) for part in parts if part == own}
+    if known and (len(parts) == 1 or (wanted is not None and _part_suffices(known[own], wanted))):
+        return known
+    known |= {part: _read_header(reader, part) for part in parts if part != own}
+    kinds = {(part.stage, *sorted(facts["tensors"][_MODEL])) for part, facts in known.items()}
+    if len({facts["step"] for facts in known.values()}) > 1 or len(kinds) > parts[0].stages * parts[0].servers:
+        raise _damaged(_STATE.format(parts[-1].suffix), ValueError("it belongs to another state than the first"))
+    return known
+
+
+def _part_suffices(facts: _Header, wanted: _WantedSlices) -> bool:
+    """Whether a part has all that is wanted; a stage of other cuts, or a shard of other layers, has not."""
+    boxes = _boxes([facts], wanted)
+    return wanted.keys() <= facts["tensors"][_MODEL].keys() and all(
+        _held_slice(facts["tensors"][kind][name]) == box for kind, named in boxes.items() for name, box in named.items()
+    )
+
+
+def _boxes(known: Sequence[_Header], wanted: _WantedSlices | None) -> dict[str, dict[str, ShardSlice]]:
+    """Boxes that are wanted of the tensors of each kind: of the optimizer's as of their parameters."""
+    boxes: dict[str, dict[str, ShardSlice]] = {_MODEL: {}, _OPTIMIZER: {}}
+    for facts in known:
+        for kind, described in facts["tensors"].items():
+            for name, one in described.items():
+                owner = name if kind == _MODEL else name.rpartition("/")[0]
+                if wanted is None or owner in wanted:
+                    box, whole = (wanted or {}).get(owner), ShardSlice.all_of(one["shape"])
+                    boxes[kind][name] = box if box and box.shape == whole.shape else whole
+    return boxes
+
+
+def _assemble(
+    reader: StateReader, kind: str, known: Mapping[ModelPart, _Header], boxes: Mapping[str, ShardSlice]
+) -> dict[str, Tensor]:
+    """What is wanted of one kind of file. Raises CheckpointError where the files have not all of it."""
+    found: dict[str, Tensor] = {}
+    taken: dict[str, set[ShardSlice]] = {name: set() for name in boxes}
+    for part, facts in known.items():
+        described = {name: one for name, one in facts["tensors"][kind].items() if name in boxes}
+        held = {name: _held_slice(one) for name, one in described.items()}
+        for name in [name for name in held if name not in found]:
+            found[name] = torch.empty(boxes[name].size, dtype=getattr(torch, described[name]["dtype"]))
+        news = {name: box.both(boxes[name]) for name, box in held.items()}
+        news = {name: box for name, box in news.items() if box.count and box not in taken[name]}
+        names = _names(kind, part.suffix, facts.get("files", {}).get(kind, 1))
+        tensors = _tensors(reader, names) if news or len(known) == 1 else {}
+        for name, box in news.items():
+            taken[name].add(box)
+            if held[name] == boxes[name]:
+                found[name] = tensors[name]
+            else:
+                found[name][box.inside(boxes[name])] = tensors[name][box.inside(held[name])]
+    for name, parts in taken.items():
+        if sum(box.count for box in parts) != boxes[name].count:
+            raise _damaged(_STATE.format(next(iter(known)).suffix), ValueError(f"{name} is not whole in all parts"))
+    return found
+
+
+def _held_slice(described: Mapping[str, Any]) -> ShardSlice:
+    """Which box of a tensor a file holds."""
+    start, stop = zip(*described["held"], strict=True) if described["held"] else ((), ())
+    return ShardSlice(shape=tuple(described["shape"]), start=tuple(start), stop=tuple(stop))
+
+
+def _parts(reader: StateReader) -> tuple[ModelPart, ...]:
+    """The parts that a checkpoint is of, in order."""
+    matches = [match for match in map(_PARTS.fullmatch, reader.names()) if match]
+    return ModelPart.read(matches[0][1]).every if matches else (WHOLE_MODEL,)
+
+
+def _tensors(reader: StateReader, names: Sequence[str]) -> dict[str, Tensor]:
+    """All tensors of some files."""
+    with ThreadPoolExecutor(min(_READERS, len(names))) as pool:
+        return {name: value for found in pool.map(partial(_read_file, reader), names) for name, value in found.items()}
+
+
+def _read_file(reader: StateReader, name: str) -> dict[str, Tensor]:
+    data = _bytes(reader, name)
+    try:
+        return from_safetensors(data)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise _damaged(name, error) from error
+
+
+def _read_header(reader: StateReader, part: ModelPart) -> dict[str, Any]:
+    name = _STATE.format(part.suffix)
+    expected = {"step", "optimizer", "options", "plain", "tensors"}
+    try:
+        facts = json.loads(_bytes(reader, name))
+        version, missing = facts["format"], expected - set(facts)
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(name, error) from error
+    if version != _FORMAT or missing:
+        raise CheckpointError(
+            f"{name} has format {version}, this version reads format {_FORMAT}",
+            where=name,
+            remedy="use the version of trainwright that wrote the checkpoint",
+        )
+    return dict(facts)
+
+
+def _bytes(reader: StateReader, name: str) -> bytes | bytearray:
+    if name not in reader.names():
+        raise CheckpointError(
+            f"the checkpoint has no {name}; it holds {', '.join(sorted(reader.names())) or 'nothing'}",
+            where=name,
+            remedy="give a checkpoint that a torch strategy wrote",
+        )
+    return reader.read(name)
+
+
+def _damaged(name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{name} cannot be read: {error}",
+        where=name,
+        remedy="use an older checkpoint of the run",
+    )
+
+
+def take_weights(model: nn.Module, reader: StateReader) -> None:
+    """Give a model the weights of a checkpoint. Raises CheckpointError where they do not fit."""
+    try:
+        model.load_state_dict(load_weights(reader))
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the checkpoint does not fit the model: {error}", remedy="load it with the model= that it was trained with"
+        ) from error
+
+
+# --- A safetensors file in pieces -------------------------------------------------------------------------------------
+
+
+_DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+_ALIGNED = 8  # bytes: a length that header and data are filled up to
+
+
+def to_safetensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+    """The pieces of a file that holds these tensors of the CPU, which must not change before it is there.
+
+    Raises:
+        CheckpointError: the format has no such numbers.
+    """
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # each is aligned to its numbers
+    header, end = {}, 0
+    for name in ordered:
+        value, start = tensors[name], end
+        end += value.nbytes
+        if value.dtype not in _DTYPE_NAMES:
+            raise CheckpointError(
+                f"{name} holds {str(value.dtype).removeprefix('torch.')}, which no checkpoint can",
+                remedy="keep it in another type, or register the buffer with persistent=False",
+            )
+        header[name] = {"dtype": _DTYPE_NAMES[value.dtype], "shape": [*value.shape], "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    return [len(text).to_bytes(8, "little") + text, *(_tensor_bytes(tensors[name]) for name in ordered)]
+
+
+def from_safetensors(data: bytes | bytearray) -> dict[str, Tensor]:
+    """The tensors of a file; in its own memory where that can be written to, so that none is there twice.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is no such file.
+    """
+    view = memoryview(data)
+    start = 8 + int.from_bytes(view[:8], "little")
+    header, found = json.loads(bytes(view[8:start])), dict[str, Tensor]()
+    for name, one in header.items():
+        if name == "__metadata__":
+            continue
+        first, end = one["data_offsets"]
+        if not 0 <= first <= end <= len(view) - start:
+            raise ValueError(f"{name} is not inside the file")
+        part = view[start + first : start + end]
+        flat = torch.frombuffer(bytearray(part) if part.readonly else part, dtype=torch.uint8) if end > first else None
+        dtype = _DTYPES[one["dtype"]]
+        empty = torch.empty(one["shape"], dtype=dtype)
+        found[name] = empty if flat is None else flat.view(dtype).reshape(one["shape"])
+    return found
+
+
+def _tensor_bytes(value: Tensor) -> memoryview:
+    """A tensor's own bytes; a copy where they are not in one piece."""
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

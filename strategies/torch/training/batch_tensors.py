@@ -1,0 +1,109 @@
+"""From numpy columns to tensors: without a copy on the CPU, through pinned memory to a GPU.
+
+A micro-batch is collated first (`trainwright.core.engine`), here and not where it is fed, because only here its rows
+are final, and because a collate function may give torch's own tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainwright.core.data import Batch
+from trainwright.core.engine import Collation, stack_column
+from trainwright.core.errors import DataError, JobError, nearest
+
+Tensors = Mapping[str, torch.Tensor]
+
+_REFUSED = {
+    "U": "text",
+    "S": "bytes",
+    "T": "text",
+    "M": "dates",
+    "m": "durations",
+    "V": "records",
+}
+
+
+def to_tensor(name: str, values: npt.NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """One column as a tensor on `device`; on the CPU it shares the array's memory where the array may be written.
+
+    Args:
+        name: the column's name, for the error.
+        values: (rows, ...); objects that are arrays of one shape are stacked; a tensor is only moved.
+        device: where the tensor is wanted. A copy to a GPU goes through pinned memory and is not waited for: torch
+            keeps the pinned memory until its stream has read it.
+
+    Raises:
+        DataError: the type of the array is none of torch's, or its rows differ in shape.
+    """
+    host = values if isinstance(values, torch.Tensor) else _shared(name, values)
+    if device.type != "cuda" or host.device.type == "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def _shared(name: str, array: npt.NDArray[Any]) -> torch.Tensor:
+    """A tensor in the array's own memory where that may be written, else in that of a copy."""
+    if array.dtype.kind == "O":
+        array = stack_column(name, array)
+    if array.dtype.kind in _REFUSED:
+        raise _no_tensor(name, array, _REFUSED[array.dtype.kind])
+    if not array.flags.writeable or not array.dtype.isnative or any(stride < 0 for stride in array.strides):
+        array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        raise _no_tensor(name, array, str(array.dtype)) from None
+
+
+def to_tensors(columns: Mapping[str, Any], names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
+    """The named columns as tensors.
+
+    Raises:
+        JobError: a name is no column; says which is near.
+        DataError: the type of a column is none of torch's.
+    """
+    chosen = {}
+    for name in names:
+        if name not in columns:
+            raise JobError(
+                [f"inputs= and targets= name the column {name!r}, but there is none: {nearest(name, columns)}"]
+            )
+        chosen[name] = to_tensor(name, columns[name], device)
+    return chosen
+
+
+def collated_tensors(
+    collation: Collation, batch: Batch, names: Iterable[str] | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """A micro-batch's columns as tensors, collated; those named, or all. Raises as `to_tensors` and `Collation` do."""
+    columns = collation(batch)
+    return to_tensors(columns, columns if names is None else names, device)
+
+
+def copy_batch(batch: Batch) -> Batch:
+    """A copy of a micro-batch, so that whatever user code does to its tensors in place is not seen again."""
+    return Batch(
+        columns={name: np.array(array) for name, array in batch.columns.items()},
+        weights=batch.weights,
+        samples=batch.samples,
+    )
+
+
+def to_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
+    """A tensor as a numpy array; bfloat16, which numpy lacks, as float32."""
+    host = values.detach().to("cpu")
+    return np.asarray(host.float() if host.dtype == torch.bfloat16 else host)
+
+
+def _no_tensor(name: str, array: npt.NDArray[Any], held: str) -> DataError:
+    return DataError(
+        f"column {name!r} holds {held} (numpy type {array.dtype}), of which torch has no tensors",
+        where=f"column {name!r}",
+        remedy="turn it into numbers in a transform of the data set: equal shapes in every row, text as indices",
+    )

@@ -1,0 +1,62 @@
+"""What torch's exceptions mean: a lost peer, the user's code, or neither; and letting go of what they hold."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+import torch
+from torch import distributed
+
+from trainwright.core.errors import JobError, TrainwrightError
+from trainwright.strategies.common.user_code_errors import UserCode, first_line, package_folder
+from trainwright.strategies.torch.torch_compat import COMPILER_PACKAGES
+
+_LOST = re.compile(
+    r"gloo/|Gloo connect|connectFullMesh|NCCL|Connection (closed|reset|refused)|Broken pipe|Timed out waiting|"
+    r"Socket Timeout|wait timeout"
+)
+
+
+class TorchUserCode(UserCode):
+    """In torch."""
+
+    libraries = (package_folder(torch),)
+    out_of_memory = torch.OutOfMemoryError
+
+    @classmethod
+    def lost_peer(cls, error: BaseException) -> bool:
+        """Torch gives its own types only to some of these; gloo's are RuntimeErrors known by their text alone."""
+        known = (distributed.DistBackendError, distributed.DistNetworkError, distributed.DistStoreError)
+        return isinstance(error, known) or (type(error) is RuntimeError and _LOST.search(str(error)) is not None)
+
+    def meaning(self, error: BaseException) -> TrainwrightError:
+        """What an exception says; one of the compiler's own, what to do without it."""
+        if not type(error).__module__.startswith(COMPILER_PACKAGES):
+            return super().meaning(error)
+        missing = "no C++ compiler was found: install one, such as g++, or " if "CxxCompiler" in str(error) else ""
+        what = f"{self.what} cannot be compiled: {type(error).__name__}: {first_line(error)}"
+        found = JobError([f"{what}: {missing}leave compile= out"], where=self.where)
+        found.detail = self.traceback(error)
+        return found
+
+    @classmethod
+    def remedy(cls, error: BaseException) -> str:
+        """What to do, where the exception tells: of a divided model's parameters only a part is there to be used."""
+        if "mixed torch.Tensor and DTensor" in str(error):
+            return "call the model itself, and use a parameter in the forward of the module that holds it alone"
+        return super().remedy(error)
+
+
+def clear_frames(error: BaseException) -> None:
+    """Forget the frames of an exception and of those behind it.
+
+    They hold the DDP object, and while that lives a left group keeps its sockets open and the peers hang.
+    """
+    behind: list[BaseException | None] = [error]
+    while behind:
+        current = behind.pop()
+        if current is not None:
+            traceback.clear_frames(current.__traceback__)
+            behind += [current.__context__, current.__cause__]
+            current.__traceback__ = current.__context__ = current.__cause__ = None

@@ -1,0 +1,321 @@
+"""One training step: backward over the micro-batches, one reduction, then finite or not, scale, clip, apply.
+
+A micro-batch's gradient is seen by hooks that autograd calls before DDP does, in sampled steps alone; they change
+nothing. Its norm is known only after the reduction has begun, so it travels in the one of the step after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, nn
+
+from trainwright.core.data import Feed, GradientScatter, StepReport, fold_seed, noise_is_due
+from trainwright.core.errors import JobError
+from trainwright.strategies.common.user_code_errors import format_samples, non_finite_error, nonfinite_columns_hint
+from trainwright.strategies.torch.torch_compat import foreach_multiply
+from trainwright.strategies.torch.training.batch_losses import BatchLayout
+from trainwright.strategies.torch.training.batch_norm import average_statistics, sample_rows
+from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective
+from trainwright.strategies.torch.training.torch_errors import TorchUserCode
+from trainwright.strategies.torch.training.train_state import MIN_LOSS_SCALE, TorchReplica, add_gradient_hook
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """Sums over the whole global batch.
+
+    Attributes:
+        told: what travelled beside them.
+        norm: of the averaged gradient, where it is wanted.
+    """
+
+    weight: float
+    loss: float
+    wish: bool
+    told: tuple[float, ...]
+    norm: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRunner:
+    """How a micro-batch is run.
+
+    Attributes:
+        objective: the objective itself.
+        reduced: the objective, or DDP around it.
+        probe: samples the noise of its gradients.
+        local: a context in which backward does not reduce.
+        every_used: every trainable parameter must get a gradient in each step, or DDP would wait for it forever.
+        tells_own: what a rank does by itself can be told from what it waits for.
+        others: groups of ranks with other data, which together reach all of them.
+    """
+
+    objective: Objective
+    reduced: nn.Module
+    probe: GradientNoiseProbe
+    local: Callable[[], AbstractContextManager[Any]] = nullcontext
+    every_used: bool = False
+    tells_own: bool = True
+    others: tuple[distributed.ProcessGroup, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The rank, for errors."""
+        return self.objective.caller.where
+
+    def ending(self) -> AbstractContextManager[Any]:
+        """A context for a step's last micro-batch."""
+        return nullcontext()
+
+    def accumulate(self, replica: TorchReplica, feed: Feed, *, sampled: bool) -> None:
+        """Forward and backward of every micro-batch; the last backward reduces what all of them gave."""
+        self.objective.begin()
+        each = micro_batches_of(feed)
+        for number, (micro, share) in enumerate(each):
+            replica.reseed(fold_seed(replica.spec.seed, feed.step, micro, share.data_rank, 0))
+            last = number == len(each) - 1
+            if replica.synchronized is not None:
+                replica.synchronized.counts = sample_rows(share.batch) > 0
+            with self.ending() if last else self.local():
+                run_micro_batch(self, share, replica.laps.forward)
+            replica.laps.backward(reduced=last and self.reduced is not self.objective)
+            if sampled:
+                self.probe.count(share)
+
+    def settle(self, replica: TorchReplica, *, wants_norm: bool) -> tuple[list[Tensor], StepTotals]:
+        """The averaged gradients and the sums over all ranks. Raises JobError where DDP could not average one."""
+        gradients = _gradients(replica, self)
+        return gradients, read_totals(self, gradients, wants_norm=wants_norm)
+
+
+def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
+    """One step of this rank. All ranks apply it, or none does.
+
+    Raises:
+        NonFiniteLoss: on every rank, with nothing applied.
+        PeerLost, UserCodeError, JobError: with nothing applied, unless the optimizer itself raised.
+    """
+    laps, probe, spec, scale = replica.laps, runner.probe, replica.spec, replica.scale
+    runner.objective.scale = scale.factor if scale else 1.0
+    laps.begin(feed.step)
+    sampled = probe.due(feed)
+    with replica.attempt() as attempt:
+        probe.send()
+        with probe.watching() if sampled else nullcontext():
+            runner.accumulate(replica, feed, sampled=sampled)
+        average_statistics(replica.norms, feed, runner.others)
+        wants_norm = spec.clip_norm is not None or spec.guard or scale is not None
+        gradients, totals = runner.settle(replica, wants_norm=wants_norm or sampled)
+        length = None if totals.norm is None else totals.norm / runner.objective.scale
+        totals, scatter = replace(totals, norm=length if wants_norm else None), probe.heard(totals.told)
+        overflowed = scale is not None and scale.factor > MIN_LOSS_SCALE and overflows(totals)
+        if not overflowed:
+            check_finite(runner, totals, feed)
+        rate = replica.set_rates(feed.step, runner.where)
+        if replica.versions is not None:
+            replica.versions.turn()
+        norm = None
+        if overflowed and scale is not None:
+            replica.scale = scale.overflowed()
+        elif totals.weight:
+            norm = _scale(runner, gradients, totals, rows=feed.rows, largest=spec.clip_norm)
+            replica.apply(feed.step, runner.where)
+            attempt.applied = True
+            replica.scale = scale.applied() if scale else None
+            laps.optimizer()
+            if sampled and length is not None:
+                probe.keep(length, feed.rows)
+    replica.step = feed.step + 1
+    phases = laps.ended()
+    return StepReport(
+        step=replica.step,
+        loss=totals.loss / totals.weight if totals.weight else 0.0,
+        weight=totals.weight,
+        learning_rate=rate,
+        gradient_norm=norm,
+        wish=totals.wish,
+        overflowed=overflowed,
+        own_s=laps.own_s if runner.tells_own else None,
+        phases=None if sampled else phases,
+        scatter=scatter,
+    )
+
+
+def run_micro_batch(
+    runner: StepRunner, share: MicroBatchShare, forward_done: Callable[[], None] = lambda: None
+) -> None:
+    """Forward and backward of one micro-batch; tells a lost peer from an error in the user's code."""
+    where = runner.where
+    pull = runner.objective.pull(share, *runner.reduced(share))
+    forward_done()
+    try:
+        pull.backward()
+    except Exception as error:
+        raise TorchUserCode("the backward pass", where).meaning(error) from None
+
+
+def micro_batches_of(feed: Feed, *, muted: bool = False) -> list[tuple[int, MicroBatchShare]]:
+    """Micro-batches in order with their number; the wish goes with the last."""
+    flat = [
+        (
+            micro,
+            MicroBatchShare(batch=batch, data_rank=data_rank, rows=feed.rows, muted=muted, layout=batch_layout(feed)),
+        )
+        for data_rank, part in zip(feed.data_ranks, feed.parts, strict=True)
+        for micro, batch in enumerate(part)
+    ]
+    if feed.wish:
+        micro, last = flat[-1]
+        flat[-1] = micro, replace(last, wish=True)
+    return flat
+
+
+def batch_layout(feed: Feed) -> BatchLayout:
+    """Into what the global batch is cut."""
+    return BatchLayout(ranks=feed.total, micro_batches=len(feed.parts[0]))
+
+
+def _gradients(replica: TorchReplica, runner: StepRunner) -> list[Tensor]:
+    """The averaged gradients. Raises JobError where DDP could not average one."""
+    gradients = [parameter.grad for parameter in replica.trainable]
+    present = [gradient for gradient in gradients if gradient is not None]
+    if runner.every_used and len(present) < len(gradients):
+        missing = replica.names[replica.trainable[gradients.index(None)]]
+        raise JobError(
+            [
+                f"parameter {missing!r} got no gradient in this batch but did in others: use every parameter in every "
+                "batch, for instance by adding 0.0 * parameter.sum() to the loss"
+            ],
+            where=runner.where,
+        )
+    return present
+
+
+def read_totals(runner: StepRunner, gradients: list[Tensor], *, wants_norm: bool) -> StepTotals:
+    """Read what travelled in the reduction: the step's only wait for the device."""
+    carried = runner.objective.carry.grad
+    assert carried is not None, "carry is part of every objective"
+    if not wants_norm:
+        weight, loss, wish, *told = carried.tolist()
+        return StepTotals(weight=weight, loss=loss, wish=wish > 0.5, told=tuple(told), norm=None)
+    norm = torch.nn.utils.get_total_norm(gradients)
+    weight, loss, wish, *told, length = torch.cat((carried, norm.reshape(1).to(carried.dtype))).tolist()
+    return StepTotals(weight=weight, loss=loss, wish=wish > 0.5, told=tuple(told), norm=length)
+
+
+def _scale(
+    runner: StepRunner, gradients: list[Tensor], totals: StepTotals, *, rows: int, largest: float | None
+) -> float | None:
+    """Scale the gradients to the weighted mean's, then clip, in one pass; returns the norm before clipping.
+
+    Args:
+        totals: with the norm of the gradients as they would be without the scale of the losses.
+    """
+    factor = mean_factor(totals.weight, rows, runner.objective.carry.dtype)
+    norm = None if totals.norm is None else totals.norm * factor
+    if norm is not None and largest is not None and norm > largest:
+        factor *= largest / norm
+    factor /= runner.objective.scale
+    if factor != 1.0:
+        foreach_multiply(gradients, factor)
+    return norm
+
+
+def mean_factor(weight: float, rows: int, kind: torch.dtype) -> float:
+    """From a mean over so many rows to that over the sum of their weights, added up in numbers of a kind."""
+    return 1.0 if abs(weight - rows) <= 4 * torch.finfo(kind).eps * rows else rows / weight
+
+
+def overflows(totals: StepTotals) -> bool:
+    """Whether a gradient that counts is not finite, though its loss is."""
+    finite = math.isfinite(totals.loss) and math.isfinite(totals.weight)
+    return finite and bool(totals.weight) and totals.norm is not None and not math.isfinite(totals.norm)
+
+
+def check_finite(runner: StepRunner, totals: StepTotals, feed: Feed) -> None:
+    """Raise NonFiniteLoss on every rank alike; the rank where it happened names the samples."""
+    if math.isfinite(totals.loss) and math.isfinite(totals.weight):
+        if not totals.weight or totals.norm is None or math.isfinite(totals.norm):
+            return  # what has no weight is not applied
+        raise non_finite_error(f"the gradient's norm became {totals.norm} in step {feed.step + 1}", runner.where)
+    for share, losses in runner.objective.tallies:
+        bad = ~torch.isfinite(losses)
+        if bool(bad.any()):
+            rows = bad.reshape(bad.shape[0], -1).any(1).cpu().numpy()
+            samples = share.batch.samples[rows].tolist()
+            where = f"{runner.where}, data rank {share.data_rank}"
+            what = f"the loss became {totals.loss} in step {feed.step + 1}, in samples {format_samples(samples)}"
+            raise non_finite_error(what, where, samples, cause=nonfinite_columns_hint(share.batch, rows))
+    what = f"the loss became {totals.loss} in step {feed.step + 1}, on another data rank"
+    raise non_finite_error(what, runner.where, elsewhere=True)
+
+
+# --- What a step's gradients tell of their noise ----------------------------------------------------------------------
+
+
+class GradientNoiseProbe:
+    """Samples the steps of one formation, the same ones on all ranks.
+
+    Args:
+        objective: whose reduction the news travel in.
+        parameters: all that are trained.
+    """
+
+    def __init__(self, objective: Objective, parameters: Sequence[nn.Parameter]) -> None:
+        self._objective, self._parameters = objective, parameters
+        self._norms: list[Tensor] = []  # of the gradients of a micro-batch's backward
+        self._news: tuple[Tensor, ...] = ()  # of a sampled step: parts, samples and shares of this rank
+        self._whole: float | None = None  # its reduced gradient's squared norm
+
+    def due(self, feed: Feed) -> bool:
+        """Whether a step is to be sampled; never where there are no parameters whose gradients could be seen."""
+        return bool(self._parameters) and noise_is_due(feed.step, feed.total * len(feed.parts[0]))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """See the gradients of all backwards within."""
+        zero = torch.zeros((), dtype=self._objective.carry.dtype, device=self._objective.carry.device)
+        self._news = (zero, zero, zero)
+        handles = [add_gradient_hook(parameter, self._see) for parameter in self._parameters]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _see(self, gradient: Tensor) -> None:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        self._norms.append(torch.linalg.vector_norm(values.detach(), dtype=self._objective.carry.dtype))
+
+    def count(self, share: MicroBatchShare) -> None:
+        """The backward of one micro-batch is over."""
+        norms, self._norms = self._norms, []
+        samples = int(np.count_nonzero(share.batch.weights))
+        if samples and norms:
+            unit = (share.rows / self._objective.world / self._objective.scale) ** 2 / samples  # see `Objective.pull`
+            parts, counted, shares = self._news
+            self._news = (parts + torch.stack(norms).square().sum() * unit, counted + samples, shares + 1)
+
+    def send(self) -> None:
+        """Let the news of the step before, if there are any, travel with this one."""
+        if self._whole is not None:
+            self._objective.news = self._news
+
+    def heard(self, told: Sequence[float]) -> GradientScatter | None:
+        """What came of what travelled."""
+        whole, self._whole = self._whole, None
+        if whole is None:
+            return None
+        parts, samples, shares = told
+        return GradientScatter(parts=parts, samples=samples, shares=shares, whole=whole)
+
+    def keep(self, norm: float, rows: int) -> None:
+        """A sampled step was applied; its averaged gradient has this norm."""
+        self._whole = (norm * rows) ** 2
