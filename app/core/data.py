@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,6 +86,12 @@ class Feed:
     rows: int
     wish: bool = False
     following: Feed | None = None
+
+
+def zero_weight(feed: Feed) -> Feed:
+    """Return the same feed with all weights 0."""
+    parts = tuple(tuple(replace(batch, weights=np.zeros(batch.rows)) for batch in part) for part in feed.parts)
+    return replace(feed, parts=parts)
 
 
 @dataclass(frozen=True, kw_only=True)

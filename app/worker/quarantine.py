@@ -11,12 +11,12 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainwright.core.data import Feed, StepReport
+from trainwright.core.data import Feed, StepReport, zero_weight
 from trainwright.core.engine import Engine
 from trainwright.core.errors import NonFiniteLoss
 from trainwright.core.job import Job
 from trainwright.datasets.loading.bad_samples import SkippedSample
-from trainwright.datasets.loading.batch_loader import BatchLoader, zero_weight
+from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.storage.object_store import Store
 
 _FOLDER = "quarantine"

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import cast
 
-from trainwright.core.data import Batch, Columns, Feed, MetricSums
+from trainwright.core.data import Batch, Columns, Feed, MetricSums, zero_weight
 from trainwright.core.engine import (
     CheckpointFile,
     CheckpointRef,
@@ -33,7 +33,7 @@ from trainwright.core.events import Steps
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Generation, Group, Peer, Role, StalenessCounts, StateTag
-from trainwright.datasets.loading.batch_loader import BatchLoader, Feeds, LeasedFeeds, Lookahead, zero_weight
+from trainwright.datasets.loading.batch_loader import BatchLoader, Feeds, LeasedFeeds, Lookahead
 from trainwright.driver.messages import (
     EvaluateRequest,
     MemoryCopyRequest,

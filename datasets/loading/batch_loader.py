@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.core.data import Batch, Cursor, Feed, FeedAssignment, PrefetchDepth
+from trainwright.core.data import Batch, Cursor, Feed, FeedAssignment, PrefetchDepth, zero_weight
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.core.topology import WorkUnit
 from trainwright.datasets.data_source import Arrays, Index, RowAccess
@@ -425,14 +425,6 @@ class Lookahead:
         assert following is not None, "the next one is among them"
         read.popleft()
         return following
-
-
-def zero_weight(feed: Feed) -> Feed:
-    """The same feed with all weights 0."""
-    return replace(
-        feed,
-        parts=tuple(tuple(replace(batch, weights=np.zeros(batch.rows)) for batch in part) for part in feed.parts),
-    )
 
 
 # --- Feeds of the units that a worker leases --------------------------------------------------------------------------

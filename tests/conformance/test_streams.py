@@ -17,10 +17,9 @@ from tests.support.conformance.harness import Pool, World
 from tests.support.conformance.problems import PROBLEMS, Problem
 from tests.support.conformance.staged_model import Deep, Steps, plan, spec, streamed
 from tests.support.conformance.unbroken_runs import assert_same
-from trainwright.core.data import Feed, StepReport
+from trainwright.core.data import Feed, StepReport, zero_weight
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Plan
-from trainwright.datasets.loading.batch_loader import zero_weight
 from trainwright.strategies.torch.engines.pipeline import Pipeline
 
 SILENT = 3

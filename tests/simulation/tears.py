@@ -44,7 +44,6 @@ class Code:
 
     log: ModuleType = trainwright.storage.run_log
     eventfiles: ModuleType = trainwright.storage.event_files
-    summary: ModuleType = trainwright.storage.event_files
     store: ModuleType = trainwright.storage.object_store
 
 
@@ -233,9 +232,9 @@ def _check_folded(code: Code, store: Store, found: list[str]) -> None:
     folding = RunSummary()
     for line in found:
         folding.add(events.from_json(line))
-    if code.summary.read_folding(store, RUN).facts() != folding.facts():
+    if code.eventfiles.read_run_summary(store, RUN).facts() != folding.facts():
         raise Violation("the summary says something else than the events")
-    if _row(code.summary.read_brief(store, RUN)) != _row(folding):
+    if _row(code.eventfiles.read_brief_summary(store, RUN)) != _row(folding):
         raise Violation("the list of runs says something else than the events")
 
 
@@ -257,8 +256,8 @@ def _go_on(code: Code, store: Store, found: list[str]) -> None:
     _commit(store, log, entry.token, 1_000, entry.checkpoints)
     clock = _Minutes()
     for _ in range(2):
-        code.summary.Compactor(store, RUN, clock=clock).compact()
-    compactor = code.summary.Compactor(store, RUN, clock=clock)
+        code.eventfiles.EventCompactor(store, RUN, clock=clock).compact()
+    compactor = code.eventfiles.EventCompactor(store, RUN, clock=clock)
     for _ in range(2):
         compactor.compact()
     after = [event.to_json() for event in code.eventfiles.read_events(store, RUN)]

@@ -256,10 +256,11 @@ def test_tensorboard_leaves_out_what_is_no_number(tmp_path: Path) -> None:
 
 
 def test_what_users_see_imports_no_framework_and_no_ray() -> None:
-    modules = ("event_log", "history", "progress", "tensorboard", "html", "run_views", "plan_view")
-    imports = "; ".join(
-        f"import trainwright.{'storage' if name == 'event_log' else 'reporting'}.{name}" for name in modules
-    )
+    modules = (
+        "storage.event_log", "tracking.tensorboard", "reporting.run_history", "reporting.progress_bar",
+        "reporting.html", "reporting.run_views", "reporting.plan_view",
+    )  # fmt: skip
+    imports = "; ".join(f"import trainwright.{name}" for name in modules)
     heavy = {"ray", "torch", "tensorflow", "keras", "tensorboardX", "pandas", "matplotlib"}
     code = f"import sys; import trainwright.lr_schedules; {imports}\nprint(sorted(sys.modules.keys() & {heavy}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

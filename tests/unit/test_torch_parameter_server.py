@@ -28,12 +28,11 @@ from tests.support.torch_engines import (
     plan,
     spec,
 )  # fmt: skip
-from trainwright.core.data import Feed, StepReport
+from trainwright.core.data import Feed, StepReport, zero_weight
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss
 from trainwright.core.plan import Mesh, Plan
 from trainwright.core.topology import Group, Peer, Role
-from trainwright.datasets.loading.batch_loader import zero_weight
 from trainwright.strategies.torch.engines.parameter_server import ParameterServer
 
 

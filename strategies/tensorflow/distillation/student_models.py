@@ -21,7 +21,7 @@ from trainwright.strategies.tensorflow.training.evaluation import LOSS
 from trainwright.strategies.tensorflow.training.objective import KerasCaller, call_model
 
 
-class _KerasAxisLinear(keras.layers.Layer):  # type: ignore[misc]
+class KerasAxisLinear(keras.layers.Layer):  # type: ignore[misc]
     """A linear map along one axis."""
 
     def __init__(self, bridge: LayerProjection, dtype: Any) -> None:
@@ -36,7 +36,7 @@ class _KerasAxisLinear(keras.layers.Layer):  # type: ignore[misc]
         return keras.ops.moveaxis(self.linear(keras.ops.moveaxis(layer, self.axis, -1)), -1, self.axis)
 
 
-class _KerasStudents(keras.Model):  # type: ignore[misc]
+class KerasStudents(keras.Model):  # type: ignore[misc]
     """Students that are given the same inputs.
 
     Args:
@@ -55,7 +55,7 @@ class _KerasStudents(keras.Model):  # type: ignore[misc]
         tapped = {name: (layer_of(models[student], path), path) for name, (student, path) in wanted.layers.items()}
         object.__setattr__(self, "_tapped", tapped)  # no layers of its own: they are the students'
         for name, bridge in wanted.bridges.items():
-            setattr(self, _bridge(name), _KerasAxisLinear(bridge, tapped[name][0].dtype_policy))
+            setattr(self, _bridge(name), KerasAxisLinear(bridge, tapped[name][0].dtype_policy))
         self.weighing = None
         if wanted.teachers:
             kind = next(iter(models.values())).trainable_variables[0].dtype
@@ -101,7 +101,7 @@ class _KerasStudentBackend:
                 raise JobError(
                     [f"student {name!r} has no variables yet: give it a keras.Input, or call it once in its builder"]
                 )
-        return _KerasStudents(models, wanted)
+        return KerasStudents(models, wanted)
 
     def shapes(self, build: Builder, sample: Columns, inputs: Names, keywords: Names) -> Mapping[str, Shape]:
         given = [tf.convert_to_tensor(sample[name]) for name in inputs]

@@ -62,7 +62,7 @@ def digest(model: keras.Model) -> str:
     return sums.hexdigest()
 
 
-class _LayerOutputModel(keras.Model):  # type: ignore[misc]
+class LayerOutputModel(keras.Model):  # type: ignore[misc]
     """A model that gives beside its own outputs what some of its layers give.
 
     Args:
@@ -90,8 +90,8 @@ class _LayerOutputModel(keras.Model):  # type: ignore[misc]
 
 
 def tap(model: keras.Model, layers: Mapping[str, str]) -> keras.Model:
-    """The model, or where layers of it are to be told one around it. Raises as `_LayerOutputModel`."""
-    return _LayerOutputModel(model, layers) if layers else model
+    """The model, or where layers of it are to be told one around it. Raises as `LayerOutputModel`."""
+    return LayerOutputModel(model, layers) if layers else model
 
 
 def shapes(

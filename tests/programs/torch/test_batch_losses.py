@@ -15,11 +15,10 @@ from torch.nn import functional
 import trainwright as tw
 from tests.support.rank_processes import Exchange, formed, run_ranks
 from tests.support.torch_engines import feed, one_device, plan, spec
-from trainwright.core.data import Batch, Feed, Terms, fold_seed
+from trainwright.core.data import Batch, Feed, Terms, fold_seed, zero_weight
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Mesh
-from trainwright.datasets.loading.batch_loader import zero_weight
 from trainwright.strategies.torch.engines.data_parallel import DataParallel
 from trainwright.strategies.torch.engines.fsdp import Sharded
 

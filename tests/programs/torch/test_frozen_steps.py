@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from tests.support.rank_processes import Exchange, formed, run_ranks
 from tests.support.torch_engines import feed, plan, spec
-from trainwright.core.data import Batch, Feed, fold_seed
+from trainwright.core.data import Batch, Feed, fold_seed, zero_weight
 from trainwright.core.plan import Mesh
-from trainwright.datasets.loading.batch_loader import zero_weight
 from trainwright.strategies.torch.engines.data_parallel import DataParallel
 from trainwright.strategies.torch.engines.fsdp import Sharded
 

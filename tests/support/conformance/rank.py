@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.support.conformance import problems
 from tests.support.conformance.problems import Problem
-from trainwright.core.data import Columns, Feed, MetricSums, StepReport
+from trainwright.core.data import Columns, Feed, MetricSums, StepReport, zero_weight
 from trainwright.core.engine import ModelSpec, StateSnapshot
 from trainwright.core.errors import NonFiniteLoss, TrainwrightError
 from trainwright.core.loss_api import takes_targets_first
@@ -32,7 +32,6 @@ from trainwright.core.topology import (
     StateTransfer,
     WorkUnit,
 )
-from trainwright.datasets.loading.batch_loader import zero_weight
 
 NAN = float("nan")
 
