@@ -52,7 +52,6 @@ STRATEGIES: Mapping[str, ModuleType] = {
 
 
 MOVED = {
-    "reference.engine": "reference.collective",
     "tensorflow.fit": "tensorflow.keras_fit",
     "tensorflow.parameter_server": "tensorflow.ps.parameter_server",
     "torch.data_parallel": "torch.engines.data_parallel",

@@ -7,11 +7,8 @@ from collections.abc import Iterator
 from trainwright.core.plan import InfeasiblePlan, Mesh, Plan
 from trainwright.strategies.search.plan_request import PlanRequest, engine_for
 
-FRAMEWORKS = ("torch", "reference")
-ENGINES = {
-    "torch": "trainwright.strategies.torch.engines.data_parallel:DataParallel",
-    "reference": "trainwright.strategies.reference.collective:Reference",
-}
+FRAMEWORKS = ("torch",)
+ENGINES = {"torch": "trainwright.strategies.torch.engines.data_parallel:DataParallel"}
 
 
 def propose(question: PlanRequest) -> Iterator[Plan | InfeasiblePlan]:

@@ -14,7 +14,7 @@ from trainwright.strategies.parameter_server import NO_FIT as NO_FIT
 from trainwright.strategies.parameter_server import refused, served
 from trainwright.strategies.search.plan_request import PlanRequest
 
-FRAMEWORKS = ("torch", "reference")
+FRAMEWORKS = ("torch",)
 ALONE = True
 STEPS = (8, 32, 128)  # local ones, where the job does not say
 DRIFT = (

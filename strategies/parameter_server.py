@@ -9,11 +9,8 @@ from trainwright.core.topology import Consistency, GradientCompression
 from trainwright.strategies.ps.parameter_shards import count_busy_servers
 from trainwright.strategies.search.plan_request import PlanRequest, engine_for
 
-FRAMEWORKS = ("torch", "reference")
-ENGINES = {
-    "torch": "trainwright.strategies.torch.engines.parameter_server:ParameterServer",
-    "reference": "trainwright.strategies.reference.independent:Independent",
-}
+FRAMEWORKS = ("torch",)
+ENGINES = {"torch": "trainwright.strategies.torch.engines.parameter_server:ParameterServer"}
 ALONE = True
 NO_FIT = "Keras' fit has all workers step together"
 UNASKED = ("sync", "ssp(3)", "async")  # the other forms are for who asks for them

@@ -153,7 +153,7 @@ def _names(job: Job, framework: str, pins: PlanConstraints) -> Collection[str]:
         raise PlanError(f"strategy={job.strategy!r} is not known", remedy=nearest(job.strategy, STRATEGIES))
     suited = strategies_for(framework)
     if job.strategy not in suited:
-        others = ", ".join(name for name in STRATEGIES[job.strategy].FRAMEWORKS if name != "reference")
+        others = ", ".join(STRATEGIES[job.strategy].FRAMEWORKS)
         raise PlanError(
             f"strategy={job.strategy!r} is for models of {others}, and this one is of {framework}",
             remedy=f"use {', '.join(suited)}",

@@ -24,7 +24,6 @@ _log = logging.getLogger(__name__)
 _FRAMEWORKS = {
     "keras.src.backend.tensorflow": "trainwright.strategies.tensorflow.training.keras_profile",
     "torch.nn": "trainwright.strategies.torch.profiling.model_profile",
-    "trainwright.strategies.reference": "trainwright.strategies.reference.reference_engine",
 }
 
 
@@ -73,7 +72,7 @@ def profiler_of(model: Any) -> Any:
 
 
 def framework_of(model: Any) -> str:
-    """A model's framework: `torch`, `tensorflow` or `reference`. Raises JobError for what is no model."""
+    """Return a model's framework: `torch` or `tensorflow`. Raises JobError for anything else."""
     name: str = profiler_of(model).__name__
     return name.split(".")[2]
 

@@ -20,9 +20,10 @@ from tests.support import torch_jobs
 from tests.support.exactly_once_job import strike
 from tests.support.finished_runs import final_state, told
 from tests.support.processes import wait_for
+from tests.support.reference import registration as registration
+from tests.support.reference.model import Array, LossWithGradient, Mlp, Sgd, cross_entropy
+from tests.support.reference.state import from_bytes, merge_states
 from trainwright.core import events
-from trainwright.strategies.reference.model import Array, LossWithGradient, Mlp, Sgd, cross_entropy
-from trainwright.strategies.reference.state import from_bytes, merge_states
 
 ROWS, WIDTH, CLASSES, BATCH, EPOCHS, RATE = 192, 8, 4, 24, 3, 0.01
 EVERY = ROWS // BATCH  # steps of an epoch, after each of which a checkpoint is due

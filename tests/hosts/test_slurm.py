@@ -30,9 +30,10 @@ JOB = """
 import pathlib, time
 import numpy as np
 import trainwright as tw
-from trainwright.strategies.reference.model import cross_entropy
-from trainwright.strategies.reference.model import Mlp
-from trainwright.strategies.reference.model import Sgd
+from tests.support.reference.model import cross_entropy
+from tests.support.reference.model import Mlp
+from tests.support.reference.model import Sgd
+from tests.support.reference import registration
 
 folder = pathlib.Path({folder!r})
 x = np.random.default_rng(5).normal(size=(192, 8))
@@ -94,6 +95,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """Hosts with Slurm."""
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "job.py").write_text(JOB.format(folder=str(folder), gate=GATE))
+    (folder / "tests").symlink_to(ROOT / "tests")  # the folder is on the path of driver and workers
     with lan.lan(NAMES, packages.unpacked(ROOT / "data" / "debian"), [folder]) as made:
         for host in made.values():
             host.write("/root/.trainwright/storage.env", "", 0o600)

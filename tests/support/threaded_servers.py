@@ -13,11 +13,11 @@ import numpy as np
 
 from tests.support.conformance import problems, reference_case
 from tests.support.conformance.problems import PROBLEMS, Problem
+from tests.support.reference import state as states
+from tests.support.reference.independent import Independent
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.topology import Generation, Group, Peer, StateTag, WorkUnit
 from trainwright.strategies.ps.server_roles import LeadServer
-from trainwright.strategies.reference import state as states
-from trainwright.strategies.reference.independent import Independent
 
 FIRST, KEY = Generation(token=1, number=1), b"the key of the first"
 SHARES, STEPS = 3, 12

@@ -12,12 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.core.data import Batch, Feed, Terms
-from trainwright.core.engine import ModelSpec
-from trainwright.core.errors import CheckpointError, JobError, TrainwrightError, UserCodeError
-from trainwright.strategies.reference import state as states
-from trainwright.strategies.reference.independent import model_shards, shard_state
-from trainwright.strategies.reference.model import (
+from tests.support.reference import state as states
+from tests.support.reference.independent import model_shards, shard_state
+from tests.support.reference.model import (
     ACTIVATIONS,
     Adam,
     LossWithGradient,
@@ -27,7 +24,10 @@ from trainwright.strategies.reference.model import (
     cross_entropy,
     squared_error,
 )
-from trainwright.strategies.reference.user_functions import ReferenceProgram
+from tests.support.reference.user_functions import ReferenceProgram
+from trainwright.core.data import Batch, Feed, Terms
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import CheckpointError, JobError, TrainwrightError, UserCodeError
 
 SPEC = ModelSpec(
     model=lambda: Mlp((3, 4, 2)),
@@ -178,7 +178,7 @@ def test_what_has_weight_zero_may_be_anything() -> None:
     ("fields", "words"),
     [
         ({"loss": lambda outputs, targets: cross_entropy(outputs, targets).values.mean()}, "one number"),
-        ({"loss": lambda outputs, targets: cross_entropy(outputs, targets).values}, "Graded"),
+        ({"loss": lambda outputs, targets: cross_entropy(outputs, targets).values}, "LossWithGradient"),
         ({"loss": lambda outputs, targets: cross_entropy(outputs[1:], targets[1:])}, r"\(5,\)"),
         ({"loss": lambda outputs, targets: LossWithGradient(outputs, outputs[:, :1])}, "gradient of the shape"),
         ({"loss": lambda outputs, targets: LossWithGradient(outputs, outputs, np.ones(4))}, "weights of shape"),

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.reference import state as states
+from tests.support.reference.collective import NewProcess, Reference
+from tests.support.reference.coordinator import Coordinator, pack_feed, unpack_feed
+from tests.support.reference.model import LossWithGradient, Mlp, Sgd, cross_entropy
+from tests.support.reference.reference_engine import ReferenceEngine
+from tests.support.reference.star_transport import ReservedPort, StarGroup
 from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss, PeerLost, TrainwrightError
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.core.topology import Address, Generation, Group, Peer
-from trainwright.strategies.reference import state as states
-from trainwright.strategies.reference.collective import NewProcess, Reference
-from trainwright.strategies.reference.coordinator import Coordinator, pack_feed, unpack_feed
-from trainwright.strategies.reference.model import LossWithGradient, Mlp, Sgd, cross_entropy
-from trainwright.strategies.reference.reference_engine import ReferenceEngine
-from trainwright.strategies.reference.star_transport import ReservedPort, StarGroup
 
 FIRST = Generation(token=1, number=1)
 PLAN = Plan(strategy="test", engine="", mesh=Mesh(), batch_size=6, placement=WorkerResources(cpus=1))

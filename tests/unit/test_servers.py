@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.conformance import problems, reference_case
 from tests.support.conformance.problems import PROBLEMS
+from tests.support.reference import state as states
+from tests.support.reference.model import Mlp, Sgd
 from tests.support.threaded_servers import SHARES, STEPS, Arrays, Cluster, Files, assert_close, cluster
 from trainwright.core.plan import Mesh
-from trainwright.strategies.reference import state as states
-from trainwright.strategies.reference.model import Mlp, Sgd
 
 
 @pytest.mark.parametrize("name", ["ragged", "clip", "schedule", "weights", "silent_step", "empty_shares"])

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.reference.model import Sgd
 from tests.support.threaded_servers import SHARES, STEPS, assert_close, cluster
 from trainwright.core.errors import NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
 from trainwright.strategies.ps import lease_table
 from trainwright.strategies.ps import parameter_client as worker_side
-from trainwright.strategies.reference.model import Sgd
 
 NEVER = 1e6  # times the usual: however slow the machine is
 

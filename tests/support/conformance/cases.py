@@ -122,7 +122,7 @@ class Case:
         return [problems.feeds(problem, plan, step, ids[step], data) for step in steps]
 
 
-REFERENCE, TENSORFLOW = "trainwright.strategies.reference", "trainwright.strategies.tensorflow"
+REFERENCE, TENSORFLOW = "tests.support.reference", "trainwright.strategies.tensorflow"
 KERAS: dict[str, Any] = {"framework": "tensorflow", "in_place": False, "interruptible": False}
 CASES = (
     Case(name="reference", framework="reference", engine=f"{REFERENCE}.collective:Reference"),

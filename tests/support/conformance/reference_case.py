@@ -11,9 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.support.conformance.problems import CLASSES, CLIP, HIDDEN, RATE, Ids, Problem, schedule
-from trainwright.core.data import Columns
-from trainwright.core.engine import ModelSpec
-from trainwright.strategies.reference.model import (
+from tests.support.reference.model import (
     Adam,
     Array,
     LossWithGradient,
@@ -23,7 +21,9 @@ from trainwright.strategies.reference.model import (
     cross_entropy,
     squared_error,
 )
-from trainwright.strategies.reference.state import from_bytes, merge_states, to_bytes
+from tests.support.reference.state import from_bytes, merge_states, to_bytes
+from trainwright.core.data import Columns
+from trainwright.core.engine import ModelSpec
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 

@@ -19,7 +19,7 @@ from trainwright.core.topology import Address, Generation, Group, Peer, Role
 GENERATION, KEY = Generation(token=1, number=1), b"of this generation"
 DEADLINE_S = 20.0
 ENGINES = {
-    "reference": "trainwright.strategies.reference.independent:Independent",
+    "reference": "tests.support.reference.independent:Independent",
     "torch": "trainwright.strategies.torch.engines.parameter_server:ParameterServer",
 }
 

@@ -10,6 +10,10 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from tests.support.reference.model import ReferenceModel
+from tests.support.reference.star_transport import ReservedPort
+from tests.support.reference.state import ReferenceState, fit_state, from_bytes, merge_states, to_bytes
+from tests.support.reference.user_functions import ReferenceProgram
 from trainwright.core.data import Batch, Columns, Feed, MetricSums
 from trainwright.core.engine import ModelSpec, StateReader, StateSnapshot, StateWriter
 from trainwright.core.errors import CheckpointError, TrainwrightError
@@ -17,10 +21,6 @@ from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.common.host_address import own_host
-from trainwright.strategies.reference.model import ReferenceModel
-from trainwright.strategies.reference.star_transport import ReservedPort
-from trainwright.strategies.reference.state import ReferenceState, fit_state, from_bytes, merge_states, to_bytes
-from trainwright.strategies.reference.user_functions import ReferenceProgram
 
 PREFIX, SUFFIX = "state", ".npz"
 

@@ -11,11 +11,11 @@ from contextlib import suppress
 
 import numpy as np
 
+from tests.support.reference.model import Array
 from trainwright.core.errors import PeerLost
 from trainwright.core.topology import Address, Group, Peer
 from trainwright.strategies.common import socket_transport
 from trainwright.strategies.common.socket_transport import LOST_PEER_REMEDY, connection_lost, remaining_s
-from trainwright.strategies.reference.model import Array
 
 _HEADER = struct.Struct(">Q")
 _COMPLETE = b"complete"

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from tests.support.reference.collective import ReplicatedEngine
+from tests.support.reference.model import Array
+from tests.support.reference.reference_engine import zero_weighted
+from tests.support.reference.state import decode_arrays, encode_arrays
+from tests.support.reference.user_functions import apply_step
 from trainwright.core.data import Batch, Feed, StepReport
 from trainwright.core.errors import PeerLost
 from trainwright.core.topology import Capabilities
-from trainwright.strategies.reference.collective import ReplicatedEngine
-from trainwright.strategies.reference.model import Array
-from trainwright.strategies.reference.reference_engine import zero_weighted
-from trainwright.strategies.reference.state import decode_arrays, encode_arrays
-from trainwright.strategies.reference.user_functions import apply_step
 
 _END = b""
 _WEIGHTS, _SAMPLES, _COLUMN, _HEAD = "weights", "samples", "column/", "head"

@@ -8,13 +8,13 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import ClassVar
 
+from tests.support.reference.model import Array
+from tests.support.reference.reference_engine import ReferenceEngine, zero_weighted
+from tests.support.reference.star_transport import StarGroup
+from tests.support.reference.state import from_bytes, to_bytes
+from tests.support.reference.user_functions import apply_step
 from trainwright.core.data import Feed, StepReport
 from trainwright.core.topology import Capabilities, Group, StateTag, StateTransfer
-from trainwright.strategies.reference.model import Array
-from trainwright.strategies.reference.reference_engine import ReferenceEngine, zero_weighted
-from trainwright.strategies.reference.star_transport import StarGroup
-from trainwright.strategies.reference.state import from_bytes, to_bytes
-from trainwright.strategies.reference.user_functions import apply_step
 
 
 class ReplicatedEngine(ReferenceEngine):

@@ -11,6 +11,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from tests.support.reference.model import Array, Arrays
+from tests.support.reference.reference_engine import PREFIX, SUFFIX, ReferenceEngine, zero_weighted
+from tests.support.reference.state import ReferenceState, row_slice_name
+from tests.support.reference.user_functions import ReferenceProgram, SummedGradients
 from trainwright.core.data import Columns, Feed, MetricSums, StepReport
 from trainwright.core.engine import ModelSpec, StateSnapshot
 from trainwright.core.errors import TrainwrightError
@@ -39,10 +43,6 @@ from trainwright.strategies.ps.parameter_shards import (
 )
 from trainwright.strategies.ps.server_roles import FollowerServer, LeadServer
 from trainwright.strategies.ps.shard_server import ServerConfig, ShardServer
-from trainwright.strategies.reference.model import Array, Arrays
-from trainwright.strategies.reference.reference_engine import PREFIX, SUFFIX, ReferenceEngine, zero_weighted
-from trainwright.strategies.reference.state import ReferenceState, row_slice_name
-from trainwright.strategies.reference.user_functions import ReferenceProgram, SummedGradients
 
 
 @dataclass(kw_only=True)

@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from tests.support.reference.model import Array, Arrays, LossWithGradient, Optimizer, ReferenceModel
+from tests.support.reference.state import ReferenceState
 from trainwright.core.data import Batch, Columns, Feed, MetricSums, StepReport, Terms, fold_seed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, TrainwrightError, UserCodeError
 from trainwright.core.loss_api import outputs_first
-from trainwright.strategies.reference.model import Array, Arrays, LossWithGradient, Optimizer, ReferenceModel
-from trainwright.strategies.reference.state import ReferenceState
 
 _TAIL = 3  # loss, weight, wish
 
@@ -129,8 +129,8 @@ class ReferenceProgram:
         """The vector of sums of one micro-batch."""
         graded, outputs = self._loss(batch)
         values, weights = self._terms("loss", graded, batch)
-        if not isinstance(graded, LossWithGradient) or (outputs is not None and graded.gradient.shape != outputs.shape):
-            self._refuse("loss= must return Graded(values, gradient), gradient of the shape of the outputs")
+        if not _has_gradient(graded) or (outputs is not None and graded.gradient.shape != outputs.shape):
+            self._refuse("loss= must return LossWithGradient(values, gradient), gradient of the shape of the outputs")
         self._check_finite(values, weights, batch, step)
         loss, weight = _weighted_sums(values, weights)
         factor = weights.reshape(weights.shape + (1,) * (graded.gradient.ndim - weights.ndim))
@@ -175,8 +175,8 @@ class ReferenceProgram:
 
     def _terms(self, what: str, result: Any, batch: Batch) -> tuple[Array, Array]:
         """Values and weights of one shape, (rows,) or (rows, k); the batch's own weights multiplied in."""
-        values = np.asarray(result[0] if isinstance(result, LossWithGradient | Terms) else result)
-        weights = {LossWithGradient: 2, Terms: 1}.get(type(result))
+        values = np.asarray(result[0] if _has_gradient(result) or isinstance(result, Terms) else result)
+        weights = 2 if _has_gradient(result) else 1 if isinstance(result, Terms) else None
         if values.ndim == 0:
             self._refuse(f"{what} returned one number for {batch.rows} rows: return one value per sample, no mean")
         if values.ndim > 2 or len(values) != batch.rows:
@@ -247,6 +247,11 @@ def apply_step(
         wish=totals.wish,
     )
     return ReferenceState(parameters=parameters, slots=slots, step=feed.step + 1), report
+
+
+def _has_gradient(result: Any) -> bool:
+    """Whether a result is a LossWithGradient; its class is another one in a process that got it by value."""
+    return type(result).__name__ == LossWithGradient.__name__
 
 
 def _batches(feed: Feed) -> Iterator[Batch]:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tests.support.reference.model import Arrays
 from trainwright.core.errors import CheckpointError, TrainwrightError
-from trainwright.strategies.reference.model import Arrays
 
 _MODEL, _OPTIMIZER, _STEP = "model/", "optimizer/", "step"
 _ROW_SLICE = re.compile(r"(?P<name>.+)\[(?P<start>\d+):\d+\]")
