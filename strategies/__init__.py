@@ -53,7 +53,12 @@ STRATEGIES: Mapping[str, ModuleType] = {
 
 MOVED = {
     "tensorflow.fit": "tensorflow.keras_fit",
-    "tensorflow.parameter_server": "tensorflow.ps.parameter_server",
+    "tensorflow.central_storage": "tensorflow.strategy_engines",
+    "tensorflow.mirrored": "tensorflow.strategy_engines",
+    "tensorflow.multi_worker": "tensorflow.strategy_engines",
+    "tensorflow.one_device:OneDevice": "tensorflow.strategy_engines:TensorFlowOneDevice",
+    "tensorflow.parameter_server:ParameterServer": "tensorflow.ps.parameter_server:TensorFlowParameterServer",
+    "tensorflow.ps.parameter_server:ParameterServer": "tensorflow.ps.parameter_server:TensorFlowParameterServer",
     "torch.data_parallel": "torch.engines.data_parallel",
     "torch.one_device": "torch.engines.one_device",
     "torch.parameter_server": "torch.engines.parameter_server",
@@ -61,13 +66,15 @@ MOVED = {
     "torch.sharded": "torch.engines.fsdp",
     "torch.tensor_parallel": "torch.engines.tensor_parallel",
 }
-"""Modules of engines in runs that 0.1.0 stored, and where they are now, below `trainwright.strategies`."""
+"""Engines that older runs store, as `module` or `module:class`, and their place now, below `trainwright.strategies`."""
 
 
 def current_engine(engine: str) -> str:
-    """Return `module:class` of an engine as this version has it; an older version may have stored another module."""
-    module, _, name = engine.removeprefix(f"{__name__}.").partition(":")
-    return f"{__name__}.{MOVED[module]}:{name}" if module in MOVED else engine
+    """Return an engine's `module:class` in this version; an older version may have stored another place or name."""
+    stored = engine.removeprefix(f"{__name__}.")
+    module, _, name = stored.partition(":")
+    found = MOVED.get(stored) or (f"{MOVED[module]}:{name}" if module in MOVED else stored)
+    return f"{__name__}.{found}" if stored != engine else engine
 
 
 def strategies_for(framework: str) -> Mapping[str, ModuleType]:

@@ -9,7 +9,7 @@ from trainwright.strategies.search.plan_request import PlanRequest, engine_for
 from trainwright.strategies.tf_mirrored import one_node
 
 FRAMEWORKS = ("tensorflow",)
-ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.central_storage:CentralStorage"}
+ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.strategy_engines:CentralStorage"}
 NO_FIT = "Keras' fit trains right with central storage, but reports wrong metrics"
 
 

@@ -9,7 +9,7 @@ from trainwright.strategies.one_device import one_worker
 from trainwright.strategies.search.plan_request import PlanRequest, engine_for
 
 FRAMEWORKS = ("tensorflow",)
-ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.mirrored:Mirrored"}
+ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.strategy_engines:Mirrored"}
 FIT = "trainwright.strategies.tensorflow.keras_fit:FitMirrored"
 
 

@@ -9,9 +9,9 @@ from trainwright.strategies.data_parallel import replicas
 from trainwright.strategies.search.plan_request import PlanRequest, engine_for
 
 FRAMEWORKS = ("tensorflow",)
-ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.multi_worker:MultiWorkerMirrored"}
+ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.strategy_engines:MultiWorkerMirrored"}
 NO_FIT = "Keras' fit raises on several workers: it takes values of several replicas for tensors"
-GIVEN = "trainwright.strategies.tensorflow.multi_worker:AtGivenAddresses"
+GIVEN = "trainwright.strategies.tensorflow.strategy_engines:AtGivenAddresses"
 
 
 def propose(question: PlanRequest) -> Iterator[Plan | InfeasiblePlan]:

@@ -9,7 +9,7 @@ from trainwright.core.plan import InfeasiblePlan, Mesh, Plan
 from trainwright.strategies.search.plan_request import PlanRequest, engine_for
 
 FRAMEWORKS = ("tensorflow",)
-ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.ps.parameter_server:ParameterServer"}
+ENGINES = {"tensorflow": "trainwright.strategies.tensorflow.ps.parameter_server:TensorFlowParameterServer"}
 ALONE = True
 NO_FIT = "Keras' fit raises with parameter servers: it makes a data set on each worker"
 PIECE_BYTES = 1 << 20  # of parameters; a server with less waits for messages and not for bytes

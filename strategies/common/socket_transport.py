@@ -1,12 +1,13 @@
-"""Sockets of workers and servers: names, options, who listens, and the two calls that move bytes, with a descriptor
-beside them.
+"""Sockets between the processes of a group: listen, connect, prove membership, and send and receive whole messages.
+
+A connection begins with a handshake by the group's key (HMAC-SHA256), before anything else is read from it:
 
     server -> member   a nonce
     member -> server   its rank, a nonce of its own, MAC("member", both nonces, rank)
     server -> member   MAC("server", both nonces, rank)
 
-Each message has a fixed size, and nothing in it is used before its MAC is verified. Nobody learns the key by listening,
-and no message is of use in another connection. What follows is neither encrypted nor signed.
+Each message has a fixed size, and nothing in it is used before its MAC is verified. A listener on the network does not
+learn the key, and no message is valid in another connection. What follows is neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -21,46 +22,84 @@ import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import IntEnum
 
 from trainwright.core.errors import PeerLost
 from trainwright.core.topology import Address
 from trainwright.strategies.common import shared_memory
 from trainwright.strategies.common.host_address import bind_socket
 
+NO_DEADLINE = float("inf")
+LOST_PEER_REMEDY = "look at the rank that failed first"
+_BACKLOG = 512  # connections that wait to be accepted
 _MAX_BUFFERS = 64  # buffers in one call; the system takes 1024
-_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a dead machine is noticed after 90 s
+_MAX_TIMEOUT_S = 1e6  # the longest timeout that a socket takes
+_LENGTH = struct.Struct(">Q")  # before each message of a FramedConnection
+
+
+def remaining_s(until: float) -> float:
+    """Return the seconds left until a deadline on the clock of `time.monotonic`.
+
+    It is never zero: a call that is late still takes the bytes that have arrived.
+    """
+    return min(max(until - time.monotonic(), 1e-3), _MAX_TIMEOUT_S)
+
+
+def connection_lost(peer: str, error: OSError) -> PeerLost:
+    """Return the error for a connection that broke or missed its deadline."""
+    late = isinstance(error, TimeoutError)
+    what = "did not answer within the deadline" if late else f"closed the connection ({error})"
+    return PeerLost(f"{peer} {what}", remedy=LOST_PEER_REMEDY)
+
+
+def set_keepalive(connection: socket.socket, *, idle_s: int = 30, interval_s: int = 10, probes: int = 6) -> None:
+    """Let TCP send small messages at once, and notice a dead machine after `idle_s` + `probes` x `interval_s` seconds.
+
+    Unix sockets need neither.
+    """
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", idle_s), ("TCP_KEEPINTVL", interval_s), ("TCP_KEEPCNT", probes)):
+        if hasattr(socket, name):
+            with suppress(OSError):  # the system has the name but not the option
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class SocketListener:
-    """A server's place to be reached at, over TCP on a port that the system chose and, on Linux, over a Unix socket.
+    """A listening TCP socket on a port that the system chose and, on Linux, a Unix socket beside it.
 
     Args:
-        host: address to listen on. The Unix socket's name follows from it and the port; it is abstract, no file.
+        host: address to listen on.
+        unix: listen on the Unix socket too. Its name follows from host and port; it is abstract, not a file.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, *, unix: bool = True) -> None:
         self.tcp = bind_socket(host)
-        self.tcp.listen(512)
+        self.tcp.listen(_BACKLOG)
         self.address = Address(host=host, port=self.tcp.getsockname()[1])
         self.local: socket.socket | None = None
-        if shared_memory.HAS_SHARED_MEMORY:
+        if unix and shared_memory.HAS_SHARED_MEMORY:
             self.local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 self.local.bind(unix_socket_name(self.address))
-                self.local.listen(512)
-            except OSError:  # somebody has that name: everybody comes over TCP
+                self.local.listen(_BACKLOG)
+            except OSError:  # another process has that name: all connections come over TCP
                 self.local.close()
                 self.local = None
 
     @property
     def sockets(self) -> tuple[socket.socket, ...]:
-        """Those that listen."""
+        """The sockets that listen."""
         return (self.tcp,) if self.local is None else (self.tcp, self.local)
 
+    def accept(self, until: float) -> socket.socket:
+        """Wait for the next TCP connection. Raises OSError at the deadline, and after `cut`."""
+        self.tcp.settimeout(remaining_s(until))
+        return self.tcp.accept()[0]
+
     def cut(self) -> None:
-        """Stop listening, from any thread."""
+        """Stop listening, from any thread: a blocked `accept` raises."""
         for listening in self.sockets:
             with suppress(OSError):  # it may be closed already
                 listening.shutdown(socket.SHUT_RDWR)
@@ -72,7 +111,7 @@ class SocketListener:
 
 
 class ConnectionCanceller:
-    """Ends what one thread connects to, from any thread; what it would connect to after that is refused.
+    """Lets any thread end the connection that one thread opens; later ones are refused.
 
     Attributes:
         off: `cut` was called.
@@ -83,9 +122,9 @@ class ConnectionCanceller:
         self._connection: socket.socket | None = None
 
     def hold(self, connection: socket.socket) -> None:
-        """Let `cut` end this connection. Call it before and after connecting. Raises OSError where it is off."""
+        """Let `cut` end this connection. Call it before and after connecting. Raises OSError after `cut`."""
         self._connection = connection
-        if self.off:  # looked at last, as `cut` sets it first: one of the two sees the other
+        if self.off:  # read last, as `cut` sets it first: one of the two threads sees the other
             raise ConnectionAbortedError("cut")
 
     def cut(self) -> None:
@@ -96,8 +135,49 @@ class ConnectionCanceller:
                 self._connection.shutdown(socket.SHUT_RDWR)
 
 
+def connect(
+    address: str | tuple[str, int], until: float, canceller: ConnectionCanceller | None = None
+) -> socket.socket:
+    """Connect over TCP, or to a Unix socket of this user by its name. Raises OSError."""
+    local = isinstance(address, str)
+    connection = socket.socket(socket.AF_UNIX if local else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if canceller is not None:
+            canceller.hold(connection)
+        connection.settimeout(remaining_s(until))
+        connection.connect(address)
+        if canceller is not None:
+            canceller.hold(connection)
+        if local and not peer_is_same_user(connection):
+            raise ConnectionError("the server runs as another user")
+        set_keepalive(connection)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def unix_socket_name(address: Address) -> str:
+    """Return the name of the abstract Unix socket that belongs to a TCP address.
+
+    Both belong to one network namespace, where one server alone has the address: a process that finds the name is on
+    that server's machine. Another user may take the name; `peer_is_same_user` detects that.
+    """
+    return f"\0trainwright/{address.host}/{address.port}"
+
+
+def peer_is_same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket runs as this process's user."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return bool(user == os.geteuid())
+
+
+# --- Bytes ------------------------------------------------------------------------------------------------------------
+
+
 class OutgoingBuffers:
-    """Bytes to send one after the other, as far as they have gone, and a descriptor that goes with the first."""
+    """Buffers to send one after the other, and a file descriptor that goes with the first byte."""
 
     def __init__(self, buffers: Sequence[bytes | memoryview], file: int | None = None) -> None:
         self.views = [memoryview(buffer) for buffer in buffers if len(buffer)]
@@ -105,11 +185,11 @@ class OutgoingBuffers:
 
     @property
     def left(self) -> int:
-        """Bytes that have not gone."""
+        """Bytes still to send."""
         return sum(map(len, self.views))
 
     def sent(self, count: int) -> None:
-        """So many bytes more are gone."""
+        """Drop the next `count` bytes, which the socket has taken."""
         self.file = None
         done = 0
         while done < len(self.views) and count >= len(self.views[done]):
@@ -121,7 +201,7 @@ class OutgoingBuffers:
 
 
 def send_available(connection: socket.socket, pieces: OutgoingBuffers) -> bool:
-    """Send what the socket takes; whether that was all. Raises OSError, BlockingIOError excepted."""
+    """Send what the socket takes now; return whether that was all. Raises OSError except BlockingIOError."""
     while pieces.views:
         files = [] if pieces.file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [pieces.file]))]
         try:
@@ -132,13 +212,16 @@ def send_available(connection: socket.socket, pieces: OutgoingBuffers) -> bool:
 
 
 def receive_available(connection: socket.socket, into: memoryview, *, files: bool) -> tuple[int, int | None]:
-    """What is there: how many bytes came (0: none now), and the descriptor beside them. Raises OSError at the end."""
+    """Receive what has arrived: the number of bytes (0: none now), and the file descriptor that came with them.
+
+    Raises OSError, also at the end of the stream.
+    """
     try:
         if not files:
             count, found = connection.recv_into(into, 0, socket.MSG_WAITALL), None
         else:
-            count, beside, _, _ = connection.recvmsg_into([into], socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
-            found = _first(beside)
+            count, ancillary, _, _ = connection.recvmsg_into([into], socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+            found = _first_descriptor(ancillary)
     except BlockingIOError:
         return 0, None
     if not count:
@@ -146,98 +229,30 @@ def receive_available(connection: socket.socket, into: memoryview, *, files: boo
     return count, found
 
 
-def unix_socket_name(address: Address) -> str:
-    """The abstract Unix socket that belongs to a TCP address.
+def receive_exactly(connection: socket.socket, into: memoryview, until: float) -> int | None:
+    """Fill `into`; return the file descriptor that came with the bytes of a Unix socket, if any.
 
-    Both belong to one network namespace, in which the address is one server's alone: who finds the name is on that
-    server's machine. Another user may take it; `peer_is_same_user` shows that.
+    `until` is on the clock of `time.monotonic`; with NO_DEADLINE the socket's own timeout stays. Raises OSError.
     """
-    return f"\0trainwright/{address.host}/{address.port}"
+    files = connection.family == getattr(socket, "AF_UNIX", None)
+    found = None
+    while len(into):
+        if until != NO_DEADLINE:
+            connection.settimeout(remaining_s(until))
+        count, file = receive_available(connection, into, files=files)
+        found = file if found is None else found
+        into = into[count:]
+    return found
 
 
-def peer_is_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket is of this process's user."""
-    size = struct.calcsize("3i")
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return bool(user == os.geteuid())
-
-
-def set_keepalive(connection: socket.socket) -> None:
-    """Frames leave at once; an end that fell silent for good is noticed."""
-    if connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):
-            with suppress(OSError):  # a system that has the name and not the option
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _first(beside: Sequence[tuple[int, int, bytes]]) -> int | None:
-    for level, kind, data in beside:
+def _first_descriptor(ancillary: Sequence[tuple[int, int, bytes]]) -> int | None:
+    for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             return array.array("i", data[:4])[0]
     return None
 
 
-# --- What goes over a connection after the handshake ------------------------------------------------------------------
-
-
-_MAX_HEAD_BYTES = 64 * 2**20
-_MAX_BUFFER_BYTES = 2**48  # of an outbox: no machine has more
-LOST_PEER_REMEDY = "the first rank that failed says why"
-_FRAME_HEADER = struct.Struct("!BxxxIQQ")
-_MAX_TIMEOUT_S = 1e6  # what a socket takes as a timeout
-
-
-class FrameKind(IntEnum):
-    """What a frame is. A worker sends the first three, a server the others."""
-
-    OUTBOX = 1  # from now on pushes lie in an outbox of so many bytes; its memory may come with the frame
-    RANGE = 2  # bytes of the outbox
-    CALL = 3  # a request, and the range of the outbox that belongs to it
-    ANSWER = 4  # to the oldest call not answered yet, with its bytes
-    PUBLISHED = 5  # as ANSWER, but the bytes stand in the published memory, which comes with the frame where it is new
-
-
-@dataclass(frozen=True, slots=True)
-class FrameHeader:
-    """The first bytes of a frame. What follows: `head` bytes, then `size` raw ones where the kind has such."""
-
-    kind: FrameKind
-    head: int = 0
-    offset: int = 0
-    size: int = 0
-
-    SIZE = _FRAME_HEADER.size
-
-    def pack(self) -> bytes:
-        """As sent."""
-        return _FRAME_HEADER.pack(self.kind, self.head, self.offset, self.size)
-
-    @classmethod
-    def unpack(cls, data: bytes | bytearray | memoryview) -> FrameHeader:
-        """As received. Raises ConnectionError where it cannot be one."""
-        kind, head, offset, size = _FRAME_HEADER.unpack(data)
-        if kind not in FrameKind.__members__.values() or head > _MAX_HEAD_BYTES or offset + size > _MAX_BUFFER_BYTES:
-            raise ConnectionError("no frame of ours")
-        return cls(FrameKind(kind), head, offset, size)
-
-
-def remaining_s(until: float) -> float:
-    """Seconds left on the clock of `time.monotonic`, never none: a call that is late still takes what is there."""
-    return min(max(until - time.monotonic(), 1e-3), _MAX_TIMEOUT_S)
-
-
-def connection_lost(peer: str, error: OSError) -> PeerLost:
-    """The error of a connection that broke, or was too slow."""
-    late = isinstance(error, TimeoutError)
-    what = "did not answer within the deadline" if late else f"closed the connection ({error})"
-    return PeerLost(f"{peer} {what}", remedy=LOST_PEER_REMEDY)
-
-
-# --- Prove membership of a group by its key (HMAC-SHA256) before anything else is said over a connection --------------
+# --- The handshake ----------------------------------------------------------------------------------------------------
 
 
 NONCE_BYTES = MAC_BYTES = 32
@@ -247,19 +262,22 @@ CLAIM_BYTES = _CLAIM_FORMAT.size
 
 
 def new_nonce() -> bytes:
-    """What a server sends first over each connection."""
+    """Return the random bytes that a server sends first over each connection."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def member_claim(key: bytes, challenge: bytes, rank: int) -> tuple[bytes, bytes]:
-    """A member's message of `CLAIM_BYTES`, and the answer that only a server with the key can give to it."""
+    """Return a member's message of `CLAIM_BYTES`, and the answer that only a server with the key can give."""
     own = new_nonce()
     said = _CLAIM_FORMAT.pack(rank, own, _mac(key, b"member", challenge, own, rank))
     return said, _mac(key, b"server", challenge, own, rank)
 
 
 def verify_claim(key: bytes, challenge: bytes, said: bytes | bytearray | memoryview) -> tuple[int, bytes]:
-    """The rank of the member that sent a claim, and the server's answer. Raises ConnectionError for a stranger's."""
+    """Return the rank of the member that sent a claim, and the server's answer.
+
+    Raises ConnectionError for a claim made without the key.
+    """
     rank, other, mac = _CLAIM_FORMAT.unpack(said)
     if not hmac.compare_digest(mac, _mac(key, b"member", challenge, other, rank)):
         raise ConnectionError("the peer does not know the group's key")
@@ -267,35 +285,111 @@ def verify_claim(key: bytes, challenge: bytes, said: bytes | bytearray | memoryv
 
 
 def authenticate(connection: socket.socket, key: bytes, rank: int, until: float) -> None:
-    """The member's side, over a socket that blocks; `until` is on the clock of `time.monotonic`. Raises OSError."""
-    said, expected = member_claim(key, _receive_exactly(connection, NONCE_BYTES, until), rank)
+    """Do the member's side over a blocking socket; `until` is on the clock of `time.monotonic`. Raises OSError."""
+    said, expected = member_claim(key, _received(connection, NONCE_BYTES, until), rank)
     connection.sendall(said)
-    if not hmac.compare_digest(_receive_exactly(connection, MAC_BYTES, until), expected):
+    if not hmac.compare_digest(_received(connection, MAC_BYTES, until), expected):
         raise ConnectionError("the server does not know the group's key")
 
 
 def authenticate_peer(connection: socket.socket, key: bytes, until: float) -> int:
-    """The server's side of the same: the member's rank. Raises OSError."""
+    """Do the server's side over a blocking socket, and return the member's rank. Raises OSError."""
     challenge = new_nonce()
     connection.settimeout(remaining_s(until))
     connection.sendall(challenge)
-    rank, proof = verify_claim(key, challenge, _receive_exactly(connection, CLAIM_BYTES, until))
+    rank, proof = verify_claim(key, challenge, _received(connection, CLAIM_BYTES, until))
     connection.sendall(proof)
     return rank
 
 
 def _mac(key: bytes, role: bytes, challenge: bytes, other: bytes, rank: int) -> bytes:
     if not key:
-        raise ValueError("the group has no key: whoever makes a Group of several ranks gives all of them the same one")
+        raise ValueError("the group has no key: give all ranks of a Group the same one")
     return hmac.digest(key, role + challenge + other + struct.pack("!I", rank), hashlib.sha256)
 
 
-def _receive_exactly(connection: socket.socket, size: int, until: float) -> bytes:
-    data = b""
-    while len(data) < size:
-        connection.settimeout(remaining_s(until))
-        piece = connection.recv(size - len(data))
-        if not piece:
-            raise ConnectionError("end of stream")
-        data += piece
-    return data
+def _received(connection: socket.socket, size: int, until: float) -> bytes:
+    data = bytearray(size)
+    receive_exactly(connection, memoryview(data), until)
+    return bytes(data)
+
+
+# --- Messages between two members of a group --------------------------------------------------------------------------
+
+
+class FramedConnection:
+    """A connection to one peer that carries whole messages, each after its length.
+
+    Args:
+        connection: after the handshake.
+        peer: the other end, in words for errors.
+    """
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        self._socket, self.peer = connection, peer
+        set_keepalive(connection)
+
+    def fileno(self) -> int:
+        """Return the descriptor, for selectors."""
+        return self._socket.fileno()
+
+    def notice_after(self, *, idle_s: int, interval_s: int, probes: int) -> None:
+        """Notice a dead machine after these times, see `set_keepalive`."""
+        set_keepalive(self._socket, idle_s=idle_s, interval_s=interval_s, probes=probes)
+
+    def send(self, payload: bytes, until: float) -> None:
+        """Send one message; `until` is on the clock of `time.monotonic`. Raises PeerLost."""
+        try:
+            self._socket.settimeout(remaining_s(until))
+            self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
+        except OSError as error:
+            raise connection_lost(self.peer, error) from error
+
+    def receive(self, until: float, limit: int | None = None) -> bytes:
+        """Receive one message, of at most `limit` bytes. Raises PeerLost."""
+        try:
+            self._socket.settimeout(None if until == NO_DEADLINE else remaining_s(until))
+            (size,) = _LENGTH.unpack(_received(self._socket, _LENGTH.size, until))
+            if limit is not None and size > limit:
+                raise ConnectionError(f"a message of {size} bytes, at most {limit} are allowed")
+            return _received(self._socket, size, until)
+        except OSError as error:
+            raise connection_lost(self.peer, error) from error
+
+    def cut(self) -> None:
+        """End the connection, from any thread: a blocked call of another thread raises."""
+        with suppress(OSError):  # it may have ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection and free it. Only from the thread that uses it."""
+        self.cut()
+        self._socket.close()
+
+
+def accept_member(listener: SocketListener, key: bytes, until: float) -> tuple[int, FramedConnection] | None:
+    """Wait for a connection and its handshake: the member's rank and connection; None for a peer without the key.
+
+    Raises OSError at the deadline, and once the listener is cut.
+    """
+    connection = listener.accept(until)
+    try:
+        rank = authenticate_peer(connection, key, min(until, time.monotonic() + HANDSHAKE_S))
+    except OSError:
+        connection.close()
+        return None
+    return rank, FramedConnection(connection, f"rank {rank}")
+
+
+def join_group(address: Address, key: bytes, rank: int, until: float, peer: str) -> FramedConnection:
+    """Connect to a member that listens at an address, and do the handshake as `rank`. Raises PeerLost."""
+    try:
+        connection = connect((address.host, address.port), until)
+    except OSError as error:
+        raise PeerLost(f"{peer} cannot be reached ({error})", remedy=LOST_PEER_REMEDY) from error
+    try:
+        authenticate(connection, key, rank, until)
+    except OSError as error:
+        connection.close()
+        raise connection_lost(peer, error) from error
+    return FramedConnection(connection, peer)

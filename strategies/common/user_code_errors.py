@@ -15,6 +15,7 @@ import numpy.typing as npt
 from trainwright.core.data import Batch
 from trainwright.core.errors import NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
 from trainwright.core.frameworks import missing_framework
+from trainwright.strategies.common.socket_transport import LOST_PEER_REMEDY
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -88,9 +89,7 @@ def package_folder(module: ModuleType) -> str:
 
 def peer_lost_error(error: BaseException, where: str) -> PeerLost:
     """The PeerLost that stands for a collective's exception."""
-    return PeerLost(
-        f"another rank went away: {first_line(error)}", where=where, remedy="look at the rank that failed first"
-    )
+    return PeerLost(f"another rank went away: {first_line(error)}", where=where, remedy=LOST_PEER_REMEDY)
 
 
 def non_finite_error(

@@ -23,20 +23,18 @@ from trainwright.core.topology import Peer
 from trainwright.strategies.common import shared_memory, socket_transport
 from trainwright.strategies.common.socket_transport import (
     LOST_PEER_REMEDY,
+    NO_DEADLINE,
     ConnectionCanceller,
-    FrameHeader,
-    FrameKind,
     OutgoingBuffers,
+    connect,
     connection_lost,
-    peer_is_same_user,
-    receive_available,
+    receive_exactly,
     remaining_s,
     send_available,
-    set_keepalive,
     unix_socket_name,
 )
+from trainwright.strategies.ps.server_connections import FrameHeader, FrameKind
 
-_NO_DEADLINE = float("inf")
 _CHUNK_BYTES = 2**20  # received before who waits for it is told
 
 
@@ -48,9 +46,9 @@ def connect_to_server(peer: Peer, key: bytes, rank: int, until: float, switch: C
     name = f"rank {peer.rank}"
     if shared_memory.HAS_SHARED_MEMORY:
         with suppress(OSError):  # it is elsewhere, or does not want us so
-            return _authenticated(_connected(unix_socket_name(peer.address), until, switch), name, key, rank, until)
+            return _authenticated(connect(unix_socket_name(peer.address), until, switch), name, key, rank, until)
     try:
-        connection = _connected((peer.address.host, peer.address.port), until, switch)
+        connection = connect((peer.address.host, peer.address.port), until, switch)
     except OSError as error:
         raise PeerLost(f"{name} cannot be reached ({error})", remedy=LOST_PEER_REMEDY) from error
     try:
@@ -216,7 +214,7 @@ class ServerConnection:
     def _receive_all(self) -> None:
         try:
             while True:
-                self._receive(_NO_DEADLINE)
+                self._receive(NO_DEADLINE)
         except OSError as error:
             self._fail(error)
 
@@ -240,7 +238,7 @@ class ServerConnection:
         if not self._awaited or not (published or header.kind is FrameKind.ANSWER):
             raise ConnectionError("an answer that nobody asked for")
         head = memoryview(bytearray(header.head))
-        _receive_exactly(self._in, head, until)
+        receive_exactly(self._in, head, until)
         answer = _ServerAnswer(bytes(head), self._awaited.popleft(), header.size)
         if published:
             answer.source = self._seen(file, header)
@@ -256,7 +254,7 @@ class ServerConnection:
     def _fill_in(self, answer: _ServerAnswer, into: memoryview, until: float) -> None:
         for start in range(0, len(into), _CHUNK_BYTES):
             stretch = into[start : start + _CHUNK_BYTES]
-            _receive_exactly(self._in, stretch, until)
+            receive_exactly(self._in, stretch, until)
             with self._news:
                 answer.have = start + len(stretch)
                 self._news.notify_all()
@@ -284,27 +282,9 @@ class _ServerAnswer:
     source: memoryview | None = None
 
 
-def _connected(address: str | tuple[str, int], until: float, switch: ConnectionCanceller) -> socket.socket:
-    """Connect to a Unix socket of this user's, by its name, or over TCP. Raises OSError."""
-    local = isinstance(address, str)
-    connection = socket.socket(socket.AF_UNIX if local else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        switch.hold(connection)
-        connection.settimeout(remaining_s(until))
-        connection.connect(address)
-        switch.hold(connection)
-        if local and not peer_is_same_user(connection):
-            raise ConnectionError("another user's")
-    except OSError:
-        connection.close()
-        raise
-    return connection
-
-
 def _authenticated(connection: socket.socket, peer: str, key: bytes, rank: int, until: float) -> ServerConnection:
     """The link, once the server has let us in. Raises OSError, the connection closed."""
     try:
-        set_keepalive(connection)
         socket_transport.authenticate(connection, key, rank, until)
     except OSError:
         connection.close()
@@ -315,18 +295,5 @@ def _authenticated(connection: socket.socket, peer: str, key: bytes, rank: int, 
 def _header(connection: socket.socket, until: float) -> tuple[FrameHeader, int | None]:
     """The next frame's header, and the descriptor that came with it."""
     first = memoryview(bytearray(FrameHeader.SIZE))
-    file = _receive_exactly(connection, first, until)
+    file = receive_exactly(connection, first, until)
     return FrameHeader.unpack(first), file
-
-
-def _receive_exactly(connection: socket.socket, into: memoryview, until: float) -> int | None:
-    """Receive so many bytes; the descriptor that came with them. Raises OSError."""
-    files = connection.family == getattr(socket, "AF_UNIX", None)
-    found = None
-    while len(into):
-        if until != _NO_DEADLINE:
-            connection.settimeout(remaining_s(until))
-        count, file = receive_available(connection, into, files=files)
-        found = file if found is None else found
-        into = into[count:]
-    return found

@@ -11,19 +11,19 @@ import itertools
 import os
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import IntEnum
 
 from trainwright.strategies.common import shared_memory
 from trainwright.strategies.common.socket_transport import (
     CLAIM_BYTES,
     HANDSHAKE_S,
-    FrameHeader,
-    FrameKind,
     OutgoingBuffers,
     SocketListener,
     new_nonce,
@@ -40,6 +40,43 @@ MAX_UNKNOWN_CONNECTIONS = 128  # connections that have not said who they are; th
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 PAUSE_S = 0.5  # in which nobody is let in, where there is no room for another connection
 _KEYS = itertools.count()
+_MAX_HEAD_BYTES = 64 * 2**20
+_MAX_BUFFER_BYTES = 2**48  # of an outbox: no machine has more
+_FRAME_HEADER = struct.Struct("!BxxxIQQ")
+
+
+class FrameKind(IntEnum):
+    """The kinds of frames. A worker sends the first three, a server the others."""
+
+    OUTBOX = 1  # pushes lie in an outbox of this size from now on; its memory may come with the frame
+    RANGE = 2  # bytes of the outbox
+    CALL = 3  # a request, and the range of the outbox that belongs to it
+    ANSWER = 4  # to the oldest unanswered call, with its bytes
+    PUBLISHED = 5  # as ANSWER, but the bytes are in the published memory, which comes with the frame if it is new
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """The first bytes of a frame. `head` bytes follow, then `size` raw bytes for the kinds that have them."""
+
+    kind: FrameKind
+    head: int = 0
+    offset: int = 0
+    size: int = 0
+
+    SIZE = _FRAME_HEADER.size
+
+    def pack(self) -> bytes:
+        """Return the bytes to send."""
+        return _FRAME_HEADER.pack(self.kind, self.head, self.offset, self.size)
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray | memoryview) -> FrameHeader:
+        """Parse received bytes. Raises ConnectionError for bytes that are no header."""
+        kind, head, offset, size = _FRAME_HEADER.unpack(data)
+        if kind not in FrameKind.__members__.values() or head > _MAX_HEAD_BYTES or offset + size > _MAX_BUFFER_BYTES:
+            raise ConnectionError("not a frame header")
+        return cls(FrameKind(kind), head, offset, size)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -27,8 +27,7 @@ from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
 from trainwright.core.loss_api import takes_targets_first
 from trainwright.core.plan import Plan
 from trainwright.strategies.tensorflow.distillation.teacher_backend import digest
-from trainwright.strategies.tensorflow.mirrored import Mirrored
-from trainwright.strategies.tensorflow.one_device import OneDevice
+from trainwright.strategies.tensorflow.strategy_engines import Mirrored, TensorFlowOneDevice
 from trainwright.strategies.tensorflow.tensorflow_compat import keras_mask
 from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine
 from trainwright.strategies.tensorflow.training import tensor_conversion
@@ -436,7 +435,7 @@ class _FitEngine(TensorFlowEngine):
         return _CompiledModel(spec, self._strategy, plan, KerasCaller(spec=spec, where=self._where))
 
 
-class FitOneDevice(_FitEngine, OneDevice):
+class FitOneDevice(_FitEngine, TensorFlowOneDevice):
     """`fit` on one device."""
 
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 from trainwright.core.errors import ResourceError
 from trainwright.core.topology import Address, Capabilities, Group
 from trainwright.strategies.common.user_code_errors import first_line
-from trainwright.strategies.tensorflow.coordinator_engine import CoordinatorEngine
+from trainwright.strategies.tensorflow.coordinator_engine import TensorFlowCoordinatorEngine
 
 LOCAL, TPU_NAME = "local", "TPU_NAME"
 _CHIPS = ("/dev/accel*", "/dev/vfio/[0-9]*")  # as the kernel shows them
@@ -32,7 +32,7 @@ _INSTALL = "install tensorflow-tpu in the place of tensorflow: its last release 
 _Result = TypeVar("_Result")
 
 
-class TPU(CoordinatorEngine):
+class TPU(TensorFlowCoordinatorEngine):
     """The TPU of this host, or the one that the environment tells of."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(

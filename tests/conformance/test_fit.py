@@ -249,8 +249,8 @@ def test_a_compiled_model_with_a_step_of_its_own(pool: Pool, tmp_path: Path) -> 
 
 def test_a_state_of_trainwrights_steps_goes_on_with_fit_and_back(pool: Pool, tmp_path: Path) -> None:
     plain = Case(
-        name="plain", framework="tensorflow", engine="trainwright.strategies.tensorflow.one_device:OneDevice",
-        workers=(1,), in_place=False,
+        name="plain", framework="tensorflow", workers=(1,), in_place=False,
+        engine="trainwright.strategies.tensorflow.strategy_engines:TensorFlowOneDevice",
     )  # fmt: skip
     feeds = ALONE.feeds(PROBLEM, 1, range(PROBLEM.steps))
     with plain.world(pool, PROBLEM, 1) as world:

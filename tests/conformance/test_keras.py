@@ -28,7 +28,7 @@ from trainwright.core.data import Batch, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, TrainwrightError, UserCodeError
 
-GIVEN = "trainwright.strategies.tensorflow.multi_worker:AtGivenAddresses"
+GIVEN = "trainwright.strategies.tensorflow.strategy_engines:AtGivenAddresses"
 MIXED = replace(PROBLEM, dtype="float32")
 
 

@@ -26,10 +26,12 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost
 from trainwright.core.plan import Plan
 
-ENGINE = "trainwright.strategies.tensorflow.ps.parameter_server:ParameterServer"
+ENGINE = "trainwright.strategies.tensorflow.ps.parameter_server:TensorFlowParameterServer"
 CASE = Case(name="tf-parameter-server", framework="tensorflow", engine=ENGINE, topology="coordinator", in_place=False)
 ALONE = Case(
-    name="tf-one-device", framework="tensorflow", engine="trainwright.strategies.tensorflow.one_device:OneDevice"
+    name="tf-one-device",
+    framework="tensorflow",
+    engine="trainwright.strategies.tensorflow.strategy_engines:TensorFlowOneDevice",
 )
 STEPS, TOLERANCE = 12, 1e-9
 CLASSES, FEATURES, WIDTH, BATCH, ROWS = 10, 64, 2048, 96, 1920  # each of two servers holds half of the first layer

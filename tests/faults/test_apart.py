@@ -7,7 +7,7 @@ its update each time that it counts.
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.support import torch_jobs
 from tests.support.exactly_once_job import strike
 from tests.support.finished_runs import final_state, told
 from tests.support.processes import wait_for
-from tests.support.reference import registration as registration
+from tests.support.reference import registration
 from tests.support.reference.model import Array, LossWithGradient, Mlp, Sgd, cross_entropy
 from tests.support.reference.state import from_bytes, merge_states
 from trainwright.core import events
@@ -28,6 +28,12 @@ from trainwright.core import events
 ROWS, WIDTH, CLASSES, BATCH, EPOCHS, RATE = 192, 8, 4, 24, 3, 0.01
 EVERY = ROWS // BATCH  # steps of an epoch, after each of which a checkpoint is due
 STEPS = EPOCHS * EVERY
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    with registration.registered():
+        yield
 
 
 class Counting(Mlp):

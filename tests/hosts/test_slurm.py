@@ -35,6 +35,8 @@ from tests.support.reference.model import Mlp
 from tests.support.reference.model import Sgd
 from tests.support.reference import registration
 
+registration.register()
+
 folder = pathlib.Path({folder!r})
 x = np.random.default_rng(5).normal(size=(192, 8))
 

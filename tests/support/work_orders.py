@@ -7,14 +7,12 @@ from typing import Any
 import numpy as np
 
 import trainwright as tw
-from tests.support.reference.registration import FRAMEWORK
 from trainwright.core.plan import Mesh, Plan, WorkerResources
-from trainwright.strategies.data_parallel import ENGINES
 from trainwright.worker.worker_config import WorkerConfig, pickle_job
 
 
 def order_of(job: tw.Job) -> WorkerConfig:
-    engine = ENGINES[FRAMEWORK]
+    engine = "tests.support.reference.collective:Reference"
     plan = Plan(strategy="s", engine=engine, mesh=Mesh(), batch_size=2, placement=WorkerResources(cpus=1))
     return WorkerConfig(job=pickle_job(job), plan=plan, storage="memory://away", run="run", train=job.train.index())
 

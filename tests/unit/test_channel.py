@@ -18,9 +18,8 @@ from tests.support.channel_server import FIRST, PLACES, SECOND, joined, serving,
 from trainwright.core.errors import PeerLost
 from trainwright.strategies.common import shared_memory, socket_transport
 from trainwright.strategies.common.shared_memory import SharedRegion
-from trainwright.strategies.common.socket_transport import FrameHeader, FrameKind
 from trainwright.strategies.ps.client_connection import connect_to_server
-from trainwright.strategies.ps.server_connections import WorkerCall, WorkerDisconnected
+from trainwright.strategies.ps.server_connections import FrameHeader, FrameKind, WorkerCall, WorkerDisconnected
 
 BIG = 24 * 2**20  # more than the buffers of a connection hold
 

@@ -33,7 +33,9 @@ assert "triton._C.libtriton" in sys.modules, "triton was not loaded, and so coul
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], 0.1).step()
 assert int(2 * tf.constant(3)) == 6
 """
-ENGINES = "import trainwright.strategies.tensorflow.one_device, trainwright.strategies.torch.engines.data_parallel"
+ENGINES = (
+    "import trainwright.strategies.tensorflow.strategy_engines, trainwright.strategies.torch.engines.data_parallel"
+)
 ORDERS = {
     # As in a mixed distillation and a spare: torch's compiler is imported last.
     "both engines": f"{ENGINES}\n{USED}\n{HIDDEN}",

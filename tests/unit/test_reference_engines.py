@@ -18,12 +18,13 @@ from tests.support.reference.collective import NewProcess, Reference
 from tests.support.reference.coordinator import Coordinator, pack_feed, unpack_feed
 from tests.support.reference.model import LossWithGradient, Mlp, Sgd, cross_entropy
 from tests.support.reference.reference_engine import ReferenceEngine
-from tests.support.reference.star_transport import ReservedPort, StarGroup
+from tests.support.reference.star_transport import StarGroup
 from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss, PeerLost, TrainwrightError
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.core.topology import Address, Generation, Group, Peer
+from trainwright.strategies.common.socket_transport import SocketListener
 
 FIRST = Generation(token=1, number=1)
 PLAN = Plan(strategy="test", engine="", mesh=Mesh(), batch_size=6, placement=WorkerResources(cpus=1))
@@ -74,7 +75,7 @@ def test_a_silent_peer_is_lost_at_the_deadline() -> None:
 
 
 def test_strangers_and_older_generations_are_not_let_in() -> None:
-    port = ReservedPort("127.0.0.1")
+    port = SocketListener("127.0.0.1", unix=False)
     address = (port.address.host, port.address.port)
     with socket.create_connection(address) as silent, socket.create_connection(address) as noisy:
         silent.shutdown(socket.SHUT_WR)
@@ -90,7 +91,7 @@ def test_strangers_and_older_generations_are_not_let_in() -> None:
 
 
 def test_a_group_that_does_not_fill_is_given_up() -> None:
-    port = ReservedPort("127.0.0.1")
+    port = SocketListener("127.0.0.1", unix=False)
     star = StarGroup(_group(0, [port.address] * 2, FIRST, deadline_s=0.2), port)
     with pytest.raises(PeerLost, match="joined"):
         star.open()
@@ -110,7 +111,7 @@ def test_interrupt_frees_a_rank_that_waits_for_others() -> None:
 
 
 def test_a_dead_address_is_lost_at_once() -> None:
-    gone = ReservedPort("127.0.0.1")
+    gone = SocketListener("127.0.0.1", unix=False)
     gone.close()
     star = _star(1, [gone.address] * 2, FIRST)
     with pytest.raises(PeerLost, match="cannot be reached"):
@@ -213,7 +214,7 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 @contextmanager
 def stars(size: int, deadline_s: float = 10.0) -> Iterator[list[StarGroup]]:
     """A formed group."""
-    ports = [ReservedPort("127.0.0.1") for _ in range(size)]
+    ports = [SocketListener("127.0.0.1", unix=False) for _ in range(size)]
     addresses = [port.address for port in ports]
     group = [StarGroup(_group(rank, addresses, FIRST, deadline_s), port) for rank, port in enumerate(ports)]
     together(*(star.open for star in group))
@@ -250,7 +251,7 @@ def _then_leave(leader: Coordinator, whole: Feed) -> Any:
 
 
 def _star(rank: int, addresses: Sequence[Address], generation: Generation) -> StarGroup:
-    return StarGroup(_group(rank, addresses, generation), ReservedPort("127.0.0.1"))
+    return StarGroup(_group(rank, addresses, generation), SocketListener("127.0.0.1", unix=False))
 
 
 def _group(rank: int, addresses: Sequence[Address], generation: Generation, deadline_s: float = 10.0) -> Group:

@@ -21,8 +21,9 @@ from trainwright.driver.dynamic_members import group_for
 from trainwright.driver.run_policy import RunPolicy
 from trainwright.driver.state_machine import begin_run
 from trainwright.strategies.common import host_address, shared_memory, socket_transport
-from trainwright.strategies.common.socket_transport import ConnectionCanceller, FrameHeader, FrameKind
+from trainwright.strategies.common.socket_transport import ConnectionCanceller
 from trainwright.strategies.ps.client_connection import ServerConnection, connect_to_server
+from trainwright.strategies.ps.server_connections import FrameHeader, FrameKind
 from trainwright.strategies.tensorflow.coordinator_engine import MemberConnection, MemberRegistry
 
 UNIT: dict[str, Any] = {"worker": "w", "unit": [0, 0, 1], "at": 0}
@@ -146,7 +147,7 @@ def test_a_chief_of_tensorflow_seats_members_alone(monkeypatch: pytest.MonkeyPat
     try:
         with socket.create_connection((seats.address.host, seats.address.port)) as noisy:
             noisy.sendall(json.dumps({"rank": 1, "generation": "1.1"}).encode() * 9)
-            with pytest.raises(PeerLost, match="the chief did not let rank 1 in"):
+            with pytest.raises(PeerLost, match="the chief closed the connection"):
                 MemberConnection(replace(group, rank=1, key=b"another key"), served.append)
             assert served == []
         member = MemberConnection(replace(group, rank=1), served.append)

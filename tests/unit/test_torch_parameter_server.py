@@ -215,7 +215,7 @@ class Words(nn.Module):
     ("job", "how", "said"),
     [
         (spec(model=Words), sync(), "'table.weight' has sparse gradients"),
-        (spec(model=double), sync(wire="fp16"), "is of float64, of which wire='fp16' has no form"),
+        (spec(model=double), sync(wire="fp16"), "is of float64, which wire='fp16' cannot encode"),
         (spec(), sync(40), "18 of 40 servers would hold nothing"),
         (replace(JOBS["whole"], inexact=("batch_norm",)), sync(9), "number by number"),
         (spec(model=Odd), replace(sync(), accumulation=2), "batch norm"),

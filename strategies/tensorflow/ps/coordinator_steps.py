@@ -27,6 +27,7 @@ import tensorflow as tf
 
 from trainwright.core.data import COMPILED_PHASE, Batch, Feed, StepReport
 from trainwright.core.errors import NonFiniteLoss, PeerLost
+from trainwright.strategies.common.socket_transport import LOST_PEER_REMEDY
 from trainwright.strategies.common.user_code_errors import format_samples
 from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
@@ -186,7 +187,7 @@ class CoordinatorSteps:
         raise PeerLost(
             f"no worker took a share within {self._deadline_s:g} s",
             where=self._caller.where,
-            remedy="look at the rank that failed first",
+            remedy=LOST_PEER_REMEDY,
         )
 
     def _got(self, value: Any) -> Any:

@@ -17,7 +17,8 @@ from trainwright.core.engine import ModelSpec, StateReader, StateSnapshot
 from trainwright.core.errors import JobError, PeerLost
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Capabilities, Group, StateTag
-from trainwright.strategies.tensorflow.coordinator_engine import CoordinatorEngine, free_address
+from trainwright.strategies.common.socket_transport import LOST_PEER_REMEDY
+from trainwright.strategies.tensorflow.coordinator_engine import TensorFlowCoordinatorEngine, free_address
 from trainwright.strategies.tensorflow.ps.coordinator_steps import CoordinatorSteps, ServerVariables
 from trainwright.strategies.tensorflow.training.evaluation import Evaluator
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
@@ -26,7 +27,7 @@ from trainwright.strategies.tensorflow.training.train_state import KerasReplica,
 _JOBS = {"server": "ps", "worker": "worker"}  # as TensorFlow calls them
 
 
-class ParameterServer(CoordinatorEngine):
+class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
     """Chief, server or worker, as the group says. The chief computes nothing: it schedules."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -147,13 +148,13 @@ class ParameterServer(CoordinatorEngine):
 
     def _check_servers(self) -> None:
         """Raise PeerLost where a server is gone: what lay there is lost."""
-        assert self._seats is not None and self._group is not None, "form() comes first"
-        servers = [rank for rank in self._seats.gone() if self._group.peers[rank].role == "server"]
+        assert self._registry is not None and self._group is not None, "form() comes first"
+        servers = [rank for rank in self._registry.gone() if self._group.peers[rank].role == "server"]
         if servers:
             raise PeerLost(
                 f"the servers of ranks {servers} are gone, and with them a part of the variables",
                 where=self._where,
-                remedy="look at the rank that failed first",
+                remedy=LOST_PEER_REMEDY,
             )
 
 

@@ -18,8 +18,8 @@ from trainwright.inference.trained_model import single_rank_engine
 
 TENSORFLOW = "trainwright.strategies.tensorflow"
 ENGINES = {
-    ("step", 1): f"{TENSORFLOW}.one_device:OneDevice",
-    ("step", 2): f"{TENSORFLOW}.mirrored:Mirrored",
+    ("step", 1): f"{TENSORFLOW}.strategy_engines:TensorFlowOneDevice",
+    ("step", 2): f"{TENSORFLOW}.strategy_engines:Mirrored",
     ("fit", 1): f"{TENSORFLOW}.keras_fit:FitOneDevice",
     ("fit", 2): f"{TENSORFLOW}.keras_fit:FitMirrored",
 }

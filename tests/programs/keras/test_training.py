@@ -111,7 +111,7 @@ def test_fit_with_a_mask_is_refused_on_several_devices(pool: Pool) -> None:
 
 def train_on_workers(pool: Pool, given: tw.Job) -> Trained:
     """Train on two workers of one device each."""
-    plan = replace(plan_of(given), engine=f"{TENSORFLOW}.multi_worker:MultiWorkerMirrored", mesh=Mesh(data=2))
+    plan = replace(plan_of(given), engine=f"{TENSORFLOW}.strategy_engines:MultiWorkerMirrored", mesh=Mesh(data=2))
     shares = [_shares(given, plan, evaluate) for evaluate in (False, True)]
     with World(pool, "tensorflow", plan, spec_of(given, len(shares[0])), reusable=False) as world:
         world.start(shares[0][0])

@@ -272,16 +272,16 @@ CASES = (
     ),
     Case(
         name="tf-one-device",
-        engine=f"{TENSORFLOW}.one_device:OneDevice",
+        engine=f"{TENSORFLOW}.strategy_engines:TensorFlowOneDevice",
         workers=(1,),
         variant=True,  # the three of one worker differ in their strategy alone: mirrored stands for all
         problems=("ragged", "tokens"),
         **KERAS,
     ),
-    Case(name="tf-mirrored", engine=f"{TENSORFLOW}.mirrored:Mirrored", workers=(1,), devices=2, **KERAS),
+    Case(name="tf-mirrored", engine=f"{TENSORFLOW}.strategy_engines:Mirrored", workers=(1,), devices=2, **KERAS),
     Case(
         name="tf-central-storage",
-        engine=f"{TENSORFLOW}.central_storage:CentralStorage",
+        engine=f"{TENSORFLOW}.strategy_engines:CentralStorage",
         workers=(1,),
         devices=2,
         variant=True,
@@ -290,14 +290,14 @@ CASES = (
     ),
     Case(
         name="tf-multi-worker-mirrored",
-        engine=f"{TENSORFLOW}.multi_worker:MultiWorkerMirrored",
+        engine=f"{TENSORFLOW}.strategy_engines:MultiWorkerMirrored",
         workers=(2,),
         problems=("ragged", "weights", "schedule", "silent_step"),  # the other two of sums are in three workers
         **KERAS,
     ),
     Case(
         name="tf-three-workers-mirrored",
-        engine=f"{TENSORFLOW}.multi_worker:MultiWorkerMirrored",
+        engine=f"{TENSORFLOW}.strategy_engines:MultiWorkerMirrored",
         workers=(3,),
         variant=True,
         problems=("empty_shares", "tokens"),

@@ -1,6 +1,6 @@
 """The executable specification of `trainwright.core.engine`: engines in numpy float64, without a framework.
 
-`registration` offers them to the planner as the framework `reference`.
+`registration` offers them to the planner as the framework `reference`, also in the job files of tests.
 
 numpy has no autograd, so a job for these engines gives derivatives along with its values:
 

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from tests.support.reference.model import ReferenceModel
-from tests.support.reference.star_transport import ReservedPort
 from tests.support.reference.state import ReferenceState, fit_state, from_bytes, merge_states, to_bytes
 from tests.support.reference.user_functions import ReferenceProgram
 from trainwright.core.data import Batch, Columns, Feed, MetricSums
@@ -21,6 +20,7 @@ from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.common.host_address import own_host
+from trainwright.strategies.common.socket_transport import SocketListener
 
 PREFIX, SUFFIX = "state", ".npz"
 
@@ -48,7 +48,7 @@ class ReferenceEngine:
 
     def __init__(self, *, host: str | None = None) -> None:
         self._host = host
-        self._port: ReservedPort | None = None
+        self._port: SocketListener | None = None
         self._group: Group | None = None
         self._connections: _Connections | None = None
         self._program: ReferenceProgram | None = None
@@ -61,7 +61,7 @@ class ReferenceEngine:
         self.leave()
         if self._left and self.capabilities.reform == "new_process":
             raise TrainwrightError("this engine forms one group in the life of a process", remedy="start a new process")
-        self._port = ReservedPort(self._host or own_host())
+        self._port = SocketListener(self._host or own_host(), unix=False)
         return self._port.address
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
@@ -150,7 +150,7 @@ class ReferenceEngine:
         assert self._group is not None, "form comes first"
         return self._group
 
-    def _enter(self, group: Group) -> ReservedPort:
+    def _enter(self, group: Group) -> SocketListener:
         """Take the group's data; the reserved port."""
         assert self._port is not None, "reserve comes first"
         self._group = group

@@ -1,23 +1,37 @@
-"""Importing this module registers the framework `reference` with the strategies and the profiler of this process."""
+"""Offer the reference engines to the planner of this process, as the framework `reference`."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from trainwright.planning import profiler
 from trainwright.strategies import data_parallel, local_sgd, one_device, parameter_server
 
-FRAMEWORK = "reference"
-_COLLECTIVE, _INDEPENDENT = f"{__package__}.collective:Reference", f"{__package__}.independent:Independent"
+FRAMEWORK, PACKAGE = "reference", __name__.rpartition(".")[0]
+COLLECTIVE, INDEPENDENT = f"{PACKAGE}.collective:Reference", f"{PACKAGE}.independent:Independent"
+_ENGINES = {
+    data_parallel: COLLECTIVE,
+    one_device: COLLECTIVE,
+    parameter_server: INDEPENDENT,
+    local_sgd: INDEPENDENT,
+}
 
 
 def register() -> None:
-    """Offer these engines to the planner of this process. Safe to call twice."""
-    assert __package__, "a module of a package"
-    for strategy in (data_parallel, local_sgd, one_device, parameter_server):
-        if FRAMEWORK not in strategy.FRAMEWORKS:
-            strategy.FRAMEWORKS += (FRAMEWORK,)  # type: ignore[assignment]
-        own_workers = strategy in (data_parallel, one_device)
-        strategy.ENGINES[FRAMEWORK] = _COLLECTIVE if own_workers else _INDEPENDENT
-    profiler._FRAMEWORKS[__package__] = f"{__package__}.reference_engine"
+    """Register the framework until the process ends."""
+    for strategy, engine in _ENGINES.items():
+        strategy.FRAMEWORKS = ("torch", FRAMEWORK)
+        strategy.ENGINES[FRAMEWORK] = engine
+    profiler._FRAMEWORKS[PACKAGE] = f"{PACKAGE}.reference_engine"
 
 
-register()
+@contextmanager
+def registered() -> Iterator[None]:
+    """Register the framework until the block is left."""
+    register()
+    yield
+    for strategy in _ENGINES:
+        strategy.FRAMEWORKS = ("torch",)
+        strategy.ENGINES.pop(FRAMEWORK, None)  # two strategies share a table
+    del profiler._FRAMEWORKS[PACKAGE]

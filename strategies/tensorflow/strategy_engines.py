@@ -1,0 +1,116 @@
+"""Engines that differ only in the `tf.distribute.Strategy` that they open: one device, one node, several workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from trainwright.core.errors import JobError
+from trainwright.core.topology import Address, Capabilities, Generation, Group, Role
+from trainwright.strategies.common.host_address import bind_socket, own_host
+from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine, device_names
+
+_TF_CONFIG = "TF_CONFIG"
+_ALL_DEVICES = Capabilities(reform="new_process", topology="collective", devices_per_worker=None, xla=True)
+
+
+class TensorFlowOneDevice(TensorFlowEngine):
+    """`OneDeviceStrategy`: the model on one device of one worker, without communication."""
+
+    def open_strategy(self, group: Group) -> Any:
+        """Open the strategy on the worker's device."""
+        assert group.size == 1, "one device is driven by one worker"
+        return tf.distribute.OneDeviceStrategy("/gpu:0" if group.devices[0].startswith("cuda") else "/cpu:0")
+
+
+class Mirrored(TensorFlowEngine):
+    """`MirroredStrategy`: a replica on each device of one worker; gradients are summed between them."""
+
+    capabilities: ClassVar[Capabilities] = _ALL_DEVICES
+
+    def open_strategy(self, group: Group) -> Any:
+        """Open the strategy on the worker's devices; several devices of a CPU are logical ones."""
+        assert group.size == 1, "the devices of one node are driven by one worker"
+        return tf.distribute.MirroredStrategy(device_names(group))
+
+
+class CentralStorage(TensorFlowEngine):
+    """`CentralStorageStrategy`: variables in host memory, and a replica on each device of one worker."""
+
+    capabilities: ClassVar[Capabilities] = _ALL_DEVICES
+
+    def open_strategy(self, group: Group) -> Any:
+        """Open the strategy on the worker's devices; several devices of a CPU are logical ones."""
+        assert group.size == 1, "the devices of one node are driven by one worker"
+        return tf.distribute.experimental.CentralStorageStrategy(device_names(group), parameter_device="/cpu:0")
+
+
+class MultiWorkerMirrored(TensorFlowEngine):
+    """`MultiWorkerMirroredStrategy`: a replica in each worker; gradients are summed by collectives.
+
+    The cluster spec comes from the group: rank 0 is the chief, the others are workers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._socket: socket.socket | None = None
+
+    def reserve(self, generation: Generation, role: Role) -> Address:
+        """Bind a port that the system chooses, and keep it until `form`, where TensorFlow's server takes it."""
+        self._check_new()
+        self._close()
+        self._socket = bind_socket("")
+        return Address(host=own_host(), port=self._socket.getsockname()[1])
+
+    def open_strategy(self, group: Group) -> Any:
+        """Start this worker's server, and connect to the others."""
+        self._close()
+        os.environ[_TF_CONFIG] = json.dumps(_tf_config(group))
+        options = tf.distribute.experimental.CommunicationOptions(
+            timeout_seconds=timedelta(seconds=group.deadline_s).total_seconds()
+        )
+        return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+
+    def leave(self) -> None:
+        """Free the reserved port too, if it is unused."""
+        self._close()
+        super().leave()
+
+    def _close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class AtGivenAddresses(MultiWorkerMirrored):
+    """MultiWorkerMirrored at the addresses that TF_CONFIG in each worker's environment gives."""
+
+    def reserve(self, generation: Generation, role: Role) -> Address:
+        """Return this worker's own address. Raises JobError if TF_CONFIG does not give it."""
+        self._check_new()
+        given = os.environ.get(_TF_CONFIG)
+        try:
+            config = json.loads(given or "")
+            task = config["task"]
+            host, _, port = config["cluster"][task["type"]][int(task["index"])].rpartition(":")
+            return Address(host=host, port=int(port))
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise JobError(
+                [
+                    f'tf_config="environment": TF_CONFIG of {socket.gethostname()} does not give its own address: '
+                    f'{given!r}; it must hold "cluster" and "task"; leave tf_config out to have addresses chosen'
+                ]
+            ) from error
+
+
+def _tf_config(group: Group) -> dict[str, Any]:
+    """Return the TF_CONFIG of a member; the chief has index 0 and does a worker's work too."""
+    addresses = [f"{peer.address.host}:{peer.address.port}" for peer in group.peers]
+    cluster = {"chief": addresses[:1], **({"worker": addresses[1:]} if addresses[1:] else {})}
+    task = {"type": "chief", "index": 0} if group.rank == 0 else {"type": "worker", "index": group.rank - 1}
+    return {"cluster": cluster, "task": task}
