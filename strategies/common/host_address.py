@@ -1,4 +1,4 @@
-"""Where a process is reached."""
+"""The address at which other nodes reach this process, and sockets bound to it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import errno
 import socket
 
 LOOPBACK = "127.0.0.1"
-_PORTS = 16  # that are tried
+_ATTEMPTS = 16  # ports that are tried
 _told: list[str] = []
 
 
 def set_own_host(host: str) -> None:
-    """This process is reached at an address that who placed it there knows, whatever route leads out."""
+    """Set the address of this process, for hosts whose default route leads out by another one."""
     _told[:] = [host]
 
 
 def own_host() -> str:
-    """The address by which other nodes reach this one: as told, else the one that its default route leaves by.
-
-    The loopback address where there is no network.
-    """
+    """Return the address that was set, else the one of the default route; loopback without a network."""
     if _told:
         return _told[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -31,9 +28,9 @@ def own_host() -> str:
 
 
 def bind_socket(host: str, port: int = 0) -> socket.socket:
-    """A TCP socket at an address of this machine, at a port that the system chooses by default. Raises OSError.
+    """Return a bound TCP socket; by default the system chooses the port. Raises OSError.
 
-    At every interface where the address is another's: that of a router which forwards to this machine.
+    It is bound to all interfaces if the address is not this machine's, but that of a router which forwards to it.
     """
     made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -50,11 +47,11 @@ def bind_socket(host: str, port: int = 0) -> socket.socket:
 
 
 def bind_with_loopback(host: str) -> tuple[socket.socket, socket.socket]:
-    """Sockets at one port of an address and of loopback, for who does not know yet from where it will be reached.
+    """Return sockets at one port of an address and of loopback, for servers that both can reach.
 
-    Twice the same socket where the first covers both. Raises OSError where no port is free at both.
+    Both are one socket if the first covers loopback. Raises OSError if no port is free at both.
     """
-    for attempt in reversed(range(_PORTS)):
+    for attempt in reversed(range(_ATTEMPTS)):
         outer = bind_socket(host)
         address, port = outer.getsockname()
         if address in (LOOPBACK, "0.0.0.0"):

@@ -1,7 +1,7 @@
-"""Memory that processes of one machine share: a file without a name (`memfd`), mapped by whoever is handed it.
+"""Memory that processes of one machine share: an anonymous file (`memfd`), mapped by each process that receives it.
 
-There is nothing to clean up: the kernel frees it when the last process that maps it is gone, however that ended, and
-until then what a dead process left in it can be read.
+Nothing has to be cleaned up: the kernel frees it when the last process that maps it ends. Until then the contents of a
+dead process's memory can be read.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from contextlib import suppress
 from trainwright.core.errors import ResourceError
 
 HAS_SHARED_MEMORY = sys.platform == "linux"
-_POPULATE_READ, _POPULATE_WRITE = 22, 23  # of madvise; Python has no names for them
-_MIN_BYTES = 64  # bytes of a region of size 0: nothing can be mapped of nothing
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # advice numbers of madvise without names in Python
+_MIN_BYTES = 64  # of a region of size 0, which cannot be mapped
 
 
 class SharedRegion:
-    """Zeroed memory that can be handed to other processes: they read it, and none can shrink it under a reader.
+    """Zeroed memory that other processes can map; no process can shrink it under a reader.
 
-    Where the system has no `memfd`, it is this process's own.
+    On systems without `memfd` it is private to this process.
 
     Attributes:
-        view: all of it, writable.
-        file: its descriptor, to send; None where it cannot be shared.
+        view: all of the memory, writable.
+        file: its descriptor, to send; None if it cannot be shared.
 
     Raises:
-        ResourceError: the machine has not that much memory.
+        ResourceError: the machine does not have that much memory.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -41,7 +41,7 @@ class SharedRegion:
         except OSError as error:
             self.close()
             raise ResourceError(
-                f"no shared memory of {size_bytes / 2**20:.0f} MiB ({error})",
+                f"cannot allocate {size_bytes / 2**20:.0f} MiB of shared memory ({error})",
                 remedy="use more servers or workers on other nodes, a smaller model, or nodes with more memory",
             ) from error
 
@@ -55,7 +55,7 @@ class SharedRegion:
         return _map_populated(self.file, size, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def close(self) -> None:
-        """Free the descriptor. The memory stays for as long as somebody maps it or holds a view."""
+        """Free the descriptor. The memory stays while a process maps it or holds a view."""
         if self.file is not None:
             os.close(self.file)
             self.file = None
@@ -65,31 +65,31 @@ class SharedRegion:
 
 
 def map_descriptor(file: int, size_bytes: int | None = None, *, writable: bool) -> memoryview:
-    """So much of the memory behind a descriptor that another process sent, by default all of it.
+    """Map the memory behind a descriptor that another process sent, by default all of it.
 
-    Raises ConnectionError where it is not as promised.
+    Raises ConnectionError if it is smaller than expected, or could be shrunk.
     """
     try:
         sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         there = os.fstat(file).st_size
         size = there if size_bytes is None else size_bytes
         if not sealed or there < size:
-            raise ConnectionError("memory that is smaller than promised")
+            raise ConnectionError("the shared memory is smaller than expected, or not sealed")
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         return _map_populated(file, there, access)[:size]
     except (OSError, ValueError) as error:
-        raise ConnectionError(f"memory that cannot be mapped ({error})") from error
+        raise ConnectionError(f"the shared memory cannot be mapped ({error})") from error
 
 
 def allocate_private(size_bytes: int) -> memoryview:
-    """Zeroed memory of this process alone; its pages come with the first touch."""
+    """Return zeroed memory of this process; its pages are allocated on first access."""
     found = mmap.mmap(-1, max(size_bytes, _MIN_BYTES))
     _use_huge_pages(found)
     return memoryview(found)[:size_bytes]
 
 
 def _map_populated(file: int, size: int, access: int) -> memoryview:
-    """A mapping with all its pages there: faults would cost time in the first steps, and kill where memory ends."""
+    """Map with all pages allocated: page faults would slow the first steps, and kill the process without memory."""
     found = mmap.mmap(file, size, flags=mmap.MAP_SHARED, prot=access)
     _use_huge_pages(found)
     try:

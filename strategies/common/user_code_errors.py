@@ -1,4 +1,4 @@
-"""What an exception means, as far as all frameworks share it: a lost peer, the user's code, or a loss of no use."""
+"""Errors that all frameworks share: a lost peer, failing user code, losses that are not finite or of a wrong shape."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class UserCode(ABC):
-    """Turns what user code raises into UserCodeError, and broken collectives within it into PeerLost.
+    """Context manager that turns exceptions of user code into UserCodeError, and broken collectives into PeerLost.
 
-    Each framework has its own, named `user_code`.
+    Each framework has a subclass.
 
     Args:
         what: the code that runs, such as `model()`; the subject of the error's sentence.
@@ -31,7 +31,7 @@ class UserCode(ABC):
 
     Attributes:
         libraries: folders whose frames are not the user's.
-        out_of_memory: what the framework raises where memory is short.
+        out_of_memory: exception that the framework raises without memory.
     """
 
     __slots__ = ("what", "where")
@@ -45,11 +45,11 @@ class UserCode(ABC):
     @classmethod
     @abstractmethod
     def lost_peer(cls, error: BaseException) -> bool:
-        """Whether an exception says that a collective broke because another rank went away."""
+        """Whether an exception means that a collective broke because another rank was lost."""
 
     @classmethod
     def traceback(cls, error: BaseException) -> str:
-        """The traceback without the framework's and our frames; with all where nothing else would be left."""
+        """Return the traceback without frames of the framework and of this package, or with all if none are left."""
         frames = traceback.extract_tb(error.__traceback__)
         outside = (*cls.libraries, _OURS)
         own = [frame for frame in frames if not os.path.abspath(frame.filename).startswith(outside)]
@@ -60,12 +60,12 @@ class UserCode(ABC):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Raise what the exception means; ours and those that end the process pass."""
+        """Raise the translated exception; TrainwrightError and exceptions that end the process pass unchanged."""
         if isinstance(error, Exception) and not isinstance(error, TrainwrightError):
             raise self.meaning(error) from None
 
     def meaning(self, error: BaseException) -> TrainwrightError:
-        """What an exception says."""
+        """Return the error that an exception is translated to."""
         if self.lost_peer(error):
             return peer_lost_error(error, self.where)
         absent = missing_framework(error, self.where)
@@ -78,29 +78,36 @@ class UserCode(ABC):
 
     @classmethod
     def remedy(cls, error: BaseException) -> str:
-        """What to do, where the exception tells."""
+        """Return the remedy for an exception, if there is a known one."""
         return "use a smaller batch_size or more accumulation" if isinstance(error, cls.out_of_memory) else ""
 
 
 def package_folder(module: ModuleType) -> str:
-    """Where a package's code lies."""
+    """Return the folder of a package."""
     return os.path.dirname(os.path.abspath(str(module.__file__))) + os.sep
 
 
 def peer_lost_error(error: BaseException, where: str) -> PeerLost:
-    """The PeerLost that stands for a collective's exception."""
-    return PeerLost(f"another rank went away: {first_line(error)}", where=where, remedy=LOST_PEER_REMEDY)
+    """Return the PeerLost for an exception of a collective."""
+    return PeerLost(f"another rank was lost: {first_line(error)}", where=where, remedy=LOST_PEER_REMEDY)
 
 
 def non_finite_error(
     what: str, where: str, samples: Iterable[int] = (), *, elsewhere: bool = False, cause: str = ""
 ) -> NonFiniteLoss:
-    """A step that was not applied; `elsewhere` where another rank knows the samples, `cause` as "
-    "`nonfinite_columns_hint` knows it."""
+    """Return the error of a step that was not applied.
+
+    Args:
+        what: the problem.
+        where: the rank.
+        samples: numbers of the samples with the loss.
+        elsewhere: another rank knows the samples.
+        cause: from `nonfinite_columns_hint`.
+    """
     error = NonFiniteLoss(
         what,
         where=where,
-        remedy=f"{cause}look at these samples, lower the learning rate, set clip_norm, or pass such steps by with "
+        remedy=f"{cause}look at these samples, lower the learning rate, set clip_norm, or skip such steps with "
         'on_nonfinite="skip"; nothing of this step was applied',
     )
     error.samples, error.elsewhere = tuple(samples), elsewhere
@@ -108,41 +115,41 @@ def non_finite_error(
 
 
 def nonfinite_columns_hint(batch: Batch, rows: npt.NDArray[np.bool_]) -> str:
-    """Says which columns of a batch are not finite themselves in some rows; a teacher's may be one of them."""
+    """Return a remedy that names the columns of a batch with values that are not finite in these rows."""
     floats = {name: column[rows] for name, column in batch.columns.items() if column.dtype.kind == "f"}
     names = [name for name, column in floats.items() if not np.isfinite(column).all()]
-    return f"mend what gave {', '.join(map(repr, names))}, which is not finite there; " if names else ""
+    return f"correct the source of {', '.join(map(repr, names))}, which is not finite there; " if names else ""
 
 
 def first_line(error: BaseException) -> str:
-    """An exception in one line."""
+    """Return an exception in one line."""
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 
 def format_samples(samples: list[Any], most: int = 10) -> str:
-    """The first of many samples."""
+    """Return the first of many samples as text."""
     return ", ".join(map(str, samples[:most]))
 
 
-# --- The shapes that a loss or metric is given and returns, without a framework ---------------------------------------
+# --- Shapes of losses and metrics ---------------------------------------
 
 
 Shape = Sequence[int]
 
 
 def loss_broadcast_problem(what: str, outputs: Shape, targets: Shape, values: Shape) -> str:
-    """Say why the values are no loss of each sample: outputs and targets were broadcast against each other.
+    """Return the problem of a loss whose outputs and targets were broadcast against each other.
 
     Outputs (n, 1) minus targets (n,) is (n, n): each sample's output is compared with every sample's target. NumPy,
     torch and TensorFlow compute that without an error.
 
     Args:
-        what: names the function, such as `loss=` or `metric 'mae'`.
-        outputs, targets: shapes of what the function was given.
-        values: shape of what it returned, before any mean.
+        what: name of the function, such as `loss=` or `metric 'mae'`.
+        outputs, targets: shapes of its arguments.
+        values: shape of its result, before any mean.
 
     Returns:
-        The problem with both shapes and the remedy; empty where there is none.
+        The problem with both shapes and the remedy; empty if there is none.
     """
     given, wanted, made = tuple(outputs), tuple(targets), tuple(values)
     if len(given) == len(wanted) or made in (given, wanted) or made != _broadcast(given, wanted):
@@ -155,7 +162,7 @@ def loss_broadcast_problem(what: str, outputs: Shape, targets: Shape, values: Sh
 
 
 def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape that two arrays are broadcast to, by NumPy's rule; None where they are not."""
+    """Return the shape that two arrays are broadcast to, by NumPy's rule; None if they cannot be."""
     rank = max(len(first), len(second))
     pairs = zip((1,) * (rank - len(first)) + first, (1,) * (rank - len(second)) + second, strict=True)
     sizes = [{one, other} - {1} or {1} for one, other in pairs]

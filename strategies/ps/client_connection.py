@@ -1,8 +1,8 @@
-"""A worker's connection to one server: shared memory and a doorbell on one machine, TCP and two threads elsewhere.
+"""A worker's connection to one server: shared memory and a Unix socket on one machine, TCP and two threads elsewhere.
 
-What the worker pushes lies in its outbox. On one machine the server reads it there, and the worker copies pulled
-parameters from the server's own memory; a Unix socket carries the heads of requests and answers alone. Over TCP a range
-of the outbox leaves as soon as it is said to be final, and what is pulled arrives while the worker computes.
+The worker writes a push into its outbox. On one machine the server reads it there, the worker copies pulled parameters
+from the server's memory, and the Unix socket carries only the headers of requests and answers. Over TCP a range of the
+outbox is sent as soon as it is final, and pulled parameters arrive while the worker computes.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from trainwright.strategies.common.socket_transport import (
 )
 from trainwright.strategies.ps.server_connections import FrameHeader, FrameKind
 
-_CHUNK_BYTES = 2**20  # received before who waits for it is told
+_CHUNK_BYTES = 2**20  # received before a waiting thread is notified
 
 
 def connect_to_server(peer: Peer, key: bytes, rank: int, until: float, switch: ConnectionCanceller) -> ServerConnection:
-    """Connect to a server, each proving to the other: over shared memory where it is on this machine, else over TCP.
+    """Connect to a server and do the handshake: over shared memory if it is on this machine, else over TCP.
 
-    Raises PeerLost, at `until` (on the clock of `time.monotonic`) at the latest, or once the switch is cut.
+    Raises PeerLost at the deadline `until` (on the clock of `time.monotonic`), and once the switch is cut.
     """
     name = f"rank {peer.rank}"
     if shared_memory.HAS_SHARED_MEMORY:
-        with suppress(OSError):  # it is elsewhere, or does not want us so
+        with suppress(OSError):  # it is on another machine, or does not accept Unix sockets
             return _authenticated(connect(unix_socket_name(peer.address), until, switch), name, key, rank, until)
     try:
         connection = connect((peer.address.host, peer.address.port), until, switch)
@@ -60,19 +60,19 @@ def connect_to_server(peer: Peer, key: bytes, rank: int, until: float, switch: C
 class ServerConnection:
     """A worker's connection to one server, for one thread; `cut` is for any.
 
-    Calls are answered in their order, and several may be on their way. Everything raises PeerLost where the connection
-    is broken, or at the deadline `until`, on the clock of `time.monotonic`; the link is of no use then.
+    Calls are answered in order, and several may be in flight. All methods raise PeerLost if the connection breaks, and
+    at the deadline `until`, on the clock of `time.monotonic`; the connection is unusable then.
 
     Attributes:
-        peer: the server, in words.
-        shared: it is on this machine, and memory is shared with it.
+        peer: the server, in words for errors.
+        shared: the server is on this machine, and memory is shared with it.
     """
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         self.peer = peer
         self.shared = connection.family == getattr(socket, "AF_UNIX", None)
         if not self.shared:
-            connection.settimeout(None)  # its two threads wait in the kernel, which spares a call for each piece
+            connection.settimeout(None)  # its two threads block in the kernel, which saves a system call for each piece
         self._in, self._out = connection, connection.dup()  # each has a timeout of its own
         self._outbox = memoryview(b"")
         self._final: list[tuple[int, int]] = []
@@ -80,13 +80,13 @@ class ServerConnection:
         self._awaited: deque[memoryview | None] = deque()
         self._came: deque[_ServerAnswer] = deque()
         self._answer = _ServerAnswer()
-        self._news, self._failure = threading.Condition(), OSError("it never broke")
+        self._news, self._failure = threading.Condition(), OSError("not broken")
         self._broken = False
         self._sent: queue.SimpleQueue[OutgoingBuffers | None] = queue.SimpleQueue()
         self._threads = [] if self.shared else [self._thread(self._send_all), self._thread(self._receive_all)]
 
     def open_outbox(self, size_bytes: int, until: float) -> memoryview:
-        """Zeroed memory for what is pushed from now on; one of before is the server's until its calls are answered."""
+        """Return zeroed memory for the next pushes; the server reads the former until its calls are answered."""
         self._final = []
         header = FrameHeader(FrameKind.OUTBOX, size=size_bytes).pack()
         if not self.shared:
@@ -100,7 +100,7 @@ class ServerConnection:
         return self._outbox
 
     def ready(self, offset: int, size: int) -> None:
-        """A range of the outbox is final until the call that it belongs to is answered: over TCP it leaves now."""
+        """Send a range of the outbox now over TCP; it must not change until its call is answered."""
         if not self.shared:
             self._final.append((offset, offset + size))
             self._send_range(offset, offset + size)
@@ -111,10 +111,10 @@ class ServerConnection:
         """Send a request.
 
         Args:
-            head: what the server is told.
-            offset, size: the range of the outbox that belongs to it. It must stay as it is until the answer came; what
-                of it was not said to be `ready` leaves now.
-            into: where the answer's bytes go; they may be fewer.
+            head: header of the call.
+            offset, size: range of the outbox that belongs to the call. It must not change until the answer came; the
+                parts that `ready` did not name are sent now.
+            into: memory for the answer's bytes, which may be fewer.
         """
         if not self.shared:
             for start, end in self._missing(offset, offset + size):
@@ -123,7 +123,7 @@ class ServerConnection:
         self._send([FrameHeader(FrameKind.CALL, len(head), offset, size).pack() + head], until)
 
     def answer(self, until: float) -> bytes:
-        """The head of the oldest answer that was not taken yet; its bytes may be on their way."""
+        """Return the header of the oldest answer not yet taken; its bytes may still be arriving."""
         if self.shared:
             try:
                 self._receive(until)
@@ -134,7 +134,7 @@ class ServerConnection:
         return self._answer.head
 
     def pulled(self, offset: int, size: int, until: float) -> None:
-        """Bring this range of the last taken answer's bytes to where they go; returns when it is there."""
+        """Wait until a range of the last taken answer's bytes is in its memory."""
         answer, end = self._answer, offset + size
         if end > answer.size:
             raise ValueError(f"the answer has {answer.size} bytes, not {end}")
@@ -147,9 +147,9 @@ class ServerConnection:
 
     @property
     def source(self) -> memoryview:
-        """Where the bytes of the answer that was taken last stand: the server's memory, to be read only, or `into`.
+        """Memory with the bytes of the answer that was taken last: the server's memory, read-only, or `into`.
 
-        In shared memory they may be used from there, without `into`, for as long as the server leaves them as they are.
+        In shared memory they can be used in place, without `into`, until the server changes them.
         """
         answer = self._answer
         if answer.source is not None:
@@ -177,7 +177,7 @@ class ServerConnection:
         return thread
 
     def _missing(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Ranges between start and end that were not said to be final; those that were are forgotten."""
+        """Yield the ranges between start and end that `ready` did not send, and forget those that it did."""
         inside = sorted(done for done in self._final if done[0] < end and done[1] > start)
         self._final = [done for done in self._final if done not in inside]
         for first, last in inside:
@@ -192,7 +192,7 @@ class ServerConnection:
         self._sent.put(OutgoingBuffers([header, self._outbox[start:end]]))
 
     def _send(self, buffers: list[bytes], until: float, file: int | None = None) -> None:
-        """At once in shared memory; over TCP the sending thread comes to it after what was put before."""
+        """Send now in shared memory; over TCP the sending thread does it, in order."""
         if self._broken:
             raise connection_lost(self.peer, self._failure) from self._failure
         if not self.shared:
@@ -232,11 +232,11 @@ class ServerConnection:
                 raise connection_lost(self.peer, self._failure) from self._failure
 
     def _receive(self, until: float) -> None:
-        """One answer, whole."""
+        """Receive one answer."""
         header, file = _header(self._in, until)
         published = header.kind is FrameKind.PUBLISHED
         if not self._awaited or not (published or header.kind is FrameKind.ANSWER):
-            raise ConnectionError("an answer that nobody asked for")
+            raise ConnectionError("an answer without a call")
         head = memoryview(bytearray(header.head))
         receive_exactly(self._in, head, until)
         answer = _ServerAnswer(bytes(head), self._awaited.popleft(), header.size)
@@ -244,7 +244,7 @@ class ServerConnection:
             answer.source = self._seen(file, header)
         room = 0 if answer.into is None else len(answer.into)
         if header.size > room and not (published and answer.into is None):
-            raise ConnectionError(f"an answer of {header.size} bytes where {room} were awaited")
+            raise ConnectionError(f"an answer of {header.size} bytes where {room} were expected")
         with self._news:
             self._came.append(answer)
             self._news.notify_all()
@@ -260,7 +260,7 @@ class ServerConnection:
                 self._news.notify_all()
 
     def _seen(self, file: int | None, header: FrameHeader) -> memoryview:
-        """A range of the server's published memory, which is new where a descriptor came."""
+        """Return a range of the server's published memory, which is new if a descriptor came."""
         if file is not None:
             try:
                 self._published = shared_memory.map_descriptor(file, writable=False)
@@ -273,7 +273,7 @@ class ServerConnection:
 
 @dataclass(eq=False, slots=True)
 class _ServerAnswer:
-    """An answer: its head, where its bytes go, how many they are and how many came, or where they stand."""
+    """An answer: header, memory for its bytes, their number, those received, or the shared memory with them."""
 
     head: bytes = b""
     into: memoryview | None = None
@@ -283,7 +283,7 @@ class _ServerAnswer:
 
 
 def _authenticated(connection: socket.socket, peer: str, key: bytes, rank: int, until: float) -> ServerConnection:
-    """The link, once the server has let us in. Raises OSError, the connection closed."""
+    """Do the handshake, and return the connection. Raises OSError with the socket closed."""
     try:
         socket_transport.authenticate(connection, key, rank, until)
     except OSError:
@@ -293,7 +293,7 @@ def _authenticated(connection: socket.socket, peer: str, key: bytes, rank: int, 
 
 
 def _header(connection: socket.socket, until: float) -> tuple[FrameHeader, int | None]:
-    """The next frame's header, and the descriptor that came with it."""
+    """Receive the next frame's header, and the descriptor that came with it."""
     first = memoryview(bytearray(FrameHeader.SIZE))
     file = receive_exactly(connection, first, until)
     return FrameHeader.unpack(first), file

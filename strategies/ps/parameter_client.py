@@ -1,10 +1,10 @@
-"""A worker's side: it leases units of the first server, pulls parameters of all and pushes to all.
+"""A worker's side of parameter servers: lease units from the first server, pull from all servers and push to all.
 
-Whatever is asked is asked again over a new connection where one breaks; a server answers what it has done already
-alike. A server that makes a worker wait says so now and then; one that says nothing within the deadline is lost.
+A call is sent again over a new connection if one breaks; a server answers a repeated call like the first. A server that
+makes a worker wait says so at intervals; a server that is silent for the deadline is lost.
 
-A server keeps a push until its round is applied. It may leave it where it lies, and copy nothing, where the worker has
-another half to write the next one into.
+A server keeps a push until its round is applied. If the worker has a second half of its buffer for the next push, the
+server uses the push in place and copies nothing.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _ATTEMPTS = 3
 
 
 class ParameterClient:
-    """A worker's connections to the servers. One thread calls; `cut` is for any.
+    """A worker's connections to the servers, for one thread; `cut` is for any.
 
-    Raises PeerLost from everything where a server is gone, or silent for the group's deadline.
+    All methods raise PeerLost for a server that is lost, or silent for the group's deadline.
 
     Args:
-        group: of which this process is a worker.
+        group: this process is a worker of it.
         servers: to connect to.
-        switch: to cut the connections by before there are any; by default only `cut` does.
+        switch: cuts the connections too, even before they exist.
 
     Attributes:
         grant: the unit that was leased last.
-        memory: by server, its shard's region as pulled last.
-        outbox: by server, what is pushed: the payload in the plan's wire form, then the shard's buffers. A connection
-            that had to be made again comes with another, of the same content.
+        memory: by server, its shard as pulled last.
+        outbox: by server, the memory of the next push: encoded gradients, then the shard's buffers. A new connection
+            has another one with the same content.
     """
 
     def __init__(self, group: Group, servers: Sequence[Peer], switch: ConnectionCanceller | None = None) -> None:
@@ -53,49 +53,51 @@ class ParameterClient:
 
     @property
     def outbox(self) -> tuple[memoryview, ...]:
-        """What is pushed to each server."""
+        """The memory of the next push to each server."""
         return tuple(server.outbox for server in self.servers)
 
     @property
     def shares(self) -> bool:
-        """Whether all servers are on this machine: what is pulled is copied, and nothing comes by itself."""
+        """Whether all servers are on this machine: parameters are then copied from shared memory."""
         return all(server.link.shared for server in self.servers)
 
     def open(self) -> None:
-        """Reach every server."""
+        """Connect to every server."""
         for server in self.servers:
             server.open()
 
     def lay(
         self, shards: Sequence[ParameterShard], wire_bytes: Sequence[int], memory: Sequence[memoryview] | None = None
     ) -> None:
-        """Make room.
+        """Allocate the memory for pulls and pushes.
 
         Args:
-            shards: the servers'.
-            wire_bytes: by server, of a push without its buffers.
-            memory: by server, where to pull its region to; by default own memory.
+            shards: of the servers.
+            wire_bytes: by server, size of a push without its buffers.
+            memory: by server, where its shard is pulled to; by default new memory.
         """
         self.memory = tuple(memory or (allocate_private(shard.size_bytes) for shard in shards))
         for server, shard, view, size in zip(self.servers, shards, self.memory, wire_bytes, strict=True):
             server.lay(view, size + shard.pulled_bytes - shard.trained_bytes)
 
     def lease(self, first: int) -> Grant | None:
-        """What to compute next; waits while nothing may be begun. None: the segment from step `first` on is over."""
-        said = self.servers[0].ask({"do": "lease", "worker": self._worker, "prefer": self._prefer, "first": first})
-        if "over" in said:
+        """Wait for a unit to compute; None: the segment that starts at step `first` is over."""
+        server = self.servers[0]
+        server.begin({"do": "lease", "worker": self._worker, "prefer": self._prefer, "first": first})
+        answer = server.end()
+        if "over" in answer:
             self.grant = None
             return None
-        step, share, steps = said["unit"]
-        self.grant = Grant(unit=WorkUnit(step=step, share=share, steps=steps), at=said["at"], needs=said["needs"])
+        step, share, steps = answer["unit"]
+        self.grant = Grant(unit=WorkUnit(step=step, share=share, steps=steps), at=answer["at"], needs=answer["needs"])
         return self.grant
 
     def pull(self, needs: int = 0, *, wait: bool = True) -> bool:
-        """The newest parameters, which hold the updates of `needs` rounds at least; False where none are new.
+        """Pull the newest parameters, with the updates of at least `needs` rounds; return whether there are new ones.
 
         Args:
             needs: see `Grant`.
-            wait: until all bytes are in `memory`; else `pulled` waits for some.
+            wait: until all bytes are in `memory`; else call `pulled` for each range.
         """
         for server in self.servers:
             server.begin({"do": "pull", "worker": self._worker, "needs": needs, "have": server.have})
@@ -108,34 +110,34 @@ class ParameterClient:
 
     @property
     def left_out(self) -> list[tuple[int, int, WorkUnit]]:
-        """By server and round, units whose push it took, and whose round then went on without them: of the last pull.
+        """By server and round, units that a server accepted and then left out of their round, as of the last pull.
 
-        They are handed out again: what was pushed for them does not count. It may tell of one twice.
+        These units are leased again, and their pushes do not count. One unit can be listed twice.
         """
         return [(index, at, unit) for index, server in enumerate(self.servers) for at, unit in server.left_out]
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """By server, updates that what was pulled last holds."""
+        """By server, number of updates in the parameters that were pulled last."""
         return tuple(server.version for server in self.servers)
 
     def pulled(self, server: int, offset: int, size: int) -> None:
-        """Wait until this range of a server's region is in `memory`, after `pull(wait=False)`."""
+        """Wait until a range of a server's shard is in `memory`, after `pull(wait=False)`."""
         self.servers[server].pulled(offset, size)
 
     def ready(self, server: int, offset: int, size: int) -> None:
-        """A range of an outbox is final until it is pushed, and may leave now."""
+        """Let a range of an outbox be sent now: it does not change until it is pushed."""
         self.servers[server].ready(offset, size)
 
     def push(self, *, weight: float, sums: Sequence[tuple[float, float]], norm: float = 0.0) -> list[bool]:
-        """Push the outboxes as what the leased unit came to; returns when all servers have it.
+        """Push the outboxes as the leased unit's gradients, and return when all servers have them.
 
-        By server, whether it took the outbox: False where another worker's push of the same unit came first.
+        Returns whether each server accepted the push: False if another worker pushed the same unit first.
 
         Args:
             weight: sum of weights of the unit's samples; with 0 no outbox is sent.
             sums: of each step of the unit: weighted sum of losses, sum of weights.
-            norm: of the whole gradient, before it was clipped.
+            norm: of the whole gradient, before clipping.
         """
         assert self.grant is not None, "lease comes first"
         head = {"worker": self._worker, **_unit_fields(self.grant)}
@@ -162,23 +164,23 @@ class ParameterClient:
 
 
 class ServerClient:
-    """One server, as a worker sees it."""
+    """A worker's calls to one server."""
 
     def __init__(self, group: Group, peer: Peer, switch: ConnectionCanceller) -> None:
         self._group, self._peer, self._switch = group, peer, switch
         self._link: ServerConnection | None = None
         self._asked: tuple[dict[str, Any], bool] = ({}, False)
-        self._told = 0  # calls whose answers nobody waits for
-        self._leaving = False  # some of the outbox was made ready
+        self._told = 0  # calls whose answers are not read yet
+        self._leaving = False  # a part of the outbox was sent already
         self._view = memoryview(b"")
         self._outbox: SendBuffer | None = None
-        self.have: list[int] = [-1, -1]  # what is in memory: of which filling of the region, after how many updates
+        self.have: list[int] = [-1, -1]  # filling and version that are in memory
         self.version = 0
         self.left_out: list[tuple[int, WorkUnit]] = []
         self.coming = 0  # bytes that the last pull brings
 
     def open(self) -> None:
-        """Connect, and open the outbox where one is laid."""
+        """Connect, and open the outbox if `lay` was called."""
         until = self._until()
         self._link = connect_to_server(self._peer, self._group.key, self._group.rank, until, self._switch)
         self._told = 0
@@ -188,13 +190,13 @@ class ServerClient:
             self._outbox.reopen(self._opened)
 
     def lay(self, view: memoryview, outbox_bytes: int) -> None:
-        """Where to pull to, and how much is pushed at once."""
+        """Set the memory to pull to, and the size of a push."""
         self._view, self.have = view, [-1, -1]
         self._outbox = SendBuffer(self._opened, outbox_bytes)
 
     @property
     def outbox(self) -> memoryview:
-        """What is pushed next."""
+        """The memory of the next push."""
         return memoryview(b"") if self._outbox is None else self._outbox.view
 
     @property
@@ -203,14 +205,9 @@ class ServerClient:
         assert self._link is not None, "open comes first"
         return self._link
 
-    def ask(self, head: dict[str, Any]) -> dict[str, Any]:
-        """A call and its answer."""
-        self.begin(head)
-        return self.end()
-
     def begin(self, head: dict[str, Any], *, outbox: bool = False) -> None:
-        """Send a call; one that cannot be sent is sent again by `end`."""
-        if head["do"] == "push":  # what was made ready must be pushed, or it would count as the next push's
+        """Send a call. If that fails, `end` sends it again."""
+        if head["do"] == "push":  # ranges sent already must be pushed, or they would count for the next push
             outbox, self._leaving = outbox or self._leaving, False
             head["keep"] = self._outbox is not None and self._outbox.keeps
         self._asked = head, outbox
@@ -220,7 +217,7 @@ class ServerClient:
             self.link.cut()
 
     def end(self) -> dict[str, Any]:
-        """The answer to what `begin` sent."""
+        """Return the answer to the call of `begin`."""
         for attempt in range(_ATTEMPTS):
             until = self._until()
             try:
@@ -236,31 +233,31 @@ class ServerClient:
         raise AssertionError("the last attempt returns or raises")
 
     def tell(self, head: dict[str, Any]) -> None:
-        """A call whose answer says nothing, and that may be lost."""
+        """Send a call that may be lost; its answer is ignored."""
         try:
             self.link.call(json.dumps(head).encode(), self._until())
             self._told += 1
         except PeerLost:
-            self.link.cut()  # the next call makes it anew
+            self.link.cut()  # the next call connects again
 
     def take(self, said: dict[str, Any]) -> None:
-        """What the answer to a pull says of what it brings."""
+        """Take the fields of the answer to a pull."""
         self.have, self.version, self.coming = said["have"], said["version"], said["size"]
         self.left_out = [(at, WorkUnit(*unit)) for at, *unit in said["left_out"]]
         if self._outbox is not None:
             self._outbox.applied(self.version)
 
     def pushed(self, said: dict[str, Any], at: int) -> bool:
-        """What the answer to a push says of where it is now; whether it was taken."""
+        """Take the answer to a push; return whether the server accepted it."""
         assert self._outbox is not None, "lay comes first"
         try:
             self._outbox.pushed(self._opened, at, kept=said["kept"], copied=said["copied"])
         except PeerLost:
-            self.link.cut()  # the next call makes it anew
+            self.link.cut()  # the next call connects again
         return bool(said["taken"])
 
     def pulled(self, offset: int, size: int) -> None:
-        """Wait until a range of what is pulled is there."""
+        """Wait until a range of the pulled bytes has arrived."""
         size = min(size, self.coming - offset)
         try:
             if size > 0:
@@ -270,13 +267,13 @@ class ServerClient:
             self.link.pulled(offset, min(size, self.coming - offset), self._until())
 
     def ready(self, offset: int, size: int) -> None:
-        """A range of the outbox is final."""
+        """Send a range of the outbox, which does not change until the push."""
         self._leaving = True
         assert self._outbox is not None, "lay comes first"
         try:
             self.link.ready(self._outbox.offset + offset, size)
         except PeerLost:
-            self.link.cut()  # the push makes it anew, and sends all
+            self.link.cut()  # the push connects again, and sends everything
 
     def cut(self) -> None:
         """End the connection, from any thread."""
@@ -284,14 +281,14 @@ class ServerClient:
             self._link.cut()
 
     def close(self) -> None:
-        """End and free it."""
+        """End the connection and free it."""
         if self._link is not None:
             self._link.close()
 
     def _repull(self) -> None:
-        """A connection broke while bytes were on their way: all that was new comes again."""
+        """Pull everything again after a connection broke while bytes were arriving."""
         if self._switch.off:
-            raise PeerLost(f"{self.link.peer} is let go")
+            raise PeerLost(f"the connection to {self.link.peer} was cut")
         self._asked[0]["have"] = [-1, -1]
         self._again()
         self.take(self.end())
@@ -326,14 +323,14 @@ def _unit_fields(grant: Grant) -> dict[str, Any]:
     return {"unit": [unit.step, unit.share, unit.steps], "at": grant.at}
 
 
-# --- Where a worker writes what it pushes to one server ---------------------------------------------------------------
+# --- Memory of pushes ---------------------------------------------------------------
 
 
 class SendBuffer:
-    """One push's memory, or two halves in turn once a server had to copy.
+    """Memory of pushes to one server: for one push, or for two in turn once the server had to copy one.
 
     Args:
-        opened: makes zeroed memory of so many bytes that the server gets to see, instead of what was before.
+        opened: (bytes) -> zeroed memory that the server can read, in place of the former.
         size_bytes: of a push.
     """
 
@@ -346,21 +343,21 @@ class SendBuffer:
 
     @property
     def view(self) -> memoryview:
-        """The next push."""
+        """The memory of the next push."""
         return self._memory[self.offset :][: self.size_bytes]
 
     @property
     def offset(self) -> int:
-        """Where that begins in the memory that the server sees."""
+        """Where the next push begins in the memory that the server reads."""
         return self._half * self._stride
 
     @property
     def keeps(self) -> bool:
-        """Whether the server may leave the next push where it lies: there is room for the one after it."""
+        """Whether the server may use the next push in place: the other half is free for the one after it."""
         return any(held is None for half, held in enumerate(self._held) if half != self._half)
 
     def pushed(self, opened: Callable[[int], memoryview], at: int, *, kept: bool, copied: bool) -> None:
-        """The server has a push of round `at`, and left it where it lies, copied it, or needs it no more."""
+        """The server has a push of round `at`: it uses it in place, has copied it, or does not need it any more."""
         if kept:
             self._held[self._half] = at
             self._half = 1 - self._half
@@ -369,11 +366,11 @@ class SendBuffer:
             self._held = [None, None]
 
     def applied(self, version: int) -> None:
-        """The server says that it has applied so many rounds."""
+        """The server has applied `version` rounds: pushes of earlier ones may be overwritten."""
         self._held = [None if held is not None and held < version else held for held in self._held]
 
     def reopen(self, opened: Callable[[int], memoryview]) -> None:
-        """The connection is a new one: the next push is written there, others lie where the server knows them."""
+        """Move the next push to memory of a new connection; the server still reads the others in the former memory."""
         before, self._half = self.view, 0
         self._held = [None] * len(self._held)
         self._memory = opened(len(self._memory))

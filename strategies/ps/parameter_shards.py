@@ -1,4 +1,4 @@
-"""Which server holds which tensors: balanced by bytes, the same answer wherever it is computed. Pure."""
+"""Placement of a model's tensors on servers, balanced by bytes, and the interface of a server's shard. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from trainwright.core.topology import WorkUnit
 
-ALIGNMENT = 64  # bytes: what vector instructions and every dtype are content with
+ALIGNMENT = 64  # bytes; enough for vector instructions and every dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class ModelTensor:
     Attributes:
         name: full name.
         shape: of all of it.
-        dtype: of its elements, in the framework's own words.
+        dtype: of its elements, as the framework names it.
         item_bytes: size of an element.
         kind: `trained`, `buffer` or `frozen`.
     """
@@ -38,17 +38,17 @@ class ModelTensor:
 
 
 def place_tensors(tensors: Sequence[ModelTensor], servers: int, *, cut: bool = True) -> tuple[ParameterShard, ...]:
-    """Each server's shard.
+    """Return each server's shard.
 
-    A tensor that is larger than a fair share, total / servers, is cut by rows of its first dimension into nearly equal
-    pieces, one a server. Then the largest first, each to the server that holds least so far (Graham, 1969). So no
-    server holds more than the fair share, the largest piece and a row of each tensor that was cut. Trained tensors are
-    balanced by themselves, as those are that are frozen; buffers are all on the first server.
+    A tensor larger than a fair share, total / servers, is split by rows of its first dimension into nearly equal
+    pieces, one for each server. Then the largest piece goes first, each to the server that holds least (Graham, 1969):
+    no server holds more than the fair share, the largest piece and a row of each split tensor. Trained and frozen
+    tensors are balanced separately; all buffers are on the first server.
 
     Args:
         tensors: in the model's order.
         servers: how many.
-        cut: whether tensors may be cut; not where the optimizer looks at whole ones.
+        cut: whether tensors may be split; False for optimizers that need whole ones.
     """
     held: list[list[tuple[int, ShardSlot]]] = [[] for _ in range(servers)]
     for kind in ("trained", "frozen"):
@@ -69,12 +69,11 @@ def place_tensors(tensors: Sequence[ModelTensor], servers: int, *, cut: bool = T
 
 
 def count_busy_servers(trained: Sequence[tuple[int, int]], servers: int) -> int:
-    """How many of so many servers hold something to train, where tensors may be cut: `place_tensors` fills empty ones
-    first.
+    """Return how many servers `place_tensors` gives trained tensors to, if tensors may be split.
 
     Args:
-        trained: rows and bytes of each tensor that is trained.
-        servers: how many there are.
+        trained: rows and bytes of each trained tensor.
+        servers: number of servers.
     """
     total = sum(size for _, size in trained)
     pieces = sum(
@@ -84,12 +83,12 @@ def count_busy_servers(trained: Sequence[tuple[int, int]], servers: int) -> int:
 
 
 def _exceeds_fair_share(size_bytes: int, servers: int, total: int) -> bool:
-    """Whether a tensor is more than a fair share."""
+    """Whether a tensor is larger than a fair share."""
     return size_bytes * servers > total
 
 
 def _split_rows(tensor: ModelTensor, parts: int) -> Sequence[ShardSlot]:
-    """A tensor in so many pieces of whole rows, or as many as it has rows; the largest first."""
+    """Split a tensor into this many pieces of whole rows, or one for each row; the largest first."""
     whole, rows = _whole_slot(tensor), tensor.shape[0] if tensor.shape else 1
     if min(rows, parts) < 2:
         return (whole,)
@@ -114,7 +113,7 @@ def _whole_slot(tensor: ModelTensor) -> ShardSlot:
 
 
 def _lay_out(pieces: Sequence[tuple[int, ShardSlot]]) -> ParameterShard:
-    """The slots of one server with their offsets, each kind in the model's order."""
+    """Return the shard of one server, its slots with offsets, each kind in the model's order."""
     slots: list[ShardSlot] = []
     ends: dict[TensorKind, int] = {}
     end = 0
@@ -129,7 +128,7 @@ def _lay_out(pieces: Sequence[tuple[int, ShardSlot]]) -> ParameterShard:
     )
 
 
-# --- What a server's shard of the parameters is to the rest of the server ---------------------------------------------
+# --- The shard of a server ---------------------------------------------
 
 
 TensorKind = Literal["trained", "buffer", "frozen"]
@@ -141,11 +140,11 @@ class ShardSlot:
 
     Attributes:
         name: full name of the tensor.
-        shape: of what is here.
-        dtype: of its elements, in the framework's own words.
-        rows: of the tensor's first dimension that are here, from and to; None where it is here as a whole.
-        offset, size: bytes in the shard's region, from the region's start; offsets are multiples of `deal.ALIGNMENT`.
-        kind: `trained` is pulled and pushed; `buffer` is pulled, and pushed as it is; `frozen` is pulled once.
+        shape: of the part that is here.
+        dtype: of its elements, as the framework names it.
+        rows: start and end in the tensor's first dimension; None for a whole tensor.
+        offset, size: bytes in the shard's region, from the region's start; offsets are multiples of `ALIGNMENT`.
+        kind: `trained` is pulled and pushed; `buffer` is pulled, and pushed unencoded; `frozen` is pulled once.
     """
 
     name: str
@@ -159,12 +158,12 @@ class ShardSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShard:
-    """What one server holds, as it lies in its region: trained slots, then buffers, then frozen ones.
+    """Layout of the tensors of one server in its region: trained slots, then buffers, then frozen ones.
 
     Attributes:
         slots: each kind in the model's order.
-        trained_bytes: of the region's beginning that holds what is trained.
-        pulled_bytes: of its beginning that changes: trained and buffers.
+        trained_bytes: length of the region's first part, the trained slots.
+        pulled_bytes: length of the first part that changes: trained slots and buffers.
         size_bytes: of the region.
     """
 
@@ -176,14 +175,14 @@ class ParameterShard:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPush:
-    """What a worker says of a unit to one server.
+    """A worker's result of a unit for one server.
 
     Attributes:
         unit: that it computed.
-        weight: sum of the weights of the unit's samples; at 0 the payload means nothing.
-        payload: the unit's weighted mean gradient of the shard's trained slots, in the plan's wire form; with local
-            steps, how far the parameters went (after minus before). Must not be written into, nor kept after the call.
-        buffers: the shard's buffers after the unit, as they lie in the region; empty where it has none.
+        weight: sum of the weights of the unit's samples; if it is 0, the payload is ignored.
+        payload: the unit's weighted mean gradient of the trained slots, encoded as the plan says; with local steps,
+            the change of the parameters (after minus before). Read-only, and valid during the call alone.
+        buffers: the shard's buffers after the unit, as in the region; empty if it has none.
     """
 
     unit: WorkUnit
@@ -193,28 +192,28 @@ class GradientPush:
 
 
 class ShardStore(Protocol):
-    """One server's shard and the optimizer's state of it. Calls come from one thread at a time."""
+    """One server's shard with its optimizer state. Calls come from one thread at a time."""
 
     @property
     def shard(self) -> ParameterShard:
-        """What it holds."""
+        """Layout of the shard."""
 
     def attach(self, region: memoryview) -> None:
-        """The parameters live in this region of `shard.size_bytes` from now on: fill it with those held now."""
+        """Copy the parameters into a region of `shard.size_bytes`, and keep them there from now on."""
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, by the job's schedule. Raises UserCodeError."""
+        """Return the learning rate of a step, by the job's schedule. Raises UserCodeError."""
 
     def check(self, push: GradientPush) -> None:
-        """Raise ValueError where the payload or the buffers of a push cannot be read, such as for their size."""
+        """Raise ValueError if payload or buffers of a push cannot be decoded, such as for their size."""
 
     def norm2(self, pushes: Sequence[GradientPush]) -> float:
-        """The squared norm of what `apply` would make of these pushes, over this shard. Changes nothing."""
+        """Return the squared norm of the gradient that `apply` would use for these pushes, over this shard."""
 
     def apply(self, pushes: Sequence[GradientPush], *, step: int, rate_factor: float, clip_factor: float) -> None:
-        """One update: the mean of the pushes by their weights, added up in the order given.
+        """Apply one update: the weighted mean of the pushes, added up in the order given.
 
-        With no weight at all nothing is applied. Of buffers the first push that has some counts.
+        Without any weight nothing is applied. Buffers come from the first push that has them.
 
         Args:
             pushes: at least one.

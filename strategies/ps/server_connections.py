@@ -1,7 +1,7 @@
-"""A server's connections: one thread waits on all of them, and none of its peers can make it wait for that one alone.
+"""A server's connections: one thread waits on all of them, and no peer can block it.
 
-A worker on the same machine comes over an abstract Unix socket and hands over its outbox as shared memory; any other
-comes over TCP, and its outbox is filled here as its bytes arrive. What is to be sent leaves as the socket takes it.
+A worker on the same machine connects over an abstract Unix socket and shares its outbox as memory; other workers
+connect over TCP, and a copy of their outbox is filled here as bytes arrive. All sockets are non-blocking.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from trainwright.strategies.common.socket_transport import (
     verify_claim,
 )
 
-_MAX_READ_BYTES = 4 * 2**20  # of one line, before the others have their turn
-_LOW_WATER_BYTES = 2**19  # of a long range, before its line is attended to
-MAX_UNKNOWN_CONNECTIONS = 128  # connections that have not said who they are; the oldest makes room for one more
+_MAX_READ_BYTES = 4 * 2**20  # of one connection, before the others get their turn
+_LOW_WATER_BYTES = 2**19  # of a long range, before the system reports it as readable
+MAX_UNKNOWN_CONNECTIONS = 128  # without a handshake so far; a new one closes the oldest
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-PAUSE_S = 0.5  # in which nobody is let in, where there is no room for another connection
+PAUSE_S = 0.5  # without accepting, once the process has no more descriptors
 _KEYS = itertools.count()
 _MAX_HEAD_BYTES = 64 * 2**20
 _MAX_BUFFER_BYTES = 2**48  # of an outbox: no machine has more
@@ -84,10 +84,10 @@ class WorkerCall:
     """A worker's request.
 
     Attributes:
-        line: whose; it gets the answer.
-        head: what the worker said.
-        payload: the range of its outbox that belongs to it, complete. It stays as it is until the call is answered, and
-            can be read for as long as it is held, whatever becomes of the worker. Never to be written.
+        line: the connection that gets the answer.
+        head: header of the call.
+        payload: the complete range of the outbox that belongs to the call. It does not change until the call is
+            answered, and can be read while it is held, even if the worker ends. Never write to it.
     """
 
     line: WorkerConnection
@@ -106,9 +106,9 @@ class WorkerConnection:
     """A worker's connection, at the server.
 
     Attributes:
-        rank: the worker's; -1 until it has proved to be a member.
-        key: of this connection; the same rank may come again with another.
-        shared: the worker is on this machine, and memory is shared with it.
+        rank: of the worker; -1 before the handshake.
+        key: number of this connection; a rank that connects again gets another.
+        shared: the worker is on this machine, and shares memory.
     """
 
     def __init__(self, connection: socket.socket, lines: WorkerConnections) -> None:
@@ -119,7 +119,7 @@ class WorkerConnection:
         self.shared = connection.family == getattr(socket, "AF_UNIX", None)
         self.moved, self.ended = time.monotonic(), False
         self._outbox = memoryview(b"")
-        self._known: shared_memory.SharedRegion | None = None  # the published memory that the worker has
+        self._known: shared_memory.SharedRegion | None = None  # the published memory that the worker has mapped
         self._sending = threading.Lock()
         self._out: deque[OutgoingBuffers] = deque()
         self._want, self._have, self._least = memoryview(bytearray(CLAIM_BYTES)), 0, 1
@@ -129,18 +129,18 @@ class WorkerConnection:
         self._send([self._challenge])
 
     def answer(self, head: bytes, *buffers: bytes | memoryview) -> None:
-        """Answer the line's oldest call; from any thread. The buffers leave without a copy: they must stay as they are.
+        """Answer the connection's oldest call, from any thread. Buffers are not copied: they must not change.
 
-        A line that has ended takes it and drops it: its end is told by `WorkerDisconnected`.
+        A connection that has ended drops the answer: `WorkerDisconnected` reports its end.
         """
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         header = FrameHeader(FrameKind.ANSWER, len(head), 0, sum(map(len, views)))
         self._send([header.pack() + head, *views])
 
     def answer_published(self, head: bytes, offset: int, size: int) -> None:
-        """Answer with a range of the published memory. In shared memory nothing is sent but where it stands.
+        """Answer with a range of the published memory. In shared memory only its position is sent.
 
-        Over TCP it leaves from there, while it may change: the worker then gets some of an update that came later.
+        Over TCP it is sent from there while it may change: the worker can then get parts of a later update.
         """
         region = self._lines.published
         assert region is not None and offset + size <= region.size_bytes, "publish comes first"
@@ -153,23 +153,23 @@ class WorkerConnection:
         self._send([FrameHeader(FrameKind.PUBLISHED, len(head), offset, size).pack() + head], file)
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor, for selectors."""
         return self._socket.fileno()
 
     @property
     def pending(self) -> bool:
-        """Whether something waits to be sent."""
+        """Whether bytes wait to be sent."""
         return bool(self._out)
 
     def until(self, deadline_s: float) -> float | None:
-        """When it must have moved, on the clock of `time.monotonic`; None while nobody waits for it."""
+        """Return when it must have made progress, on the clock of `time.monotonic`; None while it is idle."""
         if self.rank < 0:
             return self.moved + min(HANDSHAKE_S, deadline_s)
         return self.moved + deadline_s if self._out or self._have or self._then != self._header_came else None
 
     def flush(self) -> None:
-        """Send what the socket takes; from any thread."""
-        with self._sending, suppress(OSError):  # of an end, which the thread that waits sees as well
+        """Send what the socket takes now, from any thread."""
+        with self._sending, suppress(OSError):  # the connection ended, which the waiting thread sees as well
             while self._out and not self.ended:
                 before = self._out[0].left
                 gone = send_available(self._socket, self._out[0])
@@ -179,7 +179,7 @@ class WorkerConnection:
                 self._out.popleft()
 
     def receive(self) -> list[WorkerCall]:
-        """The calls that are complete with what the socket has; `ended` tells that it is over, or no member's."""
+        """Receive what has arrived; return the complete calls. `ended` is set at the end and on errors."""
         calls: list[WorkerCall] = []
         taken, found = 0, 1
         try:
@@ -194,13 +194,13 @@ class WorkerConnection:
         return calls
 
     def cut(self) -> None:
-        """End it, from any thread."""
+        """End the connection, from any thread."""
         self.ended = True
         with suppress(OSError):  # it may have ended already
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End it and free the connection; memory that a call's payload stands in lives on with that."""
+        """End and free the connection; a call's payload keeps its memory alive."""
         self.cut()
         with self._sending:
             self._out.clear()
@@ -220,7 +220,7 @@ class WorkerConnection:
             self._lines.look()
 
     def _some(self) -> int:
-        """Receive into what is wanted; 0 where nothing is there."""
+        """Receive into the wanted memory; return 0 if nothing has arrived."""
         header = self._then == self._header_came
         count, file = receive_available(self._socket, self._want[self._have :], files=self.shared and header)
         if file is not None:
@@ -228,12 +228,12 @@ class WorkerConnection:
                 os.close(self._file)
             self._file = file
         self._have += count
-        self.moved = time.monotonic() if count and self.rank >= 0 else self.moved  # a stranger gains no time by it
+        self.moved = time.monotonic() if count and self.rank >= 0 else self.moved  # a stranger gains no time
         self._gather()
         return count
 
     def _gather(self) -> None:
-        """Of a long range, let much come before the system says that some is there: each time costs a call."""
+        """Let many bytes of a long range arrive before the system reports them: each report costs a system call."""
         least = _LOW_WATER_BYTES if len(self._want) - self._have >= _LOW_WATER_BYTES else 1
         if least != self._least and not self.shared:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
@@ -265,19 +265,19 @@ class WorkerConnection:
         if header.kind is FrameKind.OUTBOX:
             self._take_outbox(header.size)
         else:
-            raise ConnectionError("a server's frame from a worker")
+            raise ConnectionError("a frame that only servers send")
         return None
 
     def _claim_came(self) -> None:
         rank, proof = verify_claim(self._lines.key, self._challenge, self._want)
         if self.shared and not peer_is_same_user(self._socket):
-            raise ConnectionError("another user's")
+            raise ConnectionError("the worker runs as another user")
         self.rank = rank
         self._wanting(memoryview(bytearray(FrameHeader.SIZE)), self._header_came)
         self._send([proof])
 
     def _take_outbox(self, size: int) -> None:
-        """The worker's own memory where that came with the frame, else as much of ours."""
+        """Map the worker's memory if it came with the frame, else allocate as much here."""
         if not self.shared:
             self._outbox = shared_memory.allocate_private(size)
             return
@@ -293,23 +293,23 @@ class WorkerConnection:
 
 
 class WorkerConnections:
-    """All workers' connections to one server, in one generation.
+    """All workers' connections to one server, in one rendezvous epoch.
 
-    `wait`, `publish` and `close` are for the thread that owns it; `wake`, `cut` and a line's `answer` are for any.
+    Methods are for the owner's thread, except `wake`, `look`, `cut` and a connection's `answer`, which are for any.
 
     Args:
         listener: closed with it.
-        key: of the generation, which members prove to know.
-        deadline_s: within which a line must move on when it stands in the middle of a frame, either way.
+        key: of the group, for the handshake.
+        deadline_s: within which a connection must make progress in the middle of a frame, in either direction.
     """
 
     def __init__(self, listener: SocketListener, key: bytes, *, deadline_s: float) -> None:
         self.key, self.ended = key, False
-        self._called = False  # somebody wants `wait` to return
+        self._called = False  # `wake` was called
         self.published: shared_memory.SharedRegion | None = None
         self._listener, self._deadline_s = listener, deadline_s
         self._lines: set[WorkerConnection] = set()
-        self._closed_until: float | None = None  # nobody is let in before
+        self._closed_until: float | None = None  # no connection is accepted before
         self._selector = selectors.DefaultSelector()
         self._woken, self._waking = socket.socketpair()
         for waiting in (*listener.sockets, self._woken, self._waking):
@@ -319,15 +319,15 @@ class WorkerConnections:
 
     @property
     def workers(self) -> tuple[WorkerConnection, ...]:
-        """Those connected now."""
+        """The connections with a completed handshake."""
         return tuple(sorted((line for line in self._lines if line.rank >= 0), key=lambda line: line.key))
 
     def publish(self, region: shared_memory.SharedRegion) -> None:
-        """What pulls are answered from, from now on."""
+        """Set the memory that pulls are answered from."""
         self.published = region
 
     def wait(self, until: float) -> list[WorkerCall | WorkerDisconnected]:
-        """What has come, at `until` at the latest, which may be nothing; at once after `wake` and `cut`."""
+        """Wait for calls and ended connections, until the deadline `until`; `wake` and `cut` let it return at once."""
         while not self.ended:
             ready = self._selector.select(max(0.0, min(self._watch(), until) - time.monotonic()))
             events: list[WorkerCall | WorkerDisconnected] = []
@@ -352,8 +352,8 @@ class WorkerConnections:
         self.look()
 
     def look(self) -> None:
-        """Let `wait` see that a line has something to send, from any thread."""
-        with suppress(OSError):  # it is full of such bytes, or closed: `wait` goes on in any case
+        """Let `wait` see that a connection has bytes to send, from any thread."""
+        with suppress(OSError):  # it is full or closed: `wait` continues in both cases
             self._waking.send(b"\0")
 
     def cut(self) -> None:
@@ -376,7 +376,7 @@ class WorkerConnections:
         self._waking.close()
 
     def _watch(self) -> float:
-        """Register who waits to send, and who listens; when the first deadline ends."""
+        """Register the connections that wait to send, and the listeners; return the first deadline."""
         first = float("inf")
         for line in self._lines:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.pending else 0)
@@ -393,7 +393,7 @@ class WorkerConnections:
         assert isinstance(listening, socket.socket), "only sockets listen"
         try:
             connection, _ = listening.accept()
-        except OSError as error:  # it had hung up before, or the listener was cut, or there is no room
+        except OSError as error:  # the peer hung up, the listener was cut, or there are no descriptors
             if error.errno in _NO_DESCRIPTORS and not self._sent_away():
                 self._pause()
             return
@@ -404,14 +404,14 @@ class WorkerConnections:
         self._selector.register(line, selectors.EVENT_READ)
 
     def _sent_away(self) -> bool:
-        """End the oldest connection that has not said who it is; False where there is none."""
+        """End the oldest connection without a handshake; return False if there is none."""
         oldest = min((line for line in self._lines if line.rank < 0), key=lambda line: line.key, default=None)
         if oldest is not None:
             self._dismiss(oldest)
         return oldest is not None
 
     def _pause(self) -> None:
-        """Let nobody in for a while: who knocks waits, and is not looked at again and again."""
+        """Accept no connection for a while, rather than fail again and again."""
         if self._closed_until is None:
             self._closed_until = time.monotonic() + PAUSE_S
             for listening in self._listener.sockets:

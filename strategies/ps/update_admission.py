@@ -1,8 +1,8 @@
-"""The gate of one server: which pushes are applied, when, and in which order. Pure.
+"""Update admission of one server: which pushes are applied, when, and in which order. Pure.
 
-Pushes come in any order, twice, late, and of units that have long been applied. In `async` each unit is an update of
-its own, at once. Else a server keeps what it is told until the first server closes the round and names the units that
-count in it, so that all servers apply the same ones, round after round, each round's in the order of its units.
+Pushes can come in any order, twice, late, and of units that were applied long ago. In `async` each unit is applied at
+once. Otherwise a server keeps pushes until the first server closes the round and names the units that count in it: all
+servers apply the same units, round after round, in the order of the units.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class RoundUpdate(Generic[_T]):
     """An update to apply now.
 
     Attributes:
-        closing: the round that it is of.
-        pushes: of the units that count, in their order.
+        closing: its round.
+        pushes: of the units that count, in order.
     """
 
     closing: ClosedRound
@@ -38,7 +38,7 @@ class _PendingPush(NamedTuple, Generic[_T]):
 
 
 class UpdateAdmission(Generic[_T]):
-    """What one server has applied and holds in this generation; T is what a push is to the caller.
+    """The pushes that one server has applied and keeps in this rendezvous epoch; T is the caller's type of a push.
 
     Args:
         shares: units of a round.
@@ -55,20 +55,18 @@ class UpdateAdmission(Generic[_T]):
         self._applied: dict[int, dict[int, str]] = {}  # by round and share, the worker; `async`
         self._kept: dict[int, dict[WorkUnit, _PendingPush[_T]]] = {}  # by round
         self._closings: dict[int, ClosedRound] = {}
-        self._left_out: dict[
-            str, list[tuple[int, WorkUnit]]
-        ] = {}  # by worker, rounds that did without what they pushed
+        self._left_out: dict[str, list[tuple[int, WorkUnit]]] = {}  # by worker, kept pushes that did not count
         self._counts: Counter[int] = Counter()
         self._dropped = 0
 
     def offer(self, worker: str, unit: WorkUnit, at: int, seen: int) -> _Decision:
-        """What to do with a push: apply it now, `keep` a copy of it, or drop it since it is here or came too late.
+        """Decide about a push: apply it now, `keep` it, or drop it since its unit is here or it came too late.
 
         Args:
             worker: that pushes.
             unit: that it computed.
-            at: the round in which that counts.
-            seen: this server's version whose parameters it computed on.
+            at: the round in which the unit counts.
+            seen: version of this server's parameters that it computed with.
         """
         first = self.first(unit, at)
         if self._waits:
@@ -85,22 +83,22 @@ class UpdateAdmission(Generic[_T]):
         return "apply"
 
     def first(self, unit: WorkUnit, at: int) -> str | None:
-        """The worker whose push of a unit is here; None where none is, or its round is complete."""
+        """Return the worker whose push of a unit is here; None if there is none, or its round is complete."""
         if not self._waits:
             return self._applied.get(at, {}).get(unit.share)
         kept = self._kept[at].get(unit) if at in self._kept else None
         return None if kept is None else kept.worker
 
     def keep(self, worker: str, unit: WorkUnit, at: int, seen: int, push: _T) -> None:
-        """A push that `offer` wants kept; it must stay as it is until its round is applied."""
+        """Keep a push after `offer` returned `keep`; it must not change until its round is applied."""
         self._kept.setdefault(at, {})[unit] = _PendingPush(worker, seen, push)
 
     def close(self, closing: ClosedRound) -> None:
-        """The first server says which units count in a round; those are here, or still come."""
+        """Close a round with the units that count in it, whose pushes are here or still come."""
         self._closings[closing.at] = closing
 
     def due(self) -> RoundUpdate[_T] | None:
-        """The next round's update, where that is closed and its units are here. `applied` follows it."""
+        """Return the next round's update if the round is closed and complete. Call `applied` after it."""
         closing = self._closings.get(self.version)
         if closing is None:
             return None
@@ -110,7 +108,7 @@ class UpdateAdmission(Generic[_T]):
         return RoundUpdate(closing=closing, pushes=tuple(kept[unit].push for unit in closing.units))
 
     def applied(self, update: RoundUpdate[_T]) -> None:
-        """The round that `due` gave is applied: what is kept of it is let go."""
+        """The update of `due` is applied: drop its pushes."""
         at = update.closing.at
         counted = set(update.closing.units)
         for unit, kept in self._kept.pop(at, {}).items():
@@ -123,11 +121,11 @@ class UpdateAdmission(Generic[_T]):
         self.version += 1
 
     def left_out(self, worker: str, since: int) -> list[tuple[int, WorkUnit]]:
-        """Rounds and units of a worker's pushes that were kept, and did not count when their round was applied.
+        """Return rounds and units of a worker's pushes that were kept, but did not count in their round.
 
         Args:
             worker: that pushed.
-            since: a round; the worker knows of those before, and they are forgotten.
+            since: a round; earlier ones are dropped, since the worker knows them.
         """
         mine = [one for one in self._left_out.pop(worker, ()) if one[0] >= since]
         if mine:
@@ -140,14 +138,14 @@ class UpdateAdmission(Generic[_T]):
         return bool(self._closings)
 
     def staleness(self) -> StalenessCounts:
-        """Of what was applied since this was asked last."""
+        """Return the staleness of the pushes applied since the last call."""
         counts, dropped = dict(self._counts), self._dropped
         self._counts, self._dropped = Counter(), 0
         unit: Literal["steps", "updates"] = "steps" if self._waits else "updates"
         return StalenessCounts(counts=counts, unit=unit, dropped=dropped)
 
     def _mark(self, worker: str, unit: WorkUnit, at: int) -> None:
-        """Remember that a unit is applied; of complete rounds nothing need be remembered."""
+        """Record an applied unit; complete rounds are forgotten."""
         self.version += 1
         self._applied.setdefault(at, {})[unit.share] = worker
         while len(self._applied.get(self._open, ())) == self._shares:

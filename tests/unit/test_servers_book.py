@@ -98,7 +98,7 @@ class Cluster:
 
     @property
     def steps(self) -> int:
-        return self.book._local_steps
+        return self.book._rounds._local_steps
 
     def free(self) -> set[tuple[int, int]]:
         """Naively: rounds and shares that may be given, are not done and that nobody holds."""

@@ -12,7 +12,7 @@ import pytest
 from tests.support.reference.model import Sgd
 from tests.support.threaded_servers import SHARES, STEPS, assert_close, cluster
 from trainwright.core.errors import NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
-from trainwright.strategies.ps import lease_table
+from trainwright.strategies.ps import lease_times
 from trainwright.strategies.ps import parameter_client as worker_side
 
 NEVER = 1e6  # times the usual: however slow the machine is
@@ -84,8 +84,8 @@ def test_a_worker_that_is_gone_between_its_pushes_to_two_servers(
 
 
 def test_a_worker_is_told_which_of_its_pushes_a_step_went_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_table, "OVERDUE_FACTOR", NEVER)  # nobody else computes what the slow one has
-    monkeypatch.setattr(lease_table, "SPECULATION_FACTOR", NEVER)
+    monkeypatch.setattr(lease_times, "OVERDUE_FACTOR", NEVER)  # nobody else computes what the slow one has
+    monkeypatch.setattr(lease_times, "SPECULATION_FACTOR", NEVER)
     with cluster("dividing", 2, 2, consistency="sync(backup=1)") as own:
         slow, quick = own.workers
         serving = own.serve()
@@ -122,7 +122,7 @@ def test_a_wish_ends_with_what_was_begun_and_the_next_segment_goes_on() -> None:
         enough = threading.Event()
         serving = own.serve(1000, enough.is_set)
         working = [own.work(one) for one in own.workers]
-        while own.servers[0].server.version < 3:
+        while own.servers[0].server.updates.version < 3:
             assert not enough.wait(0.01)
         enough.set()
         for one in working:
@@ -179,7 +179,7 @@ def test_a_server_that_is_gone_ends_it_for_all_and_what_they_hold_is_not_sound(r
     with cluster("dividing", 2, 2) as own:
         serving = own.serve(10**6)
         working = [own.work(one) for one in own.workers]
-        while not all(one.server.version for one in own.servers):
+        while not all(one.server.updates.version for one in own.servers):
             assert not serving[0].done()
         assert own.servers[rank].interrupt(20.0)
         errors = [one.exception(15.0) for one in (*serving, *working)]

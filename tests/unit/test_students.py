@@ -193,7 +193,7 @@ def test_a_teacher_that_is_not_finite_is_named() -> None:
     bad.columns["teacher.big"][[3, 5], 1] = np.nan
     with pytest.raises(NonFiniteLoss, match=r"in samples 3, 5 ") as caught:
         engine.train_step(torch_engines.feed(bad))
-    assert "mend what gave 'teacher.big', which is not finite there" in str(caught.value)
+    assert "correct the source of 'teacher.big', which is not finite there" in str(caught.value)
 
 
 class Deaf(nn.Sequential):

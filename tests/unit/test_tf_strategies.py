@@ -109,7 +109,7 @@ def test_the_environments_addresses_are_another_engine() -> None:
 
 def test_a_worker_gives_keras_the_backend_that_the_model_was_made_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERAS_BACKEND", "jax")
-    profile = ModelProfile(framework="reference", layers=(LAYER,), keras_backend="torch")
+    profile = ModelProfile(framework="torch", layers=(LAYER,), keras_backend="torch")
     plan = decide(profile=profile, strategy="one_device").chosen
     assert plan.keras_backend == "torch"
     engine_class(plan)

@@ -175,7 +175,7 @@ def test_survivors_notice_at_once_and_go_on_with_a_newcomer() -> None:
     assert dead is None
     for noticed, text, tag, kept, moved, equal, _, _ in survivors:
         assert noticed < 10.0
-        assert "another rank went away" in text
+        assert "another rank was lost" in text
         assert (tag.step, tag.sound, kept) == (3, True, True)
         assert (moved.step, moved.sound, equal) == (3, True, True)
     assert survivors[0][6:] == survivors[1][6:]

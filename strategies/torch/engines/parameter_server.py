@@ -34,7 +34,8 @@ from trainwright.strategies.common.host_address import own_host
 from trainwright.strategies.common.socket_transport import ConnectionCanceller, SocketListener
 from trainwright.strategies.ps.parameter_client import ParameterClient
 from trainwright.strategies.ps.server_roles import FollowerServer, LeadServer
-from trainwright.strategies.ps.shard_server import ServerConfig, ShardServer
+from trainwright.strategies.ps.shard_server import ShardServer
+from trainwright.strategies.ps.update_applier import ServerConfig
 from trainwright.strategies.torch.checkpoint.shard_layout import ModelPart
 from trainwright.strategies.torch.engines.base import TorchEngine
 from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
@@ -232,7 +233,7 @@ class ParameterServer(TorchEngine):
             layout=f"servers-{count}",
             pieces=frozenset({f"shard-{self._rank}"} if self._serving else ()),
             total=count,
-            sound=plain.sound and (self._desk is None or self._desk.sound),
+            sound=plain.sound and (self._desk is None or self._desk.updates.sound),
         )
 
     def _again(self, spec: ModelSpec, plan: Plan) -> None:
@@ -276,13 +277,12 @@ class ParameterServer(TorchEngine):
         with desk.lock:
             change()
             desk.renewed()
-            desk.sound = True
         return self._tag()
 
     def _let_stand(self, desk: ShardServer) -> None:
         """What a server holds that is interrupted in the middle of a segment is of no step."""
         if self._replica is not None:
-            self._replica.sound = self._replica.sound and desk.sound
+            self._replica.sound = self._replica.sound and desk.updates.sound
 
     def _warmed(self, feed: Feed) -> StepRunner:
         runner = self._solo_of.runner(self._caller())

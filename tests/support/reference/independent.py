@@ -42,7 +42,8 @@ from trainwright.strategies.ps.parameter_shards import (
     place_tensors,
 )
 from trainwright.strategies.ps.server_roles import FollowerServer, LeadServer
-from trainwright.strategies.ps.shard_server import ServerConfig, ShardServer
+from trainwright.strategies.ps.shard_server import ShardServer
+from trainwright.strategies.ps.update_applier import ServerConfig
 
 
 @dataclass(kw_only=True)
@@ -190,7 +191,7 @@ class Independent(ReferenceEngine):
         """End the group and keep the state."""
         if isinstance(self._connections, ShardServer):
             self._connections.cut()
-            self._sound = self._sound and self._connections.sound
+            self._sound = self._sound and self._connections.updates.sound
         super().leave()
         if self._listener is not None:
             self._listener.close()
@@ -270,7 +271,7 @@ class Independent(ReferenceEngine):
             layout=f"sharded-{count}",
             pieces=frozenset({f"shard-{self._index}"} if self._serving else ()),
             total=count,
-            sound=self._sound and (not isinstance(self._connections, ShardServer) or self._connections.sound),
+            sound=self._sound and (not isinstance(self._connections, ShardServer) or self._connections.updates.sound),
         )
 
     def _file(self) -> str:

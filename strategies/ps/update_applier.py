@@ -1,0 +1,221 @@
+"""Which pushes a server applies to its shard, and how: admission, copies of kept pushes, clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import NonFiniteLoss, TrainwrightError
+from trainwright.core.plan import Plan
+from trainwright.core.topology import Consistency, StalenessCounts, WorkUnit
+from trainwright.strategies.common.shared_memory import allocate_private
+from trainwright.strategies.ps.call_headers import MalformedCallError, PushCall, require
+from trainwright.strategies.ps.parameter_shards import GradientPush, ShardStore
+from trainwright.strategies.ps.update_admission import RoundUpdate, UpdateAdmission
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Settings that all servers of a plan share.
+
+    Attributes:
+        shares: units of a round.
+        consistency: when units may start, and whether an update is made of a round or of one unit.
+        local_steps: steps of a round.
+        clip_norm: the job's; None does not clip.
+        clips: the servers clip, since an update has several workers' gradients; else each worker clips its own.
+    """
+
+    shares: int
+    consistency: Consistency
+    local_steps: int = 1
+    clip_norm: float | None = None
+    clips: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan, spec: ModelSpec) -> ServerConfig:
+        """Return the settings of a plan. Raises PlanError for an unknown consistency."""
+        consistency = Consistency.parse(plan.consistency or "sync")
+        return cls(
+            shares=plan.mesh.data_ranks,
+            consistency=consistency,
+            local_steps=plan.local_steps,
+            clip_norm=spec.clip_norm,
+            clips=spec.clip_norm is not None and consistency.waits and not plan.outer,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptPush:
+    """A push to apply later, and the memory with its copy; empty if it stays in the worker's memory."""
+
+    push: GradientPush
+    memory: memoryview
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushDecision:
+    """What became of a push.
+
+    Attributes:
+        answer: fields of the answer to the worker.
+        counted: it is the first push of its unit and was not too late.
+    """
+
+    answer: dict[str, object]
+    counted: bool
+
+
+class UpdateApplier:
+    """Admits pushes and applies them to the shard of one server.
+
+    Args:
+        send_norm: (round, squared norm) -> tells the first server this server's part of a round's gradient norm.
+
+    Attributes:
+        sound: no update was applied since the last complete step.
+    """
+
+    def __init__(self, send_norm: Callable[[int, float], None]) -> None:
+        self.sound = True
+        self._send_norm = send_norm
+        self._store: ShardStore | None = None
+        self._config: ServerConfig | None = None
+        self._admission: UpdateAdmission[KeptPush] | None = None
+        self._spare: list[memoryview] = []  # of pushes that were applied
+        self._norms_sent = 0  # rounds
+        self._factors: dict[int, float] = {}  # of clipping, by round
+
+    def open(self, store: ShardStore, config: ServerConfig) -> None:
+        """Take the shard that updates are applied to."""
+        self._store, self._config = store, config
+
+    def restart(self) -> None:
+        """Forget all pushes and rounds, and count versions from 0."""
+        self._admission = UpdateAdmission(shares=self.config.shares, consistency=self.config.consistency)
+        self._norms_sent, self._factors = 0, {}
+
+    @property
+    def opened(self) -> bool:
+        """Whether there is a shard."""
+        return self._store is not None
+
+    @property
+    def started(self) -> bool:
+        """Whether `restart` was called."""
+        return self._admission is not None
+
+    @property
+    def store(self) -> ShardStore:
+        """The shard; call `open` first."""
+        assert self._store is not None, "open comes first"
+        return self._store
+
+    @property
+    def config(self) -> ServerConfig:
+        """The settings; call `open` first."""
+        assert self._config is not None, "open comes first"
+        return self._config
+
+    @property
+    def admission(self) -> UpdateAdmission[KeptPush]:
+        """The admission of this generation; call `restart` first: no unit is leased before."""
+        if self._admission is None:
+            raise TrainwrightError("a push came before any step was given out")
+        return self._admission
+
+    @property
+    def version(self) -> int:
+        """Updates applied since `restart`."""
+        return 0 if self._admission is None else self._admission.version
+
+    def staleness(self) -> StalenessCounts:
+        """Return the staleness of the updates applied since the last call."""
+        return StalenessCounts() if self._admission is None else self._admission.staleness()
+
+    def left_out(self, worker: str, since: int) -> list[tuple[int, WorkUnit]]:
+        """Return the worker's pushes since a version that did not count when their round was applied."""
+        return [] if self._admission is None else self._admission.left_out(worker, since)
+
+    def push(self, head: PushCall, payload: memoryview) -> PushDecision:
+        """Apply a push, keep it (in place or as a copy), or drop it. Raises MalformedCallError."""
+        unit = head.work_unit
+        self._check(head, unit, payload)
+        admission = self.admission
+        age = admission.version - head.seen
+        decision = admission.offer(head.worker, unit, head.at, head.seen)
+        if decision == "apply":
+            push = self._as_push(unit, head.weight, payload)
+            rate_factor = 1.0 / max(1, age) if self.config.consistency.scaled else 1.0
+            self._apply((push,), unit.step, rate_factor=rate_factor, clip_factor=1.0)
+        elif decision == "keep":
+            memory = memoryview(b"") if head.keep else self._copy(payload)
+            push = self._as_push(unit, head.weight, memory or payload)
+            admission.keep(head.worker, unit, head.at, head.seen, KeptPush(push=push, memory=memory))
+        kept = decision == "keep" and bool(payload)
+        taken = decision != "drop" or admission.first(unit, head.at) == head.worker
+        answer = {"taken": taken, "kept": kept and head.keep, "copied": kept and not head.keep}
+        return PushDecision(answer={**answer}, counted=decision != "drop")
+
+    def set_clip_factor(self, at: int, factor: float) -> None:
+        """Take the factor by which all servers clip a round."""
+        self._factors[at] = factor
+
+    def apply_due(self) -> Iterator[RoundUpdate[KeptPush]]:
+        """Apply rounds in order, those that are closed and whose clipping factor is known; yield each update."""
+        while self._admission is not None and (update := self._admission.due()) is not None:
+            pushes = [kept.push for kept in update.pushes]
+            factor = self._clip_factor(update.closing.at, pushes)
+            if factor is None:
+                return
+            self._apply(pushes, update.closing.step, rate_factor=1.0, clip_factor=factor)
+            self._admission.applied(update)
+            self._spare += [kept.memory for kept in update.pushes if kept.memory]
+            yield update
+
+    def _check(self, head: PushCall, unit: WorkUnit, payload: memoryview) -> None:
+        """Raise MalformedCallError for a push that cannot be of this plan."""
+        require(self.started and self.opened, "a push before any step was given out")
+        known = 0 <= unit.share < self.config.shares and 0 < unit.steps <= self.config.local_steps
+        require(known and unit.step >= 0 and head.at >= 0, f"{unit} in round {head.at} is no unit of this plan")
+        if head.weight > 0:
+            try:
+                self.store.check(self._as_push(unit, head.weight, payload))
+            except ValueError as error:
+                raise MalformedCallError(f"a push that cannot be decoded: {error}") from error
+
+    def _as_push(self, unit: WorkUnit, weight: float, payload: memoryview) -> GradientPush:
+        shard = self.store.shard
+        end = max(0, len(payload) - (shard.pulled_bytes - shard.trained_bytes))
+        return GradientPush(unit=unit, weight=weight, payload=payload[:end], buffers=payload[end:])
+
+    def _copy(self, payload: memoryview) -> memoryview:
+        """Copy a push into memory of this process, which is used again: the worker overwrites its own."""
+        if not payload:
+            return payload
+        fits = self._spare and len(self._spare[-1]) == len(payload)
+        memory = self._spare.pop() if fits else allocate_private(len(payload))
+        memory[:] = payload
+        return memory
+
+    def _apply(self, pushes: Sequence[GradientPush], step: int, *, rate_factor: float, clip_factor: float) -> None:
+        self.sound = False
+        self.store.apply(pushes, step=step, rate_factor=rate_factor, clip_factor=clip_factor)
+
+    def _clip_factor(self, at: int, pushes: Sequence[GradientPush]) -> float | None:
+        """Return the factor on a round's gradient; None while other servers' parts of its norm are missing."""
+        if not self.config.clips:
+            return 1.0
+        if at >= self._norms_sent:
+            self._norms_sent = at + 1
+            self._send_norm(at, self.store.norm2(pushes))
+        return self._factors.pop(at, None)
+
+
+def clipping_factor(norm: float, clip_norm: float) -> float:
+    """Return the factor that clips a gradient of this norm. Raises NonFiniteLoss."""
+    if not math.isfinite(norm):
+        raise NonFiniteLoss("the gradients of a step are finite, but their mean is not; nothing of it was applied")
+    return clip_norm / norm if norm > clip_norm else 1.0
