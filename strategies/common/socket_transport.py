@@ -292,7 +292,7 @@ def authenticate(connection: socket.socket, key: bytes, rank: int, until: float)
         raise ConnectionError("the server does not know the group's key")
 
 
-def authenticate_peer(connection: socket.socket, key: bytes, until: float) -> int:
+def _authenticate_peer(connection: socket.socket, key: bytes, until: float) -> int:
     """Do the server's side over a blocking socket, and return the member's rank. Raises OSError."""
     challenge = new_nonce()
     connection.settimeout(remaining_s(until))
@@ -374,7 +374,7 @@ def accept_member(listener: SocketListener, key: bytes, until: float) -> tuple[i
     """
     connection = listener.accept(until)
     try:
-        rank = authenticate_peer(connection, key, min(until, time.monotonic() + HANDSHAKE_S))
+        rank = _authenticate_peer(connection, key, min(until, time.monotonic() + HANDSHAKE_S))
     except OSError:
         connection.close()
         return None

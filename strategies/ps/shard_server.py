@@ -50,7 +50,7 @@ class _WaitingPull:
     since_s: float
 
 
-class PullQueue:
+class _PullQueue:
     """Answers pulls from the shard's memory, and parks those whose updates are not applied yet.
 
     Args:
@@ -124,7 +124,7 @@ class ShardServer:
         self._switch = switch or ConnectionCanceller()
         self._group, self._servers = group, tuple(servers)
         self._connections = WorkerConnections(listener, group.key, deadline_s=group.deadline_s)
-        self._pulls = PullQueue(self.updates, group)
+        self._pulls = _PullQueue(self.updates, group)
         self._region: SharedRegion | None = None
         self._news: queue.SimpleQueue[StepReport | Exception | None] = queue.SimpleQueue()
         self._failure: Exception | None = None

@@ -71,7 +71,7 @@ class TensorFlowCoordinatorEngine(TensorFlowEngine):
             served: list[Any] = []
             self._membership = MemberConnection(group, lambda address: served.append(self.serve(group, address)))
             return served[0]
-        assert self._registry is not None, "reserve() comes first"
+        assert self._registry is not None, "call reserve() first"
         until = time.monotonic() + group.deadline_s
         self._registry.open(group)
         return self.lead(group, self._registry.gather(group, until))
@@ -99,11 +99,11 @@ class TensorFlowCoordinatorEngine(TensorFlowEngine):
     # --- calls that only the chief carries out -------------------------------------------------------------
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
-        """Make model and optimizer, at the chief."""
+        """Make model and optimizer, on the chief."""
         return super().build(spec, plan) if self._leads else self._tag()
 
     def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
-        """A fresh build stands at step 0 from then on."""
+        """Set a fresh build to step 0."""
         return super().transfer(moves) if self._leads else self._tag()
 
     def snapshot(self) -> StateSnapshot:
@@ -115,25 +115,25 @@ class TensorFlowCoordinatorEngine(TensorFlowEngine):
         return super().restore(copy) if self._leads else self._tag()
 
     def save(self, copy: StateSnapshot, writer: StateWriter) -> None:
-        """Write a snapshot's files; only the chief has any."""
+        """Write a snapshot's files, on the chief."""
         if copy.state is not None:
             super().save(copy, writer)
 
     def load(self, reader: StateReader) -> StateTag:
-        """Take the state of a checkpoint of any engine of TensorFlow's."""
+        """Take the state of a checkpoint of any TensorFlow engine."""
         return super().load(reader) if self._leads else self._tag()
 
     def warm(self, feed: Feed) -> None:
-        """Compile the step, in a throwaway one that applies nothing."""
+        """Compile the step by a trial step that applies nothing."""
         if self._leads:
             super().warm(feed)
 
     def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Sums over the feed; nothing on other ranks than the chief."""
+        """Return sums over the feed, on the chief."""
         return super().evaluate_step(feed) if self._leads else MetricSums()
 
     def predict_step(self, feed: Feed) -> Columns:
-        """The model's outputs; nothing on other ranks than the chief."""
+        """Return the model's outputs, on the chief."""
         return super().predict_step(feed) if self._leads else {}
 
     @property

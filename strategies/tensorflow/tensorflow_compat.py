@@ -18,7 +18,7 @@ from tensorflow.python.eager.context import Context
 
 
 def before_first_use(call: Callable[[], None]) -> None:
-    """From now on call a function whenever something uses TensorFlow while its devices have not been started."""
+    """Call a function before TensorFlow starts its devices, from now on."""
     start = Context.ensure_initialized
 
     def ensure_initialized(self: Context) -> None:
@@ -38,19 +38,19 @@ def in_use() -> bool:
 
 
 def to_graph_code(function: Any) -> Any:
-    """Return a function as AutoGraph rewrites it in the function that is traced now."""
+    """Return a function as AutoGraph rewrites it within the current trace."""
     autograph = tf.__internal__.autograph
     return autograph.tf_convert(function, autograph.control_status_ctx())
 
 
 def keras_mask(value: Any) -> Any:
-    """Return the mask that Keras has put beside a tensor, or None."""
+    """Return the Keras mask of a tensor, or None."""
     return getattr(value, "_keras_mask", None)
 
 
 @contextmanager
 def serialized_names() -> Iterator[dict[str, Any]]:
-    """Functions and classes that Keras serializes within this by a name alone, by that name."""
+    """Yield a dict of the functions and classes that Keras serializes by name within the block."""
     name_of, found = object_registration.get_registered_name, dict[str, Any]()
 
     def recorded(item: Any) -> Any:

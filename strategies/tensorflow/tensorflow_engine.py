@@ -1,4 +1,4 @@
-"""What the TensorFlow engines share: everything but the strategy that they open."""
+"""Base of the TensorFlow engines: all but the `tf.distribute` strategy that they open."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ remember_first_use()
 
 
 class TensorFlowEngine(ABC):
-    """One worker of a `tf.distribute` strategy; `trainwright.core.engine.Engine` says who calls what, and when.
+    """One worker of a `tf.distribute` strategy; `trainwright.core.engine.Engine` documents the calls.
 
-    TensorFlow opens one strategy in a process: a new generation takes a new one.
+    TensorFlow opens one strategy in a process: each rendezvous epoch needs a new process.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(reform="new_process", topology="collective", xla=True)
@@ -48,17 +48,17 @@ class TensorFlowEngine(ABC):
 
     @abstractmethod
     def open_strategy(self, group: Group) -> Any:
-        """The engine's own part: the `tf.distribute.Strategy` of this worker."""
+        """Open and return the `tf.distribute.Strategy` of this worker."""
 
     # --- the group ----------------------------------------------------------------------------------------
 
     def reserve(self, generation: Generation, role: Role) -> Address:
-        """Nobody has to reach this rank: no port is bound."""
+        """Return a placeholder address: no rank connects to this one."""
         self._check_new()
         return Address(host="127.0.0.1", port=0)
 
     def form(self, group: Group) -> StateTag:
-        """Take threads and devices, and open the strategy. Raises PeerLost, JobError."""
+        """Set threads and devices, and open the strategy. Raises PeerLost, JobError."""
         self._check_new()
         self._group = group
         try:
@@ -74,11 +74,11 @@ class TensorFlowEngine(ABC):
         return self._tag()
 
     def leave(self) -> None:
-        """Let go of what is compiled; the process is of no further use."""
+        """Drop compiled functions; the process cannot form another group."""
         self._program = self._evaluation = None
 
     def interrupt(self, deadline_s: float) -> bool:
-        """False: nothing makes a collective of TensorFlow raise from another thread."""
+        """Return False: no other thread can interrupt a collective of TensorFlow."""
         return False
 
     # --- the state ----------------------------------------------------------------------------------------
@@ -97,21 +97,21 @@ class TensorFlowEngine(ABC):
         return self._tag()
 
     def verify(self) -> None:
-        """Do nothing: a strategy of TensorFlow keeps its variables equal itself."""
+        """Do nothing: the strategy keeps its variables equal."""
         return
 
     def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
-        """A strategy makes its variables equal as it creates them. A fresh build stands at step 0 from then on."""
+        """Set a fresh build to step 0. The strategy makes variables equal when it creates them."""
         self.replica.step = self.replica.step or 0
         return self._tag()
 
     def snapshot(self) -> StateSnapshot:
-        """Copy the state to host memory. Training may go on at once."""
+        """Copy the state to host memory. Training can continue at once."""
         copy = self._guarded(lambda: self._copying().copy())
         return StateSnapshot(step=self.replica.step or 0, size_bytes=copy.size_bytes, state=copy)
 
     def restore(self, copy: StateSnapshot) -> StateTag:
-        """Take a state copied by `snapshot`. Raises CheckpointError where it does not fit, with nothing changed."""
+        """Take a state copied by `snapshot`. Raises CheckpointError if it does not fit, with nothing changed."""
         checkpoint_files.apply_files(self.replica, checkpoint_files.to_files(copy.state))
         return self._tag()
 
@@ -121,14 +121,14 @@ class TensorFlowEngine(ABC):
             writer.write(name, data)
 
     def load(self, reader: StateReader) -> StateTag:
-        """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
+        """Take the state of a checkpoint. Raises CheckpointError if it does not fit, with nothing changed."""
         checkpoint_files.apply_files(self.replica, checkpoint_files.read_files(reader))
         return self._tag()
 
     # --- steps --------------------------------------------------------------------------------------------
 
     def warm(self, feed: Feed) -> None:
-        """Compile the step, in a throwaway one of full shape that applies nothing; all state is kept.
+        """Compile the step by a trial step of full shape that applies nothing.
 
         Raises:
             JobError, UserCodeError, PeerLost: as `train_step`.
@@ -136,29 +136,29 @@ class TensorFlowEngine(ABC):
         self._guarded(lambda: self._ready().run(feed, muted=True))
 
     def train_step(self, feed: Feed) -> StepReport:
-        """One step of this rank, its part of one global step.
+        """Compute this rank's part of one global step.
 
         Raises:
             NonFiniteLoss: on every rank, before anything is applied.
-            PeerLost: another rank went away.
+            PeerLost: another rank was lost.
             UserCodeError, JobError: the user's code raised or is wrong.
         """
         return self._guarded(lambda: self._ready().train(feed))
 
     def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Local sums of `loss` and the metrics. Raises UserCodeError, JobError."""
+        """Return local sums of `loss` and the metrics. Raises UserCodeError, JobError."""
         return self._guarded(lambda: self._evaluating().evaluate(feed))
 
     def predict_step(self, feed: Feed) -> Columns:
-        """The model's outputs for the feed's rows. Raises UserCodeError, JobError."""
+        """Return the model's outputs for the feed's rows. Raises UserCodeError, JobError."""
         return self._guarded(lambda: self._evaluating().predict(feed))
 
     # --- for the engines ----------------------------------------------------------------------------------
 
     @property
     def replica(self) -> KerasTrainState:
-        """Model, optimizer and step of this rank; `build` comes first."""
-        assert self._replica is not None, "build() comes first"
+        """Model, optimizer and step of this rank; call `build` first."""
+        assert self._replica is not None, "call build() first"
         return self._replica
 
     def _copying(self) -> checkpoint_files.StateCopier:
@@ -198,7 +198,7 @@ class TensorFlowEngine(ABC):
         return self._evaluation
 
     def _guarded(self, work: Callable[[], _Result]) -> _Result:
-        """Do work; a broken collective becomes PeerLost, and an error that left a graph in disguise itself again."""
+        """Do work; translate a broken collective to PeerLost, and an error from a graph back to the original."""
         try:
             return work()
         except Exception as error:
@@ -214,7 +214,7 @@ class TensorFlowEngine(ABC):
 
 
 def device_names(group: Group) -> list[str]:
-    """Names of the group's devices; several on the CPU are made as logical devices, before anything else runs."""
+    """Return the names of the group's devices; several on the CPU become logical devices first."""
     if not group.devices[0].startswith("cuda"):
         (host,) = tf.config.list_physical_devices("CPU")
         if len(group.devices) > 1:

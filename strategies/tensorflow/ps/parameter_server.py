@@ -1,8 +1,8 @@
-"""`tf.distribute.ParameterServerStrategy`: a chief leads workers, which update variables on servers as they come.
+"""`tf.distribute.ParameterServerStrategy`: a chief schedules shares of steps on workers, which update server variables.
 
-The chief's `ClusterCoordinator` schedules the shares of its feeds on the workers. A worker may die and come back at its
-address while the others go on; where a server or the chief is gone, the group is over, and a new one begins in new
-processes from the last checkpoint. TensorFlow's servers have no end of their own: who started a process ends it.
+A worker can die and return at its address while the others continue. If a server or the chief is lost, the group ends,
+and a new one starts in new processes from the last checkpoint. TensorFlow's servers never stop by themselves: the
+process that started one ends it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from trainwright.strategies.tensorflow.training.evaluation import Evaluator
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
 from trainwright.strategies.tensorflow.training.train_state import KerasReplica, KerasTrainState, inner_optimizer
 
-_JOBS = {"server": "ps", "worker": "worker"}  # as TensorFlow calls them
+_JOBS = {"server": "ps", "worker": "worker"}  # role: job name in TensorFlow
 
 
 class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
-    """Chief, server or worker, as the group says. The chief computes nothing: it schedules."""
+    """Chief, server or worker, by the member's role. The chief computes nothing: it schedules."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         reform="new_process", topology="coordinator", tolerates=frozenset({"worker"}), xla=True
@@ -43,7 +43,7 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
     # --- the group ----------------------------------------------------------------------------------------
 
     def lead(self, group: Group, servers: Mapping[int, Address]) -> Any:
-        """Connect to all servers."""
+        """Connect the chief to all servers, and open the strategy."""
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(_cluster_spec(group, servers)), task_type="chief", task_id=0, rpc_layer="grpc"
         )
@@ -52,7 +52,7 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
         return strategy
 
     def serve(self, group: Group, address: Address) -> Any:
-        """A server of TensorFlow's; who else there is it learns of the chief's."""
+        """Start a TensorFlow server; it learns the other members from the chief."""
         job, index = _task_of(group, group.rank)
         spec = tf.train.ClusterSpec({job: {index: f"{address.host}:{address.port}"}})
         return tf.distribute.Server(spec, job_name=job, task_index=index, protocol="grpc")
@@ -60,13 +60,13 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
     # --- the state ----------------------------------------------------------------------------------------
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
-        """Make model and optimizer on the chief, and their variables on the servers. As in all engines otherwise."""
+        """Make model and optimizer on the chief, and their variables on the servers."""
         if spec.compile == "eager":
             raise JobError(['compile="eager": parameter servers run compiled functions: leave it out'])
         return super().build(spec, plan)
 
     def _made(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
-        assert self._group is not None, "form() comes first"
+        assert self._group is not None, "call form() first"
         caller = KerasCaller(spec=spec, where=self._where)
         replica = KerasReplica(spec, tf.distribute.get_strategy(), plan, caller)
         if replica.loss_scale is not None:
@@ -80,7 +80,7 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
         return replica
 
     def snapshot(self) -> StateSnapshot:
-        """Copy the state of the servers to the chief, when all that was begun is applied."""
+        """Copy the state of the servers to the chief, once all started steps are applied."""
         if self._leads:
             self._guarded(self._fetch)
         return super().snapshot()
@@ -90,22 +90,22 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
         return self._filled(super().restore(copy))
 
     def load(self, reader: StateReader) -> StateTag:
-        """Take the state of a checkpoint of any engine of TensorFlow's, and give it to the servers."""
+        """Take the state of a checkpoint of any TensorFlow engine, and give it to the servers."""
         return self._filled(super().load(reader))
 
     # --- steps --------------------------------------------------------------------------------------------
 
     def warm(self, feed: Feed) -> None:
-        """Compile the step, in a throwaway one that applies nothing."""
+        """Compile the step by a trial step that applies nothing."""
         if self._leads:
             self._guarded(lambda: self._leading.warm(feed))
 
     def train_step(self, feed: Feed) -> StepReport:
-        """One step of the whole group, at the chief; the steps of `feed.following` may begin.
+        """Take one step of the whole group, on the chief; the steps of `feed.following` may start.
 
         Raises:
             NonFiniteLoss: of a share, which was not applied; others of the step may be.
-            PeerLost: a server is gone, or no worker takes a share within the deadline.
+            PeerLost: a server is lost, or no worker computes a share within the deadline.
             UserCodeError, JobError: the user's code raised or is wrong.
         """
         report = self._guarded(lambda: self._leading.train(feed))
@@ -114,7 +114,7 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
         return report
 
     def _evaluating(self) -> Evaluator:
-        """On the workers, a micro-batch on each."""
+        """Return the evaluator, which runs micro-batches on the workers."""
         if self._evaluation is None:
             leading = self._leading
             self._evaluation = Evaluator(self.replica.model, self._caller, leading.begin, leading.scope)
@@ -124,11 +124,11 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
 
     @property
     def _leading(self) -> CoordinatorSteps:
-        assert self._shares is not None, "build() comes first, and only the chief steps"
+        assert self._shares is not None, "call build() first; only the chief steps"
         return self._shares
 
     def _fetch(self) -> None:
-        assert self._served is not None, "build() comes first"
+        assert self._served is not None, "call build() first"
         self._leading.drain()
         self._served.fetch()
 
@@ -147,25 +147,25 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
         return tag
 
     def _check_servers(self) -> None:
-        """Raise PeerLost where a server is gone: what lay there is lost."""
-        assert self._registry is not None and self._group is not None, "form() comes first"
+        """Raise PeerLost if a server is lost, since its variables are lost with it."""
+        assert self._registry is not None and self._group is not None, "call form() first"
         servers = [rank for rank in self._registry.gone() if self._group.peers[rank].role == "server"]
         if servers:
             raise PeerLost(
-                f"the servers of ranks {servers} are gone, and with them a part of the variables",
+                f"the servers of ranks {servers} are lost, and with them a part of the variables",
                 where=self._where,
                 remedy=LOST_PEER_REMEDY,
             )
 
 
 def _task_of(group: Group, rank: int) -> tuple[str, int]:
-    """A member as TensorFlow calls it: its job, and its number there."""
+    """Return a member's job and task index in TensorFlow."""
     role = group.peers[rank].role
     return _JOBS[role], sum(peer.role == role for peer in group.peers[:rank])
 
 
 def _cluster_spec(group: Group, servers: Mapping[int, Address]) -> dict[str, list[str]]:
-    """The cluster of a group, of the addresses of its members' servers by rank; the chief's is a free port."""
+    """Return the cluster spec of a group, from its members' server addresses by rank; the chief gets a free port."""
     own = free_address(group.peers[0].address.host)
     cluster: dict[str, list[str]] = {"chief": [f"{own.host}:{own.port}"], "ps": [], "worker": []}
     for rank in range(1, group.size):

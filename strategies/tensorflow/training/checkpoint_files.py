@@ -28,7 +28,7 @@ from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
 from trainwright.strategies.common.user_code_errors import first_line
 from trainwright.strategies.tensorflow.training.train_state import KerasTrainState
 
-STATE, PREFIX, CARRIED_OTHERS = "state.json", "state", "others"
+_STATE, PREFIX, CARRIED_OTHERS = "state.json", "state", "others"
 _FORMAT = 1
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _TRAINED = "optimizer/_trainable_variables/"
@@ -53,7 +53,7 @@ class _HostCopy:
 
     @property
     def size_bytes(self) -> int:
-        """Of the arrays."""
+        """Size of the arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
@@ -75,7 +75,7 @@ class StateCopier:
         self._held = sorted(named, key=lambda pair: pair[0])
 
     def copy(self) -> _HostCopy:
-        """The state as it is now; TensorFlow writes no more into what was read from a variable."""
+        """Return a copy of the state; TensorFlow does not write into arrays that were read from a variable."""
         return _HostCopy(
             step=self._replica.step,
             arrays={name: array for key, held in self._held for name, array in _arrays(key, held)},
@@ -85,7 +85,7 @@ class StateCopier:
 
 
 def _arrays(key: str, held: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """Values of a variable or of a lookup table by their names in a checkpoint."""
+    """Return the values of a variable or a lookup table, by their names in a checkpoint."""
     if hasattr(held, "export"):
         keys, values = held.export()
         yield f"{key}-keys", np.asarray(keys.numpy())
@@ -95,7 +95,7 @@ def _arrays(key: str, held: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
 
 
 def to_files(copy: _HostCopy) -> dict[str, bytes]:
-    """The files of a state, by name. Raises NonFiniteLoss for a state that nobody would want back."""
+    """Return the files of a state, by name. Raises NonFiniteLoss for a state that is not finite."""
     for name, array in copy.arrays.items():
         if name.startswith(_TRAINED) and not np.isfinite(array.astype(np.float64)).all():
             raise NonFiniteLoss(
@@ -113,14 +113,14 @@ def to_files(copy: _HostCopy) -> dict[str, bytes]:
             prefix=f"{folder}/{PREFIX}", tensor_names=names, shape_and_slices=[""] * len(names), tensors=values
         )
         files = {name: _bytes(f"{folder}/{name}") for name in sorted(tf.io.gfile.listdir(folder))}
-    return {**files, STATE: json.dumps(facts, indent=1).encode()}
+    return {**files, _STATE: json.dumps(facts, indent=1).encode()}
 
 
 def apply_files(replica: KerasTrainState, files: Mapping[str, bytes]) -> None:
-    """Give a replica the state of such files. Raises CheckpointError where it does not fit, with nothing changed."""
-    facts = json.loads(files[STATE])
+    """Give a replica the state of such files. Raises CheckpointError if it does not fit, with nothing changed."""
+    facts = json.loads(files[_STATE])
     if facts["format"] != _FORMAT or "optimizer" not in facts:
-        raise _mismatch_error(f"{STATE} has format {facts['format']}, this version reads format {_FORMAT}")
+        raise _mismatch_error(f"{_STATE} has format {facts['format']}, this version reads format {_FORMAT}")
     optimizer = type(replica.optimizer).__name__
     if facts["optimizer"] != optimizer:
         raise _mismatch_error(f"optimizer: {facts['optimizer']} in the checkpoint, {optimizer} in the job")
@@ -134,15 +134,15 @@ def apply_files(replica: KerasTrainState, files: Mapping[str, bytes]) -> None:
 
 
 def read_files(reader: StateReader) -> dict[str, bytes]:
-    """All files of a checkpoint. Raises CheckpointError where one is missing."""
+    """Read all files of a checkpoint. Raises CheckpointError if one is missing."""
     files = {name: bytes(reader.read(name)) for name in reader.names()}
-    if STATE not in files:
+    if _STATE not in files:
         raise CheckpointError("it was not written by a TensorFlow engine", remedy="train under a new name")
     return files
 
 
 def take_weights(model: keras.Model, reader: StateReader) -> None:
-    """Give a model the weights of a checkpoint. Raises CheckpointError where they do not fit.
+    """Give a model the weights of a checkpoint. Raises CheckpointError if they do not fit.
 
     The state of optimizers that the model holds and that have no variables yet is left out.
     """
@@ -203,7 +203,7 @@ def _reader(prefix: str) -> Any:
 
 
 def _shapes(prefix: str) -> dict[str, list[int]]:
-    """Shapes by name."""
+    """Return shapes by name."""
     return dict(_reader(prefix).get_variable_to_shape_map())
 
 

@@ -1,10 +1,10 @@
-"""A worker's side of the servers' shards: what it copies into its model, and what of its gradients goes out.
+"""A worker's transfer of tensors: parameters from the servers into its model, and gradients into the outboxes.
 
-Gradients go out as backward computes them, layer by layer, in the last micro-batch of a unit: each is written where the
-transport sends it from, as the mean over the unit, and declared ready.
+In the last micro-batch of a unit, each gradient is written as soon as backward has computed it: the mean over the unit,
+in the memory that the transport sends from.
 
-They come in the model's order. A module waits for what it holds before its own forward, and every function of torch for
-what it is given: a forward may use what another module holds, and compiled extensions do not say what they use.
+Pulled parameters arrive in the model's order. A module waits for its own tensors before its forward, and each torch
+function for its arguments, since a forward can use tensors of another module.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ SPARSE_REFUSED = (
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPiece:
-    """What one server holds of one tensor."""
+    """One server's part of one tensor."""
 
     server: int
     slot: ShardSlot
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The rows that are there, in the tensor's own memory."""
+        """Return the part's rows as a view of the tensor."""
         return tensor if self.slot.rows is None else tensor[self.slot.rows[0] : self.slot.rows[1]]
 
 
 def tensor_pieces(shards: Sequence[ParameterShard]) -> dict[str, list[TensorPiece]]:
-    """Where each tensor is, by name."""
+    """Return the parts of each tensor, by name."""
     found: dict[str, list[TensorPiece]] = {}
     for server, shard in enumerate(shards):
         for slot in shard.slots:
@@ -56,7 +56,7 @@ def tensor_pieces(shards: Sequence[ParameterShard]) -> dict[str, list[TensorPiec
 
 
 class ParameterPull:
-    """Copies of the servers' regions in host memory, and the model's tensors, which take what comes.
+    """Copies of the servers' regions in host memory, from which the model's tensors are filled.
 
     On the CPU a tensor that one server holds as a whole lives in the copy. To a GPU all is copied from pinned memory.
 
@@ -68,7 +68,7 @@ class ParameterPull:
         pinned = device.type == "cuda"
         self._bytes = [torch.empty(shard.size_bytes, dtype=torch.uint8, pin_memory=pinned) for shard in shards]
         self.memory: list[memoryview] = [each.numpy().data for each in self._bytes]
-        self._copied: dict[tuple[int, ShardSlot], tuple[Tensor, Tensor]] = {}  # by server and slot, from and to
+        self._copied: dict[tuple[int, ShardSlot], tuple[Tensor, Tensor]] = {}  # by server and slot, source and target
         where = tensor_pieces(shards)
         for name, tensor in named_tensors(model):
             for piece in where[name] if tensor.numel() else ():
@@ -79,7 +79,7 @@ class ParameterPull:
                     self._copied[piece.server, piece.slot] = place, piece.of(tensor.detach())
 
     def take(self, pieces: Iterable[TensorPiece] | None = None) -> None:
-        """These have come, by default all: let the model's tensors have them."""
+        """Copy these tensors, by default all, into the model after they arrived."""
         keys = self._copied if pieces is None else [(piece.server, piece.slot) for piece in pieces]
         for place, tensor in [self._copied[key] for key in keys if key in self._copied]:
             tensor.copy_(place, non_blocking=True)
@@ -92,7 +92,7 @@ class ParameterPull:
 
 @dataclass(kw_only=True)
 class _StagedGradient:
-    """A gradient on its way from the GPU."""
+    """A gradient that is being copied from the GPU."""
 
     arrived: torch.cuda.Event
     piece: TensorPiece
@@ -101,7 +101,7 @@ class _StagedGradient:
 
 @dataclass(kw_only=True)
 class GradientSender:
-    """What a worker pushes of a unit.
+    """Writes the gradients of a unit into the outboxes.
 
     Args:
         replica: the worker's.
@@ -116,16 +116,18 @@ class GradientSender:
     leaves_out: bool = False
     _clients: ParameterClient | None = None
     _outbox: Sequence[memoryview] = ()
-    _kept: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # by server and name, what the next push gets
-    _left: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # of the push under way, if it counts
-    _doubted: dict[tuple[int, int, WorkUnit], dict[str, Tensor]] = field(
+    _kept: dict[tuple[int, str], Tensor] = field(
         default_factory=dict
-    )  # what goes back to _kept
+    )  # by server and name, the residual of the next push
+    _left: dict[tuple[int, str], Tensor] = field(
+        default_factory=dict
+    )  # the residual after the current push, if it counts
+    _doubted: dict[tuple[int, int, WorkUnit], dict[str, Tensor]] = field(default_factory=dict)  # that return to _kept
     _written: set[nn.Parameter] = field(default_factory=set)
     _late: list[_StagedGradient] = field(default_factory=list)
 
     def begin(self, clients: ParameterClient) -> None:
-        """A push begins; one that was begun before and not pushed has left nothing over."""
+        """Start a push; a former one that was not pushed leaves nothing in the residual."""
         self._clients, self._outbox = clients, clients.outbox
         self._left.clear()
         self._written.clear()
@@ -133,7 +135,7 @@ class GradientSender:
 
     @contextmanager
     def watching(self, factor: Callable[[], float | Tensor]) -> Iterator[None]:
-        """Of a backward within, each gradient goes out, times a factor, once it is there."""
+        """Send each gradient of a backward pass within the block, times a factor, as soon as it is computed."""
         told = partial(self._told, factor)
         handles = [each.register_post_accumulate_grad_hook(told) for each in self.replica.trainable]
         try:
@@ -143,7 +145,7 @@ class GradientSender:
                 handle.remove()
 
     def rest(self, factor: float | Tensor) -> None:
-        """All gradients that are not out yet; zeros where there is none."""
+        """Send the gradients that were not sent yet; zeros if there is none."""
         for parameter in self.replica.trainable:
             if parameter not in self._written:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -151,7 +153,7 @@ class GradientSender:
         self._sent(wait=True)
 
     def buffers(self, shards: Sequence[ParameterShard]) -> None:
-        """The model's buffers, behind the gradients."""
+        """Send the model's buffers, after the gradients."""
         for name, buffer in self.replica.model.named_buffers():
             for piece in self.where.get(name, ()):
                 if buffer.numel():
@@ -163,7 +165,7 @@ class GradientSender:
                     target.view(buffer.shape).copy_(buffer)
 
     def put(self, parameter: nn.Parameter, values: Tensor, factor: float | Tensor = 1.0) -> None:
-        """What is pushed for a parameter."""
+        """Write the gradient of a parameter."""
         self._written.add(parameter)
         name = self.replica.names[parameter]
         if values.is_sparse:
@@ -181,7 +183,7 @@ class GradientSender:
         self.put(parameter, parameter.grad, factor())
 
     def counted(self, by: Sequence[bool], grant: Grant) -> None:
-        """Which servers count what was pushed: of those that do not, all waits for the next push that was waiting."""
+        """Take which servers accepted the push: for the others the residual stays as it was."""
         for (server, name), kept in self._left.items():
             if by[server]:
                 if self.leaves_out:
@@ -192,7 +194,7 @@ class GradientSender:
         self._left.clear()
 
     def settle(self, left_out: Iterable[tuple[int, int, WorkUnit]], versions: Sequence[int]) -> None:
-        """Take back what pushes took of what waited that did not count after all; see `Clients.left_out`, `versions`.
+        """Return pushes that did not count to the residual; see `ParameterClient.left_out` and `versions`.
 
         Their units' gradients are pushed by who computes them again: not a part of a gradient is lost or counts twice.
         """
@@ -202,7 +204,7 @@ class GradientSender:
         self._doubted = {key: gone for key, gone in self._doubted.items() if key[1] >= versions[key[0]]}
 
     def forget(self) -> None:
-        """Other servers, which know nothing of what was pushed before."""
+        """Forget former pushes: the servers are others."""
         self._doubted.clear()
 
     def _write(self, piece: TensorPiece, values: Tensor, factor: float | Tensor = 1.0) -> None:
@@ -219,7 +221,7 @@ class GradientSender:
         self._clients.ready(piece.server, place.offset, place.size)
 
     def _sent(self, *, wait: bool) -> None:
-        """Write what has come from the GPU so far, in order; `wait` for the rest."""
+        """Write the gradients that have arrived from the GPU, in order; `wait` for the rest."""
         while self._late and (wait or self._late[0].arrived.query()):  # type: ignore[no-untyped-call]
             late = self._late.pop(0)
             late.arrived.synchronize()
@@ -227,7 +229,7 @@ class GradientSender:
 
 
 def _stage_gradient(piece: TensorPiece, values: Tensor) -> _StagedGradient:
-    """A copy to pinned memory, behind what the device is doing."""
+    """Start a copy to pinned memory, after the device's current work."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record()
@@ -241,7 +243,7 @@ _Arrived = Callable[[Tensor], None]
 
 
 class OverlappedPull(TorchFunctionMode):
-    """Waits for parameters and buffers that a pull without waiting brings.
+    """Waits for parameters and buffers of a pull that has not finished.
 
     Args:
         model: of the worker.
@@ -262,16 +264,16 @@ class OverlappedPull(TorchFunctionMode):
 
     @property
     def sees(self) -> bool:
-        """Whether every use can be seen: scripted code uses what it holds unseen."""
+        """Whether every use of a tensor can be intercepted; not in scripted modules."""
         return not any(isinstance(module, torch.jit.ScriptModule) for module in self._model.modules())
 
     def begin(self, clients: ParameterClient, arrived: _Arrived) -> None:
-        """A pull is under way; `arrived` is told of each tensor once it is there, before anything uses it."""
+        """Start to wait for a pull; `arrived` is called for each tensor before its first use."""
         self._clients, self._arrived, self._away = clients, arrived, dict(self._pieces)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Code that runs the model; at its end all is there. Raises PeerLost."""
+        """Run the model within the block; at its end all tensors have arrived. Raises PeerLost."""
         with ExitStack() as stack:
             for module in self._model.modules():
                 held = (*module._parameters.values(), *module._buffers.values())
@@ -284,13 +286,13 @@ class OverlappedPull(TorchFunctionMode):
             yield
 
     def finish(self) -> None:
-        """Wait for all that nothing has used. Raises PeerLost."""
+        """Wait for all tensors that were not used. Raises PeerLost."""
         self._need([tensor for tensor, _ in self._away.values()])
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Wait for what a function is given."""
+        """Wait for the tensors among a function's arguments."""
         kwargs = kwargs or {}
         if self._away:
             self._need(_tensors_in((args, kwargs)))
@@ -301,7 +303,7 @@ class OverlappedPull(TorchFunctionMode):
             self._need(own)
 
     def _need(self, tensors: Iterable[Tensor]) -> None:
-        """Wait for these, where they have not come."""
+        """Wait for these tensors if they have not arrived."""
         late = [found for tensor in tensors if (found := self._away.pop(id(tensor), None)) is not None]
         if not late:
             return

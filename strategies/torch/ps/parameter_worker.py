@@ -1,4 +1,4 @@
-"""A worker that steps alone: it pulls what the servers hold, computes a unit, and pushes what that came to."""
+"""An asynchronous worker: it pulls parameters, computes a unit, and pushes the unit's gradients or local change."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from trainwright.strategies.torch.training.train_step import (
 
 
 class ParameterWorker:
-    """A worker's model, and its way to and from the servers.
+    """A worker's model, and its exchange with the servers.
 
     Args:
         replica: with the model on the worker's device. Its optimizer steps where steps are local alone.
@@ -65,7 +65,7 @@ class ParameterWorker:
         self._sums: list[tuple[float, float]] = []  # of the unit's steps so far: losses and weights
 
     def join(self, clients: ParameterClient) -> None:
-        """A group's servers hold the shards from now on."""
+        """Exchange with the servers of a group from now on."""
         self._joined = clients
         self._outgoing.forget()
         clients.lay(self._shards, [form.size_bytes for form in self._forms], self._incoming.memory)
@@ -76,14 +76,14 @@ class ParameterWorker:
         return self._joined
 
     def pull(self, needs: int = 0) -> None:
-        """The model's tensors become those of the servers: what a unit changed is undone, and what is newer copied."""
+        """Copy the pulled parameters into the model: newer ones, and those that a unit changed."""
         self._undo()
         if self._clients.pull(needs):
             self._incoming.take()
         self._settle()
 
     def _settle(self) -> None:
-        """What was pushed and not counted goes back to what waits."""
+        """Return pushes that did not count to the residual."""
         self._outgoing.settle(self._clients.left_out, self._clients.versions)
 
     def _undo(self) -> None:
@@ -94,18 +94,18 @@ class ParameterWorker:
         self._pulled = {}
 
     def _begin(self, grant: Grant) -> None:
-        """A unit begins at what the servers hold."""
+        """Start a unit with the servers' parameters."""
         self.pull(grant.needs)
         for tensor in self._changing:
             self._remember(tensor)
 
     def _remember(self, tensor: Tensor) -> None:
-        """What was pulled of a tensor that a unit changes."""
+        """Return the pulled values of a tensor that a unit changes."""
         self._pulled[tensor] = tensor.detach().clone()
 
     @contextmanager
     def _begun(self, grant: Grant) -> Iterator[None]:
-        """A unit of one step, which begins while what is pulled of other machines is on its way."""
+        """Compute a unit of one step, which starts while parameters of other machines still arrive."""
         if self._clients.shares or not self._ahead:
             self._begin(grant)
             self._replica.laps.wait()
@@ -121,7 +121,7 @@ class ParameterWorker:
             yield
 
     def runner(self, caller: JobFunctions) -> StepRunner:
-        """Runs micro-batches of a unit."""
+        """Return the runner for micro-batches of a unit."""
         if self._local:
             objective = Objective(self._replica.model, caller, world=1)
             return StepRunner(objective=objective, reduced=objective, probe=GradientNoiseProbe(objective, ()))
@@ -132,7 +132,7 @@ class ParameterWorker:
         )
 
     def train(self, runner: StepRunner, feed: Feed) -> StepReport:
-        """One step of the unit that was leased last.
+        """Compute one step of the unit that was leased last.
 
         Raises:
             NonFiniteLoss: nothing of the step counts.
@@ -145,7 +145,7 @@ class ParameterWorker:
         return self._one_of_several(runner, feed, grant)
 
     def _whole(self, runner: _UnitRunner, feed: Feed, grant: Grant) -> StepReport:
-        """A unit of one step, which servers take."""
+        """Compute and push a unit of one step."""
         replica, outgoing, clients = self._replica, self._outgoing, self._clients
         replica.laps.begin(feed.step)
         with replica.attempt() as attempt:
@@ -170,7 +170,7 @@ class ParameterWorker:
         )
 
     def _one_of_several(self, runner: StepRunner, feed: Feed, grant: Grant) -> StepReport:
-        """A step that this worker takes by itself; after the last what all of them came to is pushed."""
+        """Take a local step; after the last one, push the change of the parameters."""
         unit, trainable = grant.unit, self._replica.trainable
         if feed.step == unit.step:
             self._begin(grant)
@@ -192,7 +192,7 @@ class ParameterWorker:
 
 
 class _UnitObjective(Objective):
-    """An objective that knows the unit's weight before its last backward.
+    """An objective that knows the unit's weight before its last backward pass.
 
     Attributes:
         factor: from the gradients as they are computed to those of the unit's weighted mean; a tensor on a GPU, where
@@ -205,12 +205,12 @@ class _UnitObjective(Objective):
         self._weight: Tensor | None = None
 
     def begin(self) -> None:
-        """Forget the unit before."""
+        """Forget the former unit."""
         super().begin()
         self._weight = None
 
     def pull(self, share: MicroBatchShare, values: Tensor, weights: Tensor, carry: Tensor) -> BackwardRoots:
-        """What backward starts from, given what `forward` returned; remembers the losses, and the weight so far."""
+        """Return the tensor to start backward from, given the result of `forward`; add up losses and weight."""
         pull = super().pull(share, values, weights, carry)
         self._weight = pull.sums[0] if self._weight is None else self._weight + pull.sums[0]
         rows = max(share.rows, 1)
@@ -236,7 +236,7 @@ class _UnitRunner(StepRunner):
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Of the last backward each gradient goes out once it is there."""
+        """Send each gradient of the last backward pass as soon as it is computed."""
         if self.outgoing is None:
             yield
             return
@@ -246,7 +246,7 @@ class _UnitRunner(StepRunner):
 
 @dataclass(frozen=True, kw_only=True)
 class _UnitGradient:
-    """What a unit came to.
+    """Result of a unit.
 
     Attributes:
         weight: sum of its samples' weights; 0 where nothing of it counts.
@@ -262,7 +262,7 @@ class _UnitGradient:
 
 
 def _as_own_feed(feed: Feed) -> Feed:
-    """The same feed, as one that is alone: what it brings is all that its step has."""
+    """Return the feed as one of a single worker: its rows are the whole step."""
     rows = sum(int((batch.weights > 0).sum()) for part in feed.parts for batch in part)
     return replace(feed, rows=max(rows, 1))
 
@@ -270,7 +270,7 @@ def _as_own_feed(feed: Feed) -> Feed:
 def _compute_unit(
     replica: TorchReplica, runner: _UnitRunner, outgoing: GradientSender, feed: Feed, *, largest: float | None
 ) -> _UnitGradient:
-    """Forward and backward of a unit; its gradient lies where it is pushed from.
+    """Compute a unit; its gradient is left in the outbox.
 
     Args:
         largest: norm to which the gradient is clipped here; None where servers do it, or nobody.

@@ -1,7 +1,7 @@
-"""A server's shard: parameters in the memory that workers copy from, and updates of what these push.
+"""A server's shard in torch: parameters in shared memory, and updates from the workers' pushes.
 
-Gradients are read where the transport put them: where numbers come as they are and one push is an update, the
-optimizer steps on views of that memory, and nothing is copied.
+Gradients are read in the memory of the transport. If they are uncompressed and one push is an update, the optimizer
+uses views of that memory, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainwright.strategies.torch.training.train_state import TorchReplica, grou
 
 
 class TorchShardStore:
-    """One server's shard; `trainwright.strategies.ps.parameter_shards` says who calls what, and when.
+    """One server's shard; `trainwright.strategies.ps.parameter_shards` documents the calls.
 
     Args:
         replica: what this server was dealt.
@@ -54,7 +54,7 @@ class TorchShardStore:
         self._mean: list[Tensor] | None = None
 
     def attach(self, region: memoryview) -> None:
-        """Let the parameters and buffers live in a region from now on."""
+        """Move the parameters and buffers into a region."""
         held = dict(named_tensors(self.replica.model))
         for slot in self.shard.slots:
             tensor = held[slot.name]
@@ -62,11 +62,11 @@ class TorchShardStore:
                 tensor.data = _view_memory(region, slot.offset, tensor).copy_(tensor.detach())
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, by the job's schedule. Raises UserCodeError."""
+        """Return the learning rate of a step, by the job's schedule. Raises UserCodeError."""
         return self.replica.set_rates(step, self._where)
 
     def check(self, push: GradientPush) -> None:
-        """Raise ValueError where the payload or the buffers of a push cannot be read."""
+        """Raise ValueError if payload or buffers of a push cannot be decoded."""
         buffers = self.shard.pulled_bytes - self.shard.trained_bytes
         if (len(push.payload), len(push.buffers)) != (self.form.size_bytes, buffers):
             sizes = f"{len(push.payload):,} bytes and {len(push.buffers):,} of buffers"
@@ -75,14 +75,14 @@ class TorchShardStore:
             self.form.check(push.payload, self.replica.names[parameter], parameter)
 
     def norm2(self, pushes: Sequence[GradientPush]) -> float:
-        """The squared norm of this shard of the pushes' mean; 0 where none has weight."""
+        """Return the squared norm of the pushes' mean over this shard; 0 without any weight."""
         self._asked, self._mean = tuple(pushes), self._averaged(pushes)
         return sum(
             float(torch.linalg.vector_norm(each, dtype=_accumulation_dtype(each))) ** 2 for each in self._mean or ()
         )
 
     def apply(self, pushes: Sequence[GradientPush], *, step: int, rate_factor: float, clip_factor: float) -> None:
-        """One update by the mean of the pushes by weight, summed in their order; none where none has weight.
+        """Apply one update: the weighted mean of the pushes, summed in order; nothing without any weight.
 
         Raises:
             UserCodeError: the optimizer or the schedule raised; the shard is not sound then.
@@ -101,7 +101,7 @@ class TorchShardStore:
             self.replica.take_outer(mean, self._outer)
 
     def _take_buffers(self, pushes: Sequence[GradientPush]) -> None:
-        """Those of the first push that counts and has some."""
+        """Take the buffers of the first push with weight that has them."""
         told = next((push.buffers for push in pushes if push.weight > 0 and len(push.buffers)), None)
         if told is not None:
             held = dict(self.replica.model.named_buffers())
@@ -111,7 +111,7 @@ class TorchShardStore:
                     tensor.copy_(_view_memory(told, slot.offset - self.shard.trained_bytes, tensor))
 
     def _step(self, gradients: Sequence[Tensor], step: int, rate_factor: float) -> None:
-        """The job's optimizer's, on these gradients."""
+        """Step the job's optimizer with these gradients."""
         replica = self.replica
         replica.set_rates(step, self._where)
         for parameter, gradient in zip(replica.trainable, gradients, strict=True):
@@ -122,7 +122,7 @@ class TorchShardStore:
             parameter.grad = None
 
     def _averaged(self, pushes: Sequence[GradientPush]) -> list[Tensor] | None:
-        """The mean by weight of what was pushed for each parameter; None where nothing has weight."""
+        """Return the weighted mean of the pushed gradients of each parameter; None without any weight."""
         replica, form, counted = self.replica, self.form, [push for push in pushes if push.weight > 0]
         if not counted:
             return None
@@ -139,7 +139,7 @@ class TorchShardStore:
 
     @contextmanager
     def _rated(self, factor: float) -> Iterator[None]:
-        """Within, learning rates are multiplied."""
+        """Multiply learning rates within the block."""
         groups = self.replica.optimizer.param_groups
         rates = [group_settings(group).get("lr") for group in groups] if factor != 1.0 else []
         try:
@@ -154,12 +154,12 @@ class TorchShardStore:
 
 
 def _view_memory(memory: memoryview, offset: int, like: Tensor) -> Tensor:
-    """A tensor of this shape and type in memory of somebody else's."""
+    """Return a tensor of this shape and type on given memory."""
     return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=offset).view(like.shape)
 
 
 def _accumulation_dtype(values: Tensor) -> torch.dtype:
-    """Squares of half-precision numbers overflow, and sums of many squares lose what single precision has."""
+    """Return the squared norm in double precision: squares of half-precision numbers overflow."""
     return torch.complex128 if values.is_complex() else torch.float64
 
 
@@ -170,7 +170,7 @@ _Rows = tuple[int, int] | None  # of a tensor's first dimension, from and to; No
 
 
 class ServedReplica(TorchReplica):
-    """A replica of which only what this server was dealt is left. It is never run.
+    """A replica reduced to this server's shard. Its model never runs.
 
     The job's optimizer is made for the whole model, so that its groups are the job's however many servers there are; it
     is then left with what was dealt.
@@ -191,7 +191,7 @@ class ServedReplica(TorchReplica):
         self.outer = plan.local_steps > 1
 
     def keep(self, dealt: Mapping[str, _Rows]) -> None:
-        """Drop all but these parameters and persistent buffers, by full name; of a cut one all but its rows."""
+        """Drop all but these parameters and persistent buffers, by full name; of a split one all but its rows."""
         first = {tensor: name for name, tensor in named_tensors(self.model)}
         self._cut = {
             name: _row_slice(tensor, rows)
@@ -210,7 +210,7 @@ class ServedReplica(TorchReplica):
         self._drop({tensor for tensor, name in first.items() if name in dealt})
 
     def take_outer(self, differences: Sequence[Tensor], outer: OuterOptimizer) -> None:
-        """Change the parameters by what local steps came to in the mean, as `torch.optim.SGD` with Nesterov would."""
+        """Change the parameters by the mean change of local steps, as `torch.optim.SGD` with Nesterov momentum does."""
         self.sound = False
         with torch.no_grad():
             for parameter, difference in zip(self.trainable, differences, strict=True):
@@ -223,11 +223,11 @@ class ServedReplica(TorchReplica):
         self.sound = True
 
     def _settled(self, model: nn.Module) -> Mapping[str, ShardSlice]:
-        """In host memory, and never compiled."""
+        """Keep the model in host memory, and never compile it."""
         return self._move(model)
 
     def _narrow(self, tensor: Tensor, rows: tuple[int, int]) -> None:
-        """Leave some rows of a parameter, and of what the optimizer made for it when it was made."""
+        """Keep some rows of a parameter, and of the optimizer state that existed when it was made."""
         whole = tensor.shape
         tensor.data = tensor.detach()[rows[0] : rows[1]].clone()
         for key, value in self.optimizer.state.get(tensor, {}).items():
@@ -235,7 +235,7 @@ class ServedReplica(TorchReplica):
                 self.optimizer.state[tensor][key] = value[rows[0] : rows[1]].clone()
 
     def _drop(self, kept: set[Tensor]) -> None:
-        """Train nothing but these."""
+        """Train only these parameters."""
         self.trainable = [parameter for parameter in self.trainable if parameter in kept]
         self.names = {parameter: self.names[parameter] for parameter in self.trainable}
         for group in self.optimizer.param_groups:
@@ -245,21 +245,21 @@ class ServedReplica(TorchReplica):
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter and each persistent buffer once, by its first name, in the model's order: parameters first."""
+    """Yield each parameter and persistent buffer once, by its first name, in the model's order: parameters first."""
     yield from model.named_parameters()
     saved = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """Each persistent buffer wherever a module holds it: the module, its name there, and the buffer."""
+    """Yield each persistent buffer with each module that holds it, and its name there."""
     mine = {tensor for _, tensor in named_tensors(model)}
     places = [(module, key, held) for module in model.modules() for key, held in module._buffers.items()]
     return [(module, key, held) for module, key, held in places if held in mine and held is not None]
 
 
 def server_shards(spec: ModelSpec, plan: Plan, model: nn.Module, where: str) -> tuple[ParameterShard, ...]:
-    """What each server holds of a model; an optimizer that looks at whole tensors is given whole ones.
+    """Return each server's shard of a model; tensors are not split for optimizers that need whole ones.
 
     Raises:
         JobError: there are more servers than the model keeps busy.
@@ -289,6 +289,6 @@ def _tensors(model: nn.Module) -> Iterator[parameter_shards.ModelTensor]:
 
 
 def _row_slice(tensor: Tensor, rows: tuple[int, int]) -> ShardSlice:
-    """So many rows of a tensor."""
+    """Return rows of a tensor."""
     whole = ShardSlice.all_of(tensor.shape)
     return ShardSlice(shape=whole.shape, start=(rows[0], *whole.start[1:]), stop=(rows[1], *whole.stop[1:]))
