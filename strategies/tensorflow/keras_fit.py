@@ -1,11 +1,10 @@
-"""Keras' own training: the model's `train_step`, what it was compiled with, and its callbacks, as `Model.fit` has it.
+"""Training as `Model.fit` does it: the model's `train_step`, the arguments of `compile`, and callbacks.
 
-`fit` owns its loop and its data, and so could neither be fed, copied nor resumed between two steps. Hence its loop is
-walked here one step at a time: the compiled function of a step, the metrics, the epochs, the validation and the hooks
-of the callbacks are Keras' own and come in the order of `fit`. A run that is taken up within an epoch begins that epoch
-once more for the callbacks, at the batch that is next; metrics go on where they stood.
+`fit` owns its loop and its data, so it could not be fed, copied or resumed between two steps. This module runs its loop
+one step at a time: the compiled step, metrics, epochs, validation and callbacks are Keras' own and run in the order of
+`fit`. A run that resumes within an epoch calls the callbacks for the start of that epoch again; metrics continue.
 
-An update is applied before its loss is known: after a loss that is not finite the state is not sound any more.
+An update is applied before its loss is known: after a loss that is not finite, the state is not sound.
 """
 
 from __future__ import annotations
@@ -90,11 +89,11 @@ class _CompiledModel:
 
     @property
     def optimizer(self) -> Any:
-        """What the model was compiled with."""
+        """The optimizer that the model was compiled with."""
         return self.model.optimizer
 
     def _check_mask(self, row: Batch) -> None:
-        """Raise JobError where several devices would each divide by their own number of unmasked steps."""
+        """Raise JobError if several devices would each divide by their own number of unmasked steps."""
         if self.strategy.num_replicas_in_sync == 1:
             return
         columns = tensor_conversion.column_tensors(self.spec.collation, row, self.spec.inputs)
@@ -109,13 +108,13 @@ class _CompiledModel:
 
     @property
     def optimizers(self) -> list[Any]:
-        """What the model was compiled with, and other optimizers that it holds."""
+        """The optimizer of `compile`, and others that the model holds."""
         parts = tf.train.TrackableView(self.model).descendants()
         own = [part for part in parts if isinstance(part, keras.optimizers.Optimizer) and part is not self.optimizer]
         return [self.optimizer, *own]
 
     def _traced(self, row: Batch) -> list[tf.Variable]:
-        """Trace a `train_step` of the user's without running it; the variables that it uses.
+        """Trace a user's `train_step` without running it; return the variables that it uses.
 
         Optimizers, metrics and layers of a model's own make their variables in the first step. A checkpoint is loaded
         before, and into variables that are there.
@@ -144,7 +143,7 @@ class _CompiledModel:
 
     @contextmanager
     def _building_once(self) -> Iterator[None]:
-        """Within it, optimizers of the model make their variables once for all replicas, and not in each of them."""
+        """Let optimizers of the model make their variables once for all replicas within the block."""
         unbuilt = [optimizer for optimizer in self.optimizers if not optimizer.built]
         for optimizer in unbuilt if self.strategy.num_replicas_in_sync > 1 else ():
             object.__setattr__(optimizer, "build", partial(_build_once, optimizer.build))
@@ -159,7 +158,7 @@ class _CompiledModel:
         return bool(self.model.run_eagerly) or self.spec.compile == "eager"
 
     def _check_optimizers(self) -> None:
-        """Raise JobError for an optimizer that makes its variables only in the first step: nothing could restore it."""
+        """Raise JobError for an optimizer that makes its variables in the first step: it could not be restored."""
         if not all(optimizer.built for optimizer in self.optimizers):
             problem = (
                 "train_step() runs eagerly, and an optimizer of the model has no variables yet, so that the run could "
@@ -184,7 +183,7 @@ class _CompiledModel:
             )
 
     def data(self, batch: Batch, *, training: bool) -> Any:
-        """Inputs, targets and samples' weights, as far as there are any, as `fit` gives them to `train_step`."""
+        """Return inputs, targets and sample weights, if there are any, as `fit` passes them to `train_step`."""
         spec = self.spec
         columns = tensor_conversion.column_tensors(spec.collation, batch, self.caller.wanted)
         given: Any = tuple(columns[name] for name in spec.inputs)
@@ -196,7 +195,7 @@ class _CompiledModel:
         return keras.utils.pack_x_y_sample_weight(given, targets, self.caller.factors(columns, training=training))
 
     def dealt(self, feed: Feed, *, training: bool) -> list[Any]:
-        """A step's data, a share for each replica, as the compiled functions of a step take it."""
+        """Return a step's data, a share for each replica, as the compiled step takes it."""
         batch = _whole(feed)
         replicas = self.strategy.num_replicas_in_sync
         if batch.rows % replicas:
@@ -214,7 +213,7 @@ class _CompiledModel:
 
 
 class _FitLoop:
-    """The loop of `fit`, walked one step at a time.
+    """The loop of `fit`, one step at a time.
 
     Args:
         compiled: model and optimizer.
@@ -242,7 +241,7 @@ class _FitLoop:
         self._model.make_test_function()
 
     def train(self, feed: Feed) -> StepReport:
-        """One step, and what belongs to the ends of epochs and of the training. Raises NonFiniteLoss when applied."""
+        """Run one step with the ends of epochs and of the training. Raises NonFiniteLoss after the update."""
         compiled, model = self._compiled, self._model
         epoch, batch = divmod(feed.step, self._epoch_steps)
         begun = time.perf_counter()
@@ -260,7 +259,7 @@ class _FitLoop:
                 f"the loss became {loss} in step {compiled.step}",
                 where=compiled.caller.where,
                 remedy="look at the data, lower the learning rate, or set global_clipnorm of the optimizer; Keras has "
-                "applied it already: the run goes on from its last checkpoint",
+                "applied it already: the run continues from its last checkpoint",
             )
         with self._user:
             self._callbacks.on_train_batch_end(batch, logs)
@@ -277,7 +276,7 @@ class _FitLoop:
         )  # fmt: skip
 
     def evaluate(self, feed: Feed) -> MetricSums:
-        """What a batch adds to the loss and metrics of the evaluation, whose first batch is that of step 0.
+        """Return what a batch adds to the evaluation's loss and metrics, whose first batch has step 0.
 
         A metric need not be a mean: the sums are such that together they are what Keras has after the last batch. The
         validation of this step counts again, unless the weights have changed since: callbacks may restore others
@@ -289,7 +288,7 @@ class _FitLoop:
         return sums[feed.step] if state else self._test(feed)
 
     def _begin(self, epoch: int, batch: int) -> None:
-        """What comes before a step."""
+        """Run the callbacks before a step."""
         with self._user:
             if not self._begun:
                 self._callbacks.on_train_begin()
@@ -301,7 +300,7 @@ class _FitLoop:
         self._begun = True
 
     def _end_epoch(self, epoch: int, logs: Any) -> dict[str, float]:
-        """Validation, and the epoch's logs."""
+        """Run the validation, and log the epoch."""
         found, spec = self._results(logs), self._compiled.spec
         if spec.validation is not None and (epoch + 1) % spec.validation_epochs == 0:
             found |= {f"val_{name}": value for name, value in self._validate().items()}
@@ -310,7 +309,7 @@ class _FitLoop:
         return found
 
     def _results(self, logs: Any) -> dict[str, Any]:
-        """What a step's logs are of: the metrics so far, over all replicas; or values of the step's own."""
+        """Return the logs of a step: the metrics so far, over all replicas, or values of the step itself."""
         results = self._model.get_metrics_result()
         return dict(results if set(results) == set(logs) else logs)
 
@@ -350,7 +349,7 @@ class _FitLoop:
         return MetricSums(totals={name: (value * seen - before.get(name, 0.0), rows) for name, value in found.items()})
 
     def _tested_alone(self, data: Any) -> Any:
-        """The logs of a batch that replicas cannot divide: all are given all of it, and the first one counts it."""
+        """Return the logs of a batch that replicas cannot divide: all get all of it, and the first one counts it."""
         model, strategy = self._model, self._compiled.strategy
 
         def tested() -> Any:
@@ -366,11 +365,11 @@ class _FitLoop:
         return tf.nest.map_structure(lambda each: strategy.experimental_local_results(each)[0], found)
 
     def _counted(self) -> list[int]:
-        """Steps of each optimizer."""
+        """Return the steps of each optimizer."""
         return [int(_number(optimizer.iterations)) for optimizer in self._optimizers]
 
     def _rate(self) -> float:
-        """Learning rate of the optimizer that was used last: that of `compile` may be a default that trains nothing."""
+        """Return the learning rate of the optimizer used last: that of `compile` can be an unused default."""
         counts = self._counted()
         used = [new > old for old, new in zip(self._counts, counts, strict=True)]
         self._counts = counts
@@ -379,14 +378,14 @@ class _FitLoop:
         return _number(self._stepping.learning_rate)
 
     def _seen(self) -> tuple[float, float]:
-        """Sum and number of the losses that this epoch's mean is of, as Keras counts them."""
+        """Return sum and number of this epoch's losses, as Keras counts them."""
         if not isinstance(self._tracker, keras.metrics.Mean):
             return 0.0, 0.0
         total, count = map(_number, self._tracker.variables)
         return total, count
 
     def _loss_of(self, logs: Any, before: tuple[float, float]) -> float:
-        """The loss of a step; its logs have the mean of the epoch so far, or what a train_step of the user's gives.
+        """Return the loss of a step; its logs have the mean of the epoch so far, or a user's value.
 
         Of those it is `loss`, or the first value where none is called that.
         """
@@ -398,18 +397,18 @@ class _FitLoop:
 
 
 class _FitEngine(TensorFlowEngine):
-    """What the engines share that train as `fit` does."""
+    """Base of the engines that train as `fit` does."""
 
     def __init__(self) -> None:
         super().__init__()
         self._fit: _FitLoop | None = None
 
     def warm(self, feed: Feed) -> None:
-        """Begin the loop anew at the state that is there. The step is compiled with the first one."""
+        """Start the loop again at the current state. The first step compiles the function."""
         self._fit = self._guarded(lambda: _FitLoop(self._compiled, _callbacks(self._compiled)))
 
     def train_step(self, feed: Feed) -> StepReport:
-        """One step of `fit`, and what belongs to the ends of epochs and of the training.
+        """Run one step of `fit` with the ends of epochs and of the training.
 
         Raises:
             NonFiniteLoss: when it was applied.
@@ -420,7 +419,7 @@ class _FitEngine(TensorFlowEngine):
         return self._guarded(lambda: fit.train(feed))
 
     def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Sums of the loss and the metrics that the model was compiled with. Raises UserCodeError, JobError."""
+        """Return sums of the loss and the metrics of `compile`. Raises UserCodeError, JobError."""
         self._fit = self._fit or self._guarded(lambda: _FitLoop(self._compiled))
         fit = self._fit
         return self._guarded(lambda: fit.evaluate(feed))
@@ -444,7 +443,7 @@ class FitMirrored(_FitEngine, Mirrored):
 
 
 def _whole(feed: Feed) -> Batch:
-    """The rows that count, of all data ranks of this worker, as one batch."""
+    """Return the rows with weight of all data ranks of this worker, as one batch."""
     parts = [batch for part in feed.parts for batch in part]
     weights = np.concatenate([batch.weights for batch in parts])
     chosen = np.flatnonzero(weights)
@@ -456,7 +455,7 @@ def _whole(feed: Feed) -> Batch:
 
 
 def _repeated(row: Batch, rows: int) -> Batch:
-    """A batch of one row, so many times."""
+    """Repeat a batch of one row."""
     return Batch(
         columns={name: np.repeat(column, rows, axis=0) for name, column in row.columns.items()},
         weights=np.repeat(row.weights, rows),
@@ -465,7 +464,7 @@ def _repeated(row: Batch, rows: int) -> Batch:
 
 
 def _build_once(build: Callable[[Any], None], variables: Any) -> None:
-    """Call an optimizer's build outside all replicas and graphs, when all replicas have come to it."""
+    """Call an optimizer's build outside all replicas and graphs, once all replicas have reached it."""
 
     def merged(strategy: tf.distribute.Strategy) -> None:
         with tf.init_scope(), strategy.scope():
@@ -475,23 +474,23 @@ def _build_once(build: Callable[[Any], None], variables: Any) -> None:
 
 
 def _number(value: Any) -> float:
-    """A tensor or variable as a number."""
+    """Return a tensor or variable as a number."""
     return float(tf.convert_to_tensor(value))
 
 
 def _plain(item: Any) -> Any:
-    """The variable of TensorFlow's inside one of Keras'."""
+    """Return the TensorFlow variable inside a Keras variable."""
     return item.value if isinstance(item, keras.Variable) else item
 
 
 def _whole_variable(variable: tf.Variable) -> tf.Variable:
-    """The variable over all devices that one of a device is a part of."""
+    """Return the distributed variable that a device's variable is a part of."""
     container = getattr(variable.handle, "_distributed_container", None)
     return variable if container is None else container()
 
 
 class _Loss(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
-    """The mean of the job's loss over the samples; Keras' wrapper of functions would turn the targets into floats.
+    """The mean of the job's loss over the samples; Keras' wrapper of functions would cast targets to floats.
 
     As it does, it gives each replica its share of the mean, and leaves out what Keras' mask does.
     """
@@ -509,7 +508,7 @@ class _Loss(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
 
 
 def _metric(caller: KerasCaller, name: str) -> keras.metrics.Metric:
-    """One of Keras' metrics, made here so that the strategy has its variables; or the mean of a function's values."""
+    """Return a Keras metric with variables of the strategy, or the mean of a function's values."""
     metric = caller.spec.metrics[name]
     if isinstance(metric, keras.metrics.Metric):
         return type(metric).from_config({**metric.get_config(), "name": name})
@@ -517,20 +516,20 @@ def _metric(caller: KerasCaller, name: str) -> keras.metrics.Metric:
 
 
 def _values(caller: KerasCaller, name: str, targets: Any, outputs: Any) -> Any:
-    """Values of a metric; what Keras' mask leaves out, Keras leaves out itself."""
+    """Return the values of a metric; Keras applies its mask itself."""
     result = caller.applied(f"metric {name!r}", caller.spec.metrics[name], outputs, targets, metric=True)
     return result.values if isinstance(_single(result), Terms) else result
 
 
 def _single(result: Any) -> Any:
-    """One value for each sample, or those of them that Keras' mask lets count. Raises JobError for Terms."""
+    """Return one value for each sample, or for those in Keras' mask. Raises JobError for Terms."""
     if isinstance(result, Terms) and not isinstance(result, MaskedTerms):
         raise JobError(['run="fit" takes one loss per sample, and no Terms: leave run out, or return the losses'])
     return result
 
 
 def _callbacks(compiled: _CompiledModel) -> list[Any]:
-    """The user's callbacks. Raises JobError, UserCodeError."""
+    """Return the user's callbacks. Raises JobError, UserCodeError."""
     spec, where = compiled.spec, compiled.caller.where
     with TensorFlowUserCode("callbacks()", where):
         callbacks = list(spec.callbacks()) if spec.callbacks else []

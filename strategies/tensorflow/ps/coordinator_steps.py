@@ -1,4 +1,4 @@
-"""Steps of a coordinator: a data rank's share of a step is a function that any worker runs, and an update of its own.
+"""Steps of a coordinator: each data rank's share of a step runs on any worker, and is an update of its own.
 
 A worker pulls the variables from the servers, computes the mean gradient of the share and has the servers apply it, at
 once, whatever others have applied meanwhile. The chief schedules a step's shares and those of the steps that may begin
@@ -43,7 +43,7 @@ _SKIPPED = (
 
 
 class _ShareResult(NamedTuple):
-    """What a worker tells of a share.
+    """A worker's result of a share.
 
     Attributes:
         sums: (3,) float64: of weights, of weighted losses, and the mean gradient's norm where it is wanted, else 0.
@@ -55,14 +55,14 @@ class _ShareResult(NamedTuple):
 
 
 class _PendingStep(NamedTuple):
-    """A step under way: its learning rate, and what its shares will tell."""
+    """A started step: its learning rate, and the pending results of its shares."""
 
     rate: float
     told: list[Callable[[], _ShareResult]]
 
 
 class CoordinatorSteps:
-    """The steps of the chief.
+    """Schedules the chief's steps.
 
     Args:
         replica: of the chief.
@@ -92,12 +92,12 @@ class CoordinatorSteps:
         self._share = tf.function(self._shared, reduce_retracing=True, autograph=False)
 
     def warm(self, feed: Feed) -> None:
-        """Compile the step, in one of weight 0 that applies nothing."""
+        """Compile the step by one of weight 0 that applies nothing."""
         for told in self._scheduled(feed, muted=True).told:
             told()
 
     def train(self, feed: Feed) -> StepReport:
-        """One step, and the beginning of those that `feed.following` names, unless a wish to stop is known.
+        """Compute one step, and start those in `feed.following`, unless a stop is requested.
 
         The last step that was begun reports that wish. Raises NonFiniteLoss where the loss of a share is not finite:
         that share is not applied, others of the step may be.
@@ -122,18 +122,18 @@ class CoordinatorSteps:
         )  # fmt: skip
 
     def drain(self) -> None:
-        """Wait for all that was begun: no variable changes from then on."""
+        """Wait for all started steps: no variable changes after that."""
         for begun in self._begun.values():
             for told in begun.told:
                 told()
 
     def begin(self, function: Any, *arguments: Any) -> Callable[[], Any]:
-        """Have a worker run a compiled function; what waits for its result. Raises PeerLost."""
+        """Run a compiled function on a worker; return a function that waits for the result. Raises PeerLost."""
         value = self._coordinator.schedule(function, args=arguments)
         return lambda: self._landed(value)
 
     def scope(self) -> AbstractContextManager[Any]:
-        """In which the model has the variables of the servers."""
+        """Let the model use the servers' variables within the block."""
         trained, state = self._served.pull()
         replica = self._replica
         drawn = [(seed, tf.constant(value)) for seed, value in zip(replica.seeds, self._seeds, strict=True)]
@@ -151,7 +151,7 @@ class CoordinatorSteps:
         return _PendingStep(rate, [self.begin(self._share, share, given) for share in shares])
 
     def _rate(self, step: int) -> float:
-        """Of a step, not of an update: of those there are as many as shares."""
+        """Return the learning rate of a step; each of its shares is an update."""
         if self._replica.own_schedule:
             return float(self._replica.optimizer._learning_rate(step))
         return self._replica.set_rate(step)
@@ -168,7 +168,7 @@ class CoordinatorSteps:
         )
 
     def _landed(self, value: Any) -> Any:
-        """The value of a function that was scheduled.
+        """Wait for the value of a scheduled function.
 
         It is on its worker first, from where a thread of the coordinator copies it: where that worker is lost before
         the chief has it, the function runs again elsewhere. While a worker is at it that takes its time, and who does
@@ -198,7 +198,7 @@ class CoordinatorSteps:
             raise
 
     def _shared(self, micros: tuple[MicroBatch, ...], rate: Any) -> _ShareResult:
-        """On a worker: the gradient of a share, and its application on the servers where all is well."""
+        """On a worker: compute the gradient of a share, and apply it on the servers if it is finite."""
         trained, state = self._served.pull()
         gradients, weight, loss, losses = [tf.zeros_like(each) for each in trained], 0.0, 0.0, []
         for number, micro in enumerate(micros):
@@ -224,7 +224,7 @@ class CoordinatorSteps:
         return _ShareResult(sums, losses)
 
     def _micro(self, micro: MicroBatch, trained: list[Any], state: list[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
-        """Forward and backward of one micro-batch: losses, weights, the sum's gradient, and the state after it."""
+        """Compute one micro-batch: losses, weights, gradient of the sum, and the state after it."""
         replica = self._replica
         before = zip(replica.state, state, strict=True)
         named = zip(replica.model.trainable_variables, trained, strict=True)
@@ -263,7 +263,7 @@ class CoordinatorSteps:
 
 
 def _is_running(value: Any) -> bool:
-    """Whether a worker computes it: the thread that waits for it there holds a lock meanwhile."""
+    """Whether a worker is computing it: the waiting thread holds a lock meanwhile."""
     free: bool = value._has_fetched_to_local_lock.acquire(timeout=_POLL_S)
     if free:
         value._has_fetched_to_local_lock.release()
@@ -271,7 +271,7 @@ def _is_running(value: Any) -> bool:
 
 
 def _chain(feed: Feed) -> Iterator[Feed]:
-    """The feed and those that may begin with it; none but itself once there is a wish to stop."""
+    """Return the feed and those that may start with it; only itself once a stop is requested."""
     following: Feed | None = feed
     while following is not None:
         yield following
@@ -291,7 +291,7 @@ _VariablePieces = tuple[keras.Variable, ...]
 
 
 class ServerVariables:
-    """The variables of a replica on servers, with the values that it has.
+    """Variables on the servers with a replica's values.
 
     Args:
         replica: of the chief.
@@ -325,15 +325,15 @@ class ServerVariables:
 
     @property
     def pieces(self) -> list[keras.Variable]:
-        """Of all that is trained."""
+        """The pieces of the trained variables."""
         return [piece for pieces in self.trained for piece in pieces]
 
     def pull(self) -> tuple[list[Any], list[Any]]:
-        """What is trained, and the state that is not, whole: tensors of the graph that is being made."""
+        """Return trained variables and other state, whole, as tensors of the current graph."""
         return [_whole(pieces) for pieces in self.trained], [_whole(pieces) for pieces in self.state]
 
     def push(self, gradients: Sequence[Any], state: Sequence[Any], rate: Any) -> None:
-        """Apply gradients of the whole variables with a learning rate, each piece on its server, and set the state."""
+        """Apply gradients of whole variables with a learning rate, each piece on its server, and set the state."""
         self._rate = rate
         cut = [part for gradient, pieces in zip(gradients, self.trained, strict=True)
                for part in _split(gradient, pieces)]  # fmt: skip
@@ -342,13 +342,13 @@ class ServerVariables:
             piece.value.assign(value)
 
     def fetch(self) -> None:
-        """Give the chief's replica the values of the servers."""
+        """Copy the servers' values into the chief's replica."""
         for variable, pieces in self._pairs:
             parts = [tensor_conversion.to_numpy(tf.convert_to_tensor(piece.value)) for piece in pieces]
             variable.assign(np.concatenate(parts) if len(parts) > 1 else parts[0])
 
     def fill(self) -> None:
-        """Give the servers the values of the chief's replica."""
+        """Copy the values of the chief's replica to the servers."""
         for variable, pieces in self._pairs:
             values = tensor_conversion.to_numpy(variable.value)
             for piece, part in zip(pieces, _rows(values, [piece.shape for piece in pieces]), strict=True):
@@ -371,7 +371,7 @@ class ServerVariables:
     def _of_optimizer(
         self, slots: Sequence[Sequence[keras.Variable]]
     ) -> Iterator[tuple[keras.Variable, _VariablePieces]]:
-        """The variables of the chief's optimizer with their pieces; the learning rate is the chief's alone."""
+        """Yield the variables of the chief's optimizer with their pieces; the learning rate stays with the chief."""
         ends = list(accumulate(len(pieces) for pieces in self.trained))
         for own, end, pieces in zip(self._replica.slots, ends, self.trained, strict=True):
             of_pieces = slots[end - len(pieces) : end]
@@ -383,7 +383,7 @@ class ServerVariables:
 
 
 def _others(optimizer: Any, slots: Sequence[Sequence[keras.Variable]]) -> list[keras.Variable]:
-    """An optimizer's variables that belong to none that is trained, but its learning rate."""
+    """Return an optimizer's variables that belong to no trained variable, without its learning rate."""
     known = {id(slot) for each in slots for slot in each} | {id(optimizer._learning_rate)}
     return [variable for variable in optimizer.variables if id(variable) not in known]
 

@@ -25,7 +25,7 @@ _Begin = Callable[..., Callable[[], Any]]  # (compiled function, its arguments) 
 
 
 def _run_now(function: Any, *arguments: Any) -> Callable[[], Any]:
-    """Here and now."""
+    """Call a function at once; return a function that returns its result."""
     result = function(*arguments)
     return lambda: result
 
@@ -52,7 +52,7 @@ class Evaluator:
         self._outputs = self._compiled(self._outputs_of)
 
     def evaluate(self, feed: Feed) -> MetricSums:
-        """Weighted sums and weights of the loss and of each metric over the feed, in float64."""
+        """Return weighted sums and weights of the loss and each metric over the feed, in float64."""
         begun = [
             self._begin(
                 self._sums,
@@ -69,7 +69,7 @@ class Evaluator:
         return total
 
     def predict(self, feed: Feed) -> Columns:
-        """The model's outputs for the feed's rows: `output`, or by the model's own names where it returns several."""
+        """Return the model's outputs for the feed's rows: `output`, or by the model's names for several."""
         spec = self._caller.spec
         if not spec.inputs:
             raise JobError(
@@ -137,7 +137,7 @@ def _batches(feed: Feed) -> Iterator[Batch]:
 
 
 def flatten_outputs(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Every output by name, those inside others too."""
+    """Yield every output by name, nested ones too."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from flatten_outputs(f"{name}_{key}" if name else str(key), part)

@@ -1,4 +1,4 @@
-"""What a Keras model costs, layer by layer, read off its graph: nothing is computed.
+"""Cost of a Keras model, layer by layer, from its graph: nothing is computed.
 
 What backward keeps is what the gradients' operations take from the forward pass. Operations are counted as the runtime
 carries them out: a bias is added by the product before it, a new shape costs nothing.
@@ -42,7 +42,7 @@ def profile_model(
     keywords: tuple[str, ...] = (),
     step: Any = None,
 ) -> ModelProfile:
-    """Cost of each layer with weights or products of its own, in the order in which they run.
+    """Return the cost of each layer with weights or products of its own, in the order in which they run.
 
     Where the model cannot be made into a graph, operations are two for each weight of a layer at each position of its
     output, what backward keeps is not known, and `untraced` says why.
@@ -86,14 +86,14 @@ def profile_model(
 
 
 def _untraced(known: ModelProfile, model: keras.Model, reason: str) -> ModelProfile:
-    """Cost of each layer from its weights alone."""
+    """Return the cost of each layer from its weights alone."""
     return replace(known, layers=tuple(_cost(layer) for layer in _leaves(model) if layer.weights), untraced=reason)
 
 
 def _trace_step(
     model: keras.Model, sample: _Sample, inputs: tuple[str, ...], keywords: tuple[str, ...], step: Any
 ) -> _OpTrace:
-    """Forward and backward, as a training step has them."""
+    """Return the operations of a forward and a backward pass."""
     names = inputs or tuple(sample)
     given = {name: tf.TensorSpec(sample[name].shape, tf.as_dtype(sample[name].dtype)) for name in names}
 
@@ -106,18 +106,18 @@ def _trace_step(
 
 
 def _given(columns: Mapping[str, Any], inputs: tuple[str, ...], keywords: tuple[str, ...]) -> Any:
-    """The inputs as `call_model` takes them."""
+    """Return the inputs as `call_model` takes them."""
     given = [columns[name] for name in inputs]
     return dict(zip(keywords, given, strict=True)) if keywords else given
 
 
 def _kind(array: npt.NDArray[Any]) -> str:
-    """Keras' name of an array's type; text is an array of objects."""
+    """Return Keras' name of an array's type; text is an array of objects."""
     return "string" if array.dtype.kind in "OUS" else str(array.dtype)
 
 
 def _layers_in_order(model: keras.Model, trace: _OpTrace) -> list[Any]:
-    """The layers in the order in which they ran; those that did not come last."""
+    """Return the layers in the order in which they ran; those that did not run are last."""
     return [*trace.calls, *(layer for layer in _leaves(model) if layer not in trace.calls)]
 
 
@@ -146,7 +146,7 @@ def _built(build: Callable[[], Any]) -> keras.Model:
 
 
 def _leaves(layer: Any) -> Iterator[Any]:
-    """Layers that hold weights of their own, each once."""
+    """Return the layers with weights of their own, each once."""
     inner = list(layer._layers)
     own = len(layer.weights) > sum(len(part.weights) for part in inner)
     if own or not inner:
@@ -156,12 +156,12 @@ def _leaves(layer: Any) -> Iterator[Any]:
 
 
 def _own(layer: Any) -> list[Any]:
-    """The weights of a layer itself that training may change, be it frozen or not."""
+    """Return the weights of a layer itself that are trainable, frozen ones too."""
     return list(layer._trainable_variables)
 
 
 def _cost(layer: Any) -> LayerCost:
-    """From weights alone."""
+    """Return the cost from weights alone."""
     own = _own(layer)
     parameters, shape = sum(math.prod(weight.shape) for weight in own), _output(layer)
     positions = math.prod(shape[:-1]) if len(shape) > 1 else 1
@@ -180,7 +180,7 @@ def _bytes(weight: Any) -> int:
 
 
 def _output(layer: Any) -> tuple[int, ...]:
-    """Shape of a sample's output; dimensions that are not known count as 1."""
+    """Return the shape of a sample's output; unknown dimensions count as 1."""
     try:
         shape = layer.output.shape
     except (AttributeError, ValueError):
@@ -193,7 +193,7 @@ def _plain(dtype: str) -> str:
 
 
 def weight_bytes(model: keras.Model) -> int:
-    """Size of the weights that a model has so far."""
+    """Return the size of the weights that a model has so far."""
     return sum(map(_bytes, model.weights))
 
 
@@ -211,7 +211,7 @@ _SMALL = 16  # elements of integers that are sizes, and computed by the host
 
 @dataclass(kw_only=True)
 class _LayerCalls:
-    """What the calls of one layer came to, those of the layers it calls left out."""
+    """Cost of the calls of one layer, without the layers that it calls."""
 
     flops: float = 0.0
     matmuls: int = 0
@@ -368,7 +368,7 @@ def _flops(operation: Any) -> float | None:
 
 
 def _named(part: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int]]:
-    """Sizes by index, those under an ellipsis by their place from the end."""
+    """Return sizes by index; dimensions under an ellipsis are counted from the end."""
     front, dots, back = part.partition("...")
     yield from zip(front, shape, strict=False)
     if dots:

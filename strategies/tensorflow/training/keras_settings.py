@@ -1,4 +1,4 @@
-"""What Keras is told for a whole process: policy, type of floats, epsilon, image format, and custom objects.
+"""Keras' settings of a process: policy, type of floats, epsilon, image format, and custom objects.
 
 TensorFlow is not imported here: Keras may run on torch.
 """
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def captured() -> dict[str, Any]:
-    """The settings of this process and the user's registered functions and classes; without what is Keras' own."""
+    """Return the settings of this process, and the user's registered functions and classes."""
     policy = keras.config.dtype_policy()
     found = {
         "floatx": keras.config.floatx(),
@@ -37,7 +37,7 @@ def captured() -> dict[str, Any]:
 
 
 def apply(settings: dict[str, Any]) -> None:
-    """Give this process the settings of another."""
+    """Set the settings of another process in this one."""
     if "policy" in settings:
         keras.config.set_floatx(settings["floatx"])
         keras.config.set_epsilon(settings["epsilon"])
@@ -48,7 +48,7 @@ def apply(settings: dict[str, Any]) -> None:
 
 
 def reduced(item: Any) -> tuple[Any, ...] | None:
-    """How an object of Keras' is pickled: with what its configuration knows by a name alone; None for others.
+    """Return how to pickle a Keras object, with the objects that its configuration names; None for others.
 
     Keras pickles layers, models, metrics and the like by their configuration, in which functions and classes are names.
     """
@@ -80,7 +80,7 @@ def _is_users(item: Any) -> bool:
 
 
 def _travels(name: str, item: Any) -> bool:
-    """Whether other processes can have it; one that none asks for need not."""
+    """Whether a registered object can be pickled."""
     try:
         cloudpickle.dumps(item)
     except Exception as error:

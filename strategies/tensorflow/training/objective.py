@@ -1,4 +1,4 @@
-"""How a job's functions are called, and the loss of a micro-batch as terms.
+"""Calls of a job's functions, and the loss of a micro-batch as terms.
 
 A step's gradient is that of sum(values * weights) / W over the whole global batch, with W the sum of all weights. Each
 micro-batch contributes sum(values * weights) / rows; gradients are summed over the replicas, which is right where all
@@ -43,7 +43,7 @@ _MEAN_BY_WEIGHT = "mean_with_sample_weight"  # Keras' name of the reduction that
 
 @dataclass(frozen=True, kw_only=True)
 class KerasCaller:
-    """How a job's functions are called.
+    """Calls a job's functions with the columns that they want.
 
     Attributes:
         spec: the job's functions and columns.
@@ -55,13 +55,13 @@ class KerasCaller:
 
     @property
     def wanted(self) -> tuple[str, ...] | None:
-        """Columns that the job's functions want; None for all, which a step of the user's own takes."""
+        """Columns that the job's functions want; None for all, which a user's step takes."""
         spec = self.spec
         weights = (spec.sample_weight,) if spec.sample_weight else ()
         return None if spec.step else tuple(dict.fromkeys((*spec.inputs, *spec.targets, *weights)))
 
     def outputs(self, model: keras.Model, columns: tensor_conversion.Tensors, *, training: bool) -> Any:
-        """The model's outputs for the input columns, whatever they are."""
+        """Return the model's outputs for the input columns."""
         given = [columns[name] for name in self.spec.inputs]
         with TensorFlowUserCode("the model", self.where):
             if self.spec.keywords:
@@ -69,14 +69,14 @@ class KerasCaller:
             return call_model(model, given, training=training)
 
     def targets(self, columns: tensor_conversion.Tensors) -> Any:
-        """The target column, or a tuple where there are several."""
+        """Return the target column, or a tuple of several."""
         chosen = tuple(columns[name] for name in self.spec.targets)
         return chosen[0] if len(chosen) == 1 else chosen
 
     def loss(
         self, model: keras.Model, columns: tensor_conversion.Tensors, weights: tf.Tensor, *, training: bool
     ) -> Terms:
-        """The loss terms of a micro-batch, sample weights included."""
+        """Return the loss terms of a micro-batch, with sample weights."""
         if self.spec.step:
             with TensorFlowUserCode("step=", self.where):
                 result = _autograph_function(self.spec.step)(model, dict(columns))
@@ -93,7 +93,7 @@ class KerasCaller:
         *,
         training: bool,
     ) -> Terms:
-        """The loss terms of outputs that are there already; what the model's regularizers cost is part of each."""
+        """Return the loss terms of given outputs; each includes the cost of the model's regularizers."""
         assert self.spec.loss is not None, "a job has loss= or step="
         result = self.applied("loss=", self.spec.loss, outputs, self.targets(columns))
         values, counted = self.weighted(self.terms("loss=", result, weights), self.factors(columns, training=training))
@@ -102,7 +102,7 @@ class KerasCaller:
         return Terms(values, counted)
 
     def factors(self, columns: tensor_conversion.Tensors, *, training: bool) -> Any:
-        """What the losses of each sample are multiplied by: of the column, or of the classes; None for nothing."""
+        """Return the factor on each sample's losses, from the weight column or the classes; None without any."""
         if self.spec.sample_weight:
             return columns[self.spec.sample_weight]
         if self.spec.class_weight and training:
@@ -110,7 +110,7 @@ class KerasCaller:
         return None
 
     def weighted(self, terms: Terms, factors: Any) -> Terms:
-        """Losses times the samples' weights; of a loss that Keras divides by their sum, the weights count instead.
+        """Multiply losses with the samples' weights; for losses that Keras divides by their sum, weight the terms.
 
         Args:
             factors: (rows,), (rows, 1) or as many as losses; None for no weights.
@@ -130,20 +130,20 @@ class KerasCaller:
         return Terms(values * factors, counted)
 
     def metric(self, name: str, outputs: Any, columns: tensor_conversion.Tensors, weights: tf.Tensor) -> Terms:
-        """The terms of a metric."""
+        """Return the terms of a metric."""
         what = f"metric {name!r}"
         result = self.applied(what, self.spec.metrics[name], outputs, self.targets(columns), metric=True)
         return self.terms(what, result, weights)
 
     def applied(self, what: str, function: Any, outputs: Any, targets: Any, *, metric: bool = False) -> Any:
-        """What a loss or metric returns: values, or Terms; see `loss_call.applied`. Raises JobError, UserCodeError."""
+        """Return the result of a loss or metric: values, or Terms. Raises JobError, UserCodeError."""
         with TensorFlowUserCode(what, self.where):
             result = apply_function(function, outputs, targets, metric=metric)
         _check_broadcast(what, function, outputs, targets, result, self.where)
         return result
 
     def terms(self, what: str, result: Any, weights: tf.Tensor) -> Terms:
-        """What a loss or metric returned, checked, with the feed's sample weights multiplied in.
+        """Check the result of a loss or metric, and multiply the feed's sample weights in.
 
         Values of weight 0 do not count, whatever they are: not even if they are not finite.
 
@@ -176,7 +176,7 @@ class KerasCaller:
             )
 
     def _fitted(self, what: str, weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-        """The user's weights in the shape of the values."""
+        """Return the user's weights in the shape of the values."""
         leading = values.shape[: weights.shape.rank].is_compatible_with(weights.shape)
         try:
             return tf.broadcast_to(_rowwise(weights, values) if leading else weights, tf.shape(values))
@@ -209,7 +209,7 @@ def call_model(model: keras.Model, given: Any, *, training: bool | None) -> Any:
 
 
 def _takes(call: Any, given: Any) -> bool:
-    """Whether a model's `call` has an argument for each input: of its name, or in its place."""
+    """Whether a model's `call` has an argument for each input, by name or by position."""
     parameters = [each for each in inspect.signature(call).parameters.values() if each.name != "training"]
     open_kind = inspect.Parameter.VAR_KEYWORD if isinstance(given, dict) else inspect.Parameter.VAR_POSITIONAL
     if any(each.kind is open_kind for each in parameters):
@@ -221,7 +221,7 @@ def _takes(call: Any, given: Any) -> bool:
 
 
 def _of_classes(targets: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
-    """(rows,) weights of the samples' classes, which are numbers or one-hot, as Keras makes them of `class_weight`."""
+    """Return the weights (rows,) of the samples' classes, numbers or one-hot, as Keras does for `class_weight`."""
     if targets.shape.rank > 1:
         targets = targets[..., 0] if targets.shape[-1] == 1 else tf.argmax(targets, -1)
     classes = tf.cast(tf.round(tf.cast(targets, tf.float64)), tf.int64)
@@ -232,7 +232,7 @@ def _of_classes(targets: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
 
 
 def _rowwise(weights: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    """Weights of the leading dimensions, with dimensions of 1 appended until they broadcast against the values."""
+    """Append dimensions of 1 to weights until they broadcast against the values."""
     extra = values.shape.rank - weights.shape.rank
     return tf.reshape(weights, tf.concat((tf.shape(weights), tf.ones(extra, tf.int32)), 0))
 
@@ -244,11 +244,11 @@ _BROADCAST_ROWS = (2, 3)  # of the outputs and the targets by which a broadcast 
 
 
 class MaskedTerms(Terms):
-    """Terms whose weights are Keras' mask."""
+    """Terms whose weights are a Keras mask."""
 
 
 def apply_function(function: Any, outputs: Any, targets: Any, *, metric: bool = False) -> Any:
-    """Call a loss or metric as Keras would; without its reduction.
+    """Call a loss or metric as Keras does, without its reduction.
 
     Args:
         function: (outputs, targets) -> values or Terms; or one that takes them in Keras' order.
@@ -268,7 +268,7 @@ def apply_function(function: Any, outputs: Any, targets: Any, *, metric: bool = 
 
 
 def _call_function(function: Any, outputs: Any, targets: Any, *, metric: bool = False) -> Any:
-    """What a loss or metric returns for a batch, before any mask; see `apply_function`."""
+    """Return the result of a loss or metric before any mask; see `apply_function`."""
     if isinstance(function, keras.metrics.MeanMetricWrapper):
         return _autograph_function(function._fn)(targets, outputs, **function._fn_kwargs)
     if isinstance(function, keras.metrics.Metric):
@@ -287,7 +287,7 @@ def _call_function(function: Any, outputs: Any, targets: Any, *, metric: bool = 
 
 
 def _check_broadcast(what: str, function: Any, outputs: Any, targets: Any, result: Any, where: str) -> None:
-    """Raise JobError where one output and one target were broadcast to all pairs of samples.
+    """Raise JobError if one output and one target were broadcast to all pairs of samples.
 
     The shape of the values tells, or, where the function has taken a mean over the pairs, that it also takes outputs of
     two rows with targets of three.
@@ -305,14 +305,14 @@ def _check_broadcast(what: str, function: Any, outputs: Any, targets: Any, resul
 
 
 def _autograph_function(function: Any) -> Any:
-    """A function of the user's as AutoGraph has it; as it is, where steps run eagerly or it is Keras' own."""
+    """Return a user's function as rewritten by AutoGraph; unchanged for eager steps and functions of Keras."""
     if tf.executing_eagerly() or is_keras_function(function):
         return function
     return to_graph_code(function)
 
 
 def _loss(function: Any, outputs: Any, targets: Any) -> Any:
-    """Values of a loss of Keras' kind, as `Loss.__call__` computes them: in the loss's own type, of one rank."""
+    """Return the values of a Keras loss as `Loss.__call__` computes them: in the loss's type, of one rank."""
     loss = function
     if not isinstance(function, keras.losses.Loss):
         if not (tf.is_tensor(outputs) and tf.is_tensor(targets)):
@@ -325,7 +325,7 @@ def _loss(function: Any, outputs: Any, targets: Any) -> Any:
 
 
 def _masked(function: Any, outputs: Any, result: Any, metric: bool) -> Any:
-    """The result with what Keras masks of it left out; as it is where nothing is masked, or Terms have weights."""
+    """Return the result without masked values; unchanged without a mask, or for Terms with weights."""
     if isinstance(result, Terms) or not tf.is_tensor(result):
         return result
     masks = [keras_mask(outputs) if tf.is_tensor(outputs) else None, keras_mask(result)]

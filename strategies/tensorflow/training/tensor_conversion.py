@@ -1,4 +1,4 @@
-"""From numpy columns to tensors, and into the form that `strategy.run` takes: one value for each local device."""
+"""Convert numpy columns to tensors, and to arguments of `strategy.run`: one value for each local device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNSUPPORTED = {"M": "dates", "m": "durations", "V": "records"}
 
 
 def to_tensor(name: str, values: npt.NDArray[Any] | tf.Tensor) -> tf.Tensor:
-    """One column as a tensor: (rows, ...); objects that are arrays of one shape are stacked, text becomes tf.string.
+    """A column as a tensor: (rows, ...); objects that are arrays of one shape are stacked, text becomes tf.string.
 
     Raises:
         DataError: the type of the array is none of TensorFlow's, or its rows differ in shape.
@@ -38,7 +38,7 @@ def to_tensor(name: str, values: npt.NDArray[Any] | tf.Tensor) -> tf.Tensor:
 
 
 def column_tensors(collation: Collation, batch: Batch, names: Iterable[str] | None) -> dict[str, tf.Tensor]:
-    """A micro-batch's columns as tensors, collated; those named, or all.
+    """Return a micro-batch's columns as tensors, collated; the named ones, or all.
 
     Raises:
         JobError: a name is no column; says which is near.
@@ -56,7 +56,7 @@ def column_tensors(collation: Collation, batch: Batch, names: Iterable[str] | No
 
 
 def distribute_values(strategy: tf.distribute.Strategy, values: Sequence[Any], first: int) -> Any:
-    """Values of one structure, one for each local device, as an argument of `strategy.run`.
+    """Return values of one structure, one for each local device, as an argument of `strategy.run`.
 
     Args:
         first: data rank of the first, which is the number of its replica among those of all processes.
@@ -71,5 +71,5 @@ def distribute_values(strategy: tf.distribute.Strategy, values: Sequence[Any], f
 
 
 def to_numpy(values: tf.Tensor) -> npt.NDArray[Any]:
-    """A tensor as a numpy array; bfloat16, which numpy lacks, as float32."""
+    """Return a tensor as a numpy array; bfloat16, which numpy does not have, as float32."""
     return np.asarray(tf.cast(values, tf.float32) if values.dtype == tf.bfloat16 else values)

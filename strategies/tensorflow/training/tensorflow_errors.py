@@ -1,4 +1,4 @@
-"""What TensorFlow's exceptions mean: a lost peer, a strategy that came too late, the user's code, or neither."""
+"""Translation of TensorFlow's exceptions: a lost peer, a strategy opened too late, or an error of user code."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _FIRST_USE: list[traceback.FrameSummary] = []  # frames of the first use of Tens
 
 
 class TensorFlowUserCode(UserCode):
-    """In TensorFlow and Keras."""
+    """User code in TensorFlow and Keras."""
 
     libraries = _LIBRARIES
     out_of_memory = tf.errors.ResourceExhaustedError
 
     @classmethod
     def lost_peer(cls, error: BaseException) -> bool:
-        """By its type, or for others of TensorFlow's by its text."""
+        """Decide by its type, or for other errors of TensorFlow by its text."""
         if isinstance(error, _LOST_TYPES):
             return True
         return isinstance(error, tf.errors.OpError) and _PEER_LOST.search(str(error)) is not None
 
     @classmethod
     def traceback(cls, error: BaseException) -> str:
-        """Of code that AutoGraph has rewritten it is AutoGraph's own, which tells the lines as the user wrote them."""
+        """Return AutoGraph's traceback for code that it has rewritten, since that has the user's lines."""
         rewritten = getattr(error, "ag_error_metadata", None)
         return super().traceback(error) if rewritten is None else str(rewritten.get_message())
 
 
 def remember_first_use() -> None:
-    """From now on keep in mind which lines use TensorFlow first in this process: it starts its devices then."""
+    """Record from now on which lines use TensorFlow first in this process, which starts its devices."""
     before_first_use(_remember)
 
 
@@ -55,7 +55,7 @@ def _remember() -> None:
 
 
 def strategy_too_late_error(error: BaseException, where: str) -> JobError | None:
-    """The error for a strategy that is built after TensorFlow was first used in its process; None for another one."""
+    """Return the error of a strategy that is opened after the first use of TensorFlow; None for other errors."""
     if not _TOO_LATE.search(str(error)):
         return None
     own = [frame for frame in _FIRST_USE if not os.path.abspath(frame.filename).startswith(_LIBRARIES)]
@@ -70,7 +70,7 @@ def strategy_too_late_error(error: BaseException, where: str) -> JobError | None
 
 
 def original_error(error: BaseException) -> TrainwrightError | None:
-    """The error of ours that a graph was being traced with: AutoGraph raises another one in its place."""
+    """Return the TrainwrightError raised while a graph was traced, which AutoGraph has replaced by another."""
     behind: BaseException | None = error
     while behind is not None and not isinstance(behind, TrainwrightError):
         behind = behind.__cause__ or behind.__context__

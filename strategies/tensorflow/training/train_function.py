@@ -1,4 +1,4 @@
-"""One training step as one compiled function: gradients summed over all replicas, then, if all is well, applied.
+"""One training step as one compiled function: gradients are summed over all replicas and, if finite, applied.
 
 Whether the loss is finite and by how much to scale travels with the gradients, so that all replicas decide alike.
 Randomness is counted: every seed generator of the model gets its state from (seed, step, micro-batch, data rank), by a
@@ -28,7 +28,7 @@ _SEED_WORD = 2**31 - 1
 
 
 class MicroBatch(NamedTuple):
-    """A micro-batch on its way through the program.
+    """A micro-batch as tensors.
 
     Attributes:
         columns: by name.
@@ -42,7 +42,7 @@ class MicroBatch(NamedTuple):
 
 
 class _RankShare(NamedTuple):
-    """What one data rank brings to a step.
+    """One data rank's part of a step.
 
     Attributes:
         micros: its micro-batches.
@@ -58,7 +58,7 @@ class _RankShare(NamedTuple):
 
 
 class _ReducedGradients(NamedTuple):
-    """What one replica has after the reduction.
+    """Values of one replica after the reduction.
 
     Attributes:
         gradients: summed over all replicas, in the order of the trained variables.
@@ -77,7 +77,7 @@ class _ReducedGradients(NamedTuple):
 
 
 class _StepOutcome(NamedTuple):
-    """What the host reads of a step.
+    """Values of a step that the host reads.
 
     Attributes:
         carry: of the first replica; see `_ReducedGradients`.
@@ -89,7 +89,7 @@ class _StepOutcome(NamedTuple):
 
 
 class TrainFunction:
-    """The step of one replica group.
+    """Computes the steps of one replica group.
 
     Args:
         replica: model and optimizer.
@@ -105,7 +105,7 @@ class TrainFunction:
         self._step = tf.function(self._stepped, reduce_retracing=True, autograph=False)
 
     def run(self, feed: Feed, *, muted: bool = False) -> _StepOutcome:
-        """The compiled step. It applies nothing where the loss is not finite or, as where it is muted, has no weight.
+        """Return the compiled step. It applies nothing if the loss is not finite or, as when muted, has no weight.
 
         An operation that fails may have failed amid the application.
         """
@@ -119,7 +119,7 @@ class TrainFunction:
         return outcome
 
     def train(self, feed: Feed) -> StepReport:
-        """One step. All ranks apply it, or none does. Raises NonFiniteLoss with nothing applied."""
+        """Compute one step. All ranks apply it, or none does. Raises NonFiniteLoss with nothing applied."""
         replica = self._replica
         rate = replica.set_rate(feed.step)
         begun = time.perf_counter()
@@ -172,13 +172,13 @@ class TrainFunction:
         return _StepOutcome(carry, found.losses)
 
     def _scale(self, weight: Any, rows: Any, norm: Any) -> Any:
-        """By how much to multiply the gradients: to the mean over the global weight, and clipped."""
+        """Return the factor on the gradients: the mean over the global weight, and clipping."""
         factor = rows / weight
         largest = self._replica.spec.clip_norm
         return factor if largest is None else factor * tf.minimum(tf.ones_like(norm), largest / (norm * factor))
 
     def _found_here(self, share: _RankShare) -> _ReducedGradients:
-        """In one replica: forward and backward of its micro-batches, then the reduction."""
+        """Compute one replica's micro-batches, and reduce the gradients."""
         kind, replica = self._kind, self._replica
         gradients: list[Any] = []
         weight, loss, told = tf.zeros((), kind), tf.zeros((), kind), tf.zeros(3, kind)
@@ -197,24 +197,24 @@ class TrainFunction:
         return found._replace(carry=tf.concat((found.carry, whole), 0))
 
     def _where_sampled(self, share: _RankShare, told: Callable[[], Any], size: int) -> Any:
-        """What is told of the gradients' noise, or as many zeros. One share in all tells nothing."""
+        """Return the sums for the gradient noise scale, or zeros if there is one share only."""
         nothing = tf.zeros(size, self._kind)
         if self._strategy.num_replicas_in_sync * len(share.micros) == 1:
             return nothing
         return tf.cond(share.sampled, told, lambda: nothing)
 
     def _told(self, gradients: list[Any], micro: MicroBatch, rows: Any) -> Any:
-        """(3,) a micro-batch's part of a scatter: parts, samples and shares."""
+        """Return a micro-batch's part of the scatter, of shape (3,): parts, samples and shares."""
         samples = tf.cast(tf.math.count_nonzero(micro.weights), self._kind)
         parts = tf.math.divide_no_nan(self._square(gradients, rows), samples)
         return tf.stack((parts, samples, tf.minimum(samples, 1)))
 
     def _square(self, gradients: list[Any], rows: Any) -> Any:
-        """Squared norm of the sum of samples' gradients; each is divided by `rows` as it is."""
+        """Return the squared norm of the sum of the samples' gradients, each divided by `rows`."""
         return tf.square(tf.cast(tf.linalg.global_norm(gradients), self._kind) * tf.cast(rows, self._kind))
 
     def _micro(self, micro: MicroBatch, rows: Any, state: list[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
-        """Forward and backward of one micro-batch: losses, their weights, gradients, and the model's state after it."""
+        """Compute one micro-batch: losses, their weights, gradients, and the model's state after it."""
         replica = self._replica
         before = zip(replica.state, state, strict=True)
         with tf.GradientTape() as tape:
@@ -251,13 +251,13 @@ class TrainFunction:
                 self._strategy.extended.update(variable.value, lambda own, new: own.assign(new), args=(value,))
 
     def _applied_here(self, gradients: list[Any], factor: Any) -> None:
-        """In one replica: the gradients are those of the whole batch already."""
+        """Apply the gradients of the whole batch in one replica."""
         scaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
         scaled = [self._times(gradient, self._replica.loss_scale) for gradient in scaled]
         self._replica.optimizer.apply(scaled, self._replica.model.trainable_variables)
 
     def _times(self, value: Any, scale: Any, *, inverse: bool = False) -> Any:
-        """A value with the loss scale, or without it; as it is where there is none."""
+        """Return a value with or without the loss scale; unchanged if there is none."""
         if scale is None:
             return value
         value = tf.convert_to_tensor(value)
@@ -265,7 +265,7 @@ class TrainFunction:
         return value / scale if inverse else value * scale
 
     def _check(self, feed: Feed, weight: float, loss: float, norm: float, outcome: _StepOutcome) -> None:
-        """Raise NonFiniteLoss on every rank alike; the rank where it happened names the samples."""
+        """Raise NonFiniteLoss on every rank; the rank with the samples names them."""
         if math.isfinite(loss) and math.isfinite(weight):
             if not weight or math.isfinite(norm) or self._replica.scales:
                 return
@@ -281,18 +281,18 @@ class TrainFunction:
         raise non_finite_error(what, self._caller.where, elsewhere=True)
 
     def _own_losses(self, feed: Feed, outcome: _StepOutcome) -> Iterable[tuple[int, Batch, npt.NDArray[Any]]]:
-        """Losses of each micro-batch of this process, with its data rank."""
+        """Yield the losses of each micro-batch of this process, with its data rank."""
         for micro, value in enumerate(outcome.losses):
             for rank, part, losses in zip(feed.data_ranks, feed.parts, self._own(value), strict=True):
                 yield rank, part[micro], losses.numpy()
 
     def _own(self, value: Any) -> tuple[Any, ...]:
-        """The values of this process's replicas, in order."""
+        """Return the values of this process's replicas, in order."""
         return tuple(self._strategy.experimental_local_results(value))
 
 
 def _averaged(context: Any, values: list[Any]) -> list[Any]:
-    """Means over all replicas of the values that are there; collectives take values of one type at a time."""
+    """Return the means of the values over all replicas; a collective takes values of one type."""
     found = list(values)
     for kind in dict.fromkeys(value.dtype for value in values if value is not None):
         places = [place for place, value in enumerate(values) if value is not None and value.dtype == kind]
@@ -304,13 +304,13 @@ def _averaged(context: Any, values: list[Any]) -> list[Any]:
 
 
 def seed_values(generators: Iterable[Any], seed: Any) -> Iterable[tuple[Any, Any]]:
-    """The state of each of a model's seed generators."""
+    """Return the state of each of a model's seed generators."""
     for number, variable in enumerate(generators):
         mixed = tf.stack(((seed[0] + number * 0x9E3779B1) % _SEED_WORD, seed[1]))
         yield variable, tf.cast(mixed, variable.dtype)
 
 
 def seed_words(*numbers: int) -> tuple[int, int]:
-    """Two words of 31 bits."""
+    """Return two words of 31 bits."""
     folded = fold_seed(*numbers, 0)
     return folded & _SEED_WORD, (folded >> 31) & _SEED_WORD

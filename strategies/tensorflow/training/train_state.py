@@ -1,4 +1,4 @@
-"""One worker's model and optimizer under its strategy, and where they stand."""
+"""Model, optimizer and step of one worker under its strategy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEED_BITS = 32
 
 
 class KerasTrainState(Protocol):
-    """What is copied, saved and restored; see `KerasReplica`."""
+    """The state that is copied, saved and restored; see `KerasReplica`."""
 
     spec: ModelSpec
     strategy: tf.distribute.Strategy
@@ -87,17 +87,17 @@ class KerasReplica:
 
     @property
     def trained(self) -> list[tf.Variable]:
-        """The variables that are trained, as TensorFlow has them."""
+        """The trained variables of TensorFlow."""
         return [variable.value for variable in self.model.trainable_variables]
 
     @property
     def scales(self) -> bool:
-        """Whether the loss scale follows the gradients: a step where they overflow is not applied, and halves it."""
+        """Whether the loss scale is dynamic: a step whose gradients overflow is not applied, and halves the scale."""
         return isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer)
 
     @property
     def loss_scale(self) -> Any:
-        """What the loss is multiplied by before gradients are taken, and `apply` divides them by; None for nothing."""
+        """Factor on the loss before gradients are computed, by which `apply` divides them; None without one."""
         return self.optimizer.dynamic_scale.value if self.scales else self.optimizer.loss_scale_factor
 
     def finish(self) -> None:
@@ -122,7 +122,7 @@ class KerasReplica:
 
 
 def _with_loss_scale(optimizer: Any, model: keras.Model) -> Any:
-    """The optimizer, in a LossScaleOptimizer where the model computes in float16, as `compile` does it."""
+    """Return the optimizer, in a LossScaleOptimizer if the model computes in float16, as `compile` does."""
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if scaled or model.dtype_policy.name != "mixed_float16":
         return optimizer
@@ -130,12 +130,12 @@ def _with_loss_scale(optimizer: Any, model: keras.Model) -> Any:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer that updates the variables: of a LossScaleOptimizer the one inside."""
+    """Return the optimizer that updates the variables: the inner one of a LossScaleOptimizer."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
-    """Builds an optimizer; the variables that it made for each of those it trains."""
+    """Build an optimizer; return its variables for each trained one."""
     made: dict[int, list[keras.Variable]] = {}
     rule = inner_optimizer(optimizer)
     add = rule.add_variable_from_reference
@@ -154,7 +154,7 @@ def build_optimizer(optimizer: Any, variables: Sequence[keras.Variable]) -> list
 
 
 def build_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: KerasCaller) -> keras.Model:
-    """The job's model in the strategy's scope, with all its variables; see `KerasReplica` for arguments and errors."""
+    """Build the job's model in the strategy's scope, with all variables; see `KerasReplica` for arguments."""
     keras.utils.set_random_seed(fold_seed(spec.seed, -1) % 2**_SEED_BITS)
     with strategy.scope(), _policy(plan):
         with TensorFlowUserCode("model()", caller.where):
@@ -172,7 +172,7 @@ def build_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, c
 
 @contextmanager
 def _policy(plan: Plan) -> Iterator[None]:
-    """Keras' policy for a plan's precision; others that build models in this process keep theirs."""
+    """Set Keras' policy for a plan's precision within the block."""
     before = keras.config.dtype_policy()
     if plan.precision == "bf16":
         keras.config.set_dtype_policy("mixed_bfloat16")
@@ -184,12 +184,12 @@ def _policy(plan: Plan) -> Iterator[None]:
 
 
 def has_call(model: keras.Model) -> bool:
-    """Whether a model can be called: one that has only a `train_step` of its own, as a GAN does, need not be."""
+    """Whether a model can be called; one with only its own `train_step`, such as a GAN, may not be."""
     return type(model).call is not keras.Model.call
 
 
 def _call_once(model: keras.Model, sample: Batch, caller: KerasCaller) -> None:
-    """Call the model once, which gives it its variables."""
+    """Call the model once, which creates its variables."""
     columns = tensor_conversion.column_tensors(caller.spec.collation, sample, caller.spec.inputs or None)
     if caller.spec.inputs:
         caller.outputs(model, columns, training=False)
@@ -198,7 +198,7 @@ def _call_once(model: keras.Model, sample: Batch, caller: KerasCaller) -> None:
 
 
 def batch_norm_layers(model: keras.Model) -> list[str]:
-    """Names of the layers that normalize by statistics of the batch."""
+    """Return the names of the layers that normalize by batch statistics."""
     kind = keras.layers.BatchNormalization
     return [layer.path for layer in model._flatten_layers() if isinstance(layer, kind) and layer.trainable]
 
@@ -215,6 +215,6 @@ def _check_batch_norms(model: keras.Model, spec: ModelSpec, plan: Plan, where: s
 
 
 def seed_generators(model: keras.Model) -> Iterator[Any]:
-    """The seed generators of all layers."""
+    """Return the seed generators of all layers."""
     for layer in model._flatten_layers():
         yield from layer._seed_generators

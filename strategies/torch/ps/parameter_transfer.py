@@ -196,7 +196,7 @@ class GradientSender:
     def settle(self, left_out: Iterable[tuple[int, int, WorkUnit]], versions: Sequence[int]) -> None:
         """Return pushes that did not count to the residual; see `ParameterClient.left_out` and `versions`.
 
-        Their units' gradients are pushed by who computes them again: not a part of a gradient is lost or counts twice.
+        Another worker pushes the gradients of these units: no part of a gradient is lost or counted twice.
         """
         for server, at, unit in left_out:
             for name, gone in self._doubted.pop((server, at, unit), {}).items():
@@ -236,7 +236,7 @@ def _stage_gradient(piece: TensorPiece, values: Tensor) -> _StagedGradient:
     return _StagedGradient(arrived=arrived, piece=piece, values=host)
 
 
-# --- Forward begins while parameters are still on their way -----------------------------------------------------------
+# --- Forward while parameters still arrive ---------------------------------------------------------------------------
 
 
 _Arrived = Callable[[Tensor], None]

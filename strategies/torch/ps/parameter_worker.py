@@ -42,7 +42,7 @@ class ParameterWorker:
     Args:
         replica: with the model on the worker's device. Its optimizer steps where steps are local alone.
         shards: what each server holds.
-        plan: says how far apart workers may be, in what form gradients go, and how many steps are local.
+        plan: has the consistency, the compression of gradients, and the number of local steps.
     """
 
     def __init__(self, replica: TorchReplica, shards: Sequence[ParameterShard], plan: Plan) -> None:
