@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import socket
 from collections import Counter
 from dataclasses import replace
@@ -21,7 +20,7 @@ from trainwright import datasets
 from trainwright.cli.main import app
 from trainwright.core.errors import Finding, JobError
 from trainwright.diagnostics import cluster_probe, diagnosis_report
-from trainwright.diagnostics.cluster_checks import check_cluster, clock_offsets
+from trainwright.diagnostics.cluster_checks import check_cluster
 from trainwright.diagnostics.cluster_probe import (
     LinkServer,
     failure_reason,
@@ -196,7 +195,10 @@ def fleet(**machines: MachineFacts) -> ClusterFacts:
         for pair in combinations(names, 2)
         for one, other in (pair, pair[::-1])
     )
-    return ClusterFacts(machines=machines, links=links, seen={name: frozenset(names) for name in names})
+    seen = {name: frozenset(names) for name in names}
+    return ClusterFacts(
+        machines=machines, links=links, seen=seen, probed_s=(SOUND.clock.time_s - 1, SOUND.clock.time_s + 1)
+    )
 
 
 def worse(found: list[Finding]) -> list[tuple[str, str, str]]:
@@ -235,44 +237,25 @@ def test_links_that_are_cut_or_slow_are_found() -> None:
     assert "32768-60999" in next(finding.remedy for finding in found if finding.verdict == "bad")
 
 
-def test_a_clock_that_is_off_is_found() -> None:
-    whole = fleet(a=SOUND, b=SOUND, c=SOUND)
-    for off_s, verdict in ((2.0, "doubtful"), (900.0, "bad")):
-        links = tuple(
-            replace(link, offset_s=off_s * ((link.target == "b") - (link.source == "b"))) for link in whole.links
-        )
-        assert worse(check_cluster(replace(whole, links=links))) == [(verdict, "clock", "b")]
+@pytest.mark.parametrize(
+    ("off_s", "verdict"), [(50.0, ""), (-50.0, ""), (100.0, "doubtful"), (-100.0, "doubtful"), (900.0, "bad")]
+)
+def test_a_clock_that_is_off_is_found(off_s: float, verdict: str) -> None:
+    odd = replace(SOUND, clock=replace(SOUND.clock, time_s=SOUND.clock.time_s + off_s))
+    found = worse(check_cluster(fleet(a=SOUND, b=odd, c=SOUND)))
+    assert found == ([(verdict, "clock", "b")] if verdict else [])
 
 
-@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=20), st.data())
-def test_clocks_are_known_within_their_doubt(ahead: list[float], data: st.DataObject) -> None:
-    nodes = [str(number) for number in range(len(ahead))]
-    links = []
-    for pairs in measurement_rounds(nodes):
-        for one, other in pairs:
-            delay_s = data.draw(st.floats(1e-5, 1e-2))
-            wrong_s = data.draw(st.floats(-0.5, 0.5)) * delay_s
-            offset_s = ahead[int(other)] - ahead[int(one)] + wrong_s
-            links.append(LinkMeasurement(source=one, target=other, delay_s=delay_s, offset_s=offset_s))
-    known = clock_offsets(links)
-    assert set(known) == set(nodes)
-    first = ahead[int(links[0].source)]
-    for node, (told_s, doubt_s) in known.items():
-        assert abs(told_s - (ahead[int(node)] - first)) <= doubt_s + 1e-9
-
-
-@given(st.integers(2, 60), st.integers(0, 99))
-def test_pairs_do_not_disturb_each_other(count: int, seed: int) -> None:
+@given(st.integers(2, 60))
+def test_links_are_measured_around_a_ring_without_disturbing_each_other(count: int) -> None:
     nodes = [str(number) for number in range(count)]
-    found = measurement_rounds(nodes, seed=seed)
+    found = measurement_rounds(nodes)
+    assert len(found) <= 3
     for pairs in found:
         assert max(Counter(node for pair in pairs for node in pair).values()) == 1
-    met = Counter(frozenset(pair) for pairs in found for pair in pairs)
-    assert max(met.values()) == 1
-    if count <= 16:
-        assert len(met) == math.comb(count, 2)
-    else:
-        assert {node for pair in met for node in pair} == set(nodes) and len(found) <= 7
+    met = [frozenset(pair) for pairs in found for pair in pairs]
+    ring = {frozenset((nodes[number - 1], nodes[number])) for number in range(count)}
+    assert set(met) == ring and len(met) == len(ring)
 
 
 def test_nodes_that_are_absent_are_bad_and_ray_s_errors_are_understood() -> None:
@@ -281,8 +264,8 @@ def test_nodes_that_are_absent_are_bad_and_ray_s_errors_are_understood() -> None
     missing = RuntimeError("The remote function failed to import on the worker.\nNo module named 'trainwright'")
     assert failure_reason(missing).why == "trainwright cannot be imported there"
     died = type("WorkerCrashedError", (Exception,), {})("x")
-    assert failure_reason(died).why == "was lost while it was looked at"
-    assert failure_reason(ValueError("odd\nodder")).why == "the examination failed there: odder"
+    assert failure_reason(died).why == "was lost while it was probed"
+    assert failure_reason(ValueError("odd\nodder")).why == "the probe failed there: odder"
 
 
 def test_nodes_of_one_name_are_told_apart() -> None:
@@ -389,7 +372,7 @@ def test_a_link_is_measured_and_strangers_are_sent_away() -> None:
     listener = LinkServer(b"k" * 16)
     address = listener.address
     found = measure_link("a", "b", address, b"k" * 16)
-    assert not found.fault and found.bytes_per_s > 0 and abs(found.offset_s) <= found.delay_s / 2 + 1e-3
+    assert not found.fault and found.bytes_per_s > 0 and 0 < found.delay_s < 5
     assert measure_link("a", "b", address, b"x" * 16).fault
     listener.close()
     assert "refused" in measure_link("a", "b", address, b"k" * 16).fault
