@@ -202,9 +202,9 @@ def test_a_log_is_whole_and_told_once_over_a_connection_that_breaks(cluster: Clu
         said.append(line)
         if "is lost" in line:
             go.touch()
-            proxy.tell("pass")
+            proxy.set_mode("pass")
 
-    surface.at["first 40"] = lambda: proxy.tell("refuse")
+    surface.at["first 40"] = lambda: proxy.set_mode("refuse")
     server = JobServer(f"http://127.0.0.1:{proxy.port}")
     news = LogFollower(server, "talker-1", LogDisplay(Console(), surface=surface), say=say).follow()
     proxy.close()
@@ -236,7 +236,7 @@ def test_a_cluster_that_goes_silent_is_given_up_with_the_way_back(cluster: Clust
     host, port = cluster.address.removeprefix("http://").split(":")
     proxy = TcpProxy((host, int(port)))
     through = JobServer(f"http://127.0.0.1:{proxy.port}")
-    proxy.tell("refuse")
+    proxy.set_mode("refuse")
     with pytest.raises(ResourceError, match="nobody answers"):
         LogFollower(through, "endless-1", LogDisplay(Console(), surface=Kept()), patience_s=0.5).follow()
     proxy.close()
