@@ -52,10 +52,10 @@ class JobDetails:
     status: str
     metadata: Mapping[str, str] = field(default_factory=dict)
     message: str = ""
-    code: int | None = None
+    exit_code: int | None = None
 
     @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
         """Whether it has ended."""
         return self.status in _FINAL_STATES
 
@@ -67,7 +67,7 @@ class JobDetails:
             status=told["status"],
             metadata=told.get("metadata") or {},
             message=told.get("message") or "",
-            code=told.get("driver_exit_code"),
+            exit_code=told.get("driver_exit_code"),
         )
 
 
@@ -153,7 +153,7 @@ class JobServer:
         """Keep a package, under `gcs://NAME.zip`."""
         self._ask("PUT", f"/api/packages/{uri.replace('://', '/')}", data=data)
 
-    def has(self, uri: str) -> bool:
+    def has_package(self, uri: str) -> bool:
         """Whether it keeps such a package."""
         with self._explained():
             found = self._client.ask("GET", f"/api/packages/{uri.replace('://', '/')}")
@@ -294,24 +294,24 @@ def _without_credentials(address: str) -> str:
 _STOPPED = 128 + signal.SIGTERM  # what Ray sends to stop a job
 
 
-def exit_code(job: JobDetails, *, lacks_trainwright: bool = False) -> int:
+def exit_code(job: JobDetails, *, trainwright_missing: bool = False) -> int:
     """The code of the job's own driver; of one that a signal ended, 128 and its number.
 
     Args:
         job: that is over.
-        lacks_trainwright: its log says that there is no trainwright on the cluster.
+        trainwright_missing: its log says that there is no trainwright on the cluster.
 
     Raises:
         ResourceError: it never ran, or its driver went without a word.
     """
-    if job.code is not None and job.code != 0 and lacks_trainwright:
+    if job.exit_code is not None and job.exit_code != 0 and trainwright_missing:
         raise ResourceError(
             "the cluster's Python has no trainwright",
             where=f"job {job.id}",
             remedy="install it on every node: see setup_commands in cluster.yaml, then `ray up cluster.yaml`",
         )
-    if job.code is not None:
-        return job.code if job.code >= 0 else 128 - job.code
+    if job.exit_code is not None:
+        return job.exit_code if job.exit_code >= 0 else 128 - job.exit_code
     if job.status == "SUCCEEDED":
         return 0
     if job.status == "STOPPED":

@@ -1,4 +1,4 @@
-"""A submission from its wish to its end: read, packed, sent, followed; or attached to, or stopped."""
+"""A submission from its options to its end: read, packed, sent, followed; or attached to, or stopped."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class SubmitOutput:
 
     Attributes:
         say: takes a line.
-        screen: makes what shows the job's log.
+        display: makes what shows the job's log.
         again: the command that attaches again.
     """
 
-    say: Callable[[str], object]
-    screen: Callable[[], LogDisplay]
-    again: str
+    write_line: Callable[[str], object]
+    make_display: Callable[[], LogDisplay]
+    attach_command: str
 
 
 class Submission:
@@ -69,15 +69,19 @@ class Submission:
         environment: of this process, of which credentials are taken.
     """
 
-    def __init__(self, wish: SubmitOptions, address: str, environment: Mapping[str, str], talk: SubmitOutput) -> None:
-        self._environment, self._talk = environment, talk
-        work = _load_request(wish)
+    def __init__(
+        self, options: SubmitOptions, address: str, environment: Mapping[str, str], output: SubmitOutput
+    ) -> None:
+        self._environment, self._output = environment, output
+        work = _load_request(options)
         self._server = JobServer(address)
         if self._server.ray_version != ray.__version__:
-            talk.say(f"note: the cluster has Ray {self._server.ray_version}, and this machine {ray.__version__}")
-        self._work, note = resolve_storage(work, self._server.hosts(), socket.gethostname())
+            output.write_line(
+                f"note: the cluster has Ray {self._server.ray_version}, and this machine {ray.__version__}"
+            )
+        self._request, note = resolve_storage(work, self._server.hosts(), socket.gethostname())
         if note:
-            talk.say(f"note: {note}")
+            output.write_line(f"note: {note}")
 
     def submit(self, *, attach: bool = False) -> str:
         """Send the work, or find the job of it that runs already; its id.
@@ -85,85 +89,91 @@ class Submission:
         Args:
             attach: send nothing, follow what there is.
         """
-        found = job_to_follow(self._server.jobs(), self._work.mark, anyway=attach)
+        found = job_to_follow(self._server.jobs(), self._request.metadata, anyway=attach)
         if found is not None:
-            self._talk.say(f"attached to job {found.id} ({found.status}) at {self._server.address}")
+            self._output.write_line(f"attached to job {found.id} ({found.status}) at {self._server.address}")
             return found.id
-        package = self._packed()
+        package = self._package()
         for _ in range(_ATTEMPTS - 1):
             try:
                 return self._send(package)
             except JobAgentUnavailable:  # it has waited for its agent: the cluster has just come up
                 continue
             except JobIdTaken:  # by another command at the same time, of this run or of another storage
-                found = job_to_follow(self._server.jobs(), self._work.mark, anyway=False)
+                found = job_to_follow(self._server.jobs(), self._request.metadata, anyway=False)
                 if found is not None:
                     return found.id
         return self._send(package)
 
     def follow(self, submission: str) -> int:
         """Show the job's log to its end; the job's own exit code, or that of Ctrl-C, which lets the job go on."""
-        screen = self._talk.screen()
-        news = self._followed(submission, screen)
-        return _DETACHED_EXIT_CODE if news is None else exit_code(news, lacks_trainwright=screen.lacks_trainwright)
+        display = self._output.make_display()
+        details = self._follow(submission, display)
+        return (
+            _DETACHED_EXIT_CODE
+            if details is None
+            else exit_code(details, trainwright_missing=display.trainwright_missing)
+        )
 
     def stop(self) -> int:
         """End the run's job with a checkpoint, and show the log until it is over; 0 where it stopped."""
-        job = _running_job(self._server.jobs(), self._work.mark)
+        job = _running_job(self._server.jobs(), self._request.metadata)
         if job is None:
             raise RunConflict(
-                f"no job of the run {self._work.run!r} is under way on this cluster",
+                f"no job of the run {self._request.run!r} is under way on this cluster",
                 where=self._server.address,
                 remedy="--attach shows the log of its newest one",
             )
-        self._talk.say(
+        self._output.write_line(
             f"stopping job {job.id} with a checkpoint; it has {formatting.duration(_STOP_TIMEOUT_S)} for that"
         )
         self._server.stop(job.id)
-        news = self._followed(job.id, self._talk.screen())
-        return _DETACHED_EXIT_CODE if news is None else self._stopped(news)
+        details = self._follow(job.id, self._output.make_display())
+        return _DETACHED_EXIT_CODE if details is None else self._stop_exit_code(details)
 
-    def ways(self) -> str:
+    def follow_hint(self) -> str:
         """How to come back to the job, in lines."""
-        return f"  follow it again  {self._talk.again}\n  stop it          {self._talk.again} --stop"
+        return (
+            f"  follow it again  {self._output.attach_command}\n  stop it          {self._output.attach_command} --stop"
+        )
 
-    def _followed(self, submission: str, screen: LogDisplay) -> JobDetails | None:
+    def _follow(self, submission: str, display: LogDisplay) -> JobDetails | None:
         """How the job ended; None where Ctrl-C came before. Raises ResourceError."""
         try:
-            return LogFollower(self._server, submission, screen, say=self._talk.say).follow()
+            return LogFollower(self._server, submission, display, say=self._output.write_line).follow()
         except KeyboardInterrupt:
-            self._talk.say(f"job {submission} goes on without this terminal\n{self.ways()}")
+            self._output.write_line(f"job {submission} goes on without this terminal\n{self.follow_hint()}")
             return None
         except JobServerUnreachable as error:
             what = f"the cluster has not answered for too long; job {submission} may go on without this terminal"
-            raise ResourceError(what, where=error.where, remedy=f"once it answers:\n{self.ways()}") from error
+            raise ResourceError(what, where=error.where, remedy=f"once it answers:\n{self.follow_hint()}") from error
 
-    def _stopped(self, news: JobDetails) -> int:
-        """What came of the wish to stop."""
-        self._talk.say(f"job {news.id}: {news.status.lower()}")
-        return 0 if news.status in ("STOPPED", "SUCCEEDED") else exit_code(news)
+    def _stop_exit_code(self, details: JobDetails) -> int:
+        """What came of the options to stop."""
+        self._output.write_line(f"job {details.id}: {details.status.lower()}")
+        return 0 if details.status in ("STOPPED", "SUCCEEDED") else exit_code(details)
 
-    def _packed(self) -> tuple[str, str]:
+    def _package(self) -> tuple[str, str]:
         """The package's URI, which the server has then, and the command to run in it."""
-        wish = self._work.wish
-        folder = package_folder(wish.file, wish.folder)
-        storage = () if "://" in self._work.mark.storage else (Path(self._work.mark.storage),)
-        contents = package_contents(folder, needed=Path(wish.file).resolve(), without=storage)
+        options = self._request.options
+        folder = package_folder(options.file, options.folder)
+        storage = () if "://" in self._request.metadata.storage else (Path(self._request.metadata.storage),)
+        contents = package_contents(folder, needed=Path(options.file).resolve(), without=storage)
         uri, data = build_package(contents)
-        self._talk.say(f"packed {contents}; {formatting.size(len(data))} to send")
-        if not self._server.has(uri):
+        self._output.write_line(f"packed {contents}; {formatting.size(len(data))} to send")
+        if not self._server.has_package(uri):
             self._server.upload(uri, data)
-        return uri, self._work.entrypoint(folder)
+        return uri, self._request.entrypoint(folder)
 
     def _credentials(self) -> JobCredentials:
         """What goes along."""
-        wish, work = self._work.wish, self._work
-        return collect_credentials(work.schemes if wish.credentials else (), wish.env, self._environment)
+        options, work = self._request.options, self._request
+        return collect_credentials(work.schemes if options.credentials else (), options.env, self._environment)
 
     def _send(self, package: tuple[str, str]) -> str:
         """Submit it under the next free id. Raises Taken."""
         uri, entrypoint = package
-        submission = next_submission_id(self._server.jobs(), self._work.run)
+        submission = next_submission_id(self._server.jobs(), self._request.run)
         variables = {_STOP_VARIABLE: str(_STOP_TIMEOUT_S), SENDER_VARIABLE: package_versions()["trainwright"]}
         runtime_env: dict[str, Any] = {"working_dir": uri, "env_vars": variables}
         credentials = self._credentials()
@@ -171,9 +181,11 @@ class Submission:
             variables[CREDENTIALS_VARIABLE] = f"{submission}.{secrets.token_hex(16)}"
             runtime_env["worker_process_setup_hook"] = WORKER_SETUP_HOOK
             self._server.upload(credential_package_uri(variables[CREDENTIALS_VARIABLE]), credentials.dump())
-        self._server.submit(submission, entrypoint, runtime_env=runtime_env, metadata=self._work.mark.metadata())
+        self._server.submit(
+            submission, entrypoint, runtime_env=runtime_env, metadata=self._request.metadata.as_mapping()
+        )
         told = f", with the values of {', '.join(credentials.names)}" if credentials.names else ""
-        self._talk.say(f"submitted job {submission} to {self._server.address}{told}")
+        self._output.write_line(f"submitted job {submission} to {self._server.address}{told}")
         return submission
 
 
@@ -187,7 +199,7 @@ class SubmitOptions:
     Attributes:
         file: the job's.
         overrides: `field=value`, those of `--strategy` and `--workers` included.
-        options: that `fit` gets too: `--resume`, `--fresh`, `--verbose`.
+        fit_options: that `fit` gets too: `--resume`, `--fresh`, `--verbose`.
         env: further variables to send.
         credentials: whether any are sent.
         folder: to pack; None for the file's own.
@@ -195,7 +207,7 @@ class SubmitOptions:
 
     file: str
     overrides: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
+    fit_options: tuple[str, ...] = ()
     env: tuple[str, ...] = ()
     credentials: bool = True
     folder: str | None = None
@@ -212,50 +224,53 @@ class JobRequest:
         schemes: kinds of object storage that it uses.
     """
 
-    wish: SubmitOptions
-    verb: str
+    options: SubmitOptions
+    command: str
     run: str
     storage: str
     schemes: tuple[str, ...]
 
     @property
-    def mark(self) -> SubmissionMetadata:
+    def metadata(self) -> SubmissionMetadata:
         """What tells it from other submissions."""
-        facts = (Path(self.wish.file).read_bytes(), *(item.encode() for item in sorted(self.wish.overrides)))
+        facts = (Path(self.options.file).read_bytes(), *(item.encode() for item in sorted(self.options.overrides)))
         digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
         return SubmissionMetadata(
-            run=self.run, storage=canonical_uri(self.storage), digest=digest, fresh="--fresh" in self.wish.options
+            run=self.run,
+            storage=canonical_uri(self.storage),
+            digest=digest,
+            fresh="--fresh" in self.options.fit_options,
         )
 
     def entrypoint(self, folder: Path) -> str:
         """The command that the cluster runs in the unpacked folder."""
-        file = Path(self.wish.file).resolve().relative_to(folder).as_posix()
-        overrides = [part for item in self.wish.overrides for part in ("--set", item)]
-        return shlex.join(["python", "-m", "trainwright", self.verb, file, *overrides, *self.wish.options])
+        file = Path(self.options.file).resolve().relative_to(folder).as_posix()
+        overrides = [part for item in self.options.overrides for part in ("--set", item)]
+        return shlex.join(["python", "-m", "trainwright", self.command, file, *overrides, *self.options.fit_options])
 
-    def at(self, storage: str) -> JobRequest:
+    def with_storage(self, storage: str) -> JobRequest:
         """The same work with its runs elsewhere."""
-        overrides = (*self.wish.overrides, f"storage={storage}")
-        return replace(self, wish=replace(self.wish, overrides=overrides), storage=storage)
+        overrides = (*self.options.overrides, f"storage={storage}")
+        return replace(self, options=replace(self.options, overrides=overrides), storage=storage)
 
 
-def _load_request(wish: SubmitOptions) -> JobRequest:
+def _load_request(options: SubmitOptions) -> JobRequest:
     """Load the file, and check what can be checked without data.
 
     Raises:
         TrainwrightError: as `fit` would; or an address in it holds credentials.
     """
-    value = load(wish.file, wish.overrides)
+    value = load(options.file, options.overrides)
     job = next(_jobs(value), None)
     if job is None:
-        raise JobError([f"{wish.file}: a {type(value).__name__} without a job cannot be submitted"])
+        raise JobError([f"{options.file}: a {type(value).__name__} without a job cannot be submitted"])
     canonical_uri(job.storage)
     return JobRequest(
-        wish=wish,
-        verb="fit" if isinstance(value, Job) else "distill",
+        options=options,
+        command="fit" if isinstance(value, Job) else "distill",
         run=job.name,
         storage=job.storage,
-        schemes=storage_schemes(" ".join([repr(value), *wish.overrides])),
+        schemes=storage_schemes(" ".join([repr(value), *options.overrides])),
     )
 
 
@@ -283,7 +298,7 @@ def resolve_storage(work: JobRequest, hosts: Sequence[str], here: str) -> tuple[
         return work, ""
     folder = rest if found else work.storage
     if tuple(hosts) == (here,):
-        return work.at(canonical_uri(work.storage)), ""
+        return work.with_storage(canonical_uri(work.storage)), ""
     if not Path(folder).is_absolute():
         raise StorageError(
             f"storage= is the folder {folder!r} of this machine, and nodes of a cluster share no disk",
@@ -316,7 +331,7 @@ class SubmissionMetadata:
     digest: str
     fresh: bool = False
 
-    def metadata(self) -> dict[str, str]:
+    def as_mapping(self) -> dict[str, str]:
         """As Ray stores it."""
         return {
             _RUN: self.run, _STORAGE: self.storage, _DIGEST: self.digest, _FRESH: str(self.fresh).lower(),
@@ -333,19 +348,19 @@ class SubmissionMetadata:
         )
 
 
-def _jobs_of_run(jobs: Iterable[JobDetails], mark: SubmissionMetadata) -> list[JobDetails]:
+def _jobs_of_run(jobs: Iterable[JobDetails], metadata: SubmissionMetadata) -> list[JobDetails]:
     """The submissions of the same run, the newest last."""
     marks = ((job, SubmissionMetadata.of(job.metadata)) for job in jobs)
-    same = [job for job, other in marks if other and (other.run, other.storage) == (mark.run, mark.storage)]
-    return sorted(same, key=lambda job: _number(job.id, mark.run))
+    same = [job for job, other in marks if other and (other.run, other.storage) == (metadata.run, metadata.storage)]
+    return sorted(same, key=lambda job: _number(job.id, metadata.run))
 
 
-def _running_job(jobs: Iterable[JobDetails], mark: SubmissionMetadata) -> JobDetails | None:
+def _running_job(jobs: Iterable[JobDetails], metadata: SubmissionMetadata) -> JobDetails | None:
     """The one of the run that has not ended."""
-    return next((job for job in _jobs_of_run(jobs, mark) if not job.over), None)
+    return next((job for job in _jobs_of_run(jobs, metadata) if not job.ended), None)
 
 
-def job_to_follow(jobs: Iterable[JobDetails], mark: SubmissionMetadata, *, anyway: bool) -> JobDetails | None:
+def job_to_follow(jobs: Iterable[JobDetails], metadata: SubmissionMetadata, *, anyway: bool) -> JobDetails | None:
     """The job to follow; None where a new one is to be submitted.
 
     Args:
@@ -355,13 +370,13 @@ def job_to_follow(jobs: Iterable[JobDetails], mark: SubmissionMetadata, *, anywa
         RunConflict: the run's job goes by another file, or is not the fresh one that is wanted; or there is none to
             follow.
     """
-    known = _jobs_of_run(jobs, mark)
-    alive = next((job for job in known if not job.over), None)
+    known = _jobs_of_run(jobs, metadata)
+    alive = next((job for job in known if not job.ended), None)
     if anyway:
         if not known:
             raise RunConflict(
-                f"no job of the run {mark.run!r} was submitted to this cluster",
-                where=mark.storage,
+                f"no job of the run {metadata.run!r} was submitted to this cluster",
+                where=metadata.storage,
                 remedy="leave --attach out to submit it",
             )
         return alive or known[-1]
@@ -369,10 +384,10 @@ def job_to_follow(jobs: Iterable[JobDetails], mark: SubmissionMetadata, *, anywa
         return None
     other = SubmissionMetadata.of(alive.metadata)
     assert other is not None, "it is one of the run's"
-    if other.digest != mark.digest or (mark.fresh and not other.fresh):
-        changed = "by another job file or other options" if other.digest != mark.digest else "and not begun afresh"
+    if other.digest != metadata.digest or (metadata.fresh and not other.fresh):
+        changed = "by another job file or other options" if other.digest != metadata.digest else "and not begun afresh"
         raise RunConflict(
-            f"the run {mark.run!r} is under way {changed}",
+            f"the run {metadata.run!r} is under way {changed}",
             where=f"job {alive.id}, {alive.status}",
             remedy="--attach follows it as it is; --stop ends it with a checkpoint, then submit again",
         )
