@@ -77,18 +77,21 @@ _Timing = Annotated[
 ]
 
 
+_Cluster = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NxGxKIND",
+        help="Plan for this cluster, which need not exist: 128x8xH100-80GB, 4x8xA100-80GB@800Gb.",
+    ),
+]
+
+
 def plan(
     file: JobFile,
     overrides: Overrides = None,
     strategy: Strategy = None,
     workers: Workers = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NxGxKIND",
-            help="Plan for this cluster, which need not exist: 128x8xH100-80GB, 4x8xA100-80GB@800Gb.",
-        ),
-    ] = None,
+    cluster: _Cluster = None,
     aim: Annotated[
         str | None,
         typer.Option(

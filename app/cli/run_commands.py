@@ -32,6 +32,15 @@ if TYPE_CHECKING:
 
 _Student = Annotated[str | None, typer.Option(metavar="NAME", help="Use this student of the file's distillation.")]
 _Step = Annotated[int | None, typer.Option(help="Use the checkpoint of this step; by default the newest.")]
+_Address = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Address of Ray's dashboard; by default RAY_ADDRESS or http://127.0.0.1:8265."),
+]
+_Env = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Also send this environment variable, as a secret. Repeatable."),
+]
+_Folder = Annotated[str | None, typer.Option(metavar="DIR", help="Pack this folder; by default that of the job file.")]
 
 
 def fit(
@@ -183,12 +192,7 @@ def submit(
     file: Annotated[
         str, typer.Argument(metavar="FILE.py", help="Python with a Job, a Distillation or a recipe in it.")
     ],
-    address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="Address of Ray's dashboard; by default RAY_ADDRESS or http://127.0.0.1:8265."
-        ),
-    ] = None,
+    address: _Address = None,
     overrides: Overrides = None,
     strategy: Strategy = None,
     workers: Workers = None,
@@ -197,16 +201,11 @@ def submit(
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Submit the job and return at once.")] = False,
     attach: Annotated[bool, typer.Option("--attach", help="Submit nothing; follow the run's latest job.")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="Stop the run's job with a checkpoint.")] = False,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Also send this environment variable, as a secret. Repeatable."),
-    ] = None,
+    env: _Env = None,
     no_credentials: Annotated[
         bool, typer.Option("--no-credentials", help="Send no storage credentials; the nodes have their own.")
     ] = False,
-    folder: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Pack this folder; by default that of the job file.")
-    ] = None,
+    folder: _Folder = None,
     verbose: Verbose = False,
 ) -> None:
     """Run a job file on a cluster: pack its folder, send it, follow its log, and exit with the job's exit code.

@@ -24,20 +24,24 @@ _SAME_PACKAGES = ("ray", "torch", "tensorflow", "keras", "trainwright", "pyarrow
 _MINOR_PACKAGES = ("pandas", "numpy", "pyarrow")
 
 
-def check_cluster(fleet: ClusterFacts) -> list[Finding]:
+def check_cluster(cluster: ClusterFacts) -> list[Finding]:
     """Return the findings that compare nodes."""
-    found = [*check_unreachable(fleet)]
-    if len(fleet.machines) > 1:
-        found += [*_check_versions(fleet.machines), *_check_hardware(fleet.machines), *_check_shared_storage(fleet)]
-        found += _check_links(fleet)
-    found += _check_clocks(fleet)
+    found = [*check_unreachable(cluster)]
+    if len(cluster.machines) > 1:
+        found += [
+            *_check_versions(cluster.machines),
+            *_check_hardware(cluster.machines),
+            *_check_shared_storage(cluster),
+        ]
+        found += _check_links(cluster)
+    found += _check_clocks(cluster)
     return found
 
 
-def check_unreachable(fleet: ClusterFacts) -> Iterator[Finding]:
+def check_unreachable(cluster: ClusterFacts) -> Iterator[Finding]:
     """Yield a finding for each node that did not answer."""
-    for name, absent in fleet.absent.items():
-        yield Finding(subject="node", verdict="bad", what=absent.why, where=name, remedy=absent.remedy)
+    for name, absent in cluster.unreachable.items():
+        yield Finding(subject="node", verdict="bad", what=absent.reason, where=name, remedy=absent.remedy)
 
 
 def _check_versions(machines: Mapping[str, MachineFacts]) -> Iterator[Finding]:
@@ -106,12 +110,12 @@ def _mtu(machine: MachineFacts) -> str:
     return str(found[0]) if found else ""
 
 
-def _check_shared_storage(fleet: ClusterFacts) -> Iterator[Finding]:
+def _check_shared_storage(cluster: ClusterFacts) -> Iterator[Finding]:
     """Check that each node sees the test files of the others in the storage."""
-    wrote = [name for name, machine in fleet.machines.items() if _stores(machine) and name in fleet.seen]
-    separate = [name for name in wrote if not fleet.seen[name].issuperset(wrote)]
+    wrote = [name for name, machine in cluster.machines.items() if _stores(machine) and name in cluster.seen]
+    separate = [name for name in wrote if not cluster.seen[name].issuperset(wrote)]
     for name in separate:
-        missing = [other for other in wrote if other not in fleet.seen[name]]
+        missing = [other for other in wrote if other not in cluster.seen[name]]
         yield Finding(
             subject="storage",
             verdict="bad",
@@ -125,15 +129,15 @@ def _check_shared_storage(fleet: ClusterFacts) -> Iterator[Finding]:
 
 
 def _stores(machine: MachineFacts) -> bool:
-    return machine.stored is not None and not machine.stored.fault
+    return machine.storage is not None and not machine.storage.fault
 
 
-def _check_links(fleet: ClusterFacts) -> Iterator[Finding]:
+def _check_links(cluster: ClusterFacts) -> Iterator[Finding]:
     """Find links that do not connect, and links that are slower than the others."""
-    for link in fleet.links:
+    for link in cluster.links:
         if link.fault:
-            yield _unreachable(link, fleet.machines)
-    sound = [link for link in fleet.links if not link.fault]
+            yield _unreachable(link, cluster.machines)
+    sound = [link for link in cluster.links if not link.fault]
     if not sound:
         return
     rate, delay_s = median(link.bytes_per_s for link in sound), median(link.delay_s for link in sound)
@@ -149,7 +153,7 @@ def _check_links(fleet: ClusterFacts) -> Iterator[Finding]:
     worst = _figures(min(link.bytes_per_s for link in sound), max(link.delay_s for link in sound))
     many = f"median {_figures(rate, delay_s)}, worst {worst}" if len(sound) > 2 else worst
     what = f"{many} (ring, one TCP connection)"
-    yield Finding(subject="links", verdict="good", what=what, where=_all(fleet.machines))
+    yield Finding(subject="links", verdict="good", what=what, where=_all(cluster.machines))
 
 
 def _is_slow(link: LinkMeasurement, rate: float, delay_s: float) -> bool:
@@ -172,13 +176,13 @@ def _unreachable(link: LinkMeasurement, machines: Mapping[str, MachineFacts]) ->
     )
 
 
-def _check_clocks(fleet: ClusterFacts) -> Iterator[Finding]:
+def _check_clocks(cluster: ClusterFacts) -> Iterator[Finding]:
     """Compare each node's clock with the time at which this machine probed the nodes."""
-    if fleet.probed_s is None:
+    if cluster.probed_s is None:
         return
-    start_s, end_s = fleet.probed_s
+    start_s, end_s = cluster.probed_s
     wrong = False
-    for name, machine in fleet.machines.items():
+    for name, machine in cluster.machines.items():
         time_s = machine.clock.time_s
         off_s = max(start_s - time_s, time_s - end_s)
         if off_s <= _CLOCK_DOUBTFUL_S:
@@ -194,7 +198,7 @@ def _check_clocks(fleet: ClusterFacts) -> Iterator[Finding]:
         )
     if not wrong:
         what = f"within {formatting.duration(_CLOCK_DOUBTFUL_S)} of this machine's clock"
-        yield Finding(subject="clocks", verdict="good", what=what, where=_all(fleet.machines))
+        yield Finding(subject="clocks", verdict="good", what=what, where=_all(cluster.machines))
 
 
 def _all(machines: Mapping[str, MachineFacts]) -> str:

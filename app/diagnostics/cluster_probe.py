@@ -32,12 +32,12 @@ _INSTALL_REMEDY = "install the same trainwright on every node, restart Ray there
 
 @dataclass(frozen=True, kw_only=True)
 class _ProbedNode:
-    """A node to probe. `number` is Ray's node ID, `believed` its resources in Ray."""
+    """A node to probe. `node_id` and `ray_resources` are Ray's."""
 
     name: str
-    number: str
+    node_id: str
     address: str
-    believed: Mapping[str, float]
+    ray_resources: Mapping[str, float]
 
 
 def living_nodes(listed: Iterable[Mapping[str, Any]]) -> tuple[_ProbedNode, ...]:
@@ -49,15 +49,15 @@ def living_nodes(listed: Iterable[Mapping[str, Any]]) -> tuple[_ProbedNode, ...]
             name=facts["NodeManagerHostname"]
             if hosts[facts["NodeManagerHostname"]] == 1
             else f"{facts['NodeManagerHostname']}-{facts['NodeID'][:6]}",
-            number=facts["NodeID"],
+            node_id=facts["NodeID"],
             address=facts["NodeManagerAddress"],
-            believed=dict(facts["Resources"]),
+            ray_resources=dict(facts["Resources"]),
         )
         for facts in alive
     )
 
 
-def probe_cluster(wish: ProbeOptions) -> ClusterFacts:
+def probe_cluster(options: ProbeOptions) -> ClusterFacts:
     """Probe all nodes of the connected cluster."""
     import ray
 
@@ -66,30 +66,33 @@ def probe_cluster(wish: ProbeOptions) -> ClusterFacts:
     machines: dict[str, MachineFacts] = {}
     absent: dict[str, UnreachableNode] = {}
     told = run_on_nodes(
-        found, _probe_node, lambda stop: (wish, code_digest(), stop.address, dict(stop.believed)), wish.deadline_s
+        found,
+        _probe_node,
+        lambda stop: (options, code_digest(), stop.address, dict(stop.ray_resources)),
+        options.deadline_s,
     )
     for name, answer in told.items():
         if isinstance(answer, UnreachableNode):
             absent[name] = answer
         elif answer[1] is None:
             absent[name] = UnreachableNode(
-                why=f"runs other code of trainwright ({answer[0]}, here {code_digest()})", remedy=_INSTALL_REMEDY
+                reason=f"runs other code of trainwright ({answer[0]}, here {code_digest()})", remedy=_INSTALL_REMEDY
             )
         else:
             machines[name] = answer[1]
     probed_s = (start_s, time.time())
     there = [stop for stop in found if stop.name in machines]
-    seen = _probe_shared_storage(wish, there, machines) if wish.storage and len(there) > 1 else {}
-    links = _measure_links(there, wish.deadline_s) if len(there) > 1 else ()
-    return ClusterFacts(machines=machines, absent=absent, links=links, seen=seen, probed_s=probed_s)
+    seen = _probe_shared_storage(options, there, machines) if options.storage and len(there) > 1 else {}
+    links = _measure_links(there, options.deadline_s) if len(there) > 1 else ()
+    return ClusterFacts(machines=machines, unreachable=absent, links=links, seen=seen, probed_s=probed_s)
 
 
 def _probe_node(
-    wish: ProbeOptions, expected: str, address: str, believed: Mapping[str, float]
+    options: ProbeOptions, expected: str, address: str, ray_resources: Mapping[str, float]
 ) -> tuple[str, MachineFacts | None]:
     """Run on a node: return the digest of its code, and its facts if the digest is the expected one."""
     own = code_digest()
-    return own, probe_machine(wish, ray_address=address, believed=believed) if own == expected else None
+    return own, probe_machine(options, ray_address=address, ray_resources=ray_resources) if own == expected else None
 
 
 def run_on_nodes(
@@ -109,7 +112,7 @@ def run_on_nodes(
     }
     answers = _await_results(list(tasks), deadline_s)
     for task, answer in answers.items():
-        if isinstance(answer, UnreachableNode) and answer.why.startswith("did not answer"):
+        if isinstance(answer, UnreachableNode) and answer.reason.startswith("did not answer"):
             with suppress(ray.exceptions.RayError):
                 ray.cancel(task, force=True)
     return {stop.name: answers[task] for task, stop in tasks.items()}
@@ -121,7 +124,7 @@ def _await_results(tasks: Sequence[Any], deadline_s: float) -> dict[Any, Any]:
 
     ready, late = ray.wait(list(tasks), num_returns=len(tasks), timeout=deadline_s)
     answers: dict[Any, Any] = {
-        task: UnreachableNode(why=f"did not answer within {deadline_s:.0f} s", remedy=_LOST_REMEDY) for task in late
+        task: UnreachableNode(reason=f"did not answer within {deadline_s:.0f} s", remedy=_LOST_REMEDY) for task in late
     }
     for task in ready:
         try:
@@ -135,34 +138,34 @@ def failure_reason(error: Exception) -> UnreachableNode:
     """Return why a node gave no facts, from the error that Ray raised."""
     text = str(error)
     if "No module named 'trainwright" in text or "failed to import on the worker" in text:
-        return UnreachableNode(why="trainwright cannot be imported there", remedy=_INSTALL_REMEDY)
+        return UnreachableNode(reason="trainwright cannot be imported there", remedy=_INSTALL_REMEDY)
     kind = type(error).__name__
     if any(word in kind for word in ("Died", "Crashed", "Unavailable", "Unschedulable", "NodeDied")):
-        return UnreachableNode(why="was lost while it was probed", remedy=_LOST_REMEDY)
+        return UnreachableNode(reason="was lost while it was probed", remedy=_LOST_REMEDY)
     last = text.strip().splitlines()[-1:] or [kind]
-    return UnreachableNode(why=f"the probe failed there: {last[0][:200]}", remedy=_LOST_REMEDY)
+    return UnreachableNode(reason=f"the probe failed there: {last[0][:200]}", remedy=_LOST_REMEDY)
 
 
 def _pinned(stop: _ProbedNode) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return NodeAffinitySchedulingStrategy(stop.number, soft=False)
+    return NodeAffinitySchedulingStrategy(stop.node_id, soft=False)
 
 
 # --- Shared storage ---------------------------------------------------------------------------------------------------
 
 
 def _probe_shared_storage(
-    wish: ProbeOptions, there: Sequence[_ProbedNode], machines: Mapping[str, MachineFacts]
+    options: ProbeOptions, there: Sequence[_ProbedNode], machines: Mapping[str, MachineFacts]
 ) -> dict[str, frozenset[str]]:
     """Return the nodes whose test files each node sees, for the nodes that can write."""
-    able = [stop for stop in there if (stored := machines[stop.name].stored) is not None and not stored.fault]
-    names, visit_id = {stop.number: stop.name for stop in able}, uuid.uuid4().hex
-    run_on_nodes(able, _leave_mark, lambda stop: (wish.storage, visit_id, stop.number), wish.deadline_s)
+    able = [stop for stop in there if (stored := machines[stop.name].storage) is not None and not stored.fault]
+    names, visit_id = {stop.node_id: stop.name for stop in able}, uuid.uuid4().hex
+    run_on_nodes(able, _leave_mark, lambda stop: (options.storage, visit_id, stop.node_id), options.deadline_s)
     try:
-        told = run_on_nodes(able, _read_marks, lambda stop: (wish.storage, visit_id), wish.deadline_s)
+        told = run_on_nodes(able, _read_marks, lambda stop: (options.storage, visit_id), options.deadline_s)
     finally:
-        run_on_nodes(able, _delete_marks, lambda stop: (wish.storage, visit_id), wish.deadline_s)
+        run_on_nodes(able, _delete_marks, lambda stop: (options.storage, visit_id), options.deadline_s)
     return {
         name: frozenset(names[number] for number in numbers if number in names)
         for name, numbers in told.items()
@@ -236,13 +239,13 @@ def _measure_round(
         absent = next((addresses[end] for end in (source, target) if isinstance(addresses[end], UnreachableNode)), None)
         link = LinkMeasurement(source=source, target=target)
         if absent is not None:
-            found.append(replace(link, fault=f"its address: {absent.why}"))
+            found.append(replace(link, fault=f"its address: {absent.reason}"))
         else:
             tasks[actors[source].measure.remote(source, target, addresses[target])] = link
     answers = _await_results(list(tasks), _LINK_TIMEOUT_S) if tasks else {}
     for task, link in tasks.items():
         answer = answers[task]
-        fault = f"{addresses[link.target][0]}: {answer.why}" if isinstance(answer, UnreachableNode) else ""
+        fault = f"{addresses[link.target][0]}: {answer.reason}" if isinstance(answer, UnreachableNode) else ""
         found.append(replace(link, fault=fault) if fault else answer)
     return found
 

@@ -176,7 +176,7 @@ class StorageResult:
     uri: str
     fault: str = ""
     remedy: str = ""
-    once: bool = True
+    creates_once: bool = True
     write_s: float = 0.0
     read_s: float = 0.0
     delete_s: float = 0.0
@@ -197,10 +197,10 @@ class MachineFacts:
     software: Software
     accelerators: Accelerators
     network: Network
-    room: HostResources
+    resources: HostResources
     clock: Clock
-    stored: StorageResult | None = None
-    places: tuple[DataPath, ...] = ()
+    storage: StorageResult | None = None
+    data_paths: tuple[DataPath, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +226,7 @@ class LinkMeasurement:
 class UnreachableNode:
     """A node that did not answer, or answered with other code."""
 
-    why: str
+    reason: str
     remedy: str
 
 
@@ -243,7 +243,7 @@ class ClusterFacts:
     """
 
     machines: Mapping[str, MachineFacts]
-    absent: Mapping[str, UnreachableNode] = field(default_factory=dict)
+    unreachable: Mapping[str, UnreachableNode] = field(default_factory=dict)
     links: tuple[LinkMeasurement, ...] = ()
     seen: Mapping[str, frozenset[str]] = field(default_factory=dict)
     probed_s: tuple[float, float] | None = None
