@@ -131,7 +131,7 @@ def plan(
         "aim": aim, "price": price, "mtbf_hours": mtbf, "critical_batch": critical_batch, "batch_sizes": batch_sizes,
     }  # fmt: skip
     answer: Any = api.plan(
-        job_file.load(file, with_pins(overrides, strategy, workers)), **plan_arguments(cluster, given, out)
+        job_file.load(file, with_pins(overrides, strategy, workers)), **_plan_arguments(cluster, given, out)
     )
     if out:
         write_plan(out, answer)
@@ -297,7 +297,7 @@ _OPTIONS = (
 _HOURS = {"h": 1.0, "d": 24.0, "y": 24.0 * 365}
 
 
-def plan_arguments(cluster: str | None, given: Mapping[str, Any], out: str | None = None) -> dict[str, Any]:
+def _plan_arguments(cluster: str | None, given: Mapping[str, Any], out: str | None = None) -> dict[str, Any]:
     """Return the arguments of `api.plan` for the options of `trainwright plan`.
 
     Args:

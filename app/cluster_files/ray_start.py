@@ -12,7 +12,7 @@ from trainwright.cluster_files.yaml_checks import YamlItem
 from trainwright.core.errors import Finding, nearest
 from trainwright.ray_cluster.ray_compat import ray_start_options
 
-HEALTH_CHECK_SETTINGS = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}
+_HEALTH_CHECK_SETTINGS = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}
 _START_COMMAND = re.compile(r"\bray\s+(?:start|symmetric-run)\b")
 _SET = re.compile(r"(?:^|[\s(])(?:export\s+)?(RAY_\w+)=(\S*)")
 _OPTION = re.compile(r"(?<=\s)--([a-z][\w-]*)(?:[=\s]+([^\s-]\S*))?")
@@ -123,7 +123,7 @@ def health_check_findings(place: YamlItem, environment: Iterable[str], remedy: s
         remedy: where to set missing variables.
     """
     given = set(environment)
-    missing = {name: value for name, value in HEALTH_CHECK_SETTINGS.items() if f"RAY_health_check_{name}" not in given}
+    missing = {name: value for name, value in _HEALTH_CHECK_SETTINGS.items() if f"RAY_health_check_{name}" not in given}
     if not missing:
         return []
     wanted = " ".join(f"RAY_health_check_{name}={value}" for name, value in missing.items())

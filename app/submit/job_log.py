@@ -1,4 +1,4 @@
-"""A job's log followed to its end, over connections that may break, and shown as `fit` shows a run."""
+"""Follow the log of a submitted job to its end, over connections that may break."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from trainwright.submit.job_server import JobDetails, JobServer, JobServerUnreachable
 
-_RECONNECT_S = 120.0  # without an answer of the server, until it is given up
+_RECONNECT_S = 120.0  # without an answer of the server until following ends
 _PAUSE_S = 1.0
 
 
@@ -36,10 +36,13 @@ class LogDisplay:
 
 
 class LogFollower:
-    """Follows one job.
+    """Follows one job to its end.
 
     Args:
-        patience_s: for how long the server may not answer.
+        server: where the job runs.
+        submission: ID of the job.
+        display: shows the lines of its log.
+        patience_s: how long the server may not answer.
         say: takes a line about the connection.
     """
 
@@ -58,10 +61,10 @@ class LogFollower:
         self._lost_s: float | None = None
 
     def follow(self) -> JobDetails:
-        """Show the log until the job is over; how it ended.
+        """Show the log until the job has ended; return its details.
 
         Raises:
-            Unreachable: the server has not answered for too long.
+            JobServerUnreachable: the server has not answered for too long.
             KeyboardInterrupt: Ctrl-C.
         """
         return asyncio.run(self._follow())
@@ -80,7 +83,7 @@ class LogFollower:
             await asyncio.sleep(_PAUSE_S)
 
     async def _show(self) -> None:
-        """What one connection gives."""
+        """Show what one connection sends."""
         self._cursor.rewind()
         async for piece in self._server.tail(self._submission):
             self._found()
@@ -88,7 +91,7 @@ class LogFollower:
                 self._display.show(line)
 
     async def _show_rest(self) -> None:
-        """What a connection that broke before the end did not give."""
+        """Show what a broken connection did not send."""
         self._cursor.rewind()
         log = await asyncio.to_thread(self._server.log, self._submission)
         for line in (*self._cursor.feed(log), *self._cursor.flush()):
@@ -100,7 +103,7 @@ class LogFollower:
         self._lost_s = None
 
     def _lose(self, error: JobServerUnreachable) -> None:
-        """Begin to wait, or have waited for too long."""
+        """Start or continue to wait; raise the error after too long."""
         now_s = time.monotonic()
         if self._lost_s is None:
             self._lost_s = now_s
@@ -109,7 +112,7 @@ class LogFollower:
             raise error
 
 
-# --- The log of a job as it comes over connections that break ---------------------------------------------------------
+# --- Lines of a log ---------------------------------------------------------------------------------------------------
 
 
 _RAY_MESSAGE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+\s+INFO \w+\.py:\d+ -- |Running entrypoint for job ")
@@ -119,18 +122,18 @@ _NO_TRAINWRIGHT = re.compile(
 
 
 class LogCursor:
-    """What was told of a log. A connection gives it from its beginning; what was told already is passed over."""
+    """Position in a log. Each connection sends the log from its start; the cursor skips what was shown already."""
 
     def __init__(self) -> None:
         self._told = self._place = 0
         self._rest = ""
 
     def rewind(self) -> None:
-        """A new connection begins."""
+        """Start with a new connection."""
         self._place = 0
 
     def feed(self, text: str) -> list[str]:
-        """The lines that a piece completes."""
+        """Return the lines that a piece of the log completes."""
         new = text[max(0, self._told - self._place) :]
         self._place += len(text)
         self._told = max(self._told, self._place)
@@ -138,16 +141,16 @@ class LogCursor:
         return lines
 
     def flush(self) -> list[str]:
-        """What is left when the log is over: a last line without an end, or none."""
+        """Return the last line if it has no line end."""
         rest, self._rest = self._rest, ""
         return [rest] if rest else []
 
 
 def is_ray_message(line: str) -> bool:
-    """Whether a line is Ray's output of how it starts a job."""
+    """Return whether a line is Ray's own output about the start of a job."""
     return _RAY_MESSAGE.match(line) is not None
 
 
 def reports_missing_trainwright(line: str) -> bool:
-    """Whether a line says that the cluster's Python has no trainwright."""
+    """Return whether a line says that the cluster's Python has no trainwright."""
     return _NO_TRAINWRIGHT.search(line) is not None

@@ -230,7 +230,7 @@ def test_a_cluster_that_goes_silent_is_given_up_with_the_way_back(cluster: Clust
     proxy = TcpProxy((host, int(port)))
     through = JobServer(f"http://127.0.0.1:{proxy.port}")
     proxy.set_mode("refuse")
-    with pytest.raises(ResourceError, match="nobody answers"):
+    with pytest.raises(ResourceError, match="no job server answers"):
         LogFollower(through, "endless-1", LogDisplay(Kept().write_line), patience_s=0.5).follow()
     proxy.close()
     server.stop("endless-1")

@@ -153,7 +153,7 @@ def test_credentials_are_the_schemes_own_and_those_named(tmp_path: Path) -> None
     assert collect_credentials((), (), environment).names == ()
     with pytest.raises(JobError, match="NOT_THERE"):
         collect_credentials((), ("NOT_THERE",), environment)
-    with pytest.raises(JobError, match="GOOGLE_APPLICATION_CREDENTIALS names no file"):
+    with pytest.raises(JobError, match="GOOGLE_APPLICATION_CREDENTIALS names a file that cannot be read"):
         collect_credentials(("gs",), (), {"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "none")})
 
 
@@ -180,7 +180,7 @@ def test_a_folder_of_this_machine_is_no_storage_of_a_cluster(tmp_path: Path, mon
         with pytest.raises(StorageError, match="share no disk"):
             resolve_storage(work("runs"), hosts, "here")
     assert "share" in resolve_storage(work("/mnt/runs"), ("here", "x"), "here")[1]
-    assert "goes with it" in resolve_storage(work("file:///mnt/runs"), ("x",), "here")[1]
+    assert "is lost with it" in resolve_storage(work("file:///mnt/runs"), ("x",), "here")[1]
 
 
 def test_the_entrypoint_is_quoted_and_relative_to_the_package(tmp_path: Path) -> None:
