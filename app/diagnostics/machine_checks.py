@@ -340,12 +340,12 @@ def _check_port_range(first: int, last: int) -> Finding:
     return Finding(subject="ports", verdict="doubtful", what=f"{what}, which are few", remedy=remedy)
 
 
-def _check_resources(room: HostResources) -> Iterator[Finding]:
+def _check_resources(host: HostResources) -> Iterator[Finding]:
     """Check memory, disks and limits."""
-    yield from _check_compute(room)
-    for use, space in room.disks.items():
-        yield _check_shared_memory(space, room) if use == "shared memory" else _check_disk(use, space)
-    soft, hard = room.open_files
+    yield from _check_compute(host)
+    for use, space in host.disks.items():
+        yield _check_shared_memory(space, host) if use == "shared memory" else _check_disk(use, space)
+    soft, hard = host.open_files
     most = hard if hard >= 0 else soft  # Ray raises the soft limit to the hard one; -1 is no limit
     if 0 <= most < _LEAST_OPEN_FILES:
         what = f"a process may open {most:,} files"
@@ -356,31 +356,31 @@ def _check_resources(room: HostResources) -> Iterator[Finding]:
         yield Finding(subject="open files", verdict="good", what=what)
 
 
-def _check_compute(room: HostResources) -> Iterator[Finding]:
-    cpus = room.cpus if room.ray_cpus is None else room.ray_cpus
-    allowed = f"{room.cpus_allowed:g}"
-    if room.ray_cpus is not None and cpus > room.cpus_allowed:
+def _check_compute(host: HostResources) -> Iterator[Finding]:
+    cpus = host.cpus if host.ray_cpus is None else host.ray_cpus
+    allowed = f"{host.cpus_allowed:g}"
+    if host.ray_cpus is not None and cpus > host.cpus_allowed:
         what = f"Ray counts {cpus:g}, but the control group or affinity allows {allowed}"
-        remedy = f"start this node with: ray start --num-cpus={max(1, int(room.cpus_allowed))} and its other arguments"
+        remedy = f"start this node with: ray start --num-cpus={max(1, int(host.cpus_allowed))} and its other arguments"
         yield Finding(subject="CPUs", verdict="doubtful", what=what, remedy=remedy)
     else:
-        what = allowed if room.cpus_allowed == room.cpus else f"{allowed} of {room.cpus} may be used"
+        what = allowed if host.cpus_allowed == host.cpus else f"{allowed} of {host.cpus} may be used"
         yield Finding(subject="CPUs", verdict="good", what=what)
-    memory = formatting.size(room.memory_allowed_bytes)
-    if room.ray_memory_bytes is not None and room.ray_memory_bytes > room.memory_allowed_bytes:
-        what = f"Ray counts {formatting.size(room.ray_memory_bytes)}, {memory} may be used"
+    memory = formatting.size(host.memory_allowed_bytes)
+    if host.ray_memory_bytes is not None and host.ray_memory_bytes > host.memory_allowed_bytes:
+        what = f"Ray counts {formatting.size(host.ray_memory_bytes)}, {memory} may be used"
         remedy = (
-            f"start this node with: ray start --memory={int(0.7 * room.memory_allowed_bytes)}, and its other arguments"
+            f"start this node with: ray start --memory={int(0.7 * host.memory_allowed_bytes)}, and its other arguments"
         )
         yield Finding(subject="memory", verdict="doubtful", what=what, remedy=remedy)
     else:
-        limited = room.memory_allowed_bytes < room.memory_bytes
-        what = f"{memory} of {formatting.size(room.memory_bytes)} may be used" if limited else memory
+        limited = host.memory_allowed_bytes < host.memory_bytes
+        what = f"{memory} of {formatting.size(host.memory_bytes)} may be used" if limited else memory
         yield Finding(subject="memory", verdict="good", what=what)
 
 
-def _check_shared_memory(space: DiskSpace, room: HostResources) -> Finding:
-    wanted = _OBJECT_STORE_SHARE * room.memory_allowed_bytes
+def _check_shared_memory(space: DiskSpace, host: HostResources) -> Finding:
+    wanted = _OBJECT_STORE_SHARE * host.memory_allowed_bytes
     size, free = formatting.size(space.size_bytes), formatting.size(space.free_bytes)
     gibibytes = -(-int(wanted) // 2**30)
     grow = f"mount -o remount,size={gibibytes}G /dev/shm (a container: docker run --shm-size={gibibytes}g)"

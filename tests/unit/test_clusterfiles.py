@@ -192,7 +192,9 @@ def test_a_secret_of_kubernetes_is_no_place_either() -> None:
 def test_the_token_may_be_turned_on_for_the_whole_container() -> None:
     text = text_of("aws.yaml").replace("    RAY_AUTH_MODE=token\n", "")
     assert wrong(check_text(text, "f")) == []
-    off = text.replace("    - --env=RAY_AUTH_MODE=token # for what is typed there: ray exec, ray attach\n", "")
+    off = text.replace(
+        "    - --env=RAY_AUTH_MODE=token # for commands typed in the container: ray exec, ray attach\n", ""
+    )
     assert [one.subject for one in wrong(check_text(off, "f"))] == ["token", "token"]
 
 
