@@ -352,7 +352,8 @@ def chaos(
     from trainwright.chaos_testing import experiment
 
     wish = experiment.ChaosOptions(seed=seed, faults=tuple(faults), every_s=every_s, keep=keep, twice=twice)
-    return experiment.run_experiment(_job(job), wish, say)
+    job = _job(job)
+    return experiment.run_experiment(job, plan(job).chosen, wish, say)
 
 
 def doctor(

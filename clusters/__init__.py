@@ -1,1 +1,1 @@
-"""The cluster files themselves, so that they travel with the package; `trainwright.cluster_files` reads them."""
+"""Templates of cluster files, as data of the package; `trainwright.cluster_files` reads them."""

@@ -43,8 +43,10 @@ from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
 
 CUTS = (
-    FaultType(name="glitch", does="the link between the hosts is cut for a moment", target="link", seconds=1.5),
-    FaultType(name="cut", does="the link between the hosts is cut until one is lost", target="link", seconds=9.0),
+    FaultType(name="glitch", description="the link between the hosts is cut for a moment", target="link", seconds=1.5),
+    FaultType(
+        name="cut", description="the link between the hosts is cut until one is lost", target="link", seconds=9.0
+    ),
 )
 # A host joins the cluster whose address and credentials a file tells, and again whenever it was lost.
 JOIN = """
@@ -117,7 +119,9 @@ def soak(task: Task, storage: str, folder: Path) -> dict[str, Any]:
         pace.touch()
         before = HostSnapshot.now()
         link = namespaces.OwnEnd() if task.told else None
-        broken = experiment.run_job(made, "chaos", bench, strikes=task.strikes, link=link, spent=pace.unlink, say=say)
+        broken = experiment.run_job(
+            made, "chaos", bench, schedule=task.strikes, link=link, on_all_injected=pace.unlink, say=say
+        )
         names = [experiment.run_name(made, suffix) for suffix in ("unbroken", "chaos")]
         wrong = list(experiment.leaks_of(broken, before, names[1], bench)) + living_actors()
         finals = [bench.final(names[0]), v.FinalCheckpoint() if broken.error else bench.final(names[1])]

@@ -1,8 +1,6 @@
-"""Chaos tests of a job: train it unbroken, then under faults, and compare the two runs.
+"""Chaos tests of a job: train it without faults, then with faults, and compare the two runs bitwise.
 
-`fault_catalogue` lists the faults, `fault_schedule` (pure) says when each is due, `run_state` (pure) follows the run,
-`run_observer` drives one run in a process of its own, `fault_injector` gives the faults, `verdict` (pure) compares the
-runs, `experiment` puts these together, and `verdict_view` shows the result.
+`fault_schedule` (pure) lists the faults and says when each is due. `run_observer` follows a run and injects its faults.
+The driver is a process of its own (`driver_main`, `process_control`), and `store_outage` makes a store fail.
+`chaos_report` compares two runs and shows the result, and `experiment` puts these together.
 """
-
-from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Run the driver of an observed run in its own process.
+"""Run the driver of an observed run in its own process: `python -m trainwright.chaos_testing.driver_main JOB_FILE FD`.
 
-`python -m trainwright.chaos_testing.driver_main ORDER FD` starts it.
-
-It does what `fit` does, and writes each event to a pipe at once, so that a fault can follow an event within
+It trains as `fit` does, and writes each event to a pipe at once, so that a fault can follow an event within
 milliseconds.
 """
 
@@ -19,13 +17,13 @@ from trainwright.runtime.run_handle import Run
 
 
 class _EventWriter:
-    """Writes events to a pipe; when nobody reads it any longer, the run is ended."""
+    """Writes events to a pipe, and stops the run when the reader has closed it."""
 
     def __init__(self, run: Run, pipe: int) -> None:
         self._run, self._pipe = run, os.fdopen(pipe, "w", encoding="utf-8")
 
     def on(self, event: Event) -> None:
-        """Tell one event."""
+        """Write one event."""
         try:
             self._pipe.write(f"{event.to_json()}\n")
             self._pipe.flush()
@@ -33,26 +31,21 @@ class _EventWriter:
             self._run.stop(now=True)
 
     def close(self) -> None:
-        """Nothing: the process ends soon."""
+        """Do nothing: the process ends soon."""
 
 
-def write_job_file(path: Path, job: bytes) -> None:
-    """What the process needs: a packed job, and beside it where the user's modules are."""
-    path.write_bytes(job)
-    path.with_suffix(".path").write_text(json.dumps(sys.path))
-
-
-def _main(order: Path, pipe: int) -> int:
-    """Train to the end; 0 when the run is done."""
+def _main(job_file: Path, pipe: int) -> int:
+    """Train to the end; return 0 if the run is done."""
     os.set_inheritable(pipe, False)
-    wanted: list[str] = json.loads(order.with_suffix(".path").read_text())
+    wanted: list[str] = json.loads(job_file.with_suffix(".path").read_text())
     sys.path += [entry for entry in wanted if entry not in sys.path]
-    from trainwright import api
+    from trainwright.runtime.launch import prepare_run
     from trainwright.runtime.run_handle import stop_on_signals
     from trainwright.worker.worker_config import unpickle_job
 
     try:
-        run = api.start(unpickle_job(order.read_bytes()))
+        job = unpickle_job(job_file.read_bytes())
+        run = Run(job, *prepare_run(job, resume=False, fresh=False, verbose=False))
         run.listen(_EventWriter(run, pipe))
         with stop_on_signals(run):
             while not run.wait(timeout_s=0.5):

@@ -1,4 +1,8 @@
-"""Which fault is due when: drawn from a seed, and never so fast that the run cannot get on. Pure."""
+"""The faults of a chaos test, their schedule, and the state of the observed run that decides when a fault is due.
+
+Schedules are drawn from a seed. A fault waits until the run has made progress after the fault before it. All functions
+are pure.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +15,20 @@ from typing import Literal
 from trainwright.core.errors import JobError, nearest
 from trainwright.core.events import Checkpointed, Event, Failed, Formed, Placed, Promoted, RunEnded, RunStarted, Steps
 
-_SETTLED_STEPS = 3  # of a generation before the next fault
-_JITTER = 0.25  # of the way to the next fault, either side
-_DELAY_S = 0.5  # at most, so that faults do not keep time with the news of steps
+_SETTLED_STEPS = 3  # steps after a rendezvous before the next fault
+_JITTER = 0.25  # share of the distance to the next fault, on either side
+_DELAY_S = 0.5  # at most; without a delay faults would always coincide with events of steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledFault:
-    """One fault to give.
+    """One fault of a schedule.
 
     Attributes:
-        step: not before this step is complete.
-        after_s: nor before so many seconds since the fault before it, or since the first generation.
-        draw: from 0 to 1; says which of several targets is struck, and how long after it was found due.
+        fault: its type.
+        step: step that must be complete before the fault.
+        after_s: least time since the previous fault, or since the first rendezvous.
+        draw: random number from 0 to 1, which chooses the target and the delay.
     """
 
     fault: FaultType
@@ -33,16 +38,17 @@ class ScheduledFault:
 
     @property
     def delay_s(self) -> float:
-        """How long it waits once it is due; at a start every moment counts."""
-        return 0.0 if self.fault.starting else self.draw * 997 % 1 * _DELAY_S
+        """Return the delay between the moment when the fault is due and its injection; none at the start of a run."""
+        return 0.0 if self.fault.at_start else self.draw * 997 % 1 * _DELAY_S
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreviousFault:
-    """When the last fault was given, or the first generation was formed.
+    """Time of the last fault, or of the first rendezvous.
 
     Attributes:
-        step: completed by then; None before the first fault, which needs no checkpoint.
+        at_s: monotonic time.
+        step: newest completed step; None before the first fault, which needs no checkpoint.
     """
 
     at_s: float
@@ -50,85 +56,85 @@ class PreviousFault:
 
 
 def spread_schedule(faults: Sequence[FaultType], seed: int, total_steps: int) -> tuple[ScheduledFault, ...]:
-    """Each fault once, in an order drawn from the seed, spread over the steps of the run.
+    """Return a schedule with each fault once, in random order, spread over the steps of the run.
 
-    Outages come last: what strikes behind one waits for its end and for a checkpoint, and a short run ends before.
+    Outages come last: a fault behind an outage waits for its end and for a checkpoint, and a short run may end before.
     """
     rng = random.Random(seed)
     order = rng.sample(faults, len(faults))
-    order.sort(key=lambda fault: (not fault.starting, fault.seconds))
-    stepping = sum(not fault.starting for fault in faults)
-    way, strikes, place = total_steps / (stepping + 1), [], 0
+    order.sort(key=lambda fault: (not fault.at_start, fault.seconds))
+    stepping = sum(not fault.at_start for fault in faults)
+    way, schedule, place = total_steps / (stepping + 1), [], 0
     for fault in order:
-        place += not fault.starting
-        step = 0 if fault.starting else round(way * (place + rng.uniform(-_JITTER, _JITTER)))
-        strikes.append(ScheduledFault(fault=fault, step=max(0, min(step, total_steps - 1)), draw=rng.random()))
-    return tuple(strikes)
+        place += not fault.at_start
+        step = 0 if fault.at_start else round(way * (place + rng.uniform(-_JITTER, _JITTER)))
+        schedule.append(ScheduledFault(fault=fault, step=max(0, min(step, total_steps - 1)), draw=rng.random()))
+    return tuple(schedule)
 
 
 def random_schedule(faults: Sequence[FaultType], seed: int, seconds: float, count: int) -> tuple[ScheduledFault, ...]:
-    """So many faults, each drawn from the seed, one after the other with so many seconds in between.
+    """Return a schedule of `count` random faults with `seconds` between them.
 
-    A fault that strikes a start comes first, and then only right behind one of the driver, which brings a start about.
+    A fault at the start of a run comes first, and later only right after a driver fault, which causes a new start.
     """
     rng = random.Random(seed)
-    starting = [fault for fault in faults if fault.starting]
-    stepping = [fault for fault in faults if not fault.starting]
-    strikes = [ScheduledFault(fault=fault, draw=rng.random()) for fault in starting]
-    while stepping and len(strikes) < count:
+    at_start = [fault for fault in faults if fault.at_start]
+    stepping = [fault for fault in faults if not fault.at_start]
+    schedule = [ScheduledFault(fault=fault, draw=rng.random()) for fault in at_start]
+    while stepping and len(schedule) < count:
         fault = rng.choice(stepping)
-        strikes.append(ScheduledFault(fault=fault, after_s=seconds, draw=rng.random()))
-        if starting and fault.target == "driver" and rng.random() < 0.5:
-            strikes.append(ScheduledFault(fault=starting[0], draw=rng.random()))
-    return tuple(strikes)
+        schedule.append(ScheduledFault(fault=fault, after_s=seconds, draw=rng.random()))
+        if at_start and fault.target == "driver" and rng.random() < 0.5:
+            schedule.append(ScheduledFault(fault=at_start[0], draw=rng.random()))
+    return tuple(schedule)
 
 
-def is_due(strike: ScheduledFault, scene: ObservedState, past: PreviousFault, now_s: float) -> bool:
-    """Whether a fault may strike now.
+def is_due(scheduled: ScheduledFault, state: ObservedState, previous: PreviousFault, now_s: float) -> bool:
+    """Return whether a fault may be injected now.
 
-    It waits until the run has settled: a generation has made a few steps, and a checkpoint was committed beyond the
-    step of the fault before, so that a run gets on whatever the faults take. One of the start waits for none of that.
+    It waits for a few steps after the last rendezvous and for a checkpoint beyond the step of the previous fault, so
+    that the run makes progress between faults. A fault at the start of a run does not wait.
     """
-    if strike.fault.starting:
-        return not scene.ever_formed and not scene.ended and bool(scene.workers)
-    settled = scene.formed and scene.step - scene.formed_step >= _SETTLED_STEPS
-    committed = past.step is None or scene.committed > past.step
-    return settled and committed and scene.step >= strike.step and now_s - past.at_s >= strike.after_s
+    if scheduled.fault.at_start:
+        return not state.ever_formed and not state.ended and bool(state.workers)
+    settled = state.formed and state.step - state.formed_step >= _SETTLED_STEPS
+    committed = previous.step is None or state.committed > previous.step
+    return settled and committed and state.step >= scheduled.step and now_s - previous.at_s >= scheduled.after_s
 
 
 def next_fault(
-    strikes: Sequence[ScheduledFault],
-    scene: ObservedState,
-    past: PreviousFault,
+    schedule: Sequence[ScheduledFault],
+    state: ObservedState,
+    previous: PreviousFault,
     now_s: float,
     possible: Callable[[ScheduledFault], bool],
 ) -> ScheduledFault | None:
-    """The first that is due and has a target; one without, such as a spare that is not up yet, lets others go first.
+    """Return the first fault that is due and has a target; faults without a target, such as a missing spare, wait.
 
-    Of faults at a start only those that are next in line strike it: each start gets one at most.
+    A fault at the start of a run is injected only if it is the next of the schedule: each start gets one at most.
     """
-    for position, strike in enumerate(strikes):
-        if strike.fault.starting and position:
+    for position, scheduled in enumerate(schedule):
+        if scheduled.fault.at_start and position:
             continue
-        if is_due(strike, scene, past, now_s) and possible(strike):
-            return strike
+        if is_due(scheduled, state, previous, now_s) and possible(scheduled):
+            return scheduled
     return None
 
 
-def remaining_faults(strikes: Sequence[ScheduledFault], given: ScheduledFault) -> list[ScheduledFault]:
-    """What is left once one is given; a fault of the start right behind one of the driver is next in line."""
-    place = next(number for number, strike in enumerate(strikes) if strike is given)
-    before, behind = list(strikes[:place]), list(strikes[place + 1 :])
-    starting = behind[:1] if given.fault.target == "driver" and behind and behind[0].fault.starting else []
-    return [*starting, *before, *behind[len(starting) :]]
+def remaining_faults(schedule: Sequence[ScheduledFault], given: ScheduledFault) -> list[ScheduledFault]:
+    """Return the schedule without an injected fault; after a driver fault, a following start fault is the next."""
+    place = next(number for number, scheduled in enumerate(schedule) if scheduled is given)
+    before, behind = list(schedule[:place]), list(schedule[place + 1 :])
+    at_start = behind[:1] if given.fault.target == "driver" and behind and behind[0].fault.at_start else []
+    return [*at_start, *before, *behind[len(at_start) :]]
 
 
-# --- What stands at this moment, folded from a run's events -----------------------------------------------------------
+# --- State of the observed run, folded from its events ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedWorker:
-    """A worker's process. A `spare` holds no rank."""
+    """Process of a worker. A `spare` has no rank."""
 
     worker: int
     node: str
@@ -141,16 +147,16 @@ class ObservedWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedState:
-    """A run as its newest events tell it.
+    """State of a run after its newest event.
 
     Attributes:
-        processes: that were placed and are not known to be gone, by number of the worker.
-        formed: a generation is ready to step.
-        ever_formed: this driver has formed one.
-        step: the newest completed step.
-        formed_step: at which the newest generation began.
+        processes: placed processes that have not failed, by worker number.
+        formed: whether the workers are ready to step.
+        ever_formed: whether this driver has completed a rendezvous.
+        step: newest completed step.
+        formed_step: step at which the newest rendezvous started.
         committed: step of the newest checkpoint.
-        ended: the driver has let go of the run.
+        ended: whether the driver has released the run.
     """
 
     processes: Mapping[int, ObservedWorker] = field(default_factory=dict)
@@ -163,16 +169,16 @@ class ObservedState:
 
     @property
     def workers(self) -> tuple[ObservedWorker, ...]:
-        """Processes that hold a rank, or are to hold one."""
+        """Return the processes that have a rank or will get one."""
         return tuple(process for process in self.processes.values() if not process.spare)
 
     @property
     def spares(self) -> tuple[ObservedWorker, ...]:
-        """Processes that wait for a rank."""
+        """Return the processes that wait for a rank."""
         return tuple(process for process in self.processes.values() if process.spare)
 
     def after(self, event: Event) -> ObservedState:
-        """The scene after one more event."""
+        """Return the state after one more event."""
         match event:
             case RunStarted():
                 return replace(self, processes={}, formed=False, ever_formed=False, ended=False)
@@ -197,15 +203,15 @@ class ObservedState:
     def _promoted(self, event: Promoted) -> ObservedState:
         spare = self.processes.get(event.worker)
         if spare is None:
-            return self  # it was to be a spare and is not up yet: it is placed as a worker
+            return self  # a spare that has not started yet: it will be placed as a worker
         return replace(self, processes={**self.processes, event.worker: replace(spare, spare=False)})
 
 
-# --- The faults that can be given, as a table -------------------------------------------------------------------------
+# --- Catalogue of faults ----------------------------------------------------------------------------------------------
 
 
 Target = Literal["worker", "spare", "driver", "store", "link"]
-_OUTAGE_S = 4.0  # of the store: shorter than what the last checkpoint is tried for
+_OUTAGE_S = 4.0  # of the store: shorter than the time for which the last checkpoint is retried
 _ALL = 1_000_000
 
 
@@ -214,55 +220,58 @@ class FaultType:
     """One kind of fault.
 
     Attributes:
-        does: what it does, in words.
-        target: whom it strikes; a link between nodes only where somebody is there who can cut it.
-        victims: how many workers at the same time.
-        number: of the signal.
-        seconds: for which it lasts, where it is an outage and no signal.
-        starting: it strikes while the run starts, not while it steps.
-        again: once more, at another worker, while the run recovers from the first.
-        least_workers: the run must have.
-        least_spares: the run must have.
+        name: unique.
+        description: what it does, in words.
+        target: what it hits; a link between nodes needs an outage that can interrupt it.
+        victims: number of workers hit at the same time.
+        signal_number: signal to send.
+        seconds: duration of an outage; 0 for a signal.
+        at_start: whether it is injected while the run starts, not while it steps.
+        twice: whether it hits another worker while the run recovers from the first.
+        least_workers: number of workers that the run needs.
+        least_spares: number of spares that the run needs.
     """
 
     name: str
-    does: str
+    description: str
     target: Target = "worker"
     victims: int = 1
-    number: int = signal.SIGKILL
+    signal_number: int = signal.SIGKILL
     seconds: float = 0.0
-    starting: bool = False
-    again: bool = False
+    at_start: bool = False
+    twice: bool = False
     least_workers: int = 1
     least_spares: int = 0
 
 
 CATALOGUE = (
-    FaultType(name="start", does="SIGKILL to a worker while the run starts", starting=True),
-    FaultType(name="kill", does="SIGKILL to one worker"),
-    FaultType(name="kill-two", does="SIGKILL to two workers at once", victims=2, least_workers=2),
-    FaultType(name="kill-all", does="SIGKILL to all workers at once", victims=_ALL),
-    FaultType(name="stop", does="SIGSTOP to one worker, which then hangs", number=signal.SIGSTOP),
-    FaultType(name="again", does="SIGKILL to one worker, and to another while the run recovers", again=True),
-    FaultType(name="spare", does="SIGKILL to a spare", target="spare", least_spares=1),
-    FaultType(name="driver", does="SIGKILL to the driver, which is started again", target="driver"),
+    FaultType(name="start", description="SIGKILL to a worker while the run starts", at_start=True),
+    FaultType(name="kill", description="SIGKILL to one worker"),
+    FaultType(name="kill-two", description="SIGKILL to two workers at once", victims=2, least_workers=2),
+    FaultType(name="kill-all", description="SIGKILL to all workers at once", victims=_ALL),
+    FaultType(name="stop", description="SIGSTOP to one worker, which then hangs", signal_number=signal.SIGSTOP),
+    FaultType(name="again", description="SIGKILL to one worker, and to another while the run recovers", twice=True),
+    FaultType(name="spare", description="SIGKILL to a spare", target="spare", least_spares=1),
+    FaultType(name="driver", description="SIGKILL to the driver, which is started again", target="driver"),
     FaultType(
         name="stall",
-        does="SIGSTOP to the driver, until another one has taken its run over",
+        description="SIGSTOP to the driver, until another one has taken its run over",
         target="driver",
-        number=signal.SIGSTOP,
+        signal_number=signal.SIGSTOP,
     ),
-    FaultType(name="storage", does=f"the store fails for {_OUTAGE_S:g} s", target="store", seconds=_OUTAGE_S),
+    FaultType(name="storage", description=f"the store fails for {_OUTAGE_S:g} s", target="store", seconds=_OUTAGE_S),
 )
 _BY_NAME = {fault.name: fault for fault in CATALOGUE}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultRequirements:
-    """What a run offers to faults.
+    """Properties of a run that decide which faults fit it.
 
     Attributes:
-        storage: empty where the store can be made to fail, else why it cannot.
+        workers: their number.
+        spares: their number.
+        storage: why the store cannot be made to fail; empty if it can.
     """
 
     workers: int
@@ -270,27 +279,27 @@ class FaultRequirements:
     storage: str = ""
 
 
-def _unfit_reason(fault: FaultType, stage: FaultRequirements) -> str:
-    """Why a fault cannot be given to such a run; empty where it can."""
-    if stage.workers < fault.least_workers:
-        return f"it needs {fault.least_workers} workers, the run has {stage.workers}: set workers="
-    if stage.spares < fault.least_spares:
+def _unfit_reason(fault: FaultType, requirements: FaultRequirements) -> str:
+    """Return why a fault does not fit a run; empty if it does."""
+    if requirements.workers < fault.least_workers:
+        return f"it needs {fault.least_workers} workers, the run has {requirements.workers}: set workers="
+    if requirements.spares < fault.least_spares:
         return "it needs a spare worker, the run has none: set spares=1"
-    return stage.storage if fault.target == "store" else ""
+    return requirements.storage if fault.target == "store" else ""
 
 
-def select_faults(names: Iterable[str], stage: FaultRequirements) -> tuple[FaultType, ...]:
-    """The faults of these names; without any, all that such a run can be given.
+def select_faults(names: Iterable[str], requirements: FaultRequirements) -> tuple[FaultType, ...]:
+    """Return the faults of these names; without names, all that fit the run.
 
     Raises:
-        JobError: a name is none, or the run cannot be given that fault.
+        JobError: a name is unknown, or a fault does not fit the run.
     """
     wanted = tuple(names)
     if not wanted:
-        return tuple(fault for fault in CATALOGUE if not _unfit_reason(fault, stage))
-    problems = [f"faults: {name!r} is none: {nearest(name, _BY_NAME)}" for name in wanted if name not in _BY_NAME]
+        return tuple(fault for fault in CATALOGUE if not _unfit_reason(fault, requirements))
+    problems = [f"faults: unknown fault {name!r}: {nearest(name, _BY_NAME)}" for name in wanted if name not in _BY_NAME]
     known = [_BY_NAME[name] for name in wanted if name in _BY_NAME]
-    problems += [f"faults: {fault.name!r}: {why}" for fault in known if (why := _unfit_reason(fault, stage))]
+    problems += [f"faults: {fault.name!r}: {why}" for fault in known if (why := _unfit_reason(fault, requirements))]
     if problems:
         raise JobError(problems)
     return tuple(known)

@@ -1,4 +1,4 @@
-"""A driver process as its observer holds it: its events as they happen, its end, its death by our hand."""
+"""Control the processes of an observed run: start the driver, read its events, and send signals to processes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from trainwright.core.events import Event, from_json
 from trainwright.storage.run_owner import process_start_ticks
 
 _DRIVER_MODULE = "trainwright.chaos_testing.driver_main"
-_EXIT_TIMEOUT_S = 30.0  # for a driver that is asked to end
+_EXIT_TIMEOUT_S = 30.0  # for a driver to end after SIGTERM
 _TAIL_BYTES = 4_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriverExit:
-    """The driver process is gone.
+    """End of a driver process.
 
     Attributes:
         code: exit code; negative for a signal.
-        killed: by the observer, or stopped by it for another to take the run over.
+        killed: whether the observer killed it, or paused it so that another driver takes over.
     """
 
     code: int
@@ -40,27 +40,27 @@ class DriverExit:
 
 
 class ObservedDriver:
-    """One process of `subject`; events come out of `next` in order, `DriverExit` as the last.
+    """A process of `driver_main`. `next` returns its events in order, and `DriverExit` at the end.
 
     Args:
-        order: the file that `subject.write_order` has written.
-        environment: variables beside this process's own.
+        job_file: written by `experiment.write_job_file`.
+        environment: additional variables of the process.
 
     Attributes:
-        said: file of what it wrote to its output.
-        killed: by `kill`.
-        stalled_s: when it was stopped, seconds since the epoch; None where it was not.
+        log_file: its output.
+        killed: whether `kill` was called.
+        paused_s: when it was paused, seconds since the epoch; None if it was not.
     """
 
-    def __init__(self, order: Path, environment: Mapping[str, str]) -> None:
-        self.said = order.with_suffix(".log")
+    def __init__(self, job_file: Path, environment: Mapping[str, str]) -> None:
+        self.log_file = job_file.with_suffix(".log")
         self.killed = False
-        self.stalled_s: float | None = None
+        self.paused_s: float | None = None
         self._queue: queue.SimpleQueue[Event | DriverExit] = queue.SimpleQueue()
         reading, writing = os.pipe()
-        with self.said.open("ab") as log:
+        with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _DRIVER_MODULE, str(order), str(writing)],
+                [sys.executable, "-m", _DRIVER_MODULE, str(job_file), str(writing)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(writing,), start_new_session=True,
                 env={**os.environ, **environment},
             )  # fmt: skip
@@ -70,7 +70,7 @@ class ObservedDriver:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Return the process ID."""
         return self._process.pid
 
     def _read(self, pipe: int) -> None:
@@ -82,51 +82,57 @@ class ObservedDriver:
         self._queue.put(DriverExit(code=code, killed=self.killed))
 
     def next(self, timeout_s: float) -> Event | DriverExit | None:
-        """The next event; None when there is none in time."""
+        """Return the next event; None if there is none in time."""
         try:
             return self._queue.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.killed = True
         self._process.kill()
 
-    def stall(self) -> None:
-        """SIGSTOP."""
-        self.stalled_s = time.time()
+    def pause(self) -> None:
+        """Send SIGSTOP."""
+        self.paused_s = time.time()
         self._process.send_signal(signal.SIGSTOP)
 
-    def wake(self) -> None:
-        """SIGCONT."""
+    def resume(self) -> None:
+        """Send SIGCONT."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End it if it is there still: first kindly, so that its workers end with it."""
+        """End the process if it still runs: first with SIGTERM, so that its workers end too."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
-            self.wake()
+            self.resume()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_TIMEOUT_S)
             self._process.kill()
         self._process.wait()
         self._thread.join(_EXIT_TIMEOUT_S)
 
-    def last_words(self) -> str:
-        """The end of what it has said."""
-        return self.said.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
+    def log_tail(self) -> str:
+        """Return the end of its output."""
+        return self.log_file.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
 
 
-# --- Signals to processes wherever they are ---------------------------------------------------------------------------
+# --- Signals to processes on any node ---------------------------------------------------------------------------------
 
 
 _REMOTE_S = 30.0  # for a task on another node
 
 
 def send_signal(pid: int, started: int, number: int) -> bool:
-    """Send a signal to the process that started then; False when it is gone. Number 0 only asks."""
+    """Send a signal to a process; return False if it has ended. Number 0 only asks.
+
+    Args:
+        pid: of the process.
+        started: its start time in clock ticks, which tells it from a later process with the same ID.
+        number: of the signal.
+    """
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -147,42 +153,42 @@ def _started_of(pid: int) -> int:
 
 
 def _key(process: ObservedWorker) -> tuple[str, int]:
-    """Which process it is, whatever rank it holds."""
+    """Return the identity of the process, whatever its rank."""
     return process.node, process.pid
 
 
 class ProcessSignaller:
-    """Reaches processes of this machine directly, and others through a Ray task on their node.
+    """Sends signals to processes: on this machine directly, on other nodes through a Ray task.
 
     Args:
-        here: name of this machine, as its workers tell it.
+        here: host name of this machine, as its workers report it.
     """
 
     def __init__(self, here: str = "") -> None:
         self._here = here or socket.gethostname()
-        self._met: dict[tuple[str, int], ObservedWorker] = {}
-        self._started: dict[tuple[str, int], Any] = {}  # ticks, or the reference of a task that asks for them
+        self._registered: dict[tuple[str, int], ObservedWorker] = {}
+        self._started: dict[tuple[str, int], Any] = {}  # ticks, or the reference of a task that returns them
 
-    def meet(self, process: ObservedWorker) -> None:
-        """Remember which process this is, while it surely lives."""
+    def register(self, process: ObservedWorker) -> None:
+        """Remember the start time of a process while it is known to run."""
         here = process.node == self._here
         started = _started_of(process.pid) if here else self._task(process, _started_of, process.pid)
-        self._met[_key(process)], self._started[_key(process)] = process, started
+        self._registered[_key(process)], self._started[_key(process)] = process, started
 
     def send(self, process: ObservedWorker, number: int) -> bool:
-        """Send a signal; False when the process is gone, or was never met."""
+        """Send a signal; return False if the process has ended or was not registered."""
         started = self._ticks(process)
         if process.node == self._here:
             return send_signal(process.pid, started, number)
         return bool(self._result(self._task(process, send_signal, process.pid, started, number), process))
 
-    def lives(self, process: ObservedWorker) -> bool:
-        """Whether the process is there."""
+    def is_alive(self, process: ObservedWorker) -> bool:
+        """Return whether the process runs."""
         return self.send(process, 0)
 
-    def met(self) -> tuple[ObservedWorker, ...]:
-        """All that were met."""
-        return tuple(self._met.values())
+    def registered(self) -> tuple[ObservedWorker, ...]:
+        """Return all registered processes."""
+        return tuple(self._registered.values())
 
     def _ticks(self, process: ObservedWorker) -> int:
         known = self._started.get(_key(process), 0)
@@ -197,7 +203,7 @@ class ProcessSignaller:
         listed: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
         ids = [node["NodeID"] for node in listed if node["Alive"] and node["NodeManagerHostname"] == process.node]
         if not ids:
-            return 0  # the node is gone, and the process with it
+            return 0  # the node is lost, and the process with it
         spot = NodeAffinitySchedulingStrategy(ids[0], soft=False)
         return ray.remote(function).options(num_cpus=0, scheduling_strategy=spot).remote(*arguments)
 
@@ -212,7 +218,7 @@ class ProcessSignaller:
             raise ResourceError(
                 f"{process} cannot be reached: no task ran there within {_REMOTE_S:g} s",
                 where=process.node,
-                remedy="free a little memory on the node, or look at its health",
+                remedy="free memory on the node, or check its health",
             ) from error
         except (ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError, ray.exceptions.TaskUnschedulableError):
-            return 0  # the node is gone meanwhile, and the process with it
+            return 0  # the node was lost meanwhile, and the process with it

@@ -1,4 +1,4 @@
-"""A store that fails for a while, for real: a folder that is none, or an object store behind a proxy that fails."""
+"""Make a store fail for some time: a file replaces the folder, or a proxy in front of the object store fails."""
 
 from __future__ import annotations
 
@@ -17,42 +17,40 @@ from typing import Any, Literal, Protocol
 from trainwright.core.errors import StorageError
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-RAY_JOB_CONFIG_VARIABLE = (
-    "RAY_JOB_CONFIG_JSON_ENV_VAR"  # of which Ray merges the runtime environment into that of the job
-)
+RAY_JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray merges its runtime environment into that of the job
 _AT_FDCWD, _EXCHANGE = -100, 2
 _MODES: tuple[_ProxyMode, ...] = ("refuse", "stall")
 
 
 class Outage(Protocol):
-    """How a store is made to fail."""
+    """A way to make a store or a link fail."""
 
-    environment: Mapping[str, str]  # that the driver needs for it
+    environment: Mapping[str, str]  # variables that the driver needs
 
     def begin(self, run: str, draw: float) -> str:
-        """Let the store fail now for this run; says how, in words."""
+        """Start the outage for a run; return how, in words."""
 
     def end(self) -> None:
-        """It works again; safe to call twice."""
+        """End the outage; safe to call twice."""
 
     def close(self) -> None:
-        """For good."""
+        """End the outage and release all resources."""
 
 
 def outage_obstacle(storage: str) -> str:
-    """Why a store can not be made to fail; empty where it can."""
+    """Return why a store cannot be made to fail; empty if it can."""
     scheme = storage.partition("://")[0] if "://" in storage else "file"
     if scheme == "file":
         return ""
     if scheme != "s3":
-        return f"it cannot be done to {scheme}://, only to folders and to s3:// at an http:// endpoint"
+        return f"{scheme}:// stores cannot be made to fail, only folders and s3:// at an http:// endpoint"
     if not _endpoint().startswith("http://"):
-        return "it needs an s3:// store at an http:// address in AWS_ENDPOINT_URL: a proxy stands in front of it"
+        return "an s3:// store needs an http:// address in AWS_ENDPOINT_URL, because a proxy is put in front of it"
     return ""
 
 
 def create_outage(storage: str, host: str = "127.0.0.1") -> Outage:
-    """The way to make this store fail; see `outage_obstacle`. `host`: where a proxy listens."""
+    """Return the outage that fits a store; see `outage_obstacle`. A proxy listens at `host`."""
     if storage.startswith("s3://"):
         return _ProxyOutage(_endpoint(), host)
     return FolderOutage(Path(urllib.parse.unquote(storage.removeprefix("file://"))))
@@ -63,9 +61,9 @@ def _endpoint() -> str:
 
 
 class FolderOutage:
-    """For a while the run's folder is a file, so that nothing in it can be read or written, by root neither.
+    """Replaces the run's folder by a file, so that nobody, not even root, can read or write in it.
 
-    Folder and file change places in one step, so that nobody can make the folder anew in between.
+    Folder and file are swapped atomically, so that nobody can create the folder in between.
     """
 
     def __init__(self, storage: Path) -> None:
@@ -75,7 +73,7 @@ class FolderOutage:
         self._lock = threading.Lock()
 
     def begin(self, run: str, draw: float) -> str:
-        """Put a file in the place of the run's folder."""
+        """Swap the run's folder for a file."""
         with self._lock:
             assert self._swapped is None, "an outage ends before the next begins"
             folder, aside = self._storage / run, self._storage / f"{run}.aside"
@@ -99,7 +97,7 @@ class FolderOutage:
 
 
 def _swap_paths(one: Path, other: Path) -> None:
-    """Let two paths change places, at once (renameat2, Linux). Raises StorageError."""
+    """Swap two paths atomically (renameat2, Linux). Raises StorageError."""
     libc: Any = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE):
         reason = os.strerror(ctypes.get_errno())
@@ -111,7 +109,7 @@ def _swap_paths(one: Path, other: Path) -> None:
 
 
 class _ProxyOutage:
-    """The driver and its workers reach the store through a proxy, which for a while refuses, or says nothing."""
+    """Puts a proxy between the run and its store, which refuses or stalls connections during the outage."""
 
     def __init__(self, endpoint: str, host: str) -> None:
         parts = urllib.parse.urlsplit(endpoint)
@@ -120,29 +118,29 @@ class _ProxyOutage:
         self.environment: Mapping[str, str] = proxy_environment(dict.fromkeys(_ENDPOINTS, address))
 
     def begin(self, run: str, draw: float) -> str:
-        """Fail in one of the ways."""
+        """Fail in a randomly chosen mode."""
         mode = _MODES[int(draw * len(_MODES))]
-        self._proxy.tell(mode)
-        return {"refuse": "connections are cut and refused", "stall": "nothing comes through"}[mode]
+        self._proxy.set_mode(mode)
+        return {"refuse": "connections are cut and refused", "stall": "connections stall"}[mode]
 
     def end(self) -> None:
-        """Let everything through again."""
-        self._proxy.tell("pass")
+        """Pass connections again."""
+        self._proxy.set_mode("pass")
 
     def close(self) -> None:
-        """Give the port back."""
+        """Close the proxy."""
         self._proxy.close()
 
 
 def proxy_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """An environment that gives these variables to a driver and, by Ray, to its workers on every node."""
+    """Return an environment that gives these variables to a driver and, through Ray, to its workers on every node."""
     config: dict[str, Any] = json.loads(os.environ.get(RAY_JOB_CONFIG_VARIABLE) or "{}")
     wanted: dict[str, Any] = config.get("runtime_env") or {}
     wanted = {**wanted, "env_vars": {**(wanted.get("env_vars") or {}), **variables}}
     return {**variables, RAY_JOB_CONFIG_VARIABLE: json.dumps({**config, "runtime_env": wanted})}
 
 
-# --- A proxy for TCP connections that can be told to fail -------------------------------------------------------------
+# --- A TCP proxy that fails on demand ---------------------------------------------------------------------------------
 
 
 _ProxyMode = Literal["pass", "refuse", "stall"]
@@ -151,17 +149,16 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 
 
 class TcpProxy:
-    """Passes connections on to an address, until it is told otherwise.
+    """Forwards connections to an address, with three modes.
 
-    `refuse` cuts what is under way, and every new connection at once; `stall` lets nothing through, and
-    goes on where it stood when `pass` is told.
+    `pass` forwards; `refuse` resets open and new connections; `stall` holds all data until the mode is `pass` again.
 
     Args:
         target: host and port of the server.
         host: address to listen at.
 
     Attributes:
-        port: where it listens.
+        port: on which it listens.
     """
 
     def __init__(self, target: tuple[str, int], host: str = "127.0.0.1") -> None:
@@ -173,8 +170,8 @@ class TcpProxy:
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="trainwright-proxy", daemon=True).start()
 
-    def tell(self, mode: _ProxyMode) -> None:
-        """From now on do this; to call it twice does no harm."""
+    def set_mode(self, mode: _ProxyMode) -> None:
+        """Set the mode; safe to call twice."""
         with self._changed:
             self._mode = mode
             doomed = tuple(self._open) if mode == "refuse" else ()
@@ -183,11 +180,11 @@ class TcpProxy:
             _cut(end)
 
     def close(self) -> None:
-        """Listen no more, and cut what is under way."""
+        """Stop listening and reset open connections."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self.tell("refuse")
+        self.set_mode("refuse")
 
     def _accept(self) -> None:
         while True:
@@ -198,7 +195,7 @@ class TcpProxy:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        """Connect to the server, and pump both ways until both sides are done."""
+        """Connect to the server, and forward both ways until both sides are done."""
         with client, contextlib.suppress(OSError), socket.create_connection(self._target, timeout=10.0) as server:
             server.settimeout(None)
             ends = {client, server}
@@ -212,7 +209,7 @@ class TcpProxy:
                 self._open -= ends
 
     def _admit(self, ends: set[socket.socket]) -> bool:
-        """Count a connection in; False when it must go at once."""
+        """Register a connection; return False if it must be reset."""
         with self._changed:
             if self._mode != "refuse":
                 self._open |= ends
@@ -227,7 +224,7 @@ class TcpProxy:
                 self._wait_out()
                 sink.sendall(piece)
             sink.shutdown(socket.SHUT_WR)
-        except OSError:  # one side is gone: so is the other
+        except OSError:  # one side was closed, so close the other
             _cut(source)
             _cut(sink)
 
@@ -237,7 +234,7 @@ class TcpProxy:
 
 
 def _cut(end: socket.socket) -> None:
-    """End a connection so that the other side, and whoever waits for it here, notice at once."""
+    """Reset a connection, so that both sides notice at once."""
     with contextlib.suppress(OSError):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         end.shutdown(socket.SHUT_RDWR)

@@ -1,10 +1,9 @@
-"""`trainwright data`: look at a data set, and write it anew as well-sized parquet."""
+"""Commands about data: `inspect` shows a data set, `convert` writes it as parquet files of a good size."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainwright.cli.options import AsJson, terminal_console
 from trainwright.core import formatting
 
 if TYPE_CHECKING:
@@ -23,24 +23,25 @@ if TYPE_CHECKING:
     from trainwright.datasets.tools.dataset_inspection import Inspection
 
 data = typer.Typer(
-    name="data", help="Look at data and write it anew.", no_args_is_help=True, rich_markup_mode=None,
+    name="data", help="Inspect data, and convert it to parquet.", no_args_is_help=True, rich_markup_mode=None,
 )  # fmt: skip
 
-_WIDTH = 120  # of tables in files and pipes
 _PLAIN_SHARE, _PLAIN_S = 0.1, 10.0  # a plain line after this share of the rows, or after this many seconds
 _SHOWN_CLASSES = 12
 
-_Format = Annotated[str | None, typer.Option("--format", help="Of SOURCE: parquet, csv, ...; by default by suffix.")]
+_Format = Annotated[
+    str | None, typer.Option("--format", help="Format of the data: parquet, csv, ...; by default from the suffix.")
+]
 
 
 @data.command()
 def inspect(
-    path: Annotated[str, typer.Argument(metavar="PATH-or-FILE.py", help="Data, or a job file whose data is shown.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
+    path: Annotated[str, typer.Argument(metavar="PATH-or-FILE.py", help="Data, or a job file that names data.")],
+    as_json: AsJson = False,
+    rows: Annotated[int, typer.Option(min=0, help="Number of rows to show.")] = 3,
     kind: _Format = None,
 ) -> None:
-    """Show columns, counts, sizes, samples, skew, and what is worth mending."""
+    """Show columns, counts, sizes, samples and skew of data, and warn about what slows training down."""
     from trainwright.datasets.tools.dataset_inspection import inspect as look
 
     found = {name: look(dataset, rows, **how) for name, (dataset, how) in _load_datasets(path, kind).items()}
@@ -48,9 +49,7 @@ def inspect(
         listed = [as_data(inspection, name) for name, inspection in found.items()]
         print(json.dumps(listed[0] if len(listed) == 1 else listed, indent=2))
         return
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = terminal_console()
     for name, inspection in found.items():
         console.print(as_table(inspection, name))
 
@@ -58,12 +57,14 @@ def inspect(
 @data.command()
 def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A file, folder, glob or URI.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="A folder or URI that is not there yet.")],
-    rows_per_group: Annotated[int | None, typer.Option(min=1, help="Rows of a row group; default: 12 MiB.")] = None,
-    shard_mb: Annotated[float, typer.Option(min=0.001, help="Size of a file in MB, about.")] = 128,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A folder or URI that does not exist yet.")],
+    rows_per_group: Annotated[
+        int | None, typer.Option(min=1, help="Rows of a row group; by default as many as take 12 MiB.")
+    ] = None,
+    shard_mb: Annotated[float, typer.Option(min=0.001, help="Approximate size of a file in MB.")] = 128,
     kind: _Format = None,
 ) -> None:
-    """Write SOURCE as parquet in files and row groups of a good size. OUT appears when it is whole."""
+    """Write SOURCE as parquet with files and row groups of a good size. OUT appears when it is complete."""
     from rich.console import Console
 
     from trainwright.datasets.formats.parquet_writer import require_empty_target
@@ -82,7 +83,7 @@ def convert(
 
 
 def _load_datasets(path: str, kind: str | None) -> dict[str, tuple[Dataset, dict[str, Any]]]:
-    """The data set at a path, or those of a job file, and how it is trained on where that is known."""
+    """Return the data set at a path, or those of a job file, by name, with how the job reads them."""
     if path.endswith(".py"):
         from trainwright.planning.job_file import load_job
 
@@ -96,7 +97,7 @@ def _load_datasets(path: str, kind: str | None) -> dict[str, tuple[Dataset, dict
 
 
 def as_data(found: Inspection, name: str = "") -> dict[str, Any]:
-    """An inspection as JSON-able data; sizes in bytes, what is not known is null."""
+    """Return an inspection as data for JSON: sizes in bytes, null for unknown values."""
     return {
         **({"name": name} if name else {}),
         "source": found.source,
@@ -123,7 +124,7 @@ def as_data(found: Inspection, name: str = "") -> dict[str, Any]:
 
 
 def as_table(found: Inspection, name: str = "") -> RenderableType:
-    """An inspection for the terminal."""
+    """Return an inspection as a table for the terminal."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
@@ -186,7 +187,7 @@ def _class_lines(found: Inspection) -> Iterator[str]:
 def progress(
     console: Console, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[ConversionProgress], None]]:
-    """A function that shows how far a conversion is: a bar in a terminal, a plain line now and then elsewhere."""
+    """Yield a function that shows the progress of a conversion: a bar in a terminal, elsewhere a line now and then."""
     if not console.is_terminal or console.is_dumb_terminal:
         yield _plain(console, clock)
         return

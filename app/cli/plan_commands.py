@@ -1,4 +1,4 @@
-"""`trainwright simulate`: workers against servers on a virtual clock, before machines are paid for."""
+"""Commands that answer questions before a run: plan, simulate and probe."""
 
 from __future__ import annotations
 
@@ -7,50 +7,157 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
+from trainwright.cli.options import (
+    AsJson,
+    Html,
+    JobFile,
+    Overrides,
+    Strategy,
+    Workers,
+    print_json,
+    terminal_console,
+    with_pins,
+    write_file,
+)
 from trainwright.core.errors import PlanError
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
 from trainwright.planning.what_if import Price
 
-_WIDTH = 140  # of tables in files and pipes
+_WIDTH = 140  # of the simulation's table in files and pipes
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 _RATES = {"Mb": 1e6 / 8, "Gb": 1e9 / 8}
 
 
-_File = Annotated[str | None, typer.Argument(metavar="[FILE.py]", help="A job file: its plan says what is not given.")]
-_Workers = Annotated[int | None, typer.Option(min=1, help="How many; by default 8.")]
-_Servers = Annotated[str, typer.Option(metavar="N,N", help="How many, one row for each.")]
+_File = Annotated[
+    str | None, typer.Argument(metavar="[FILE.py]", help="A job file. Its plan gives the values of missing options.")
+]
+_Workers = Annotated[int | None, typer.Option(min=1, help="Number of workers; by default 8.")]
+_Servers = Annotated[str, typer.Option(metavar="N,N", help="Numbers of servers to compare, one row for each.")]
 _Rules = Annotated[
-    list[str] | None, typer.Option(metavar="FORM", help="One row for each; by default sync, ssp(3) and async.")
+    list[str] | None,
+    typer.Option(metavar="FORM", help="Consistency, one row for each; by default sync, ssp(3) and async. Repeatable."),
 ]
 _Parameters = Annotated[
-    str | None, typer.Option(metavar="25M", help="Of the model, in single precision; by default 25M.")
+    str | None, typer.Option(metavar="25M", help="Parameters of the model, in single precision; by default 25M.")
 ]
 _Compute = Annotated[
-    str | None, typer.Option(metavar="100ms", help="That a worker's part of a step takes; by default 100ms.")
+    str | None, typer.Option(metavar="100ms", help="Time that a worker computes in a step; by default 100ms.")
 ]
-_Spread = Annotated[float, typer.Option(min=0, help="Deviation of the logarithm of each part's time.")]
-_Unequal = Annotated[float, typer.Option(min=0, help="Deviation of the logarithm of each worker's usual time.")]
-_Between = Annotated[str, typer.Option(metavar="5ms", help="From a push to the next pull: to have the next batch.")]
-_Slow = Annotated[str, typer.Option(metavar="NxFACTOR", help="So many workers take so many times as long.")]
-_Network = Annotated[str, typer.Option(metavar="10Gb", help="Of a worker, a second.")]
-_ServerNetwork = Annotated[str | None, typer.Option(metavar="10Gb", help="Of a server; by default as a worker's.")]
-_Latency = Annotated[str, typer.Option(metavar="200us", help="Of a message, one way.")]
-_Failures = Annotated[float, typer.Option(min=0, help="Deaths of each worker an hour.")]
-_ServerFailures = Annotated[float, typer.Option(min=0, help="Deaths of each server an hour.")]
-_Steps = Annotated[int, typer.Option(min=1, help="Global ones.")]
-_BatchSize = Annotated[int | None, typer.Option(min=1, help="Global; by default 64 for each worker.")]
-_AsInJob = Annotated[str, typer.Option(help="As in a job.")]
-_LocalSteps = Annotated[int, typer.Option(min=1, help="As in a job.")]
-_Seed = Annotated[int, typer.Option(min=0, help="Of everything random.")]
-_Timing = Annotated[bool, typer.Option("--timing", help="Times alone, without the stand-in problem.")]
-_Html = Annotated[str | None, typer.Option(metavar="FILE", help="Write it as a page, with pictures.")]
-_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Spread = Annotated[
+    float, typer.Option(min=0, help="Standard deviation of the logarithm of a worker's time from step to step.")
+]
+_Unequal = Annotated[
+    float, typer.Option(min=0, help="Standard deviation of the logarithm of the mean time from worker to worker.")
+]
+_Between = Annotated[
+    str, typer.Option(metavar="5ms", help="Time from a push to the next pull, such as waiting for the next batch.")
+]
+_Slow = Annotated[str, typer.Option(metavar="NxFACTOR", help="N workers take FACTOR times as long: 1x5.")]
+_Network = Annotated[str, typer.Option(metavar="10Gb", help="Network rate of a worker, in bits a second.")]
+_ServerNetwork = Annotated[
+    str | None, typer.Option(metavar="10Gb", help="Network rate of a server; by default that of a worker.")
+]
+_Latency = Annotated[str, typer.Option(metavar="200us", help="Time of a message from sender to receiver.")]
+_Failures = Annotated[float, typer.Option(min=0, help="Failures of each worker in an hour.")]
+_ServerFailures = Annotated[float, typer.Option(min=0, help="Failures of each server in an hour.")]
+_Steps = Annotated[int, typer.Option(min=1, help="Number of global steps.")]
+_BatchSize = Annotated[int | None, typer.Option(min=1, help="Global batch size; by default 64 for each worker.")]
+_Wire = Annotated[str, typer.Option(help="Gradient compression, as wire= of a job.")]
+_LocalSteps = Annotated[int, typer.Option(min=1, help="Steps between two pushes, as local_steps= of a job.")]
+_Outer = Annotated[str, typer.Option(help="Outer optimizer of the servers, as outer= of a job.")]
+_Seed = Annotated[int, typer.Option(min=0, help="Seed of all random values.")]
+_Timing = Annotated[
+    bool, typer.Option("--timing", help="Simulate times only, without the stand-in problem that gives a loss.")
+]
+
+
+_Cluster = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NxGxKIND",
+        help="Plan for this cluster, which need not exist: 128x8xH100-80GB, 4x8xA100-80GB@800Gb.",
+    ),
+]
+
+
+def plan(
+    file: JobFile,
+    overrides: Overrides = None,
+    strategy: Strategy = None,
+    workers: Workers = None,
+    cluster: _Cluster = None,
+    aim: Annotated[
+        str | None,
+        typer.Option(
+            "--for", metavar="AIM", help="With --cluster: optimize for fastest (default), cheapest or smallest."
+        ),
+    ] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRICE", help="With --cluster: on-demand (default), spot, or dollars an hour of one accelerator."
+        ),
+    ] = None,
+    mtbf: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="With --cluster: mean time between failures of one accelerator: 50000h."),
+    ] = None,
+    critical_batch: Annotated[
+        float | None, typer.Option(metavar="SAMPLES", help="With --cluster: the gradient noise scale.")
+    ] = None,
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(metavar="N,N", help="With --cluster: compare these batch sizes by time to the target: 256,512."),
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="PLAN.json", help="Write the plan; --set plan=PLAN.json uses it later.")
+    ] = None,
+    html: Html = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the chosen plan and the rejected ones, with reasons. For a distillation, compare teacher deliveries."""
+    from trainwright import api
+    from trainwright.planning import job_file
+    from trainwright.planning.plan_charts import standalone_page
+    from trainwright.planning.planner import write_plan
+
+    given = {
+        "aim": aim, "price": price, "mtbf_hours": mtbf, "critical_batch": critical_batch, "batch_sizes": batch_sizes,
+    }  # fmt: skip
+    answer: Any = api.plan(
+        job_file.load(file, with_pins(overrides, strategy, workers)), **_plan_arguments(cluster, given, out)
+    )
+    if out:
+        write_plan(out, answer)
+    if html:
+        write_file(html, standalone_page(answer._repr_html_()), "--html")
+    if as_json:
+        print_json(asdict(answer))
+    else:
+        print(answer)
+
+
+def probe(
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also measure accelerators with a known data sheet, and one CPU core.")
+    ] = False,
+) -> None:
+    """Benchmark accelerators missing from the built-in table; print lines for a job file that add them to it."""
+    from trainwright.planning.profiler import benchmark_accelerators as measure
+    from trainwright.planning.profiler import format_as_python
+
+    found = measure(everything=everything)
+    if not found:
+        print("the built-in table has every accelerator of the cluster; --all measures these too", file=sys.stderr)
+        return
+    print("from trainwright.core.cluster import ACCELERATORS, Accelerator\n")
+    print("\n".join(map(format_as_python, found)))
 
 
 def simulate(
@@ -71,16 +178,16 @@ def simulate(
     server_failures: _ServerFailures = 0.0,
     steps: _Steps = 200,
     batch_size: _BatchSize = None,
-    wire: _AsInJob = "full",
+    wire: _Wire = "full",
     local_steps: _LocalSteps = 1,
-    outer: _AsInJob = "average",
+    outer: _Outer = "average",
     seed: _Seed = 0,
     timing: _Timing = False,
-    html: _Html = None,
-    as_json: _AsJson = False,
+    html: Html = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Simulate workers that step alone against servers: throughput, staleness, waiting and loss by virtual time."""
-    told = {
+    """Simulate asynchronous workers and parameter servers: throughput, staleness, waiting, and loss over time."""
+    given = {
         "workers": workers, "parameter_bytes": 4 * _parse_quantity(parameters, _COUNTS,
         "--parameters") if parameters else None,
         "compute_s": _parse_quantity(compute, _TIMES, "--compute") if compute else None, "batch_size": batch_size,
@@ -97,7 +204,7 @@ def simulate(
     }  # fmt: skip
     rules = [Consistency.parse(word) for word in consistency or ("sync", "ssp(3)", "async")]
     _run(
-        {**_scenario_facts(file, told), **facts},
+        {**_scenario_facts(file, given), **facts},
         rules,
         _parse_counts(servers),
         learn=not timing,
@@ -110,9 +217,7 @@ def _run(
     facts: dict[str, Any], rules: Sequence[Consistency], servers: Sequence[int], *, learn: bool, html: str | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Simulate, and show what came of it. Raises PlanError."""
-    from rich.console import Console
-
+    """Simulate all combinations and show the results. Raises ResourceError if the page cannot be written."""
     from trainwright.simulator.event_simulator import Simulation
     from trainwright.simulator.scenario import Scenario
     from trainwright.simulator.simulation_view import as_data, as_page, as_table
@@ -120,32 +225,28 @@ def _run(
     scenarios = [Scenario(consistency=rule, servers=count, **facts) for rule in rules for count in servers]
     outcomes = [Simulation(scenario, learn=learn).run() for scenario in scenarios]
     if html:
-        try:
-            Path(html).write_text(as_page(outcomes), encoding="utf-8")
-        except OSError as error:
-            remedy = "name a file in a folder that is there"
-            raise PlanError(f"{html} cannot be written: {error.strerror}", where="--html", remedy=remedy) from error
+        write_file(html, as_page(outcomes), "--html")
     if as_json:
         print(json.dumps(as_data(outcomes), indent=2))
     else:
-        Console(width=None if sys.stdout.isatty() else _WIDTH).print(as_table(outcomes))
+        terminal_console(_WIDTH).print(as_table(outcomes))
 
 
-def _scenario_facts(file: str | None, told: dict[str, Any]) -> dict[str, Any]:
-    """What is given, and for the rest what the job's plan says, or what is usual."""
+def _scenario_facts(file: str | None, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the given values, and for the others those of the job's plan or the defaults."""
     usual: dict[str, Any] = _facts_from_plan(file) if file else {"workers": 8, "parameter_bytes": 1e8, "compute_s": 0.1}
-    found = usual | {name: value for name, value in told.items() if value is not None}
+    found = usual | {name: value for name, value in given.items() if value is not None}
     return {"batch_size": 64 * found["workers"], **found}
 
 
 def _facts_from_plan(file: str) -> dict[str, Any]:
-    """Workers, parameters, batch and what a worker computes in a step, of a job's plan."""
+    """Return workers, parameters, batch size and computing time of a step from a job's plan."""
     from trainwright import api
     from trainwright.planning.job_file import load_job
 
     decision = api.plan(load_job(file))
     plan = decision.chosen
-    assert plan.estimate is not None, "a chosen plan has one"
+    assert plan.estimate is not None, "a chosen plan has an estimate"
     computed = ("compute", "recompute", "teachers", "other")
     return {
         "workers": plan.workers,
@@ -156,7 +257,7 @@ def _facts_from_plan(file: str) -> dict[str, Any]:
 
 
 def _parse_quantity(text: str, units: dict[str, float], option: str) -> float:
-    """A number with one of these units. Raises PlanError."""
+    """Parse a number with a unit. Raises PlanError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2] not in units:
         known = ", ".join(filter(None, units))
@@ -165,24 +266,24 @@ def _parse_quantity(text: str, units: dict[str, float], option: str) -> float:
 
 
 def _parse_slowdown(text: str) -> tuple[float, ...]:
-    """`2x5`: two that take five times as long. Raises PlanError."""
+    """Parse `2x5`: two workers take five times as long. Raises PlanError."""
     if not text:
         return ()
     found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)", text.strip())
     if found is None or float(found[2]) <= 0:
-        raise PlanError(f"{text!r} cannot be read", where="--slow", remedy="write workers x times: 1x5")
+        raise PlanError(f"{text!r} cannot be read", where="--slow", remedy="write WORKERSxFACTOR: 1x5")
     return (float(found[2]),) * int(found[1])
 
 
 def _parse_counts(text: str) -> list[int]:
-    """`1,2,4`. Raises PlanError."""
+    """Parse numbers with commas, such as `1,2,4`. Raises PlanError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise PlanError(f"{text!r} is no number of servers", where="--servers", remedy="write numbers: 1,2,4")
+        raise PlanError(f"{text!r} is not a number of servers", where="--servers", remedy="write numbers: 1,2,4")
     return [int(part) for part in parts]
 
 
-# --- Options of `trainwright plan` as people write them, read into numbers --------------------------------------------
+# --- Options of `trainwright plan` ------------------------------------------------------------------------------------
 
 
 _OPTIONS = (
@@ -196,47 +297,36 @@ _OPTIONS = (
 _HOURS = {"h": 1.0, "d": 24.0, "y": 24.0 * 365}
 
 
-def plan_arguments(cluster: str | None, given: Mapping[str, Any], out: str | None = None) -> dict[str, Any]:
-    """Arguments of `api.plan` from options by name, of which None was not given.
+def _plan_arguments(cluster: str | None, given: Mapping[str, Any], out: str | None = None) -> dict[str, Any]:
+    """Return the arguments of `api.plan` for the options of `trainwright plan`.
 
     Args:
-        cluster: that is not there.
-        given: what is asked about it.
-        out: where the plan of a job is written.
+        cluster: value of --cluster.
+        given: values of the options that need --cluster, by argument; None if missing.
+        out: value of --out.
 
     Raises:
-        PlanError: one cannot be read, or it does not go with a cluster that is not there, or only with one.
+        PlanError: a value cannot be read, or an option needs --cluster or excludes it.
     """
     if out is not None and cluster is not None:
-        what = "a plan for a cluster that is not there cannot be asked for again"
-        raise PlanError(what, where="--out", remedy="leave --cluster or --out out")
+        what = "a plan made with --cluster cannot be saved"
+        raise PlanError(what, where="--out", remedy="leave out --cluster or --out")
     named = {name: value for name, value in given.items() if value is not None}
     if cluster is None:
         for name in named:
             option = {"aim": "--for", "mtbf_hours": "--mtbf"}.get(name, f"--{name.replace('_', '-')}")
-            remedy = "give one too: --cluster 4x8xH100-80GB"
-            raise PlanError("it is a question about a cluster that is not there", where=option, remedy=remedy)
+            remedy = "add one: --cluster 4x8xH100-80GB"
+            raise PlanError("this option needs --cluster", where=option, remedy=remedy)
         return {}
     readers = {"price": parse_price, "mtbf_hours": parse_hours, "batch_sizes": parse_batch_sizes}
     return {"cluster": cluster} | {name: readers.get(name, _unchanged)(value) for name, value in named.items()}
 
 
 def with_option_names(remedy: str) -> str:
-    """Return what to do in the words of the command line: errors name arguments of Python's functions."""
+    """Replace Python arguments in the remedy of an error by options of the command line."""
     for pattern, option in _OPTIONS:
         remedy = re.sub(pattern, option, remedy)
     return remedy
-
-
-def write_html(answer: Any, path: str) -> None:
-    """Write what a notebook would show as a page of its own. Raises PlanError where the file cannot be written."""
-    from trainwright.planning.plan_charts import standalone_page
-
-    try:
-        Path(path).write_text(standalone_page(answer._repr_html_()), encoding="utf-8")
-    except OSError as error:
-        remedy = "name a file in a folder that is there"
-        raise PlanError(f"{path} cannot be written: {error.strerror}", where="--html", remedy=remedy) from error
 
 
 def _unchanged(value: Any) -> Any:
@@ -244,7 +334,7 @@ def _unchanged(value: Any) -> Any:
 
 
 def parse_price(text: str) -> Price | str:
-    """`on-demand`, `spot` or dollars an hour, `2.50` or `$2.50`; other words are left for the planner to refuse."""
+    """Parse `on-demand`, `spot` or dollars an hour, `2.50` or `$2.50`; the planner refuses other words."""
     try:
         return float(text.removeprefix("$"))
     except ValueError:
@@ -252,7 +342,7 @@ def parse_price(text: str) -> Price | str:
 
 
 def parse_hours(text: str) -> float:
-    """`50000h`, `2000d`, `5y`. Raises PlanError for a number without unit, and for what is no positive number."""
+    """Parse a time such as `50000h`, `2000d` or `5y`. Raises PlanError without unit or positive number."""
     number, unit = text[:-1], text[-1:]
     try:
         hours = float(number) * _HOURS[unit]
@@ -260,16 +350,16 @@ def parse_hours(text: str) -> float:
         hours = math.nan
     if 0 < hours < math.inf:
         return hours
-    missing = " has no unit" if text.replace(".", "", 1).isdigit() else " is no time between failures"
+    missing = " has no unit" if text.replace(".", "", 1).isdigit() else " is not a time between failures"
     remedy = "write hours, days or years of one accelerator: 50000h, 2000d, 5y"
     raise PlanError(f"{text!r}{missing}", where="--mtbf", remedy=remedy)
 
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:
-    """`256,512,1024`. Raises PlanError for anything else."""
+    """Parse numbers with commas, such as `256,512,1024`. Raises PlanError."""
     parts = [part.strip() for part in text.split(",")]
     wrong = [part for part in parts if not (part.isascii() and part.isdigit() and int(part))]
     if wrong:
-        remedy = "write samples with commas between: 256,512,1024"
-        raise PlanError(f"{wrong[0]!r} is no batch size", where="--batch-sizes", remedy=remedy)
+        remedy = "write numbers of samples with commas: 256,512,1024"
+        raise PlanError(f"{wrong[0]!r} is not a batch size", where="--batch-sizes", remedy=remedy)
     return tuple(map(int, parts))

@@ -1,141 +1,352 @@
-"""`trainwright submit`: a job file run by a cluster, followed from here."""
+"""Commands that run a job or use a finished run: fit, distill, evaluate, export, predict, submit and chaos."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
+import signal
 import sys
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainwright.core.errors import JobError
+from trainwright.cli.options import (
+    AsJson,
+    Fresh,
+    JobFile,
+    Overrides,
+    Resume,
+    Strategy,
+    Verbose,
+    Workers,
+    print_json,
+    terminal_console,
+    with_pins,
+)
+from trainwright.core.errors import JobError, nearest
 
 if TYPE_CHECKING:
     from trainwright.submit.job_submission import Submission, SubmitOptions
 
-_WIDTH = 120  # of lines in files and pipes
-
-
+_Student = Annotated[str | None, typer.Option(metavar="NAME", help="Use this student of the file's distillation.")]
+_Step = Annotated[int | None, typer.Option(help="Use the checkpoint of this step; by default the newest.")]
 _Address = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Of Ray's dashboard; by default RAY_ADDRESS or http://127.0.0.1:8265."),
+    typer.Option(metavar="URL", help="Address of Ray's dashboard; by default RAY_ADDRESS or http://127.0.0.1:8265."),
 ]
-_Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job.")
+_Env = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Also send this environment variable, as a secret. Repeatable."),
 ]
+_Folder = Annotated[str | None, typer.Option(metavar="DIR", help="Pack this folder; by default that of the job file.")]
+
+
+def fit(
+    file: JobFile,
+    overrides: Overrides = None,
+    strategy: Strategy = None,
+    workers: Workers = None,
+    resume: Resume = False,
+    fresh: Fresh = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Let the cluster drive the run, and return at once.")
+    ] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Plan, start workers, train, recover and report. The same command resumes a stopped run."""
+    from trainwright import api
+
+    if detach:
+        job = _job(file, overrides, strategy, workers)
+        api.start(job, resume=resume, fresh=fresh, verbose=verbose, detached=True)
+        print(f"the cluster drives {job.name}; follow it with: trainwright logs {job.name} -f --storage {job.storage}")
+        return
+    run = api.fit(_job(file, overrides, strategy, workers), resume=resume, fresh=fresh, verbose=verbose)
+    if run.state == "stopped":
+        raise typer.Exit(128 + (run.signal or signal.SIGINT))
+    _print_result(run, file, overrides or [])
+
+
+def distill(
+    file: Annotated[str, typer.Argument(metavar="FILE.py", help="Python with a Distillation or a recipe in it.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="FIELD=VALUE", help="Override a field of the distillation, the student's job or the loss."
+        ),
+    ] = None,
+    strategy: Strategy = None,
+    workers: Workers = None,
+    resume: Resume = False,
+    fresh: Fresh = False,
+    verbose: Verbose = False,
+) -> None:
+    """Train students on teacher outputs and compare both. The same command resumes a stopped run."""
+    from trainwright import api
+    from trainwright.distillation.distilled_run import DistilledRun
+    from trainwright.planning.job_file import load_distillation
+
+    found = load_distillation(file, with_pins(overrides, strategy, workers))
+    done: Any = api.distill(found, resume=resume, fresh=fresh, verbose=verbose)
+    if getattr(done, "state", "done") == "stopped":
+        raise typer.Exit(128 + (done.signal or signal.SIGINT))
+    if isinstance(done, DistilledRun):
+        _print_student_results(done, file, overrides or [])
+    else:
+        print(done)
+
+
+def evaluate(
+    file: JobFile,
+    overrides: Overrides = None,
+    student: _Student = None,
+    step: _Step = None,
+    here: Annotated[bool, typer.Option("--here", help="Evaluate in this process on one CPU.")] = False,
+    verbose: Verbose = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compute loss and metrics of a run's checkpoint on the job's evaluation set.
+
+    Workers of the cluster compute them, with the plan that the run was trained with. If the plan has one worker, this
+    process computes them.
+    """
+    from trainwright import api
+
+    metrics = api.evaluate(_trained(file, overrides, student), step=step, here=here, verbose=verbose)
+    if as_json:
+        print_json(metrics)
+    else:
+        print("\n".join(f"{name:<20} {value:.6g}" for name, value in metrics.items()))
+
+
+def export(
+    file: JobFile,
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="File or folder to write. Its ending is the format: see above.")
+    ],
+    overrides: Overrides = None,
+    student: _Student = None,
+    step: _Step = None,
+) -> None:
+    """Export the model of a run for use without trainwright.
+
+    The ending of PATH is the format. torch: `.safetensors` or `.pt`. Keras: `.keras`, `.weights.h5`, or no ending for
+    the folder of a SavedModel.
+    """
+    from trainwright import api
+
+    print(api.export(_trained(file, overrides, student), path, step=step))
+
+
+def predict(
+    file: JobFile,
+    to: Annotated[str, typer.Option(metavar="PATH", help="Write the predictions to this folder or URI.")],
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Read these parquet files; by default the job's evaluation set.")
+    ] = None,
+    columns: Annotated[
+        list[str] | None, typer.Option("--column", help="Write this output of the model; by default all. Repeatable.")
+    ] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option("--keep", help="Also write this column of the data. Repeatable.")
+    ] = None,
+    overrides: Overrides = None,
+    student: _Student = None,
+    step: _Step = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Use a pool of this many workers; by default as many as the cluster has resources for."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Give this number of rows to the model at once.")
+    ] = None,
+    range_rows: Annotated[
+        int | None, typer.Option(min=1, help="Write at most this number of rows into one part.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Compute again the rows that the folder already has.")] = False,
+    verbose: Verbose = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the model's outputs for every row of a data set. The same command resumes after a stop.
+
+    If the run divided its model over workers, the same layout computes the outputs. Otherwise, or with --workers, each
+    worker of a pool has the whole model.
+    """
+    from trainwright import api
+
+    found = api.predict(
+        _trained(file, overrides, student), data, to=to, columns=columns, keep=keep or (), step=step, workers=workers,
+        batch_size=batch_size, range_rows=range_rows, fresh=fresh, verbose=verbose,
+    )  # fmt: skip
+    if as_json:
+        print_json(asdict(found))
+    else:
+        print(found)
 
 
 def submit(
-    file: Annotated[str, typer.Argument(metavar="FILE.py", help="Python with a Job, Distillation or recipe in it.")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE.py", help="Python with a Job, a Distillation or a recipe in it.")
+    ],
     address: _Address = None,
-    overrides: _Overrides = None,
-    strategy: Annotated[str | None, typer.Option(help="Pin a strategy.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Pin the number of workers.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on although the job was changed.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin the run of this name again.")] = False,
-    no_wait: Annotated[bool, typer.Option("--no-wait", help="Submit, and return at once.")] = False,
-    attach: Annotated[bool, typer.Option("--attach", help="Submit nothing: follow the run's job as it is.")] = False,
+    overrides: Overrides = None,
+    strategy: Strategy = None,
+    workers: Workers = None,
+    resume: Resume = False,
+    fresh: Fresh = False,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Submit the job and return at once.")] = False,
+    attach: Annotated[bool, typer.Option("--attach", help="Submit nothing; follow the run's latest job.")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="Stop the run's job with a checkpoint.")] = False,
-    env: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Send this environment variable too, as a secret.")
-    ] = None,
+    env: _Env = None,
     no_credentials: Annotated[
-        bool, typer.Option("--no-credentials", help="Send none of storage; nodes have their own.")
+        bool, typer.Option("--no-credentials", help="Send no storage credentials; the nodes have their own.")
     ] = False,
-    folder: Annotated[str | None, typer.Option(metavar="DIR", help="To pack; by default the file's own.")] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show Ray's own output and every checkpoint.")
-    ] = False,
+    folder: _Folder = None,
+    verbose: Verbose = False,
 ) -> None:
-    """Run a job file on a cluster: pack its folder, send it, follow its log; exit with the job's own code.
+    """Run a job file on a cluster: pack its folder, send it, follow its log, and exit with the job's exit code.
 
-    The same command follows the job where it is under way already, and resumes the run where it was stopped. Ctrl-C
-    leaves it running.
+    If the job already runs, the same command follows it. If the run was stopped, the same command resumes it. Ctrl-C
+    ends only this command: the job continues on the cluster.
     """
-    from rich.console import Console
+    from rich.text import Text
 
     from trainwright.submit.job_log import LogDisplay
     from trainwright.submit.job_server import job_server_address
     from trainwright.submit.job_submission import Submission, SubmitOptions, SubmitOutput
 
     if stop and attach:
-        raise JobError(["--stop and --attach: give one of them"])
-    pinned = [f"strategy={strategy}"] if strategy is not None else []
-    pinned += [f"workers={workers}"] if workers is not None else []
+        raise JobError(["--stop and --attach cannot be used together"])
     flags = {"--resume": resume, "--fresh": fresh, "--verbose": verbose}
-    wish = SubmitOptions(
-        file=file, overrides=(*(overrides or ()), *pinned), options=tuple(name for name, on in flags.items() if on),
-        env=tuple(env or ()), credentials=not no_credentials, folder=folder,
-    )  # fmt: skip
-    out = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    talk = SubmitOutput(say=_say, screen=lambda: LogDisplay(out, verbose=verbose), again=_attach_command(wish, address))
-    submission = Submission(wish, job_server_address(address, os.environ), os.environ, talk)
-    code = submission.stop() if stop else _run(submission, attach=attach, wait=not no_wait)
+    options = SubmitOptions(
+        file=file,
+        overrides=tuple(with_pins(overrides, strategy, workers)),
+        fit_options=tuple(name for name, on in flags.items() if on),
+        env=tuple(env or ()),
+        credentials=not no_credentials,
+        folder=folder,
+    )
+    console = terminal_console()
+    output = SubmitOutput(
+        write_line=_print_message,
+        make_display=lambda: LogDisplay(
+            lambda line: console.print(Text(line), soft_wrap=True, highlight=False), verbose=verbose
+        ),
+        attach_command=_attach_command(options, address),
+    )
+    submission = Submission(options, job_server_address(address, os.environ), os.environ, output)
+    code = submission.stop() if stop else _submit_and_follow(submission, attach=attach, wait=not no_wait)
     if code:
         raise typer.Exit(code)
 
 
-def _run(submission: Submission, *, attach: bool, wait: bool) -> int:
-    """Submit or attach, and follow; the exit code."""
+def _submit_and_follow(submission: Submission, *, attach: bool, wait: bool) -> int:
+    """Submit or attach, and follow the job if `wait` is set; return the exit code."""
     name = submission.submit(attach=attach)
     if not wait:
-        _say(submission.ways())
+        _print_message(submission.follow_hint())
         return 0
     return submission.follow(name)
 
 
-def _say(line: str) -> None:
+def _print_message(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _attach_command(wish: SubmitOptions, address: str | None) -> str:
-    """The command that comes back to the same job."""
-    parts = ["trainwright", "submit", wish.file, *(["--address", address] if address else [])]
-    parts += [part for item in wish.overrides for part in ("--set", item)]
+def _attach_command(options: SubmitOptions, address: str | None) -> str:
+    """Return the command that follows the same job again."""
+    parts = ["trainwright", "submit", options.file, *(["--address", address] if address else [])]
+    parts += [part for item in options.overrides for part in ("--set", item)]
     return shlex.join(parts)
 
 
-# --- `trainwright chaos` ----------------------------------------------------------------------------------------------
-
-
-_TABLE_WIDTH = 120  # of tables in files and pipes
-
-
 def chaos(
-    file: Annotated[str, typer.Argument(metavar="FILE.py", help="A job file: Python with a trainwright.Job in it.")],
+    file: JobFile,
     faults: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Faults to give; by default all that fit the job.")
+        str, typer.Option(metavar="NAME,...", help="Inject these faults; by default all that fit the job.")
     ] = "",
-    seed: Annotated[int, typer.Option(help="Of the schedule of faults.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the schedule of faults.")] = 0,
     every: Annotated[
         float | None,
-        typer.Option(min=0.1, metavar="SECONDS", help="Go on with random faults until the end, so far apart."),
+        typer.Option(min=0.1, metavar="SECONDS", help="Inject random faults until the run ends, this far apart."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job.")
-    ] = None,
-    twice: Annotated[bool, typer.Option("--twice", help="Ask too whether two unbroken runs agree.")] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the runs where they are.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    overrides: Overrides = None,
+    twice: Annotated[bool, typer.Option("--twice", help="Also check whether two runs without faults agree.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the runs after the test.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Train the job unbroken and under faults: exit 0 when the two agree bitwise, 1 when they do not."""
+    """Train the job without and with injected faults; exit 0 if the two runs agree bitwise, else 1."""
     from rich.console import Console
 
     from trainwright import api
     from trainwright.chaos_testing.chaos_report import as_data, as_table
     from trainwright.planning.job_file import load_job
 
-    talk = Console(stderr=True, highlight=False)
+    messages = Console(stderr=True, highlight=False)
     names = [name.strip() for name in faults.split(",") if name.strip()]
-    verdict = api.chaos(
+    report = api.chaos(
         load_job(file, overrides or ()), faults=names, seed=seed, every_s=every, twice=twice, keep=keep,
-        say=lambda line: talk.print(line, soft_wrap=True, markup=False),
+        say=lambda line: messages.print(line, soft_wrap=True, markup=False),
     )  # fmt: skip
     if as_json:
-        print(json.dumps(as_data(verdict), indent=2))
+        print(json.dumps(as_data(report), indent=2))
     else:
-        Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(as_table(verdict))
-    if not verdict.passed:
+        terminal_console().print(as_table(report))
+    if not report.passed:
         raise typer.Exit(1)
+
+
+def _job(file: str, overrides: list[str] | None, strategy: str | None, workers: int | None) -> Any:
+    from trainwright.planning.job_file import load_job
+
+    return load_job(file, with_pins(overrides, strategy, workers))
+
+
+def _trained(file: str, overrides: list[str] | None, student: str | None) -> Any:
+    """Return the job of a file, or that of one student of its distillation."""
+    if student is None:
+        return _job(file, overrides, None, None)
+    from trainwright.distillation.distilled_run import students
+    from trainwright.planning.job_file import load_distillation
+
+    found = students(load_distillation(file, overrides or ()))
+    if student not in found:
+        raise JobError([f"--student {student}: the distillation has no such student; {nearest(student, found)}"])
+    return found[student].job
+
+
+def _print_result(run: Any, file: str, overrides: list[str]) -> None:
+    """Print where the results are, and how to use the model."""
+    from trainwright.inference.trained_model import loading_code
+
+    _print_result_lines(run, loading_code(file, overrides), _command_arguments(file, overrides))
+
+
+def _print_student_results(run: Any, file: str, overrides: list[str]) -> None:
+    """Print the same for a distillation, with the first student as example."""
+    from trainwright.distillation.distilled_run import student_loading_code
+
+    student = next(iter(run.students))
+    arguments = f"{_command_arguments(file, overrides)} --student {student}"
+    _print_result_lines(run, student_loading_code(file, overrides), arguments)
+
+
+def _command_arguments(file: str, overrides: list[str]) -> str:
+    return shlex.quote(file) + "".join(f" --set {shlex.quote(item)}" for item in overrides)
+
+
+def _print_result_lines(run: Any, loading_code: str, arguments: str) -> None:
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in run.metrics.items())
+    lines = [
+        f"result       {metrics or 'no evaluation set'}",
+        f"report       {run.report}",
+        f"checkpoints  {run.folder}/checkpoints",
+        f"tensorboard  {run.folder}/tensorboard",
+        f"model        {loading_code}",
+        f"evaluate     trainwright evaluate {arguments}",
+    ]
+    print("\n".join(lines))

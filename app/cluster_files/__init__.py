@@ -1,6 +1,5 @@
-"""Files that describe a cluster: for `ray up`, Slurm and Kubernetes; writing one, and looking one over."""
+"""Write and check the files that describe a cluster: for `ray up`, for Slurm and for Kubernetes."""
 
-from trainwright.cluster_files.node_groups import Need
 from trainwright.cluster_files.validation import check
 
-__all__ = ["Need", "check"]
+__all__ = ["check"]

@@ -1,6 +1,6 @@
-"""Values that a user changes: each stands on the line below `# CHANGE name: what it is`.
+"""Fill in the values of a cluster file template; each is on the line below `# CHANGE name: what it is`.
 
-Values are put in by line, so that comments stay; what came of it is read again, by the rules of the file's language.
+Values are replaced line by line, so that comments stay. The result is read again, to check that each value arrived.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ClusterFileError(TrainwrightError, ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Placeholder:
-    """A value to change.
+    """A value that the user changes.
 
     Attributes:
-        name: of the value, once in a file.
-        what: it is.
-        line: the value's, from 1.
-        value: as it stands there, as a text.
+        name: unique in the file.
+        what: description, from the comment.
+        line: line number of the value, from 1.
+        value: the current value as text.
     """
 
     name: str
@@ -46,13 +46,13 @@ class Placeholder:
 
     @property
     def yours(self) -> bool:
-        """Whether the file cannot know it: it says `your …`, and holds a sample."""
+        """Return whether only the user can know the value: its description starts with `your`."""
         return self.what.startswith("your ")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ValueLine:
-    """The line of a value: what comes before, the value as written, and what comes behind."""
+    """A line with a value, split into the text before it, the value as written, and the text after it."""
 
     before: str
     written: str
@@ -61,14 +61,14 @@ class _ValueLine:
 
     @property
     def value(self) -> str:
-        """What the written value says."""
+        """Return the value without quotes."""
         if self.shell:
             return "".join(shlex.split(self.written))
         said = yaml.safe_load(self.written)
         return said if isinstance(said, str) else self.written
 
     def holding(self, value: str) -> str:
-        """The line with another value."""
+        """Return the line with another value."""
         return f"{self.before}{self._write(value)}{self.behind}"
 
     def _write(self, value: str) -> str:
@@ -78,12 +78,16 @@ class _ValueLine:
         if isinstance(said, list) and not value.startswith("["):
             return f"[{value}]"
         if not isinstance(said, str):
-            return value  # a number, a list: as written, and read again at the end
+            return value  # a number or a list: as written; _verify checks it
         return value if _PLAIN.fullmatch(value) and yaml.safe_load(value) == value else _quoted(value)
 
 
 def find_placeholders(text: str) -> list[Placeholder]:
-    """Those of a file, in order. Raises ClusterFileError for a name that comes twice or a line that cannot be read."""
+    """Return the placeholders of a file in order.
+
+    Raises:
+        ClusterFileError: a name is used twice, or no value follows a comment.
+    """
     lines = text.splitlines()
     found: dict[str, Placeholder] = {}
     for number, line in enumerate(lines, 1):
@@ -92,25 +96,23 @@ def find_placeholders(text: str) -> list[Placeholder]:
             continue
         below = _parse_line(lines[number]) if number < len(lines) else None
         if below is None or mark["name"] in found:
-            said = "comes twice" if below else "is followed by no value"
-            raise ClusterFileError(f"CHANGE {mark['name']} {said}", where=f"line {number}", remedy="mend the file")
+            said = "is used twice" if below else "has no value on the next line"
+            raise ClusterFileError(f"CHANGE {mark['name']} {said}", where=f"line {number}", remedy="correct the file")
         found[mark["name"]] = Placeholder(name=mark["name"], what=mark["what"], line=number + 1, value=below.value)
     return list(found.values())
 
 
 def fill_placeholders(text: str, values: Mapping[str, str]) -> str:
-    """The text with these values by name, read again to see that each has arrived.
+    """Return the text with these values by name.
 
     Raises:
-        ClusterFileError: there is no such name, or a value cannot stand there.
+        ClusterFileError: a name is unknown, or a value does not fit its place.
     """
     known = {marker.name: marker for marker in find_placeholders(text)}
     lines = text.splitlines(keepends=True)
     for name, value in values.items():
         if name not in known:
-            raise ClusterFileError(
-                f"there is no value {name} in this file", where=f"--set {name}", remedy=nearest(name, known)
-            )
+            raise ClusterFileError(f"the file has no value {name}", where=f"--set {name}", remedy=nearest(name, known))
         if value != known[name].value:
             lines[known[name].line - 1] = _replace_value(lines[known[name].line - 1], name, value)
     changed = "".join(lines)
@@ -120,18 +122,18 @@ def fill_placeholders(text: str, values: Mapping[str, str]) -> str:
 
 def _replace_value(line: str, name: str, value: str) -> str:
     parts = _parse_line(line.rstrip("\n"))
-    assert parts is not None, "markers() has read it"
+    assert parts is not None, "find_placeholders() has read it"
     sbatch = line.lstrip().startswith("#SBATCH")
     if not value or not value.isprintable() or (sbatch and not re.fullmatch(r"[^\s#'\"\\]+", value)):
         raise ClusterFileError(
-            f"{value!r} cannot stand there", where=f"--set {name}",
-            remedy="leave out spaces, quotes, # and \\" if sbatch else "give one line of text, which is not empty",
+            f"{value!r} is not a valid value here", where=f"--set {name}",
+            remedy="leave out spaces, quotes, # and \\" if sbatch else "give one line of text that is not empty",
         )  # fmt: skip
     return parts.holding(value) + ("\n" if line.endswith("\n") else "")
 
 
 def _parse_line(text: str) -> _ValueLine | None:
-    """A line with a value, taken apart; None where there is none."""
+    """Split a line with a value; None if it has none."""
     shell = _SHELL.match(text)
     if shell is not None:
         return _ValueLine(before=shell["lead"], written=shell["value"], behind=shell["tail"], shell=True)
@@ -156,21 +158,23 @@ def _quoted(value: str) -> str:
 
 
 def _verify(before: str, after: str, values: Mapping[str, str]) -> None:
-    """That every value arrived, and no other changed. Raises ClusterFileError."""
+    """Check that every value arrived and no other changed. Raises ClusterFileError."""
     try:
         now = {marker.name: marker.value for marker in find_placeholders(after)}
         whole = not _is_yaml(before) or _types(before) == _types(after)
     except (yaml.YAMLError, ValueError) as error:
         raise ClusterFileError(
-            f"a value cannot stand in the file: {error}", where="--set", remedy="give one as it stands in the sample"
+            f"a value does not fit the file: {error}",
+            where="--set",
+            remedy="write the value in the form of the template",
         ) from error
     wanted = {marker.name: marker.value for marker in find_placeholders(before)} | dict(values)
     wrong = sorted(name for name in wanted if now.get(name) not in (wanted[name], f"[{wanted[name]}]"))
     if wrong or not whole:
         names = ", ".join(f"--set {name}" for name in wrong or sorted(values))
         raise ClusterFileError(
-            "a value cannot stand in the file: read again it says something else", where=names,
-            remedy="give a value of the same kind as the sample's: a number for a number, a list for a list",
+            "a value does not fit the file: it is read back as another value", where=names,
+            remedy="give a value of the type of the template: a number for a number, a list for a list",
         )  # fmt: skip
 
 
@@ -179,7 +183,7 @@ def _is_yaml(text: str) -> bool:
 
 
 def _types(text: str) -> list[tuple[str, str]]:
-    """The way to each value and its type."""
+    """Return the path and the type of each value."""
     return [found for document in yaml.safe_load_all(text) for found in _leaf_types(document, "")]
 
 

@@ -1,21 +1,26 @@
-"""How Ray is started: `ray start` in a command, with the environment before it; or `ray symmetric-run`."""
+"""Check the commands that start Ray, `ray start` and `ray symmetric-run`, their environment and container image."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
 
-from trainwright.cluster_files.yaml_checks import YamlItem, closest, load_schema
-from trainwright.core.errors import Finding
+from trainwright.cluster_files.yaml_checks import YamlItem
+from trainwright.core.errors import Finding, nearest
+from trainwright.ray_cluster.ray_compat import ray_start_options
 
-HEALTH_CHECK_SETTINGS = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}
+_HEALTH_CHECK_SETTINGS = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}
 _START_COMMAND = re.compile(r"\bray\s+(?:start|symmetric-run)\b")
 _SET = re.compile(r"(?:^|[\s(])(?:export\s+)?(RAY_\w+)=(\S*)")
 _OPTION = re.compile(r"(?<=\s)--([a-z][\w-]*)(?:[=\s]+([^\s-]\S*))?")
-_ANYWHERE = ("0.0.0.0", "::", "[::]", "*")
-_TOKEN = (
-    "set RAY_AUTH_MODE=token in front of every `ray start`, and give every node ~/.ray/auth_token "
+_ALL_ADDRESSES = ("0.0.0.0", "::", "[::]", "*")
+_IMAGE = re.compile(r"rayproject/ray(?:-ml)?:(?P<version>\d+\.\d+\.\d+)")
+OPEN_PORTS = "anyone who reaches Ray's ports can run code"
+_TOKEN_REMEDY = (
+    "set RAY_AUTH_MODE=token in front of every `ray start`, and copy ~/.ray/auth_token to every node "
     "(docs/clusters.md, Token)"
 )
 
@@ -25,9 +30,9 @@ class RayStart:
     """One call of `ray start`.
 
     Attributes:
-        item: where it stands.
-        options: by name, without dashes.
-        environment: that it is given.
+        item: the command in the file.
+        options: values by name, without dashes.
+        environment: variables that the command gets.
         head: whether it starts the head.
     """
 
@@ -38,7 +43,12 @@ class RayStart:
 
 
 def parse_start(item: YamlItem, environment: Mapping[str, str]) -> RayStart | None:
-    """The call in a command; None where there is none. `environment` is what the command has from elsewhere."""
+    """Return the call of `ray start` in a command, or None.
+
+    Args:
+        item: the command.
+        environment: variables that are set elsewhere, as by the container.
+    """
     call = _START_COMMAND.search(str(item.value))
     if call is None:
         return None
@@ -55,18 +65,27 @@ def parse_start(item: YamlItem, environment: Mapping[str, str]) -> RayStart | No
 
 
 def check_starts(starts: Sequence[RayStart]) -> list[Finding]:
-    """What is wrong with how Ray is started."""
-    found = [finding for start in starts for finding in (*_options(start), *_token(start))]
+    """Return what is wrong with the commands that start Ray."""
+    found = []
+    for start in starts:
+        options = dict.fromkeys(start.options, start.item)
+        found += [*unknown_options(options), *_token(start)]
     return found + [finding for start in starts if start.head for finding in (*_dashboard(start), *_health(start))]
 
 
-def _options(start: RayStart) -> list[Finding]:
-    known = [*load_schema("ray")["ray_start"], "min-nodes", "help"]
-    unknown = [name for name in start.options if name.replace("_", "-") not in known]
+def unknown_options(options: Mapping[str, YamlItem]) -> list[Finding]:
+    """Return findings for names that are not options of `ray start`."""
+    known = _known_options()
     return [
-        start.item.finding("options", "bad", f"--{name} is no option of `ray start`", closest(name, known))
-        for name in unknown
+        item.finding("options", "bad", f"`ray start` has no option --{name}", nearest(name, known))
+        for name, item in options.items()
+        if name.replace("_", "-") not in known
     ]
+
+
+@cache
+def _known_options() -> list[str]:
+    return [*ray_start_options(), "help"]
 
 
 def _token(start: RayStart) -> list[Finding]:
@@ -74,33 +93,49 @@ def _token(start: RayStart) -> list[Finding]:
     if mode.lower() == "token":
         return []
     said = f"RAY_AUTH_MODE is {mode}" if mode else "RAY_AUTH_MODE is not set"
-    return [start.item.finding("token", "bad", f"{said}: whoever reaches Ray's ports can run code here", _TOKEN)]
+    return [start.item.finding("token", "bad", f"{said}: {OPEN_PORTS}", _TOKEN_REMEDY)]
 
 
 def _dashboard(start: RayStart) -> list[Finding]:
     host = start.options.get("dashboard-host", "127.0.0.1").strip("'\"")
-    if host not in _ANYWHERE:
+    if host not in _ALL_ADDRESSES:
         return []
     return [
         start.item.finding(
             "dashboard",
             "bad",
-            f"the dashboard, which takes jobs, listens on {host}: on every network of the head",
+            f"the dashboard, which accepts jobs, listens on {host}: on every network of the head",
             "write --dashboard-host=127.0.0.1 and reach it through `ray dashboard` or `ssh -L 8265:localhost:8265`",
         )
     ]
 
 
 def _health(start: RayStart) -> list[Finding]:
-    missing = [name for name in HEALTH_CHECK_SETTINGS if f"RAY_health_check_{name}" not in start.environment]
+    return health_check_findings(start.item, start.environment, "set in front of `ray start --head`")
+
+
+def health_check_findings(place: YamlItem, environment: Iterable[str], remedy: str) -> list[Finding]:
+    """Return a finding if the head's environment does not shorten Ray's health checks.
+
+    Args:
+        place: where the head is started.
+        environment: names of its variables.
+        remedy: where to set missing variables.
+    """
+    given = set(environment)
+    missing = {name: value for name, value in _HEALTH_CHECK_SETTINGS.items() if f"RAY_health_check_{name}" not in given}
     if not missing:
         return []
-    wanted = " ".join(f"RAY_health_check_{name}={HEALTH_CHECK_SETTINGS[name]}" for name in missing)
-    return [
-        start.item.finding(
-            "health checks",
-            "doubtful",
-            "Ray takes 64 s to find that a node is silent: a run waits as long to recover",
-            f"set in front of `ray start --head`: {wanted}",
-        )
-    ]
+    wanted = " ".join(f"RAY_health_check_{name}={value}" for name, value in missing.items())
+    said = "Ray needs 64 s to notice that a node has failed, and a run waits as long before it recovers"
+    return [place.finding("health checks", "doubtful", said, f"{remedy}: {wanted}")]
+
+
+def image_findings(place: YamlItem) -> list[Finding]:
+    """Return a finding if a container image has another version of Ray than this machine."""
+    found = _IMAGE.search(str(place.value))
+    here = metadata.version("ray")
+    if found is None or found["version"] == here:
+        return []
+    said = f"the image has Ray {found['version']}, but Ray {here} is installed here; the versions must be equal"
+    return [place.finding("images", "bad", said, f"write {str(place.value).replace(found['version'], here)}")]

@@ -1,58 +1,60 @@
-"""Files of `ray up`: what Ray's own validation finds, and what it lets pass."""
+"""Check files of `ray up` for mistakes that cost money, open the cluster to others or stop nodes from starting.
+
+Keys and types come from Ray's own JSON schema; `node_config` is left to the cloud, which refuses wrong keys itself.
+"""
 
 from __future__ import annotations
 
 import re
-from importlib import metadata
 from pathlib import PurePosixPath
 
 from trainwright.cluster_files import ray_start
 from trainwright.cluster_files.node_groups import (
     InstanceType,
-    Need,
     NodeGroup,
     instance_types,
     parse_tpu_slice,
     price_findings,
-    room,
     tpu_generations,
 )
-from trainwright.cluster_files.yaml_checks import YamlItem, changes, closest, load_schema, near, schema_findings
-from trainwright.core.errors import Finding
+from trainwright.cluster_files.yaml_checks import YamlItem, schema_findings
+from trainwright.core.errors import Finding, nearest
 
 _PROVIDERS = ("aws", "gcp", "local")
-_FOREIGN = ("azure", "aliyun", "vsphere", "external", "spark")
+_UNCHECKED_PROVIDERS = ("azure", "aliyun", "vsphere", "external", "spark")
+_PROVIDER_KEYS = {"aws": ("region",), "gcp": ("region", "availability_zone", "project_id"), "local": ()}
 
 
-def check_ray_up(file: YamlItem, need: Need | None) -> list[Finding]:
-    """Everything found in a file of `ray up`, with this provider or that."""
-    known = load_schema("ray")
-    found = schema_findings(file, known["file"], known)
+def check_ray_up(file: YamlItem) -> list[Finding]:
+    """Return the findings of a file of `ray up`."""
+    found = schema_findings(file)
     kind = file.text("provider", "type")
     provider = file.at("provider")
     if provider is None or not provider.mapping:
         return found
     if kind not in _PROVIDERS:
         return [*found, _unknown_provider(provider, kind)]
-    found += schema_findings(provider, known[f"provider_{kind}"], known)
+    missing = [name for name in _PROVIDER_KEYS[kind] if name not in provider.fields]
+    found += [provider.finding("keys", "bad", f"{name} is missing", f"add {name}:") for name in missing]
     found += ray_start.check_starts(_start_commands(file))
     if kind == "local":
-        return found + _check_local(file, need)
-    groups, of_nodes = _node_groups(file, kind, known)
-    return found + of_nodes + _check_cloud(file, kind) + _totals(file, groups, need)
+        return found + _check_local(file)
+    groups, of_nodes = _node_groups(file, kind)
+    prices = price_findings(file, groups, file.number("max_workers", default=2))
+    return found + of_nodes + _check_cloud(file, kind) + prices
 
 
 def _unknown_provider(provider: YamlItem, kind: str) -> Finding:
     place = provider.at("type") or provider
-    if kind in _FOREIGN:
-        return place.finding("provider", "doubtful", f"nothing is known here of {kind}", "check what is below by hand")
+    if kind in _UNCHECKED_PROVIDERS:
+        return place.finding("provider", "doubtful", f"the provider {kind} is not checked", "check the file by hand")
     if not kind:
-        return place.finding("provider", "bad", "it has no type", f"add type: {closest(kind, _PROVIDERS)}")
-    return place.finding("provider", "bad", f"{kind} is no provider", closest(kind, _PROVIDERS))
+        return place.finding("provider", "bad", "type is missing", f"add type: one of {', '.join(_PROVIDERS)}")
+    return place.finding("provider", "bad", f"Ray has no provider {kind}", nearest(kind, _PROVIDERS))
 
 
 def _start_commands(file: YamlItem) -> list[ray_start.RayStart]:
-    """All calls of `ray start`; what the container's environment holds counts for each."""
+    """Return all calls of `ray start`, each with the environment of the container."""
     docker = {
         name: value
         for options in ("run_options", "head_run_options", "worker_run_options")
@@ -67,22 +69,23 @@ def _start_commands(file: YamlItem) -> list[ray_start.RayStart]:
     return [found for command in commands if (found := ray_start.parse_start(command, docker))]
 
 
-def _node_groups(file: YamlItem, cloud: str, known: dict[str, object]) -> tuple[list[NodeGroup], list[Finding]]:
-    """The groups of nodes, head first, and what is wrong with their types."""
+def _node_groups(file: YamlItem, cloud: str) -> tuple[list[NodeGroup], list[Finding]]:
+    """Return the groups of nodes and the findings of their types."""
     types = file.at("available_node_types")
     head = file.text("head_node_type")
     if types is None or not types.fields:
-        return [], [file.finding("node types", "bad", "available_node_types is missing", "say which machines to rent")]
+        return [], [
+            file.finding("node types", "bad", "available_node_types is missing", "add the types of machines to rent")
+        ]
     found = _head(file, types, head)
     groups = []
     for name, kind in types.fields.items():
         node = kind.at("node_config")
         if node is None or not node.mapping:
             continue
-        shape = _schema_name(node, cloud)
-        found += schema_findings(node, known[shape], dict(known))
-        machine, of_machine = _instance_type(node, shape)
-        found += of_machine + _resource_findings(kind, machine, shape)
+        tpu = cloud == "gcp" and node.at("machineType") is None and bool(_TPU_KEYS & node.fields.keys())
+        machine, of_machine = _tpu_type(node) if tpu else _instance_type(node, cloud)
+        found += of_machine + _resource_findings(kind, machine, declared=cloud == "gcp" and not tpu)
         group = _group(file, kind, node, machine)
         groups.append(group)
         found += _spot_head(node) if name == head and group.spot else []
@@ -91,26 +94,21 @@ def _node_groups(file: YamlItem, cloud: str, known: dict[str, object]) -> tuple[
 
 
 def _group(file: YamlItem, kind: YamlItem, node: YamlItem, machine: InstanceType | None) -> NodeGroup:
-    """The nodes of a type."""
+    """Return the group of the nodes of one type."""
     name = kind.path.rpartition(".")[2]
     most = file.number("max_workers", default=2)
     low, high = kind.number("min_workers"), kind.number("max_workers", default=most)
     if name == file.text("head_node_type"):
         low, high = 1, 1
-    devices = _machine_devices(machine) | {name: item.value for name, item in _resources(kind).items()}
-    return NodeGroup(
-        item=kind, name=name, low=low, high=high, devices=devices, machine=machine, spot=_is_spot(node)
-    )  # fmt: skip
+    return NodeGroup(item=kind, name=name, low=low, high=high, machine=machine, spot=_is_spot(node))
 
 
 def _spot_head(node: YamlItem) -> list[Finding]:
-    return [node.finding("head", "bad", "the head may be taken away, and the cluster with it", "rent it on demand")]
-
-
-def _resources(kind: YamlItem) -> dict[str, YamlItem]:
-    resources = kind.at("resources")
-    fields = resources.fields if resources else {}
-    return {name: item for name, item in fields.items() if isinstance(item.value, int)}
+    return [
+        node.finding(
+            "head", "bad", "the head is a spot machine: if it is preempted, the cluster ends", "rent it on demand"
+        )
+    ]
 
 
 def _head(file: YamlItem, types: YamlItem, head: str) -> list[Finding]:
@@ -120,7 +118,7 @@ def _head(file: YamlItem, types: YamlItem, head: str) -> list[Finding]:
     if place is None:
         names = ", ".join(types.fields)
         return [file.finding("head", "bad", "head_node_type is missing", f"add head_node_type: one of {names}")]
-    return [place.finding("head", "bad", f"{head!r} is none of available_node_types", closest(head, types.fields))]
+    return [place.finding("head", "bad", f"available_node_types has no {head!r}", nearest(head, types.fields))]
 
 
 def _bounds(file: YamlItem, group: NodeGroup) -> list[Finding]:
@@ -128,24 +126,17 @@ def _bounds(file: YamlItem, group: NodeGroup) -> list[Finding]:
     most = file.number("max_workers", default=2)
     if 0 <= low <= high and low <= most:
         if high > most:
-            said = f"max_workers is {high}, but all types together may have {most}"
+            said = f"max_workers is {high}, but max_workers of the file is {most}"
             return [kind.finding("nodes", "doubtful", said, "raise max_workers of the file, or lower this one")]
         return []
-    said = f"min_workers {low}, max_workers {high} and max_workers {most} of all types contradict each other"
+    said = f"min_workers {low}, max_workers {high} and max_workers {most} of the file contradict each other"
     return [kind.finding("nodes", "bad", said, "keep 0 <= min_workers <= max_workers <= max_workers of the file")]
 
 
-def _totals(file: YamlItem, groups: list[NodeGroup], need: Need | None) -> list[Finding]:
-    workers = [group for group in groups if group.name != file.text("head_node_type")]
-    limit = file.number("max_workers", default=2)
-    found = price_findings(file, groups, limit)
-    return found + room(file, workers, need, limit) if need else found
-
-
-def _check_local(file: YamlItem, need: Need | None) -> list[Finding]:
-    """Hosts that are there: what stops Ray's local provider."""
+def _check_local(file: YamlItem) -> list[Finding]:
+    """Check a file for existing hosts, which Ray's local provider uses."""
     found = [
-        item.finding("nodes", "bad", f"Ray refuses {name} where hosts are given by address", f"take {name} out")
+        item.finding("nodes", "bad", f"Ray's local provider does not accept {name}", f"take {name} out")
         for name in ("head_node", "worker_nodes", "available_node_types", "head_node_type")
         if (item := file.at(name)) is not None
     ]
@@ -160,83 +151,58 @@ def _check_local(file: YamlItem, need: Need | None) -> list[Finding]:
         if item is not None and isinstance(item.value, int) and item.value > hosts and hosts:
             said = f"{name} is {item.value}, but there are {hosts} worker_ips"
             found.append(item.finding("nodes", "doubtful", said, f"write {hosts}, or add addresses"))
-    found += _old_autoscaler(file)
-    if need is not None and file.number("max_workers", default=hosts) < need.workers and need.each == 1 and hosts:
-        said = f"the plan needs {need.workers} workers; what {hosts} hosts have is not in this file"
-        found.append(provider.finding("workers", "doubtful", said, "ask the running cluster: trainwright doctor"))
-    return found
+    return found + _autoscaler_findings(file)
 
 
-def _old_autoscaler(file: YamlItem) -> list[Finding]:
-    """Ray 2.60's second autoscaler starts one worker too few on hosts given by address (measured)."""
+def _autoscaler_findings(file: YamlItem) -> list[Finding]:
+    """Check that the older autoscaler is used: that of Ray 2.60 starts one worker too few on given hosts (measured)."""
     for start in _start_commands(file):
         if start.head and start.environment.get("RAY_enable_autoscaler_v2", "") not in ("0", "false"):
             return [
                 start.item.finding(
                     "autoscaler",
                     "bad",
-                    "Ray's second autoscaler starts one worker too few on hosts given by address",
+                    "Ray's autoscaler v2 starts one worker too few with the local provider",
                     "put RAY_enable_autoscaler_v2=0 in front of `ray start --head`",
                 )
             ]
     return []
 
 
-# --- What is AWS's or Google Cloud's in a file of `ray up` ------------------------------------------------------------
+# --- Machines, places, images, keys and accounts of AWS and Google Cloud ----------------------------------------------
 
 
 _REGIONS = {"aws": r"[a-z]{2}(-[a-z]+)+-\d", "gcp": r"[a-z]+-[a-z]+\d+"}
 _SAMPLE_REGIONS = {"aws": "us-west-2", "gcp": "us-central1"}
-_IMAGE = re.compile(r"rayproject/ray(?:-ml)?:(?P<version>\d+\.\d+\.\d+)")
+_TPU_KEYS = {"acceleratorType", "acceleratorConfig", "runtimeVersion"}
 
 
-def _schema_name(node: YamlItem, cloud: str) -> str:
-    """The name of the shape that a node_config has."""
-    own = {"acceleratorType", "acceleratorConfig", "runtimeVersion"} & node.fields.keys()
-    tpu = cloud == "gcp" and node.at("machineType") is None and own
-    return "node_tpu" if tpu else f"node_{cloud}"
-
-
-def _instance_type(node: YamlItem, shape: str) -> tuple[InstanceType | None, list[Finding]]:
-    """What is rented, as the list knows it, and what is wrong with its name."""
-    if shape == "node_tpu":
-        return _tpu_type(node)
-    cloud = shape.removeprefix("node_")
+def _instance_type(node: YamlItem, cloud: str) -> tuple[InstanceType | None, list[Finding]]:
+    """Return the machine of a node, if the list has it, and a finding if not."""
     place = node.at("InstanceType" if cloud == "aws" else "machineType")
     if place is None:
         return None, []
     known = instance_types(cloud)
-    found = known.get(str(place.value).rpartition("/")[2])
+    name = str(place.value).rpartition("/")[2]
+    found = known.get(name)
     if found is None:
-        return None, [_unknown_machine(place, list(known))]
+        said = f"{name} is not in the list of machine types, which is incomplete: its devices and price are not known"
+        remedy = f"{nearest(name, known)} If that is wrong, check the name with the cloud"
+        return None, [place.finding("machines", "doubtful", said, remedy)]
     return _add_gpus(node, found) if cloud == "gcp" else (found, [])
 
 
-def _unknown_machine(place: YamlItem, known: list[str]) -> Finding:
-    """A name of which the list has one that differs by a slip is wrong; a new one may be right."""
-    name = str(place.value)
-    slip = near(name, known)
-    if (slip and changes(name, slip) <= 1) or not _plausible(name):
-        return place.finding("machines", "bad", f"there is no machine type {name}", closest(name, known))
-    said = f"{name} is not in the list of machine types here: its devices and price are not known"
-    return place.finding("machines", "doubtful", said, "look it up with the cloud: it may be newer than the list")
-
-
-def _plausible(name: str) -> bool:
-    """Whether a cloud could call a machine so."""
-    aws = r"[a-z]{1,3}\d[a-z]*(-[a-z0-9]+)?\.(metal(-\d+xl)?|nano|micro|small|medium|(\d{1,3}x)?large)"
-    return bool(re.fullmatch(aws, name) or re.fullmatch(r"[a-z]+\d+[a-z]*-[a-z]+-?\w+(-\w+)?", name))
-
-
 def _add_gpus(node: YamlItem, machine: InstanceType) -> tuple[InstanceType, list[Finding]]:
-    """A machine of Google Cloud with what is added to it."""
+    """Return a machine of Google Cloud with its guest accelerators."""
     found: list[Finding] = []
     added = instance_types("gpu")
     for entry in getattr(node.at("guestAccelerators"), "entries", ()):
         name = entry.text("acceleratorType").rpartition("/")[2]
         if name not in added:
             place = entry.at("acceleratorType") or entry
-            found.append(place.finding("machines", "bad", f"there is no accelerator {name}", closest(name, added)))
+            found.append(
+                place.finding("machines", "bad", f"Google Cloud has no accelerator {name}", nearest(name, added))
+            )
             continue
         count = entry.number("acceleratorCount", default=1)
         price = None if machine.price is None else machine.price + count * (added[name].price or 0.0)
@@ -255,11 +221,13 @@ def _tpu_type(node: YamlItem) -> tuple[InstanceType | None, list[Finding]]:
     if found is not None:
         return found, []
     names = [f"{name}-8" for name in tpu_generations()]
-    return None, [place.finding("machines", "bad", f"there is no TPU slice {place.value}", closest(place.value, names))]
+    return None, [
+        place.finding("machines", "bad", f"there is no TPU slice {place.value}", nearest(str(place.value), names))
+    ]
 
 
 def _machine_devices(machine: InstanceType | None) -> dict[str, int]:
-    """Of one host, by Ray's names; empty where the machine is not known."""
+    """Return the devices of one host by Ray's names; none if the machine is not in the list."""
     if machine is None:
         return {}
     return (
@@ -269,8 +237,14 @@ def _machine_devices(machine: InstanceType | None) -> dict[str, int]:
     )
 
 
-def _resource_findings(kind: YamlItem, machine: InstanceType | None, shape: str) -> list[Finding]:
-    """Whether the devices that a type promises are those that its machine has."""
+def _resource_findings(kind: YamlItem, machine: InstanceType | None, *, declared: bool) -> list[Finding]:
+    """Check that the resources of a node type are the devices of its machine.
+
+    Args:
+        kind: the node type.
+        machine: its machine; None if it is not in the list.
+        declared: whether Ray finds accelerators only if the file declares them.
+    """
     if machine is None:
         return []
     have = _machine_devices(machine)
@@ -281,16 +255,16 @@ def _resource_findings(kind: YamlItem, machine: InstanceType | None, shape: str)
             found.append(item.finding("machines", "doubtful", said, f"write {name}: {have[name]}"))
         elif name in ("GPU", "TPU") and not have.get(name) and item.value:
             said = f"{machine.name} has no {name}"
-            found.append(item.finding("machines", "bad", said, "take a machine that has, or this resource out"))
-    wanted = machine.resource if machine.kind and shape == "node_gcp" else ""
+            found.append(item.finding("machines", "bad", said, "choose a machine that has it, or remove the resource"))
+    wanted = machine.resource if machine.kind and declared else ""
     if wanted and (kind.at("resources", wanted) is None):
-        said = f"resources do not name the {have[wanted]} {wanted} of {machine.name}: Ray sees none there"
+        said = f"resources do not declare the {have[wanted]} {wanted} of {machine.name}, so Ray does not use them"
         found.append(kind.finding("machines", "bad", said, f"add {wanted}: {have[wanted]} to resources"))
     return found
 
 
 def _is_spot(node: YamlItem) -> bool:
-    """Whether a node may be taken away."""
+    """Return whether a node is preemptible."""
     return (
         node.text("InstanceMarketOptions", "MarketType") == "spot"
         or node.text("scheduling", "provisioningModel") == "SPOT"
@@ -303,7 +277,7 @@ def _is_spot(node: YamlItem) -> bool:
 
 
 def _check_cloud(file: YamlItem, cloud: str) -> list[Finding]:
-    """Place, image, keys and mounts."""
+    """Check regions, images, SSH keys, accounts and mounts."""
     return [
         *_region_findings(file, cloud),
         *_images(file),
@@ -318,7 +292,7 @@ def _region_findings(file: YamlItem, cloud: str) -> list[Finding]:
     if region is not None and not re.fullmatch(_REGIONS[cloud], str(region.value)):
         return [
             region.finding(
-                "places", "bad", f"{region.value} is no region", f"write one such as {_SAMPLE_REGIONS[cloud]}"
+                "places", "bad", f"{region.value} is not a region", f"write one such as {_SAMPLE_REGIONS[cloud]}"
             )
         ]
     zone = file.at("provider", "availability_zone")
@@ -328,25 +302,17 @@ def _region_findings(file: YamlItem, cloud: str) -> list[Finding]:
     if all(part.startswith(str(region.value)) and len(part) > len(str(region.value)) for part in zones):
         return []
     return [
-        zone.finding("places", "bad", f"{zone.value} is no zone of {region.value}", f"add a letter to {region.value}")
+        zone.finding(
+            "places", "bad", f"{zone.value} is not a zone of {region.value}", f"add a letter to {region.value}"
+        )
     ]
-
-
-def image_findings(place: YamlItem) -> list[Finding]:
-    """Whether a container holds the Ray that is here: the two must be the same."""
-    found = _IMAGE.search(str(place.value))
-    here = metadata.version("ray")
-    if found is None or found["version"] == here:
-        return []
-    said = f"the image holds Ray {found['version']}; trainwright was tested with Ray {here}, which is here"
-    return [place.finding("images", "bad", said, f"write {str(place.value).replace(found['version'], here)}")]
 
 
 def _images(file: YamlItem) -> list[Finding]:
     docker = file.at("docker")
     names = ("image", "head_image", "worker_image")
     places = [item for name in names if docker is not None and (item := docker.at(name)) is not None]
-    return [found for place in places for found in image_findings(place)]
+    return [found for place in places for found in ray_start.image_findings(place)]
 
 
 def _keys(file: YamlItem, cloud: str) -> list[Finding]:
@@ -355,28 +321,30 @@ def _keys(file: YamlItem, cloud: str) -> list[Finding]:
     types = file.at("available_node_types")
     nodes = [node for kind in (types.fields.values() if types else ()) if (node := kind.at("node_config")) is not None]
     return [
-        node.finding("keys of ssh", "bad", "KeyName is missing, but auth.ssh_private_key is given", "add KeyName:")
+        node.finding("keys of ssh", "bad", "KeyName is missing, but auth.ssh_private_key is set", "add KeyName:")
         for node in nodes
         if node.at("KeyName") is None and node.at("UserData") is None
     ]
 
 
 def _accounts(file: YamlItem, cloud: str) -> list[Finding]:
-    """Nodes without a role reach no storage."""
+    """Check that nodes have a role or an account, without which they cannot read object storage."""
     name = {"aws": "IamInstanceProfile", "gcp": "serviceAccounts"}[cloud]
     types = file.at("available_node_types")
     return [
-        node.finding("roles", "doubtful", f"{name} is missing: these nodes can reach no storage", f"add {name}:")
+        node.finding(
+            "roles", "doubtful", f"{name} is missing: these nodes have no access to object storage", f"add {name}:"
+        )
         for kind in (types.fields.values() if types else ())
         if (node := kind.at("node_config")) is not None and node.at(name) is None and node.at("serviceAccount") is None
     ]
 
 
 def _mount_findings(file: YamlItem) -> list[Finding]:
-    """The token must reach every node where nodes ask for it."""
+    """Check that the token is copied to every node."""
     mounts = file.at("file_mounts")
     if mounts is not None and any(PurePosixPath(name).name == "auth_token" for name in mounts.fields):
         return []
-    said = "no node is given ~/.ray/auth_token, without which Ray does not start under RAY_AUTH_MODE=token"
+    said = "~/.ray/auth_token is not copied to the nodes, and Ray does not start without it under RAY_AUTH_MODE=token"
     place = mounts or file
     return [place.finding("token", "bad", said, "add to file_mounts: ~/.ray/auth_token: ~/.ray/auth_token")]

@@ -1,7 +1,6 @@
-"""A YAML file as a tree in which everything knows its place: file, line and the way there.
+"""A YAML file as a tree of values that know their file, line and path, and the checks that need no more than that.
 
-A shape in shapes/*.yaml is a mapping of keys (`!` behind one that must be there, `*` for any other), a list with the
-shape of its entries, the name of a type, `one of A B`, or `@name` for another shape of the same file.
+The checks look for repeated keys, for secrets, and for keys and types that Ray's own JSON schema refuses.
 """
 
 from __future__ import annotations
@@ -9,27 +8,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainwright.core.errors import Finding, Severity
+from trainwright.core.errors import Finding, Severity, nearest
 from trainwright.core.redaction import is_secret
+from trainwright.ray_cluster.ray_compat import cluster_file_schema
+
+if TYPE_CHECKING:
+    from jsonschema import ValidationError
 
 
 @dataclass(frozen=True, kw_only=True)
 class YamlItem:
-    """One value of a file.
+    """One value of a YAML file.
 
     Attributes:
-        value: as plain Python.
+        value: in plain Python.
         file: name of the file.
-        line: where it stands, from 1; of a key's value the line of the key.
-        path: the way there: `provider.region`, `setup_commands[0]`.
-        fields: of a mapping, by key.
-        entries: of a list.
+        line: number of its line, from 1; for the value of a key the line of the key.
+        path: such as `provider.region` or `setup_commands[0]`.
+        fields: the items of a mapping, by key.
+        entries: the items of a list.
         repeated: keys that a mapping has twice, with their lines.
     """
 
@@ -43,45 +44,45 @@ class YamlItem:
 
     @property
     def where(self) -> str:
-        """For a finding: `cluster.yaml:41, provider.region`."""
+        """Return the place for a finding, such as `cluster.yaml:41, provider.region`."""
         return f"{self.file}:{self.line}" + (f", {self.path}" if self.path else "")
 
     @property
     def mapping(self) -> bool:
-        """Whether it has keys."""
+        """Return whether the value is a mapping."""
         return isinstance(self.value, dict)
 
     def at(self, *keys: str) -> YamlItem | None:
-        """What lies there; None where nothing does."""
+        """Return the item at a path of keys, or None."""
         found: YamlItem | None = self
         for key in keys:
             found = found.fields.get(key) if found else None
         return found
 
     def text(self, *keys: str) -> str:
-        """The text there; empty where there is none."""
+        """Return the text at a path of keys; empty if there is none."""
         found = self.at(*keys)
         return "" if found is None or found.value is None or found.fields or found.entries else str(found.value)
 
     def number(self, *keys: str, default: int = 0) -> int:
-        """The whole number there; `default` where there is none."""
+        """Return the integer at a path of keys; `default` if there is none."""
         found = self.at(*keys)
         whole = found is not None and isinstance(found.value, int) and not isinstance(found.value, bool)
         return found.value if whole and found is not None else default
 
     def each(self) -> Iterator[YamlItem]:
-        """This and everything below."""
+        """Yield this item and all items in it."""
         yield self
         for below in (*self.fields.values(), *self.entries):
             yield from below.each()
 
     def finding(self, subject: str, verdict: Severity, what: str, remedy: str = "") -> Finding:
-        """Something found here."""
+        """Return a finding about this item."""
         return Finding(subject=subject, verdict=verdict, what=what, where=self.where, remedy=remedy)
 
 
 def read_yaml(text: str, file: str) -> list[YamlItem]:
-    """The documents of a YAML text. Raises yaml.YAMLError."""
+    """Return the documents of a YAML text. Raises yaml.YAMLError."""
     loader = yaml.SafeLoader(text)
     try:
         found = []
@@ -124,7 +125,7 @@ def _build_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode, file: str, p
     return YamlItem(value=value, file=file, line=line, path=path, fields=fields, repeated=tuple(repeated))
 
 
-# --- Secrets that stand in a file, which goes into repositories, logs and onto every node -----------------------------
+# --- Secrets in a file, which reaches repositories, logs and every node -----------------------------------------------
 
 
 _PATTERNS = {
@@ -141,15 +142,17 @@ _PATTERNS = {
     "a password": r"(?i)(?:--redis-password[= ]|REDIS_PASSWORD\s*[:=]\s*)['\"]?(?![\s$'\"]|\$\()\S+",
 }
 _REMEDY = (
-    "take it out and make it anew where it was issued; give nodes a role, a file of mode 600 by file_mounts, "
+    "remove it and revoke it where it was issued; give nodes a role, a file of mode 600 by file_mounts, "
     "or a reference to a Kubernetes secret"
 )
 
 
 def secrets_in_text(text: str, file: str) -> list[Finding]:
-    """Those that are known by their looks, by line. The secret itself is not told."""
+    """Find secrets by their form, with their lines. Findings do not contain the secret."""
     return [
-        Finding(subject="secrets", verdict="bad", what=f"{name} stands here", where=f"{file}:{line}", remedy=_REMEDY)
+        Finding(
+            subject="secrets", verdict="bad", what=f"the file contains {name}", where=f"{file}:{line}", remedy=_REMEDY
+        )
         for line, said in enumerate(text.splitlines(), 1)
         if not said.lstrip().startswith("# ") or "CHANGE" not in said
         for name, pattern in _PATTERNS.items()
@@ -158,122 +161,49 @@ def secrets_in_text(text: str, file: str) -> list[Finding]:
 
 
 def secrets_in_environment(env: YamlItem) -> list[Finding]:
-    """Of a container's environment: a value given where a reference belongs."""
+    """Find secrets of a container's environment that are written as values instead of references."""
     found = []
     for entry in env.entries:
         name = entry.text("name")
         value = entry.at("value")
         if value is not None and value.value and is_secret(name):
-            found.append(value.finding("secrets", "bad", f"the value of {name} stands here", _REMEDY))
+            found.append(value.finding("secrets", "bad", f"the file contains the value of {name}", _REMEDY))
     return found
 
 
-# --- What may stand in a file, as data --------------------------------------------------------------------------------
+# --- Keys and types ---------------------------------------------------------------------------------------------------
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-}
+def schema_findings(document: YamlItem) -> list[Finding]:
+    """Return what Ray's own JSON schema for `ray up` refuses in a file: unknown and missing keys, wrong types."""
+    from jsonschema import Draft7Validator  # a dependency of Ray's
+
+    errors = Draft7Validator(cluster_file_schema()).iter_errors(document.value)
+    return [finding for error in errors for finding in _schema_error_findings(document, error)]
 
 
-@cache
-def load_schema(name: str) -> dict[str, Any]:
-    """The shapes of one of the files."""
-    text = (resources.files("trainwright.cluster_files") / "shapes" / f"{name}.yaml").read_text(encoding="utf-8")
-    found: dict[str, Any] = yaml.safe_load(text)
-    return found
+def _schema_error_findings(document: YamlItem, error: ValidationError) -> Iterator[Finding]:
+    item = document
+    for step in error.absolute_path:
+        item = item.entries[step] if isinstance(step, int) else item.fields[step]
+    if error.validator == "additionalProperties":
+        allowed = list(error.schema["properties"])
+        for name in (name for name in item.fields if name not in allowed):
+            yield item.fields[name].finding("keys", "bad", f"Ray does not know the key {name}", nearest(name, allowed))
+    elif error.validator == "required":
+        yield item.finding("keys", "bad", error.message, f"add it; there are: {', '.join(item.fields)}")
+    else:
+        remedy = f"write a value of type {error.validator_value}" if error.validator == "type" else ""
+        yield item.finding("types" if error.validator == "type" else "values", "bad", error.message, remedy)
 
 
-def _allowed_keys(shape: dict[str, Any]) -> dict[str, Any]:
-    """The shapes by key, without the marks of those that must be there."""
-    return {key.removesuffix("!"): below for key, below in shape.items()}
-
-
-def schema_findings(item: YamlItem, shape: Any, known: dict[str, Any]) -> list[Finding]:
-    """What of an item does not have this shape.
-
-    Args:
-        item: what was written.
-        shape: what it should be.
-        known: the shapes that `@name` stands for.
-    """
-    if isinstance(shape, str) and shape.startswith("@"):
-        named = known[shape[1:]]
-        return schema_findings(item, dict.fromkeys(named, "string") if shape == "@ray_start" else named, known)
-    if isinstance(shape, dict):
-        return (
-            _check_mapping(item, shape, known) if item.mapping else [_wrong_type(item, "a mapping of keys to values")]
-        )
-    if isinstance(shape, list):
-        if not isinstance(item.value, list):
-            return [_wrong_type(item, "a list")]
-        return [found for entry in item.entries for found in schema_findings(entry, shape[0], known)]
-    return _check_scalar(item, shape)
-
-
-def _check_mapping(item: YamlItem, shape: dict[str, Any], known: dict[str, Any]) -> list[Finding]:
-    allowed = _allowed_keys(shape)
-    any_other = allowed.pop("*", None)
-    found = [
+def repeated_key_findings(document: YamlItem) -> list[Finding]:
+    """Return keys that a mapping has twice: YAML readers use the last one without a warning."""
+    return [
         Finding(
-            subject="keys", verdict="bad", what=f"{name} stands here a second time; only the last one counts",
+            subject="keys", verdict="bad", what=f"the key {name} is repeated; only the last one counts",
             where=f"{item.file}:{line}, {item.path}".rstrip(", "), remedy="keep one of the two",
         )
+        for item in document.each()
         for name, line in item.repeated
     ]  # fmt: skip
-    for name, below in item.fields.items():
-        if name in allowed:
-            found += schema_findings(below, allowed[name], known)
-        elif any_other is None:
-            found.append(below.finding("keys", "bad", f"{name} is no key that is read here", closest(name, allowed)))
-        else:
-            found += schema_findings(below, any_other, known)
-    wanted = [key.removesuffix("!") for key in shape if key.endswith("!")]
-    missing = [name for name in wanted if name not in item.fields]
-    return found + [item.finding("keys", "bad", f"{name} is missing", f"add {name}:") for name in missing]
-
-
-def _check_scalar(item: YamlItem, shape: str) -> list[Finding]:
-    if shape.startswith("one of "):
-        allowed = shape.split()[2:]
-        if str(item.value) in allowed:
-            return []
-        return [item.finding("values", "bad", f"there is no {item.value} here", closest(item.value, allowed))]
-    wanted = _TYPES.get(shape, ())
-    right = not wanted or (isinstance(item.value, wanted) and (shape == "boolean" or not isinstance(item.value, bool)))
-    return [] if right else [_wrong_type(item, f"a {shape}".replace("a integer", "a whole number"))]
-
-
-def _wrong_type(item: YamlItem, wanted: str) -> Finding:
-    said = "nothing" if item.value is None else repr(item.value)
-    quotes = " in quotes" if wanted == "a string" else ""
-    return item.finding("types", "bad", f"{said[:60]} is not {wanted}", f"write {wanted}{quotes}")
-
-
-def closest(name: object, allowed: Any) -> str:
-    """What to do about a word that is none of those allowed: the one with the fewest changes, or all of them."""
-    best = near(str(name), allowed)
-    return f"did you mean {best}?" if best else f"there are: {', '.join(sorted(allowed))}"
-
-
-def near(name: str, allowed: Any) -> str:
-    """The allowed word that is at most a third of its letters away; empty where none is."""
-    ranked = sorted((changes(name.lower(), word.lower()), word) for word in allowed)
-    return ranked[0][1] if ranked and ranked[0][0] <= max(1, len(ranked[0][1]) // 3) else ""
-
-
-def changes(one: str, other: str) -> int:
-    """Letters to insert, delete, replace or swap with their neighbour (optimal string alignment)."""
-    before: list[int] = []
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
-        older, before, row = before, row, [i]
-        for j, wanted in enumerate(other, 1):
-            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != wanted))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
-                cost = min(cost, older[j - 2] + 1)
-            row.append(cost)
-    return row[-1]

@@ -1,1 +1,1 @@
-"""What `trainwright doctor` does: facts are gathered on each node, judged by pure functions, and shown."""
+"""`trainwright doctor`: collect facts of machines and clusters, turn them into findings, and show these."""

@@ -1,15 +1,13 @@
-"""Every node of a cluster is looked at by tasks and actors that are pinned to it; none is waited for without end.
+"""Probe every node of a Ray cluster by pinned tasks and actors with deadlines, and measure links between nodes.
 
-The one who measures connects and proves by a key that it belongs to the examination. Then it sends single letters:
-`t` is answered with the other's clock, `b` with bytes until it hangs up.
+Links are measured over plain TCP. The client sends the key of the probe, then single letters: `p` is answered with one
+byte, `b` with bytes until the client closes the connection.
 """
 
 from __future__ import annotations
 
-import random
 import secrets
 import socket
-import struct
 import threading
 import time
 import uuid
@@ -25,25 +23,25 @@ from trainwright.diagnostics.node_facts import ClusterFacts, LinkMeasurement, Ma
 from trainwright.diagnostics.storage_probe import delete_marks, read_marks, write_mark
 from trainwright.strategies.common.host_address import bind_socket, own_host
 
-_LINK_TIMEOUT_S = 30.0  # for one measurement, with what Ray takes on top
+_LINK_TIMEOUT_S = 30.0  # for one measurement, with Ray's own time
 _LOST_REMEDY = (
-    "look whether it is up: ray list nodes; its own words are in /tmp/ray/session_latest/logs/raylet.out there"
+    "check whether it is alive: ray list nodes; its log is /tmp/ray/session_latest/logs/raylet.out on that node"
 )
-_INSTALL_REMEDY = "install the same trainwright on every node, restart Ray there, then ask again"
+_INSTALL_REMEDY = "install the same trainwright on every node, restart Ray there, then run the doctor again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ProbedNode:
-    """A node to visit. `number` is Ray's, `believed` its resources."""
+    """A node to probe. `node_id` and `ray_resources` are Ray's."""
 
     name: str
-    number: str
+    node_id: str
     address: str
-    believed: Mapping[str, float]
+    ray_resources: Mapping[str, float]
 
 
 def living_nodes(listed: Iterable[Mapping[str, Any]]) -> tuple[_ProbedNode, ...]:
-    """The living nodes of `ray.nodes()`, by names that differ."""
+    """Return the living nodes of `ray.nodes()` with unique names."""
     alive = [facts for facts in listed if facts["Alive"]]
     hosts = Counter(facts["NodeManagerHostname"] for facts in alive)
     return tuple(
@@ -51,45 +49,50 @@ def living_nodes(listed: Iterable[Mapping[str, Any]]) -> tuple[_ProbedNode, ...]
             name=facts["NodeManagerHostname"]
             if hosts[facts["NodeManagerHostname"]] == 1
             else f"{facts['NodeManagerHostname']}-{facts['NodeID'][:6]}",
-            number=facts["NodeID"],
+            node_id=facts["NodeID"],
             address=facts["NodeManagerAddress"],
-            believed=dict(facts["Resources"]),
+            ray_resources=dict(facts["Resources"]),
         )
         for facts in alive
     )
 
 
-def probe_cluster(wish: ProbeOptions) -> ClusterFacts:
-    """All facts of the connected cluster."""
+def probe_cluster(options: ProbeOptions) -> ClusterFacts:
+    """Probe all nodes of the connected cluster."""
     import ray
 
     found = living_nodes(ray.nodes())  # type: ignore[no-untyped-call]
+    start_s = time.time()
     machines: dict[str, MachineFacts] = {}
     absent: dict[str, UnreachableNode] = {}
     told = run_on_nodes(
-        found, _probe_node, lambda stop: (wish, code_digest(), stop.address, dict(stop.believed)), wish.deadline_s
+        found,
+        _probe_node,
+        lambda stop: (options, code_digest(), stop.address, dict(stop.ray_resources)),
+        options.deadline_s,
     )
     for name, answer in told.items():
         if isinstance(answer, UnreachableNode):
             absent[name] = answer
         elif answer[1] is None:
             absent[name] = UnreachableNode(
-                why=f"runs other code of trainwright ({answer[0]}, here {code_digest()})", remedy=_INSTALL_REMEDY
+                reason=f"runs other code of trainwright ({answer[0]}, here {code_digest()})", remedy=_INSTALL_REMEDY
             )
         else:
             machines[name] = answer[1]
+    probed_s = (start_s, time.time())
     there = [stop for stop in found if stop.name in machines]
-    seen = _probe_shared_storage(wish, there, machines) if wish.storage and len(there) > 1 else {}
-    links = _measure_links(there, wish.deadline_s) if len(there) > 1 else ()
-    return ClusterFacts(machines=machines, absent=absent, links=links, seen=seen, sampled=len(there) > _ALL_PAIRS)
+    seen = _probe_shared_storage(options, there, machines) if options.storage and len(there) > 1 else {}
+    links = _measure_links(there, options.deadline_s) if len(there) > 1 else ()
+    return ClusterFacts(machines=machines, unreachable=absent, links=links, seen=seen, probed_s=probed_s)
 
 
 def _probe_node(
-    wish: ProbeOptions, expected: str, address: str, believed: Mapping[str, float]
+    options: ProbeOptions, expected: str, address: str, ray_resources: Mapping[str, float]
 ) -> tuple[str, MachineFacts | None]:
-    """On a node: the digest of its code, and its facts where they mean the same there as here."""
+    """Run on a node: return the digest of its code, and its facts if the digest is the expected one."""
     own = code_digest()
-    return own, probe_machine(wish, ray_address=address, believed=believed) if own == expected else None
+    return own, probe_machine(options, ray_address=address, ray_resources=ray_resources) if own == expected else None
 
 
 def run_on_nodes(
@@ -98,7 +101,7 @@ def run_on_nodes(
     arguments: Callable[[_ProbedNode], tuple[Any, ...]],
     deadline_s: float,
 ) -> dict[str, Any]:
-    """What a function gives on each node, all at once; Absent for those that fail or do not answer in time."""
+    """Run a function on each node at once; UnreachableNode for nodes that fail or do not answer in time."""
     import ray
 
     tasks = {
@@ -109,19 +112,19 @@ def run_on_nodes(
     }
     answers = _await_results(list(tasks), deadline_s)
     for task, answer in answers.items():
-        if isinstance(answer, UnreachableNode) and answer.why.startswith("did not answer"):
+        if isinstance(answer, UnreachableNode) and answer.reason.startswith("did not answer"):
             with suppress(ray.exceptions.RayError):
                 ray.cancel(task, force=True)
     return {stop.name: answers[task] for task, stop in tasks.items()}
 
 
 def _await_results(tasks: Sequence[Any], deadline_s: float) -> dict[Any, Any]:
-    """Results by task; Absent for those that fail, or are not there by the deadline."""
+    """Return results by task; UnreachableNode for tasks that fail or miss the deadline."""
     import ray
 
     ready, late = ray.wait(list(tasks), num_returns=len(tasks), timeout=deadline_s)
     answers: dict[Any, Any] = {
-        task: UnreachableNode(why=f"did not answer within {deadline_s:.0f} s", remedy=_LOST_REMEDY) for task in late
+        task: UnreachableNode(reason=f"did not answer within {deadline_s:.0f} s", remedy=_LOST_REMEDY) for task in late
     }
     for task in ready:
         try:
@@ -132,37 +135,37 @@ def _await_results(tasks: Sequence[Any], deadline_s: float) -> dict[Any, Any]:
 
 
 def failure_reason(error: Exception) -> UnreachableNode:
-    """Why a node says nothing, of what Ray raised."""
+    """Return why a node gave no facts, from the error that Ray raised."""
     text = str(error)
     if "No module named 'trainwright" in text or "failed to import on the worker" in text:
-        return UnreachableNode(why="trainwright cannot be imported there", remedy=_INSTALL_REMEDY)
+        return UnreachableNode(reason="trainwright cannot be imported there", remedy=_INSTALL_REMEDY)
     kind = type(error).__name__
     if any(word in kind for word in ("Died", "Crashed", "Unavailable", "Unschedulable", "NodeDied")):
-        return UnreachableNode(why="was lost while it was looked at", remedy=_LOST_REMEDY)
+        return UnreachableNode(reason="was lost while it was probed", remedy=_LOST_REMEDY)
     last = text.strip().splitlines()[-1:] or [kind]
-    return UnreachableNode(why=f"the examination failed there: {last[0][:200]}", remedy=_LOST_REMEDY)
+    return UnreachableNode(reason=f"the probe failed there: {last[0][:200]}", remedy=_LOST_REMEDY)
 
 
 def _pinned(stop: _ProbedNode) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return NodeAffinitySchedulingStrategy(stop.number, soft=False)
+    return NodeAffinitySchedulingStrategy(stop.node_id, soft=False)
 
 
-# --- storage ----------------------------------------------------------------------------------------------
+# --- Shared storage ---------------------------------------------------------------------------------------------------
 
 
 def _probe_shared_storage(
-    wish: ProbeOptions, there: Sequence[_ProbedNode], machines: Mapping[str, MachineFacts]
+    options: ProbeOptions, there: Sequence[_ProbedNode], machines: Mapping[str, MachineFacts]
 ) -> dict[str, frozenset[str]]:
-    """Whose marks each node sees, of the nodes that can write."""
-    able = [stop for stop in there if (stored := machines[stop.name].stored) is not None and not stored.fault]
-    names, visit_id = {stop.number: stop.name for stop in able}, uuid.uuid4().hex
-    run_on_nodes(able, _leave_mark, lambda stop: (wish.storage, visit_id, stop.number), wish.deadline_s)
+    """Return the nodes whose test files each node sees, for the nodes that can write."""
+    able = [stop for stop in there if (stored := machines[stop.name].storage) is not None and not stored.fault]
+    names, visit_id = {stop.node_id: stop.name for stop in able}, uuid.uuid4().hex
+    run_on_nodes(able, _leave_mark, lambda stop: (options.storage, visit_id, stop.node_id), options.deadline_s)
     try:
-        told = run_on_nodes(able, _read_marks, lambda stop: (wish.storage, visit_id), wish.deadline_s)
+        told = run_on_nodes(able, _read_marks, lambda stop: (options.storage, visit_id), options.deadline_s)
     finally:
-        run_on_nodes(able, _delete_marks, lambda stop: (wish.storage, visit_id), wish.deadline_s)
+        run_on_nodes(able, _delete_marks, lambda stop: (options.storage, visit_id), options.deadline_s)
     return {
         name: frozenset(names[number] for number in numbers if number in names)
         for name, numbers in told.items()
@@ -171,7 +174,7 @@ def _probe_shared_storage(
 
 
 def _leave_mark(uri: str, visit_id: str, node: str) -> None:
-    with suppress(StorageError):  # nobody will see it, which is then told
+    with suppress(StorageError):  # no node will see it, which is then reported
         write_mark(uri, visit_id, node)
 
 
@@ -183,30 +186,30 @@ def _read_marks(uri: str, visit_id: str) -> frozenset[str]:
 
 
 def _delete_marks(uri: str, visit_id: str) -> None:
-    with suppress(StorageError):  # by another node, where they share it
+    with suppress(StorageError):  # another node deleted it, if they share the storage
         delete_marks(uri, visit_id)
 
 
-# --- links ------------------------------------------------------------------------------------------------
+# --- Links between nodes ----------------------------------------------------------------------------------------------
 
 
 class _LinkActor:
-    """On a node: answers those who measure, and measures."""
+    """An actor on a node that measures links and answers measurements."""
 
     def __init__(self, key: bytes) -> None:
         self._key, self._listener = key, LinkServer(key)
 
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
+        """Return the address on which it listens."""
         return self._listener.address
 
     def measure(self, source: str, target: str, address: tuple[str, int]) -> LinkMeasurement:
-        """The way to another."""
+        """Measure the link to another node."""
         return measure_link(source, target, address, self._key)
 
 
 def _measure_links(there: Sequence[_ProbedNode], deadline_s: float) -> tuple[LinkMeasurement, ...]:
-    """Both directions of each pair, one after the other; in a round no node is in two pairs."""
+    """Measure the links of a ring in both directions; in a round each node is in one pair at most."""
     import ray
 
     key = secrets.token_bytes(_KEY_BYTES)
@@ -236,62 +239,27 @@ def _measure_round(
         absent = next((addresses[end] for end in (source, target) if isinstance(addresses[end], UnreachableNode)), None)
         link = LinkMeasurement(source=source, target=target)
         if absent is not None:
-            found.append(replace(link, fault=f"its address: {absent.why}"))
+            found.append(replace(link, fault=f"its address: {absent.reason}"))
         else:
             tasks[actors[source].measure.remote(source, target, addresses[target])] = link
     answers = _await_results(list(tasks), _LINK_TIMEOUT_S) if tasks else {}
     for task, link in tasks.items():
         answer = answers[task]
-        fault = f"{addresses[link.target][0]}: {answer.why}" if isinstance(answer, UnreachableNode) else ""
+        fault = f"{addresses[link.target][0]}: {answer.reason}" if isinstance(answer, UnreachableNode) else ""
         found.append(replace(link, fault=fault) if fault else answer)
     return found
 
 
-# --- Which nodes measure their link, and when -------------------------------------------------------------------------
-
-
-_ALL_PAIRS = 16  # nodes, up to which every pair is measured
-_EXTRA_ROUNDS = 4  # random pairings beside the ring
-
-_Pair = tuple[str, str]
-_PairRound = tuple[_Pair, ...]
-
-
-def measurement_rounds(nodes: Sequence[str], *, seed: int = 0) -> tuple[_PairRound, ...]:
-    """Rounds of pairs: all of them up to 16 nodes, else those of a ring and some at random.
-
-    All pairs come by the circle method: one node stays, the others turn
-    (https://en.wikipedia.org/wiki/Round-robin_tournament#Circle_method).
-    """
-    return _tournament(nodes) if len(nodes) <= _ALL_PAIRS else _sampled(nodes, seed)
-
-
-def _tournament(nodes: Sequence[str]) -> tuple[_PairRound, ...]:
-    seats: list[str | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
-    found = []
-    for _ in range(len(seats) - 1):
-        facing = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
-        found.append(tuple((one, other) for one, other in facing if one is not None and other is not None))
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return tuple(each for each in found if each)
-
-
-def _sampled(nodes: Sequence[str], seed: int) -> tuple[_PairRound, ...]:
-    """The ring in two rounds, or three where the nodes are odd; then pairings at random, without those met before."""
+def measurement_rounds(nodes: Sequence[str]) -> tuple[tuple[tuple[str, str], ...], ...]:
+    """Return the pairs of a ring in up to three rounds; in a round each node is in one pair at most."""
     ring = [(node, nodes[(number + 1) % len(nodes)]) for number, node in enumerate(nodes)]
+    if len(nodes) == 2:
+        return ((ring[0],),)
     last = [ring.pop()] if len(nodes) % 2 else []
-    found, met = [tuple(ring[::2]), tuple(ring[1::2]), tuple(last)], {frozenset(pair) for pair in (*ring, *last)}
-    drawn = random.Random(seed)
-    for _ in range(_EXTRA_ROUNDS):
-        shuffled = drawn.sample(list(nodes), len(nodes))
-        pairs = [(one, other) for one, other in zip(shuffled[::2], shuffled[1::2], strict=False)]
-        new = tuple(pair for pair in pairs if frozenset(pair) not in met)
-        met |= {frozenset(pair) for pair in new}
-        found.append(new)
-    return tuple(each for each in found if each)
+    return tuple(tuple(pairs) for pairs in (ring[::2], ring[1::2], last) if pairs)
 
 
-# --- The way from one node to another over plain TCP ------------------------------------------------------------------
+# --- A link between two nodes, over plain TCP -------------------------------------------------------------------------
 
 
 _KEY_BYTES = 16
@@ -300,11 +268,10 @@ _SOCKET_TIMEOUT_S = 5.0
 _TRIPS = 20
 _MOST_BYTES, _LONGEST_S = 256 << 20, 0.5
 _PIECE = bytes(1 << 18)
-_TIME = struct.Struct("!d")
 
 
 class LinkServer:
-    """Answers those who measure, at a port that the system chooses, until it is closed."""
+    """Answers link measurements on a free port until it is closed."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -314,9 +281,9 @@ class LinkServer:
         threading.Thread(target=self._accept, name="doctor", daemon=True).start()
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering."""
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes up the thread that accepts
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
 
     def _accept(self) -> None:
@@ -328,40 +295,37 @@ class LinkServer:
             threading.Thread(target=self._answer, args=(caller,), name="doctor-answer", daemon=True).start()
 
     def _answer(self, caller: socket.socket) -> None:
-        with caller, suppress(OSError):  # whoever hangs up has what it wanted
+        with caller, suppress(OSError):  # a client that closes the connection is done
             caller.settimeout(_SOCKET_TIMEOUT_S)
             caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if not secrets.compare_digest(_received(caller, _KEY_BYTES), self._key):
+            if not secrets.compare_digest(_receive(caller, _KEY_BYTES), self._key):
                 return
             while letter := caller.recv(1):
-                caller.sendall(_TIME.pack(time.time()) if letter == b"t" else _PIECE)
+                caller.sendall(letter if letter == b"p" else _PIECE)
                 while letter == b"b":
                     caller.sendall(_PIECE)
 
 
 def measure_link(source: str, target: str, address: tuple[str, int], key: bytes) -> LinkMeasurement:
-    """What this node finds of its way to another, within about ten seconds. Nothing is raised: a fault is a finding."""
+    """Measure the link from this node to another in about ten seconds; errors become the fault of the measurement."""
     try:
         with socket.create_connection(address, timeout=_CONNECT_S) as line:
             line.settimeout(_SOCKET_TIMEOUT_S)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             line.sendall(key)
-            delay_s, offset_s = min(_round_trip(line) for _ in range(_TRIPS))
-            return LinkMeasurement(
-                source=source, target=target, delay_s=delay_s, offset_s=offset_s, bytes_per_s=_bytes_per_s(line)
-            )
+            delay_s = min(_round_trip(line) for _ in range(_TRIPS))
+            return LinkMeasurement(source=source, target=target, delay_s=delay_s, bytes_per_s=_bytes_per_s(line))
     except OSError as error:
         why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
         return LinkMeasurement(source=source, target=target, fault=f"{address[0]} port {address[1]}: {why}")
 
 
-def _round_trip(line: socket.socket) -> tuple[float, float]:
-    """Seconds of a round trip, and what the other's clock is ahead if it was read in the middle of it."""
-    start, start_wall = time.perf_counter(), time.time()
-    line.sendall(b"t")
-    (other,) = _TIME.unpack(_received(line, _TIME.size))
-    delay_s = time.perf_counter() - start
-    return delay_s, other - (start_wall + delay_s / 2)
+def _round_trip(line: socket.socket) -> float:
+    """Return the seconds of one round trip."""
+    start = time.perf_counter()
+    line.sendall(b"p")
+    _receive(line, 1)
+    return time.perf_counter() - start
 
 
 def _bytes_per_s(line: socket.socket) -> float:
@@ -371,16 +335,16 @@ def _bytes_per_s(line: socket.socket) -> float:
     while total < _MOST_BYTES and time.perf_counter() - start < _LONGEST_S:
         count = line.recv_into(buffer)
         if not count:
-            raise ConnectionResetError("the connection broke off")
+            raise ConnectionResetError("the connection was closed")
         total += count
     return total / (time.perf_counter() - start)
 
 
-def _received(line: socket.socket, size: int) -> bytes:
+def _receive(line: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
         piece = line.recv(size - len(data))
         if not piece:
-            raise ConnectionResetError("the connection broke off")
+            raise ConnectionResetError("the connection was closed")
         data += piece
     return data

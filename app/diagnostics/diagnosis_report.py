@@ -1,11 +1,11 @@
-"""One examination: of this machine, of the connected cluster, or of a file that describes a cluster.
+"""Diagnose this machine, the connected cluster or a cluster file, and show the findings.
 
-Keys: {subject, verdict, counts: {bad, doubtful, good}, findings: [{subject, verdict, what, where, remedy}], notes}.
+Keys of the JSON: {subject, verdict, counts: {bad, doubtful, good}, findings: [{subject, verdict, what, where,
+remedy}], notes}.
 """
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import re
@@ -30,69 +30,70 @@ from trainwright.storage.object_store import canonical_uri
 
 _CLUSTER_FILE_SUFFIXES = (".yaml", ".yml", ".sbatch")
 _CONNECT_S = 5.0
-_NO_STORAGE = "No storage was tried: name it with --storage URI, or a job that names it with --job FILE.py."
+_NO_STORAGE = "No storage was tried: name one with --storage URI, or a job with --job FILE.py."
 
 
 def probe_options(storage: str, job: Any, *, imports: bool, deadline_s: float) -> ProbeOptions:
-    """What is to be looked at: a storage by its URI, else that of a job, and the job's data."""
+    """Return what to probe: a storage by its URI or that of a job, and the paths of the job's data."""
     uri = storage or (job.storage if job is not None else "")
-    places = dict.fromkeys((*dataset_paths(job.train), *dataset_paths(job.evaluate))) if job is not None else ()
+    paths = dict.fromkeys((*dataset_paths(job.train), *dataset_paths(job.evaluate))) if job is not None else ()
     return ProbeOptions(
-        storage=canonical_uri(uri) if uri else "", places=tuple(places), imports=imports, deadline_s=deadline_s
+        storage=canonical_uri(uri) if uri else "", data_paths=tuple(paths), imports=imports, deadline_s=deadline_s
     )
 
 
 def diagnose_file(path: str) -> Diagnosis:
-    """A cluster file. Raises JobError for a file that is none."""
+    """Check a cluster file. Raises JobError for files of other kinds."""
     if not path.endswith(_CLUSTER_FILE_SUFFIXES):
         raise JobError(
             [
-                f"{path} is no cluster file ({', '.join(_CLUSTER_FILE_SUFFIXES)}); of a job: "
+                f"{path} is not a cluster file ({', '.join(_CLUSTER_FILE_SUFFIXES)}); to check a job: "
                 f"trainwright doctor --job {path}"
             ]
         )
-    findings: Iterable[Finding] = importlib.import_module("trainwright.cluster_files").check(path)
-    return Diagnosis(subject=path, findings=tuple(findings))
+    from trainwright.cluster_files import check
+
+    return Diagnosis(subject=path, findings=tuple(check(path)))
 
 
-def diagnose(wish: ProbeOptions, address: str = "") -> Diagnosis:
-    """The cluster where one is named or connected; where it cannot be reached, or there is none, this machine."""
+def diagnose(options: ProbeOptions, address: str = "") -> Diagnosis:
+    """Diagnose the named or connected cluster; without one, or if it is unreachable, this machine."""
     address = address or os.environ.get("RAY_ADDRESS", "")
-    notes = () if wish.storage else (_NO_STORAGE,)
+    notes = () if options.storage else (_NO_STORAGE,)
     if address in ("", "local") and not _is_connected():
-        return replace(_diagnose_machine(wish), notes=notes)
+        return replace(_diagnose_machine(options), notes=notes)
     try:
         started = _connect(address)
     except ResourceError as error:
         fault = Finding(subject="Ray", verdict="bad", what=error.what, where=error.where, remedy=error.remedy)
-        alone = _diagnose_machine(wish)
+        alone = _diagnose_machine(options)
         return replace(alone, findings=(fault, *alone.findings), notes=notes)
     try:
-        return replace(_diagnose_cluster(wish), notes=notes)
+        return replace(_diagnose_cluster(options), notes=notes)
     finally:
         if started:
             _disconnect()
 
 
-def _diagnose_machine(wish: ProbeOptions) -> Diagnosis:
-    return Diagnosis(subject="this machine", findings=tuple(check_machine(probe_machine(wish))))
+def _diagnose_machine(options: ProbeOptions) -> Diagnosis:
+    return Diagnosis(subject="this machine", findings=tuple(check_machine(probe_machine(options))))
 
 
-def _diagnose_cluster(wish: ProbeOptions) -> Diagnosis:
+def _diagnose_cluster(options: ProbeOptions) -> Diagnosis:
     from trainwright.diagnostics.cluster_probe import probe_cluster
 
-    fleet = probe_cluster(wish)
+    cluster = probe_cluster(options)
     each = [
         finding
-        for name, machine in fleet.machines.items()
+        for name, machine in cluster.machines.items()
         for finding in check_machine(machine, where=name, in_cluster=True)
     ]
-    nodes = formatting.count(len(fleet.machines) + len(fleet.absent), "node")
-    return Diagnosis(subject=f"{nodes} of the cluster", findings=(*check_cluster(fleet), *each))
+    nodes = formatting.count(len(cluster.machines) + len(cluster.unreachable), "node")
+    return Diagnosis(subject=f"{nodes} of the cluster", findings=(*check_cluster(cluster), *each))
 
 
 def _is_connected() -> bool:
-    """Whether this process has called `ray.init`; Ray is not imported for that."""
+    """Return whether this process has called `ray.init`, without importing Ray."""
     import sys
 
     ray = sys.modules.get("ray")
@@ -100,7 +101,7 @@ def _is_connected() -> bool:
 
 
 def _connect(address: str) -> bool:
-    """Connect to a cluster that is there; True where this call did. Raises ResourceError, soon."""
+    """Connect to a running cluster; return whether this call did it. Raises ResourceError within seconds."""
     if _is_connected():
         return False
     _check_port(address)
@@ -116,11 +117,11 @@ def _connect(address: str) -> bool:
 
 
 def _check_port(address: str) -> None:
-    """Ask whether somebody listens there: Ray itself would ask for a minute."""
+    """Check that a process listens at the address: Ray itself would try for a minute."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         if address != "auto":
-            raise _unreachable(address, "this is no HOST:PORT")
+            raise _unreachable(address, "this is not HOST:PORT")
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
@@ -135,7 +136,7 @@ def _unreachable(address: str, why: str) -> ResourceError:
     return ResourceError(
         f"the cluster cannot be reached: {why}",
         where=address,
-        remedy="start it: ray start --head; give HOST:6379 of its head as --address, or unset RAY_ADDRESS",
+        remedy="start it with ray start --head; give HOST:6379 of its head as --address, or unset RAY_ADDRESS",
     )
 
 
@@ -145,7 +146,7 @@ def _disconnect() -> None:
     ray.shutdown()
 
 
-# --- What a doctor says -----------------------------------------------------------------------------------------------
+# --- The diagnosis, and how it is shown -------------------------------------------------------------------------------
 
 
 _ORDER: tuple[Severity, ...] = ("bad", "doubtful", "good")
@@ -156,7 +157,7 @@ _WIDTH = 120
 
 @dataclass(frozen=True, kw_only=True)
 class _FindingGroup:
-    """Findings that are shown as one, and the places where they were made."""
+    """Findings that are shown as one, with their places."""
 
     finding: Finding
     places: tuple[str, ...]
@@ -164,24 +165,25 @@ class _FindingGroup:
 
     @property
     def where(self) -> str:
-        """All places by name; of good findings, of which there may be many, their number."""
+        """Return all places by name; for good findings in several places their number."""
         if self.finding.verdict == "good" and len(self.places) > 1:
             return formatting.count(len(self.places), "node")
         return ", ".join(self.places)
 
     @property
     def what(self) -> str:
-        """Of the first; others differ in their figures alone."""
+        """Return the text of the first finding; the others may differ in figures."""
         return f"{self.finding.what} (others alike)" if self.alike else self.finding.what
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """All findings, and the verdict over them; prints as a table.
+    """All findings about a machine, a cluster or a file; prints as a table.
 
     Attributes:
-        subject: what was looked at.
-        notes: what was not looked at, and how to have it looked at.
+        subject: what was checked.
+        findings: in order of the checks.
+        notes: what was not checked, and how to check it.
     """
 
     subject: str
@@ -190,21 +192,21 @@ class Diagnosis:
 
     @property
     def verdict(self) -> Severity:
-        """The worst of all findings."""
+        """Return the worst severity of the findings."""
         return next((verdict for verdict in _ORDER if self.count(verdict)), "good")
 
     def count(self, verdict: Severity) -> int:
-        """How many findings came to this."""
+        """Return the number of findings of a severity."""
         return sum(finding.verdict == verdict for finding in self.findings)
 
     @property
     def sentence(self) -> str:
-        """`this machine: 1 bad, 2 doubtful, 9 good`."""
+        """Return a summary such as `this machine: 1 bad, 2 doubtful, 9 good`."""
         counts = ", ".join(f"{self.count(verdict)} {verdict}" for verdict in _ORDER if self.count(verdict))
-        return f"{self.subject}: {counts or 'nothing was looked at'}"
+        return f"{self.subject}: {counts or 'nothing was checked'}"
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it; every finding, none grouped."""
+        """Return the diagnosis as data for JSON, with each finding."""
         return {
             "subject": self.subject,
             "verdict": self.verdict,
@@ -229,9 +231,9 @@ class Diagnosis:
 
 
 def group_findings(findings: Iterable[Finding]) -> tuple[_FindingGroup, ...]:
-    """The worst first, and findings that say the same in several places as one.
+    """Group equal findings of several places, worst first.
 
-    Good ones are the same too where they differ in their figures alone; others only where every letter is.
+    Good findings count as equal if they differ in figures only; others only if the whole text is equal.
     """
     found: dict[tuple[str, ...], list[Finding]] = {}
     for each in sorted(findings, key=lambda finding: _ORDER.index(finding.verdict)):

@@ -1,4 +1,7 @@
-"""What the facts of one machine come to: software, accelerators and storage here, the rest in `judging_host`. Pure."""
+"""Turn the facts of one machine into findings: software, accelerators, storage, network, resources and clock.
+
+The functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -26,32 +29,33 @@ from trainwright.diagnostics.node_facts import (
 from trainwright.strategies.common.host_address import LOOPBACK
 
 _SLOW_STORE_S = 1.0
-_GPU_MEMORY_IN_USE = 0.1  # of a GPU's memory, by others
+_GPU_MEMORY_IN_USE = 0.1  # share of a GPU's memory that other processes may use
 
 
 def check_machine(machine: MachineFacts, *, where: str = "", in_cluster: bool = False) -> list[Finding]:
-    """All findings of one machine.
+    """Return the findings about one machine.
 
     Args:
-        where: name of the node; empty for the machine that asks.
-        in_cluster: Ray runs on it.
+        machine: its facts.
+        where: name of the node; empty for this machine.
+        in_cluster: whether Ray runs on it.
     """
     found = [
         *_check_python(machine.software),
         *_check_packages(machine.software),
-        *_check_ray(machine.software, in_cluster=in_cluster, cpus=machine.room.cpus),
-        *_check_accelerators(machine.accelerators, machine.software, machine.room.ray_gpus),
-        *(_check_storage(machine.stored) if machine.stored else ()),
-        *map(_check_data_path, machine.places),
+        *_check_ray(machine.software, in_cluster=in_cluster, cpus=machine.resources.cpus),
+        *_check_accelerators(machine.accelerators, machine.software, machine.resources.ray_gpus),
+        *(_check_storage(machine.storage) if machine.storage else ()),
+        *map(_check_data_path, machine.data_paths),
         *_check_network(machine.network, machine.software.settings, in_cluster=in_cluster),
-        *_check_resources(machine.room),
+        *_check_resources(machine.resources),
         *_check_clock(machine.clock),
     ]
     return [replace(each, where=where) for each in found]
 
 
 def _check_python(software: Software) -> Iterator[Finding]:
-    """The interpreter, against what trainwright asks for."""
+    """Compare the interpreter with the requirement of trainwright."""
     if SpecifierSet(software.needs_python).contains(software.python, prereleases=True):
         yield Finding(subject="Python", verdict="good", what=software.python)
     else:
@@ -59,19 +63,19 @@ def _check_python(software: Software) -> Iterator[Finding]:
             subject="Python",
             verdict="bad",
             what=f"{software.python}, trainwright needs {software.needs_python}",
-            remedy=f"make an environment with Python {software.needs_python} and install trainwright there",
+            remedy=f"create an environment with Python {software.needs_python} and install trainwright there",
         )
 
 
 def _check_packages(software: Software) -> Iterator[Finding]:
-    """Versions against the ranges of the installed trainwright, and whether they can be imported."""
+    """Compare packages with the requirements of trainwright, and report import errors."""
     has = {home: bool(software.packages.get(home)) for home in set(EXTRAS.values())}
-    fine, lacking = [f"trainwright {software.packages.get('trainwright') or 'from its folder'}"], []
+    fine, missing = [f"trainwright {software.packages.get('trainwright') or 'from its folder'}"], []
     for name, needed in software.needs.items():
         version = software.packages.get(name, "")
         broken = software.imports.get(name, "")
         if not version and name in EXTRAS and any(has.values()):
-            lacking.append(name)
+            missing.append(name)
         elif not version:
             install = f"trainwright[{EXTRAS[name]}]" if name in EXTRAS else f"{name}{needed}"
             yield _bad_package(name, "is not installed", f"pip install '{install}'")
@@ -82,9 +86,9 @@ def _check_packages(software: Software) -> Iterator[Finding]:
             yield _bad_package(name, f"{version} cannot be imported: {broken}", remedy)
         else:
             fine.append(f"{name} {version}")
-    install = f"pip install 'trainwright[{','.join(sorted({EXTRAS[name] for name in lacking}))}]'"
-    lacks = f"; for jobs of {' and '.join(lacking)}: {install}" if lacking else ""
-    yield Finding(subject="packages", verdict="good", what=", ".join(fine) + lacks)
+    install = f"pip install 'trainwright[{','.join(sorted({EXTRAS[name] for name in missing}))}]'"
+    other = f"; for jobs of {' and '.join(missing)}: {install}" if missing else ""
+    yield Finding(subject="packages", verdict="good", what=", ".join(fine) + other)
 
 
 def _bad_package(name: str, what: str, remedy: str) -> Finding:
@@ -92,7 +96,7 @@ def _bad_package(name: str, what: str, remedy: str) -> Finding:
 
 
 def _check_ray(software: Software, *, in_cluster: bool, cpus: int) -> Iterator[Finding]:
-    """Token authentication, and threads that a setting asks for."""
+    """Check token authentication and the number of threads."""
     mode = software.settings.get("RAY_AUTH_MODE", "")
     if mode == "token" and not software.token:
         yield Finding(
@@ -102,12 +106,12 @@ def _check_ray(software: Software, *, in_cluster: bool, cpus: int) -> Iterator[F
             remedy="ray get-auth-token --generate, or copy ~/.ray/auth_token from the head node",
         )
     elif mode == "token":
-        yield Finding(subject="Ray's token", verdict="good", what="asked for, and there")
+        yield Finding(subject="Ray's token", verdict="good", what="required and present")
     elif in_cluster:
         yield Finding(
             subject="Ray's token",
             verdict="doubtful",
-            what="not asked for: whoever reaches Ray's ports can run code here",
+            what="not required: anyone who reaches Ray's ports can run code",
             remedy="on every node, before ray start: export RAY_AUTH_MODE=token; ray get-auth-token --generate on one, "
             "and its ~/.ray/auth_token on all",
         )
@@ -122,13 +126,13 @@ def _check_ray(software: Software, *, in_cluster: bool, cpus: int) -> Iterator[F
 
 
 def _check_accelerators(found: Accelerators, software: Software, ray_gpus: float | None) -> Iterator[Finding]:
-    """GPUs and TPUs, and whether torch and Ray know of them."""
+    """Check GPUs and TPUs, and whether torch and Ray can use them."""
     if found.fault:
         yield Finding(
             subject="GPUs",
             verdict="bad",
             what=found.fault,
-            remedy="run nvidia-smi and dmesg | grep -i nvrm; a reboot, or the driver installed again, often mends it",
+            remedy="run nvidia-smi and dmesg | grep -i nvrm; a reboot or a new installation of the driver often helps",
         )
     for device in found.devices:
         yield from _check_device(device)
@@ -152,17 +156,17 @@ def _check_accelerators(found: Accelerators, software: Software, ray_gpus: float
 def _check_device(device: Device) -> Iterator[Finding]:
     name = f"GPU {device.index}"
     if device.ecc_errors:
-        what = f"{formatting.count(device.ecc_errors, 'memory error')} that could not be corrected"
-        remedy = f"nvidia-smi -i {device.index} -r, or a reboot; if it comes back, have the GPU exchanged"
+        what = f"{formatting.count(device.ecc_errors, 'memory error')} that were not corrected"
+        remedy = f"nvidia-smi -i {device.index} -r, or a reboot; if it happens again, replace the GPU"
         yield Finding(subject=name, verdict="bad", what=what, remedy=remedy)
     if device.throttled:
-        what = f"its clock is slowed down: {', '.join(device.throttled)}"
-        remedy = f"see cooling and power: nvidia-smi -q -i {device.index} -d PERFORMANCE,TEMPERATURE,POWER"
+        what = f"its clock is throttled: {', '.join(device.throttled)}"
+        remedy = f"check cooling and power: nvidia-smi -q -i {device.index} -d PERFORMANCE,TEMPERATURE,POWER"
         yield Finding(subject=name, verdict="doubtful", what=what, remedy=remedy)
     if device.processes or device.used_bytes > _GPU_MEMORY_IN_USE * device.memory_bytes > 0:
         who = f", by {device.processes} process{'es' if device.processes > 1 else ''}" if device.processes else ""
-        what = f"{formatting.size(device.used_bytes)} of {formatting.size(device.memory_bytes)} are taken{who}"
-        remedy = f"see who it is, and end it if it is a leftover: nvidia-smi -i {device.index}"
+        what = f"{formatting.size(device.used_bytes)} of {formatting.size(device.memory_bytes)} are in use{who}"
+        remedy = f"find the process, and end it if it is not needed: nvidia-smi -i {device.index}"
         yield Finding(subject=name, verdict="doubtful", what=what, remedy=remedy)
 
 
@@ -173,19 +177,21 @@ def _check_gpu_access(found: Accelerators, software: Software, ray_gpus: float |
         remedy = "pip install --force-reinstall torch, from the index for CUDA that pytorch.org names"
         yield Finding(subject="torch", verdict="bad", what=what, remedy=remedy)
     elif torch and software.cuda_works is False:
-        what = f"torch is built for CUDA {software.torch_cuda} and reaches no GPU with driver {found.devices[0].driver}"
+        what = (
+            f"torch is built for CUDA {software.torch_cuda} and cannot use a GPU with driver {found.devices[0].driver}"
+        )
         remedy = (
             "install a newer driver, or a torch for an older CUDA; see: python -c 'import torch; torch.cuda.init()'"
         )
         yield Finding(subject="torch", verdict="bad", what=what, remedy=remedy)
     if ray_gpus is not None and ray_gpus < len(found.devices):
-        what = f"Ray gives out {ray_gpus:g} of {formatting.count(len(found.devices), 'GPU')}"
+        what = f"Ray uses {ray_gpus:g} of {formatting.count(len(found.devices), 'GPU')}"
         remedy = f"start this node with: ray start --num-gpus={len(found.devices)} and its other arguments"
         yield Finding(subject="GPUs", verdict="doubtful", what=what, remedy=remedy)
 
 
 def _check_storage(stored: StorageResult) -> Iterator[Finding]:
-    """A storage that was tried."""
+    """Return the finding about the storage."""
     times = [
         f"{name} {formatting.duration(took)}"
         for name, took in (("write", stored.write_s), ("read", stored.read_s), ("delete", stored.delete_s))
@@ -193,16 +199,16 @@ def _check_storage(stored: StorageResult) -> Iterator[Finding]:
     if stored.fault:
         what = f"{stored.uri}: {stored.fault}"
         yield Finding(subject="storage", verdict="bad", what=what, remedy=stored.remedy)
-    elif not stored.once:
+    elif not stored.creates_once:
         yield Finding(
             subject="storage",
             verdict="bad",
-            what=f"{stored.uri}: a create-only write did not happen once: two drivers could write the same run",
+            what=f"{stored.uri}: a create-only write succeeded twice: two drivers could write the same run",
             remedy="use a store with conditional writes (If-None-Match), or a folder",
         )
     elif max(stored.write_s, stored.read_s, stored.delete_s) > _SLOW_STORE_S:
-        what = f"{stored.uri} is slow for a file of some bytes: {', '.join(times)}"
-        remedy = "use a bucket in the region of the nodes, and see the network between them"
+        what = f"{stored.uri} is slow for a file of a few bytes: {', '.join(times)}"
+        remedy = "use a bucket in the region of the nodes, and check the network between them"
         yield Finding(subject="storage", verdict="doubtful", what=what, remedy=remedy)
     else:
         what = f"{stored.uri}: {', '.join(times)}; creates only once"
@@ -210,29 +216,29 @@ def _check_storage(stored: StorageResult) -> Iterator[Finding]:
 
 
 def _check_data_path(place: DataPath) -> Finding:
-    """A place of data."""
+    """Return the finding about a path of data."""
     if not place.fault:
-        return Finding(subject="data", verdict="good", what=f"{place.uri} is there")
-    remedy = "mend the path in the job, or bring the data to where every node reads it: a shared folder, s3://, gs://"
+        return Finding(subject="data", verdict="good", what=f"{place.uri} exists")
+    remedy = "correct the path in the job, or put the data where every node can read it: a shared folder, s3://, gs://"
     return Finding(subject="data", verdict="bad", what=f"{place.uri}: {place.fault}", remedy=remedy)
 
 
-# --- What the facts of one machine come to ----------------------------------------------------------------------------
+# --- Network, resources and clock -------------------------------------------------------------------------------------
 
 
 _VIRTUAL_INTERFACES = ("docker", "virbr", "veth", "br-", "cni", "flannel", "cali", "lxc")
 _FEW_PORTS = 5_000
-_OBJECT_STORE_SHARE = 0.3  # of the memory: Ray's object store
+_OBJECT_STORE_SHARE = 0.3  # share of the memory that Ray's object store takes
 _FULL, _NEARLY_FULL = 0.95, 0.9  # Ray writes nothing more to a disk that is 95% full
 _LEAST_OPEN_FILES = 16_384
 _DAY_S = 86_400.0
 
 
 def _check_network(network: Network, settings: Mapping[str, str], *, in_cluster: bool) -> Iterator[Finding]:
-    """Name, address, interface and ports."""
+    """Check name, address, interfaces and ports."""
     for address, why in network.refused.items():
         remedy = "see: ip -br address; ss -s; sysctl net.ipv4.ip_local_port_range"
-        yield Finding(subject="ports", verdict="bad", what=f"no port can be had at {address}: {why}", remedy=remedy)
+        yield Finding(subject="ports", verdict="bad", what=f"no port can be bound at {address}: {why}", remedy=remedy)
     yield from _check_address(network, in_cluster=in_cluster)
     yield from _check_host_name(network)
     yield from _check_interface_settings(network, settings)
@@ -243,8 +249,8 @@ def _check_network(network: Network, settings: Mapping[str, str], *, in_cluster:
         yield Finding(
             subject="ports",
             verdict="doubtful",
-            what=f"{port} is taken, a cluster started here would want it",
-            remedy=f"see who it is: ss -ltnp 'sport = :{port}'; or: ray start --head {option}={port + 1}",
+            what=f"{port} is in use, and a cluster started here would need it",
+            remedy=f"find the process: ss -ltnp 'sport = :{port}'; or: ray start --head {option}={port + 1}",
         )
 
 
@@ -256,17 +262,17 @@ def _check_address(network: Network, *, in_cluster: bool) -> Iterator[Finding]:
             subject="network",
             verdict="doubtful",
             what="no network with a default route: other nodes cannot reach this one",
-            remedy="for one machine it will do; else give it a route: ip route add default via GATEWAY",
+            remedy="one machine needs none; otherwise add a route: ip route add default via GATEWAY",
         )
     elif own is not None and own.name.startswith(_VIRTUAL_INTERFACES):
         yield Finding(
             subject="network",
             verdict="doubtful",
-            what=f"other nodes are told {network.address}, which is of {own.name}, a network inside this machine",
-            remedy=f"let the default route leave by the real network: ip route; others: {', '.join(others) or 'none'}",
+            what=f"other nodes get the address {network.address} of {own.name}, a network inside this machine",
+            remedy=f"set the default route to the real network: ip route; others: {', '.join(others) or 'none'}",
         )
     else:
-        beside = f"; beside it {', '.join(others)}" if others else ""
+        beside = f"; also {', '.join(others)}" if others else ""
         yield Finding(subject="network", verdict="good", what=f"{network.address}{_interface_text(own)}{beside}")
     if in_cluster and network.ray_address and network.ray_address != network.address:
         yield Finding(
@@ -286,16 +292,16 @@ def _check_host_name(network: Network) -> Iterator[Finding]:
         return
     line = f"write '{network.address} {network.host}' into /etc/hosts"
     if not network.resolves:
-        what = f"{network.host}, its own name, stands for no address here"
+        what = f"the host name {network.host} does not resolve"
         remedy = line
     elif all(address.startswith("127.") for address in network.resolves):
         what = (
-            f"{network.host}, its own name, stands for {network.resolves[0]}: programs that go by it tell other nodes "
-            "that (trainwright's workers do not)"
+            f"the host name {network.host} resolves to {network.resolves[0]}: programs that use it give this address "
+            "to other nodes (trainwright's workers do not)"
         )
-        remedy = f"{line}, in the place of {network.resolves[0]}"
+        remedy = f"{line}, instead of {network.resolves[0]}"
     else:
-        what = f"{network.host}, its own name, stands for {', '.join(network.resolves)}, not {network.address}"
+        what = f"the host name {network.host} resolves to {', '.join(network.resolves)}, not {network.address}"
         remedy = line
     yield Finding(subject="host name", verdict="doubtful", what=what, remedy=remedy)
 
@@ -308,13 +314,16 @@ def _check_interface_settings(network: Network, settings: Mapping[str, str]) -> 
             yield Finding(
                 subject=setting,
                 verdict="bad",
-                what=f"{value}: no interface of that name is up; there are {', '.join(names)}",
+                what=f"{value}: no interface of this name is up; up are {', '.join(names)}",
                 remedy=f"unset {setting}: trainwright finds the interface by itself",
             )
 
 
 def interface_setting_matches(value: str, names: list[str], *, exact: bool) -> bool:
-    """Whether a setting leaves an interface: names with commas; NCCL's are beginnings, `^` excludes, `=` is exact."""
+    """Return whether a setting matches an interface.
+
+    Names have commas between them. NCCL matches prefixes; `^` excludes and `=` matches whole names.
+    """
     if exact:
         return all(name in names for name in value.split(","))
     excluded, rest = value.startswith("^"), value.removeprefix("^")
@@ -331,12 +340,12 @@ def _check_port_range(first: int, last: int) -> Finding:
     return Finding(subject="ports", verdict="doubtful", what=f"{what}, which are few", remedy=remedy)
 
 
-def _check_resources(room: HostResources) -> Iterator[Finding]:
-    """Memory, disks and limits."""
-    yield from _check_compute(room)
-    for use, space in room.disks.items():
-        yield _check_shared_memory(space, room) if use == "shared memory" else _check_disk(use, space)
-    soft, hard = room.open_files
+def _check_resources(host: HostResources) -> Iterator[Finding]:
+    """Check memory, disks and limits."""
+    yield from _check_compute(host)
+    for use, space in host.disks.items():
+        yield _check_shared_memory(space, host) if use == "shared memory" else _check_disk(use, space)
+    soft, hard = host.open_files
     most = hard if hard >= 0 else soft  # Ray raises the soft limit to the hard one; -1 is no limit
     if 0 <= most < _LEAST_OPEN_FILES:
         what = f"a process may open {most:,} files"
@@ -347,39 +356,39 @@ def _check_resources(room: HostResources) -> Iterator[Finding]:
         yield Finding(subject="open files", verdict="good", what=what)
 
 
-def _check_compute(room: HostResources) -> Iterator[Finding]:
-    cpus = room.cpus if room.ray_cpus is None else room.ray_cpus
-    allowed = f"{room.cpus_allowed:g}"
-    if room.ray_cpus is not None and cpus > room.cpus_allowed:
-        what = f"Ray counts {cpus:g}, the control group or affinity allows {allowed}"
-        remedy = f"start this node with: ray start --num-cpus={max(1, int(room.cpus_allowed))} and its other arguments"
+def _check_compute(host: HostResources) -> Iterator[Finding]:
+    cpus = host.cpus if host.ray_cpus is None else host.ray_cpus
+    allowed = f"{host.cpus_allowed:g}"
+    if host.ray_cpus is not None and cpus > host.cpus_allowed:
+        what = f"Ray counts {cpus:g}, but the control group or affinity allows {allowed}"
+        remedy = f"start this node with: ray start --num-cpus={max(1, int(host.cpus_allowed))} and its other arguments"
         yield Finding(subject="CPUs", verdict="doubtful", what=what, remedy=remedy)
     else:
-        what = allowed if room.cpus_allowed == room.cpus else f"{allowed} of {room.cpus} may be used"
+        what = allowed if host.cpus_allowed == host.cpus else f"{allowed} of {host.cpus} may be used"
         yield Finding(subject="CPUs", verdict="good", what=what)
-    memory = formatting.size(room.memory_allowed_bytes)
-    if room.ray_memory_bytes is not None and room.ray_memory_bytes > room.memory_allowed_bytes:
-        what = f"Ray counts {formatting.size(room.ray_memory_bytes)}, {memory} may be used"
+    memory = formatting.size(host.memory_allowed_bytes)
+    if host.ray_memory_bytes is not None and host.ray_memory_bytes > host.memory_allowed_bytes:
+        what = f"Ray counts {formatting.size(host.ray_memory_bytes)}, {memory} may be used"
         remedy = (
-            f"start this node with: ray start --memory={int(0.7 * room.memory_allowed_bytes)}, and its other arguments"
+            f"start this node with: ray start --memory={int(0.7 * host.memory_allowed_bytes)}, and its other arguments"
         )
         yield Finding(subject="memory", verdict="doubtful", what=what, remedy=remedy)
     else:
-        limited = room.memory_allowed_bytes < room.memory_bytes
-        what = f"{memory} of {formatting.size(room.memory_bytes)} may be used" if limited else memory
+        limited = host.memory_allowed_bytes < host.memory_bytes
+        what = f"{memory} of {formatting.size(host.memory_bytes)} may be used" if limited else memory
         yield Finding(subject="memory", verdict="good", what=what)
 
 
-def _check_shared_memory(space: DiskSpace, room: HostResources) -> Finding:
-    wanted = _OBJECT_STORE_SHARE * room.memory_allowed_bytes
+def _check_shared_memory(space: DiskSpace, host: HostResources) -> Finding:
+    wanted = _OBJECT_STORE_SHARE * host.memory_allowed_bytes
     size, free = formatting.size(space.size_bytes), formatting.size(space.free_bytes)
     gibibytes = -(-int(wanted) // 2**30)
     grow = f"mount -o remount,size={gibibytes}G /dev/shm (a container: docker run --shm-size={gibibytes}g)"
     if space.size_bytes < wanted:
-        what = f"{space.path} has {size}, Ray's object store wants {formatting.size(wanted)} and keepers more"
+        what = f"{space.path} has {size}, but Ray's object store needs {formatting.size(wanted)}, and checkpoints more"
         return Finding(subject="shared memory", verdict="doubtful", what=what, remedy=grow)
     if space.used > _NEARLY_FULL:
-        what, remedy = f"{free} of {size} are free", "see what fills it: du -ah /dev/shm | sort -h | tail"
+        what, remedy = f"{free} of {size} are free", "find what fills it: du -ah /dev/shm | sort -h | tail"
         return Finding(subject="shared memory", verdict="doubtful", what=what, remedy=remedy)
     return Finding(subject="shared memory", verdict="good", what=f"{free} of {size} free")
 
@@ -388,24 +397,24 @@ def _check_disk(use: str, space: DiskSpace) -> Finding:
     free = f"{formatting.size(space.free_bytes)} of {formatting.size(space.size_bytes)}"
     place = use if use == space.path else f"{use}, {space.path}"
     if space.used >= _NEARLY_FULL:
-        what = f"{free} free for {place}: from 95% full on Ray writes nothing there"
+        what = f"{free} free for {place}: Ray stops writing when it is 95% full"
         remedy = (
-            f"see what fills it: du -xh {space.path} | sort -h | tail; or give Ray another: export RAY_TMPDIR=FOLDER"
+            f"find what fills it: du -xh {space.path} | sort -h | tail; or set another folder: export RAY_TMPDIR=FOLDER"
         )
         return Finding(subject="disk", verdict="bad" if space.used >= _FULL else "doubtful", what=what, remedy=remedy)
     return Finding(subject="disk", verdict="good", what=f"{free} free for {place}")
 
 
 def _check_clock(clock: Clock) -> Iterator[Finding]:
-    """The clock, as far as one machine can know."""
+    """Check the clock, as far as one machine can know."""
     keep = "timedatectl set-ntp true, or install chrony"
     if clock.time_s < clock.installed_s - _DAY_S:
         behind = formatting.duration(clock.installed_s - clock.time_s)
         what = f"shows a time {behind} before trainwright's files were written"
         yield Finding(subject="clock", verdict="bad", what=what, remedy=f"set it: {keep}")
     elif clock.synchronized is False:
-        what = "nothing keeps it right, the kernel says: object stores refuse a clock that is off"
+        what = "not synchronized, as the kernel reports: object stores refuse a wrong clock"
         yield Finding(subject="clock", verdict="doubtful", what=what, remedy=keep)
     else:
-        what = "kept right by the system" if clock.synchronized else "not known whether anything keeps it right"
+        what = "synchronized" if clock.synchronized else "the kernel does not report whether it is synchronized"
         yield Finding(subject="clock", verdict="good", what=what)

@@ -1,4 +1,4 @@
-"""All facts of the machine that this runs on."""
+"""Collect the facts of this machine: software, accelerators, memory, disks, clock and network."""
 
 from __future__ import annotations
 
@@ -44,39 +44,40 @@ from trainwright.strategies.common.host_address import LOOPBACK, own_host
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """What is to be looked at.
+    """What to probe.
 
     Attributes:
-        storage: URI of it, absolute; empty for none.
-        places: of data.
-        imports: import Ray and the frameworks, which takes some seconds.
-        deadline_s: for a node to answer.
+        storage: absolute URI of a storage; empty for none.
+        data_paths: paths of data.
+        imports: whether to import Ray and the frameworks, which takes some seconds.
+        deadline_s: time for a node to answer.
     """
 
     storage: str = ""
-    places: tuple[str, ...] = ()
+    data_paths: tuple[str, ...] = ()
     imports: bool = True
     deadline_s: float = 60.0
 
 
 def probe_machine(
-    wish: ProbeOptions, *, ray_address: str = "", believed: Mapping[str, float] | None = None
+    options: ProbeOptions, *, ray_address: str = "", ray_resources: Mapping[str, float] | None = None
 ) -> MachineFacts:
-    """Look at this machine.
+    """Collect the facts of this machine.
 
     Args:
-        ray_address: by which Ray reaches it.
-        believed: Ray's resources of it.
+        options: what to probe.
+        ray_address: its address in Ray.
+        ray_resources: its resources in Ray.
     """
     found = _probe_accelerators()
     return MachineFacts(
-        software=_probe_software(imports=wish.imports, gpus=bool(found.devices)),
+        software=_probe_software(imports=options.imports, gpus=bool(found.devices)),
         accelerators=found,
         network=_probe_network(ray_address),
-        room=_probe_resources(believed),
+        resources=_probe_resources(ray_resources),
         clock=_probe_clock(),
-        stored=probe_storage(wish.storage) if wish.storage else None,
-        places=probe_data_paths(wish.places),
+        storage=probe_storage(options.storage) if options.storage else None,
+        data_paths=probe_data_paths(options.data_paths),
     )
 
 
@@ -93,11 +94,11 @@ _CUDA = "import torch; print(torch.cuda.is_available())"
 
 
 def _probe_software(*, imports: bool, gpus: bool) -> Software:
-    """Python and packages of this interpreter.
+    """Return Python and packages of this interpreter.
 
     Args:
-        imports: try to import Ray and the frameworks, each in a process of its own.
-        gpus: the machine has some: ask torch whether it reaches them.
+        imports: whether to import Ray and the frameworks, each in a process of its own.
+        gpus: whether the machine has GPUs, so that torch is asked whether it can use them.
     """
     needs_python, needs = requirements()
     packages = {name: _installed_version(name) for name in ("trainwright", *_PACKAGES)}
@@ -118,7 +119,7 @@ def _probe_software(*, imports: bool, gpus: bool) -> Software:
 
 
 def _installed_version(package: str) -> str:
-    """Of an installed package; empty where it is not installed."""
+    """Return the version of a package; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -126,7 +127,7 @@ def _installed_version(package: str) -> str:
 
 
 def requirements() -> tuple[str, dict[str, str]]:
-    """What the installed trainwright asks for: of Python, and of the packages that are looked at."""
+    """Return the requirements of the installed trainwright: Python, and packages by name."""
     try:
         found = metadata.metadata("trainwright")
     except metadata.PackageNotFoundError:
@@ -138,20 +139,20 @@ def requirements() -> tuple[str, dict[str, str]]:
 
 @cache
 def code_digest() -> str:
-    """Of the code of trainwright that this interpreter imports: the same on all nodes that run the same."""
+    """Return a digest of the trainwright code that this interpreter imports."""
     total = hashlib.sha256()
     for name in ("trainwright", "trainwright.strategies", "trainwright.datasets"):
         folder = _folder(name)
         for path in sorted(folder.rglob("*.py")):
             inner = path.relative_to(folder).as_posix()
             if name == "trainwright" and inner.partition("/")[0] in ("strategies", "datasets"):
-                continue  # in a wheel they lie inside
+                continue  # in a wheel these are folders of trainwright
             total.update(f"{name}/{inner}\0".encode() + path.read_bytes())
     return total.hexdigest()[:12]
 
 
 def _newest_file_s() -> float:
-    """When the newest file of trainwright was written, in seconds since the epoch."""
+    """Return when the newest file of trainwright was written, in seconds since the epoch."""
     return max((path.stat().st_mtime for path in _folder("trainwright").rglob("*.py")), default=0.0)
 
 
@@ -162,7 +163,7 @@ def _folder(package: str) -> Path:
 
 
 def _torch_cuda_version() -> str:
-    """The CUDA version that torch was built for, from its own file; torch is not imported."""
+    """Return the CUDA version of torch from its version file, without importing torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return ""
@@ -171,13 +172,13 @@ def _torch_cuda_version() -> str:
 
 
 def parse_torch_cuda(text: str) -> str:
-    """The CUDA version in the text of torch's version.py."""
+    """Return the CUDA version in the text of torch's version.py."""
     found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     return found.group(1) if found else ""
 
 
 def import_faults(packages: Sequence[str]) -> dict[str, str]:
-    """Why each package cannot be imported, empty where it can; each in a new process, all at once."""
+    """Return import errors by package, empty for a package that works; each in a new process, all at once."""
     running = {name: _python(f"import {name}", os.environ) for name in packages}
     return {name: _import_error(process) for name, process in running.items()}
 
@@ -205,7 +206,7 @@ def _import_error(process: subprocess.Popen[str]) -> str:
 
 
 def _cuda_works() -> bool:
-    """Ray hides the GPUs from a task that asks for none."""
+    """Return whether torch can use a GPU, also in a Ray task, from which Ray hides the GPUs."""
     visible = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     process = _python(_CUDA, visible)
     try:
@@ -218,12 +219,12 @@ def _cuda_works() -> bool:
 
 
 def _has_token(environment: Mapping[str, str], home: Path) -> bool:
-    """Whether Ray's authentication token is where Ray looks for it; it is not read."""
+    """Return whether Ray's authentication token exists where Ray looks for it, without reading it."""
     path = environment.get("RAY_AUTH_TOKEN_PATH")
     return bool(environment.get("RAY_AUTH_TOKEN")) or (Path(path) if path else home / ".ray" / "auth_token").is_file()
 
 
-# --- Accelerators, as their drivers tell ------------------------------------------------------------------------------
+# --- Accelerators, as their drivers report them -----------------------------------------------------------------------
 
 
 _SMI_TIMEOUT_S = 20.0  # for nvidia-smi, which waits long for a GPU that fell off the bus
@@ -236,12 +237,12 @@ _THROTTLE_REASONS = ("hardware slowdown", "heat (hardware)", "heat (driver)", "p
 
 
 def _probe_accelerators() -> Accelerators:
-    """GPUs and TPUs of this machine."""
+    """Return GPUs and TPUs of this machine."""
     files = len([*Path("/dev").glob("nvidia[0-9]*")])
     tpus = len([*Path("/dev").glob("accel[0-9]*")]) or len([*Path("/dev/vfio").glob("[0-9]*")])
     found = Accelerators(gpu_files=files, tpu_files=tpus, libtpu=_installed_version("libtpu"))
     if shutil.which("nvidia-smi") is None:
-        fault = "nvidia-smi is not there" if files else ""
+        fault = "nvidia-smi is missing" if files else ""
         return Accelerators(**{**vars(found), "fault": fault})
     try:
         devices = parse_smi(
@@ -253,14 +254,14 @@ def _probe_accelerators() -> Accelerators:
 
 
 def parse_smi(queried: str, computing: str) -> tuple[Device, ...]:
-    """What nvidia-smi said, as CSV without head and units. Raises ValueError where that is no such table."""
+    """Parse output of nvidia-smi, CSV without header and units. Raises ValueError for other text."""
     busy = Counter(line.strip() for line in computing.splitlines())
     return tuple(_parse_device(line.split(", "), busy) for line in queried.strip().splitlines())
 
 
 def _parse_device(cells: list[str], busy: Counter[str]) -> Device:
     if len(cells) != len(_SMI_FIELDS):
-        raise ValueError(f"nvidia-smi gave {len(cells)} fields in the place of {len(_SMI_FIELDS)}")
+        raise ValueError(f"nvidia-smi gave {len(cells)} fields instead of {len(_SMI_FIELDS)}")
     index, uuid, name, driver, total, used, ecc, *slow = cells
     return Device(
         index=int(index),
@@ -277,7 +278,7 @@ def _parse_device(cells: list[str], busy: Counter[str]) -> Device:
 
 
 def _smi_number(cell: str) -> int:
-    return int(cell) if cell.isdigit() else 0  # machines whose GPU shares the memory of the CPU say [N/A]
+    return int(cell) if cell.isdigit() else 0  # [N/A] if the GPU shares the memory of the CPU
 
 
 def _query_smi(question: str) -> str:
@@ -305,8 +306,8 @@ _TIMEX_BYTES = 512  # more than `struct timex` has on any machine
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-def _probe_resources(believed: Mapping[str, float] | None = None) -> HostResources:
-    """Memory, disk and limits; `believed` are Ray's resources of this node."""
+def _probe_resources(ray_resources: Mapping[str, float] | None = None) -> HostResources:
+    """Return memory, disks and limits; `ray_resources` are this node's resources in Ray."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cpus = os.cpu_count() or 1
     memory_bytes, quota = cgroup_limits(_CGROUP_ROOT)
@@ -322,14 +323,14 @@ def _probe_resources(believed: Mapping[str, float] | None = None) -> HostResourc
             "Ray's folder": disk_space(ray_folder),
             "/tmp": disk_space("/tmp"),
         },
-        ray_cpus=believed.get("CPU", 0.0) if believed is not None else None,
-        ray_memory_bytes=int(believed.get("memory", 0)) if believed is not None else None,
-        ray_gpus=believed.get("GPU", 0.0) if believed is not None else None,
+        ray_cpus=ray_resources.get("CPU", 0.0) if ray_resources is not None else None,
+        ray_memory_bytes=int(ray_resources.get("memory", 0)) if ray_resources is not None else None,
+        ray_gpus=ray_resources.get("GPU", 0.0) if ray_resources is not None else None,
     )
 
 
 def cgroup_limits(groups: Path) -> tuple[int | None, float | None]:
-    """Bytes of memory and CPUs that the control group allows, of version 2 or 1; None for no limit."""
+    """Return bytes of memory and CPUs that a control group, version 2 or 1, allows; None for no limit."""
     memory = _read_number(groups / "memory.max") or _read_number(groups / "memory" / "memory.limit_in_bytes")
     with suppress(OSError, ValueError):
         quota, period = (groups / "cpu.max").read_text().split()
@@ -346,7 +347,7 @@ def _read_number(file: Path) -> int | None:
 
 
 def disk_space(path: str) -> DiskSpace:
-    """Of the file system that a path is, or would be, on; 0 where there is none."""
+    """Return size and free space of a path's file system; 0 if there is none."""
     place = Path(path)
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -357,20 +358,20 @@ def disk_space(path: str) -> DiskSpace:
 
 
 def _probe_clock() -> Clock:
-    """The wall clock of this machine."""
+    """Return facts of the wall clock."""
     return Clock(time_s=time.time(), synchronized=_is_clock_synchronized(), installed_s=_newest_file_s())
 
 
 def _is_clock_synchronized() -> bool | None:
-    """Whether the kernel says that something keeps the clock right; None where it may not be asked."""
+    """Return whether the kernel reports a synchronized clock; None if it may not be asked."""
     try:
-        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))  # no mode: only asks
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))  # mode 0 only asks
     except (OSError, AttributeError):
         return None
     return None if state < 0 else state != _TIME_ERROR
 
 
-# --- How this machine is reached --------------------------------------------------------------------------------------
+# --- Network ----------------------------------------------------------------------------------------------------------
 
 
 _RAY_PORTS = (6379, 8265)  # of `ray start --head`: the cluster's own, and the dashboard's
@@ -379,7 +380,7 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def _probe_network(ray_address: str = "") -> Network:
-    """How this machine is reached. `ray_address` is what Ray says of that."""
+    """Return name, addresses, interfaces and ports; `ray_address` is the address in Ray."""
     host, address = socket.gethostname(), own_host()
     return Network(
         host=host,
@@ -394,7 +395,7 @@ def _probe_network(ray_address: str = "") -> Network:
 
 
 def resolve_host(host: str) -> tuple[str, ...]:
-    """IPv4 addresses that a name stands for, in order; none where it stands for nothing."""
+    """Return the IPv4 addresses of a host name; none if it does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
@@ -403,7 +404,7 @@ def resolve_host(host: str) -> tuple[str, ...]:
 
 
 def _network_interfaces() -> tuple[Interface, ...]:
-    """Those that are up and have an IPv4 address."""
+    """Return the interfaces that are up and have an IPv4 address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return tuple(filter(None, (_interface(probe.fileno(), name) for _, name in socket.if_nameindex())))
 
@@ -422,7 +423,7 @@ def _interface(probe: int, name: str) -> Interface | None:
 
 
 def _refused_binds(addresses: Iterable[str]) -> dict[str, str]:
-    """Why no port can be had, by address; those where one can are left out."""
+    """Return errors of binding a port, by address, without addresses that work."""
     refused = {}
     for address in sorted(addresses):
         try:
@@ -434,7 +435,7 @@ def _refused_binds(addresses: Iterable[str]) -> dict[str, str]:
 
 
 def port_range(file: Path) -> tuple[int, int] | None:
-    """First and last port that the system gives out; None where it does not say."""
+    """Return the first and last ephemeral port; None if unknown."""
     with suppress(OSError, ValueError):
         first, last = map(int, file.read_text().split())
         return first, last
@@ -442,7 +443,7 @@ def port_range(file: Path) -> tuple[int, int] | None:
 
 
 def _is_listening(port: int) -> bool:
-    """Whether somebody listens at a port of this machine."""
+    """Return whether a process listens at a port of this machine."""
     with socket.socket() as trial:
         trial.settimeout(1.0)
         return trial.connect_ex((LOOPBACK, port)) == 0

@@ -1,4 +1,7 @@
-"""What is known of a machine, of its storage and of the links between machines. Nothing here is judged."""
+"""Facts that the doctor collects: of machines, of storage and of the links between machines.
+
+Other modules turn the facts into findings.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ class Software:
     """Python and packages.
 
     Attributes:
-        needs_python: what trainwright asks for, such as `>=3.11`.
-        packages: versions by name; a package that is asked for and not installed is empty.
-        needs: ranges by name, of the metadata of the installed trainwright.
-        imports: why a package cannot be imported, by name; empty where it can.
-        torch_cuda: the CUDA version that torch was built for; empty for a build without CUDA, or no torch.
-        cuda_works: whether torch reaches a GPU; None where that was not tried.
-        digest: of trainwright's own code.
-        settings: variables of the environment that matter, without secrets.
+        needs_python: required version, such as `>=3.11`.
+        packages: installed versions by name; empty text for a package that is not installed.
+        needs: required versions by name, from the metadata of the installed trainwright.
+        imports: import errors by package; empty text if the import works.
+        torch_cuda: CUDA version of the installed torch; empty without torch or CUDA.
+        cuda_works: whether torch can use a GPU; None if not tried.
+        digest: of trainwright's code.
+        settings: environment variables that matter, without secrets.
         token: whether Ray finds an authentication token.
     """
 
@@ -36,12 +39,12 @@ class Software:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One GPU, as its driver tells. None is what the driver does not tell.
+    """One GPU, as its driver reports it; None for values that the driver does not report.
 
     Attributes:
-        ecc_errors: that could not be corrected, since the driver was loaded.
-        throttled: what slows the clock down, of heat and power.
-        processes: that compute on it.
+        ecc_errors: uncorrected memory errors since the driver was loaded.
+        throttled: why the clock is throttled: heat or power.
+        processes: number of processes that compute on it.
     """
 
     index: int
@@ -59,10 +62,10 @@ class Accelerators:
     """GPUs and TPUs.
 
     Attributes:
-        fault: why the driver's own tool does not tell, where there are GPUs.
+        fault: why nvidia-smi failed on a machine with GPUs.
         gpu_files: /dev/nvidia0 and so on.
         tpu_files: /dev/accel0 and so on, or VFIO groups.
-        libtpu: its version; empty where it is not installed.
+        libtpu: installed version; empty if not installed.
     """
 
     devices: tuple[Device, ...] = ()
@@ -83,16 +86,16 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """How the machine is reached.
+    """Name, addresses and ports of the machine.
 
     Attributes:
-        host: its own name.
-        address: that trainwright gives to other nodes.
-        ray_address: by which Ray reaches it; empty where Ray does not run.
-        resolves: addresses that its own name stands for here.
-        refused: why a port cannot be had, by address.
-        ports: first and last that the system gives out; None where it does not say.
-        busy: well-known ports that somebody listens at.
+        host: host name.
+        address: address that trainwright gives to other nodes.
+        ray_address: address that Ray uses; empty if Ray does not run.
+        resolves: addresses of the host name on this machine.
+        refused: errors of binding a port, by address.
+        ports: first and last of the kernel's ephemeral ports; None if unknown.
+        busy: ports of `ray start --head` on which a process listens.
     """
 
     host: str
@@ -107,7 +110,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSpace:
-    """A file system: its size and what is free of it."""
+    """Size and free space of a file system."""
 
     path: str
     size_bytes: int
@@ -115,7 +118,7 @@ class DiskSpace:
 
     @property
     def used(self) -> float:
-        """Share that is taken, 0 to 1."""
+        """Return the used share, 0 to 1."""
         return 1 - self.free_bytes / self.size_bytes if self.size_bytes else 0.0
 
 
@@ -125,12 +128,12 @@ class HostResources:
 
     Attributes:
         cpus: of the machine.
-        cpus_allowed: by affinity and control group.
+        cpus_allowed: limit of affinity and control group.
         memory_bytes: of the machine.
-        memory_allowed_bytes: by the control group; the machine's where there is no limit.
-        ray_cpus, ray_memory_bytes, ray_gpus: what Ray believes; None where Ray does not run.
+        memory_allowed_bytes: limit of the control group; the machine's memory if there is no limit.
+        ray_cpus, ray_memory_bytes, ray_gpus: resources that Ray counts; None if Ray does not run.
         open_files: soft and hard limit.
-        disks: by what they are for: `shared memory`, `Ray's folder`, `/tmp`.
+        disks: by use: `shared memory`, `Ray's folder`, `/tmp`.
     """
 
     cpus: int
@@ -149,9 +152,9 @@ class Clock:
     """The wall clock.
 
     Attributes:
-        time_s: since the epoch.
-        synchronized: whether the kernel says that something keeps it right; None where it does not say.
-        installed_s: when trainwright's newest file was written: no clock that is right shows less.
+        time_s: seconds since the epoch.
+        synchronized: whether the kernel reports that it is synchronized, as by NTP; None if unknown.
+        installed_s: when trainwright's newest file was written; a correct clock shows a later time.
     """
 
     time_s: float
@@ -161,19 +164,19 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class StorageResult:
-    """A storage that was tried.
+    """Result of writing, reading and deleting a file in a storage.
 
     Attributes:
-        uri: of it.
-        fault: what went wrong; empty where nothing did.
-        remedy: of the fault.
-        once: whether a second create-only write of one path was refused, and the first was read back.
+        uri: of the storage.
+        fault: what went wrong; empty if nothing did.
+        remedy: what to do about the fault.
+        once: whether the second create-only write of a path was refused and the first was read back.
     """
 
     uri: str
     fault: str = ""
     remedy: str = ""
-    once: bool = True
+    creates_once: bool = True
     write_s: float = 0.0
     read_s: float = 0.0
     delete_s: float = 0.0
@@ -181,7 +184,7 @@ class StorageResult:
 
 @dataclass(frozen=True, kw_only=True)
 class DataPath:
-    """A place of data, and why it cannot be read; empty where it can."""
+    """A path of data, and why it cannot be read; an empty fault if it can."""
 
     uri: str
     fault: str = ""
@@ -194,21 +197,22 @@ class MachineFacts:
     software: Software
     accelerators: Accelerators
     network: Network
-    room: HostResources
+    resources: HostResources
     clock: Clock
-    stored: StorageResult | None = None
-    places: tuple[DataPath, ...] = ()
+    storage: StorageResult | None = None
+    data_paths: tuple[DataPath, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkMeasurement:
-    """What one node measured of its way to another.
+    """What one node measured of its connection to another.
 
     Attributes:
-        fault: why the other was not reached; empty where it was.
+        source: node that measured.
+        target: node that answered.
+        fault: why the target was not reached; empty if it was.
         delay_s: shortest round trip.
-        bytes_per_s: that came from the other.
-        offset_s: the other's clock minus one's own; wrong by `delay_s` / 2 at most.
+        bytes_per_s: rate from target to source, on one TCP connection.
     """
 
     source: str
@@ -216,31 +220,30 @@ class LinkMeasurement:
     fault: str = ""
     delay_s: float = 0.0
     bytes_per_s: float = 0.0
-    offset_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnreachableNode:
-    """A node of which nothing, or not all, could be learned."""
+    """A node that did not answer, or answered with other code."""
 
-    why: str
+    reason: str
     remedy: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFacts:
-    """All that is known of a cluster.
+    """Facts of all nodes of a cluster.
 
     Attributes:
-        machines: by the node's name.
+        machines: by name of the node.
         absent: nodes that did not answer, by name.
-        links: in both directions between the pairs that were tried.
-        seen: whose marks in the storage each node saw, by name; empty where that was not tried.
-        sampled: whether only some pairs were tried.
+        links: measured connections, in both directions.
+        seen: nodes whose test files in the storage each node saw, by name; empty if not tried.
+        probed_s: wall-clock time of the asking machine before and after the nodes were probed, seconds since the epoch.
     """
 
     machines: Mapping[str, MachineFacts]
-    absent: Mapping[str, UnreachableNode] = field(default_factory=dict)
+    unreachable: Mapping[str, UnreachableNode] = field(default_factory=dict)
     links: tuple[LinkMeasurement, ...] = ()
     seen: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    sampled: bool = False
+    probed_s: tuple[float, float] | None = None

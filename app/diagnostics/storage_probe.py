@@ -1,4 +1,4 @@
-"""A storage and the places of data, tried from this machine."""
+"""Try a storage and the paths of data from this machine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _DATA = b"trainwright doctor was here"
 
 
 def probe_storage(uri: str) -> StorageResult:
-    """Write, write again, read and delete one small file, within about ten seconds each."""
+    """Create a small file twice, read it and delete it, with about ten seconds for each."""
     try:
         with _RemoveNewFolder(uri):
             return _probe_store(open_store(uri).impatient(), uri)
     except StorageError as error:
-        return StorageResult(uri=uri, fault=error.what, remedy=error.remedy or "give another storage")
+        return StorageResult(uri=uri, fault=error.what, remedy=error.remedy or "use another storage")
 
 
 def _probe_store(store: Store, uri: str) -> StorageResult:
@@ -35,12 +35,12 @@ def _probe_store(store: Store, uri: str) -> StorageResult:
         again = store.create(path, b"another")
         read, read_s = _timed(lambda: store.find(path))
     except StorageError:
-        with suppress(StorageError):  # what went wrong before is told
+        with suppress(StorageError):  # the first error is reported
             store.delete([path])
         raise
     _, delete_s = _timed(lambda: store.delete([path]))
     once = created and not again and read == _DATA
-    return StorageResult(uri=uri, once=once, write_s=write_s, read_s=read_s, delete_s=delete_s)
+    return StorageResult(uri=uri, creates_once=once, write_s=write_s, read_s=read_s, delete_s=delete_s)
 
 
 def _timed(action: Callable[[], _Value]) -> tuple[_Value, float]:
@@ -49,7 +49,7 @@ def _timed(action: Callable[[], _Value]) -> tuple[_Value, float]:
 
 
 class _RemoveNewFolder:
-    """A folder that was not there before is removed again, unless something else came into it."""
+    """Removes a folder that did not exist before, unless another process has written into it."""
 
     def __init__(self, uri: str) -> None:
         self._made: list[Path] = []
@@ -59,7 +59,7 @@ class _RemoveNewFolder:
             folder = folder.parent
 
     def __enter__(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):
@@ -68,23 +68,23 @@ class _RemoveNewFolder:
 
 
 def write_mark(uri: str, visit: str, node: str) -> None:
-    """Write a file that other nodes can look for. Raises StorageError."""
+    """Write a test file for other nodes to find. Raises StorageError."""
     open_store(uri).impatient().put(f"{_PREFIX}{visit}/{node}", _DATA)
 
 
 def read_marks(uri: str, visit: str) -> frozenset[str]:
-    """Whose marks of a visit can be seen from here. Raises StorageError."""
+    """Return the nodes whose test files of a visit are visible here. Raises StorageError."""
     found = open_store(uri).impatient().list(f"{_PREFIX}{visit}")
     return frozenset(path.rpartition("/")[2] for path, _ in found)
 
 
 def delete_marks(uri: str, visit: str) -> None:
-    """Delete the marks of a visit that can be seen from here. Raises StorageError."""
+    """Delete the visible test files of a visit. Raises StorageError."""
     open_store(uri).impatient().delete_folder(f"{_PREFIX}{visit}")
 
 
 def dataset_paths(dataset: Any) -> Iterator[str]:
-    """Paths and URIs of the files that a data set reads, through whatever it is made of."""
+    """Yield the paths and URIs that a data set and its parts read."""
     path = getattr(dataset, "path", None)
     if isinstance(path, str):
         yield path
@@ -97,7 +97,7 @@ def dataset_paths(dataset: Any) -> Iterator[str]:
 
 
 def probe_data_paths(uris: Iterable[str]) -> tuple[DataPath, ...]:
-    """Whether each place of data is there."""
+    """Check that each path of data exists."""
     return tuple(DataPath(uri=uri, fault=_path_error(uri)) for uri in uris)
 
 
@@ -111,4 +111,4 @@ def _path_error(uri: str) -> str:
         found = system.get_file_info(glob_base(path))
     except (OSError, TrainwrightError) as error:
         return str(getattr(error, "what", error)).partition("\n")[0][:200]
-    return "it is not there" if found.type == pafs.FileType.NotFound else ""
+    return "it does not exist" if found.type == pafs.FileType.NotFound else ""

@@ -7,7 +7,9 @@ no Ray.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from importlib import resources
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -48,6 +50,23 @@ def validate_cluster_file(config: dict[str, Any]) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     validate_config(prepare_config(config))
+
+
+def cluster_file_schema() -> dict[str, Any]:
+    """Return the JSON schema that `ray up` checks a cluster file against."""
+    text = (resources.files("ray.autoscaler") / "ray-schema.json").read_text(encoding="utf-8")
+    schema: dict[str, Any] = json.loads(text)
+    return schema
+
+
+def ray_start_options() -> list[str]:
+    """Return the long options of `ray start` and `ray symmetric-run`, without dashes."""
+    from ray.scripts.scripts import start
+    from ray.scripts.symmetric_run import symmetric_run
+
+    parameters = (*start.params, *symmetric_run.params)
+    names = [name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)]
+    return [name.removeprefix("--") for name in names if name.startswith("--")]
 
 
 def autoscaler_report() -> bytes | None:

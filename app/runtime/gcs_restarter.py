@@ -42,17 +42,17 @@ class Command:
 
 
 def main() -> int:
-    """Guard this machine's GCS; 0 when the head was stopped.
+    """Restart this machine's GCS when it dies; return 0 when the head was stopped.
 
     Raises:
-        ResourceError: there is nothing to guard, or it does not come up again.
+        ResourceError: no GCS to restart was found, or it does not start again.
     """
     pid = _only("gcs_server")
     command = command_of(pid)
     if not command.durable:
         raise ResourceError("Ray's GCS keeps its tables in memory, so it cannot come back", remedy=_REMEDY)
     with open_process(_raylet(command)) as raylet:
-        print(f"head guard (pid {os.getpid()}): gcs_server (pid {pid}) is watched", flush=True)
+        print(f"GCS restarter (pid {os.getpid()}): gcs_server (pid {pid}) is watched", flush=True)
         with open_process(pid) as watched:
             watched.wait()
         return revive(command, raylet)

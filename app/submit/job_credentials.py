@@ -1,9 +1,9 @@
-"""Which credentials go with a job: the environment's, for the kinds of storage that it uses. Pure but for files.
+"""Send credentials of storage with a submitted job, and receive them on the cluster.
 
-They came as a package that Ray's store of keys and values (GCS) holds for ten minutes, under a name that nobody can
-guess; the job knows that name alone. The driver moves them to a key of our own, which it deletes when it ends. Every
-process that Ray starts for the job reads them there before it runs anything of the user's, by Ray's setup hook. So they
-are in the memory of the GCS and in the environment of the job's processes, and in nothing that is shown or logged.
+They come from the environment of `submit`, for the kinds of storage that the job uses. They travel as a package with a
+random name, which Ray's key-value store (GCS) keeps for ten minutes; the job gets only the name. The driver moves them
+to a key of its own and deletes it at the end. Each process of the job reads them in Ray's setup hook, before user code
+runs. So they are in the memory of the GCS and in the environment of the job's processes, and in no output or log.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _WITH_USER = re.compile(r"\b([a-z][a-z0-9+]*)://[^/\s'\"@]*:[^/\s'\"]*@")  # abf
 
 @dataclass(frozen=True, kw_only=True)
 class JobCredentials:
-    """What a job's processes get into their environment. Its repr holds names alone.
+    """Credentials for the environment of a job's processes. Its repr shows names only.
 
     Attributes:
         variables: values by name.
-        files: contents by the variable that is to name a file with them.
+        files: contents of files by the variable that holds their path.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -59,46 +59,46 @@ class JobCredentials:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the variables, in order."""
+        """Return the names of the variables in order."""
         return tuple(sorted({*self.variables, *self.files}))
 
     def __repr__(self) -> str:
         return f"Credentials({', '.join(self.names)})"
 
     def dump(self) -> bytes:
-        """As they travel."""
+        """Serialize the credentials."""
         return json.dumps({"variables": dict(self.variables), "files": dict(self.files)}).encode()
 
     @classmethod
     def load(cls, data: bytes) -> JobCredentials:
-        """What `dump` gave."""
+        """Read what `dump` wrote."""
         held = json.loads(data)
         return cls(variables=held["variables"], files=held["files"])
 
 
 def storage_schemes(text: str) -> tuple[str, ...]:
-    """The kinds of object storage that a text names.
+    """Return the kinds of object storage that a text names.
 
     Raises:
-        StorageError: an address in it holds credentials, which would be shown wherever the job is.
+        StorageError: an address in it contains credentials, which would be visible wherever the job is shown.
     """
     found = _WITH_USER.search(text)
     if found is not None:
         raise StorageError(
-            f"an address of the job holds credentials: {found[1]}://...@...",
-            remedy=f"write {found[1]}://BUCKET/PREFIX; credentials belong into environment variables",
+            f"an address of the job contains credentials: {found[1]}://...@...",
+            remedy=f"write {found[1]}://BUCKET/PREFIX; put credentials into environment variables",
         )
     return tuple(sorted({_KINDS[scheme] for scheme in _SCHEME.findall(text)}))
 
 
 def collect_credentials(schemes: Iterable[str], named: Iterable[str], environment: Mapping[str, str]) -> JobCredentials:
-    """What the environment holds for these kinds of storage, and the variables that are named besides.
+    """Return the credentials of the environment for these kinds of storage, and the additional named variables.
 
     Raises:
-        JobError: a named one is not set, or a file of credentials cannot be read.
+        JobError: a named variable is not set, or a file of credentials cannot be read.
     """
     wanted = dict.fromkeys(name for scheme in schemes for name in _VARIABLES_BY_SCHEME[scheme] if environment.get(name))
-    problems = [f"--env {name}: it is not set here" for name in named if name not in environment]
+    problems = [f"--env {name}: the variable is not set" for name in named if name not in environment]
     wanted.update(dict.fromkeys(name for name in named if name in environment))
     variables, files = {}, {}
     for name in wanted:
@@ -108,17 +108,17 @@ def collect_credentials(schemes: Iterable[str], named: Iterable[str], environmen
         try:
             files[name] = Path(environment[name]).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeError):
-            problems.append(f"{name} names no file that can be read: unset it, or give --no-credentials")
+            problems.append(f"{name} names a file that cannot be read: unset it, or use --no-credentials")
     if problems:
         raise JobError(problems)
     return JobCredentials(variables=variables, files=files)
 
 
-# --- A submitted job arrives on the cluster ---------------------------------------------------------------------------
+# --- On the cluster ---------------------------------------------------------------------------------------------------
 
 
 CREDENTIALS_VARIABLE, SENDER_VARIABLE = "TRAINWRIGHT_CREDENTIALS", "TRAINWRIGHT_SENDER"
-WORKER_SETUP_HOOK = f"{__name__}.join"
+WORKER_SETUP_HOOK = f"{__name__}.set_up_worker"
 _SPACE, _JOBS = b"trainwright", b"job"  # namespaces of keys
 _JOB_KEY = "_ray_internal_job_info_{}"
 _TIMEOUT_S = 30.0
@@ -126,23 +126,23 @@ _FINAL_STATES = ("STOPPED", "SUCCEEDED", "FAILED")
 
 
 def credential_package_uri(name: str) -> str:
-    """The URI under which credentials travel."""
+    """Return the URI of the package with the credentials."""
     return f"gcs://{name}.zip"
 
 
 @contextmanager
 def received_credentials() -> Iterator[None]:
-    """Within it a submitted job's driver has what came with it; afterwards the cluster has it no more.
+    """Apply the credentials of a submitted job in its driver, and delete them from the cluster at the end.
 
     Where no job was submitted, this does nothing.
 
     Raises:
-        ResourceError: the credentials are not on the cluster any more.
+        ResourceError: the credentials are no longer on the cluster.
     """
     name, sender = (
         os.environ.pop(CREDENTIALS_VARIABLE, ""),
         os.environ.pop(SENDER_VARIABLE, ""),
-    )  # children are no drivers of the job
+    )  # child processes must not act as drivers of the job
     own = package_versions()["trainwright"]
     if sender not in ("", own):
         print(f"note: trainwright {sender} submitted this job, and this cluster has {own}", file=sys.stderr)
@@ -154,8 +154,8 @@ def received_credentials() -> Iterator[None]:
     data = _find(client, name)
     if data is None:
         raise ResourceError(
-            "the credentials that came with this job are not on the cluster any more",
-            remedy="submit it again: the cluster took longer than ten minutes to start it",
+            "the credentials of this job are no longer on the cluster",
+            remedy="submit it again; the cluster took longer than ten minutes to start it",
         )
     client.internal_kv_put(name.encode(), data, True, _SPACE, _TIMEOUT_S)
     client.internal_kv_del(credential_package_uri(name).encode(), False, None, _TIMEOUT_S)
@@ -166,10 +166,10 @@ def received_credentials() -> Iterator[None]:
         client.internal_kv_del(name.encode(), False, _SPACE, _TIMEOUT_S)
 
 
-def join() -> None:
-    """Give this process of a job what its driver has. Called by Ray before anything of the user's runs in it.
+def set_up_worker() -> None:
+    """Apply the job's credentials in a worker process; Ray calls this hook before user code runs.
 
-    It raises nothing: Ray would start such processes again and again. What storage needs will be said by the storage.
+    It raises nothing, since Ray would restart the process again and again. Storage reports missing credentials itself.
     """
     name = os.environ.pop(CREDENTIALS_VARIABLE, "")
     if not name:
@@ -180,13 +180,13 @@ def join() -> None:
         print(f"the job's credentials could not be read: {type(error).__name__}", file=sys.stderr)
         return
     if data is None:
-        print("the job's credentials are not on the cluster any more: its driver has ended", file=sys.stderr)
+        print("the job's credentials are no longer on the cluster: its driver has ended", file=sys.stderr)
     else:
         _apply(JobCredentials.load(data))
 
 
 def _find(client: Any, name: str) -> bytes | None:
-    """Where the driver keeps them, or as they came."""
+    """Return the credentials from the driver's key, or from the package if the driver has not moved them yet."""
     kept: bytes | None = client.internal_kv_get(name.encode(), _SPACE, _TIMEOUT_S)
     if kept is not None:
         return kept
@@ -195,7 +195,7 @@ def _find(client: Any, name: str) -> bytes | None:
 
 
 def _apply(credentials: JobCredentials) -> None:
-    """Into this process's environment; files lie in memory, and end with the process."""
+    """Set the variables of this process; files are in memory and end with the process."""
     os.environ.update(credentials.variables)
     for variable, content in credentials.files.items():
         held = os.memfd_create("trainwright-credentials")
@@ -204,7 +204,7 @@ def _apply(credentials: JobCredentials) -> None:
 
 
 def _delete_stale(client: Any) -> None:
-    """Delete what drivers left that were killed: credentials of jobs that are over."""
+    """Delete credentials of jobs that have ended, which killed drivers left."""
     for key in client.internal_kv_keys(b"", _SPACE, _TIMEOUT_S):
         submission = key.decode().rpartition(".")[0]
         told = client.internal_kv_get(_JOB_KEY.format(submission).encode(), _JOBS, _TIMEOUT_S)

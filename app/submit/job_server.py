@@ -1,4 +1,4 @@
-"""The job server of a cluster, Ray's own, over HTTP: every call has a deadline, every trouble a remedy."""
+"""Client of Ray's job server over HTTP: its address, calls with deadlines, and exit codes of jobs."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ from ray.job_submission import JobSubmissionClient
 
 from trainwright.core.errors import ResourceError, TrainwrightError
 
-CONNECT_S, ANSWER_S, SILENCE_S = 10.0, 60.0, 30.0
-_CLOSING = aiohttp.ClientWSTimeout(ws_close=CONNECT_S)
+_CONNECT_S, _ANSWER_S, _SILENCE_S = 10.0, 60.0, 30.0
+_CLOSING = aiohttp.ClientWSTimeout(ws_close=_CONNECT_S)
 _FINAL_STATES = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
 _OWN_ADDRESS = "RAY_API_SERVER_ADDRESS"  # Ray takes this before any argument
 
 
 class JobServerUnreachable(ResourceError):
-    """The job server does not answer now, which may pass by itself."""
+    """The job server does not answer; it may answer later."""
 
 
 class JobAgentUnavailable(ResourceError):
-    """The job server is up, but what starts jobs is not yet."""
+    """The job server answers, but its agent that starts jobs does not run yet."""
 
 
 class JobIdTaken(ResourceError):
-    """There is a job of this id already."""
+    """A job with this ID already exists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobDetails:
-    """A job as the server tells it.
+    """A job as the server reports it.
 
     Attributes:
         id: of the submission.
         status: `PENDING`, `RUNNING`, `STOPPED`, `SUCCEEDED` or `FAILED`.
-        metadata: that it was submitted with.
-        message: what the server says of it.
-        code: that its driver ended with, negative for a signal; None where that is not known.
+        metadata: of the submission.
+        message: of the server.
+        exit_code: of its driver, negative for a signal; None if unknown.
     """
 
     id: str
     status: str
     metadata: Mapping[str, str] = field(default_factory=dict)
     message: str = ""
-    code: int | None = None
+    exit_code: int | None = None
 
     @property
-    def over(self) -> bool:
-        """Whether it has ended."""
+    def ended(self) -> bool:
+        """Return whether the job has ended."""
         return self.status in _FINAL_STATES
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> JobDetails:
-        """Of the server's JSON."""
+        """Read the server's JSON."""
         return cls(
             id=told["submission_id"],
             status=told["status"],
             metadata=told.get("metadata") or {},
             message=told.get("message") or "",
-            code=told.get("driver_exit_code"),
+            exit_code=told.get("driver_exit_code"),
         )
 
 
@@ -75,28 +75,27 @@ class _Client(JobSubmissionClient):
     """Ray's client, with a deadline for each call."""
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> requests.Response:
-        asked = super()._do_request(method, endpoint, timeout=(CONNECT_S, ANSWER_S), **options)
+        asked = super()._do_request(method, endpoint, timeout=(_CONNECT_S, _ANSWER_S), **options)
         assert isinstance(asked, requests.Response)
         return asked
 
     def ask(self, method: str, endpoint: str, **options: Any) -> requests.Response:
-        """One request. Raises what `requests` raises, and AuthenticationError."""
+        """Send one request. Raises what `requests` raises, and AuthenticationError."""
         return self._do_request(method, endpoint, **options)
 
     async def tail(self, path: str) -> AsyncIterator[str]:
-        """Pieces of a text that grows; ends where the server closes or says nothing for long.
+        """Yield pieces of a growing text until the server closes the connection or is silent for long.
 
-        Pings would tell a dead connection from a silent server, but this one answers none. Raises aiohttp.ClientError,
-        OSError.
+        The server answers no pings, so a silent connection may be dead. Raises aiohttp.ClientError and OSError.
         """
-        limits = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)
+        limits = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S)
         connecting = aiohttp.ClientSession(headers=self._headers, cookies=self._cookies, timeout=limits)
         async with (
             connecting as session,
             session.ws_connect(self._address + path, ssl=self._tls, max_msg_size=0, timeout=_CLOSING) as stream,
         ):
             with contextlib.suppress(TimeoutError):
-                while (message := await stream.receive(timeout=SILENCE_S)).type == aiohttp.WSMsgType.TEXT:
+                while (message := await stream.receive(timeout=_SILENCE_S)).type == aiohttp.WSMsgType.TEXT:
                     yield message.data
 
     @property
@@ -105,7 +104,7 @@ class _Client(JobSubmissionClient):
 
 
 class JobServer:
-    """What is asked of a job server.
+    """A connection to a job server.
 
     Args:
         address: `http://HOST:PORT`.
@@ -114,8 +113,8 @@ class JobServer:
         ray_version: of the cluster.
 
     Raises:
-        Unreachable: nobody answers there.
-        ResourceError: it answers, but no job server does, or it wants a token.
+        JobServerUnreachable: no server answers.
+        ResourceError: the server is no job server, or requires a token.
     """
 
     def __init__(self, address: str) -> None:
@@ -126,35 +125,35 @@ class JobServer:
             self.ray_version = str(self._ask("GET", "/api/version").json()["ray_version"])
 
     def jobs(self) -> tuple[JobDetails, ...]:
-        """All that were submitted."""
+        """Return all submitted jobs."""
         listed = self._ask("GET", "/api/jobs/").json()
         return tuple(JobDetails.of(told) for told in listed if told.get("submission_id"))
 
     def job(self, submission: str) -> JobDetails:
-        """One of them."""
+        """Return one job."""
         return JobDetails.of(self._ask("GET", f"/api/jobs/{urllib.parse.quote(submission)}").json())
 
     def log(self, submission: str) -> str:
-        """Its whole log so far."""
+        """Return the log of a job so far."""
         return str(self._ask("GET", f"/api/jobs/{urllib.parse.quote(submission)}/logs").json()["logs"])
 
     def stop(self, submission: str) -> None:
-        """Ask for its end: SIGTERM to its driver."""
+        """Stop a job: Ray sends SIGTERM to its driver."""
         self._ask("POST", f"/api/jobs/{urllib.parse.quote(submission)}/stop")
 
     def hosts(self) -> tuple[str, ...]:
-        """Names of the living nodes' hosts; none where the server does not tell."""
+        """Return host names of the living nodes; none if the server does not report them."""
         told = self._ask("GET", "/nodes?view=summary").json()
         nodes = (told.get("data") or {}).get("summary") or []
         alive = [node for node in nodes if (node.get("raylet") or {}).get("state", "ALIVE") == "ALIVE"]
         return tuple(str(node.get("hostname", "")) for node in alive)
 
     def upload(self, uri: str, data: bytes) -> None:
-        """Keep a package, under `gcs://NAME.zip`."""
+        """Upload a package under `gcs://NAME.zip`."""
         self._ask("PUT", f"/api/packages/{uri.replace('://', '/')}", data=data)
 
-    def has(self, uri: str) -> bool:
-        """Whether it keeps such a package."""
+    def has_package(self, uri: str) -> bool:
+        """Return whether the server has a package."""
         with self._explained():
             found = self._client.ask("GET", f"/api/packages/{uri.replace('://', '/')}")
         return found.status_code == requests.codes.ok
@@ -162,7 +161,7 @@ class JobServer:
     def submit(
         self, submission: str, entrypoint: str, *, runtime_env: Mapping[str, Any], metadata: Mapping[str, str]
     ) -> None:
-        """Start a job. Raises Taken where there is one of this id, and Busy."""
+        """Start a job. Raises JobIdTaken and JobAgentUnavailable."""
         try:
             with self._explained():
                 self._client.submit_job(
@@ -171,16 +170,16 @@ class JobServer:
                 )  # fmt: skip
         except ResourceError as error:
             if "already exists" in error.what:
-                raise JobIdTaken(f"there is a job {submission} already", where=self.address) from error
+                raise JobIdTaken(f"a job {submission} already exists", where=self.address) from error
             if "No available agent" in error.what:
-                what = "the cluster is up, but its agent that starts jobs is not"
+                what = "the cluster runs, but its agent that starts jobs does not"
                 raise JobAgentUnavailable(
                     what, where=self.address, remedy="try again in a minute; see the head's logs"
                 ) from error
             raise
 
     async def tail(self, submission: str) -> AsyncIterator[str]:
-        """Its log from the beginning on, in pieces; ends where the server says so. Raises Unreachable."""
+        """Yield the log of a job from its start, in pieces. Raises JobServerUnreachable."""
         try:
             async for piece in self._client.tail(f"/api/jobs/{urllib.parse.quote(submission)}/logs/tail"):
                 yield piece
@@ -194,14 +193,14 @@ class JobServer:
             raise ResourceError(
                 f"the job server answers {found.status_code} to {method} {path.partition('?')[0]}",
                 where=self.address,
-                remedy="is this the address of Ray's dashboard? see its page in a browser, and the head's logs",
+                remedy="check that this is the address of Ray's dashboard, and see the head's logs",
                 detail=found.text[:2000],
             )
         return found
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn errors of Ray's client and of HTTP into ours."""
+        """Turn errors of Ray's client and of HTTP into TrainwrightErrors."""
         try:
             yield
         except TrainwrightError:
@@ -217,7 +216,7 @@ class JobServer:
 
     def _refused(self) -> ResourceError:
         return ResourceError(
-            "the cluster wants a token that proves who you are, or refuses the one that it got",
+            "the cluster requires a token, or refuses the one that was sent",
             where=self.address,
             remedy="set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the cluster's token, or RAY_AUTH_TOKEN_PATH to a "
             "file with it; by default it is read from ~/.ray/auth_token",
@@ -225,17 +224,21 @@ class JobServer:
 
     def _unreachable(self, error: BaseException) -> JobServerUnreachable:
         local = urllib.parse.urlsplit(self.address).hostname in ("127.0.0.1", "localhost", "::1")
-        tunnel = "in a second terminal, run `ray dashboard cluster.yaml`, which brings it here; or " if local else ""
+        tunnel = (
+            "in a second terminal, run `ray dashboard cluster.yaml`, which forwards it to this machine; or "
+            if local
+            else ""
+        )
         return JobServerUnreachable(
-            f"nobody answers at the job server's address: {type(error).__name__}",
+            f"no job server answers at this address: {type(error).__name__}",
             where=self.address,
-            remedy=f"{tunnel}give the right one: --address http://HOST:8265; is the cluster up?",
+            remedy=f"{tunnel}give the right address: --address http://HOST:8265; check that the cluster runs",
         )
 
 
 @contextlib.contextmanager
 def _address_override(address: str) -> Iterator[None]:
-    """Within it Ray's client takes this address, whatever the environment says."""
+    """Let Ray's client use this address instead of that of the environment."""
     before = os.environ.get(_OWN_ADDRESS)
     os.environ[_OWN_ADDRESS] = address
     try:
@@ -247,7 +250,7 @@ def _address_override(address: str) -> Iterator[None]:
             os.environ[_OWN_ADDRESS] = before
 
 
-# --- Which job server is meant ----------------------------------------------------------------------------------------
+# --- Address of the job server ----------------------------------------------------------------------------------------
 
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
@@ -256,12 +259,12 @@ _HTTP = ("http://", "https://")
 
 
 def job_server_address(given: str | None, environment: Mapping[str, str]) -> str:
-    """The address of the job server: what is given, else what the environment says, else this machine's own port.
+    """Return the address of the job server: the given one, that of the environment, or the default port here.
 
-    Of the environment only http addresses count: `RAY_ADDRESS` may also be that of a cluster that is joined.
+    Of the environment only http addresses count, since `RAY_ADDRESS` may also be the address of a cluster to join.
 
     Raises:
-        ResourceError: what is given is the address of something else, or holds credentials.
+        ResourceError: the given address is not that of a job server, or contains credentials.
     """
     if given is None:
         found = (environment.get(name, "") for name in _VARIABLES)
@@ -269,16 +272,16 @@ def job_server_address(given: str | None, environment: Mapping[str, str]) -> str
     parts = urllib.parse.urlsplit(given)
     if not given.startswith(_HTTP) or not parts.hostname:
         raise ResourceError(
-            "this is no address of a job server, which is spoken to over HTTP",
+            "this is not an HTTP address of a job server",
             where=f"--address {_without_credentials(given)}",
-            remedy="give the dashboard's address: http://HOST:8265; ray dashboard cluster.yaml brings it to "
+            remedy="give the dashboard's address: http://HOST:8265; ray dashboard cluster.yaml forwards it to "
             f"{DEFAULT_ADDRESS}",
         )
     if "@" in parts.netloc:
         raise ResourceError(
-            "the address of the job server holds credentials",
+            "the address of the job server contains credentials",
             where="--address",
-            remedy="leave them out; a token is read from RAY_AUTH_TOKEN or ~/.ray/auth_token where RAY_AUTH_MODE=token",
+            remedy="remove them; a token is read from RAY_AUTH_TOKEN or ~/.ray/auth_token where RAY_AUTH_MODE=token",
         )
     return given.rstrip("/")
 
@@ -288,37 +291,37 @@ def _without_credentials(address: str) -> str:
     return f"{head.partition('://')[0]}://...@{tail}" if at else tail
 
 
-# --- How a submitted job ended, as the command that followed it ends --------------------------------------------------
+# --- Exit codes of jobs -----------------------------------------------------------------------------------------------
 
 
-_STOPPED = 128 + signal.SIGTERM  # what Ray sends to stop a job
+_STOPPED = 128 + signal.SIGTERM  # Ray sends SIGTERM to stop a job
 
 
-def exit_code(job: JobDetails, *, lacks_trainwright: bool = False) -> int:
-    """The code of the job's own driver; of one that a signal ended, 128 and its number.
+def exit_code(job: JobDetails, *, trainwright_missing: bool = False) -> int:
+    """Return the exit code of the job's driver; 128 plus the number of a signal.
 
     Args:
-        job: that is over.
-        lacks_trainwright: its log says that there is no trainwright on the cluster.
+        job: that has ended.
+        trainwright_missing: whether its log says that the cluster has no trainwright.
 
     Raises:
-        ResourceError: it never ran, or its driver went without a word.
+        ResourceError: the job never ran, or its driver ended without an exit code.
     """
-    if job.code is not None and job.code != 0 and lacks_trainwright:
+    if job.exit_code is not None and job.exit_code != 0 and trainwright_missing:
         raise ResourceError(
             "the cluster's Python has no trainwright",
             where=f"job {job.id}",
             remedy="install it on every node: see setup_commands in cluster.yaml, then `ray up cluster.yaml`",
         )
-    if job.code is not None:
-        return job.code if job.code >= 0 else 128 - job.code
+    if job.exit_code is not None:
+        return job.exit_code if job.exit_code >= 0 else 128 - job.exit_code
     if job.status == "SUCCEEDED":
         return 0
     if job.status == "STOPPED":
         return _STOPPED
     raise ResourceError(
-        "the cluster ended the job without an exit code: its driver could not start, or its node went",
+        "the cluster ended the job without an exit code: its driver could not start, or its node was lost",
         where=f"job {job.id}",
-        remedy="submit it again: a run goes on where it was; --verbose shows what Ray says",
+        remedy="submit it again, which resumes the run; --verbose shows Ray's output",
         detail=job.message,
     )

@@ -1,4 +1,7 @@
-"""A submission from its wish to its end: read, packed, sent, followed; or attached to, or stopped."""
+"""Submit a job file to a cluster: load it, pack its folder, send it and follow it; or attach to a job, or stop it.
+
+A submission carries metadata in Ray, which tell whether a job of the same run exists already.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ from trainwright.submit.job_server import (
 )
 from trainwright.submit.working_directory import build_package, package_contents, package_folder
 
-_STOP_TIMEOUT_S = 600  # that a job has for its last checkpoint, before Ray kills it
+_STOP_TIMEOUT_S = 600  # time of a job for its last checkpoint before Ray kills it
 _STOP_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
 _ATTEMPTS = 5
 _DETACHED_EXIT_CODE = 130  # exit code of Ctrl-C
@@ -49,121 +52,134 @@ _DETACHED_EXIT_CODE = 130  # exit code of Ctrl-C
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitOutput:
-    """How a submission speaks.
+    """Where the output of a submission goes.
 
     Attributes:
-        say: takes a line.
-        screen: makes what shows the job's log.
-        again: the command that attaches again.
+        write_line: takes a message.
+        make_display: creates a display of the job's log.
+        attach_command: command that follows the job again.
     """
 
-    say: Callable[[str], object]
-    screen: Callable[[], LogDisplay]
-    again: str
+    write_line: Callable[[str], object]
+    make_display: Callable[[], LogDisplay]
+    attach_command: str
 
 
 class Submission:
-    """One work and the job server that it goes to. Raises TrainwrightError from every method.
+    """A request and the job server that it goes to. Every method may raise TrainwrightError.
 
     Args:
-        environment: of this process, of which credentials are taken.
+        options: of the command line.
+        address: of the job server.
+        environment: of this process; credentials come from it.
+        output: for messages and the log.
     """
 
-    def __init__(self, wish: SubmitOptions, address: str, environment: Mapping[str, str], talk: SubmitOutput) -> None:
-        self._environment, self._talk = environment, talk
-        work = _load_request(wish)
+    def __init__(
+        self, options: SubmitOptions, address: str, environment: Mapping[str, str], output: SubmitOutput
+    ) -> None:
+        self._environment, self._output = environment, output
+        work = _load_request(options)
         self._server = JobServer(address)
         if self._server.ray_version != ray.__version__:
-            talk.say(f"note: the cluster has Ray {self._server.ray_version}, and this machine {ray.__version__}")
-        self._work, note = resolve_storage(work, self._server.hosts(), socket.gethostname())
+            output.write_line(
+                f"note: the cluster has Ray {self._server.ray_version}, and this machine {ray.__version__}"
+            )
+        self._request, note = resolve_storage(work, self._server.hosts(), socket.gethostname())
         if note:
-            talk.say(f"note: {note}")
+            output.write_line(f"note: {note}")
 
     def submit(self, *, attach: bool = False) -> str:
-        """Send the work, or find the job of it that runs already; its id.
+        """Send the job, or find one of the same run that runs already; return its ID.
 
         Args:
-            attach: send nothing, follow what there is.
+            attach: send nothing; find the run's latest job.
         """
-        found = job_to_follow(self._server.jobs(), self._work.mark, anyway=attach)
+        found = job_to_follow(self._server.jobs(), self._request.metadata, anyway=attach)
         if found is not None:
-            self._talk.say(f"attached to job {found.id} ({found.status}) at {self._server.address}")
+            self._output.write_line(f"attached to job {found.id} ({found.status}) at {self._server.address}")
             return found.id
-        package = self._packed()
+        package = self._package()
         for _ in range(_ATTEMPTS - 1):
             try:
                 return self._send(package)
-            except JobAgentUnavailable:  # it has waited for its agent: the cluster has just come up
+            except JobAgentUnavailable:  # the cluster has just started, and its agent has not
                 continue
-            except JobIdTaken:  # by another command at the same time, of this run or of another storage
-                found = job_to_follow(self._server.jobs(), self._work.mark, anyway=False)
+            except JobIdTaken:  # another command submitted at the same time, for this run or another storage
+                found = job_to_follow(self._server.jobs(), self._request.metadata, anyway=False)
                 if found is not None:
                     return found.id
         return self._send(package)
 
     def follow(self, submission: str) -> int:
-        """Show the job's log to its end; the job's own exit code, or that of Ctrl-C, which lets the job go on."""
-        screen = self._talk.screen()
-        news = self._followed(submission, screen)
-        return _DETACHED_EXIT_CODE if news is None else exit_code(news, lacks_trainwright=screen.lacks_trainwright)
+        """Show the job's log to its end; return its exit code, or that of Ctrl-C, after which the job continues."""
+        display = self._output.make_display()
+        details = self._follow(submission, display)
+        return (
+            _DETACHED_EXIT_CODE
+            if details is None
+            else exit_code(details, trainwright_missing=display.trainwright_missing)
+        )
 
     def stop(self) -> int:
-        """End the run's job with a checkpoint, and show the log until it is over; 0 where it stopped."""
-        job = _running_job(self._server.jobs(), self._work.mark)
+        """Stop the run's job with a checkpoint and show its log to the end; return 0 if it stopped."""
+        job = _running_job(self._server.jobs(), self._request.metadata)
         if job is None:
             raise RunConflict(
-                f"no job of the run {self._work.run!r} is under way on this cluster",
+                f"no job of the run {self._request.run!r} is running on this cluster",
                 where=self._server.address,
-                remedy="--attach shows the log of its newest one",
+                remedy="--attach shows the log of its latest job",
             )
-        self._talk.say(
+        self._output.write_line(
             f"stopping job {job.id} with a checkpoint; it has {formatting.duration(_STOP_TIMEOUT_S)} for that"
         )
         self._server.stop(job.id)
-        news = self._followed(job.id, self._talk.screen())
-        return _DETACHED_EXIT_CODE if news is None else self._stopped(news)
+        details = self._follow(job.id, self._output.make_display())
+        return _DETACHED_EXIT_CODE if details is None else self._stop_exit_code(details)
 
-    def ways(self) -> str:
-        """How to come back to the job, in lines."""
-        return f"  follow it again  {self._talk.again}\n  stop it          {self._talk.again} --stop"
+    def follow_hint(self) -> str:
+        """Return the commands that follow and stop the job, in two lines."""
+        return (
+            f"  follow it again  {self._output.attach_command}\n  stop it          {self._output.attach_command} --stop"
+        )
 
-    def _followed(self, submission: str, screen: LogDisplay) -> JobDetails | None:
-        """How the job ended; None where Ctrl-C came before. Raises ResourceError."""
+    def _follow(self, submission: str, display: LogDisplay) -> JobDetails | None:
+        """Return how the job ended; None after Ctrl-C. Raises ResourceError."""
         try:
-            return LogFollower(self._server, submission, screen, say=self._talk.say).follow()
+            return LogFollower(self._server, submission, display, say=self._output.write_line).follow()
         except KeyboardInterrupt:
-            self._talk.say(f"job {submission} goes on without this terminal\n{self.ways()}")
+            self._output.write_line(f"job {submission} continues without this terminal\n{self.follow_hint()}")
             return None
         except JobServerUnreachable as error:
-            what = f"the cluster has not answered for too long; job {submission} may go on without this terminal"
-            raise ResourceError(what, where=error.where, remedy=f"once it answers:\n{self.ways()}") from error
+            what = f"the cluster has not answered for too long; job {submission} may continue without this terminal"
+            raise ResourceError(what, where=error.where, remedy=f"once it answers:\n{self.follow_hint()}") from error
 
-    def _stopped(self, news: JobDetails) -> int:
-        """What came of the wish to stop."""
-        self._talk.say(f"job {news.id}: {news.status.lower()}")
-        return 0 if news.status in ("STOPPED", "SUCCEEDED") else exit_code(news)
+    def _stop_exit_code(self, details: JobDetails) -> int:
+        """Return the exit code of --stop."""
+        self._output.write_line(f"job {details.id}: {details.status.lower()}")
+        return 0 if details.status in ("STOPPED", "SUCCEEDED") else exit_code(details)
 
-    def _packed(self) -> tuple[str, str]:
-        """The package's URI, which the server has then, and the command to run in it."""
-        wish = self._work.wish
-        folder = package_folder(wish.file, wish.folder)
-        storage = () if "://" in self._work.mark.storage else (Path(self._work.mark.storage),)
-        contents = package_contents(folder, needed=Path(wish.file).resolve(), without=storage)
+    def _package(self) -> tuple[str, str]:
+        """Upload the package unless the server has it; return its URI and the command to run in it."""
+        options = self._request.options
+        folder = package_folder(options.file, options.folder)
+        storage = () if "://" in self._request.metadata.storage else (Path(self._request.metadata.storage),)
+        contents = package_contents(folder, needed=Path(options.file).resolve(), without=storage)
         uri, data = build_package(contents)
-        self._talk.say(f"packed {contents}; {formatting.size(len(data))} to send")
-        if not self._server.has(uri):
+        self._output.write_line(f"packed {contents}; {formatting.size(len(data))} to send")
+        if not self._server.has_package(uri):
             self._server.upload(uri, data)
-        return uri, self._work.entrypoint(folder)
+        return uri, self._request.entrypoint(folder)
 
     def _credentials(self) -> JobCredentials:
-        """What goes along."""
-        wish, work = self._work.wish, self._work
-        return collect_credentials(work.schemes if wish.credentials else (), wish.env, self._environment)
+        """Return the credentials to send."""
+        options, work = self._request.options, self._request
+        return collect_credentials(work.schemes if options.credentials else (), options.env, self._environment)
 
     def _send(self, package: tuple[str, str]) -> str:
-        """Submit it under the next free id. Raises Taken."""
+        """Submit the job under the next free ID. Raises JobIdTaken."""
         uri, entrypoint = package
-        submission = next_submission_id(self._server.jobs(), self._work.run)
+        submission = next_submission_id(self._server.jobs(), self._request.run)
         variables = {_STOP_VARIABLE: str(_STOP_TIMEOUT_S), SENDER_VARIABLE: package_versions()["trainwright"]}
         runtime_env: dict[str, Any] = {"working_dir": uri, "env_vars": variables}
         credentials = self._credentials()
@@ -171,31 +187,33 @@ class Submission:
             variables[CREDENTIALS_VARIABLE] = f"{submission}.{secrets.token_hex(16)}"
             runtime_env["worker_process_setup_hook"] = WORKER_SETUP_HOOK
             self._server.upload(credential_package_uri(variables[CREDENTIALS_VARIABLE]), credentials.dump())
-        self._server.submit(submission, entrypoint, runtime_env=runtime_env, metadata=self._work.mark.metadata())
+        self._server.submit(
+            submission, entrypoint, runtime_env=runtime_env, metadata=self._request.metadata.as_mapping()
+        )
         told = f", with the values of {', '.join(credentials.names)}" if credentials.names else ""
-        self._talk.say(f"submitted job {submission} to {self._server.address}{told}")
+        self._output.write_line(f"submitted job {submission} to {self._server.address}{told}")
         return submission
 
 
-# --- What is to be submitted ------------------------------------------------------------------------------------------
+# --- Options and request ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitOptions:
-    """What the command line asks for.
+    """Options of the command line.
 
     Attributes:
-        file: the job's.
-        overrides: `field=value`, those of `--strategy` and `--workers` included.
-        options: that `fit` gets too: `--resume`, `--fresh`, `--verbose`.
-        env: further variables to send.
-        credentials: whether any are sent.
-        folder: to pack; None for the file's own.
+        file: job file.
+        overrides: `field=value`, including those of `--strategy` and `--workers`.
+        fit_options: options to pass to `fit`: `--resume`, `--fresh`, `--verbose`.
+        env: names of additional variables to send.
+        credentials: whether to send credentials of storage.
+        folder: to pack; None for the folder of the file.
     """
 
     file: str
     overrides: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
+    fit_options: tuple[str, ...] = ()
     env: tuple[str, ...] = ()
     credentials: bool = True
     folder: str | None = None
@@ -203,64 +221,68 @@ class SubmitOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A job, or a distillation, as the cluster gets it.
+    """A job or a distillation to submit.
 
     Attributes:
-        verb: `fit` or `distill`.
-        run: name of the run; of a recipe's last one.
-        storage: as the job says it.
-        schemes: kinds of object storage that it uses.
+        options: of the command line.
+        command: `fit` or `distill`.
+        run: name of the run.
+        storage: of the job.
+        schemes: kinds of object storage that the job uses.
     """
 
-    wish: SubmitOptions
-    verb: str
+    options: SubmitOptions
+    command: str
     run: str
     storage: str
     schemes: tuple[str, ...]
 
     @property
-    def mark(self) -> SubmissionMetadata:
-        """What tells it from other submissions."""
-        facts = (Path(self.wish.file).read_bytes(), *(item.encode() for item in sorted(self.wish.overrides)))
+    def metadata(self) -> SubmissionMetadata:
+        """Return the metadata of the submission."""
+        facts = (Path(self.options.file).read_bytes(), *(item.encode() for item in sorted(self.options.overrides)))
         digest = hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
         return SubmissionMetadata(
-            run=self.run, storage=canonical_uri(self.storage), digest=digest, fresh="--fresh" in self.wish.options
+            run=self.run,
+            storage=canonical_uri(self.storage),
+            digest=digest,
+            fresh="--fresh" in self.options.fit_options,
         )
 
     def entrypoint(self, folder: Path) -> str:
-        """The command that the cluster runs in the unpacked folder."""
-        file = Path(self.wish.file).resolve().relative_to(folder).as_posix()
-        overrides = [part for item in self.wish.overrides for part in ("--set", item)]
-        return shlex.join(["python", "-m", "trainwright", self.verb, file, *overrides, *self.wish.options])
+        """Return the command that the cluster runs in the unpacked folder."""
+        file = Path(self.options.file).resolve().relative_to(folder).as_posix()
+        overrides = [part for item in self.options.overrides for part in ("--set", item)]
+        return shlex.join(["python", "-m", "trainwright", self.command, file, *overrides, *self.options.fit_options])
 
-    def at(self, storage: str) -> JobRequest:
-        """The same work with its runs elsewhere."""
-        overrides = (*self.wish.overrides, f"storage={storage}")
-        return replace(self, wish=replace(self.wish, overrides=overrides), storage=storage)
+    def with_storage(self, storage: str) -> JobRequest:
+        """Return the request with another storage."""
+        overrides = (*self.options.overrides, f"storage={storage}")
+        return replace(self, options=replace(self.options, overrides=overrides), storage=storage)
 
 
-def _load_request(wish: SubmitOptions) -> JobRequest:
-    """Load the file, and check what can be checked without data.
+def _load_request(options: SubmitOptions) -> JobRequest:
+    """Load the file and check what needs no data.
 
     Raises:
-        TrainwrightError: as `fit` would; or an address in it holds credentials.
+        TrainwrightError: as `fit`, or an address in the file contains credentials.
     """
-    value = load(wish.file, wish.overrides)
+    value = load(options.file, options.overrides)
     job = next(_jobs(value), None)
     if job is None:
-        raise JobError([f"{wish.file}: a {type(value).__name__} without a job cannot be submitted"])
+        raise JobError([f"{options.file}: a {type(value).__name__} without a job cannot be submitted"])
     canonical_uri(job.storage)
     return JobRequest(
-        wish=wish,
-        verb="fit" if isinstance(value, Job) else "distill",
+        options=options,
+        command="fit" if isinstance(value, Job) else "distill",
         run=job.name,
         storage=job.storage,
-        schemes=storage_schemes(" ".join([repr(value), *wish.overrides])),
+        schemes=storage_schemes(" ".join([repr(value), *options.overrides])),
     )
 
 
 def _jobs(value: Any) -> Iterator[Job]:
-    """The job itself, or those of a distillation's and a recipe's parts."""
+    """Yield the job, or the jobs in the parts of a distillation or recipe."""
     if isinstance(value, Job):
         yield value
     elif isinstance(value, StrictModel):
@@ -269,32 +291,33 @@ def _jobs(value: Any) -> Iterator[Job]:
 
 
 def resolve_storage(work: JobRequest, hosts: Sequence[str], here: str) -> tuple[JobRequest, str]:
-    """The work with storage that means the same on the cluster, and what is to be said of it. Pure but for paths.
+    """Return the request with storage that means the same on the cluster, and a note about it.
 
     Args:
+        work: the request.
         hosts: names of the cluster's nodes.
         here: name of this machine.
 
     Raises:
-        StorageError: the runs would be in a folder that no node of the cluster has.
+        StorageError: the storage is a folder that no node of the cluster has.
     """
     scheme, found, rest = work.storage.partition("://")
     if found and scheme != "file":
         return work, ""
     folder = rest if found else work.storage
     if tuple(hosts) == (here,):
-        return work.at(canonical_uri(work.storage)), ""
+        return work.with_storage(canonical_uri(work.storage)), ""
     if not Path(folder).is_absolute():
         raise StorageError(
             f"storage= is the folder {folder!r} of this machine, and nodes of a cluster share no disk",
             where=f"run {work.run!r}",
             remedy="--set storage=s3://BUCKET/runs (or gs://, az://), or an absolute folder that all nodes mount",
         )
-    nodes = "its node, and goes with it" if len(hosts) == 1 else "a disk that all nodes of the cluster share"
+    nodes = "its node, and is lost with it" if len(hosts) == 1 else "a disk that all nodes of the cluster share"
     return work, f"storage={folder} has to be on {nodes}; object storage (s3://, gs://, az://) needs none"
 
 
-# --- Whether a submission follows a job that runs already, or is a new one --------------------------------------------
+# --- Jobs of the same run ---------------------------------------------------------------------------------------------
 
 
 _RUN, _STORAGE, _DIGEST, _FRESH = (f"trainwright_{word}" for word in ("run", "storage", "digest", "fresh"))
@@ -302,13 +325,13 @@ _RUN, _STORAGE, _DIGEST, _FRESH = (f"trainwright_{word}" for word in ("run", "st
 
 @dataclass(frozen=True, kw_only=True)
 class SubmissionMetadata:
-    """What tells submissions apart; goes with each as its metadata, and holds no secret.
+    """Metadata of a submission in Ray, which identify its run; they contain no secret.
 
     Attributes:
         run: name of the run.
-        storage: where it is.
-        digest: of the job's file and of what the command line changes in it.
-        fresh: whether it begins the run again.
+        storage: of the run.
+        digest: of the job file and its overrides.
+        fresh: whether it starts the run from the beginning.
     """
 
     run: str
@@ -316,8 +339,8 @@ class SubmissionMetadata:
     digest: str
     fresh: bool = False
 
-    def metadata(self) -> dict[str, str]:
-        """As Ray stores it."""
+    def as_mapping(self) -> dict[str, str]:
+        """Return the metadata in Ray's form."""
         return {
             _RUN: self.run, _STORAGE: self.storage, _DIGEST: self.digest, _FRESH: str(self.fresh).lower(),
             "job_name": self.run,
@@ -325,7 +348,7 @@ class SubmissionMetadata:
 
     @classmethod
     def of(cls, metadata: Mapping[str, str]) -> SubmissionMetadata | None:
-        """That of a job; None where it is none of ours."""
+        """Return the metadata of a job in Ray; None if trainwright did not submit it."""
         if not all(name in metadata for name in (_RUN, _STORAGE, _DIGEST, _FRESH)):
             return None
         return cls(
@@ -333,46 +356,47 @@ class SubmissionMetadata:
         )
 
 
-def _jobs_of_run(jobs: Iterable[JobDetails], mark: SubmissionMetadata) -> list[JobDetails]:
-    """The submissions of the same run, the newest last."""
+def _jobs_of_run(jobs: Iterable[JobDetails], metadata: SubmissionMetadata) -> list[JobDetails]:
+    """Return the jobs of the same run, the latest last."""
     marks = ((job, SubmissionMetadata.of(job.metadata)) for job in jobs)
-    same = [job for job, other in marks if other and (other.run, other.storage) == (mark.run, mark.storage)]
-    return sorted(same, key=lambda job: _number(job.id, mark.run))
+    same = [job for job, other in marks if other and (other.run, other.storage) == (metadata.run, metadata.storage)]
+    return sorted(same, key=lambda job: _number(job.id, metadata.run))
 
 
-def _running_job(jobs: Iterable[JobDetails], mark: SubmissionMetadata) -> JobDetails | None:
-    """The one of the run that has not ended."""
-    return next((job for job in _jobs_of_run(jobs, mark) if not job.over), None)
+def _running_job(jobs: Iterable[JobDetails], metadata: SubmissionMetadata) -> JobDetails | None:
+    """Return the job of the run that has not ended."""
+    return next((job for job in _jobs_of_run(jobs, metadata) if not job.ended), None)
 
 
-def job_to_follow(jobs: Iterable[JobDetails], mark: SubmissionMetadata, *, anyway: bool) -> JobDetails | None:
-    """The job to follow; None where a new one is to be submitted.
+def job_to_follow(jobs: Iterable[JobDetails], metadata: SubmissionMetadata, *, anyway: bool) -> JobDetails | None:
+    """Return the job to follow; None if a new one must be submitted.
 
     Args:
-        anyway: follow whatever there is of the run, and if it is over the newest.
+        jobs: of the cluster.
+        metadata: of this submission.
+        anyway: follow the running or latest job of the run in any case.
 
     Raises:
-        RunConflict: the run's job goes by another file, or is not the fresh one that is wanted; or there is none to
-            follow.
+        RunConflict: the running job has another file or other options, or there is no job to follow.
     """
-    known = _jobs_of_run(jobs, mark)
-    alive = next((job for job in known if not job.over), None)
+    known = _jobs_of_run(jobs, metadata)
+    alive = next((job for job in known if not job.ended), None)
     if anyway:
         if not known:
             raise RunConflict(
-                f"no job of the run {mark.run!r} was submitted to this cluster",
-                where=mark.storage,
-                remedy="leave --attach out to submit it",
+                f"no job of the run {metadata.run!r} was submitted to this cluster",
+                where=metadata.storage,
+                remedy="leave out --attach to submit it",
             )
         return alive or known[-1]
     if alive is None:
         return None
     other = SubmissionMetadata.of(alive.metadata)
-    assert other is not None, "it is one of the run's"
-    if other.digest != mark.digest or (mark.fresh and not other.fresh):
-        changed = "by another job file or other options" if other.digest != mark.digest else "and not begun afresh"
+    assert other is not None, "it is a job of the run"
+    if other.digest != metadata.digest or (metadata.fresh and not other.fresh):
+        changed = "with another job file or other options" if other.digest != metadata.digest else "without --fresh"
         raise RunConflict(
-            f"the run {mark.run!r} is under way {changed}",
+            f"the run {metadata.run!r} is already running {changed}",
             where=f"job {alive.id}, {alive.status}",
             remedy="--attach follows it as it is; --stop ends it with a checkpoint, then submit again",
         )
@@ -380,7 +404,7 @@ def job_to_follow(jobs: Iterable[JobDetails], mark: SubmissionMetadata, *, anywa
 
 
 def next_submission_id(jobs: Iterable[JobDetails], run: str) -> str:
-    """Of a new submission: the run's name and the next number."""
+    """Return the ID of a new submission: the run's name and the next number."""
     return f"{run}-{1 + max((_number(job.id, run) for job in jobs), default=0)}"
 
 

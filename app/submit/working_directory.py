@@ -1,4 +1,7 @@
-"""The folder of a job as one package for Ray: which files, how large, and the archive."""
+"""Pack the folder of a job for Ray: choose files, leave out credentials, and build the archive.
+
+Ray's own packing leaves out neither files with credentials nor links that leave the folder.
+"""
 
 from __future__ import annotations
 
@@ -41,23 +44,23 @@ _CREDENTIALS = (
 )  # fmt: skip
 """Names of files and folders that hold credentials, after GitHub's templates for .gitignore and gitleaks' rules."""
 
-_EXAMPLES = ("*.example", "*.sample", "*.template", "*.dist")  # of such files: they hold none
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # of every file, so that the same files are the same package
+_EXAMPLES = ("*.example", "*.sample", "*.template", "*.dist")  # such files contain no credentials
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # time of every file, so that equal files give an equal package
 _NAMED = 3
 _SHOWN = 8  # names of files, in a line
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackageContents:
-    """What goes into a package.
+    """Contents of a package.
 
     Attributes:
-        folder: that is packed.
+        folder: to pack.
         files: paths in it, in order.
         sizes: of the files, in bytes.
-        left_out: entries of the folder that stay behind.
-        credentials: files that stay behind although a job might need them, for their names.
-        links: files that stay behind since they are links to what is not in the folder.
+        left_out: entries of the folder that are not packed.
+        credentials: files that are not packed because their names suggest credentials.
+        links: files that are not packed because they are links out of the folder.
     """
 
     folder: Path
@@ -69,7 +72,7 @@ class PackageContents:
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """Return the size of all files."""
         return sum(self.sizes)
 
     def __str__(self) -> str:
@@ -82,25 +85,26 @@ class PackageContents:
 
 
 def package_folder(file: str, folder: str | None) -> Path:
-    """The folder that is packed: what is given, else the file's own. Raises JobError where the file is not in it."""
+    """Return the folder to pack: the given one, or that of the file. Raises JobError if the file is not in it."""
     path = Path(file).resolve()
     root = Path(folder).resolve() if folder is not None else path.parent
     if not path.is_relative_to(root):
-        raise JobError([f"--folder {folder}: {file} is not in it: name a folder that holds the job's file"])
+        raise JobError([f"--folder {folder}: {file} is not in it; name a folder that contains the job file"])
     return root
 
 
 def package_contents(folder: Path, *, needed: Path, without: Iterable[Path] = ()) -> PackageContents:
-    """The files of a folder that a job may need: what git does not ignore, or all where there is no git.
+    """Return the files of a folder to pack: those that git does not ignore, or all without git.
 
-    Files that hold credentials stay behind, known by their names, and links to what lies outside of the folder.
+    Files whose names suggest credentials and links out of the folder are left out.
 
     Args:
-        needed: a file that goes in any case.
-        without: folders that never go, such as the one where runs are stored.
+        folder: to pack.
+        needed: a file that is always packed.
+        without: folders that are never packed, such as the storage of runs.
 
     Raises:
-        ResourceError: they are more than a package may hold.
+        ResourceError: the files are larger than a package may be.
     """
     barred = tuple(each.resolve() for each in without)
     listed = _git_files(folder)
@@ -125,7 +129,7 @@ def package_contents(folder: Path, *, needed: Path, without: Iterable[Path] = ()
 
 
 def build_package(contents: PackageContents) -> tuple[str, bytes]:
-    """The package's URI, which is the same for the same files, and its bytes."""
+    """Return the package's URI, which depends on the files only, and its bytes."""
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in contents.files:
@@ -139,7 +143,7 @@ def build_package(contents: PackageContents) -> tuple[str, bytes]:
 
 
 def _git_files(folder: Path) -> list[str] | None:
-    """What git has or would take; None where it knows nothing of the folder."""
+    """Return tracked and untracked files that git does not ignore; None if the folder is no repository."""
     command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         found = subprocess.run(command, capture_output=True, timeout=60, check=False)
@@ -161,13 +165,13 @@ def _is_included(name: str, path: Path, barred: tuple[Path, ...]) -> bool:
 
 
 def _path_in_folder(path: Path, folder: Path) -> str | None:
-    """Where in the folder a file lies, links followed; None where it lies elsewhere."""
+    """Return the path of a file in the folder after following links; None if it is outside."""
     real, root = path.resolve(), folder.resolve()
     return real.relative_to(root).as_posix() if real.is_relative_to(root) else None
 
 
 def _credentials(*names: str | None) -> bool:
-    """Whether one of these paths, or what it is called through a link, holds credentials by its name."""
+    """Return whether a name in these paths suggests credentials."""
     parts = {part.lower() for name in names if name is not None for part in name.split("/")}
     return any(
         any(fnmatchcase(part, pattern) for pattern in _CREDENTIALS)
@@ -182,7 +186,7 @@ def _shortened(names: tuple[str, ...]) -> str:
 
 
 def _left_out(folder: Path, files: Iterable[str]) -> list[str]:
-    """Entries right below the folder of which nothing goes, but for git's own."""
+    """Return the top-level entries from which nothing is packed, without git's own."""
     taken = {name.partition("/")[0] for name in files}
     return sorted(entry.name for entry in folder.iterdir() if entry.name not in taken | {".git", "__pycache__"})
 
@@ -193,8 +197,8 @@ def _too_large(contents: PackageContents) -> ResourceError:
         sizes[name.partition("/")[0]] += size_bytes
     largest = ", ".join(f"{name} ({formatting.size(size_bytes)})" for name, size_bytes in sizes.most_common(_NAMED))
     return ResourceError(
-        f"the job's folder has {formatting.size(contents.size_bytes)}, and a package may have "
+        f"the job's folder has {formatting.size(contents.size_bytes)}, but a package may have "
         f"{formatting.size(_LIMIT_BYTES)}; the largest are {largest}",
         where=str(contents.folder),
-        remedy="put data into object storage, name what is not needed in .gitignore, or give a smaller --folder",
+        remedy="put data into object storage, list unneeded files in .gitignore, or use a smaller --folder",
     )

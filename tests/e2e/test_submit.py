@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import requests
-from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.support.finished_runs import final_state
@@ -196,38 +195,32 @@ def test_a_log_is_whole_and_told_once_over_a_connection_that_breaks(cluster: Clu
     )
     host, port = cluster.address.removeprefix("http://").split(":")
     proxy = TcpProxy((host, int(port)))
-    surface, said = Kept(), []
+    kept, said = Kept(), []
 
     def say(line: str) -> None:
         said.append(line)
         if "is lost" in line:
             go.touch()
-            proxy.tell("pass")
+            proxy.set_mode("pass")
 
-    surface.at["first 40"] = lambda: proxy.tell("refuse")
+    kept.at["first 40"] = lambda: proxy.set_mode("refuse")
     server = JobServer(f"http://127.0.0.1:{proxy.port}")
-    news = LogFollower(server, "talker-1", LogDisplay(Console(), surface=surface), say=say).follow()
+    news = LogFollower(server, "talker-1", LogDisplay(kept.write_line), say=say).follow()
     proxy.close()
     assert news.status == "SUCCEEDED" and len(said) == 2 and "answers again" in said[1]
-    assert surface.lines == [f"{word} {i}" for word in ("first", "second") for i in range(1, 41)] + ["end"]
+    assert kept.lines == [f"{word} {i}" for word in ("first", "second") for i in range(1, 41)] + ["end"]
 
 
 class Kept:
-    """A surface that keeps its lines, and does something at one of them."""
+    """Keeps the lines of a log, and does something at one of them."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.at: dict[str, Any] = {}
 
-    def line(self, line: Any) -> None:
-        self.lines.append(line.text)
-        self.at.get(line.text, lambda: None)()
-
-    def show(self, figures: Any, *, news: bool) -> None:
-        raise AssertionError("these lines hold no figures")
-
-    def close(self) -> None:
-        pass
+    def write_line(self, line: str) -> None:
+        self.lines.append(line)
+        self.at.get(line, lambda: None)()
 
 
 def test_a_cluster_that_goes_silent_is_given_up_with_the_way_back(cluster: Cluster, tmp_path: Path) -> None:
@@ -236,8 +229,8 @@ def test_a_cluster_that_goes_silent_is_given_up_with_the_way_back(cluster: Clust
     host, port = cluster.address.removeprefix("http://").split(":")
     proxy = TcpProxy((host, int(port)))
     through = JobServer(f"http://127.0.0.1:{proxy.port}")
-    proxy.tell("refuse")
-    with pytest.raises(ResourceError, match="nobody answers"):
-        LogFollower(through, "endless-1", LogDisplay(Console(), surface=Kept()), patience_s=0.5).follow()
+    proxy.set_mode("refuse")
+    with pytest.raises(ResourceError, match="no job server answers"):
+        LogFollower(through, "endless-1", LogDisplay(Kept().write_line), patience_s=0.5).follow()
     proxy.close()
     server.stop("endless-1")

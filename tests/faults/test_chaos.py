@@ -23,7 +23,7 @@ def test_a_kill_is_given_and_its_run_compared(folder: Path, tmp_path: Path, ray_
     job = processes.write_job(tmp_path, folder, step_s=STEP_S, epochs=2)
     found = tw.chaos(str(job), faults=["kill"], seed=5)
     assert found.passed and found.agrees and not found.missed
-    assert {(cost.given.fault, cost.source, cost.steps_lost) for cost in found.costs} == {("kill", "replica", 0)}
+    assert {(cost.injected.fault, cost.source, cost.steps_lost) for cost in found.costs} == {("kill", "replica", 0)}
     assert not list(folder.iterdir())
 
 
@@ -79,9 +79,9 @@ def test_processes_of_other_nodes_are_reached_by_a_task_there(ray_cluster: None)
     sleeper = Sleeper.remote()
     process = ray.get(sleeper.where.remote())
     hands = ProcessSignaller(here="another machine")
-    hands.meet(process)
-    assert hands.lives(process) and hands.send(process, 9)
+    hands.register(process)
+    assert hands.is_alive(process) and hands.send(process, 9)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(sleeper.where.remote())
-    processes.wait_for(lambda: not hands.lives(process))  # its node tells of its end before it is reaped
+    processes.wait_for(lambda: not hands.is_alive(process))  # its node tells of its end before it is reaped
     assert not hands.send(ObservedWorker(worker=0, node="a node that is gone", pid=process.pid), 9)

@@ -30,13 +30,13 @@ def main(folder: str) -> None:
     second = cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     print(tw.doctor(storage=folder, imports=False))
-    there = [stop for stop in cluster_probe.living_nodes(ray.nodes()) if stop.number == second.node_id]  # type: ignore[no-untyped-call]
+    there = [stop for stop in cluster_probe.living_nodes(ray.nodes()) if stop.node_id == second.node_id]  # type: ignore[no-untyped-call]
     dying = threading.Timer(1.0, cluster.remove_node, (second,), {"allow_graceful": False})
     dying.start()
     absent = cluster_probe.run_on_nodes(there, waits, lambda stop: (), 30.0)
     dying.join()
     assert all(isinstance(each, UnreachableNode) for each in absent.values()), absent
-    print("THEN", *check_unreachable(ClusterFacts(machines={}, absent=absent)))
+    print("THEN", *check_unreachable(ClusterFacts(machines={}, unreachable=absent)))
     ray.shutdown()
     cluster.shutdown()
 

@@ -38,7 +38,7 @@ def test_a_node_that_hangs_or_dies_is_a_finding(task: Any, deadline_s: float, wh
 
     there = cluster_probe.living_nodes(ray.nodes())  # type: ignore[no-untyped-call]
     (answer,) = cluster_probe.run_on_nodes(there, task, lambda stop: (), deadline_s).values()
-    assert isinstance(answer, UnreachableNode) and why in answer.why
+    assert isinstance(answer, UnreachableNode) and why in answer.reason
 
 
 def test_two_nodes_are_compared(tmp_path: Path) -> None:

@@ -70,5 +70,5 @@ def test_the_guard_of_the_head_is_there_to_be_uncommented() -> None:
     )
     commands = yaml.safe_load(changed)["head_start_ray_commands"]
     assert len(commands) == 3 and "RAY_REDIS_ADDRESS=redis:1 ray start --head" in commands[1]
-    found = re.fullmatch(r"nohup python -m (\S+) >/tmp/headguard.log 2>&1 </dev/null &", commands[2])
+    found = re.fullmatch(r"nohup python -m (\S+) >/tmp/gcs_restarter.log 2>&1 </dev/null &", commands[2])
     assert found and importlib.util.find_spec(found[1])

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from trainwright.cluster_files import Need, check
+from trainwright.cluster_files import check
 from trainwright.cluster_files.node_groups import instance_types, parse_tpu_slice
 from trainwright.cluster_files.placeholders import ClusterFileError
 from trainwright.cluster_files.validation import check_text
-from trainwright.cluster_files.yaml_checks import changes, read_yaml
+from trainwright.cluster_files.yaml_checks import read_yaml
 from trainwright.core.cluster import ACCELERATORS
 from trainwright.core.errors import Finding
 
@@ -86,14 +84,12 @@ MISTAKES = [
     ("aws.yaml", "head_node_type: head\n", "", "head", "", "head_node_type"),
     ("aws.yaml", "head_node_type: head\n", "head_node_type: haed\n", "head", "head_node_type", "head"),
     ("aws.yaml", "region: us-west-2", "region: Oregon", "places", "provider.region", "us-west-2"),
-    ("aws.yaml", "  region:", "  regoin:", "keys", "provider.regoin", "region"),
+    ("aws.yaml", "  region:", "  regoin:", "keys", "provider", "region"),
     ("aws.yaml", "type: aws", "type: asw", "provider", "provider.type", "aws"),
     ("aws.yaml", "ssh_user", "ssh_usr", "keys", "auth.ssh_usr", "ssh_user"),
     ("aws.yaml", "  pull_before_run", "  pul_before_run", "keys", "docker.pul_before_run", "pull_before_run"),
-    ("aws.yaml", "g5.2xlarge #", "g5.2xlrage #", "machines", "gpu.node_config.InstanceType", "g5.2xlarge"),
-    ("aws.yaml", "g5.2xlarge #", "g5.huge #", "machines", "gpu.node_config.InstanceType", ""),
-    ("aws.yaml", "VolumeType: gp3", "VolumeType: standrad", "values", "Ebs.VolumeType", "standard"),
-    ("aws.yaml", "VolumeSize: 200", "VolumeSize: much", "types", "Ebs.VolumeSize", "whole number"),
+    ("aws.yaml", "idle_timeout_minutes: ", "idle_timeout_minutes: soon ", "types", "idle_timeout_minutes", "number"),
+    ("aws.yaml", "min_workers: 2", "min_workres: 2", "keys", "gpu.min_workres", "min_workers"),
     ("aws.yaml", "min_workers: 2", "min_workers: 9", "nodes", "available_node_types.gpu", "min_workers"),
     ("aws.yaml", "--dashboard-host=127.0.0.1", "--dashboard-host=0.0.0.0", "dashboard", "head_start", "127.0.0.1"),
     ("aws.yaml", "--object-store-memory=$", "--object-store-memry=$", "options", "start_ray", "object-store-memory"),
@@ -101,37 +97,30 @@ MISTAKES = [
     ("aws.yaml", "  ~/.ray/auth_token: ~/.ray/auth_token\n", "", "token", "file_mounts", "auth_token"),
     ("aws.yaml", "      KeyName: *key\n", "", "keys of ssh", "gpu.node_config", "KeyName"),
     ("aws.yaml", "max_workers: 8\n\n", "max_workers: 8\nmax_workers: 9\n\n", "keys", "", "one of the two"),
-    ("aws.yaml", "provider:", "provider: [", "YAML", "", "mend"),
+    ("aws.yaml", "provider:", "provider: [", "YAML", "", "correct"),
     ("spot.yaml", "      KeyName: &key", "      InstanceMarketOptions: {MarketType: spot}\n      KeyName: &key",
      "head", "head.node_config", "on demand"),
-    ("gcp.yaml", "g2-standard-8 #", "g2-stadnard-8 #", "machines", "machineType", "g2-standard-8"),
     ("gcp.yaml", "      GPU: 1\n", "", "machines", "available_node_types.gpu", "GPU: 1"),
     ("gcp.yaml", "us-central1-a", "us-west1-a", "places", "availability_zone", "us-central1"),
     ("gcp.yaml", "  project_id: PROJECT\n", "", "keys", "provider", "project_id"),
-    ("gcp.yaml", "onHostMaintenance: TERMINATE }", "onHostMaintainance: TERMINATE }", "keys", "scheduling",
-     "onHostMaintenance"),
     ("tpu.yaml", "v5litepod-16\n", "v5litpod-8\n", "machines", "acceleratorType", "v5litepod-8"),
-    ("tpu.yaml", "runtimeVersion:", "runtimeVersoin:", "keys", "node_config", "runtimeVersion"),
     ("local", "RAY_enable_autoscaler_v2=0 ", "", "autoscaler", "head_start", "RAY_enable_autoscaler_v2=0"),
     ("local", "head_ip:", "haed_ip:", "keys", "provider", "head_ip"),
     ("local", "file_mounts:", "available_node_types: {}\nfile_mounts:", "nodes", "available_node_types", "out"),
     ("local", "RAY_AUTH_MODE=token ray start --ad", "ray start --ad", "token", "worker_start", "RAY_AUTH_MODE"),
     ("batch", "#SBATCH --nodes=3\n", "", "nodes", "", "hosts"),
-    ("batch", "--time=01:00:00", "--tmie=01:00:00", "options", "--tmie", "time"),
     ("batch", "ray symmetric-run", "ray something", "start", "", "symmetric-run"),
     ("batch", "export RAY_AUTH_MODE=token\n", "", "token", "symmetric-run", "RAY_AUTH_MODE"),
     ("batch", "--min-nodes", "--min-noeds", "options", "symmetric-run", "min-nodes"),
     ("kuberay-cluster.yaml", "kind: RayCluster", "kind: RayClutser", "kinds", "kind", "RayCluster"),
     ("kuberay-cluster.yaml", "mode: token", "mode: disabled", "token", "authOptions", "token"),
     ("kuberay-cluster.yaml", "ClusterIP", "LoadBalancer", "dashboard", "serviceType", "port-forward"),
-    ("kuberay-cluster.yaml", "minReplicas: 2", "minReplica: 2", "keys", "minReplica", "minReplicas"),
     ("kuberay-cluster.yaml", "minReplicas: 2", "minReplicas: 9", "nodes", "workerGroupSpecs[0]", "minReplicas"),
     ("kuberay-cluster.yaml", 'rayVersion: "2.60.0"', 'rayVersion: "2.52.0"', "images", "rayVersion", "2.60.0"),
-    ("kuberay-cluster.yaml", 'num-cpus: "0"', "num-cpus: 0", "types", "num-cpus", "quotes"),
     ("kuberay-cluster.yaml", "{ name: spill, mountPath: /spill }", "{ name: spil, mountPath: /spill }", "volumes",
      "volumeMounts", "spill"),
-    ("kuberay-job.yaml", "entrypoint: python", "entrypiont: python", "keys", "entrypiont", "entrypoint"),
-    ("kuberay-job.yaml", "K8sJobMode", "K8JobMode", "values", "submissionMode", "K8sJobMode"),
+    ("kuberay-cluster.yaml", "num-cpus:", "num-cpu:", "options", "rayStartParams.num-cpu", "num-cpus"),
+    ("kuberay-job.yaml", "entrypoint: python", "entrypiont: python", "keys", "spec", "entrypoint"),
 ]  # fmt: skip
 
 
@@ -152,6 +141,10 @@ def test_each_mistake_is_found_where_it_is(
 DOUBTFUL = [
     ("aws.yaml", "RAY_health_check_period_ms=1000", "", "health checks"),
     ("aws.yaml", "g5.2xlarge #", "q9z.2xlarge #", "machines"),
+    ("aws.yaml", "g5.2xlarge #", "g5.2xlrage #", "machines"),
+    ("aws.yaml", "g5.2xlarge #", "c7i.large #", "machines"),  # exists, but the list does not have it
+    ("gcp.yaml", "g2-standard-8 #", "g2-stadnard-8 #", "machines"),
+    ("gcp.yaml", "g2-standard-8 #", "n4-standard-8 #", "machines"),
     ("gcp.yaml", "GPU: 1\n", "GPU: 4\n", "machines"),
     ("kuberay-job.yaml", "shutdownAfterJobFinishes: true", "shutdownAfterJobFinishes: false", "price"),
     ("kuberay-cluster.yaml", "mountPath: /dev/shm", "mountPath: /shm", "shared memory"),
@@ -199,58 +192,13 @@ def test_a_secret_of_kubernetes_is_no_place_either() -> None:
 def test_the_token_may_be_turned_on_for_the_whole_container() -> None:
     text = text_of("aws.yaml").replace("    RAY_AUTH_MODE=token\n", "")
     assert wrong(check_text(text, "f")) == []
-    off = text.replace("    - --env=RAY_AUTH_MODE=token # for what is typed there: ray exec, ray attach\n", "")
+    off = text.replace(
+        "    - --env=RAY_AUTH_MODE=token # for commands typed in the container: ray exec, ray attach\n", ""
+    )
     assert [one.subject for one in wrong(check_text(off, "f"))] == ["token", "token"]
 
 
-KEY = re.compile(r"^\s*(?:- (?:\{ )?)?([A-Za-z_]{4,}):", re.MULTILINE)
-
-
-@settings(max_examples=15)
-@given(data=st.data())
-def test_a_slip_in_any_key_is_found_and_the_key_is_named(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from([*RAY_UP, *KUBERNETES]))
-    text = text_of(name)
-    spot = data.draw(st.sampled_from(keys_of(name)))
-    key = spot[1]
-    place = data.draw(st.integers(0, len(key) - 2))
-    swapped = key[:place] + key[place + 1] + key[place] + key[place + 2 :]
-    dropped = key[:place] + key[place + 1 :]
-    slip = data.draw(st.sampled_from([dropped, swapped] if swapped != key else [dropped]))
-    found = wrong(check_text(text[: spot.start(1)] + slip + text[spot.end(1) :], "f"))
-    assert any(key in one.remedy for one in found), (name, key, slip, found)
-
-
-@cache
-def keys_of(name: str) -> list[re.Match[str]]:
-    """Keys of a file that are no user's own word: of a node type, a device, a mount."""
-    text = text_of(name)
-    mine = ("available_node_types.", "resources.", "limits.", "requests.", "file_mounts.")
-    known = {
-        (item.line, item.path.rpartition(".")[2])
-        for document in read_yaml(text, "f")
-        for item in document.each()
-        if not any(item.path.rpartition(".")[0].endswith(word.rstrip(".")) for word in mine)
-    }
-    return [found for found in KEY.finditer(text) if (text[: found.start(1)].count("\n") + 1, found[1]) in known]
-
-
-@pytest.mark.parametrize(
-    ("need", "verdict"),
-    [(Need(workers=2), "good"), (Need(workers=8), "good"), (Need(workers=9), "bad"),
-     (Need(workers=1, each=2), "bad"), (Need(workers=2, resource="TPU"), "bad"), (2, "good")],
-)  # fmt: skip
-def test_a_plan_is_held_against_the_nodes(need: Need | int, verdict: str) -> None:
-    (found,) = [one for one in check(CLUSTERS / "aws.yaml", workers=need) if one.subject == "workers"]
-    assert found.verdict == verdict
-    assert ("at most 8, 2 of them on the nodes that are kept running" in found.what) == (verdict == "good")
-
-
 def test_a_slice_has_several_hosts() -> None:
-    (found,) = [
-        one for one in check(CLUSTERS / "tpu.yaml", workers=Need(workers=4, each=4)) if one.subject == "workers"
-    ]
-    assert found.verdict == "good" and "at most 8" in found.what
     names = ("v4-8", "v4-16", "v5litepod-8", "v5litepod-16", "v9-8")
     assert [getattr(parse_tpu_slice(name), "hosts", None) for name in names] == [1, 2, 1, 4, None]
 
@@ -303,13 +251,6 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 def test_other_files_are_no_crash(text: str, tmp_path: Path) -> None:
     (tmp_path / "f").write_text(text, encoding="utf-8")
     assert check(tmp_path / "f")
-
-
-@settings(max_examples=150)
-@given(one=st.text("abcd", max_size=6), other=st.text("abcd", max_size=6))
-def test_changes_are_a_distance(one: str, other: str) -> None:
-    assert changes(one, other) == changes(other, one) <= max(len(one), len(other))
-    assert (changes(one, other) == 0) == (one == other)
 
 
 def test_references_are_followed_and_repeated_keys_told() -> None:

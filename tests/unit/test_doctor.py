@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import socket
 from collections import Counter
 from dataclasses import replace
@@ -21,7 +20,7 @@ from trainwright import datasets
 from trainwright.cli.main import app
 from trainwright.core.errors import Finding, JobError
 from trainwright.diagnostics import cluster_probe, diagnosis_report
-from trainwright.diagnostics.cluster_checks import check_cluster, clock_offsets
+from trainwright.diagnostics.cluster_checks import check_cluster
 from trainwright.diagnostics.cluster_probe import (
     LinkServer,
     failure_reason,
@@ -88,7 +87,7 @@ SOUND = MachineFacts(
         ),
         ports=(32768, 60999),
     ),
-    room=HostResources(
+    resources=HostResources(
         cpus=8,
         cpus_allowed=8,
         memory_bytes=64 * GIB,
@@ -97,7 +96,7 @@ SOUND = MachineFacts(
         disks={"shared memory": DiskSpace(path="/dev/shm", size_bytes=32 * GIB, free_bytes=32 * GIB)},
     ),
     clock=Clock(time_s=2e9, synchronized=True, installed_s=1.9e9),
-    stored=StorageResult(uri="s3://b/p"),
+    storage=StorageResult(uri="s3://b/p"),
 )
 
 
@@ -107,7 +106,7 @@ def changed(part: str, **fields: Any) -> MachineFacts:
 
 def disk(used: float) -> MachineFacts:
     free = int((1 - used) * 1000)
-    return changed("room", disks={"/tmp": DiskSpace(path="/tmp", size_bytes=1000, free_bytes=free)})
+    return changed("resources", disks={"/tmp": DiskSpace(path="/tmp", size_bytes=1000, free_bytes=free)})
 
 
 def gpus(**fields: Any) -> MachineFacts:
@@ -136,34 +135,36 @@ CASES: list[tuple[str, MachineFacts, str, str, str]] = [
     ("taken", gpus(processes=2, used_bytes=99 * GIB), "doubtful", "GPU 0", "nvidia-smi -i 0"),
     ("CPU build", replace(gpus(), software=replace(SOUND.software, torch_cuda="")), "bad", "torch", "pip install"),
     ("driver", replace(gpus(), software=replace(SOUND.software, cuda_works=False)), "bad", "torch", "newer driver"),
-    ("no GPU for Ray", replace(gpus(), room=replace(SOUND.room, ray_gpus=0.0)), "doubtful", "GPUs", "--num-gpus=1"),
+    ("no GPU for Ray", replace(gpus(), resources=replace(SOUND.resources, ray_gpus=0.0)), "doubtful", "GPUs",
+     "--num-gpus=1"),
     ("smi fails", changed("accelerators", fault="nvidia-smi failed: x"), "bad", "GPUs", "nvidia-smi"),
     ("TPU", changed("accelerators", tpu_files=4), "bad", "TPU", "pip install libtpu"),
-    ("store", changed("stored", fault="refused", remedy="set AWS_REGION"), "bad", "storage", "AWS_REGION"),
-    ("twice", changed("stored", once=False), "bad", "storage", "conditional"),
-    ("slow store", changed("stored", write_s=3.0), "doubtful", "storage", "region"),
-    ("data", replace(SOUND, places=(DataPath(uri="/d", fault="it is not there"),)), "bad", "data", "shared folder"),
+    ("store", changed("storage", fault="refused", remedy="set AWS_REGION"), "bad", "storage", "AWS_REGION"),
+    ("twice", changed("storage", creates_once=False), "bad", "storage", "conditional"),
+    ("slow store", changed("storage", write_s=3.0), "doubtful", "storage", "region"),
+    ("data", replace(SOUND, data_paths=(DataPath(uri="/d", fault="it is not there"),)), "bad", "data", "shared folder"),
     ("port", changed("network", refused={"10.0.0.1": "no"}), "bad", "ports", "ip -br address"),
     ("busy", changed("network", busy=(6379,)), "doubtful", "ports", "--port=6380"),
     ("few ports", changed("network", ports=(40000, 41000)), "doubtful", "ports", "ip_local_port_range"),
     ("no network", changed("network", address="127.0.0.1"), "doubtful", "network", "ip route"),
-    ("Debian's hosts", changed("network", resolves=("127.0.1.1",)), "doubtful", "host name", "place of 127.0.1.1"),
+    ("Debian's hosts", changed("network", resolves=("127.0.1.1",)), "doubtful", "host name", "instead of 127.0.1.1"),
     ("no name", changed("network", resolves=()), "doubtful", "host name", "write '10.0.0.1 a' into /etc/hosts"),
     ("other name", changed("network", resolves=("10.9.9.9",)), "doubtful", "host name", "/etc/hosts"),
     ("docker", changed("network", address="172.17.0.1", resolves=("172.17.0.1",), interfaces=(
         Interface(name="docker0", address="172.17.0.1", mtu=1500),)), "doubtful", "network", "default route"),
     ("gloo", changed("software", settings={"GLOO_SOCKET_IFNAME": "ib0"}), "bad", "GLOO_SOCKET_IFNAME", "unset"),
-    ("small shm", changed("room", disks={"shared memory": DiskSpace(path="/dev/shm", size_bytes=64 << 20,
+    ("small shm", changed("resources", disks={"shared memory": DiskSpace(path="/dev/shm", size_bytes=64 << 20,
     free_bytes=0)}),
      "doubtful", "shared memory", "size=20G"),
-    ("full shm", changed("room", disks={"shared memory": DiskSpace(path="/dev/shm", size_bytes=32 * GIB,
+    ("full shm", changed("resources", disks={"shared memory": DiskSpace(path="/dev/shm", size_bytes=32 * GIB,
     free_bytes=GIB)}),
      "doubtful", "shared memory", "du"),
     ("full disk", disk(0.96), "bad", "disk", "du -xh /tmp"),
     ("nearly full disk", disk(0.92), "doubtful", "disk", "du -xh /tmp"),
-    ("files", changed("room", open_files=(1024, 4096)), "doubtful", "open files", "ulimit"),
-    ("CPUs", changed("room", cpus_allowed=2.0, ray_cpus=8.0), "doubtful", "CPUs", "--num-cpus=2"),
-    ("memory", changed("room", memory_allowed_bytes=GIB, ray_memory_bytes=9 * GIB), "doubtful", "memory", "--memory="),
+    ("files", changed("resources", open_files=(1024, 4096)), "doubtful", "open files", "ulimit"),
+    ("CPUs", changed("resources", cpus_allowed=2.0, ray_cpus=8.0), "doubtful", "CPUs", "--num-cpus=2"),
+    ("memory", changed("resources", memory_allowed_bytes=GIB, ray_memory_bytes=9 * GIB), "doubtful", "memory",
+     "--memory="),
     ("no NTP", changed("clock", synchronized=False), "doubtful", "clock", "timedatectl"),
     ("past", changed("clock", time_s=0.0), "bad", "clock", "set it"),
 ]  # fmt: skip
@@ -189,14 +190,17 @@ def test_in_a_cluster_no_token_is_doubtful_and_its_own_ports_may_be_taken() -> N
     assert [finding.subject for finding in found if finding.verdict != "good"] == ["Ray's token", "network"]
 
 
-def fleet(**machines: MachineFacts) -> ClusterFacts:
+def cluster(**machines: MachineFacts) -> ClusterFacts:
     names = tuple(machines)
     links = tuple(
         LinkMeasurement(source=one, target=other, delay_s=1e-4, bytes_per_s=1e9)
         for pair in combinations(names, 2)
         for one, other in (pair, pair[::-1])
     )
-    return ClusterFacts(machines=machines, links=links, seen={name: frozenset(names) for name in names})
+    seen = {name: frozenset(names) for name in names}
+    return ClusterFacts(
+        machines=machines, links=links, seen=seen, probed_s=(SOUND.clock.time_s - 1, SOUND.clock.time_s + 1)
+    )
 
 
 def worse(found: list[Finding]) -> list[tuple[str, str, str]]:
@@ -204,7 +208,7 @@ def worse(found: list[Finding]) -> list[tuple[str, str, str]]:
 
 
 def test_nodes_alike_are_good() -> None:
-    found = check_cluster(fleet(a=SOUND, b=SOUND, c=SOUND))
+    found = check_cluster(cluster(a=SOUND, b=SOUND, c=SOUND))
     assert not worse(found)
     assert [finding.subject for finding in found] == ["versions", "storage", "links", "clocks"]
 
@@ -214,7 +218,7 @@ def test_nodes_that_differ_are_named() -> None:
     kinds = replace(
         gpus(), network=replace(SOUND.network, interfaces=(Interface(name="e", address="10.0.0.1", mtu=9000),))
     )
-    found = check_cluster(fleet(a=SOUND, b=odd, c=SOUND, d=kinds))
+    found = check_cluster(cluster(a=SOUND, b=odd, c=SOUND, d=kinds))
     assert worse(found) == [
         ("bad", "Python", "b"), ("bad", "torch", "b"), ("doubtful", "accelerators", "d"), ("doubtful", "network", "d"),
     ]  # fmt: skip
@@ -222,12 +226,12 @@ def test_nodes_that_differ_are_named() -> None:
 
 
 def test_a_folder_that_is_not_shared_is_found_out() -> None:
-    apart = replace(fleet(a=SOUND, b=SOUND), seen={"a": frozenset("a"), "b": frozenset("b")})
+    apart = replace(cluster(a=SOUND, b=SOUND), seen={"a": frozenset("a"), "b": frozenset("b")})
     assert worse(check_cluster(apart)) == [("bad", "storage", "a"), ("bad", "storage", "b")]
 
 
 def test_links_that_are_cut_or_slow_are_found() -> None:
-    whole = fleet(a=SOUND, b=SOUND, c=SOUND)
+    whole = cluster(a=SOUND, b=SOUND, c=SOUND)
     cut = replace(whole.links[0], fault="10.0.0.2 port 4: no answer")
     slow = replace(whole.links[1], bytes_per_s=1e8)
     found = check_cluster(replace(whole, links=(cut, slow, *whole.links[2:])))
@@ -235,54 +239,35 @@ def test_links_that_are_cut_or_slow_are_found() -> None:
     assert "32768-60999" in next(finding.remedy for finding in found if finding.verdict == "bad")
 
 
-def test_a_clock_that_is_off_is_found() -> None:
-    whole = fleet(a=SOUND, b=SOUND, c=SOUND)
-    for off_s, verdict in ((2.0, "doubtful"), (900.0, "bad")):
-        links = tuple(
-            replace(link, offset_s=off_s * ((link.target == "b") - (link.source == "b"))) for link in whole.links
-        )
-        assert worse(check_cluster(replace(whole, links=links))) == [(verdict, "clock", "b")]
+@pytest.mark.parametrize(
+    ("off_s", "verdict"), [(50.0, ""), (-50.0, ""), (100.0, "doubtful"), (-100.0, "doubtful"), (900.0, "bad")]
+)
+def test_a_clock_that_is_off_is_found(off_s: float, verdict: str) -> None:
+    odd = replace(SOUND, clock=replace(SOUND.clock, time_s=SOUND.clock.time_s + off_s))
+    found = worse(check_cluster(cluster(a=SOUND, b=odd, c=SOUND)))
+    assert found == ([(verdict, "clock", "b")] if verdict else [])
 
 
-@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=20), st.data())
-def test_clocks_are_known_within_their_doubt(ahead: list[float], data: st.DataObject) -> None:
-    nodes = [str(number) for number in range(len(ahead))]
-    links = []
-    for pairs in measurement_rounds(nodes):
-        for one, other in pairs:
-            delay_s = data.draw(st.floats(1e-5, 1e-2))
-            wrong_s = data.draw(st.floats(-0.5, 0.5)) * delay_s
-            offset_s = ahead[int(other)] - ahead[int(one)] + wrong_s
-            links.append(LinkMeasurement(source=one, target=other, delay_s=delay_s, offset_s=offset_s))
-    known = clock_offsets(links)
-    assert set(known) == set(nodes)
-    first = ahead[int(links[0].source)]
-    for node, (told_s, doubt_s) in known.items():
-        assert abs(told_s - (ahead[int(node)] - first)) <= doubt_s + 1e-9
-
-
-@given(st.integers(2, 60), st.integers(0, 99))
-def test_pairs_do_not_disturb_each_other(count: int, seed: int) -> None:
+@given(st.integers(2, 60))
+def test_links_are_measured_around_a_ring_without_disturbing_each_other(count: int) -> None:
     nodes = [str(number) for number in range(count)]
-    found = measurement_rounds(nodes, seed=seed)
+    found = measurement_rounds(nodes)
+    assert len(found) <= 3
     for pairs in found:
         assert max(Counter(node for pair in pairs for node in pair).values()) == 1
-    met = Counter(frozenset(pair) for pairs in found for pair in pairs)
-    assert max(met.values()) == 1
-    if count <= 16:
-        assert len(met) == math.comb(count, 2)
-    else:
-        assert {node for pair in met for node in pair} == set(nodes) and len(found) <= 7
+    met = [frozenset(pair) for pairs in found for pair in pairs]
+    ring = {frozenset((nodes[number - 1], nodes[number])) for number in range(count)}
+    assert set(met) == ring and len(met) == len(ring)
 
 
 def test_nodes_that_are_absent_are_bad_and_ray_s_errors_are_understood() -> None:
-    lost = {"b": UnreachableNode(why="did not answer within 60 s", remedy="ray list nodes")}
-    assert worse(check_cluster(ClusterFacts(machines={"a": SOUND}, absent=lost))) == [("bad", "node", "b")]
+    lost = {"b": UnreachableNode(reason="did not answer within 60 s", remedy="ray list nodes")}
+    assert worse(check_cluster(ClusterFacts(machines={"a": SOUND}, unreachable=lost))) == [("bad", "node", "b")]
     missing = RuntimeError("The remote function failed to import on the worker.\nNo module named 'trainwright'")
-    assert failure_reason(missing).why == "trainwright cannot be imported there"
+    assert failure_reason(missing).reason == "trainwright cannot be imported there"
     died = type("WorkerCrashedError", (Exception,), {})("x")
-    assert failure_reason(died).why == "was lost while it was looked at"
-    assert failure_reason(ValueError("odd\nodder")).why == "the examination failed there: odder"
+    assert failure_reason(died).reason == "was lost while it was probed"
+    assert failure_reason(ValueError("odd\nodder")).reason == "the probe failed there: odder"
 
 
 def test_nodes_of_one_name_are_told_apart() -> None:
@@ -359,7 +344,7 @@ def test_what_is_installed_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_storage_is_tried_and_nothing_is_left(tmp_path: Path) -> None:
     sound = probe_storage(str(tmp_path / "new" / "runs"))
-    assert not sound.fault and sound.once and sound.write_s > 0 and not [*tmp_path.iterdir()]
+    assert not sound.fault and sound.creates_once and sound.write_s > 0 and not [*tmp_path.iterdir()]
     (tmp_path / "file").write_text("")
     assert (blocked := probe_storage(str(tmp_path / "file"))).fault and blocked.remedy
     uri = str(tmp_path)
@@ -389,7 +374,7 @@ def test_a_link_is_measured_and_strangers_are_sent_away() -> None:
     listener = LinkServer(b"k" * 16)
     address = listener.address
     found = measure_link("a", "b", address, b"k" * 16)
-    assert not found.fault and found.bytes_per_s > 0 and abs(found.offset_s) <= found.delay_s / 2 + 1e-3
+    assert not found.fault and found.bytes_per_s > 0 and 0 < found.delay_s < 5
     assert measure_link("a", "b", address, b"x" * 16).fault
     listener.close()
     assert "refused" in measure_link("a", "b", address, b"k" * 16).fault

@@ -39,12 +39,12 @@ def test_a_signal_reaches_a_process_that_was_met(sleeper: subprocess.Popen[bytes
         ProcessSignaller(),
         ObservedWorker(worker=0, node=socket.gethostname(), pid=sleeper.pid, spare=True),
     )
-    hands.meet(process)
+    hands.register(process)
     promoted = ObservedWorker(worker=0, node=process.node, pid=process.pid)
-    assert hands.lives(promoted) and hands.met() == (process,)
+    assert hands.is_alive(promoted) and hands.registered() == (process,)
     assert hands.send(promoted, signal.SIGKILL)
     assert sleeper.wait(10) == -signal.SIGKILL
-    assert not hands.lives(process) and not hands.send(process, signal.SIGKILL)
+    assert not hands.is_alive(process) and not hands.send(process, signal.SIGKILL)
 
 
 def test_no_signal_reaches_another_process_of_the_same_number(sleeper: subprocess.Popen[bytes]) -> None:
@@ -107,11 +107,11 @@ def test_a_proxy_that_refuses_cuts_what_is_under_way_and_what_comes(proxy: TcpPr
     with connect(proxy) as client:
         client.sendall(b"a")
         assert client.recv(10) == b"a"
-        proxy.tell("refuse")
+        proxy.set_mode("refuse")
         assert not heard(client)
     with contextlib.suppress(ConnectionError), connect(proxy) as client:  # it may be reset before it is made
         assert not heard(client)
-    proxy.tell("pass")
+    proxy.set_mode("pass")
     with connect(proxy) as client:
         client.sendall(b"b")
         assert client.recv(10) == b"b"
@@ -127,13 +127,13 @@ def heard(client: socket.socket) -> bytes:
 
 def test_a_proxy_that_stalls_goes_on_where_it_stood(proxy: TcpProxy) -> None:
     with connect(proxy) as client:
-        proxy.tell("stall")
+        proxy.set_mode("stall")
         client.sendall(b"late")
         client.settimeout(0.3)
         with pytest.raises(TimeoutError):
             client.recv(10)
         client.settimeout(10)
-        proxy.tell("pass")
+        proxy.set_mode("pass")
         assert client.recv(10) == b"late"
 
 
@@ -206,9 +206,9 @@ def test_a_semaphore_is_in_use_while_its_process_lives() -> None:
     ("how", "error"),
     [
         ("ends", ""),
-        ("acts", r"that stood still went on with the run that another had taken over: Formed\("),
-        ("succeeds", "that stood still ended as if the run were its own"),
-        ("hangs", "that stood still did not end within 1 s"),
+        ("acts", r"continued the run that another had taken over: Formed\("),
+        ("succeeds", "ended as if the run were its own"),
+        ("hangs", "did not end within 1 s"),
     ],
 )
 def test_a_driver_that_stood_still_may_do_nothing_but_end(
@@ -222,12 +222,18 @@ def test_a_driver_that_stood_still_may_do_nothing_but_end(
     (stall,) = (fault for fault in CATALOGUE if fault.name == "stall")
     said = list[str]()
     runner = run_observer.RunObserver(
-        "run", order, environment={}, silence_s=60, strikes=[ScheduledFault(fault=stall)], outages={}, say=said.append
+        "run",
+        order,
+        environment={},
+        event_timeout_s=60,
+        schedule=[ScheduledFault(fault=stall)],
+        outages={},
+        say=said.append,
     )
     found = runner.run()
     assert re.search(error, found.error) if error else not found.error
     pid = (tmp_path / "order.first").read_text()
-    assert [(given.fault, given.step, given.whom) for given in found.given] == [
+    assert [(given.fault, given.step, given.targets) for given in found.injected] == [
         ("stall", 5, (f"driver (pid {pid}) SIGSTOP",))
     ]
     assert not found.missed and not found.remaining and "another driver is started" in said

@@ -68,7 +68,7 @@ def test_each_fault_is_spread_once_over_the_run_in_growing_steps(seed: int) -> N
     strikes = spread_schedule(CATALOGUE, seed, 1000)
     assert sorted(names(strikes)) == sorted(FAULTS)
     steps = [strike.step for strike in strikes]
-    assert strikes[0].fault.starting and steps[0] == 0
+    assert strikes[0].fault.at_start and steps[0] == 0
     assert names(strikes)[-1] == "storage", "what came behind would wait for its end"
     assert steps == sorted(steps) and steps[1] > 50 and steps[-1] < 950
     assert all(later - earlier >= 1000 / 10 * 0.4 for earlier, later in pairwise(steps[1:]))
@@ -154,4 +154,4 @@ def test_faults_that_do_not_fit_are_refused_all_at_once_with_the_remedy() -> Non
 @pytest.mark.parametrize("fault", CATALOGUE, ids=lambda fault: fault.name)
 def test_a_small_delay_keeps_faults_from_keeping_time_with_the_news(fault: FaultType) -> None:
     delays = {replace(ScheduledFault(fault=fault), draw=number / 50).delay_s for number in range(50)}
-    assert delays == {0.0} if fault.starting else (min(delays) >= 0.0 and max(delays) < 0.5 and len(delays) > 25)
+    assert delays == {0.0} if fault.at_start else (min(delays) >= 0.0 and max(delays) < 0.5 and len(delays) > 25)

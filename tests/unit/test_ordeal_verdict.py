@@ -28,7 +28,7 @@ def steps(*pairs: tuple[int, float], time_s: float = 0.0) -> events.Steps:
 
 
 def given(fault: str, time_s: float, step: int = 0) -> InjectedFault:
-    return InjectedFault(fault=fault, time_s=time_s, step=step, whom=("worker 1",))
+    return InjectedFault(fault=fault, time_s=time_s, step=step, targets=("worker 1",))
 
 
 UNBROKEN = ObservedRun(events=(steps((1, 0.5), (2, 0.4), (3, math.nan), (4, 0.2)),))
@@ -53,7 +53,7 @@ def test_every_kind_of_difference_is_said() -> None:
     )
     assert since is None
     assert found == (
-        "2 steps were not seen, first step 3",
+        "2 steps are missing, first step 3",
         "files of the last checkpoint differ: optimizer",
         "it ran with 1 and 2 workers, whose sums round differently",
     )
@@ -76,7 +76,7 @@ def test_the_cost_of_a_fault_is_what_happened_until_the_next() -> None:
         events.RunStarted(time_s=33.0),
         events.Formed(time_s=36.0, step=2, source="checkpoint"),
     )
-    course = ObservedRun(events=told, given=(given("kill", 10.0), given("storage", 20.0), given("driver", 30.0)))
+    course = ObservedRun(events=told, injected=(given("kill", 10.0), given("storage", 20.0), given("driver", 30.0)))
     kill, storage, driver = fault_costs(course)
     assert math.isclose(kill.detection_s or 0, 0.3) and math.isclose(kill.recovery_s or 0, 1.7)
     assert (kill.steps_lost, kill.source) == (1, "checkpoint")
@@ -90,26 +90,26 @@ def test_the_start_that_a_killed_driver_brings_about_counts_for_both_even_where_
         events.Failed(time_s=33.0, worker=0),
         events.Formed(time_s=36.0, source="checkpoint"),
     )
-    driver, start = fault_costs(ObservedRun(events=told, given=(given("driver", 30.0), given("start", 32.0))))
+    driver, start = fault_costs(ObservedRun(events=told, injected=(given("driver", 30.0), given("start", 32.0))))
     assert (driver.detection_s, driver.recovery_s) == (None, 6.0)
     assert (start.detection_s, start.recovery_s) == (1.0, 3.0)
 
 
 def verdict(**fields: object) -> ChaosReport:
-    one = FaultCost(given=given("kill", 10.0, 7), detection_s=0.3, recovery_s=1.7, source="replica")
+    one = FaultCost(injected=given("kill", 10.0, 7), detection_s=0.3, recovery_s=1.7, source="replica")
     fields = {"job": "net", "seed": 3, "steps": 27, "costs": (one,), "goodput": 0.5, **fields}
     return ChaosReport(**fields)  # type: ignore[arg-type]
 
 
 def test_it_passes_only_where_a_fault_was_given_and_nothing_differs_or_is_left() -> None:
-    assert verdict() and verdict().sentence == "after 1 fault the run agrees bitwise with the unbroken one"
-    assert not verdict(costs=()) and "no fault was given" in verdict(costs=()).sentence
-    left = verdict(leftovers=("process 7",))
-    assert not left and left.agrees and "left something behind" in left.sentence
+    assert verdict() and verdict().summary == "after 1 fault the run agrees bitwise with the unbroken one"
+    assert not verdict(costs=()) and "no fault was injected" in verdict(costs=()).summary
+    left = verdict(leaks=("process 7",))
+    assert not left and left.agrees and "leaked resources" in left.summary
     wrong = verdict(differences=("loss",), since_step=9)
-    assert not wrong and wrong.sentence.endswith("differs from the unbroken one since step 9")
+    assert not wrong and wrong.summary.endswith("differs from the unbroken one since step 9")
     unsteady = verdict(differences=("loss",), since_step=9, repeatable=False)
-    assert not unsteady and "the job itself is not repeatable" in unsteady.sentence
+    assert not unsteady and "the job itself is not repeatable" in unsteady.summary
 
 
 def test_it_is_shown_as_a_table_and_as_json() -> None:

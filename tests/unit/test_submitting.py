@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import zipfile
-from dataclasses import replace
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.core.errors import JobError, ResourceError, RunConflict, StorageError
-from trainwright.reporting.event_messages import ProgressFigures
 from trainwright.submit import working_directory
 from trainwright.submit.job_credentials import JobCredentials, collect_credentials, storage_schemes
-from trainwright.submit.job_log import LogCursor, is_ray_message, parse_figures, reports_missing_trainwright
+from trainwright.submit.job_log import LogCursor, is_ray_message, reports_missing_trainwright
 from trainwright.submit.job_server import DEFAULT_ADDRESS, JobDetails, exit_code, job_server_address
 from trainwright.submit.job_submission import (
     JobRequest,
@@ -64,45 +62,15 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(wrong: str) -> N
     cuts=st.lists(st.integers(0, 60), max_size=6),
     breaks=st.lists(st.integers(0, 60), max_size=3),
 )
-def test_a_reel_tells_each_line_once_whatever_breaks(text: str, cuts: list[int], breaks: list[int]) -> None:
-    reel, told = LogCursor(), []
+def test_a_cursor_tells_each_line_once_whatever_breaks(text: str, cuts: list[int], breaks: list[int]) -> None:
+    cursor, told = LogCursor(), []
     for end in [*sorted(breaks), len(text)]:
-        reel.rewind()
+        cursor.rewind()
         places = [0, *sorted(cut for cut in cuts if cut < end), end]
         for start, stop in pairwise(places):
-            told += reel.take(text[start:stop])
-    told += reel.end()
+            told += cursor.feed(text[start:stop])
+    told += cursor.flush()
     assert "\n".join(told) == text.removesuffix("\n") and told == text.splitlines()
-
-
-@given(
-    step=st.integers(0, 10**7),
-    loss=st.floats(-1e6, 1e6),
-    rate=st.floats(0.01, 1e7),
-    wait=st.sampled_from([float("nan"), 0.0, 0.25, 1.0]),
-    left=st.one_of(st.just(float("nan")), st.integers(0, 200_000).map(float)),
-    activity=st.sampled_from(["", "recovering", "waiting for 2 GPU"]),
-)
-def test_figures_come_back_from_their_line(
-    step: int, loss: float, rate: float, wait: float, left: float, activity: str
-) -> None:
-    written = ProgressFigures(
-        step=step, total=10**7, epoch=2, epochs=3, loss=loss, samples_per_s=rate, wait_share=wait, left_s=left,
-        activity=activity,
-    )  # fmt: skip
-    read = parse_figures(written.text())
-    assert read is not None and read.loss == pytest.approx(loss, rel=1e-3, abs=1e-6)
-    assert replace(read, loss=loss).text() == written.text()
-    early = ProgressFigures(step=step, total=10**7, activity=activity)
-    read = parse_figures(early.text())
-    assert read is not None and read.text() == early.text()
-
-
-@pytest.mark.parametrize(
-    "line", ["", "step 5", "step 235 (epoch 1): accuracy 0.88", "done: 5 steps", "step 1/2, epoch 1"]
-)
-def test_other_lines_hold_no_figures(line: str) -> None:
-    assert parse_figures(line) is None
 
 
 def test_lines_of_ray_and_a_missing_trainwright_are_known() -> None:
@@ -117,7 +85,7 @@ def test_lines_of_ray_and_a_missing_trainwright_are_known() -> None:
 def news(
     name: str, status: str = "RUNNING", mark: SubmissionMetadata | None = None, code: int | None = None
 ) -> JobDetails:
-    return JobDetails(id=name, status=status, metadata=mark.metadata() if mark else {}, code=code)
+    return JobDetails(id=name, status=status, metadata=mark.as_mapping() if mark else {}, exit_code=code)
 
 
 MARK = SubmissionMetadata(run="a", storage="s3://b/runs", digest="d")
@@ -168,7 +136,7 @@ def test_a_job_that_never_ran_and_a_cluster_without_trainwright_are_said() -> No
     with pytest.raises(ResourceError, match="without an exit code"):
         exit_code(news("a-1", "FAILED"))
     with pytest.raises(ResourceError, match="no trainwright"):
-        exit_code(news("a-1", "FAILED", code=1), lacks_trainwright=True)
+        exit_code(news("a-1", "FAILED", code=1), trainwright_missing=True)
 
 
 def test_credentials_are_the_schemes_own_and_those_named(tmp_path: Path) -> None:
@@ -185,7 +153,7 @@ def test_credentials_are_the_schemes_own_and_those_named(tmp_path: Path) -> None
     assert collect_credentials((), (), environment).names == ()
     with pytest.raises(JobError, match="NOT_THERE"):
         collect_credentials((), ("NOT_THERE",), environment)
-    with pytest.raises(JobError, match="GOOGLE_APPLICATION_CREDENTIALS names no file"):
+    with pytest.raises(JobError, match="GOOGLE_APPLICATION_CREDENTIALS names a file that cannot be read"):
         collect_credentials(("gs",), (), {"GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "none")})
 
 
@@ -198,7 +166,7 @@ def test_addresses_name_their_schemes_and_may_hold_no_credentials() -> None:
 
 
 def work(storage: str) -> JobRequest:
-    return JobRequest(wish=SubmitOptions(file="job.py"), verb="fit", run="a", storage=storage, schemes=())
+    return JobRequest(options=SubmitOptions(file="job.py"), command="fit", run="a", storage=storage, schemes=())
 
 
 def test_a_folder_of_this_machine_is_no_storage_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,14 +180,14 @@ def test_a_folder_of_this_machine_is_no_storage_of_a_cluster(tmp_path: Path, mon
         with pytest.raises(StorageError, match="share no disk"):
             resolve_storage(work("runs"), hosts, "here")
     assert "share" in resolve_storage(work("/mnt/runs"), ("here", "x"), "here")[1]
-    assert "goes with it" in resolve_storage(work("file:///mnt/runs"), ("x",), "here")[1]
+    assert "is lost with it" in resolve_storage(work("file:///mnt/runs"), ("x",), "here")[1]
 
 
 def test_the_entrypoint_is_quoted_and_relative_to_the_package(tmp_path: Path) -> None:
     wish = SubmitOptions(
-        file=str(tmp_path / "in it" / "a job.py"), overrides=("name=a; rm -rf /",), options=("--fresh",)
+        file=str(tmp_path / "in it" / "a job.py"), overrides=("name=a; rm -rf /",), fit_options=("--fresh",)
     )
-    asked = JobRequest(wish=wish, verb="fit", run="a", storage="s3://b", schemes=())
+    asked = JobRequest(options=wish, command="fit", run="a", storage="s3://b", schemes=())
     assert asked.entrypoint(tmp_path) == ("python -m trainwright fit 'in it/a job.py' --set 'name=a; rm -rf /' --fresh")
 
 

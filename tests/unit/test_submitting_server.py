@@ -8,11 +8,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from trainwright.core.errors import ResourceError
-from trainwright.reporting.event_messages import ProgressFigures
-from trainwright.reporting.progress_bar import PlainTextDisplay
 from trainwright.submit.job_log import LogDisplay
 from trainwright.submit.job_server import JobServer
 
@@ -57,23 +54,6 @@ def test_nobody_at_the_address_is_said_with_what_to_type(monkeypatch: pytest.Mon
     assert caught.value.where == "http://127.0.0.1:9"
 
 
-class Shown:
-    """A surface that keeps what it is shown."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.figures: list[ProgressFigures] = []
-
-    def line(self, line: Any) -> None:
-        self.lines.append(line.text)
-
-    def show(self, figures: ProgressFigures, *, news: bool) -> None:
-        self.figures.append(figures)
-
-    def close(self) -> None:
-        pass
-
-
 LOG = (
     "Running entrypoint for job a-1: python -m trainwright fit job.py",
     "1 worker ready after 2.0 s",
@@ -81,18 +61,13 @@ LOG = (
 )
 
 
-def test_figures_become_the_bar_in_a_terminal() -> None:
-    shown = Shown()
-    for line in LOG:
-        LogDisplay(Console(), surface=shown).line(line)
-    assert shown.lines == [LOG[1]]
-    assert [(figures.step, figures.total, figures.left_s) for figures in shown.figures] == [(10, 100, 6.0)]
-
-
-def test_elsewhere_the_log_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(width=120)
-    for line in LOG:
-        LogDisplay(console, surface=PlainTextDisplay(console)).line(line)
-    assert capsys.readouterr().out.splitlines() == list(LOG[1:])
-    LogDisplay(console, surface=PlainTextDisplay(console), verbose=True).line(LOG[0])
-    assert capsys.readouterr().out.splitlines() == [LOG[0]]
+def test_lines_of_ray_are_shown_only_on_request() -> None:
+    shown: list[str] = []
+    display = LogDisplay(shown.append)
+    for line in (*LOG, "No module named 'trainwright'"):
+        assert not display.trainwright_missing
+        display.show(line)
+    assert shown == [*LOG[1:], "No module named 'trainwright'"] and display.trainwright_missing
+    shown.clear()
+    LogDisplay(shown.append, verbose=True).show(LOG[0])
+    assert shown == [LOG[0]]

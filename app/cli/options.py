@@ -1,0 +1,60 @@
+"""Options, output and helpers that several commands share."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainwright.core.errors import ResourceError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WIDTH = 120  # of tables in files and pipes
+
+JobFile = Annotated[str, typer.Argument(metavar="FILE.py", help="A job file: Python with a trainwright.Job in it.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job. Repeatable.")
+]
+Strategy = Annotated[str | None, typer.Option(help="Use this strategy.")]
+Workers = Annotated[int | None, typer.Option(help="Use this number of workers.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume the run although the job was changed.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start the run of this name from the beginning.")]
+Storage = Annotated[str, typer.Option(help="Where the runs are stored: a folder or a URI.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show Ray's own output and every checkpoint.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Html = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Also write the result as an HTML page with pictures to FILE.")
+]
+
+
+def terminal_console(width: int = _WIDTH, *, highlight: bool = True) -> Console:
+    """Return a console for stdout: as wide as the terminal, or `width` columns in files and pipes."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else width, highlight=highlight)
+
+
+def print_json(data: Any) -> None:
+    """Print data as JSON; values without a JSON form become text."""
+    print(json.dumps(data, indent=2, default=str))
+
+
+def write_file(path: str | Path, text: str, option: str) -> None:
+    """Write a file that an option names. Raises ResourceError."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        what = f"{path} cannot be written: {error.strerror}"
+        raise ResourceError(what, where=option, remedy="name a file in an existing folder") from error
+
+
+def with_pins(overrides: list[str] | None, strategy: str | None, workers: int | None) -> list[str]:
+    """Return all overrides, with those of --strategy and --workers at the end."""
+    pinned = [f"strategy={strategy}"] if strategy is not None else []
+    pinned += [f"workers={workers}"] if workers is not None else []
+    return [*(overrides or []), *pinned]
