@@ -137,7 +137,7 @@ def plan(
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write it as a page, with pictures.")] = None,
     as_json: _AsJson = False,
 ) -> None:
-    """Show the chosen plan and the rejected ones, with reasons. Of a distillation the ways are tried first."""
+    """Show the chosen plan and the rejected ones, with reasons."""
     from dataclasses import asdict
 
     from trainwright import api

@@ -6,9 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
+from trainwright.core.plan import Plan
+from trainwright.datasets.data_source import Index
 from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.ray_data.actor_pools import allocate_actors
+from trainwright.datasets.ray_data.ray_fetcher import make_pipeline_spec
 from trainwright.distillation.distillation_spec import Distillation, Teacher, TeacherRunner
 from trainwright.distillation.target_cache import stored_targets
 from trainwright.distillation.teacher_runner import OutputSignature, compared_shape, output_signature
@@ -145,6 +150,22 @@ def with_teacher_actors(data: Dataset, distillation: Distillation, lecturers: Ma
             TeacherActor, cpus=distillation.cpus, gpus=distillation.gpus, fn_constructor_args=(lecturer,)
         )
     return data
+
+
+def check_actor_resources(data: Dataset, index: Index, job: Job, plan: Plan, cluster: Cluster) -> None:
+    """Raise ResourceError where the cluster has no CPUs or GPUs left for one actor of each teacher.
+
+    Args:
+        data: the training set with its teachers in actors: see `with_teacher_actors`.
+        index: of the training set.
+        job: the students' job.
+        plan: of the students, whose workers come first.
+        cluster: what there is.
+    """
+    gpus = cluster.accelerators if cluster.accelerator == "GPU" else 0
+    free = {"CPU": plan.placement.data_cpus, "GPU": float(gpus - plan.workers * plan.placement.accelerators)}
+    pipeline = make_pipeline_spec(data, index, columns=job.columns, **job.ordering())
+    allocate_actors([pipeline], free)
 
 
 def student_builder(distillation: Distillation, loss: DistillationLoss) -> Callable[[], Any]:

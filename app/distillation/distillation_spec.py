@@ -66,7 +66,7 @@ class Distillation(StrictModel):
         joint: students that are trained by the hard loss alone, and teach the others.
         way: where the teachers run. `offline`: what they say of all rows is computed first and kept for later runs;
             `online`: in actors of their own, some batches ahead of the steps; `inline`: in the student's own step.
-            `auto` takes the quickest for the whole run, measured where that is long; `tw.plan` shows the three.
+            `auto` chooses by rule and says why; see `teacher_delivery` and `tw.plan`.
         keep: how that is kept offline: `fp16`, `fp32`, or `topk(8)`: the 8 largest logits, and the mass of the rest.
         targets: folder where it is kept; by default `targets` in the job's storage.
         cpus: of each actor of a teacher, online.

@@ -8,7 +8,7 @@ They are predictions in a form of their own: continued where they were stopped, 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +16,13 @@ import numpy as np
 
 from trainwright.core.data import Columns
 from trainwright.core.errors import JobError
+from trainwright.core.job import Job
 from trainwright.datasets.data_source import Arrays, Index, hash_parts
 from trainwright.datasets.dataset import Dataset, parquet
 from trainwright.distillation.distillation_spec import Teacher
 from trainwright.distillation.target_encoding import TargetEncoding, decode_targets
 from trainwright.distillation.teacher_runner import compared_shape, output_signature
-from trainwright.inference.batch_inference import PredictionRequest, ProgressListener, prediction_request, run_request
+from trainwright.inference.batch_inference import PredictionRequest, prediction_request, run_request
 from trainwright.inference.inference_model import InferenceModel
 from trainwright.inference.prediction_files import SAMPLE
 from trainwright.planning.job_description import state_relevant_fields
@@ -29,6 +30,7 @@ from trainwright.strategies.distillation.teacher_outputs import TeacherOutputs, 
 
 _OUTPUT, _LAYER = "output", "layer_{}"  # columns of the files; a teacher's own names hold dots and slashes
 _LETTERS = 12  # of a sum, in the name of a folder
+_COMPARED_ROWS = 4  # whether random transforms change a teacher's inputs
 
 
 def stored_targets(
@@ -38,11 +40,9 @@ def stored_targets(
     folder: str,
     keep: str = "fp16",
     workers: int | None = None,
-    batch_size: int | None = None,
     range_rows: int | None = None,
     fresh: bool = False,
     verbose: bool = False,
-    meter: ProgressListener | None = None,
     note: Callable[[str], object] = lambda _: None,
     hang_deadline_s: float | None = None,
 ) -> Dataset:
@@ -57,11 +57,9 @@ def stored_targets(
         folder: that holds those of all teachers and data sets, or `s3://`, `gs://`, `az://`.
         keep: `fp32`, `fp16`, or `topk(8)`: the 8 largest logits in half precision and the mass of the rest.
         workers: of a pool; by default one for each accelerator or CPU slot of the cluster.
-        batch_size: rows computed at once; by default the teacher's.
         range_rows: rows of a part, at most; by default by the size of a row of the data, and of what is kept of it.
         fresh: compute again what is there.
         verbose: show Ray's own output.
-        meter: is told how far it has come; by default it is shown on stderr.
         note: is told too what went wrong and was mended.
         hang_deadline_s: for a batch, at most; a pool waits ten times as long as any took so far, 15 s at least. By
             default that of the teacher's job, or 5 minutes (15, where its model is divided).
@@ -76,8 +74,8 @@ def stored_targets(
     """
     question = target_request(teacher, data, folder=folder, keep=keep, range_rows=range_rows, fresh=fresh)
     done = run_request(
-        _within(question, hang_deadline_s), workers=workers, batch_size=batch_size or teacher.batch_size, fresh=fresh,
-        verbose=verbose, meter=meter, note=note,
+        _within(question, hang_deadline_s), workers=workers, batch_size=teacher.batch_size, fresh=fresh,
+        verbose=verbose, note=note,
     )  # fmt: skip
     return parquet(done.uri).map_batches(_TargetReader(columns=teacher.columns, form=TargetEncoding.parse(keep)))
 
@@ -113,6 +111,41 @@ def target_row_bytes(teacher: Teacher, data: Dataset, index: Index, form: Target
     said = compared_shape({name: shape for name, shape in shapes.items() if name not in tapped}, teacher.output)
     layers = sum(form.layers.row_bytes(shapes[name]) for name in tapped if name in shapes)
     return layers + (form.row_bytes(said) if said else 0)
+
+
+def stored_bytes(teachers: Sequence[Teacher], data: Dataset, index: Index, *, keep: str) -> int:
+    """Return the approximate size of the stored targets of a data set, over all teachers."""
+    form = TargetEncoding.parse(keep)
+    return index.rows * sum(target_row_bytes(teacher, data, index, form) for teacher in teachers)
+
+
+def count_missing_rows(teachers: Sequence[Teacher], job: Job, *, folder: str, keep: str) -> int:
+    """Return how many rows have no stored targets yet, over teachers and data sets. Raises as `stored_targets`."""
+    sets = [data for data in (job.train, job.evaluate) if data is not None]
+    requests = [target_request(teacher, data, folder=folder, keep=keep) for teacher in teachers for data in sets]
+    return sum(part.rows for request in requests for part in request.waiting)
+
+
+def check_repeated_inputs(data: Dataset, teachers: Sequence[Teacher]) -> None:
+    """Raise JobError where a teacher's inputs change from epoch to epoch: stored targets are those of epoch 0."""
+    index = data.index()
+    if not data.transforms or index.in_order:
+        return
+    rows = range(min(_COMPARED_ROWS, index.rows))
+    for teacher in teachers:
+        names = teacher.input_columns or None
+        first, second = (data.read(index, rows, names, epoch=epoch) for epoch in (0, 1))
+        for name, column in first.items():
+            if not _same(column, second[name]):
+                raise JobError(
+                    [f"{name!r}, an input of {teacher!r}, differs from epoch to epoch: stored targets are of epoch 0"]
+                )
+
+
+def _same(first: Any, second: Any) -> bool:
+    if first.dtype == object:
+        return all(map(np.array_equal, first, second))
+    return bool(np.array_equal(first, second, equal_nan=first.dtype.kind == "f"))
 
 
 def _folder_name(teacher: Teacher, subject: InferenceModel, index: Index, form: TargetEncoding) -> str:

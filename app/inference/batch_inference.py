@@ -6,7 +6,7 @@ import io
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any
 
 from trainwright.core import formatting
 from trainwright.core.errors import DataError, JobError, StorageError
@@ -63,20 +63,6 @@ class Prediction:
     def __str__(self) -> str:
         done = f"{formatting.count(self.parts, 'part')}, {self.computed:,} of them computed now"
         return f"{formatting.count(self.rows, 'row')} in {self.uri} ({done}), {self.run} at step {self.step:,}"
-
-
-class ProgressListener(Protocol):
-    """Is told how far a prediction has come, while it is entered."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-    def add(self, rows: int) -> None:
-        """Rows were computed, or, where negative, lost again."""
-
-    def note(self, text: str) -> None:
-        """What is worth a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +172,6 @@ def run_request(
     batch_size: int | None = None,
     fresh: bool = False,
     verbose: bool = False,
-    meter: ProgressListener | None = None,
     note: Callable[[str], object] = lambda _: None,
 ) -> Prediction:
     """Compute what is missing: on a pool of workers, or in the layout of the run where that divides the model.
@@ -194,7 +179,6 @@ def run_request(
     Args:
         question: what is asked for.
         workers, batch_size, fresh, verbose: as of `trainwright.api.predict`.
-        meter: is told how far it has come; by default it is shown on stderr.
         note: is told too what went wrong and was mended.
 
     Raises:
@@ -213,7 +197,7 @@ def run_request(
         )
         _store_request(question, fresh)
         done = question.index.rows - sum(part.rows for part in question.waiting)
-        with meter or RowProgress(question.index.rows, done) as told:
+        with RowProgress(question.index.rows, done) as told:
             if size:
                 _compute(question, _order(question, question.subject.lone or job, plan, rows), size, told, note)
             else:
@@ -300,7 +284,7 @@ def _compute(
     question: PredictionRequest,
     order: PredictorConfig,
     size: int,
-    meter: ProgressListener,
+    meter: RowProgress,
     note: Callable[[str], object],
 ) -> None:
     """Let a pool of workers, each with the whole model, compute what is missing."""
@@ -323,7 +307,7 @@ def _compute(
     PredictorPool(order, size, work, patience, schema=schema, on_rows=meter.add, on_note=mended).run()
 
 
-def _compute_together(question: PredictionRequest, order: PredictorConfig, meter: ProgressListener) -> None:
+def _compute_together(question: PredictionRequest, order: PredictorConfig, meter: RowProgress) -> None:
     """Read what is missing here, have the ranks of a layout predict it, and store it."""
     from trainwright.inference.sharded_inference import ShardedModel
 
