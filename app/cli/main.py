@@ -323,7 +323,7 @@ def _trained(file: str, overrides: list[str] | None, student: str | None) -> Any
     """The job of a file, or of one student of its distillation."""
     if student is None:
         return _job(file, overrides, None, None)
-    from trainwright.distillation.distilled_run import students
+    from trainwright.distillation.trained_student import students
     from trainwright.planning.job_file import load_distillation
 
     found = students(load_distillation(file, overrides or ()))
@@ -367,7 +367,7 @@ def _print_result(run: Any, file: str, overrides: list[str]) -> None:
 
 def _print_student_results(run: Any, file: str, overrides: list[str]) -> None:
     """The same of a distillation."""
-    from trainwright.distillation.distilled_run import student_loading_code
+    from trainwright.distillation.trained_student import student_loading_code
 
     again = "".join(f" --set {shlex.quote(item)}" for item in overrides)
     name = next(iter(run.students))

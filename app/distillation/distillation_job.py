@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
+from trainwright.core.soft_loss import SoftLoss
 from trainwright.datasets.data_source import Index
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.ray_data.actor_pools import allocate_actors
@@ -37,6 +38,12 @@ class ComposedJob:
     job: Job
     loss: DistillationLoss
     notes: tuple[str, ...] = ()
+
+    def with_soft_loss(self, soft: SoftLoss, student: Job) -> Job:
+        """Return the job with another loss of labels and teachers; `student` is the job that was composed."""
+        loss, model = replace(self.loss, soft=soft), self.job.model
+        model = replace(model, loss=loss) if isinstance(model, StudentModels) else model
+        return self.job.replace(loss=loss, metrics=student_metrics(student.metrics, loss), model=model)
 
 
 def compose_job(distillation: Distillation, *, verbose: bool = False) -> ComposedJob:

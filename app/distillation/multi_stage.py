@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from trainwright import api
 from trainwright.core.errors import CheckpointError, JobError, PlanError, RunFinished
 from trainwright.core.job import Job
 from trainwright.core.soft_loss import SoftLoss
 from trainwright.core.strict_model import StrictModel
 from trainwright.distillation.distillation_spec import STUDENT, Distillation, Teacher
-from trainwright.distillation.distilled_run import students
-from trainwright.distillation.teacher_runner import teacher_backend_of
-from trainwright.inference.prediction_worker import CheckpointWeights
-from trainwright.inference.trained_model import find_checkpoint
-from trainwright.planning.profiler import profiler_of
+from trainwright.distillation.distilled_run import run_distillation
+from trainwright.distillation.trained_student import trained_student
 from trainwright.reporting.progress_bar import print_status
+from trainwright.runtime.launch import prepare_run, wait_for_run
 from trainwright.runtime.run_handle import Run
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import RunLog
-from trainwright.strategies.distillation.multi_student import unwrap_student
 
 Stage = Job | Distillation
+
+_OF_JOB = ("inputs", "pad", "collate", "precision")  # what a teacher takes from the job of a trained student
 
 _AFRESH = "targets/_afresh/{}.json"  # beside the last run, whose own folder begins with its log
 
@@ -105,9 +102,9 @@ class MultiStage(StrictModel, ABC):
         if resume and not (last or fresh) and _done(job):
             return None
         try:
-            if isinstance(stage, Job):
-                return api.fit(stage, resume=resume, fresh=fresh, verbose=verbose)
-            return api.distill(stage, resume=resume, fresh=fresh, verbose=verbose, judge=last)
+            if isinstance(stage, Distillation):
+                return run_distillation(stage, resume=resume, fresh=fresh, verbose=verbose, judge=last)
+            return _train_job(stage, resume=resume, fresh=fresh, verbose=verbose)
         except RunFinished:
             if last:
                 raise
@@ -207,7 +204,7 @@ class TwoStage(MultiStage):
         """Without labels, and with them."""
         first, second = self._alone(), self.distillation
         yield first
-        models = {name: _trained_student(first, name) for name in second.names}
+        models = {name: trained_student(first, name) for name in second.names}
         yield second.replace(
             student=second.student.replace(model=models.pop(STUDENT)),
             students=models,
@@ -285,6 +282,13 @@ def next_stage(asked: Any) -> Any:
     return asked
 
 
+def _train_job(job: Job, *, resume: bool, fresh: bool, verbose: bool) -> Run:
+    """Train a stage without teachers, as `tw.fit`."""
+    run = Run(job, *prepare_run(job, resume=resume, fresh=fresh, verbose=verbose))
+    wait_for_run(run)
+    return run
+
+
 def _job_of(stage: Stage) -> Job:
     """Whose run a stage is."""
     return stage if isinstance(stage, Job) else stage.student
@@ -302,45 +306,6 @@ def _token(job: Job) -> int:
     return 0 if head is None else head.token
 
 
-# --- What was distilled as the beginning of something else ------------------------------------------------------------
-
-
-_OF_JOB = ("inputs", "pad", "collate", "precision")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TrainedStudentBuilder:
-    """() -> a model with the weights of a run; of a class of students that of which one alone runs, the one.
-
-    Attributes:
-        build: () -> the run's model.
-        weights: of the run.
-    """
-
-    build: Callable[[], Any]
-    weights: CheckpointWeights
-
-    def __call__(self) -> Any:
-        """Raises CheckpointError where the weights cannot be read, or do not fit."""
-        model = self.build()
-        if not teacher_backend_of(model).outlined(model):
-            profiler_of(model).take_weights(model, self.weights.reader())
-        return unwrap_student(model)
-
-
-def _trained_student(stage: Distillation, student: str = STUDENT) -> _TrainedStudentBuilder:
-    """What builds a student of a distillation that is done, as it was at its end.
-
-    Raises:
-        CheckpointError: it was not trained.
-    """
-    job = students(stage)[student].job
-    runs, checkpoint = find_checkpoint(job)
-    return _TrainedStudentBuilder(
-        build=job.model, weights=CheckpointWeights(runs=runs, run=job.name, checkpoint=checkpoint)
-    )
-
-
 def _teacher_of(stage: Job | Distillation, name: str) -> Teacher:
     """A run that is done, as a teacher. Raises CheckpointError where it was not trained."""
     if isinstance(stage, Job):
@@ -349,4 +314,4 @@ def _teacher_of(stage: Job | Distillation, name: str) -> Teacher:
     if not stage.wrapped:
         return Teacher(name=name, job=job)
     given = {field: getattr(job, field) for field in _OF_JOB}
-    return Teacher(name=name, model=_trained_student(stage), **given)
+    return Teacher(name=name, model=trained_student(stage), **given)

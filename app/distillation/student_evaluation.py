@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -20,9 +20,8 @@ from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.ops.row_transforms import Counters
-from trainwright.datasets.sample_order import Rows
 from trainwright.distillation.distillation_job import teachers_with_layers
-from trainwright.distillation.distillation_spec import STUDENT, Distillation, LoadedTeacher, Teacher, TeacherRunner
+from trainwright.distillation.distillation_spec import Distillation, LoadedTeacher, Teacher, TeacherRunner
 from trainwright.distillation.output_metrics import (
     AgreementMetrics,
     ClassificationMetrics,
@@ -33,7 +32,6 @@ from trainwright.distillation.output_metrics import (
     labelled_outputs,
     labels_of,
 )
-from trainwright.distillation.search_result import ModelCost
 from trainwright.distillation.target_cache import stored_targets
 from trainwright.planning.profiler import profile_job
 from trainwright.reporting.scorecard import MAIN_SCORE, ModelScore, Scorecard, StudentTeacherScore, retained_share
@@ -406,28 +404,3 @@ def _seconds(call: Callable[[], object]) -> float:
         call()
         took.append(time.perf_counter() - began_s)
     return median(took[_WARM:])
-
-
-# --- What a student and its teachers cost beside each other -----------------------------------------------------------
-
-
-def model_costs(student: Job, teachers: Iterable[Teacher]) -> tuple[ModelCost, tuple[ModelCost, ...]]:
-    """Of a student that a run trained, and of its teachers, asked for rows of the student's evaluation set."""
-    data = student.evaluate
-    samples = np.arange(min(student.batch_size, data.index().rows))
-    own = Teacher(name=STUDENT, job=student)
-    return _footprint(own, data, samples), tuple(_footprint(teacher, data, samples) for teacher in teachers)
-
-
-def _footprint(teacher: Teacher, data: Dataset, samples: Rows) -> ModelCost:
-    """Without latencies where this process cannot hold it."""
-    speaker = EvaluatedModel.of(teacher, data)
-    timed: dict[int, float] = {}
-    if speaker.fits_here:
-        columns = data.read(data.index(), samples, teacher.input_columns or None)
-        batch = Batch(columns=columns, weights=np.ones(len(samples)), samples=samples)
-        timed = {int(rows): seconds for rows, seconds in _latencies(speaker.opened(batch), batch).items()}
-    profile = speaker.profile
-    return ModelCost(
-        name=teacher.name, parameters=profile.parameters, size_bytes=profile.parameter_bytes, latency_s=timed
-    )  # fmt: skip

@@ -202,33 +202,6 @@ def student_metrics(
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class TeacherMetric:
-    """A metric of a teacher that is no student, or of all of them together."""
-
-    metric: Callable[[Any, Any], Any]
-    loss: DistillationLoss
-    teacher: str
-
-    def __call__(self, outputs: Any, targets: Any) -> Any:
-        """As the metric gives it."""
-        ops = tensor_ops_for(outputs)
-        said = _BatchLoss(self.loss, outputs, self.loss.columns(targets), ops).heard(self.teacher)
-        return ops.called(self.metric, said, self.loss.label(targets), metric=True)
-
-
-def teacher_metrics(
-    metrics: Mapping[str, Callable[[Any, Any], Any]], loss: DistillationLoss
-) -> dict[str, TeacherMetric]:
-    """A job's `metrics=` of its teachers: `teacher.NAME/accuracy`, and of several together `teacher./accuracy`."""
-    names = (*loss.told, "") if len(loss.told) > 1 else loss.told
-    return {
-        f"{teacher_column(teacher)}/{name}": TeacherMetric(metric=metric, loss=loss, teacher=teacher)
-        for teacher in names
-        for name, metric in metrics.items()
-    }
-
-
 # --- One batch of students and their teachers -------------------------------------------------------------------------
 
 
@@ -261,19 +234,6 @@ class _BatchLoss:
             total = total + result.values
         weights = results[-1].weights
         return total if weights is None else Terms(total, weights)
-
-    def heard(self, teacher: str) -> Any:
-        """What a teacher says, in the form that the students' outputs have; of `""` all together, by their weights.
-
-        Weights that are made of labels, or learned, are no part of that: then each counts alike.
-        """
-        ops, loss = self._ops, self._loss
-        if teacher:
-            return self._as_said(ops.near(self._said(teacher), self._like))
-        with ops.precisely(self._like):
-            said = [ops.near(self._said(name), self._like) for name in loss.told]
-            shares = [one * 0 + share for one, share in zip(said, self._soft.share(loss.told), strict=True)]
-            return self._as_said(combined_teacher(self._soft, ops.stacked(said), ops.stacked(shares), ops))
 
     def _hard(self, student: str) -> Terms:
         return self._hard_of(self._loss.said(self._outputs, student))

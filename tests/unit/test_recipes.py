@@ -62,8 +62,8 @@ def drive(
 ) -> list[tuple[str, bool]]:
     """What a call trained, which was killed where that is said."""
     driver = Driver(dies=(dies[0], dies[1]) if dies else ("", ""))
-    for name in ("fit", "distill"):
-        monkeypatch.setattr(f"trainwright.api.{name}", driver)
+    for name in ("_train_job", "run_distillation"):
+        monkeypatch.setattr(f"trainwright.distillation.multi_stage.{name}", driver)
     if dies:
         with pytest.raises(Killed):
             recipe.distill(fresh=fresh)
