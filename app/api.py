@@ -195,9 +195,9 @@ def evaluate(job: Job | str, *, step: int | None = None, here: bool = False, ver
         TrainwrightError: there is no evaluation set, no checkpoint, it does not fit the model, or the cluster has no
             room for the plan; some batches took longer than `hang_deadline_s`, by default 15 minutes.
     """
-    from trainwright.inference import trained_model as use
+    from trainwright.inference import model_evaluation
 
-    return use.evaluate(_job(job), step, here=here, verbose=verbose)
+    return model_evaluation.evaluate(_job(job), step, here=here, verbose=verbose)
 
 
 def predict(
@@ -303,9 +303,9 @@ def load_model(job: Job | str, *, step: int | None = None) -> Any:
     Raises:
         TrainwrightError: there is no checkpoint, or it does not fit the model.
     """
-    from trainwright.inference import trained_model as use
+    from trainwright.runtime import model_loading
 
-    return use.load_model(_job(job), step)
+    return model_loading.load_model(_job(job), step)
 
 
 def export(job: Job | str, path: str, *, step: int | None = None) -> str:
@@ -315,9 +315,9 @@ def export(job: Job | str, path: str, *, step: int | None = None) -> str:
     Raises:
         TrainwrightError: there is no checkpoint, it does not fit the model, or the path's ending names no form.
     """
-    from trainwright.inference import trained_model as use
+    from trainwright.runtime import model_loading
 
-    return use.export(_job(job), path, step)
+    return model_loading.export(_job(job), path, step)
 
 
 def chaos(

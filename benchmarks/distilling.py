@@ -19,6 +19,7 @@ import trainwright as tw
 from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.datasets.ray_data.ray_fetcher import start_dataset_delivery
 from trainwright.distillation.distillation_job import TeacherActor
+from trainwright.distillation.teacher_runner import load_teacher
 
 ROWS, WIDE, BATCH_SIZE = 16_384, 2048, 64
 NOTE = (
@@ -72,7 +73,7 @@ class Taught:
         """One stream over all epochs."""
         torch.set_num_threads(1)  # as an actor of one CPU has
         rows = tw.datasets.table(data(self.rows))
-        taught = rows.map_batches(TeacherActor, cpus=self.cpus, fn_constructor_args=(TEACHER.load(),))
+        taught = rows.map_batches(TeacherActor, cpus=self.cpus, fn_constructor_args=(load_teacher(TEACHER),))
         index = taught.index()
         shared: dict[str, Any] = {"batch_size": BATCH_SIZE, "epochs": count}
         fetcher = start_dataset_delivery(taught, index, cpus=self.cpus, **shared) if self.cpus else None

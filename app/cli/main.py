@@ -354,7 +354,7 @@ def _print_json(data: Any) -> None:
 
 def _print_result(run: Any, file: str, overrides: list[str]) -> None:
     """Where everything is, and how to use the model."""
-    from trainwright.inference.trained_model import loading_code
+    from trainwright.runtime.model_loading import loading_code
 
     again = "".join(f" --set {shlex.quote(item)}" for item in overrides)
     lines = [

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
-from trainwright.core.plan import Plan
-from trainwright.core.soft_loss import SoftLoss
-from trainwright.datasets.data_source import Index
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.ray_data.actor_pools import allocate_actors
 from trainwright.datasets.ray_data.ray_fetcher import make_pipeline_spec
-from trainwright.distillation.distillation_spec import Distillation, Teacher, TeacherRunner
+from trainwright.distillation.distillation_spec import Distillation, Teacher
 from trainwright.distillation.target_cache import stored_targets
-from trainwright.distillation.teacher_runner import OutputSignature, compared_shape, output_signature
+from trainwright.distillation.teacher_model import OutputSignature, compared_shape, output_signature
+from trainwright.distillation.teacher_runner import TeacherRunner, load_teacher
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics
 from trainwright.strategies.distillation.layer_match import Shape, output_mismatch
 from trainwright.strategies.distillation.multi_student import StudentModels
+
+if TYPE_CHECKING:
+    from trainwright.core.cluster import Cluster
+    from trainwright.core.plan import Plan
+    from trainwright.core.soft_loss import SoftLoss
+    from trainwright.datasets.data_source import Index
 
 _AddTargets = Callable[[Dataset], Dataset]
 
@@ -56,11 +59,11 @@ def compose_job(distillation: Distillation, *, verbose: bool = False) -> Compose
         TrainwrightError: as `stored_targets` and `Teacher.load`.
     """
     job, teachers = distillation.student, teachers_with_layers(distillation)
-    lecturers = {teacher.name: teacher.load() for teacher in teachers}
-    loss = build_loss(distillation, teachers, lecturers)
-    check_compatibility(distillation, loss, teachers, lecturers)
+    runners = load_teachers(teachers)
+    loss = build_loss(distillation, teachers, runners)
+    check_compatibility(distillation, loss, teachers, runners)
     notes: list[str] = []
-    beside = _beside(distillation, teachers, lecturers, verbose, notes.append)
+    beside = _beside(distillation, teachers, runners, verbose, notes.append)
     train = beside(job.train)
     changes: dict[str, Any] = {
         "train": train,
@@ -69,7 +72,7 @@ def compose_job(distillation: Distillation, *, verbose: bool = False) -> Compose
         "loss": loss,
         "metrics": student_metrics(job.metrics, loss),
     }
-    model = _model(distillation, loss, lecturers, train)
+    model = _model(distillation, loss, runners, train)
     return ComposedJob(job=job.replace(**changes, model=model), loss=loss, notes=tuple(notes))
 
 
@@ -77,8 +80,8 @@ def composed_model(distillation: Distillation) -> Callable[[], Any]:
     """The model of the job that it comes to, whichever way teachers are asked. Raises as `compose_job`."""
     inline = distillation.replace(way="inline")  # nothing is computed of the data but a row
     teachers = teachers_with_layers(inline)
-    lecturers = {teacher.name: teacher.load() for teacher in teachers}
-    return _model(inline, build_loss(inline, teachers, lecturers), lecturers, inline.student.train)
+    runners = load_teachers(teachers)
+    return _model(inline, build_loss(inline, teachers, runners), runners, inline.student.train)
 
 
 def teachers_with_layers(distillation: Distillation) -> tuple[Teacher, ...]:
@@ -92,8 +95,13 @@ def teachers_with_layers(distillation: Distillation) -> tuple[Teacher, ...]:
     return tuple(found)
 
 
+def load_teachers(teachers: Sequence[Teacher]) -> dict[str, TeacherRunner]:
+    """Return the runner of each teacher, by name, with its newest weights. Raises as `load_teacher`."""
+    return {teacher.name: load_teacher(teacher) for teacher in teachers}
+
+
 def build_loss(
-    distillation: Distillation, teachers: tuple[Teacher, ...], lecturers: Mapping[str, TeacherRunner]
+    distillation: Distillation, teachers: tuple[Teacher, ...], runners: Mapping[str, TeacherRunner]
 ) -> DistillationLoss:
     """The students' loss. Raises JobError with all that does not go together."""
     job, inline = distillation.student, distillation.way == "inline"
@@ -105,8 +113,8 @@ def build_loss(
         targets=tuple(dict.fromkeys((*labels, *([mask] if mask else []), *told))),
         labels=labels,
         students=distillation.names,
-        teachers=() if inline else tuple(lecturers),
-        inline=lecturers if inline else {},
+        teachers=() if inline else tuple(runners),
+        inline=runners if inline else {},
         mutual=distillation.mutual,
         joint=distillation.joint,
     )
@@ -115,18 +123,18 @@ def build_loss(
 class TeacherActor:
     """A teacher in an actor of its own: opened once, asked for one batch after the other."""
 
-    def __init__(self, lecturer: TeacherRunner) -> None:
-        self._lecturer = lecturer
+    def __init__(self, runner: TeacherRunner) -> None:
+        self._runner = runner
 
     def __call__(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
         """The columns, and the teacher's beside them."""
-        return self._lecturer(columns)
+        return self._runner(columns)
 
 
 def _beside(
     distillation: Distillation,
     teachers: tuple[Teacher, ...],
-    lecturers: Mapping[str, TeacherRunner],
+    runners: Mapping[str, TeacherRunner],
     verbose: bool,
     note: Callable[[str], object],
 ) -> _AddTargets:
@@ -144,17 +152,17 @@ def _beside(
 
     ways: Mapping[str, _AddTargets] = {
         "offline": offline,
-        "online": lambda data: with_teacher_actors(data, distillation, lecturers),
+        "online": lambda data: with_teacher_actors(data, distillation, runners),
         "inline": lambda data: data,
     }
     return ways[distillation.way]
 
 
-def with_teacher_actors(data: Dataset, distillation: Distillation, lecturers: Mapping[str, TeacherRunner]) -> Dataset:
+def with_teacher_actors(data: Dataset, distillation: Distillation, runners: Mapping[str, TeacherRunner]) -> Dataset:
     """A data set with what teachers in actors of their own say of its rows."""
-    for lecturer in lecturers.values():
+    for runner in runners.values():
         data = data.map_batches(
-            TeacherActor, cpus=distillation.cpus, gpus=distillation.gpus, fn_constructor_args=(lecturer,)
+            TeacherActor, cpus=distillation.cpus, gpus=distillation.gpus, fn_constructor_args=(runner,)
         )
     return data
 
@@ -184,14 +192,14 @@ def student_builder(distillation: Distillation, loss: DistillationLoss) -> Calla
 
 
 def _model(
-    distillation: Distillation, loss: DistillationLoss, lecturers: Mapping[str, TeacherRunner], train: Dataset
+    distillation: Distillation, loss: DistillationLoss, runners: Mapping[str, TeacherRunner], train: Dataset
 ) -> Callable[[], Any]:
     """The model of the class, with the bridges that its matches need."""
     job, students = distillation.student, student_builder(distillation, loss)
     if not isinstance(students, StudentModels) or not loss.soft.matches:
         return students
     row = train.row(train.index())
-    told = {name: each for inline in loss.inline for name, each in lecturers[inline].teach(row.columns).items()}
+    told = {name: each for inline in loss.inline for name, each in runners[inline].teach(row.columns).items()}
     return students.fitted({**job.collation(row), **told}, job.arguments, job.keywords)
 
 
@@ -202,7 +210,7 @@ def check_compatibility(
     distillation: Distillation,
     loss: DistillationLoss,
     teachers: tuple[Teacher, ...],
-    lecturers: Mapping[str, TeacherRunner],
+    runners: Mapping[str, TeacherRunner],
 ) -> None:
     """Raise JobError for models that cannot teach each other. What only a step can tell, its first one does."""
     job = distillation.student
@@ -210,7 +218,7 @@ def check_compatibility(
     students = {
         name: output_signature(job.replace(model=build), index) for name, build in distillation.builders.items()
     }
-    known = {teacher.name: output_signature(teacher.asked(job.train), index) for teacher in teachers}
+    known = {teacher.name: output_signature(teacher.inference_job(job.train), index) for teacher in teachers}
     outlines = {**known, **students}
     outputs = dict.fromkeys(students, loss.soft.output) | {teacher.name: teacher.output for teacher in teachers}
     given = {name: _compared(loss, each.shapes, outputs[name]) for name, each in outlines.items()}
@@ -219,7 +227,7 @@ def check_compatibility(
         raise JobError(problems)
     for name in loss.inline:
         if not known[name].looks:
-            lecturers[name].teach(job.train.row(index).columns)
+            runners[name].teach(job.train.row(index).columns)
 
 
 def _compared(loss: DistillationLoss, shapes: Mapping[str, Shape], name: str) -> Shape | None:

@@ -19,20 +19,26 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from trainwright.core import formatting
 from trainwright.core.errors import JobError, RunConflict, TrainwrightError, nearest
 from trainwright.core.strict_model import StrictModel
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.ops.hash_split import split
-from trainwright.distillation.distillation_job import ComposedJob, build_loss, compose_job, teachers_with_layers
+from trainwright.distillation.distillation_job import (
+    ComposedJob,
+    build_loss,
+    compose_job,
+    load_teachers,
+    teachers_with_layers,
+)
 from trainwright.distillation.distillation_spec import STUDENT, Distillation
 from trainwright.distillation.parallel_runs import train_in_parallel, train_teachers
 from trainwright.distillation.search_result import BASELINE, Score, SearchResult, Setting, final_metric
 from trainwright.distillation.student_evaluation import evaluate_students
 from trainwright.distillation.trained_student import students_of
-from trainwright.inference.trained_model import evaluate, find_checkpoint
+from trainwright.inference.model_evaluation import evaluate
 from trainwright.planning.job_description import describe, description_changes
 from trainwright.reporting.progress_bar import print_status
+from trainwright.storage.checkpoint_selection import find_checkpoint
 from trainwright.storage.object_store import Store, canonical_uri, open_store
 
 if TYPE_CHECKING:
@@ -277,7 +283,8 @@ def _described(search: Search) -> dict[str, str]:
     """Return what the results depend on, in words."""
     job, distillation = search.student, _targets_once(search.distillation)
     teachers = teachers_with_layers(distillation)
-    loss = build_loss(distillation, teachers, {teacher.name: teacher.load() for teacher in teachers})
+    runners = load_teachers(teachers)
+    loss = build_loss(distillation, teachers, runners)
     words = describe(
         job.replace(name=search.run_name, loss=loss, targets=loss.targets),
         train=job.train.index(),
@@ -286,7 +293,7 @@ def _described(search: Search) -> dict[str, str]:
     share = search.validation
     rows = f"{share:g} of train" if isinstance(share, float) else f"{share!r}, {share.index().hash[:8]}"
     own = ("temperatures", "alphas", "seeds", "metric", "mode", "finalists")
-    told = {teacher.name: f"{teacher.load().sha256[:12]}" for teacher in teachers}
+    told = {name: runner.sha256[:12] for name, runner in runners.items()}
     return {**words, **{name: str(getattr(search, name)) for name in own}, "validation": rows, "teachers": str(told)}
 
 
@@ -300,7 +307,7 @@ def _train(search: Search, jobs: SearchJobs, store: Store, verbose: bool) -> dic
     finalists = min(search.finalists or len(names), len(names))
     total = len(names) + finalists * len(others) + search.seeds
     parts = min(search.concurrent or _MOST_AT_ONCE, total)
-    print_status(f"search in {store.uri}: {formatting.count(total, 'run')}, at most {parts} at a time")
+    print_status(f"search in {store.uri}: {total} runs, at most {parts} at a time")
     found: dict[str, float] = {}
 
     def train(runs: Mapping[str, Job]) -> None:
@@ -311,7 +318,7 @@ def _train(search: Search, jobs: SearchJobs, store: Store, verbose: bool) -> dic
             value = final_metric(store, job.name, search.metric)
             if value is not None:
                 found[job.name] = value
-                print_status(f"  {job.name}: {search.metric} {formatting.metric(value)} ({len(found)} of {total})")
+                print_status(f"  {job.name}: {search.metric} {value:.4f} ({len(found)} of {total})")
 
         left = [job for name, job in runs.items() if name not in done]
         train_in_parallel(left, what="runs of the search", parts=parts, resume=True, verbose=verbose, on_end=ended)

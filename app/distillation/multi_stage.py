@@ -13,7 +13,7 @@ from trainwright.core.errors import CheckpointError, JobError, PlanError, RunFin
 from trainwright.core.job import Job
 from trainwright.core.soft_loss import SoftLoss
 from trainwright.core.strict_model import StrictModel
-from trainwright.distillation.distillation_spec import STUDENT, Distillation, Teacher
+from trainwright.distillation.distillation_spec import JOB_FIELDS, STUDENT, Distillation, Teacher
 from trainwright.distillation.distilled_run import run_distillation
 from trainwright.distillation.trained_student import trained_student
 from trainwright.reporting.progress_bar import print_status
@@ -24,7 +24,6 @@ from trainwright.storage.run_log import RunLog
 
 Stage = Job | Distillation
 
-_OF_JOB = ("inputs", "pad", "collate", "precision")  # what a teacher takes from the job of a trained student
 
 _AFRESH = "targets/_afresh/{}.json"  # beside the last run, whose own folder begins with its log
 
@@ -313,5 +312,5 @@ def _teacher_of(stage: Job | Distillation, name: str) -> Teacher:
     job = stage.student
     if not stage.wrapped:
         return Teacher(name=name, job=job)
-    given = {field: getattr(job, field) for field in _OF_JOB}
+    given = {field: getattr(job, field) for field in JOB_FIELDS}
     return Teacher(name=name, model=trained_student(stage), **given)

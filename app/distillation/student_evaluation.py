@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,9 @@ from trainwright.core import formatting
 from trainwright.core.data import Batch, MetricSums, Terms
 from trainwright.core.errors import JobError, UserCodeError
 from trainwright.core.frameworks import load_module
-from trainwright.core.job import Job
-from trainwright.core.model_profile import ModelProfile
-from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.distillation.distillation_job import teachers_with_layers
-from trainwright.distillation.distillation_spec import Distillation, LoadedTeacher, Teacher, TeacherRunner
+from trainwright.distillation.distillation_spec import Distillation, Teacher
 from trainwright.distillation.output_metrics import (
     AgreementMetrics,
     ClassificationMetrics,
@@ -33,10 +30,16 @@ from trainwright.distillation.output_metrics import (
     labels_of,
 )
 from trainwright.distillation.target_cache import stored_targets
+from trainwright.distillation.teacher_runner import LoadedTeacher, TeacherRunner, load_teacher, teacher_inference_model
 from trainwright.planning.profiler import profile_job
 from trainwright.reporting.scorecard import MAIN_SCORE, ModelScore, Scorecard, StudentTeacherScore, retained_share
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss
 from trainwright.strategies.distillation.teacher_outputs import LOGITS
+
+if TYPE_CHECKING:
+    from trainwright.core.job import Job
+    from trainwright.core.model_profile import ModelProfile
+    from trainwright.datasets.dataset import Dataset
 
 _Array = npt.NDArray[Any]
 
@@ -184,7 +187,7 @@ class StudentEvaluation:
         ]  # fmt: skip
         return Scorecard(
             kind=self._kind, rows=len(self._rows), of_rows=len(self._rows), tokens=self._tokens, marks=marks,
-            device=latency_device(),
+            device=_latency_device(),
             units=next(iter(self._tallies.values())).weight, classes=first.shown() if first else [],
             commonest=[float(each) for each in first.commonest()] if first else None, pairs=self._paired(marks),
         )  # fmt: skip
@@ -312,8 +315,7 @@ class StudentEvaluation:
 # --- Students and teachers alike, asked about rows of data ------------------------------------------------------------
 
 
-_QueryArray = npt.NDArray[Any]
-_OutputSource = Callable[[Batch], _QueryArray]
+_OutputSource = Callable[[Batch], _Array]
 """voice(batch) -> (rows, ...) what somebody says of the batch's rows."""
 
 _HERE_BYTES = 2 << 30  # of parameters that a process takes which has other things to do
@@ -326,14 +328,14 @@ class EvaluatedModel:
 
     Attributes:
         teacher: it.
-        lecturer: it with its weights.
+        runner: it with its weights.
         profile: what its model costs, alone.
         student: whether it is one.
         stored: what it says of all rows, where that is computed.
     """
 
     teacher: Teacher
-    lecturer: TeacherRunner
+    runner: TeacherRunner
     profile: ModelProfile
     student: bool
     stored: Dataset | None = None
@@ -341,11 +343,11 @@ class EvaluatedModel:
     @classmethod
     def of(cls, teacher: Teacher, data: Dataset, *, build: Callable[[], Any] | None = None) -> EvaluatedModel:
         """A teacher, or a student whose own model `build` makes. Raises as `Teacher.load` and `profile_job`."""
-        lecturer = teacher.load()
-        subject = teacher.bound(data, lecturer)
+        runner = load_teacher(teacher)
+        subject = teacher_inference_model(runner, data)
         job = subject.job.alone(model=build or subject.outline)
         profile = profile_job(job, data, data.index())
-        return cls(teacher=teacher, lecturer=lecturer, profile=profile, student=build is not None)
+        return cls(teacher=teacher, runner=runner, profile=profile, student=build is not None)
 
     @property
     def name(self) -> str:
@@ -377,7 +379,7 @@ class EvaluatedModel:
 
     def opened(self, batch: Batch) -> LoadedTeacher:
         """Its model in this process. Raises as `Lecturer.teach`."""
-        return self.lecturer.opened({name: column[:1] for name, column in batch.columns.items()})
+        return self.runner.opened({name: column[:1] for name, column in batch.columns.items()})
 
 
 def _latencies(standing: LoadedTeacher, batch: Batch) -> dict[str, float]:
@@ -390,7 +392,7 @@ def _latencies(standing: LoadedTeacher, batch: Batch) -> dict[str, float]:
     return found
 
 
-def latency_device() -> str:
+def _latency_device() -> str:
     """What latencies are measured on: `CPU, 2 of 2 cores`."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
     cores = os.cpu_count() or 1

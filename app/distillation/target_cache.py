@@ -21,7 +21,8 @@ from trainwright.datasets.data_source import Arrays, Index, hash_parts
 from trainwright.datasets.dataset import Dataset, parquet
 from trainwright.distillation.distillation_spec import Teacher
 from trainwright.distillation.target_encoding import TargetEncoding, decode_targets
-from trainwright.distillation.teacher_runner import compared_shape, output_signature
+from trainwright.distillation.teacher_model import compared_shape, output_signature
+from trainwright.distillation.teacher_runner import load_teacher, teacher_inference_model
 from trainwright.inference.batch_inference import PredictionRequest, prediction_request, run_request
 from trainwright.inference.inference_model import InferenceModel
 from trainwright.inference.prediction_files import SAMPLE
@@ -72,7 +73,7 @@ def stored_targets(
         DataError: a part is torn.
         TrainwrightError: the teacher, the data, the storage or the cluster is not right.
     """
-    question = target_request(teacher, data, folder=folder, keep=keep, range_rows=range_rows, fresh=fresh)
+    question = _target_request(teacher, data, folder=folder, keep=keep, range_rows=range_rows, fresh=fresh)
     done = run_request(
         _within(question, hang_deadline_s), workers=workers, batch_size=teacher.batch_size, fresh=fresh,
         verbose=verbose, note=note,
@@ -80,15 +81,15 @@ def stored_targets(
     return parquet(done.uri).map_batches(_TargetReader(columns=teacher.columns, form=TargetEncoding.parse(keep)))
 
 
-def target_request(
+def _target_request(
     teacher: Teacher, data: Dataset, *, folder: str, keep: str, range_rows: int | None = None, fresh: bool = False
 ) -> PredictionRequest:
     """What `stored_targets` asks of the teacher, and what of it is not there yet. Raises as that."""
-    form, subject = TargetEncoding.parse(keep), teacher.subject(data)
+    form, subject = TargetEncoding.parse(keep), teacher_inference_model(load_teacher(teacher), data)
     filing, index = _TargetWriter(lesson=teacher.lesson, form=form), data.index()
     columns = (teacher.output, *teacher.lesson.tapped) if teacher.output else ()
     subject.check(index, ())
-    row_bytes = target_row_bytes(teacher, data, index, form)
+    row_bytes = _target_row_bytes(teacher, data, index, form)
     to = f"{folder.rstrip('/')}/{_folder_name(teacher, subject, index, form)}"
     return prediction_request(
         subject, index=index, to=to, columns=columns, form=filing, range_rows=range_rows, row_bytes=row_bytes,
@@ -104,10 +105,10 @@ def _within(question: PredictionRequest, hang_deadline_s: float | None) -> Predi
     return replace(question, subject=replace(question.subject, job=job))
 
 
-def target_row_bytes(teacher: Teacher, data: Dataset, index: Index, form: TargetEncoding) -> int:
+def _target_row_bytes(teacher: Teacher, data: Dataset, index: Index, form: TargetEncoding) -> int:
     """What is kept of a row, about; 0 where that is not known."""
     tapped = teacher.lesson.tapped
-    shapes = output_signature(teacher.asked(data), index, tapped).shapes
+    shapes = output_signature(teacher.inference_job(data), index, tapped).shapes
     said = compared_shape({name: shape for name, shape in shapes.items() if name not in tapped}, teacher.output)
     layers = sum(form.layers.row_bytes(shapes[name]) for name in tapped if name in shapes)
     return layers + (form.row_bytes(said) if said else 0)
@@ -116,13 +117,13 @@ def target_row_bytes(teacher: Teacher, data: Dataset, index: Index, form: Target
 def stored_bytes(teachers: Sequence[Teacher], data: Dataset, index: Index, *, keep: str) -> int:
     """Return the approximate size of the stored targets of a data set, over all teachers."""
     form = TargetEncoding.parse(keep)
-    return index.rows * sum(target_row_bytes(teacher, data, index, form) for teacher in teachers)
+    return index.rows * sum(_target_row_bytes(teacher, data, index, form) for teacher in teachers)
 
 
 def count_missing_rows(teachers: Sequence[Teacher], job: Job, *, folder: str, keep: str) -> int:
     """Return how many rows have no stored targets yet, over teachers and data sets. Raises as `stored_targets`."""
     sets = [data for data in (job.train, job.evaluate) if data is not None]
-    requests = [target_request(teacher, data, folder=folder, keep=keep) for teacher in teachers for data in sets]
+    requests = [_target_request(teacher, data, folder=folder, keep=keep) for teacher in teachers for data in sets]
     return sum(part.rows for request in requests for part in request.waiting)
 
 

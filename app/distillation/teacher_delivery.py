@@ -17,12 +17,14 @@ from trainwright.distillation.distillation_job import (
     build_loss,
     check_actor_resources,
     check_compatibility,
+    load_teachers,
     student_builder,
     teachers_with_layers,
     with_teacher_actors,
 )
-from trainwright.distillation.distillation_spec import Delivery, Distillation, Teacher, TeacherRunner
+from trainwright.distillation.distillation_spec import Delivery, Distillation, Teacher
 from trainwright.distillation.target_cache import check_repeated_inputs, count_missing_rows, stored_bytes
+from trainwright.distillation.teacher_runner import TeacherRunner
 from trainwright.inference.inference_plan import single_replica, trained_plan
 from trainwright.planning.planner import Decision, apply_plan_file, choose
 from trainwright.planning.profiler import profile_job
@@ -157,11 +159,11 @@ class DeliveryPlans:
     def of(cls, distillation: Distillation, cluster: Cluster) -> Self:
         """Profile the models and look for stored targets. Raises TrainwrightError for what makes each way fail."""
         teachers, job = teachers_with_layers(distillation), distillation.student
-        runners = {teacher.name: teacher.load() for teacher in teachers}
+        runners = load_teachers(teachers)
         loss = build_loss(distillation.replace(way="offline"), teachers, runners)
         job, index = job.replace(model=student_builder(distillation, loss)), job.train.index()
         check_compatibility(distillation, loss, teachers, runners)
-        guests = [profile_job(teacher.asked(job.train), job.train, index) for teacher in teachers]
+        guests = [profile_job(teacher.inference_job(job.train), job.train, index) for teacher in teachers]
         missing: int | None = None
         unstorable = ""
         try:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trainwright.core.job import Job
 from trainwright.distillation.distillation_job import composed_model
 from trainwright.distillation.distillation_spec import STUDENT, Distillation
-from trainwright.distillation.teacher_runner import teacher_backend_of
-from trainwright.inference import batch_inference as predicting
-from trainwright.inference import trained_model as use
+from trainwright.distillation.teacher_model import teacher_backend_of
+from trainwright.inference import batch_inference, model_evaluation
 from trainwright.inference.prediction_worker import CheckpointWeights
 from trainwright.planning.profiler import profiler_of
+from trainwright.runtime import model_loading
+from trainwright.storage.checkpoint_selection import find_checkpoint
 from trainwright.strategies.distillation.multi_student import StudentModels, unwrap_student
 
 if TYPE_CHECKING:
@@ -43,21 +44,21 @@ class Student:
 
     def load_model(self, *, step: int | None = None) -> Any:
         """See `tw.load_model`."""
-        return use.load_model(self.job, step)
+        return model_loading.load_model(self.job, step)
 
     def export(self, path: str, *, step: int | None = None) -> str:
         """See `tw.export`."""
-        return use.export(self.job, path, step)
+        return model_loading.export(self.job, path, step)
 
     def evaluate(self, *, step: int | None = None, here: bool = False, verbose: bool = False) -> dict[str, float]:
         """Return the student's own loss and metrics, without those of the teachers; see `tw.evaluate`."""
-        return use.evaluate(self.job, step, here=here, verbose=verbose)
+        return model_evaluation.evaluate(self.job, step, here=here, verbose=verbose)
 
     def predict(
         self, data: Dataset | str | None = None, *, to: str, keep: Iterable[str] = (), **options: Any
-    ) -> predicting.Prediction:
+    ) -> batch_inference.Prediction:
         """See `tw.predict`."""
-        return predicting.predict(self.job, data, to=to, keep=keep, **options)
+        return batch_inference.predict(self.job, data, to=to, keep=keep, **options)
 
 
 def students(distillation: Distillation | _Stages) -> dict[str, Student]:
@@ -122,7 +123,7 @@ def trained_student(stage: Distillation, student: str = STUDENT) -> Callable[[],
         CheckpointError: it was not trained.
     """
     job = students(stage)[student].job
-    runs, checkpoint = use.find_checkpoint(job)
+    runs, checkpoint = find_checkpoint(job)
     return _TrainedStudentBuilder(
         build=job.model, weights=CheckpointWeights(runs=runs, run=job.name, checkpoint=checkpoint)
     )

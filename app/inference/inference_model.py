@@ -16,10 +16,10 @@ from trainwright.datasets.dataset import Dataset
 from trainwright.inference.inference_plan import fit_plan, single_replica, trained_plan
 from trainwright.inference.prediction_files import SAMPLE
 from trainwright.inference.prediction_worker import CheckpointWeights
-from trainwright.inference.trained_model import find_checkpoint
 from trainwright.planning.job_description import describe, select_fields
 from trainwright.planning.planner import choose, grow_to_slots, usable_cluster
 from trainwright.planning.profiler import profile_job
+from trainwright.storage.checkpoint_selection import find_checkpoint
 from trainwright.strategies.search.plan_request import placement_for
 
 _FACTS = ("train", "model", "inputs", "pad", "collate", "precision", "seed", "schedule")

@@ -27,9 +27,9 @@ from trainwright.datasets.data_source import Index
 from trainwright.datasets.loading.prefetch import ReadAhead
 from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.inference.prediction_files import Range, concatenate_outputs, part_table
-from trainwright.inference.trained_model import single_rank_engine
 from trainwright.storage.checkpoints import CheckpointReader, read_manifest
 from trainwright.storage.object_store import Store
+from trainwright.strategies.common.single_rank import single_rank_engine
 from trainwright.worker.worker_config import unpickle_job
 
 OutputTransform = Callable[[Columns], Columns]

@@ -7,19 +7,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 
-from trainwright.core import formatting
 from trainwright.core.data import Columns, MetricSums
-from trainwright.core.engine import CheckpointRef
 from trainwright.core.errors import HangError, PeerLost, ResourceError, TrainwrightError, WorkerLost
-from trainwright.core.job import Job
 from trainwright.core.plan import Plan, assign_slots
 from trainwright.core.topology import Generation, Group, Peer
-from trainwright.datasets.data_source import Index
 from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.driver.failure_policy import backoff_s
 from trainwright.driver.messages import CallFailure, PredictRequest, ReserveRequest
@@ -30,8 +26,13 @@ from trainwright.ray_cluster.ray_compat import exit_reason
 from trainwright.runtime.controller import CALL_DEADLINE_S
 from trainwright.runtime.takeover import BEAT_S, run_name
 from trainwright.runtime.worker_actor import WORKER_ACTOR, ArgumentPickler, WorkerSlot
-from trainwright.storage.object_store import Store
 from trainwright.worker.worker_config import WorkerConfig, pickle_job
+
+if TYPE_CHECKING:
+    from trainwright.core.engine import CheckpointRef
+    from trainwright.core.job import Job
+    from trainwright.datasets.data_source import Index
+    from trainwright.storage.object_store import Store
 
 _HANG_S = 900.0  # for what all ranks do together, where the job says nothing
 _BATCHES_A_CALL = 16  # batches that are evaluated in one go
@@ -91,7 +92,7 @@ class ShardedModel:
         where = "" if checkpoint is None else " that it was trained in"
         how = f"in the layout{where}: {plan.name}" if plan.mesh.size > plan.mesh.data else "each with the whole model"
         who = job.name if checkpoint is None else f"{job.name} at step {checkpoint.step:,}"
-        self._note(f"{who} on {formatting.count(plan.workers, 'worker')}, {how}")
+        self._note(f"{who} on {plan.workers} workers, {how}")
 
     def __enter__(self) -> ShardedModel:
         threading.Thread(target=self._beat, name="trainwright-beat", daemon=True).start()
@@ -186,7 +187,7 @@ class ShardedModel:
             self._actors.append(made.remote(self._order, berth, TOKEN))
         patience_s = self._job.patience_s(discover(possible=True))
         late = ResourceError(
-            f"the cluster did not start {formatting.count(self._plan.workers, 'worker')} within {patience_s:g} s",
+            f"the cluster did not start {self._plan.workers} workers within {patience_s:g} s",
             where=self._job.name,
             remedy="wait until other jobs have ended, raise place_deadline_s, or use here=True",
         )

@@ -22,6 +22,7 @@ from trainwright.core.errors import DataError, JobError, PlanError, RunConflict
 from trainwright.distillation.distillation_spec import Teacher
 from trainwright.distillation.target_cache import stored_targets
 from trainwright.distillation.target_encoding import TargetEncoding, decode_targets
+from trainwright.distillation.teacher_runner import load_teacher
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -113,7 +114,7 @@ def _torn_and_foreign(teacher: Teacher, data: tw.datasets.Dataset, wish: dict[st
     manifest = folder / "_PREDICTIONS.json"
     kept = manifest.read_bytes()
     for old, new, line in (
-        (teacher.identity(), "0" * 64, "checkpoint_sha256: 000000000000 -> "),
+        (load_teacher(teacher).sha256, "0" * 64, "checkpoint_sha256: 000000000000 -> "),
         (data.index().hash, "1" * 64, "data_sha256: 111111111111 -> "),
         ("fp32, layer middle", "fp16", "form: fp16 -> fp32, layer middle"),
     ):

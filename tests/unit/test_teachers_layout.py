@@ -12,7 +12,7 @@ import trainwright as tw
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, PlanError
 from trainwright.core.plan import Plan
-from trainwright.distillation.distillation_spec import TeacherRunner
+from trainwright.distillation.teacher_runner import TeacherRunner, teacher_inference_model
 from trainwright.inference.inference_model import InferenceModel, inference_layout
 
 WIDTH, LAYERS = 30_000, 8  # 29 GB in all: never built but on paper
@@ -29,7 +29,7 @@ def small() -> nn.Module:
 
 def subject(teacher: tw.Teacher) -> InferenceModel:
     """It, bound to a data set, before anything is computed."""
-    bound = teacher.bound(DATA, TeacherRunner(teacher=teacher, sha256="0" * 64))
+    bound = teacher_inference_model(TeacherRunner(teacher=teacher, sha256="0" * 64), DATA)
     assert teacher.model is not None
     return replace(bound, outline=teacher.model)
 

@@ -147,7 +147,7 @@ def test_inline_needs_the_columns_of_the_teacher_in_the_step(tmp_path: Path) -> 
     train = tw.datasets.table({**rows, "z": rows["x"]})
     student = distillation(tmp_path, train=train).student.replace(collate=without_z)
     found = plans(tmp_path, student=student, teachers=(tw.Teacher(name="t", model=wide, inputs="z"),))
-    with pytest.raises(JobError, match="is given z, which the student's step has not"):
+    with pytest.raises(JobError, match="is given z, which the student's step does not have"):
         found.plan("inline")
 
 
