@@ -1,4 +1,4 @@
-"""A distillation as a job: what teachers say becomes columns of its data, and its loss one of labels and these."""
+"""Compose the job of a distillation: teacher outputs become columns of its data, and the loss uses them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _AddTargets = Callable[[Dataset], Dataset]
 
 @dataclass(frozen=True, kw_only=True)
 class ComposedJob:
-    """What is trained.
+    """The job that is trained.
 
     Attributes:
-        job: with the teachers in its data or in its loss.
+        job: the job, with the teachers in its data or in its loss.
         loss: of the students.
-        notes: what went wrong and was mended while teachers were asked.
+        notes: problems that were repaired while teachers ran.
     """
 
     job: Job
@@ -50,13 +50,13 @@ class ComposedJob:
 
 
 def compose_job(distillation: Distillation, *, verbose: bool = False) -> ComposedJob:
-    """The job that a distillation comes to, its way settled (`choosing.settled`).
+    """Return the job of a distillation whose way is chosen (`choose_delivery`).
 
-    Offline, all that teachers have to say is computed where it is missing.
+    Offline, missing teacher outputs are computed.
 
     Raises:
-        JobError: students, teachers and their layers do not go together.
-        TrainwrightError: as `stored_targets` and `Teacher.load`.
+        JobError: students, teachers and their layers do not match.
+        TrainwrightError: as `stored_targets` and `load_teacher`.
     """
     job, teachers = distillation.student, teachers_with_layers(distillation)
     runners = load_teachers(teachers)
@@ -77,7 +77,7 @@ def compose_job(distillation: Distillation, *, verbose: bool = False) -> Compose
 
 
 def composed_model(distillation: Distillation) -> Callable[[], Any]:
-    """The model of the job that it comes to, whichever way teachers are asked. Raises as `compose_job`."""
+    """Return the model of the composed job, which is the same for each way. Raises as `compose_job`."""
     inline = distillation.replace(way="inline")  # nothing is computed of the data but a row
     teachers = teachers_with_layers(inline)
     runners = load_teachers(teachers)
@@ -85,7 +85,7 @@ def composed_model(distillation: Distillation) -> Callable[[], Any]:
 
 
 def teachers_with_layers(distillation: Distillation) -> tuple[Teacher, ...]:
-    """The teachers, each with the layers of its that are matched."""
+    """Return the teachers, each with its layers that are matched."""
     teachers = distillation.teachers
     matched = [(match.of or teachers[0].name, match.teacher) for match in distillation.loss.matches if teachers]
     found = []
@@ -103,7 +103,7 @@ def load_teachers(teachers: Sequence[Teacher]) -> dict[str, TeacherRunner]:
 def build_loss(
     distillation: Distillation, teachers: tuple[Teacher, ...], runners: Mapping[str, TeacherRunner]
 ) -> DistillationLoss:
-    """The students' loss. Raises JobError with all that does not go together."""
+    """Return the students' loss. Raises JobError with all mismatches."""
     job, inline = distillation.student, distillation.way == "inline"
     labels, mask = job.wanted_targets, distillation.loss.mask
     told = [name for teacher in teachers for name in (teacher.wanted if inline else teacher.columns)]
@@ -121,13 +121,13 @@ def build_loss(
 
 
 class TeacherActor:
-    """A teacher in an actor of its own: opened once, asked for one batch after the other."""
+    """A teacher in an actor of its own, for `map_batches`."""
 
     def __init__(self, runner: TeacherRunner) -> None:
         self._runner = runner
 
     def __call__(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The columns, and the teacher's beside them."""
+        """Return the given columns and the teacher's."""
         return self._runner(columns)
 
 
@@ -138,7 +138,7 @@ def _beside(
     verbose: bool,
     note: Callable[[str], object],
 ) -> _AddTargets:
-    """What puts the teachers' columns beside those of a data set."""
+    """Return what adds the teachers' columns to a data set."""
     folder, keep, hang_s = distillation.folder, distillation.keep, distillation.student.hang_deadline_s
 
     def offline(data: Dataset) -> Dataset:
@@ -159,7 +159,7 @@ def _beside(
 
 
 def with_teacher_actors(data: Dataset, distillation: Distillation, runners: Mapping[str, TeacherRunner]) -> Dataset:
-    """A data set with what teachers in actors of their own say of its rows."""
+    """Return a data set with the columns of teachers that run in actors."""
     for runner in runners.values():
         data = data.map_batches(
             TeacherActor, cpus=distillation.cpus, gpus=distillation.gpus, fn_constructor_args=(runner,)
@@ -184,7 +184,7 @@ def check_actor_resources(data: Dataset, index: Index, job: Job, plan: Plan, clu
 
 
 def student_builder(distillation: Distillation, loss: DistillationLoss) -> Callable[[], Any]:
-    """The model of the class, without bridges; of one student that gives no more than its outputs, its own."""
+    """Return the model of all students without projections; the own model of one student without further outputs."""
     job = distillation.student
     if not loss.wrapped:
         return job.model
@@ -194,7 +194,7 @@ def student_builder(distillation: Distillation, loss: DistillationLoss) -> Calla
 def _model(
     distillation: Distillation, loss: DistillationLoss, runners: Mapping[str, TeacherRunner], train: Dataset
 ) -> Callable[[], Any]:
-    """The model of the class, with the bridges that its matches need."""
+    """Return the model of all students, with the projections that matched layers need."""
     job, students = distillation.student, student_builder(distillation, loss)
     if not isinstance(students, StudentModels) or not loss.soft.matches:
         return students
@@ -212,7 +212,7 @@ def check_compatibility(
     teachers: tuple[Teacher, ...],
     runners: Mapping[str, TeacherRunner],
 ) -> None:
-    """Raise JobError for models that cannot teach each other. What only a step can tell, its first one does."""
+    """Raise JobError for teachers and students that do not match. The first step checks what only a step can show."""
     job = distillation.student
     index = job.train.index()
     students = {
@@ -231,7 +231,7 @@ def check_compatibility(
 
 
 def _compared(loss: DistillationLoss, shapes: Mapping[str, Shape], name: str) -> Shape | None:
-    """Of the output that is compared; None where that is not known."""
+    """Return the shape of the compared output; None where unknown."""
     shape = compared_shape(shapes, name)
     if shape is None or loss.soft.kind != "language_model":
         return shape
@@ -239,7 +239,7 @@ def _compared(loss: DistillationLoss, shapes: Mapping[str, Shape], name: str) ->
 
 
 def _mixed(loss: DistillationLoss, outlines: Mapping[str, OutputSignature]) -> Iterator[str]:
-    """Teachers in the step of a student of another framework."""
+    """Problems of inline teachers of another framework than the student."""
     own = outlines[loss.students[0]].framework
     for name in loss.inline:
         if outlines[name].framework != own:
@@ -250,7 +250,7 @@ def _mixed(loss: DistillationLoss, outlines: Mapping[str, OutputSignature]) -> I
 
 
 def _unlike(loss: DistillationLoss, given: Mapping[str, Shape | None]) -> Iterator[str]:
-    """Students and teachers of other classes, labels, words or shapes."""
+    """Problems of students and teachers with other classes, labels, words or shapes."""
     for student in loss.learners:
         for teacher in loss.taught_by(student):
             own, said = given[student], given[teacher]

@@ -1,4 +1,4 @@
-"""A distillation: a student's job, its teachers, and how what they say reaches it."""
+"""Describe a distillation: the student's job, its teachers, and where the teachers run."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _NO_DATA = Dataset(source=TableSource(arrays={}))  # for what does not depend on
 
 
 class SupportsDistill(Protocol):
-    """What is made of several distillations."""
+    """A search or a recipe: something that consists of several distillations."""
 
     def distill(self, *, resume: bool, fresh: bool, verbose: bool) -> Any:
         """Carry it out, as `tw.distill` does."""
 
 
 class Distillation(StrictModel):
-    """What `tw.distill` does: the student's job, with what the teachers say beside its data, and a loss of both.
+    """What `tw.distill` does: train the student's job with teacher outputs beside its data, and a loss of both.
 
     Attributes:
         student: the job as it would be trained without teachers. Its loss is the hard one, of its targets; where it has
@@ -45,11 +45,11 @@ class Distillation(StrictModel):
             The job's own model is the student `student` then, and metrics are told of each: `small/accuracy`.
         mutual: students teach each other too (Zhang et al., 2018).
         joint: students that are trained by the hard loss alone, and teach the others.
-        way: where the teachers run. `offline`: what they say of all rows is computed first and kept for later runs;
+        way: where the teachers run. `offline`: outputs for all rows are computed first and stored for later runs;
             `online`: in actors of their own, some batches ahead of the steps; `inline`: in the student's own step.
             `auto` chooses by rule and says why; see `teacher_delivery` and `tw.plan`.
-        keep: how that is kept offline: `fp16`, `fp32`, or `topk(8)`: the 8 largest logits, and the mass of the rest.
-        targets: folder where it is kept; by default `targets` in the job's storage.
+        keep: how outputs are stored offline: `fp16`, `fp32`, or `topk(8)`: the 8 largest logits, and the rest's mass.
+        targets: folder of stored outputs; by default `targets` in the job's storage.
         cpus: of each actor of a teacher, online.
         gpus: the same.
     """
@@ -79,7 +79,7 @@ class Distillation(StrictModel):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the students."""
+        """Names of the students."""
         return (STUDENT, *self.students)
 
     @property
@@ -89,12 +89,12 @@ class Distillation(StrictModel):
 
     @property
     def wrapped(self) -> bool:
-        """Whether the model is one around the students, which gives more than the outputs of one."""
+        """Whether one model holds the students, and returns more than the outputs of one."""
         return len(self.names) > 1 or bool(self.loss.matches) or self.loss.combine == "learned"
 
     @property
     def folder(self) -> str:
-        """Where offline targets are kept."""
+        """Folder of stored targets."""
         return self.targets or f"{self.student.storage.rstrip('/')}/targets"
 
     def _unsuited(self) -> list[str]:
@@ -201,22 +201,22 @@ class Teacher(StrictModel):
 
     @property
     def columns(self) -> ColumnNames:
-        """The columns that it adds: of its output, then of each layer."""
+        """The columns that it adds: its output, then each layer."""
         return (teacher_column(self.name), *(teacher_column(self.name, layer) for layer in self.layers))
 
     @property
     def wanted(self) -> ColumnNames:
-        """The columns that its model is given, after collation: masks are among them."""
+        """The columns of its model's inputs, after collation, with masks."""
         return self.inference_job(_NO_DATA).arguments
 
     @property
     def input_columns(self) -> ColumnNames:
-        """The columns of the data set that those are made of; none where `collate` makes them of what it likes."""
+        """The columns of the data set that the inputs are made of; none where `collate` chooses them."""
         return self.inference_job(_NO_DATA).input_columns
 
     @property
     def lesson(self) -> TeacherOutputs:
-        """What it is given, and what its columns are made of."""
+        """The inputs of its model, and how outputs become columns."""
         job = self.inference_job(_NO_DATA)
         ending = {False: "", True: "softmax", "sigmoid": "sigmoid"}[self.probabilities]
         return TeacherOutputs(

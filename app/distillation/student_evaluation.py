@@ -1,4 +1,4 @@
-"""Students beside their teachers: what each says of the evaluation set, and what that is worth."""
+"""Evaluate students beside their teachers: metrics, agreement, calibration, sizes and latencies."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 _Array = npt.NDArray[Any]
 
 ALL_TEACHERS, _LOSS = "all teachers", "loss"
-LOCAL_FLOPS = 4e11  # that this process computes in less time than a pool takes to start
-_NUMBERS = 2e9  # of each model's outputs that are looked at; of more, rows are left out
+LOCAL_FLOPS = 4e11  # this process computes so many faster than a pool starts
+_NUMBERS = 2e9  # most outputs of a model; of more, rows are left out
 _ROWS, _CHUNK = 256, 1 << 22  # rows and numbers at once
 
 
@@ -58,26 +58,25 @@ def evaluate_students(
     step: int = 0,
     verbose: bool = False,
 ) -> Scorecard:
-    """Ask students and teachers about the evaluation set, and time them.
+    """Compute the outputs of students and teachers for the evaluation set, compare them, and time the models.
 
-    Teachers are asked as `way="offline"` has them, where their answers are kept. Small models answer in this process,
-    others through a pool, as `tw.predict`.
+    Stored targets of `way="offline"` are used. Small models run in this process, others on a pool, as in `tw.predict`.
 
     Args:
-        distillation: what was asked for.
-        loss: of the students: who teaches whom.
+        distillation: that was trained.
+        loss: of the students; it knows the teachers of each.
         students: the job of each alone, with its checkpoints.
-        folder: where what students say is kept, should a pool have to compute it.
-        step: that the students are at.
+        folder: for outputs of students, where a pool computes them.
+        step: of the students' checkpoint.
         verbose: show Ray's own output.
 
     Raises:
-        TrainwrightError: there is no evaluation set with rows by number; as `stored_targets` and `Teacher.load`.
+        TrainwrightError: there is no evaluation set with rows by number; as `stored_targets` and `load_teacher`.
     """
     began_s, job = time.monotonic(), distillation.student
     if job.evaluate is None:
-        raise JobError(["evaluate= is missing: students are judged on an evaluation set"])
-    job.evaluate.need_rows_by_number("judging students")
+        raise JobError(["evaluate= is missing: students are compared on an evaluation set"])
+    job.evaluate.need_rows_by_number("comparing students with teachers")
     builders = distillation.builders
     teachers = teachers_with_layers(distillation) if distillation.way == "offline" else distillation.teachers
     speakers = [
@@ -90,7 +89,7 @@ def evaluate_students(
     for each in speakers:
         if (ready := _ready(each, distillation, len(rows), of_rows, folder, verbose)) is None:
             size = formatting.size(each.profile.parameter_bytes)
-            notes.append(f"{each.name} is not judged: its {size} of parameters are too large for this process")
+            notes.append(f"{each.name} is not evaluated: its {size} of parameters are too large for this process")
         else:
             asked.append(ready)
     hearing = StudentEvaluation(job, loss, asked, rows)
@@ -102,7 +101,7 @@ def evaluate_students(
 
 
 def _looked_at(speakers: list[EvaluatedModel], rows: int) -> tuple[_Array, int]:
-    """Row numbers, all or evenly spaced where the outputs would be too many, and how many rows there are."""
+    """Return row numbers, all or evenly spaced where the outputs would be too many, and the number of rows."""
     most = max(1, int(_NUMBERS // max(each.numbers for each in speakers)))
     every = np.arange(rows) if rows <= most else np.unique(np.linspace(0, rows - 1, most).astype(np.int64))
     return every, rows
@@ -111,7 +110,7 @@ def _looked_at(speakers: list[EvaluatedModel], rows: int) -> tuple[_Array, int]:
 def _ready(
     speaker: EvaluatedModel, wish: Distillation, rows: int, of_rows: int, folder: str, verbose: bool
 ) -> EvaluatedModel | None:
-    """With its answers, where they are kept or a pool has to give them; None where nobody can ask it."""
+    """Return the model with stored outputs, if any are needed; None where nothing can run it."""
     kept = not speaker.student and wish.way == "offline"
     small = speaker.fits_here and speaker.profile.flops * rows <= LOCAL_FLOPS
     if kept or (rows == of_rows and not small):
@@ -122,16 +121,16 @@ def _ready(
 
 
 class StudentEvaluation:
-    """One look at the rows.
+    """One pass over the evaluation set.
 
     Args:
         job: of the students, as it would be trained without teachers.
-        loss: who teaches whom.
+        loss: of the students; it knows the teachers of each.
         speakers: students and teachers.
-        rows: numbers of those that are looked at.
+        rows: row numbers to evaluate.
 
     Attributes:
-        notes: what could not be said, and why.
+        notes: metrics that could not be computed, and why.
     """
 
     def __init__(self, job: Job, loss: DistillationLoss, speakers: list[EvaluatedModel], rows: _Array) -> None:
@@ -156,7 +155,7 @@ class StudentEvaluation:
         self.notes: list[str] = []
 
     def listen(self) -> None:
-        """Go through the rows once. Raises TrainwrightError."""
+        """Compute all outputs and count them. Raises TrainwrightError."""
         voices: dict[str, _OutputSource] = {}
         for batch in self._batches():
             voices = voices or self._voices(batch)
@@ -174,7 +173,7 @@ class StudentEvaluation:
             self._count(units)
 
     def verdict(self) -> Scorecard:
-        """What was counted."""
+        """Return the scorecard of what was counted."""
         pictures = {name: picture.means() for name, picture in self._pictures.items()}
         first = next(iter(self._pictures.values()), None)
         marks = [
@@ -193,7 +192,7 @@ class StudentEvaluation:
         )  # fmt: skip
 
     def _voices(self, batch: Batch) -> dict[str, _OutputSource]:
-        """Of all speakers; those that this process can hold are timed with as many rows as a batch has, or a step."""
+        """Return the source of each model's outputs; time the models that this process can hold."""
         voices, timed = {}, self._timed_batch()
         for each in self._speakers:
             standing = each.opened(batch) if each.fits_here else None
@@ -203,7 +202,7 @@ class StudentEvaluation:
         return voices
 
     def _timed_batch(self) -> Batch:
-        """As many rows as a step takes, where there are as many."""
+        """Return as many rows as a step has, or all."""
         return self._read(self._rows[: self._job.batch_size])
 
     def _batches(self) -> Iterator[Batch]:
@@ -213,7 +212,7 @@ class StudentEvaluation:
             yield self._read(self._rows[start : start + size])
 
     def _read(self, samples: _Array) -> Batch:
-        """Rows with all columns that somebody wants, transformed as `tw.predict` does."""
+        """Return rows with the columns that any model needs, transformed as in `tw.predict`."""
         counters = Counters(seed=self._job.seed, epoch=0)
         columns = self._data.transform(self._reader.gather(samples), samples, counters, self._names)
         return Batch(columns=columns, weights=np.ones(len(samples)), samples=samples)
@@ -224,7 +223,7 @@ class StudentEvaluation:
         return [np.asarray(columns[name]) for name in wanted]
 
     def _metrics(self, name: str, batch: Batch, said: _Array) -> Terms | None:
-        """Count the job's loss and metrics of what somebody says; the loss, where it has one."""
+        """Count the job's loss and metrics of a model's outputs. Return the loss, if there is one."""
         if not self._job.wanted_targets or self._forms.get(name, "") is None:
             return None
         if name not in self._forms:
@@ -240,14 +239,14 @@ class StudentEvaluation:
                     found[metric] = self._marked(batch, outputs, metric)
                 except (JobError, UserCodeError) as error:
                     self._dropped.add((name, metric))
-                    self.notes.append(f"{metric} is not told of {name}: {error.what}")
+                    self.notes.append(f"{metric} of {name} cannot be computed: {error.what}")
         totals = {key: (float((terms.values * terms.weights).sum()), float(terms.weights.sum()))
                   for key, terms in found.items()}  # fmt: skip
         self._sums[name] = self._sums.get(name, MetricSums()) + MetricSums(totals=totals)
         return loss
 
     def _form(self, name: str, batch: Batch, said: _Array) -> str | None:
-        """How the job's functions take what somebody says: bare, or by the output's name."""
+        """Return the name under which the job's functions take a model's output; empty for the output itself."""
         problem = ""
         for form in ("", self._loss.soft.output or LOGITS):
             try:
@@ -256,7 +255,7 @@ class StudentEvaluation:
                 problem = problem or error.what
             else:
                 return form
-        self.notes.append(f"loss and metrics are not told of {name}, whose output alone does not give them: {problem}")
+        self.notes.append(f"loss and metrics of {name} cannot be computed from its output alone: {problem}")
         return None
 
     def _marked(self, batch: Batch, outputs: Any, only: str) -> Terms:
@@ -312,26 +311,23 @@ class StudentEvaluation:
         ]
 
 
-# --- Students and teachers alike, asked about rows of data ------------------------------------------------------------
-
-
 _OutputSource = Callable[[Batch], _Array]
-"""voice(batch) -> (rows, ...) what somebody says of the batch's rows."""
+"""source(batch) -> (rows, ...) a model's outputs for the batch's rows."""
 
-_HERE_BYTES = 2 << 30  # of parameters that a process takes which has other things to do
+_HERE_BYTES = 2 << 30  # of parameters, most in a process that does other work too
 _WARM, _CALLS, _TIMED_S = 2, 30, 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedModel:
-    """A student or teacher, asked as a teacher is.
+    """A student or teacher; both run as teachers.
 
     Attributes:
-        teacher: it.
-        runner: it with its weights.
-        profile: what its model costs, alone.
-        student: whether it is one.
-        stored: what it says of all rows, where that is computed.
+        teacher: the model, as a teacher.
+        runner: the teacher with its weights.
+        profile: cost of its model.
+        student: whether it is a student.
+        stored: its outputs for all rows, if they are stored.
     """
 
     teacher: Teacher
@@ -342,30 +338,30 @@ class EvaluatedModel:
 
     @classmethod
     def of(cls, teacher: Teacher, data: Dataset, *, build: Callable[[], Any] | None = None) -> EvaluatedModel:
-        """A teacher, or a student whose own model `build` makes. Raises as `Teacher.load` and `profile_job`."""
+        """Return a teacher, or a student whose own model `build` makes. Raises as `load_teacher` and `profile_job`."""
         runner = load_teacher(teacher)
         subject = teacher_inference_model(runner, data)
-        job = subject.job.alone(model=build or subject.outline)
+        job = subject.job.alone(model=build or subject.architecture)
         profile = profile_job(job, data, data.index())
         return cls(teacher=teacher, runner=runner, profile=profile, student=build is not None)
 
     @property
     def name(self) -> str:
-        """Of it."""
+        """Name of the model."""
         return self.teacher.name
 
     @property
     def fits_here(self) -> bool:
-        """Whether this process may hold it."""
+        """Whether this process may hold the model."""
         return self.profile.parameter_bytes <= _HERE_BYTES
 
     @property
     def numbers(self) -> float:
-        """Of a row of its outputs; 1 where that is not known."""
+        """Numbers of a row of its outputs; 1 where that is not known."""
         return max((layer.output_numbers for layer in self.profile.layers[-1:]), default=1.0) or 1.0
 
     def voice(self, standing: LoadedTeacher | None) -> _OutputSource:
-        """What it says: what is stored, or what its model gives that is open here."""
+        """Return the source of its outputs: the stored ones, or its model in this process."""
         column = self.teacher.columns[0]
         if self.stored is not None:
             data = self.stored
@@ -378,12 +374,12 @@ class EvaluatedModel:
         return lambda batch: np.concatenate([part[column] for part in standing.told(batch, lesson)])
 
     def opened(self, batch: Batch) -> LoadedTeacher:
-        """Its model in this process. Raises as `Lecturer.teach`."""
+        """Return its model in this process. Raises as `TeacherRunner.teach`."""
         return self.runner.opened({name: column[:1] for name, column in batch.columns.items()})
 
 
 def _latencies(standing: LoadedTeacher, batch: Batch) -> dict[str, float]:
-    """Median seconds of a call with one row of a batch, and with all, from arrays to arrays."""
+    """Return median seconds of a call with one row of a batch, and with all rows, from arrays to arrays."""
     found = {}
     for rows in dict.fromkeys((1, batch.rows)):
         columns = {name: column[:rows] for name, column in batch.columns.items()}
@@ -393,7 +389,7 @@ def _latencies(standing: LoadedTeacher, batch: Batch) -> dict[str, float]:
 
 
 def _latency_device() -> str:
-    """What latencies are measured on: `CPU, 2 of 2 cores`."""
+    """Return the device on which latencies are measured."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
     cores = os.cpu_count() or 1
     return f"the CPU of this machine, {formatting.count(int(threads) if threads.isdecimal() else cores, 'core')}"

@@ -1,8 +1,8 @@
-"""Soft targets that are computed once and kept: by the pool that predicts, in a folder of the teacher and the data.
+"""Teacher outputs that are computed once and stored, in a folder of the teacher and the data.
 
     <folder>/<teacher>-<identity>-<data>-<form>/_PREDICTIONS.json and parts, as `tw.predict` writes them
 
-They are predictions in a form of their own: continued where they were stopped, and not computed where they are there.
+They are predictions with an encoding. An interrupted computation continues; existing parts are not computed again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainwright.inference.prediction_files import SAMPLE
 from trainwright.planning.job_description import state_relevant_fields
 from trainwright.strategies.distillation.teacher_outputs import TeacherOutputs, log_odds
 
-_OUTPUT, _LAYER = "output", "layer_{}"  # columns of the files; a teacher's own names hold dots and slashes
+_OUTPUT, _LAYER = "output", "layer_{}"  # column names; a teacher's own have dots and slashes
 _LETTERS = 12  # of a sum, in the name of a folder
 _COMPARED_ROWS = 4  # whether random transforms change a teacher's inputs
 
@@ -47,30 +47,30 @@ def stored_targets(
     note: Callable[[str], object] = lambda _: None,
     hang_deadline_s: float | None = None,
 ) -> Dataset:
-    """What a teacher says of every row of a data set, for `data.beside(...)`; computed where it is not there yet.
+    """Return a teacher's outputs for every row of a data set, for `data.beside(...)`. Compute what is missing.
 
-    A teacher whose run divided its model over workers is asked in that layout, another one by a pool of workers that
-    each hold all of it. Transforms of the data are as in epoch 0: random ones belong after `beside`.
+    A teacher whose run divided its model over workers runs in that layout, another one on a pool of workers that each
+    hold the whole model. Transforms of the data are those of epoch 0: put random ones after `beside`.
 
     Args:
-        teacher: who is asked.
-        data: whose rows; it needs the teacher's inputs alone.
-        folder: that holds those of all teachers and data sets, or `s3://`, `gs://`, `az://`.
+        teacher: to compute.
+        data: with the teacher's inputs.
+        folder: for the targets of all teachers and data sets, or `s3://`, `gs://`, `az://`.
         keep: `fp32`, `fp16`, or `topk(8)`: the 8 largest logits in half precision and the mass of the rest.
         workers: of a pool; by default one for each accelerator or CPU slot of the cluster.
-        range_rows: rows of a part, at most; by default by the size of a row of the data, and of what is kept of it.
-        fresh: compute again what is there.
+        range_rows: rows of a part, at most; by default by the size of a row of the data, and of its targets.
+        fresh: compute existing parts again.
         verbose: show Ray's own output.
-        note: is told too what went wrong and was mended.
+        note: called with problems that were repaired.
         hang_deadline_s: for a batch, at most; a pool waits ten times as long as any took so far, 15 s at least. By
             default that of the teacher's job, or 5 minutes (15, where its model is divided).
 
     Returns:
-        A data set with `sample` and the teacher's columns, whole and as float32.
+        A data set with `sample` and the teacher's columns, as float32.
 
     Raises:
-        RunConflict: the folder holds what another teacher says, or of other data; says what differs.
-        DataError: a part is torn.
+        RunConflict: the folder holds the outputs of another teacher or data set; says what differs.
+        DataError: a part is damaged.
         TrainwrightError: the teacher, the data, the storage or the cluster is not right.
     """
     question = _target_request(teacher, data, folder=folder, keep=keep, range_rows=range_rows, fresh=fresh)
@@ -84,7 +84,7 @@ def stored_targets(
 def _target_request(
     teacher: Teacher, data: Dataset, *, folder: str, keep: str, range_rows: int | None = None, fresh: bool = False
 ) -> PredictionRequest:
-    """What `stored_targets` asks of the teacher, and what of it is not there yet. Raises as that."""
+    """Return the request of `stored_targets`, with the parts that are missing. Raises as that."""
     form, subject = TargetEncoding.parse(keep), teacher_inference_model(load_teacher(teacher), data)
     filing, index = _TargetWriter(lesson=teacher.lesson, form=form), data.index()
     columns = (teacher.output, *teacher.lesson.tapped) if teacher.output else ()
@@ -98,7 +98,7 @@ def _target_request(
 
 
 def _within(question: PredictionRequest, hang_deadline_s: float | None) -> PredictionRequest:
-    """The same with a deadline of its own."""
+    """Return the request with its own deadline."""
     if hang_deadline_s is None:
         return question
     job = question.subject.job.replace(hang_deadline_s=hang_deadline_s)
@@ -106,7 +106,7 @@ def _within(question: PredictionRequest, hang_deadline_s: float | None) -> Predi
 
 
 def _target_row_bytes(teacher: Teacher, data: Dataset, index: Index, form: TargetEncoding) -> int:
-    """What is kept of a row, about; 0 where that is not known."""
+    """Return the approximate bytes of a stored row; 0 where unknown."""
     tapped = teacher.lesson.tapped
     shapes = output_signature(teacher.inference_job(data), index, tapped).shapes
     said = compared_shape({name: shape for name, shape in shapes.items() if name not in tapped}, teacher.output)
@@ -150,7 +150,7 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def _folder_name(teacher: Teacher, subject: InferenceModel, index: Index, form: TargetEncoding) -> str:
-    """Of what a teacher says of a data set: by the sums of its weights and of the data, wherever they lie."""
+    """Return the folder's name, from the checksums of the teacher's weights and of the data."""
     rows = hash_parts([index.hash, state_relevant_fields(subject.facts(index))["train"]])
     layers = f"-{hash_parts(teacher.layers)[:6]}" if teacher.layers else ""
     kept = re.sub(r"\W", "", str(form))
@@ -159,11 +159,11 @@ def _folder_name(teacher: Teacher, subject: InferenceModel, index: Index, form: 
 
 @dataclass(kw_only=True)
 class _TargetWriter:
-    """Outputs of a teacher's model -> columns of a file. In each process the first outputs are looked at.
+    """Outputs of a teacher's model -> columns of a file. Checks the first outputs in each process.
 
     Attributes:
         lesson: what its columns are made of.
-        form: in which they are kept.
+        form: encoding of the files.
     """
 
     lesson: TeacherOutputs
@@ -171,7 +171,7 @@ class _TargetWriter:
     _looked: bool = False
 
     def __call__(self, outputs: Columns) -> Columns:
-        """Raises JobError for what a teacher may not say, or what cannot be kept in this form."""
+        """Raises JobError for wrong teacher outputs, or values that the encoding cannot store."""
         look, self._looked = None if self._looked else np.asarray, True
         told = self.lesson.told(outputs, log_odds, look)
         output, *layers = (told[name] for name in self.lesson.columns)
@@ -181,7 +181,7 @@ class _TargetWriter:
         return columns
 
     def __str__(self) -> str:
-        """What of it changes the files."""
+        """Return what of it changes the files."""
         words = [str(self.form), *(f"layer {layer}" for layer in self.lesson.layers)]
         words += [f"output {self.lesson.output}"] if self.lesson.output else []
         return ", ".join(words + ([self.lesson.probabilities] if self.lesson.probabilities else []))
@@ -189,11 +189,11 @@ class _TargetWriter:
 
 @dataclass(frozen=True, kw_only=True)
 class _TargetReader:
-    """Columns of a file -> a teacher's columns, as it gave them.
+    """Columns of a file -> a teacher's columns.
 
     Attributes:
         columns: their names.
-        form: in which they were kept.
+        form: encoding of the files.
     """
 
     columns: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Models of teachers, whatever their framework: built, given their weights, and tapped for their layers."""
+"""Build the models of teachers with their weights and hidden layers, and find out what they return."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STRATEGIES = "trainwright.strategies"
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherModelBuilder:
-    """() -> a teacher's model with its weights, which gives some of its layers beside its outputs.
+    """() -> a teacher's model with its weights, which also returns some hidden layers.
 
     Attributes:
         build: () -> the model.
@@ -38,7 +38,7 @@ class TeacherModelBuilder:
         file: of weights; empty for none.
         sha256: of that file.
         layers: of each further output.
-        run: an engine gives it the weights and needs it as it was trained.
+        run: whether an engine loads the weights, and needs the model as it was trained.
     """
 
     build: Callable[[], Any]
@@ -49,7 +49,7 @@ class TeacherModelBuilder:
     run: bool = False
 
     def __call__(self) -> Any:
-        """Raises CheckpointError where the weights do not fit, JobError where a layer is not there."""
+        """Raises CheckpointError where the weights do not fit, JobError where a layer does not exist."""
         model = self.build()
         teaching = teacher_backend_of(model)
         if self.weights is not None:
@@ -61,22 +61,22 @@ class TeacherModelBuilder:
 
 
 def frozen_optimizer(parameters: Any) -> Any:
-    """An optimizer for what is not trained, of the parameters' own framework."""
+    """Return an optimizer for a model that is not trained, in the parameters' framework."""
     found = list(parameters)
     return teacher_backend_of(found[0]).still(found)
 
 
 def teacher_backend_of(model: Any) -> Any:
-    """The module that knows teachers of a model's framework. Raises JobError for what is no model."""
+    """Return the backend module for teachers of a model's framework. Raises JobError where it is no model."""
     return load_module(f"{_STRATEGIES}.{framework_of(model)}.distillation.teacher_backend")
 
 
 @contextmanager
 def local_weights(uri: str, sha256: str = "") -> Iterator[tuple[str, str]]:
-    """A file of weights as a path on this machine, and its SHA-256.
+    """Yield the path of a file of weights on this machine, and its SHA-256.
 
     Raises:
-        CheckpointError: it is not there, or not the one with this sum.
+        CheckpointError: it does not exist, or has another checksum.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(uri)
@@ -89,7 +89,7 @@ def local_weights(uri: str, sha256: str = "") -> Iterator[tuple[str, str]]:
         except OSError as error:
             raise _unread(uri, f"cannot be read: {error.strerror}") from error
         if sha256 and found != sha256:
-            raise _unread(uri, "changed since it was looked at first")
+            raise _unread(uri, "has changed since it was first read")
         yield str(path), found
 
 
@@ -108,7 +108,7 @@ def _unread(uri: str, what: str) -> CheckpointError:
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """Afterwards the process draws what it would have drawn: a step of another model may be under way."""
+    """Restore the random state afterwards: the step of another model may be running."""
     torch = load_module(f"{_STRATEGIES}.torch.distillation.teacher_backend") if "torch" in sys.modules else None
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random_kept() if torch else nullcontext():
@@ -119,19 +119,16 @@ def preserve_rng_state() -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-# --- What models give, known before anything is computed --------------------------------------------------------------
-
-
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSignature:
-    """A model by what it gives.
+    """What a model returns, known before anything is computed.
 
     Attributes:
-        framework: as people call it.
-        looks: whether its steps can look at numbers, and refuse what a teacher may not say.
+        framework: its name for people.
+        looks: whether its steps can check values, and refuse wrong teacher outputs.
         shapes: of its outputs for rows; empty where they are not known.
     """
 
@@ -141,7 +138,7 @@ class OutputSignature:
 
 
 def output_signature(job: Job, index: Index, layers: Mapping[str, str] | None = None) -> OutputSignature:
-    """Of a job's model, which is given the first row of its training set.
+    """Return the signature of a job's model, from the first row of its training set.
 
     Args:
         index: of `job.train`.
@@ -149,7 +146,7 @@ def output_signature(job: Job, index: Index, layers: Mapping[str, str] | None = 
 
     Raises:
         UserCodeError, JobError: the model cannot be built, or has no such layer.
-        DataError: a column is not there.
+        DataError: a column is missing.
     """
     with preserve_rng_state():
         model = build_model(job.model)
@@ -158,13 +155,13 @@ def output_signature(job: Job, index: Index, layers: Mapping[str, str] | None = 
         tapped = teaching.tap(model, layers or {})
         try:
             shapes = teaching.shapes(tapped, sample, job.arguments, job.keywords)
-        except Exception as error:  # it looks at values, or takes no row alone
-            _log.info("what model() gives is not known before it runs: %s: %s", type(error).__name__, error)
+        except Exception as error:  # it needs values, or takes no single row
+            _log.info("the outputs of model() are not known before it runs: %s: %s", type(error).__name__, error)
             shapes = {}
     return OutputSignature(framework=teaching.FRAMEWORK, looks=teaching.LOOKS, shapes=shapes)
 
 
 def compared_shape(shapes: Mapping[str, Shape], name: str) -> Shape | None:
-    """Of the output of this name; where none is given of the only one, or the logits. None where it is not known."""
+    """Return the shape of the named output; by default of the only one, or the logits. None where unknown."""
     wanted = name or (LOGITS if LOGITS in shapes or len(shapes) != 1 else next(iter(shapes)))
     return shapes.get(wanted)

@@ -63,15 +63,15 @@ def teacher_inference_model(runner: TeacherRunner, data: Dataset) -> InferenceMo
     identity, build = runner.sha256, _builder(runner, layers)
     quiet: dict[str, Any] = {"optimizer": frozen_optimizer, "loss": no_loss, "run": "step", "callbacks": None}
     if teacher.job is None:
-        return InferenceModel(job=job.replace(model=build), weights=None, sha256=identity, outline=build.build)
-    subject = InferenceModel(job=job, weights=weights, sha256=identity, outline=teacher.job.model)
+        return InferenceModel(job=job.replace(model=build), weights=None, sha256=identity, architecture=build.build)
+    subject = InferenceModel(job=job, weights=weights, sha256=identity, architecture=teacher.job.model)
     if not layers:
         return subject
     return replace(
         subject,
         job=job.replace(model=replace(build, weights=None, run=True)),
-        lone=job.replace(model=build, **quiet),
-        undivided=f"hidden states of {teacher!r} are asked for",
+        single_process_job=job.replace(model=build, **quiet),
+        whole_model_reason=f"hidden states of {teacher!r} are asked for",
     )
 
 
@@ -178,11 +178,13 @@ class TeacherRunner:
         """Return the model, built on a device of this process, given columns of a row. Raises as `teach`."""
         data = Dataset(source=TableSource(arrays=dict(row)))
         subject, index = teacher_inference_model(self, data), data.index()
-        job = (subject.lone or subject.job).alone(accelerator="auto")
-        plan = choose(profile_job(job.replace(model=subject.outline), data, index), _here(), job).chosen
+        job = (subject.single_process_job or subject.job).alone(accelerator="auto")
+        plan = choose(profile_job(job.replace(model=subject.architecture), data, index), _here(), job).chosen
         spec = job.model_spec(1, partial(data.row, index, job.columns))
         with preserve_rng_state():
-            return LoadedTeacher(local_outputs(spec, plan, None if subject.lone else subject.weights, guest=True))
+            return LoadedTeacher(
+                local_outputs(spec, plan, None if subject.single_process_job else subject.weights, guest=True)
+            )
 
 
 class LoadedTeacher:

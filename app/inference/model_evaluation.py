@@ -30,7 +30,7 @@ def evaluate(job: Job, step: int | None = None, *, here: bool = False, verbose: 
 
 
 def _evaluate_on(plan: Plan, job: Job, step: int | None, verbose: bool) -> dict[str, float]:
-    """On workers of the cluster. Only the evaluation set is read."""
+    """Evaluate on workers of the cluster. Only the evaluation set is read."""
     from trainwright.inference.sharded_inference import ShardedModel
 
     store, *_ = checkpoints_of(job, step)
@@ -44,7 +44,7 @@ def _evaluate_on(plan: Plan, job: Job, step: int | None, verbose: bool) -> dict[
 
 
 def _evaluate_here(job: Job, step: int | None) -> dict[str, float]:
-    """In this process on one device, with the threads that it has: a model may be open here already."""
+    """Evaluate in this process on one device. The number of threads stays as it is."""
     alone, index, plan = local_plan(job, job.evaluate)
     engine = single_rank_engine(alone.model_spec(1, partial(job.evaluate.row, index, job.columns)), plan, guest=True)
     with_checkpoint(job, step, engine.load)
@@ -56,7 +56,7 @@ def _evaluate_here(job: Job, step: int | None) -> dict[str, float]:
 
 
 def local_plan(job: Job, data: Dataset) -> tuple[Job, Index, Plan]:
-    """The job for one CPU device of this machine, the index of a data set of its, and the plan. Raises as planning."""
+    """Return the job for one CPU device of this machine, the data set's index, and the plan. Raises as planning."""
     alone, index = job.alone(accelerator="cpu"), data.index()
     here = Cluster(nodes=(Node(name="here", cpus=os.cpu_count() or 1, memory_bytes=0),))
     return alone, index, choose(profile_job(alone, data, index), here, alone).chosen

@@ -71,7 +71,7 @@ def test_what_a_killed_actor_had_stored_is_kept_and_what_is_there_is_never_compu
     data = tw.datasets.table(table()).map(strike)
     wish: dict[str, Any] = {"folder": str(tmp_path / "soft"), "keep": "fp32", "workers": 1, "range_rows": RANGE}
     stored = stored_targets(teacher, data, **wish)
-    assert Path(strike.mark).exists() and "rows 92 to 114 begin again elsewhere" in capsys.readouterr().err
+    assert Path(strike.mark).exists() and "rows 92 to 114 start again on another worker" in capsys.readouterr().err
     with torch.no_grad():
         expected = model(torch.from_numpy(table()["x"])).numpy()
         hidden = model.middle(model.first(torch.from_numpy(table()["x"]))).numpy()

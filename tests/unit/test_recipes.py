@@ -76,7 +76,7 @@ def test_each_stage_begins_again_once(recipe: tw.SelfDistillation, monkeypatch: 
     assert drive(recipe, monkeypatch) == [(FIRST, False), (SECOND, False), (THIRD, False)]
     assert recipe.last().student.name == THIRD
     assert drive(recipe, monkeypatch, SECOND, "before", fresh=True) == [(FIRST, True)]
-    with pytest.raises(CheckpointError, match=f"'{SECOND}' is to begin afresh, and has not yet"):
+    with pytest.raises(CheckpointError, match=f"'{SECOND}' must start again, and has not yet"):
         recipe.last()
     upcoming: Any = recipe.upcoming()
     assert upcoming.student.name == SECOND

@@ -229,7 +229,7 @@ def test_a_file_that_changed_since_is_refused_and_a_model_is_built_once(tmp_path
     assert len(built) == count
     teacher_runner._open.clear()
     exported(seeded(7), tmp_path, "w.pt")
-    with pytest.raises(CheckpointError, match="changed since it was looked at first"):
+    with pytest.raises(CheckpointError, match="has changed since it was first read"):
         runner.teach(rows())
 
 
