@@ -79,45 +79,45 @@ def evaluate_students(
     job.evaluate.need_rows_by_number("comparing students with teachers")
     builders = distillation.builders
     teachers = teachers_with_layers(distillation) if distillation.way == "offline" else distillation.teachers
-    speakers = [
+    models = [
         EvaluatedModel.of(Teacher(name=name, job=each, output=loss.soft.output), job.evaluate, build=builders[name])
         for name, each in students.items()
     ]
-    speakers += [EvaluatedModel.of(each, job.evaluate) for each in teachers]
-    rows, of_rows = _looked_at(speakers, job.evaluate.index().rows)
+    models += [EvaluatedModel.of(each, job.evaluate) for each in teachers]
+    rows, of_rows = _looked_at(models, job.evaluate.index().rows)
     asked, notes = [], []
-    for each in speakers:
+    for each in models:
         if (ready := _ready(each, distillation, len(rows), of_rows, folder, verbose)) is None:
             size = formatting.size(each.profile.parameter_bytes)
             notes.append(f"{each.name} is not evaluated: its {size} of parameters are too large for this process")
         else:
             asked.append(ready)
-    hearing = StudentEvaluation(job, loss, asked, rows)
-    hearing.listen()
+    evaluation = StudentEvaluation(job, loss, asked, rows)
+    evaluation.run()
     return replace(
-        hearing.verdict(), step=step, of_rows=of_rows, notes=[*notes, *hearing.notes],
+        evaluation.scorecard(), step=step, of_rows=of_rows, notes=[*notes, *evaluation.notes],
         seconds=time.monotonic() - began_s,
     )  # fmt: skip
 
 
-def _looked_at(speakers: list[EvaluatedModel], rows: int) -> tuple[_Array, int]:
+def _looked_at(models: list[EvaluatedModel], rows: int) -> tuple[_Array, int]:
     """Return row numbers, all or evenly spaced where the outputs would be too many, and the number of rows."""
-    most = max(1, int(_NUMBERS // max(each.numbers for each in speakers)))
+    most = max(1, int(_NUMBERS // max(each.outputs_per_row for each in models)))
     every = np.arange(rows) if rows <= most else np.unique(np.linspace(0, rows - 1, most).astype(np.int64))
     return every, rows
 
 
 def _ready(
-    speaker: EvaluatedModel, wish: Distillation, rows: int, of_rows: int, folder: str, verbose: bool
+    model: EvaluatedModel, distillation: Distillation, rows: int, of_rows: int, folder: str, verbose: bool
 ) -> EvaluatedModel | None:
     """Return the model with stored outputs, if any are needed; None where nothing can run it."""
-    kept = not speaker.student and wish.way == "offline"
-    small = speaker.fits_here and speaker.profile.flops * rows <= LOCAL_FLOPS
+    kept = not model.student and distillation.way == "offline"
+    small = model.fits_locally and model.profile.flops * rows <= LOCAL_FLOPS
     if kept or (rows == of_rows and not small):
-        to, keep = (folder, "fp32") if speaker.student else (wish.folder, wish.keep)
-        told = stored_targets(speaker.teacher, wish.student.evaluate, folder=to, keep=keep, verbose=verbose)
-        return replace(speaker, stored=told)
-    return speaker if speaker.fits_here else None
+        to, keep = (folder, "fp32") if model.student else (distillation.folder, distillation.keep)
+        told = stored_targets(model.teacher, distillation.student.evaluate, folder=to, keep=keep, verbose=verbose)
+        return replace(model, stored=told)
+    return model if model.fits_locally else None
 
 
 class StudentEvaluation:
@@ -126,40 +126,40 @@ class StudentEvaluation:
     Args:
         job: of the students, as it would be trained without teachers.
         loss: of the students; it knows the teachers of each.
-        speakers: students and teachers.
+        models: students and teachers.
         rows: row numbers to evaluate.
 
     Attributes:
         notes: metrics that could not be computed, and why.
     """
 
-    def __init__(self, job: Job, loss: DistillationLoss, speakers: list[EvaluatedModel], rows: _Array) -> None:
-        self._job, self._loss, self._speakers, self._rows = job, loss, speakers, rows
-        wanted = [job.columns, *(each.teacher.input_columns or None for each in speakers)]
+    def __init__(self, job: Job, loss: DistillationLoss, models: list[EvaluatedModel], rows: _Array) -> None:
+        self._job, self._loss, self._models, self._rows = job, loss, models, rows
+        wanted = [job.columns, *(each.teacher.input_columns or None for each in models)]
         names = None if None in wanted else tuple(dict.fromkeys(name for some in wanted for name in some or ()))
         self._data, self._names = job.evaluate, names
         self._reader = self._data.reader(self._data.index(), names)
         self._kind, self._spec = loss.soft.kind, job.model_spec(1)
-        self._framework = next(each.profile.framework for each in speakers if each.student)
-        self._teachers = [each.name for each in speakers if not each.student]
-        self._tallies: dict[str, ClassificationMetrics | RegressionMetrics] = {}
-        self._accords: dict[tuple[str, str], AgreementMetrics] = {}
-        self._pictures: dict[str, SoftTargetMatrix] = {}
+        self._framework = next(each.profile.framework for each in models if each.student)
+        self._teachers = [each.name for each in models if not each.student]
+        self._own_scores: dict[str, ClassificationMetrics | RegressionMetrics] = {}
+        self._agreement: dict[tuple[str, str], AgreementMetrics] = {}
+        self._soft_targets: dict[str, SoftTargetMatrix] = {}
         self._sums: dict[str, MetricSums] = {}
-        self._forms: dict[
+        self._output_names: dict[
             str, str | None
-        ] = {}  # a speaker's output as the job's functions take it; None for not at all
+        ] = {}  # a model's output as the job's functions take it; None for not at all
         self._dropped: set[tuple[str, str]] = set()
         self._latency: dict[str, dict[str, float]] = {}
         self._tokens = 1
         self.notes: list[str] = []
 
-    def listen(self) -> None:
+    def run(self) -> None:
         """Compute all outputs and count them. Raises TrainwrightError."""
-        voices: dict[str, _OutputSource] = {}
+        sources: dict[str, _OutputSource] = {}
         for batch in self._batches():
-            voices = voices or self._voices(batch)
-            said = {name: voice(batch) for name, voice in voices.items()}
+            sources = sources or self._sources(batch)
+            said = {name: source(batch) for name, source in sources.items()}
             told = [self._metrics(name, batch, each) for name, each in said.items()]
             loss = next((terms for terms in told if terms is not None), None)
             first = next(iter(said.values()))
@@ -172,41 +172,41 @@ class StudentEvaluation:
                 units[ALL_TEACHERS] = ensemble_outputs({name: units[name] for name in self._teachers}, self._shares())
             self._count(units)
 
-    def verdict(self) -> Scorecard:
+    def scorecard(self) -> Scorecard:
         """Return the scorecard of what was counted."""
-        pictures = {name: picture.means() for name, picture in self._pictures.items()}
-        first = next(iter(self._pictures.values()), None)
+        pictures = {name: picture.means() for name, picture in self._soft_targets.items()}
+        first = next(iter(self._soft_targets.values()), None)
         marks = [
             ModelScore(
-                name=name, student=name not in (*self._teachers, ALL_TEACHERS), scores=tally.scores(),
-                metrics=self._sums.get(name, MetricSums()).means(), reliability=tally.reliability(),
+                name=name, student=name not in (*self._teachers, ALL_TEACHERS), scores=scores.scores(),
+                metrics=self._sums.get(name, MetricSums()).means(), reliability=scores.reliability(),
                 latency_s=self._latency.get(name, {}), soft=pictures.get(name, []), **self._sizes(name),
             )
-            for name, tally in self._tallies.items()
+            for name, scores in self._own_scores.items()
         ]  # fmt: skip
         return Scorecard(
             kind=self._kind, rows=len(self._rows), of_rows=len(self._rows), tokens=self._tokens, marks=marks,
             device=_latency_device(),
-            units=next(iter(self._tallies.values())).weight, classes=first.shown() if first else [],
+            units=next(iter(self._own_scores.values())).weight, classes=first.shown() if first else [],
             commonest=[float(each) for each in first.commonest()] if first else None, pairs=self._paired(marks),
         )  # fmt: skip
 
-    def _voices(self, batch: Batch) -> dict[str, _OutputSource]:
+    def _sources(self, batch: Batch) -> dict[str, _OutputSource]:
         """Return the source of each model's outputs; time the models that this process can hold."""
-        voices, timed = {}, self._timed_batch()
-        for each in self._speakers:
-            standing = each.opened(batch) if each.fits_here else None
-            if standing is not None:
-                self._latency[each.name] = _latencies(standing, timed)
-            voices[each.name] = each.voice(standing)
-        return voices
+        sources, timed = {}, self._timed_batch()
+        for each in self._models:
+            loaded = each.opened(batch) if each.fits_locally else None
+            if loaded is not None:
+                self._latency[each.name] = _latencies(loaded, timed)
+            sources[each.name] = each.source(loaded)
+        return sources
 
     def _timed_batch(self) -> Batch:
         """Return as many rows as a step has, or all."""
         return self._read(self._rows[: self._job.batch_size])
 
     def _batches(self) -> Iterator[Batch]:
-        widest = max(each.numbers for each in self._speakers)
+        widest = max(each.outputs_per_row for each in self._models)
         size = int(max(1, min(_ROWS, _CHUNK // widest)))
         for start in range(0, len(self._rows), size):
             yield self._read(self._rows[start : start + size])
@@ -224,19 +224,19 @@ class StudentEvaluation:
 
     def _metrics(self, name: str, batch: Batch, said: _Array) -> Terms | None:
         """Count the job's loss and metrics of a model's outputs. Return the loss, if there is one."""
-        if not self._job.wanted_targets or self._forms.get(name, "") is None:
+        if not self._job.wanted_targets or self._output_names.get(name, "") is None:
             return None
-        if name not in self._forms:
-            self._forms[name] = self._form(name, batch, said)
+        if name not in self._output_names:
+            self._output_names[name] = self._output_name(name, batch, said)
             return self._metrics(name, batch, said)
-        form = self._forms[name]
+        form = self._output_names[name]
         outputs = {form: said} if form else said
-        loss = self._marked(batch, outputs, "")
+        loss = self._terms_of(batch, outputs, "")
         found = {_LOSS: loss}
         for metric in self._spec.metrics:
             if (name, metric) not in self._dropped:
                 try:
-                    found[metric] = self._marked(batch, outputs, metric)
+                    found[metric] = self._terms_of(batch, outputs, metric)
                 except (JobError, UserCodeError) as error:
                     self._dropped.add((name, metric))
                     self.notes.append(f"{metric} of {name} cannot be computed: {error.what}")
@@ -245,12 +245,12 @@ class StudentEvaluation:
         self._sums[name] = self._sums.get(name, MetricSums()) + MetricSums(totals=totals)
         return loss
 
-    def _form(self, name: str, batch: Batch, said: _Array) -> str | None:
+    def _output_name(self, name: str, batch: Batch, said: _Array) -> str | None:
         """Return the name under which the job's functions take a model's output; empty for the output itself."""
         problem = ""
         for form in ("", self._loss.soft.output or LOGITS):
             try:
-                self._marked(batch, {form: said} if form else said, "")
+                self._terms_of(batch, {form: said} if form else said, "")
             except (JobError, UserCodeError) as error:
                 problem = problem or error.what
             else:
@@ -258,7 +258,7 @@ class StudentEvaluation:
         self.notes.append(f"loss and metrics of {name} cannot be computed from its output alone: {problem}")
         return None
 
-    def _marked(self, batch: Batch, outputs: Any, only: str) -> Terms:
+    def _terms_of(self, batch: Batch, outputs: Any, only: str) -> Terms:
         marking = load_module(f"trainwright.strategies.{self._framework}.distillation.student_models")
         terms: Terms = marking.marked(self._spec, batch, outputs, only)
         return terms
@@ -266,15 +266,15 @@ class StudentEvaluation:
     def _count(self, units: Mapping[str, LabelledOutputs]) -> None:
         values = self._kind == "regression"
         for name, each in units.items():
-            self._tallies.setdefault(name, RegressionMetrics() if values else ClassificationMetrics()).add(each)
+            self._own_scores.setdefault(name, RegressionMetrics() if values else ClassificationMetrics()).add(each)
             if not values and each.labels is not None:
-                self._draw(name, each)
-        for student in (each.name for each in self._speakers if each.student):
+                self._add_soft_targets(name, each)
+        for student in (each.name for each in self._models if each.student):
             for teacher in self._teachers_of(student, units):
-                accord = self._accords.setdefault((student, teacher), AgreementMetrics(values=values))
-                accord.add(units[student], units[teacher])
+                agreement = self._agreement.setdefault((student, teacher), AgreementMetrics(values=values))
+                agreement.add(units[student], units[teacher])
 
-    def _draw(self, name: str, units: LabelledOutputs) -> None:
+    def _add_soft_targets(self, name: str, units: LabelledOutputs) -> None:
         assert units.labels is not None, "asked before"
         logs, labels, weights = units.chances, units.labels, units.weights
         if self._kind == "multi_label":  # of each label that a sample has, all labels of this sample
@@ -285,7 +285,7 @@ class StudentEvaluation:
                 present,
                 weights.reshape(-1, count)[own, present],
             )
-        self._pictures.setdefault(name, SoftTargetMatrix(logs.shape[-1], labels)).add(logs, labels, weights)
+        self._soft_targets.setdefault(name, SoftTargetMatrix(logs.shape[-1], labels)).add(logs, labels, weights)
 
     def _teachers_of(self, student: str, units: Mapping[str, LabelledOutputs]) -> list[str]:
         taught = self._loss.taught_by(student) if student in self._loss.learners else ()
@@ -298,23 +298,23 @@ class StudentEvaluation:
         return dict(zip(names, shares, strict=True))
 
     def _sizes(self, name: str) -> dict[str, Any]:
-        found = [each.profile for each in self._speakers if each.name == name]
+        found = [each.profile for each in self._models if each.name == name]
         return {"parameters": found[0].parameters, "size_bytes": found[0].parameter_bytes} if found else {}
 
     def _paired(self, marks: list[ModelScore]) -> list[StudentTeacherScore]:
         main = {mark.name: mark.scores.get(MAIN_SCORE.get(self._kind, "top-1"), float("nan")) for mark in marks}
         return [
             StudentTeacherScore(
-                student=one, teacher=other, scores=accord.scores(), kept=retained_share(main[one], main[other])
+                student=one, teacher=other, scores=agreement.scores(), kept=retained_share(main[one], main[other])
             )
-            for (one, other), accord in self._accords.items()
+            for (one, other), agreement in self._agreement.items()
         ]
 
 
 _OutputSource = Callable[[Batch], _Array]
 """source(batch) -> (rows, ...) a model's outputs for the batch's rows."""
 
-_HERE_BYTES = 2 << 30  # of parameters, most in a process that does other work too
+_LOCAL_BYTES = 2 << 30  # of parameters, most in a process that does other work too
 _WARM, _CALLS, _TIMED_S = 2, 30, 0.3
 
 
@@ -351,16 +351,16 @@ class EvaluatedModel:
         return self.teacher.name
 
     @property
-    def fits_here(self) -> bool:
+    def fits_locally(self) -> bool:
         """Whether this process may hold the model."""
-        return self.profile.parameter_bytes <= _HERE_BYTES
+        return self.profile.parameter_bytes <= _LOCAL_BYTES
 
     @property
-    def numbers(self) -> float:
+    def outputs_per_row(self) -> float:
         """Numbers of a row of its outputs; 1 where that is not known."""
         return max((layer.output_numbers for layer in self.profile.layers[-1:]), default=1.0) or 1.0
 
-    def voice(self, standing: LoadedTeacher | None) -> _OutputSource:
+    def source(self, loaded: LoadedTeacher | None) -> _OutputSource:
         """Return the source of its outputs: the stored ones, or its model in this process."""
         column = self.teacher.columns[0]
         if self.stored is not None:
@@ -369,22 +369,22 @@ class EvaluatedModel:
             return lambda batch: np.asarray(
                 data.transform(reader.gather(batch.samples), batch.samples, counters, None)[column]
             )
-        assert standing is not None, "nothing is stored"
+        assert loaded is not None, "nothing is stored"
         lesson = self.teacher.lesson
-        return lambda batch: np.concatenate([part[column] for part in standing.told(batch, lesson)])
+        return lambda batch: np.concatenate([part[column] for part in loaded.told(batch, lesson)])
 
     def opened(self, batch: Batch) -> LoadedTeacher:
         """Return its model in this process. Raises as `TeacherRunner.teach`."""
         return self.runner.opened({name: column[:1] for name, column in batch.columns.items()})
 
 
-def _latencies(standing: LoadedTeacher, batch: Batch) -> dict[str, float]:
+def _latencies(loaded: LoadedTeacher, batch: Batch) -> dict[str, float]:
     """Return median seconds of a call with one row of a batch, and with all rows, from arrays to arrays."""
     found = {}
     for rows in dict.fromkeys((1, batch.rows)):
         columns = {name: column[:rows] for name, column in batch.columns.items()}
         part = Batch(columns=columns, weights=batch.weights[:rows], samples=batch.samples[:rows])
-        found[str(rows)] = _seconds(lambda part=part: standing.outputs(part))  # type: ignore[misc]
+        found[str(rows)] = _seconds(lambda part=part: loaded.outputs(part))  # type: ignore[misc]
     return found
 
 
