@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from trainwright.distillation.distillation_spec import Distillation as Distillation
     from trainwright.distillation.distillation_spec import Teacher as Teacher
     from trainwright.distillation.distilled_run import DistilledRun as DistilledRun
-    from trainwright.distillation.distilled_run import students as students
     from trainwright.distillation.hyperparameter_search import Search as Search
     from trainwright.distillation.hyperparameter_search import search as search
     from trainwright.distillation.multi_stage import SelfDistillation as SelfDistillation
     from trainwright.distillation.multi_stage import TwoStage as TwoStage
+    from trainwright.distillation.trained_student import students as students
     from trainwright.runtime.run_handle import Run as Run
     from trainwright.strategies.cost_model.estimator import Measurement as Measurement
     from trainwright.strategies.cost_model.estimator import calibrate as calibrate
@@ -90,7 +90,7 @@ _HOMES = {
     "rank": "trainwright.strategies.search.plan_ranking",
     "search": "trainwright.distillation.hyperparameter_search",
     "start": "trainwright.api",
-    "students": "trainwright.distillation.distilled_run",
+    "students": "trainwright.distillation.trained_student",
     "transformer_profile": "trainwright.core.model_profile",
 }
 _MODULES = {

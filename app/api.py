@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from trainwright.diagnostics.diagnosis_report import Diagnosis
     from trainwright.distillation.distillation_spec import Distillation, SupportsDistill
     from trainwright.distillation.distilled_run import DistilledRun
-    from trainwright.distillation.teacher_delivery import DeliveryComparison
     from trainwright.inference.batch_inference import Prediction
     from trainwright.planning.planner import Decision
     from trainwright.planning.what_if import Goal, Price, WhatIf
@@ -30,11 +29,11 @@ def plan(job: Job | str) -> Decision: ...
 
 
 @overload
-def plan(job: Distillation) -> DeliveryComparison: ...
+def plan(job: Distillation) -> Decision: ...
 
 
 @overload
-def plan(job: SupportsDistill, *, cluster: Cluster | str | None = None) -> Decision | WhatIf | DeliveryComparison: ...
+def plan(job: SupportsDistill, *, cluster: Cluster | str | None = None) -> Decision | WhatIf: ...
 
 
 @overload
@@ -59,8 +58,8 @@ def plan(
     mtbf_hours: float | None = None,
     critical_batch: float | None = None,
     batch_sizes: Sequence[int] = (),
-) -> Decision | WhatIf | DeliveryComparison:
-    """The plan for this job, and the rejected ones, with reasons; of a distillation, the ways tried on some rows.
+) -> Decision | WhatIf:
+    """Return the plan for this job, and the rejected ones, with reasons; notes say where a distillation's teachers run.
 
     Of a recipe it is the plan of the stage whose turn it is: later ones begin with what it will have learned.
 
@@ -76,14 +75,14 @@ def plan(
     """
     from trainwright.distillation.distillation_spec import Distillation
     from trainwright.distillation.multi_stage import next_stage
-    from trainwright.distillation.teacher_delivery import compare_deliveries
+    from trainwright.distillation.teacher_delivery import plan_distillation
     from trainwright.planning.job_preparation import decide_plan, needs_cluster_to_open, prepare, profile_of
     from trainwright.planning.what_if import what_if
     from trainwright.ray_cluster.discovery import connect
 
     stage = next_stage(job)
     if isinstance(stage, Distillation):
-        return compare_deliveries(stage, cluster, always=True)
+        return plan_distillation(stage, cluster)
     job = _job(stage)
     if cluster is None and needs_cluster_to_open(job):
         connect()
@@ -196,9 +195,9 @@ def evaluate(job: Job | str, *, step: int | None = None, here: bool = False, ver
         TrainwrightError: there is no evaluation set, no checkpoint, it does not fit the model, or the cluster has no
             room for the plan; some batches took longer than `hang_deadline_s`, by default 15 minutes.
     """
-    from trainwright.inference import trained_model as use
+    from trainwright.inference import model_evaluation
 
-    return use.evaluate(_job(job), step, here=here, verbose=verbose)
+    return model_evaluation.evaluate(_job(job), step, here=here, verbose=verbose)
 
 
 def predict(
@@ -304,9 +303,9 @@ def load_model(job: Job | str, *, step: int | None = None) -> Any:
     Raises:
         TrainwrightError: there is no checkpoint, or it does not fit the model.
     """
-    from trainwright.inference import trained_model as use
+    from trainwright.runtime import model_loading
 
-    return use.load_model(_job(job), step)
+    return model_loading.load_model(_job(job), step)
 
 
 def export(job: Job | str, path: str, *, step: int | None = None) -> str:
@@ -316,9 +315,9 @@ def export(job: Job | str, path: str, *, step: int | None = None) -> str:
     Raises:
         TrainwrightError: there is no checkpoint, it does not fit the model, or the path's ending names no form.
     """
-    from trainwright.inference import trained_model as use
+    from trainwright.runtime import model_loading
 
-    return use.export(_job(job), path, step)
+    return model_loading.export(_job(job), path, step)
 
 
 def chaos(

@@ -310,7 +310,7 @@ def _trained(file: str, overrides: list[str] | None, student: str | None) -> Any
     """Return the job of a file, or that of one student of its distillation."""
     if student is None:
         return _job(file, overrides, None, None)
-    from trainwright.distillation.distilled_run import students
+    from trainwright.distillation.trained_student import students
     from trainwright.planning.job_file import load_distillation
 
     found = students(load_distillation(file, overrides or ()))
@@ -321,14 +321,14 @@ def _trained(file: str, overrides: list[str] | None, student: str | None) -> Any
 
 def _print_result(run: Any, file: str, overrides: list[str]) -> None:
     """Print where the results are, and how to use the model."""
-    from trainwright.inference.trained_model import loading_code
+    from trainwright.runtime.model_loading import loading_code
 
     _print_result_lines(run, loading_code(file, overrides), _command_arguments(file, overrides))
 
 
 def _print_student_results(run: Any, file: str, overrides: list[str]) -> None:
     """Print the same for a distillation, with the first student as example."""
-    from trainwright.distillation.distilled_run import student_loading_code
+    from trainwright.distillation.trained_student import student_loading_code
 
     student = next(iter(run.students))
     arguments = f"{_command_arguments(file, overrides)} --student {student}"

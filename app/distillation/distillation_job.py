@@ -1,54 +1,69 @@
-"""A distillation as a job: what teachers say becomes columns of its data, and its loss one of labels and these."""
+"""Compose the job of a distillation: teacher outputs become columns of its data, and the loss uses them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
 from trainwright.datasets.dataset import Dataset
-from trainwright.distillation.distillation_spec import Distillation, Teacher, TeacherRunner
+from trainwright.datasets.ray_data.actor_pools import allocate_actors
+from trainwright.datasets.ray_data.ray_fetcher import make_pipeline_spec
+from trainwright.distillation.distillation_spec import Distillation, Teacher
 from trainwright.distillation.target_cache import stored_targets
-from trainwright.distillation.teacher_runner import OutputSignature, compared_shape, output_signature
+from trainwright.distillation.teacher_model import OutputSignature, compared_shape, output_signature
+from trainwright.distillation.teacher_runner import TeacherRunner, load_teacher
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics
 from trainwright.strategies.distillation.layer_match import Shape, output_mismatch
 from trainwright.strategies.distillation.multi_student import StudentModels
+
+if TYPE_CHECKING:
+    from trainwright.core.cluster import Cluster
+    from trainwright.core.plan import Plan
+    from trainwright.core.soft_loss import SoftLoss
+    from trainwright.datasets.data_source import Index
 
 _AddTargets = Callable[[Dataset], Dataset]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComposedJob:
-    """What is trained.
+    """The job that is trained.
 
     Attributes:
-        job: with the teachers in its data or in its loss.
+        job: the job, with the teachers in its data or in its loss.
         loss: of the students.
-        notes: what went wrong and was mended while teachers were asked.
+        notes: problems that were repaired while teachers ran.
     """
 
     job: Job
     loss: DistillationLoss
     notes: tuple[str, ...] = ()
 
+    def with_soft_loss(self, soft: SoftLoss, student: Job) -> Job:
+        """Return the job with another loss of labels and teachers; `student` is the job that was composed."""
+        loss, model = replace(self.loss, soft=soft), self.job.model
+        model = replace(model, loss=loss) if isinstance(model, StudentModels) else model
+        return self.job.replace(loss=loss, metrics=student_metrics(student.metrics, loss), model=model)
+
 
 def compose_job(distillation: Distillation, *, verbose: bool = False) -> ComposedJob:
-    """The job that a distillation comes to, its way settled (`choosing.settled`).
+    """Return the job of a distillation whose way is chosen (`choose_delivery`).
 
-    Offline, all that teachers have to say is computed where it is missing.
+    Offline, missing teacher outputs are computed.
 
     Raises:
-        JobError: students, teachers and their layers do not go together.
-        TrainwrightError: as `stored_targets` and `Teacher.load`.
+        JobError: students, teachers and their layers do not match.
+        TrainwrightError: as `stored_targets` and `load_teacher`.
     """
     job, teachers = distillation.student, teachers_with_layers(distillation)
-    lecturers = {teacher.name: teacher.load() for teacher in teachers}
-    loss = build_loss(distillation, teachers, lecturers)
-    check_compatibility(distillation, loss, teachers, lecturers)
+    runners = load_teachers(teachers)
+    loss = build_loss(distillation, teachers, runners)
+    check_compatibility(distillation, loss, teachers, runners)
     notes: list[str] = []
-    beside = _beside(distillation, teachers, lecturers, verbose, notes.append)
+    beside = _beside(distillation, teachers, runners, verbose, notes.append)
     train = beside(job.train)
     changes: dict[str, Any] = {
         "train": train,
@@ -57,20 +72,20 @@ def compose_job(distillation: Distillation, *, verbose: bool = False) -> Compose
         "loss": loss,
         "metrics": student_metrics(job.metrics, loss),
     }
-    model = _model(distillation, loss, lecturers, train)
+    model = _model(distillation, loss, runners, train)
     return ComposedJob(job=job.replace(**changes, model=model), loss=loss, notes=tuple(notes))
 
 
 def composed_model(distillation: Distillation) -> Callable[[], Any]:
-    """The model of the job that it comes to, whichever way teachers are asked. Raises as `compose_job`."""
+    """Return the model of the composed job, which is the same for each way. Raises as `compose_job`."""
     inline = distillation.replace(way="inline")  # nothing is computed of the data but a row
     teachers = teachers_with_layers(inline)
-    lecturers = {teacher.name: teacher.load() for teacher in teachers}
-    return _model(inline, build_loss(inline, teachers, lecturers), lecturers, inline.student.train)
+    runners = load_teachers(teachers)
+    return _model(inline, build_loss(inline, teachers, runners), runners, inline.student.train)
 
 
 def teachers_with_layers(distillation: Distillation) -> tuple[Teacher, ...]:
-    """The teachers, each with the layers of its that are matched."""
+    """Return the teachers, each with its layers that are matched."""
     teachers = distillation.teachers
     matched = [(match.of or teachers[0].name, match.teacher) for match in distillation.loss.matches if teachers]
     found = []
@@ -80,10 +95,15 @@ def teachers_with_layers(distillation: Distillation) -> tuple[Teacher, ...]:
     return tuple(found)
 
 
+def load_teachers(teachers: Sequence[Teacher]) -> dict[str, TeacherRunner]:
+    """Return the runner of each teacher, by name, with its newest weights. Raises as `load_teacher`."""
+    return {teacher.name: load_teacher(teacher) for teacher in teachers}
+
+
 def build_loss(
-    distillation: Distillation, teachers: tuple[Teacher, ...], lecturers: Mapping[str, TeacherRunner]
+    distillation: Distillation, teachers: tuple[Teacher, ...], runners: Mapping[str, TeacherRunner]
 ) -> DistillationLoss:
-    """The students' loss. Raises JobError with all that does not go together."""
+    """Return the students' loss. Raises JobError with all mismatches."""
     job, inline = distillation.student, distillation.way == "inline"
     labels, mask = job.wanted_targets, distillation.loss.mask
     told = [name for teacher in teachers for name in (teacher.wanted if inline else teacher.columns)]
@@ -93,32 +113,32 @@ def build_loss(
         targets=tuple(dict.fromkeys((*labels, *([mask] if mask else []), *told))),
         labels=labels,
         students=distillation.names,
-        teachers=() if inline else tuple(lecturers),
-        inline=lecturers if inline else {},
+        teachers=() if inline else tuple(runners),
+        inline=runners if inline else {},
         mutual=distillation.mutual,
         joint=distillation.joint,
     )
 
 
 class TeacherActor:
-    """A teacher in an actor of its own: opened once, asked for one batch after the other."""
+    """A teacher in an actor of its own, for `map_batches`."""
 
-    def __init__(self, lecturer: TeacherRunner) -> None:
-        self._lecturer = lecturer
+    def __init__(self, runner: TeacherRunner) -> None:
+        self._runner = runner
 
     def __call__(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The columns, and the teacher's beside them."""
-        return self._lecturer(columns)
+        """Return the given columns and the teacher's."""
+        return self._runner(columns)
 
 
 def _beside(
     distillation: Distillation,
     teachers: tuple[Teacher, ...],
-    lecturers: Mapping[str, TeacherRunner],
+    runners: Mapping[str, TeacherRunner],
     verbose: bool,
     note: Callable[[str], object],
 ) -> _AddTargets:
-    """What puts the teachers' columns beside those of a data set."""
+    """Return what adds the teachers' columns to a data set."""
     folder, keep, hang_s = distillation.folder, distillation.keep, distillation.student.hang_deadline_s
 
     def offline(data: Dataset) -> Dataset:
@@ -132,23 +152,39 @@ def _beside(
 
     ways: Mapping[str, _AddTargets] = {
         "offline": offline,
-        "online": lambda data: with_teacher_actors(data, distillation, lecturers),
+        "online": lambda data: with_teacher_actors(data, distillation, runners),
         "inline": lambda data: data,
     }
     return ways[distillation.way]
 
 
-def with_teacher_actors(data: Dataset, distillation: Distillation, lecturers: Mapping[str, TeacherRunner]) -> Dataset:
-    """A data set with what teachers in actors of their own say of its rows."""
-    for lecturer in lecturers.values():
+def with_teacher_actors(data: Dataset, distillation: Distillation, runners: Mapping[str, TeacherRunner]) -> Dataset:
+    """Return a data set with the columns of teachers that run in actors."""
+    for runner in runners.values():
         data = data.map_batches(
-            TeacherActor, cpus=distillation.cpus, gpus=distillation.gpus, fn_constructor_args=(lecturer,)
+            TeacherActor, cpus=distillation.cpus, gpus=distillation.gpus, fn_constructor_args=(runner,)
         )
     return data
 
 
+def check_actor_resources(data: Dataset, index: Index, job: Job, plan: Plan, cluster: Cluster) -> None:
+    """Raise ResourceError where the cluster has no CPUs or GPUs left for one actor of each teacher.
+
+    Args:
+        data: the training set with its teachers in actors: see `with_teacher_actors`.
+        index: of the training set.
+        job: the students' job.
+        plan: of the students, whose workers come first.
+        cluster: what there is.
+    """
+    gpus = cluster.accelerators if cluster.accelerator == "GPU" else 0
+    free = {"CPU": plan.placement.data_cpus, "GPU": float(gpus - plan.workers * plan.placement.accelerators)}
+    pipeline = make_pipeline_spec(data, index, columns=job.columns, **job.ordering())
+    allocate_actors([pipeline], free)
+
+
 def student_builder(distillation: Distillation, loss: DistillationLoss) -> Callable[[], Any]:
-    """The model of the class, without bridges; of one student that gives no more than its outputs, its own."""
+    """Return the model of all students without projections; the own model of one student without further outputs."""
     job = distillation.student
     if not loss.wrapped:
         return job.model
@@ -156,14 +192,14 @@ def student_builder(distillation: Distillation, loss: DistillationLoss) -> Calla
 
 
 def _model(
-    distillation: Distillation, loss: DistillationLoss, lecturers: Mapping[str, TeacherRunner], train: Dataset
+    distillation: Distillation, loss: DistillationLoss, runners: Mapping[str, TeacherRunner], train: Dataset
 ) -> Callable[[], Any]:
-    """The model of the class, with the bridges that its matches need."""
+    """Return the model of all students, with the projections that matched layers need."""
     job, students = distillation.student, student_builder(distillation, loss)
     if not isinstance(students, StudentModels) or not loss.soft.matches:
         return students
     row = train.row(train.index())
-    told = {name: each for inline in loss.inline for name, each in lecturers[inline].teach(row.columns).items()}
+    told = {name: each for inline in loss.inline for name, each in runners[inline].teach(row.columns).items()}
     return students.fitted({**job.collation(row), **told}, job.arguments, job.keywords)
 
 
@@ -174,15 +210,15 @@ def check_compatibility(
     distillation: Distillation,
     loss: DistillationLoss,
     teachers: tuple[Teacher, ...],
-    lecturers: Mapping[str, TeacherRunner],
+    runners: Mapping[str, TeacherRunner],
 ) -> None:
-    """Raise JobError for models that cannot teach each other. What only a step can tell, its first one does."""
+    """Raise JobError for teachers and students that do not match. The first step checks what only a step can show."""
     job = distillation.student
     index = job.train.index()
     students = {
         name: output_signature(job.replace(model=build), index) for name, build in distillation.builders.items()
     }
-    known = {teacher.name: output_signature(teacher.asked(job.train), index) for teacher in teachers}
+    known = {teacher.name: output_signature(teacher.inference_job(job.train), index) for teacher in teachers}
     outlines = {**known, **students}
     outputs = dict.fromkeys(students, loss.soft.output) | {teacher.name: teacher.output for teacher in teachers}
     given = {name: _compared(loss, each.shapes, outputs[name]) for name, each in outlines.items()}
@@ -191,11 +227,11 @@ def check_compatibility(
         raise JobError(problems)
     for name in loss.inline:
         if not known[name].looks:
-            lecturers[name].teach(job.train.row(index).columns)
+            runners[name].teach(job.train.row(index).columns)
 
 
 def _compared(loss: DistillationLoss, shapes: Mapping[str, Shape], name: str) -> Shape | None:
-    """Of the output that is compared; None where that is not known."""
+    """Return the shape of the compared output; None where unknown."""
     shape = compared_shape(shapes, name)
     if shape is None or loss.soft.kind != "language_model":
         return shape
@@ -203,7 +239,7 @@ def _compared(loss: DistillationLoss, shapes: Mapping[str, Shape], name: str) ->
 
 
 def _mixed(loss: DistillationLoss, outlines: Mapping[str, OutputSignature]) -> Iterator[str]:
-    """Teachers in the step of a student of another framework."""
+    """Problems of inline teachers of another framework than the student."""
     own = outlines[loss.students[0]].framework
     for name in loss.inline:
         if outlines[name].framework != own:
@@ -214,7 +250,7 @@ def _mixed(loss: DistillationLoss, outlines: Mapping[str, OutputSignature]) -> I
 
 
 def _unlike(loss: DistillationLoss, given: Mapping[str, Shape | None]) -> Iterator[str]:
-    """Students and teachers of other classes, labels, words or shapes."""
+    """Problems of students and teachers with other classes, labels, words or shapes."""
     for student in loss.learners:
         for teacher in loss.taught_by(student):
             own, said = given[student], given[teacher]

@@ -1,68 +1,74 @@
-"""A search for the temperature and the share of the hard loss with which a student learns best, and whether it helps.
+"""Search the temperature and the share of the hard loss with which a student learns best, and whether that helps it.
 
     <storage>/<name>/search.json            what is searched
     <storage>/<name>/t4-alpha0.1-seed0/     a run like any other, and so on; alone-seed0: the student without teachers
-    <storage>/<name>/found.json, found.html what was found
+    <storage>/<name>/found.json             the result
 
-Each setting is trained with the first seed, of which those that fall behind are stopped; the others with all seeds. The
-best on the validation set, and the student alone, are then looked at once on the test set.
+Each setting is trained with the first seed, the best ones and the student alone with all seeds. The best setting on the
+validation set and the student alone are then evaluated once on the test set.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from trainwright.core.errors import JobError, RunConflict, nearest
-from trainwright.core.job import Job
-from trainwright.core.loss_api import teacher_column
-from trainwright.core.soft_loss import SoftLoss
+from trainwright.core.errors import JobError, RunConflict, TrainwrightError, nearest
 from trainwright.core.strict_model import StrictModel
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.ops.hash_split import split
-from trainwright.distillation.distillation_job import ComposedJob, build_loss, compose_job, teachers_with_layers
-from trainwright.distillation.distillation_spec import Distillation
-from trainwright.distillation.parallel_runs import train_teachers
-from trainwright.distillation.search_result import BASELINE, Score, SearchResult, Setting, result_page
-from trainwright.distillation.search_trials import SearchObjective, SuccessiveHalving, TrialResult, run_trials
-from trainwright.distillation.student_evaluation import latency_device, model_costs
-from trainwright.inference.trained_model import evaluate
+from trainwright.distillation.distillation_job import (
+    ComposedJob,
+    build_loss,
+    compose_job,
+    load_teachers,
+    teachers_with_layers,
+)
+from trainwright.distillation.distillation_spec import STUDENT, Distillation
+from trainwright.distillation.parallel_runs import train_in_parallel, train_teachers
+from trainwright.distillation.search_result import BASELINE, Score, SearchResult, Setting, final_metric
+from trainwright.distillation.student_evaluation import evaluate_students
+from trainwright.distillation.trained_student import students_of
+from trainwright.inference.model_evaluation import evaluate
 from trainwright.planning.job_description import describe, description_changes
+from trainwright.reporting.progress_bar import print_status
+from trainwright.storage.checkpoint_selection import find_checkpoint
 from trainwright.storage.object_store import Store, canonical_uri, open_store
-from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics, teacher_metrics
-from trainwright.strategies.distillation.multi_student import StudentModels
 
-_SEARCH_FILE, _RESULT_FILE, _PAGE_FILE = "search.json", "found.json", "found.html"
+if TYPE_CHECKING:
+    from trainwright.core.job import Job
+    from trainwright.core.soft_loss import SoftLoss
+    from trainwright.reporting.scorecard import Scorecard
+
+_SEARCH_FILE, _RESULT_FILE = "search.json", "found.json"
 _LAYOUT = frozenset({"workers", "min_workers", "max_workers", "strategy", "plan", "devices", "consistency"})
+_MOST_AT_ONCE = 8  # runs whose drivers share this process, where concurrent= says nothing
 
 
 class Search(StrictModel):
     """What `tw.search` does: a distillation with each of several settings and seeds, and the student alone.
 
     Attributes:
-        distillation: of one student, which has targets and metrics. Its `evaluate=` is the test set, which is looked at
-            once, when the setting is chosen. What the teachers say is computed before, once for all, whatever its
+        distillation: of one student, which has targets and metrics. Its `evaluate=` is the test set, which is used
+            once, when the setting is chosen. Teacher outputs are computed before, once for all runs, whatever its
             `way=`, unless that is `inline`.
         name: of the search; by default the student's, with `-search`.
         temperatures: to try, in place of the loss' own; none in regression.
         alphas: the same.
-        seeds: with how many each is trained, counted from the student's.
+        seeds: how many, counted from the student's.
         validation: the data set on which settings are compared, or a share of the training set that is taken from it.
-        metric: of the student, by which they are compared.
+        metric: of the student, by which settings are compared.
         mode: whether more or less of it is better.
-        stop_early: end the settings that are behind (ASHA: Li et al., 2020, A system for massively parallel
-            hyperparameter tuning): of those that came as far, the best in `reduction` go on. A setting is judged by its
-            first seed alone then; False trains each with all seeds.
-        grace: evaluations that each may have before.
-        reduction: as said; at so many times as many evaluations they are compared again.
-        concurrent: runs at a time; by default as many as the cluster has accelerators, or CPUs, for. A run has one
-            worker, unless the student's job says otherwise.
+        finalists: settings that are trained with all seeds: the best with the first seed. None trains all settings
+            with all seeds.
+        concurrent: runs at a time; by default 8 at most, and at most as many as the cluster has accelerators, or CPUs,
+            for. A run has one worker, unless the student's job says otherwise.
     """
 
     distillation: Distillation
@@ -73,14 +79,12 @@ class Search(StrictModel):
     validation: Any = 0.1
     metric: str = "accuracy"
     mode: Literal["max", "min"] = "max"
-    stop_early: bool = True
-    grace: Annotated[int, Field(ge=1)] = 1
-    reduction: Annotated[int, Field(ge=2)] = 3
+    finalists: Annotated[int, Field(ge=1)] | None = 2
     concurrent: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Search:
-        problems = [*self._unsuited(), *self._unfit()]
+        problems = [*self._distillation_problems(), *self._setting_problems()]
         if problems:
             raise JobError(problems)
         return self
@@ -91,26 +95,26 @@ class Search(StrictModel):
 
     @property
     def student(self) -> Job:
-        """The job as it would be trained alone, on all rows."""
+        """The student's job as it would be trained alone, on all rows."""
         return self.distillation.student
 
     @property
-    def called(self) -> str:
-        """Its name."""
+    def run_name(self) -> str:
+        """Name of the search."""
         return self.name or f"{self.student.name}-search"
 
     @property
     def folder(self) -> str:
-        """Where its runs are."""
-        return f"{canonical_uri(self.student.storage).rstrip('/')}/{self.called}"
+        """Folder of its runs."""
+        return f"{canonical_uri(self.student.storage).rstrip('/')}/{self.run_name}"
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def seed_values(self) -> tuple[int, ...]:
         """The seeds."""
         return tuple(range(self.student.seed, self.student.seed + self.seeds))
 
     def settings(self) -> dict[str, tuple[Setting, SoftLoss]]:
-        """All, by name, with their losses. Raises JobError for one that teaches nothing."""
+        """Return all settings by name, with their losses. Raises JobError for one without a share for the teachers."""
         found = {}
         for temperature, alpha in product(self.temperatures or (None,), self.alphas or (None,)):
             given = {"temperature": temperature, "alpha": alpha}
@@ -121,7 +125,7 @@ class Search(StrictModel):
             found[name] = (Setting(name=name, temperature=temperature, alpha=alpha), loss)
         return found
 
-    def _unsuited(self) -> list[str]:
+    def _distillation_problems(self) -> list[str]:
         job, distillation, problems = self.student, self.distillation, []
         if distillation.students or distillation.mutual or distillation.joint:
             problems.append("distillation: students=, mutual= and joint= train several: a search is of one student")
@@ -137,8 +141,8 @@ class Search(StrictModel):
             problems.append(f"metric={self.metric!r} is none of the student's: {nearest(self.metric, job.metrics)}")
         return problems
 
-    def _unfit(self) -> list[str]:
-        """Of the settings and what they are compared on."""
+    def _setting_problems(self) -> list[str]:
+        """Problems of the settings and of the validation set."""
         problems, share = [], self.validation
         if not isinstance(share, Dataset) and not (isinstance(share, float) and 0 < share < 1):
             problems.append(f"validation={share!r}: give a data set, or a share of the training set between 0 and 1")
@@ -147,7 +151,7 @@ class Search(StrictModel):
                 problems.append(f"{name}= names one twice")
         try:
             self.settings()
-            self.student.replace(name=self.called)
+            self.student.replace(name=self.run_name)
         except JobError as error:
             problems += error.problems
         return problems
@@ -156,22 +160,22 @@ class Search(StrictModel):
 def search(search: Search, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> SearchResult:
     """Find the temperature and alpha with which a student learns best from its teachers, and whether that helps it.
 
-    Settings are trained as runs of their own, some at a time (Ray Tune), each with several seeds, and so is the student
-    without teachers. They are compared on a validation set; the best of them and the student alone are looked at on the
-    test set once. Teachers that are to be trained come first; what they say is computed once for all. The same call
-    goes on where an earlier one was ended, and gives what was found where it is finished.
+    Settings are trained as runs of their own, some at a time, and so is the student without teachers. They are compared
+    on a validation set. The best of them and the student alone are evaluated on the test set once. Teachers with
+    `train=True` are trained first; teacher outputs are computed once for all runs. The same call continues where an
+    earlier one was stopped or killed, and returns the stored result where it is finished.
 
     Args:
         search: what is tried.
-        resume: go on with the runs of a search of this name although it was changed.
-        fresh: begin it again, without what it has.
+        resume: continue the runs of a search of this name although it was changed.
+        fresh: delete what the search has, and start again.
         verbose: show Ray's own output.
 
     Raises:
-        JobError: students, teachers and their layers do not go together.
+        JobError: students, teachers and their layers do not match.
         RunConflict: the name belongs to another search.
-        TrainwrightError: a run failed, or there is no room for it.
-        KeyboardInterrupt: it was stopped by Ctrl-C; its runs have checkpoints.
+        Stopped: a signal came; the runs have taken a checkpoint.
+        TrainwrightError: a run failed, or the cluster has no room for it.
     """
     store = open_store(search.folder)
     if fresh:
@@ -180,9 +184,8 @@ def search(search: Search, *, resume: bool = False, fresh: bool = False, verbose
     _check_past(search, store, resume)
     if (past := store.find(_RESULT_FILE)) is not None:
         return SearchResult.decode(past)
-    parts = SearchJobs.of(search, verbose)
-    found = _confirmed(search, parts, store.uri, _trained(search, parts, verbose))
-    store.put(_PAGE_FILE, result_page(found).encode())
+    jobs = SearchJobs.of(search, verbose)
+    found = _test(search, jobs, store.uri, _train(search, jobs, store, verbose), verbose)
     store.put(_RESULT_FILE, found.encode())
     return found
 
@@ -193,14 +196,14 @@ class SearchJobs:
 
     Attributes:
         student: the job as it was given.
-        taught: with the teachers beside all rows.
+        composed: the student with its teachers, on all rows.
         alone: the student without them, on the same rows as those with them.
-        train, validation: the rows with what teachers say; those of `alone` are its own.
-        test: the test set, with what teachers say.
+        train, validation: the rows with teacher outputs; those of `alone` are its own.
+        test: the test set, with teacher outputs.
     """
 
     student: Job
-    taught: ComposedJob
+    composed: ComposedJob
     alone: Job
     train: Dataset
     validation: Dataset
@@ -208,67 +211,58 @@ class SearchJobs:
 
     @classmethod
     def of(cls, search: Search, verbose: bool) -> SearchJobs:
-        """Have what is missing of the teachers' words computed. Raises as `compose_job`."""
+        """Compute the teacher outputs that are missing, and divide the rows. Raises as `compose_job`."""
         distillation, share = _targets_once(search.distillation), search.validation
         whole = compose_job(distillation, verbose=verbose)
-        student = _steady(search.student)
+        student = _fixed_layout(search.student)
         if isinstance(share, float):
-            train, validation = _cut(whole.job.train, share)
-            own = _cut(student.train, share)
+            train, validation = _split(whole.job.train, share)
+            own = _split(student.train, share)
         else:
-            beside = distillation.replace(student=search.student.replace(evaluate=share))
-            train, validation = whole.job.train, compose_job(beside, verbose=verbose).job.evaluate
+            validated = distillation.replace(student=search.student.replace(evaluate=share))
+            train, validation = whole.job.train, compose_job(validated, verbose=verbose).job.evaluate
             own = (student.train, share)
         alone = student.replace(train=own[0], evaluate=own[1])
         return cls(
-            student=search.student, taught=whole, alone=alone, train=train, validation=validation,
+            student=search.student, composed=whole, alone=alone, train=train, validation=validation,
             test=whole.job.evaluate,
         )  # fmt: skip
 
     def runs(self, search: Search, names: Sequence[str], seeds: Sequence[int]) -> dict[str, Job]:
-        """The jobs of these settings, or of the student alone, with these seeds, by the names of their runs."""
+        """Return the jobs of these settings, or of the student alone, with these seeds, by the names of their runs."""
         settings, jobs = search.settings(), {}
         for name in names:
-            job = self.alone if name == BASELINE else self._taught(settings[name][1])
+            job = self.alone if name == BASELINE else self._with_teachers(settings[name][1])
             for seed in seeds:
                 run = f"{name}-seed{seed}"
                 jobs[run] = job.replace(name=run, seed=seed, storage=search.folder)
         return jobs
 
-    def tested(self, job: Job) -> dict[str, float]:
-        """The metrics of a run of these on the test set; of one with teachers, theirs too."""
-        taught = isinstance(job.loss, DistillationLoss)
-        own = teacher_metrics(self.student.metrics, self.taught.loss) if taught else {}
-        test = self.test if taught else self.student.evaluate
-        return evaluate(job.replace(evaluate=test, metrics={**job.metrics, **own}))
-
-    def _taught(self, soft: SoftLoss) -> Job:
-        loss, model = replace(self.taught.loss, soft=soft), self.taught.job.model
-        changes: dict[str, Any] = {"loss": loss, "metrics": student_metrics(self.student.metrics, loss)}
-        changes["model"] = replace(model, loss=loss) if isinstance(model, StudentModels) else model
-        return _steady(self.taught.job.replace(train=self.train, evaluate=self.validation, **changes))
+    def _with_teachers(self, soft: SoftLoss) -> Job:
+        job = self.composed.with_soft_loss(soft, self.student)
+        return _fixed_layout(job.replace(train=self.train, evaluate=self.validation))
 
 
 def _targets_once(distillation: Distillation) -> Distillation:
-    """The same with what teachers say computed before, unless they are to run in the step."""
+    """The distillation with teacher outputs that are computed once, unless teachers run in the step."""
     return distillation if distillation.way == "inline" else distillation.replace(way="offline")
 
 
-def _cut(data: Dataset, share: float) -> tuple[Dataset, Dataset]:
-    """The rows to train on, and those to compare settings on: by number, the same of any data set with these rows."""
+def _split(data: Dataset, share: float) -> tuple[Dataset, Dataset]:
+    """The rows to train on, and those to compare settings on: the same row numbers of each data set."""
     parts = split(data, {"train": 1.0 - share, "validation": share})
     return parts["train"], parts["validation"]
 
 
-def _steady(job: Job) -> Job:
-    """For runs of which many are made: one worker each, where nothing is pinned, and no copies but checkpoints."""
+def _fixed_layout(job: Job) -> Job:
+    """The job for one of many runs: one worker unless a layout is given, and no in-memory checkpoints."""
     given = job.model_fields_set
     own: dict[str, Any] = {} if given & _LAYOUT else {"workers": 1}
     return job.replace(**own, probe=False, **({} if "keeper_s" in given else {"keeper_s": 0.0}))
 
 
 def _check_past(search: Search, store: Store, resume: bool) -> None:
-    """Write down what is searched. Raises RunConflict where the name belongs to another search."""
+    """Store what is searched. Raises RunConflict where the name belongs to another search."""
     words = _described(search)
     stored = store.find(_SEARCH_FILE)
     old = json.loads(stored)["search"] if stored is not None else words
@@ -276,9 +270,9 @@ def _check_past(search: Search, store: Store, resume: bool) -> None:
     if changed and not resume:
         listed = "".join(f"\n    {line}" for line in changed)
         raise RunConflict(
-            f"the search {search.called!r} was started with others:{listed}\n ",
+            f"the search {search.run_name!r} was started with others:{listed}\n ",
             where=store.uri,
-            remedy="resume=True keeps the runs that it has, fresh=True begins again, or give it a new name",
+            remedy="resume=True keeps the runs that it has, fresh=True starts again, or give it a new name",
         )
     if changed:
         store.delete([_RESULT_FILE])
@@ -286,70 +280,102 @@ def _check_past(search: Search, store: Store, resume: bool) -> None:
 
 
 def _described(search: Search) -> dict[str, str]:
-    """What its results depend on."""
+    """Return what the results depend on, in words."""
     job, distillation = search.student, _targets_once(search.distillation)
     teachers = teachers_with_layers(distillation)
-    loss = build_loss(distillation, teachers, {teacher.name: teacher.load() for teacher in teachers})
+    runners = load_teachers(teachers)
+    loss = build_loss(distillation, teachers, runners)
     words = describe(
-        job.replace(name=search.called, loss=loss, targets=loss.targets),
+        job.replace(name=search.run_name, loss=loss, targets=loss.targets),
         train=job.train.index(),
         evaluate=job.evaluate.index(),
     )
     share = search.validation
     rows = f"{share:g} of train" if isinstance(share, float) else f"{share!r}, {share.index().hash[:8]}"
-    own = ("temperatures", "alphas", "seeds", "metric", "mode", "stop_early", "grace", "reduction")
-    told = {teacher.name: f"{teacher.load().sha256[:12]}" for teacher in teachers}
+    own = ("temperatures", "alphas", "seeds", "metric", "mode", "finalists")
+    told = {name: runner.sha256[:12] for name, runner in runners.items()}
     return {**words, **{name: str(getattr(search, name)) for name in own}, "validation": rows, "teachers": str(told)}
 
 
-def _trained(search: Search, parts: SearchJobs, verbose: bool) -> dict[str, TrialResult]:
-    """Train them all: first every setting with one seed, then what is left, and the student alone, with the others.
+def _train(search: Search, jobs: SearchJobs, store: Store, verbose: bool) -> dict[str, float]:
+    """Train all settings with the first seed, and the finalists and the student alone with all seeds.
 
-    Gives what each run came to, by name.
+    Returns:
+        The metric of each run on the validation set, by name.
     """
-    names, (first, *others) = tuple(search.settings()), search.numbers
-    aim = SearchObjective(metric=search.metric, mode=search.mode)
-    go = partial(run_trials, aim=aim, concurrent=search.concurrent, verbose=verbose)
-    if not search.stop_early or len(names) == 1:
-        return go(parts.runs(search, (*names, BASELINE), search.numbers))
-    halving = SuccessiveHalving(grace=search.grace, reduction=search.reduction)
-    outcomes = go(parts.runs(search, names, (first,)), halving=halving)
-    left = [name for name in names if not outcomes[f"{name}-seed{first}"].stopped]
-    return outcomes | go({**parts.runs(search, left, others), **parts.runs(search, (BASELINE,), search.numbers)})
+    names, (first, *others) = tuple(search.settings()), search.seed_values
+    finalists = min(search.finalists or len(names), len(names))
+    total = len(names) + finalists * len(others) + search.seeds
+    parts = min(search.concurrent or _MOST_AT_ONCE, total)
+    print_status(f"search in {store.uri}: {total} runs, at most {parts} at a time")
+    found: dict[str, float] = {}
+
+    def train(runs: Mapping[str, Job]) -> None:
+        done = {name: value for name in runs if (value := final_metric(store, name, search.metric)) is not None}
+        found.update(done)
+
+        def ended(job: Job) -> None:
+            value = final_metric(store, job.name, search.metric)
+            if value is not None:
+                found[job.name] = value
+                print_status(f"  {job.name}: {search.metric} {value:.4f} ({len(found)} of {total})")
+
+        left = [job for name, job in runs.items() if name not in done]
+        train_in_parallel(left, what="runs of the search", parts=parts, resume=True, verbose=verbose, on_end=ended)
+        if missing := [name for name in runs if name not in found]:
+            what = f"the evaluation after the last step is missing: {', '.join(missing)}"
+            raise TrainwrightError(what, where=store.uri, remedy="call it again; trainwright show tells how they ended")
+
+    all_seeds = finalists == len(names)
+    train(
+        jobs.runs(search, names, search.seed_values if all_seeds else (first,))
+        | jobs.runs(search, (BASELINE,), search.seed_values)
+    )
+    if not all_seeds and others:
+        best = sorted(names, key=lambda name: _rank(search, found[f"{name}-seed{first}"]), reverse=True)
+        train(jobs.runs(search, best[:finalists], others))
+    return found
 
 
-def _confirmed(search: Search, parts: SearchJobs, uri: str, outcomes: Mapping[str, TrialResult]) -> SearchResult:
-    """Choose on the validation set, and look at the test set."""
-    settings = tuple(_summed(each, search, outcomes) for each, _ in search.settings().values())
-    alone = _summed(Setting(name=BASELINE), search, outcomes)
-    best = max if search.mode == "max" else min
-    chosen = best((each for each in settings if not each.stopped), key=lambda each: each.validation.mean)
-    tests = {
-        name: [parts.tested(job) for job in parts.runs(search, (name,), search.numbers).values()]
-        for name in (chosen.name, BASELINE)
-    }
-    said, metric = tests[chosen.name][0], search.metric
-    baseline = next(iter(parts.runs(search, (BASELINE,), search.numbers).values()))
-    student, teachers = model_costs(baseline, search.distillation.teachers)
+def _rank(search: Search, value: float) -> float:
+    """A number that is larger for better settings; NaN comes last."""
+    return -math.inf if math.isnan(value) else value if search.mode == "max" else -value
+
+
+def _test(search: Search, jobs: SearchJobs, uri: str, metrics: Mapping[str, float], verbose: bool) -> SearchResult:
+    """Choose a setting on the validation set, and evaluate it and the student alone on the test set."""
+    settings = tuple(_with_score(each, search, metrics) for each, _ in search.settings().values())
+    most = max(len(each.validation.values) for each in settings)
+    finalists = [each for each in settings if len(each.validation.values) == most]
+    chosen = max(finalists, key=lambda each: _rank(search, each.validation.mean))
+    test = {chosen.name: jobs.test, BASELINE: jobs.student.evaluate}
+    scores = {
+        name: Score(values=tuple(
+            evaluate(job.replace(evaluate=data))[search.metric]
+            for job in jobs.runs(search, (name,), search.seed_values).values()
+        ))
+        for name, data in test.items()
+    }  # fmt: skip
     return SearchResult(
-        name=search.called, metric=metric, mode=search.mode, seeds=search.numbers, settings=settings, alone=alone,
-        chosen=chosen.name,
-        test=Score(values=tuple(each[metric] for each in tests[chosen.name])),
-        test_alone=Score(values=tuple(each[metric] for each in tests[BASELINE])),
-        together=said.get(f"{teacher_column('')}/{metric}"),
-        student=student,
-        teachers=tuple(replace(each, test=said[f"{teacher_column(each.name)}/{metric}"]) for each in teachers),
-        machine=latency_device(), uri=uri,
+        name=search.run_name, metric=search.metric, mode=search.mode, seeds=search.seed_values, settings=settings,
+        alone=_with_score(Setting(name=BASELINE), search, metrics), chosen=chosen.name, test=scores[chosen.name],
+        test_alone=scores[BASELINE], scorecard=_scorecard(search, jobs, chosen.name, verbose), uri=uri,
     )  # fmt: skip
 
 
-def _summed(setting: Setting, search: Search, outcomes: Mapping[str, TrialResult]) -> Setting:
-    """With what its runs came to: at the end, or where it was stopped."""
-    runs = [f"{setting.name}-seed{seed}" for seed in search.numbers]
-    last = [outcomes[run] for run in runs if run in outcomes]  # of one that was stopped there are no other seeds
-    return replace(
-        setting,
-        validation=Score(values=tuple(each.value for each in last)),
-        steps=max(each.step for each in last),
-        stopped=any(each.stopped for each in last),
+def _with_score(setting: Setting, search: Search, metrics: Mapping[str, float]) -> Setting:
+    runs = [f"{setting.name}-seed{seed}" for seed in search.seed_values]
+    return replace(setting, validation=Score(values=tuple(metrics[run] for run in runs if run in metrics)))
+
+
+def _scorecard(search: Search, jobs: SearchJobs, setting: str, verbose: bool) -> Scorecard:
+    """Compare the student of a setting and the first seed with its teachers, on the test set."""
+    ((run, job),) = jobs.runs(search, (setting,), search.seed_values[:1]).items()
+    once = _targets_once(search.distillation)
+    student = search.student.replace(name=run, seed=job.seed, storage=search.folder)
+    distillation = once.replace(student=student, targets=once.folder)
+    own, (_, checkpoint) = students_of(distillation, job)[STUDENT].job, find_checkpoint(job)
+    loss: Any = job.loss
+    return evaluate_students(
+        distillation, loss, {STUDENT: own}, folder=f"{search.folder}/judged", step=checkpoint.step, verbose=verbose
     )

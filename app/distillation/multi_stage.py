@@ -1,33 +1,29 @@
-"""Recipes: distillations in several stages, each a run with a name, a report and a resumption of its own."""
+"""Recipes: distillations in several stages. Each stage is a run with its own name, report and resumption."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from trainwright import api
 from trainwright.core.errors import CheckpointError, JobError, PlanError, RunFinished
 from trainwright.core.job import Job
 from trainwright.core.soft_loss import SoftLoss
 from trainwright.core.strict_model import StrictModel
-from trainwright.distillation.distillation_spec import STUDENT, Distillation, Teacher
-from trainwright.distillation.distilled_run import students
-from trainwright.distillation.teacher_runner import teacher_backend_of
-from trainwright.inference.prediction_worker import CheckpointWeights
-from trainwright.inference.trained_model import find_checkpoint
-from trainwright.planning.profiler import profiler_of
+from trainwright.distillation.distillation_spec import JOB_FIELDS, STUDENT, Distillation, Teacher
+from trainwright.distillation.distilled_run import run_distillation
+from trainwright.distillation.trained_student import trained_student
 from trainwright.reporting.progress_bar import print_status
+from trainwright.runtime.launch import prepare_run, wait_for_run
 from trainwright.runtime.run_handle import Run
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import RunLog
-from trainwright.strategies.distillation.multi_student import unwrap_student
 
 Stage = Job | Distillation
+
 
 _AFRESH = "targets/_afresh/{}.json"  # beside the last run, whose own folder begins with its log
 
@@ -36,7 +32,7 @@ class MultiStage(StrictModel, ABC):
     """Stages that `tw.distill` trains one after the other.
 
     Attributes:
-        distillation: of the last one, or of all that are taught.
+        distillation: of the last stage, or of all stages with teachers.
     """
 
     distillation: Distillation
@@ -48,21 +44,21 @@ class MultiStage(StrictModel, ABC):
 
     @abstractmethod
     def stages(self) -> Iterator[Stage]:
-        """The stages, in order; each is trained before the next is asked for."""
+        """Yield the stages, in order; each must be trained before the next is yielded."""
 
     def last(self) -> Distillation:
-        """The last stage, where the others are done. Raises CheckpointError where they are not."""
+        """Return the last stage. Raises CheckpointError where earlier stages are not finished."""
         stage: Stage | None = None
         for stage in self.stages():
             job = _job_of(stage)
             if self._afresh.due(job):
-                remedy = "tw.distill goes on with what is left of the recipe"
-                raise CheckpointError(f"the run {job.name!r} is to begin afresh, and has not yet", remedy=remedy)
+                remedy = "tw.distill continues the recipe"
+                raise CheckpointError(f"the run {job.name!r} must start again, and has not yet", remedy=remedy)
         assert isinstance(stage, Distillation), "a job comes before what it teaches"
         return stage
 
     def upcoming(self) -> Stage:
-        """The stage whose turn it is: the first that is not finished, or is to begin afresh; the last where all are."""
+        """Return the current stage: the first that is not finished or must start again; else the last."""
         for stage in self.stages():
             job = _job_of(stage)
             if job.name == self.runs[-1] or self._afresh.due(job) or not _done(job):
@@ -70,12 +66,12 @@ class MultiStage(StrictModel, ABC):
         raise AssertionError("the last stage is the last")
 
     def distill(self, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
-        """Train what is left of it. Stages that are finished are passed by, one that was begun goes on.
+        """Train the stages that are not finished. A stage that was started continues.
 
         Args:
-            resume: go on with a stage that was begun although its job was changed.
-            fresh: begin all stages again; not the runs of teachers. It is remembered: where this call is ended, one
-                without it goes on with the stages that were begun again, and begins the others again.
+            resume: continue a stage that was started although its job was changed.
+            fresh: start all stages again, but not the runs of teachers. It is remembered: where this call is killed, a
+                call without it continues the stages that started again, and starts the others again.
             verbose: show Ray's own output.
 
         Returns:
@@ -99,15 +95,15 @@ class MultiStage(StrictModel, ABC):
         return run
 
     def _train(self, stage: Stage, *, resume: bool, verbose: bool) -> Run | None:
-        """The run of a stage; None where it is finished and another one follows."""
+        """Return the run of a stage; None where it is finished and another stage follows."""
         job = _job_of(stage)
         last, fresh = job.name == self.runs[-1], self._afresh.begin(job)
         if resume and not (last or fresh) and _done(job):
             return None
         try:
-            if isinstance(stage, Job):
-                return api.fit(stage, resume=resume, fresh=fresh, verbose=verbose)
-            return api.distill(stage, resume=resume, fresh=fresh, verbose=verbose, judge=last)
+            if isinstance(stage, Distillation):
+                return run_distillation(stage, resume=resume, fresh=fresh, verbose=verbose, judge=last)
+            return _train_job(stage, resume=resume, fresh=fresh, verbose=verbose)
         except RunFinished:
             if last:
                 raise
@@ -115,15 +111,15 @@ class MultiStage(StrictModel, ABC):
 
     @property
     def _afresh(self) -> _RestartList:
-        """What is to begin again."""
+        """The runs that must start again."""
         return _RestartList(open_store(self.distillation.student.storage), _AFRESH.format(self.runs[-1]))
 
 
 class _RestartList:
-    """Runs that are to begin again: in a file, so that whoever goes on for a killed driver knows of them.
+    """Runs that must start again, in a file, so that the next call knows of them.
 
-    The file has for each run null, or, once it is its turn, the token of the driver that had it before: where another
-    one has taken it since, it has begun again.
+    For each run the file has null, or, once it is started, the token of the driver before: when a later driver has the
+    run, it has started again.
 
     Args:
         store: of the file.
@@ -134,11 +130,11 @@ class _RestartList:
         self._store, self._path = store, path
 
     def ask(self, runs: Iterable[str]) -> None:
-        """Have all of them begin again."""
+        """Make all of them start again."""
         self._write(dict.fromkeys(runs))
 
     def due(self, job: Job) -> bool:
-        """Whether a job's run is to begin again, and has not yet."""
+        """Return whether a job's run must start again, and has not yet."""
         runs = self._read()
         if job.name not in runs:
             return False
@@ -146,7 +142,7 @@ class _RestartList:
         return before is None or _token(job) <= before
 
     def begin(self, job: Job) -> bool:
-        """Whether the run, whose turn it is, is to begin again; it has, as soon as a driver takes it."""
+        """Return whether the run that starts now must start again; note the token of its driver."""
         due = self.due(job)
         if due:
             self._write({**self._read(), job.name: _token(job)})
@@ -165,14 +161,14 @@ class TwoStage(MultiStage):
     """Two-stage multi-teacher distillation (TMKD; Yang et al., 2019, arXiv:1910.08381).
 
     First the students learn from all teachers on rows without labels, of which there may be many; then, from the
-    weights of that, from teachers and labels. Where TMKD's student has an output for each teacher and takes their mean,
-    ours has one, which learns the mean of what they say.
+    weights of that, from teachers and labels. TMKD's student has an output for each teacher and takes their mean;
+    ours has one output, which learns the mean of the teachers' outputs.
 
     Attributes:
         distillation: the second stage: the student's job with its labelled data, and two teachers or more, as a rule.
         unlabelled: data set of the first stage; it needs the models' inputs alone.
         first: loss of the first stage, with `alpha=0`; by default that of the second, with that.
-        fields: of the first stage's job, where they are other than the second's: `{"epochs": 5}`.
+        fields: of the first stage's job that differ from the second's: `{"epochs": 5}`.
     """
 
     unlabelled: Any
@@ -191,10 +187,10 @@ class TwoStage(MultiStage):
         if self.distillation.joint:
             problems.append("distillation= has joint=, which learn from labels: the first stage has none; leave it out")
         own = sorted({"name", "model", "train", "targets", "metrics"} & self.fields.keys())
-        problems += [f"fields= sets {name}, which is what makes the first stage: leave it out" for name in own]
+        problems += [f"fields= sets {name}, which the first stage sets itself: leave it out" for name in own]
         if problems:
             raise JobError(problems)
-        self._alone()  # its problems are told at once, too
+        self._alone()  # raises its problems at once, too
         return self
 
     @property
@@ -207,7 +203,7 @@ class TwoStage(MultiStage):
         """Without labels, and with them."""
         first, second = self._alone(), self.distillation
         yield first
-        models = {name: _trained_student(first, name) for name in second.names}
+        models = {name: trained_student(first, name) for name in second.names}
         yield second.replace(
             student=second.student.replace(model=models.pop(STUDENT)),
             students=models,
@@ -225,12 +221,12 @@ class TwoStage(MultiStage):
 class SelfDistillation(MultiStage):
     """Generations of one model, each taught by the one before (born-again networks; Furlanello et al., 2018).
 
-    The model is trained by its labels, then anew from a teacher of its own kind, and so on. Each generation draws its
-    weights and order by the next seed.
+    The model is trained by its labels, then again with the trained model as its teacher, and so on. Each generation
+    has the next seed.
 
     Attributes:
         distillation: of each generation from the one before, without teachers.
-        generations: that are taught; there is one more, the first.
+        generations: with a teacher; the first, without one, comes before.
     """
 
     generations: Annotated[int, Field(ge=1)] = 1
@@ -240,7 +236,9 @@ class SelfDistillation(MultiStage):
         given = [name for name in ("teachers", "students", "joint") if getattr(self.distillation, name)]
         given += ["mutual"] if self.distillation.mutual else []
         if given:
-            raise JobError([f"distillation= has {name}=: a model teaches itself alone; leave it out" for name in given])
+            raise JobError(
+                [f"distillation= has {name}=: the only teacher is the model itself; leave it out" for name in given]
+            )
         return self
 
     @property
@@ -263,16 +261,16 @@ class SelfDistillation(MultiStage):
 
 
 def _unlabelled(loss: SoftLoss) -> SoftLoss:
-    """The same without labels, by which teachers' weights cannot be learned."""
+    """Return the loss without labels; learned weights of teachers need labels."""
     combine = "fixed" if loss.combine == "learned" else loss.combine
     return loss.replace(alpha=0.0, combine=combine)
 
 
 def next_stage(asked: Any) -> Any:
-    """Of a recipe the stage whose turn it is, which is said; anything else that can be planned as it is.
+    """Return the current stage of a recipe and print its name; return anything else as it is.
 
     Raises:
-        PlanError: it is many runs at a time.
+        PlanError: it is a search, which has no plan of its own.
         CheckpointError: an earlier stage has no checkpoint.
     """
     if isinstance(asked, MultiStage):
@@ -285,68 +283,36 @@ def next_stage(asked: Any) -> Any:
     return asked
 
 
+def _train_job(job: Job, *, resume: bool, fresh: bool, verbose: bool) -> Run:
+    """Train a stage without teachers, as `tw.fit`."""
+    run = Run(job, *prepare_run(job, resume=resume, fresh=fresh, verbose=verbose))
+    wait_for_run(run)
+    return run
+
+
 def _job_of(stage: Stage) -> Job:
-    """Whose run a stage is."""
+    """Return the job of a stage."""
     return stage if isinstance(stage, Job) else stage.student
 
 
 def _done(job: Job) -> bool:
-    """Whether the run came to its end, whatever its job was."""
+    """Return whether the run is finished."""
     head = RunLog(open_store(job.storage), job.name).head()
     return head is not None and head.outcome == "done"
 
 
 def _token(job: Job) -> int:
-    """Of the driver that had the run last; 0 for none."""
+    """Return the token of the run's last driver; 0 for none."""
     head = RunLog(open_store(job.storage), job.name).head()
     return 0 if head is None else head.token
 
 
-# --- What was distilled as the beginning of something else ------------------------------------------------------------
-
-
-_OF_JOB = ("inputs", "pad", "collate", "precision")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TrainedStudentBuilder:
-    """() -> a model with the weights of a run; of a class of students that of which one alone runs, the one.
-
-    Attributes:
-        build: () -> the run's model.
-        weights: of the run.
-    """
-
-    build: Callable[[], Any]
-    weights: CheckpointWeights
-
-    def __call__(self) -> Any:
-        """Raises CheckpointError where the weights cannot be read, or do not fit."""
-        model = self.build()
-        if not teacher_backend_of(model).outlined(model):
-            profiler_of(model).take_weights(model, self.weights.reader())
-        return unwrap_student(model)
-
-
-def _trained_student(stage: Distillation, student: str = STUDENT) -> _TrainedStudentBuilder:
-    """What builds a student of a distillation that is done, as it was at its end.
-
-    Raises:
-        CheckpointError: it was not trained.
-    """
-    job = students(stage)[student].job
-    runs, checkpoint = find_checkpoint(job)
-    return _TrainedStudentBuilder(
-        build=job.model, weights=CheckpointWeights(runs=runs, run=job.name, checkpoint=checkpoint)
-    )
-
-
 def _teacher_of(stage: Job | Distillation, name: str) -> Teacher:
-    """A run that is done, as a teacher. Raises CheckpointError where it was not trained."""
+    """Return a finished run as a teacher. Raises CheckpointError where it was not trained."""
     if isinstance(stage, Job):
         return Teacher(name=name, job=stage)
     job = stage.student
     if not stage.wrapped:
         return Teacher(name=name, job=job)
-    given = {field: getattr(job, field) for field in _OF_JOB}
-    return Teacher(name=name, model=_trained_student(stage), **given)
+    given = {field: getattr(job, field) for field in JOB_FIELDS}
+    return Teacher(name=name, model=trained_student(stage), **given)

@@ -1,4 +1,4 @@
-"""Sums over rows of what models say, and what follows from them: accuracy, calibration, agreement. Pure numpy.
+"""Accuracy, calibration and agreement of model outputs, from sums over rows. Pure numpy.
 
 A unit is what is right or wrong by itself: a sample, of language models a token, in multi-label a label of a sample.
 """
@@ -25,7 +25,7 @@ _WHOLE = 256  # classes of which all pairs are counted
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledOutputs:
-    """What one model says of some units, and what is so.
+    """Outputs of one model for some units, with their labels.
 
     Attributes:
         chances: (units, classes) logarithms; in regression (units, numbers) values.
@@ -41,7 +41,7 @@ class LabelledOutputs:
 
 
 def labelled_outputs(kind: str, said: _Array, labels: _Array | None, weights: _Array) -> LabelledOutputs:
-    """Outputs as units.
+    """Return outputs as units.
 
     Args:
         kind: of `SoftLoss`.
@@ -65,7 +65,7 @@ def labelled_outputs(kind: str, said: _Array, labels: _Array | None, weights: _A
 def labels_of(
     kind: str, said: _Array, targets: Sequence[_Array], loss: Terms | None
 ) -> tuple[_Array | None, _Array, int | None]:
-    """What is so of some rows.
+    """Return labels, weights and tokens of some rows.
 
     Args:
         kind: of `SoftLoss`.
@@ -93,17 +93,17 @@ def labels_of(
     following = loss is not None and len(ahead) == 2 and loss.values.shape == (ahead[0], ahead[1] - 1)
     if following:
         labels = labels[:, 1:]
-    counted = _spread(weights, labels.shape) * ((labels >= 0) & (labels < classes))  # such as an index to be ignored
+    counted = _spread(weights, labels.shape) * ((labels >= 0) & (labels < classes))  # not an index to ignore
     return np.where(counted > 0, labels, 0), counted, labels.shape[1] if following else None
 
 
 def log_softmax(logits: _Array) -> _Array:
-    """Along the last axis; minus infinity stays."""
+    """Log-softmax along the last axis; minus infinity stays."""
     return np.asarray(logits - log_sum(logits)[..., None])
 
 
 def ensemble_outputs(said: Mapping[str, LabelledOutputs], shares: Mapping[str, float]) -> LabelledOutputs:
-    """What several models say as one: the mean of their chances, or of their values in regression."""
+    """Return the outputs of several models as one: the mean of probabilities, or of values in regression."""
     first = next(iter(said.values()))
     values = first.labels is not None and first.labels.ndim > 1
     parts = [(each.chances if values else np.exp(each.chances)) * shares[name] for name, each in said.items()]
@@ -113,14 +113,14 @@ def ensemble_outputs(said: Mapping[str, LabelledOutputs], shares: Mapping[str, f
 
 
 class ClassificationMetrics:
-    """Of one model that names classes."""
+    """Scores of one classifier."""
 
     def __init__(self) -> None:
         self.weight = self.correct = self.surprise = 0.0
         self._bins = np.zeros((3, _BINS))  # weight, confidence, right
 
     def add(self, units: LabelledOutputs) -> None:
-        """Count some units."""
+        """Add some units."""
         labels, weights = units.labels, units.weights
         self.weight += float(weights.sum())
         if labels is None:
@@ -141,7 +141,7 @@ class ClassificationMetrics:
         return {name: value / self.weight if self.weight else math.nan for name, value in found.items()}
 
     def reliability(self) -> list[list[float]]:
-        """Of each bin that has some: mean confidence, accuracy, share of all."""
+        """Return mean confidence, accuracy and share of units of each bin that is not empty."""
         weight, sure, right = self._bins
         some = weight > 0
         rows = np.stack((sure[some] / weight[some], right[some] / weight[some], weight[some] / max(self.weight, 1e-12)))
@@ -149,7 +149,7 @@ class ClassificationMetrics:
 
 
 class RegressionMetrics:
-    """Of one model that gives values."""
+    """Scores of one regression model."""
 
     def __init__(self) -> None:
         self.weight = self.squares = 0.0
@@ -157,7 +157,7 @@ class RegressionMetrics:
         self._square: Any = 0.0
 
     def add(self, units: LabelledOutputs) -> None:
-        """Count some units."""
+        """Add some units."""
         if units.labels is None:
             return
         counted = units.weights[:, None]
@@ -181,14 +181,14 @@ class RegressionMetrics:
 
 
 class AgreementMetrics:
-    """Of a student with a teacher."""
+    """Agreement of a student with a teacher."""
 
     def __init__(self, *, values: bool) -> None:
         self._values = values
         self.weight = self.agreed = self.apart = 0.0
 
     def add(self, student: LabelledOutputs, teacher: LabelledOutputs) -> None:
-        """Count some units."""
+        """Add some units."""
         own, theirs, weights = student.chances, teacher.chances, student.weights
         self.weight += float(weights.sum())
         if self._values:
@@ -200,7 +200,7 @@ class AgreementMetrics:
             self.apart += _dot(np.where(chances > 0, chances * (theirs - own), 0.0).sum(axis=-1), weights)
 
     def scores(self) -> dict[str, float]:
-        """Share of units of which both say the same, and KL(teacher || student) in nats; or the RMSE between them."""
+        """Share of units with the same prediction, and KL(teacher || student) in nats; or the RMSE between them."""
         weight = self.weight or math.nan
         if self._values:
             return {"RMSE between": math.sqrt(self.apart / weight)}
@@ -208,7 +208,7 @@ class AgreementMetrics:
 
 
 class SoftTargetMatrix:
-    """The mean of what a model says of the units of each class.
+    """Mean probabilities of a model for the units of each class.
 
     Args:
         classes: there are.
@@ -224,38 +224,38 @@ class SoftTargetMatrix:
         self._counts = np.zeros(classes)
 
     def add(self, chances: _Array, labels: _Array, weights: _Array) -> None:
-        """Count some units: (units, classes) logarithms of chances, (units,) labels and weights."""
+        """Count some units: (units, classes) log probabilities, (units,) labels and weights."""
         self._counts += np.bincount(labels, weights, len(self._counts))
         places = self._place[labels]
         some = (places >= 0) & (weights > 0)
         np.add.at(self._sums, places[some], np.exp(chances[some][:, self._kept]) * weights[some][:, None])
 
     def shown(self) -> list[int]:
-        """The classes in the picture, at most `_SHOWN`: those that most units are of."""
+        """Return the classes in the picture: the most frequent, at most `_SHOWN`."""
         counts = self._counts[self._kept]
         most = np.sort(counts.argsort(kind="stable")[::-1][:_SHOWN])
         return [int(number) for number in self._kept[most[counts[most] > 0]]]
 
     def means(self) -> list[list[float]]:
-        """For each class shown as the true one the mean chances of those shown."""
+        """Return the mean probabilities of the shown classes, for each of them as the true class."""
         shown = self.shown()
         places = self._place[shown]
         rows = self._sums[np.ix_(places, places)] / self._counts[shown][:, None]
         return [[float(value) for value in row] for row in rows]
 
     def commonest(self) -> tuple[int, float]:
-        """The class that most units are of, and its share of them."""
+        """Return the most frequent class and its share of units."""
         most = int(self._counts.argmax())
         return most, float(self._counts[most] / max(self._counts.sum(), 1e-12))
 
 
 def _dot(values: _Array, weights: _Array) -> float:
-    """The weighted sum; what has no weight does not count, whatever it is."""
+    """Return the weighted sum; values of weight 0 do not count, even NaN."""
     return float(np.where(weights > 0, values * weights, 0.0).sum())
 
 
 def _spread(weights: _Array, shape: tuple[int, ...]) -> _Array:
-    """Weights in a shape that begins as theirs, or of rows where theirs goes on."""
+    """Return weights broadcast to a shape from their first axes."""
     weights = np.asarray(weights, dtype=np.float64)
     if weights.ndim > len(shape):
         weights = weights.mean(axis=tuple(range(len(shape), weights.ndim)))

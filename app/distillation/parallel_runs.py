@@ -1,78 +1,124 @@
-"""Teachers that are not trained yet: their runs side by side, each on a share of the cluster."""
+"""Train several runs side by side, each on a share of the cluster: teachers that are not trained yet, and searches.
+
+The drivers of the runs are threads of this process. When it dies, the same call continues the runs.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import PlanError, ResourceError, RunFinished, Stopped, TrainwrightError
-from trainwright.distillation.distillation_spec import Teacher
 from trainwright.planning.job_preparation import PreparedJob, plan_for, prepare
 from trainwright.ray_cluster.discovery import connect, discover
 from trainwright.reporting.progress_bar import PlainTextDisplay, RunProgress
 from trainwright.runtime.launch import create_controller
 from trainwright.runtime.run_handle import Run, stop_on_signals
 
+if TYPE_CHECKING:
+    from trainwright.core.job import Job
+    from trainwright.distillation.distillation_spec import Teacher
+    from trainwright.reporting.event_messages import OutputLine, ProgressFigures
+
 _TURN_S = 0.2  # a join without a timeout would not let signals through
 
 
 def train_teachers(teachers: Iterable[Teacher], *, verbose: bool = False) -> None:
-    """Train the runs of teachers with `train=True` that are not finished; returns when all are.
+    """Train the runs of teachers with `train=True` that are not finished. Return when all are.
 
-    Each has a share of the cluster, and waits for one where there are more runs than shares. One for which a share is
-    too little has all of the cluster, after the others. A run that was begun before goes on.
+    Raises:
+        RunConflict: a run was started with another job.
+        Stopped, TrainwrightError: as `train_in_parallel`.
+    """
+    jobs = [teacher.job for teacher in teachers if teacher.train and teacher.job is not None]
+    unique = {(job.storage, job.name): job for job in jobs}
+    train_in_parallel(unique.values(), what="teachers", verbose=verbose)
+
+
+def train_in_parallel(
+    jobs: Iterable[Job],
+    *,
+    what: str,
+    parts: int | None = None,
+    resume: bool = False,
+    verbose: bool = False,
+    on_end: Callable[[Job], object] | None = None,
+) -> None:
+    """Train the runs that are not finished, and continue those that were started. Return when all are finished.
+
+    Each run has a share of the cluster, and waits for one where there are more runs than shares. A run for which a
+    share is too small has the whole cluster, after the others.
+
+    Args:
+        jobs: one for each run.
+        what: the runs, in words.
+        parts: shares of the cluster, at most; by default as many as there are unfinished runs.
+        resume: as of `tw.fit`.
+        verbose: as of `tw.fit`.
+        on_end: called with the job of each run that has ended; the progress of runs is not shown then.
 
     Raises:
         Stopped: a signal came; the runs have taken a checkpoint.
-        RunConflict: a run was begun with another job.
         TrainwrightError: a run could not start, or failed; the others were stopped after a checkpoint.
     """
-    wanted = [teacher for teacher in teachers if teacher.train]
-    if not wanted:
+    jobs = list(jobs)
+    if not jobs:
         return
     connect(verbose)
-    waiting = _unfinished(wanted)
-    if waiting:
-        abreast = ParallelRuns(waiting, discover(), verbose=verbose)
-        with stop_on_signals(abreast) as stops:
-            abreast.train()
-        if abreast.stopped:
-            left = "the same call goes on with them"
-            raise Stopped("stopped while teachers were trained", remedy=left, signal=stops.last)
+    waiting = _unfinished(jobs, resume)
+    if not waiting:
+        return
+    cluster = discover()
+    if parts is not None:
+        parts = max(1, min(parts, cluster.slots // max(prepared.job.workers or 1 for prepared in waiting)))
+    runs = ParallelRuns(waiting, cluster, parts=parts, verbose=verbose, on_end=on_end)
+    with stop_on_signals(runs) as stops:
+        runs.train()
+    if runs.stopped:
+        raise Stopped(f"stopped while {what} were trained", remedy="the same call continues", signal=stops.last)
 
 
 class ParallelRuns:
-    """Runs that share a cluster. `train` blocks; `stop` may be called from a handler of signals.
+    """Runs that share a cluster. `train` blocks; `stop` may be called from a signal handler.
 
     Args:
-        waiting: what is to be trained.
+        waiting: the runs to train.
         cluster: what there is.
-        verbose: as of `tw.fit`.
+        parts, verbose, on_end: as of `train_in_parallel`.
 
     Attributes:
-        stopped: the end was asked for.
+        stopped: whether `stop` was called.
     """
 
-    def __init__(self, waiting: list[PreparedJob], cluster: Cluster, *, verbose: bool = False) -> None:
+    def __init__(
+        self,
+        waiting: list[PreparedJob],
+        cluster: Cluster,
+        *,
+        parts: int | None = None,
+        verbose: bool = False,
+        on_end: Callable[[Job], object] | None = None,
+    ) -> None:
         if all(prepared.job.accelerator == "cpu" for prepared in waiting):
             cluster = cluster.without_accelerators()
-        self._waiting, self._cluster, self._verbose = list(waiting), cluster, verbose
-        self._free = split_cluster(cluster, len(waiting))
+        self._waiting, self._cluster, self._verbose, self._on_end = list(waiting), cluster, verbose, on_end
+        self._free = split_cluster(cluster, parts or len(waiting))
         self._large: list[PreparedJob] = []
         self._running: dict[Run, Cluster] = {}
         self._errors: list[Exception] = []
         self.stopped = False
 
     def train(self) -> None:
-        """Until all runs have ended. Raises the first error of theirs, when the others have stopped."""
+        """Block until all runs have ended. Raises the first error of a run, when the others have stopped."""
         while self._running or self._left:
             try:
                 self._start()
-                self._listen()
+                self._wait()
             except Exception as error:
                 self._errors.append(error)
                 self._stop_all()
@@ -80,13 +126,13 @@ class ParallelRuns:
             raise self._errors[0]
 
     def stop(self, now: bool = False) -> None:
-        """Ask all runs to end."""
+        """Ask all runs to stop."""
         self.stopped = True
         self._stop_all(now)
 
     @property
     def _left(self) -> bool:
-        """Whether there is a run to be started."""
+        """Whether there is a run to start."""
         return bool(self._waiting or self._large) and not self.stopped and not self._errors
 
     def _stop_all(self, now: bool = False) -> None:
@@ -94,12 +140,12 @@ class ParallelRuns:
             run.stop(now)
 
     def _start(self) -> None:
-        """Give free shares to runs that wait, and all of the cluster to a large one when no other runs."""
+        """Start waiting runs on free shares, and a large one on the whole cluster when no other run is left."""
         while self._free and self._waiting and self._left:
             prepared, share = self._waiting.pop(0), self._free.pop(0)
             try:
                 self._launch(prepared, share)
-            except (ResourceError, PlanError):  # raised again if all of the cluster is too little
+            except (ResourceError, PlanError):  # raised again if the whole cluster is too small
                 self._large.append(prepared)
                 self._free.append(share)
         if self._large and not self._running and self._left:
@@ -107,36 +153,51 @@ class ParallelRuns:
 
     def _launch(self, prepared: PreparedJob, share: Cluster) -> None:
         job, decision = prepared.job, plan_for(prepared, share)
-        surface = PlainTextDisplay(Console(file=sys.stderr), head=f"{job.name}: ")
+        shown = PlainTextDisplay if self._on_end is None else _WarningsOnly
+        surface = shown(Console(file=sys.stderr), head=f"{job.name}: ")
         session = create_controller(prepared, decision, RunProgress(decision, verbose=self._verbose, surface=surface))
         run = Run(job, session, decision)
         self._running[run] = share
-        if self.stopped:  # since it was looked at
+        if self.stopped:  # a signal came in the meantime
             run.stop()
 
-    def _listen(self) -> None:
-        """Wait for each run for a moment; one that has ended gives its share back. Raises what a run does."""
+    def _wait(self) -> None:
+        """Wait for each run for a moment; free the shares of those that have ended. Raises the error of a run."""
         for run in list(self._running):
             try:
                 ended = run.wait(timeout_s=_TURN_S)
             except Exception as error:
                 del self._running[run]
                 if isinstance(error, TrainwrightError):
-                    error.where = "; ".join(filter(None, (f"run {run.job.name!r} of a teacher", error.where)))
+                    error.where = "; ".join(filter(None, (f"run {run.job.name!r}", error.where)))
                 raise
             if ended:
                 self._free.append(self._running.pop(run))
+                if self._on_end is not None and not self.stopped:
+                    self._on_end(run.job)
+
+
+class _WarningsOnly(PlainTextDisplay):
+    """Prints warnings and errors, and no progress."""
+
+    def line(self, line: OutputLine) -> None:
+        """Print a warning or an error."""
+        if line.tone in ("warning", "bad"):
+            super().line(line)
+
+    def show(self, figures: ProgressFigures, *, news: bool) -> None:
+        """Print nothing."""
 
 
 def split_cluster(cluster: Cluster, wanted: int) -> list[Cluster]:
-    """Parts of a cluster for runs side by side: whole nodes, or equal parts of a node.
+    """Divide a cluster into shares: whole nodes, or equal parts of a node.
 
     Args:
         cluster: with accelerators, or without any.
-        wanted: number of runs.
+        wanted: number of shares.
 
     Returns:
-        As many, or fewer where there are fewer accelerators, or without any fewer CPUs.
+        As many, or fewer where there are fewer accelerators, or, without any, fewer CPUs.
     """
     nodes = [node for node in cluster.nodes if node.accelerators] or list(cluster.nodes)
     if wanted <= len(nodes):
@@ -146,7 +207,7 @@ def split_cluster(cluster: Cluster, wanted: int) -> list[Cluster]:
 
 
 def _parts(node: Node, wanted: int) -> list[Node]:
-    """Equal parts of a node, none without an accelerator, or a CPU where there are none."""
+    """Equal parts of a node, each with an accelerator, or with a CPU where there are no accelerators."""
     number = max(1, min(wanted, node.accelerators or int(node.cpus)))
     part = replace(
         node,
@@ -157,13 +218,12 @@ def _parts(node: Node, wanted: int) -> list[Node]:
     return [part] * number
 
 
-def _unfinished(teachers: Iterable[Teacher]) -> list[PreparedJob]:
-    """The runs that have steps left, each once. Raises RunConflict for one of another job."""
-    jobs = {(teacher.job.storage, teacher.job.name): teacher.job for teacher in teachers if teacher.job is not None}
+def _unfinished(jobs: Iterable[Job], resume: bool) -> list[PreparedJob]:
+    """The runs that have steps left. Raises RunConflict for a run that was started with another job."""
     found = []
-    for job in jobs.values():
+    for job in jobs:
         try:
-            found.append(prepare(job))
+            found.append(prepare(job, resume=resume))
         except RunFinished:
             continue
     return found

@@ -1,13 +1,13 @@
-"""Students beside their teachers: what each says of the evaluation set, and what that is worth."""
+"""Evaluate students beside their teachers: metrics, agreement, calibration, sizes and latencies."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,9 @@ from trainwright.core import formatting
 from trainwright.core.data import Batch, MetricSums, Terms
 from trainwright.core.errors import JobError, UserCodeError
 from trainwright.core.frameworks import load_module
-from trainwright.core.job import Job
-from trainwright.core.model_profile import ModelProfile
-from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.ops.row_transforms import Counters
-from trainwright.datasets.sample_order import Rows
 from trainwright.distillation.distillation_job import teachers_with_layers
-from trainwright.distillation.distillation_spec import STUDENT, Distillation, LoadedTeacher, Teacher, TeacherRunner
+from trainwright.distillation.distillation_spec import Distillation, Teacher
 from trainwright.distillation.output_metrics import (
     AgreementMetrics,
     ClassificationMetrics,
@@ -33,18 +29,23 @@ from trainwright.distillation.output_metrics import (
     labelled_outputs,
     labels_of,
 )
-from trainwright.distillation.search_result import ModelCost
 from trainwright.distillation.target_cache import stored_targets
+from trainwright.distillation.teacher_runner import LoadedTeacher, TeacherRunner, load_teacher, teacher_inference_model
 from trainwright.planning.profiler import profile_job
 from trainwright.reporting.scorecard import MAIN_SCORE, ModelScore, Scorecard, StudentTeacherScore, retained_share
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss
 from trainwright.strategies.distillation.teacher_outputs import LOGITS
 
+if TYPE_CHECKING:
+    from trainwright.core.job import Job
+    from trainwright.core.model_profile import ModelProfile
+    from trainwright.datasets.dataset import Dataset
+
 _Array = npt.NDArray[Any]
 
 ALL_TEACHERS, _LOSS = "all teachers", "loss"
-LOCAL_FLOPS = 4e11  # that this process computes in less time than a pool takes to start
-_NUMBERS = 2e9  # of each model's outputs that are looked at; of more, rows are left out
+LOCAL_FLOPS = 4e11  # this process computes so many faster than a pool starts
+_NUMBERS = 2e9  # most outputs of a model; of more, rows are left out
 _ROWS, _CHUNK = 256, 1 << 22  # rows and numbers at once
 
 
@@ -57,109 +58,108 @@ def evaluate_students(
     step: int = 0,
     verbose: bool = False,
 ) -> Scorecard:
-    """Ask students and teachers about the evaluation set, and time them.
+    """Compute the outputs of students and teachers for the evaluation set, compare them, and time the models.
 
-    Teachers are asked as `way="offline"` has them, where their answers are kept. Small models answer in this process,
-    others through a pool, as `tw.predict`.
+    Stored targets of `way="offline"` are used. Small models run in this process, others on a pool, as in `tw.predict`.
 
     Args:
-        distillation: what was asked for.
-        loss: of the students: who teaches whom.
+        distillation: that was trained.
+        loss: of the students; it knows the teachers of each.
         students: the job of each alone, with its checkpoints.
-        folder: where what students say is kept, should a pool have to compute it.
-        step: that the students are at.
+        folder: for outputs of students, where a pool computes them.
+        step: of the students' checkpoint.
         verbose: show Ray's own output.
 
     Raises:
-        TrainwrightError: there is no evaluation set with rows by number; as `stored_targets` and `Teacher.load`.
+        TrainwrightError: there is no evaluation set with rows by number; as `stored_targets` and `load_teacher`.
     """
     began_s, job = time.monotonic(), distillation.student
     if job.evaluate is None:
-        raise JobError(["evaluate= is missing: students are judged on an evaluation set"])
-    job.evaluate.need_rows_by_number("judging students")
+        raise JobError(["evaluate= is missing: students are compared on an evaluation set"])
+    job.evaluate.need_rows_by_number("comparing students with teachers")
     builders = distillation.builders
     teachers = teachers_with_layers(distillation) if distillation.way == "offline" else distillation.teachers
-    speakers = [
+    models = [
         EvaluatedModel.of(Teacher(name=name, job=each, output=loss.soft.output), job.evaluate, build=builders[name])
         for name, each in students.items()
     ]
-    speakers += [EvaluatedModel.of(each, job.evaluate) for each in teachers]
-    rows, of_rows = _looked_at(speakers, job.evaluate.index().rows)
+    models += [EvaluatedModel.of(each, job.evaluate) for each in teachers]
+    rows, of_rows = _looked_at(models, job.evaluate.index().rows)
     asked, notes = [], []
-    for each in speakers:
+    for each in models:
         if (ready := _ready(each, distillation, len(rows), of_rows, folder, verbose)) is None:
             size = formatting.size(each.profile.parameter_bytes)
-            notes.append(f"{each.name} is not judged: its {size} of parameters are too large for this process")
+            notes.append(f"{each.name} is not evaluated: its {size} of parameters are too large for this process")
         else:
             asked.append(ready)
-    hearing = StudentEvaluation(job, loss, asked, rows)
-    hearing.listen()
+    evaluation = StudentEvaluation(job, loss, asked, rows)
+    evaluation.run()
     return replace(
-        hearing.verdict(), step=step, of_rows=of_rows, notes=[*notes, *hearing.notes],
+        evaluation.scorecard(), step=step, of_rows=of_rows, notes=[*notes, *evaluation.notes],
         seconds=time.monotonic() - began_s,
     )  # fmt: skip
 
 
-def _looked_at(speakers: list[EvaluatedModel], rows: int) -> tuple[_Array, int]:
-    """Row numbers, all or evenly spaced where the outputs would be too many, and how many rows there are."""
-    most = max(1, int(_NUMBERS // max(each.numbers for each in speakers)))
+def _looked_at(models: list[EvaluatedModel], rows: int) -> tuple[_Array, int]:
+    """Return row numbers, all or evenly spaced where the outputs would be too many, and the number of rows."""
+    most = max(1, int(_NUMBERS // max(each.outputs_per_row for each in models)))
     every = np.arange(rows) if rows <= most else np.unique(np.linspace(0, rows - 1, most).astype(np.int64))
     return every, rows
 
 
 def _ready(
-    speaker: EvaluatedModel, wish: Distillation, rows: int, of_rows: int, folder: str, verbose: bool
+    model: EvaluatedModel, distillation: Distillation, rows: int, of_rows: int, folder: str, verbose: bool
 ) -> EvaluatedModel | None:
-    """With its answers, where they are kept or a pool has to give them; None where nobody can ask it."""
-    kept = not speaker.student and wish.way == "offline"
-    small = speaker.fits_here and speaker.profile.flops * rows <= LOCAL_FLOPS
+    """Return the model with stored outputs, if any are needed; None where nothing can run it."""
+    kept = not model.student and distillation.way == "offline"
+    small = model.fits_locally and model.profile.flops * rows <= LOCAL_FLOPS
     if kept or (rows == of_rows and not small):
-        to, keep = (folder, "fp32") if speaker.student else (wish.folder, wish.keep)
-        told = stored_targets(speaker.teacher, wish.student.evaluate, folder=to, keep=keep, verbose=verbose)
-        return replace(speaker, stored=told)
-    return speaker if speaker.fits_here else None
+        to, keep = (folder, "fp32") if model.student else (distillation.folder, distillation.keep)
+        told = stored_targets(model.teacher, distillation.student.evaluate, folder=to, keep=keep, verbose=verbose)
+        return replace(model, stored=told)
+    return model if model.fits_locally else None
 
 
 class StudentEvaluation:
-    """One look at the rows.
+    """One pass over the evaluation set.
 
     Args:
         job: of the students, as it would be trained without teachers.
-        loss: who teaches whom.
-        speakers: students and teachers.
-        rows: numbers of those that are looked at.
+        loss: of the students; it knows the teachers of each.
+        models: students and teachers.
+        rows: row numbers to evaluate.
 
     Attributes:
-        notes: what could not be said, and why.
+        notes: metrics that could not be computed, and why.
     """
 
-    def __init__(self, job: Job, loss: DistillationLoss, speakers: list[EvaluatedModel], rows: _Array) -> None:
-        self._job, self._loss, self._speakers, self._rows = job, loss, speakers, rows
-        wanted = [job.columns, *(each.teacher.input_columns or None for each in speakers)]
+    def __init__(self, job: Job, loss: DistillationLoss, models: list[EvaluatedModel], rows: _Array) -> None:
+        self._job, self._loss, self._models, self._rows = job, loss, models, rows
+        wanted = [job.columns, *(each.teacher.input_columns or None for each in models)]
         names = None if None in wanted else tuple(dict.fromkeys(name for some in wanted for name in some or ()))
         self._data, self._names = job.evaluate, names
         self._reader = self._data.reader(self._data.index(), names)
         self._kind, self._spec = loss.soft.kind, job.model_spec(1)
-        self._framework = next(each.profile.framework for each in speakers if each.student)
-        self._teachers = [each.name for each in speakers if not each.student]
-        self._tallies: dict[str, ClassificationMetrics | RegressionMetrics] = {}
-        self._accords: dict[tuple[str, str], AgreementMetrics] = {}
-        self._pictures: dict[str, SoftTargetMatrix] = {}
+        self._framework = next(each.profile.framework for each in models if each.student)
+        self._teachers = [each.name for each in models if not each.student]
+        self._own_scores: dict[str, ClassificationMetrics | RegressionMetrics] = {}
+        self._agreement: dict[tuple[str, str], AgreementMetrics] = {}
+        self._soft_targets: dict[str, SoftTargetMatrix] = {}
         self._sums: dict[str, MetricSums] = {}
-        self._forms: dict[
+        self._output_names: dict[
             str, str | None
-        ] = {}  # a speaker's output as the job's functions take it; None for not at all
+        ] = {}  # a model's output as the job's functions take it; None for not at all
         self._dropped: set[tuple[str, str]] = set()
         self._latency: dict[str, dict[str, float]] = {}
         self._tokens = 1
         self.notes: list[str] = []
 
-    def listen(self) -> None:
-        """Go through the rows once. Raises TrainwrightError."""
-        voices: dict[str, _OutputSource] = {}
+    def run(self) -> None:
+        """Compute all outputs and count them. Raises TrainwrightError."""
+        sources: dict[str, _OutputSource] = {}
         for batch in self._batches():
-            voices = voices or self._voices(batch)
-            said = {name: voice(batch) for name, voice in voices.items()}
+            sources = sources or self._sources(batch)
+            said = {name: source(batch) for name, source in sources.items()}
             told = [self._metrics(name, batch, each) for name, each in said.items()]
             loss = next((terms for terms in told if terms is not None), None)
             first = next(iter(said.values()))
@@ -172,47 +172,47 @@ class StudentEvaluation:
                 units[ALL_TEACHERS] = ensemble_outputs({name: units[name] for name in self._teachers}, self._shares())
             self._count(units)
 
-    def verdict(self) -> Scorecard:
-        """What was counted."""
-        pictures = {name: picture.means() for name, picture in self._pictures.items()}
-        first = next(iter(self._pictures.values()), None)
+    def scorecard(self) -> Scorecard:
+        """Return the scorecard of what was counted."""
+        pictures = {name: picture.means() for name, picture in self._soft_targets.items()}
+        first = next(iter(self._soft_targets.values()), None)
         marks = [
             ModelScore(
-                name=name, student=name not in (*self._teachers, ALL_TEACHERS), scores=tally.scores(),
-                metrics=self._sums.get(name, MetricSums()).means(), reliability=tally.reliability(),
+                name=name, student=name not in (*self._teachers, ALL_TEACHERS), scores=scores.scores(),
+                metrics=self._sums.get(name, MetricSums()).means(), reliability=scores.reliability(),
                 latency_s=self._latency.get(name, {}), soft=pictures.get(name, []), **self._sizes(name),
             )
-            for name, tally in self._tallies.items()
+            for name, scores in self._own_scores.items()
         ]  # fmt: skip
         return Scorecard(
             kind=self._kind, rows=len(self._rows), of_rows=len(self._rows), tokens=self._tokens, marks=marks,
-            device=latency_device(),
-            units=next(iter(self._tallies.values())).weight, classes=first.shown() if first else [],
+            device=_latency_device(),
+            units=next(iter(self._own_scores.values())).weight, classes=first.shown() if first else [],
             commonest=[float(each) for each in first.commonest()] if first else None, pairs=self._paired(marks),
         )  # fmt: skip
 
-    def _voices(self, batch: Batch) -> dict[str, _OutputSource]:
-        """Of all speakers; those that this process can hold are timed with as many rows as a batch has, or a step."""
-        voices, timed = {}, self._timed_batch()
-        for each in self._speakers:
-            standing = each.opened(batch) if each.fits_here else None
-            if standing is not None:
-                self._latency[each.name] = _latencies(standing, timed)
-            voices[each.name] = each.voice(standing)
-        return voices
+    def _sources(self, batch: Batch) -> dict[str, _OutputSource]:
+        """Return the source of each model's outputs; time the models that this process can hold."""
+        sources, timed = {}, self._timed_batch()
+        for each in self._models:
+            loaded = each.opened(batch) if each.fits_locally else None
+            if loaded is not None:
+                self._latency[each.name] = _latencies(loaded, timed)
+            sources[each.name] = each.source(loaded)
+        return sources
 
     def _timed_batch(self) -> Batch:
-        """As many rows as a step takes, where there are as many."""
+        """Return as many rows as a step has, or all."""
         return self._read(self._rows[: self._job.batch_size])
 
     def _batches(self) -> Iterator[Batch]:
-        widest = max(each.numbers for each in self._speakers)
+        widest = max(each.outputs_per_row for each in self._models)
         size = int(max(1, min(_ROWS, _CHUNK // widest)))
         for start in range(0, len(self._rows), size):
             yield self._read(self._rows[start : start + size])
 
     def _read(self, samples: _Array) -> Batch:
-        """Rows with all columns that somebody wants, transformed as `tw.predict` does."""
+        """Return rows with the columns that any model needs, transformed as in `tw.predict`."""
         counters = Counters(seed=self._job.seed, epoch=0)
         columns = self._data.transform(self._reader.gather(samples), samples, counters, self._names)
         return Batch(columns=columns, weights=np.ones(len(samples)), samples=samples)
@@ -223,42 +223,42 @@ class StudentEvaluation:
         return [np.asarray(columns[name]) for name in wanted]
 
     def _metrics(self, name: str, batch: Batch, said: _Array) -> Terms | None:
-        """Count the job's loss and metrics of what somebody says; the loss, where it has one."""
-        if not self._job.wanted_targets or self._forms.get(name, "") is None:
+        """Count the job's loss and metrics of a model's outputs. Return the loss, if there is one."""
+        if not self._job.wanted_targets or self._output_names.get(name, "") is None:
             return None
-        if name not in self._forms:
-            self._forms[name] = self._form(name, batch, said)
+        if name not in self._output_names:
+            self._output_names[name] = self._output_name(name, batch, said)
             return self._metrics(name, batch, said)
-        form = self._forms[name]
+        form = self._output_names[name]
         outputs = {form: said} if form else said
-        loss = self._marked(batch, outputs, "")
+        loss = self._terms_of(batch, outputs, "")
         found = {_LOSS: loss}
         for metric in self._spec.metrics:
             if (name, metric) not in self._dropped:
                 try:
-                    found[metric] = self._marked(batch, outputs, metric)
+                    found[metric] = self._terms_of(batch, outputs, metric)
                 except (JobError, UserCodeError) as error:
                     self._dropped.add((name, metric))
-                    self.notes.append(f"{metric} is not told of {name}: {error.what}")
+                    self.notes.append(f"{metric} of {name} cannot be computed: {error.what}")
         totals = {key: (float((terms.values * terms.weights).sum()), float(terms.weights.sum()))
                   for key, terms in found.items()}  # fmt: skip
         self._sums[name] = self._sums.get(name, MetricSums()) + MetricSums(totals=totals)
         return loss
 
-    def _form(self, name: str, batch: Batch, said: _Array) -> str | None:
-        """How the job's functions take what somebody says: bare, or by the output's name."""
+    def _output_name(self, name: str, batch: Batch, said: _Array) -> str | None:
+        """Return the name under which the job's functions take a model's output; empty for the output itself."""
         problem = ""
         for form in ("", self._loss.soft.output or LOGITS):
             try:
-                self._marked(batch, {form: said} if form else said, "")
+                self._terms_of(batch, {form: said} if form else said, "")
             except (JobError, UserCodeError) as error:
                 problem = problem or error.what
             else:
                 return form
-        self.notes.append(f"loss and metrics are not told of {name}, whose output alone does not give them: {problem}")
+        self.notes.append(f"loss and metrics of {name} cannot be computed from its output alone: {problem}")
         return None
 
-    def _marked(self, batch: Batch, outputs: Any, only: str) -> Terms:
+    def _terms_of(self, batch: Batch, outputs: Any, only: str) -> Terms:
         marking = load_module(f"trainwright.strategies.{self._framework}.distillation.student_models")
         terms: Terms = marking.marked(self._spec, batch, outputs, only)
         return terms
@@ -266,15 +266,15 @@ class StudentEvaluation:
     def _count(self, units: Mapping[str, LabelledOutputs]) -> None:
         values = self._kind == "regression"
         for name, each in units.items():
-            self._tallies.setdefault(name, RegressionMetrics() if values else ClassificationMetrics()).add(each)
+            self._own_scores.setdefault(name, RegressionMetrics() if values else ClassificationMetrics()).add(each)
             if not values and each.labels is not None:
-                self._draw(name, each)
-        for student in (each.name for each in self._speakers if each.student):
+                self._add_soft_targets(name, each)
+        for student in (each.name for each in self._models if each.student):
             for teacher in self._teachers_of(student, units):
-                accord = self._accords.setdefault((student, teacher), AgreementMetrics(values=values))
-                accord.add(units[student], units[teacher])
+                agreement = self._agreement.setdefault((student, teacher), AgreementMetrics(values=values))
+                agreement.add(units[student], units[teacher])
 
-    def _draw(self, name: str, units: LabelledOutputs) -> None:
+    def _add_soft_targets(self, name: str, units: LabelledOutputs) -> None:
         assert units.labels is not None, "asked before"
         logs, labels, weights = units.chances, units.labels, units.weights
         if self._kind == "multi_label":  # of each label that a sample has, all labels of this sample
@@ -285,7 +285,7 @@ class StudentEvaluation:
                 present,
                 weights.reshape(-1, count)[own, present],
             )
-        self._pictures.setdefault(name, SoftTargetMatrix(logs.shape[-1], labels)).add(logs, labels, weights)
+        self._soft_targets.setdefault(name, SoftTargetMatrix(logs.shape[-1], labels)).add(logs, labels, weights)
 
     def _teachers_of(self, student: str, units: Mapping[str, LabelledOutputs]) -> list[str]:
         taught = self._loss.taught_by(student) if student in self._loss.learners else ()
@@ -298,74 +298,70 @@ class StudentEvaluation:
         return dict(zip(names, shares, strict=True))
 
     def _sizes(self, name: str) -> dict[str, Any]:
-        found = [each.profile for each in self._speakers if each.name == name]
+        found = [each.profile for each in self._models if each.name == name]
         return {"parameters": found[0].parameters, "size_bytes": found[0].parameter_bytes} if found else {}
 
     def _paired(self, marks: list[ModelScore]) -> list[StudentTeacherScore]:
         main = {mark.name: mark.scores.get(MAIN_SCORE.get(self._kind, "top-1"), float("nan")) for mark in marks}
         return [
             StudentTeacherScore(
-                student=one, teacher=other, scores=accord.scores(), kept=retained_share(main[one], main[other])
+                student=one, teacher=other, scores=agreement.scores(), kept=retained_share(main[one], main[other])
             )
-            for (one, other), accord in self._accords.items()
+            for (one, other), agreement in self._agreement.items()
         ]
 
 
-# --- Students and teachers alike, asked about rows of data ------------------------------------------------------------
+_OutputSource = Callable[[Batch], _Array]
+"""source(batch) -> (rows, ...) a model's outputs for the batch's rows."""
 
-
-_QueryArray = npt.NDArray[Any]
-_OutputSource = Callable[[Batch], _QueryArray]
-"""voice(batch) -> (rows, ...) what somebody says of the batch's rows."""
-
-_HERE_BYTES = 2 << 30  # of parameters that a process takes which has other things to do
+_LOCAL_BYTES = 2 << 30  # of parameters, most in a process that does other work too
 _WARM, _CALLS, _TIMED_S = 2, 30, 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedModel:
-    """A student or teacher, asked as a teacher is.
+    """A student or teacher; both run as teachers.
 
     Attributes:
-        teacher: it.
-        lecturer: it with its weights.
-        profile: what its model costs, alone.
-        student: whether it is one.
-        stored: what it says of all rows, where that is computed.
+        teacher: the model, as a teacher.
+        runner: the teacher with its weights.
+        profile: cost of its model.
+        student: whether it is a student.
+        stored: its outputs for all rows, if they are stored.
     """
 
     teacher: Teacher
-    lecturer: TeacherRunner
+    runner: TeacherRunner
     profile: ModelProfile
     student: bool
     stored: Dataset | None = None
 
     @classmethod
     def of(cls, teacher: Teacher, data: Dataset, *, build: Callable[[], Any] | None = None) -> EvaluatedModel:
-        """A teacher, or a student whose own model `build` makes. Raises as `Teacher.load` and `profile_job`."""
-        lecturer = teacher.load()
-        subject = teacher.bound(data, lecturer)
-        job = subject.job.alone(model=build or subject.outline)
+        """Return a teacher, or a student whose own model `build` makes. Raises as `load_teacher` and `profile_job`."""
+        runner = load_teacher(teacher)
+        subject = teacher_inference_model(runner, data)
+        job = subject.job.alone(model=build or subject.architecture)
         profile = profile_job(job, data, data.index())
-        return cls(teacher=teacher, lecturer=lecturer, profile=profile, student=build is not None)
+        return cls(teacher=teacher, runner=runner, profile=profile, student=build is not None)
 
     @property
     def name(self) -> str:
-        """Of it."""
+        """Name of the model."""
         return self.teacher.name
 
     @property
-    def fits_here(self) -> bool:
-        """Whether this process may hold it."""
-        return self.profile.parameter_bytes <= _HERE_BYTES
+    def fits_locally(self) -> bool:
+        """Whether this process may hold the model."""
+        return self.profile.parameter_bytes <= _LOCAL_BYTES
 
     @property
-    def numbers(self) -> float:
-        """Of a row of its outputs; 1 where that is not known."""
+    def outputs_per_row(self) -> float:
+        """Numbers of a row of its outputs; 1 where that is not known."""
         return max((layer.output_numbers for layer in self.profile.layers[-1:]), default=1.0) or 1.0
 
-    def voice(self, standing: LoadedTeacher | None) -> _OutputSource:
-        """What it says: what is stored, or what its model gives that is open here."""
+    def source(self, loaded: LoadedTeacher | None) -> _OutputSource:
+        """Return the source of its outputs: the stored ones, or its model in this process."""
         column = self.teacher.columns[0]
         if self.stored is not None:
             data = self.stored
@@ -373,27 +369,27 @@ class EvaluatedModel:
             return lambda batch: np.asarray(
                 data.transform(reader.gather(batch.samples), batch.samples, counters, None)[column]
             )
-        assert standing is not None, "nothing is stored"
+        assert loaded is not None, "nothing is stored"
         lesson = self.teacher.lesson
-        return lambda batch: np.concatenate([part[column] for part in standing.told(batch, lesson)])
+        return lambda batch: np.concatenate([part[column] for part in loaded.told(batch, lesson)])
 
     def opened(self, batch: Batch) -> LoadedTeacher:
-        """Its model in this process. Raises as `Lecturer.teach`."""
-        return self.lecturer.opened({name: column[:1] for name, column in batch.columns.items()})
+        """Return its model in this process. Raises as `TeacherRunner.teach`."""
+        return self.runner.opened({name: column[:1] for name, column in batch.columns.items()})
 
 
-def _latencies(standing: LoadedTeacher, batch: Batch) -> dict[str, float]:
-    """Median seconds of a call with one row of a batch, and with all, from arrays to arrays."""
+def _latencies(loaded: LoadedTeacher, batch: Batch) -> dict[str, float]:
+    """Return median seconds of a call with one row of a batch, and with all rows, from arrays to arrays."""
     found = {}
     for rows in dict.fromkeys((1, batch.rows)):
         columns = {name: column[:rows] for name, column in batch.columns.items()}
         part = Batch(columns=columns, weights=batch.weights[:rows], samples=batch.samples[:rows])
-        found[str(rows)] = _seconds(lambda part=part: standing.outputs(part))  # type: ignore[misc]
+        found[str(rows)] = _seconds(lambda part=part: loaded.outputs(part))  # type: ignore[misc]
     return found
 
 
-def latency_device() -> str:
-    """What latencies are measured on: `CPU, 2 of 2 cores`."""
+def _latency_device() -> str:
+    """Return the device on which latencies are measured."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
     cores = os.cpu_count() or 1
     return f"the CPU of this machine, {formatting.count(int(threads) if threads.isdecimal() else cores, 'core')}"
@@ -406,28 +402,3 @@ def _seconds(call: Callable[[], object]) -> float:
         call()
         took.append(time.perf_counter() - began_s)
     return median(took[_WARM:])
-
-
-# --- What a student and its teachers cost beside each other -----------------------------------------------------------
-
-
-def model_costs(student: Job, teachers: Iterable[Teacher]) -> tuple[ModelCost, tuple[ModelCost, ...]]:
-    """Of a student that a run trained, and of its teachers, asked for rows of the student's evaluation set."""
-    data = student.evaluate
-    samples = np.arange(min(student.batch_size, data.index().rows))
-    own = Teacher(name=STUDENT, job=student)
-    return _footprint(own, data, samples), tuple(_footprint(teacher, data, samples) for teacher in teachers)
-
-
-def _footprint(teacher: Teacher, data: Dataset, samples: Rows) -> ModelCost:
-    """Without latencies where this process cannot hold it."""
-    speaker = EvaluatedModel.of(teacher, data)
-    timed: dict[int, float] = {}
-    if speaker.fits_here:
-        columns = data.read(data.index(), samples, teacher.input_columns or None)
-        batch = Batch(columns=columns, weights=np.ones(len(samples)), samples=samples)
-        timed = {int(rows): seconds for rows, seconds in _latencies(speaker.opened(batch), batch).items()}
-    profile = speaker.profile
-    return ModelCost(
-        name=teacher.name, parameters=profile.parameters, size_bytes=profile.parameter_bytes, latency_s=timed
-    )  # fmt: skip

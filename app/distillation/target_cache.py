@@ -1,14 +1,14 @@
-"""Soft targets that are computed once and kept: by the pool that predicts, in a folder of the teacher and the data.
+"""Teacher outputs that are computed once and stored, in a folder of the teacher and the data.
 
     <folder>/<teacher>-<identity>-<data>-<form>/_PREDICTIONS.json and parts, as `tw.predict` writes them
 
-They are predictions in a form of their own: continued where they were stopped, and not computed where they are there.
+They are predictions with an encoding. An interrupted computation continues; existing parts are not computed again.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,19 +16,22 @@ import numpy as np
 
 from trainwright.core.data import Columns
 from trainwright.core.errors import JobError
+from trainwright.core.job import Job
 from trainwright.datasets.data_source import Arrays, Index, hash_parts
 from trainwright.datasets.dataset import Dataset, parquet
 from trainwright.distillation.distillation_spec import Teacher
 from trainwright.distillation.target_encoding import TargetEncoding, decode_targets
-from trainwright.distillation.teacher_runner import compared_shape, output_signature
-from trainwright.inference.batch_inference import PredictionRequest, ProgressListener, prediction_request, run_request
+from trainwright.distillation.teacher_model import compared_shape, output_signature
+from trainwright.distillation.teacher_runner import load_teacher, teacher_inference_model
+from trainwright.inference.batch_inference import PredictionRequest, prediction_request, run_request
 from trainwright.inference.inference_model import InferenceModel
 from trainwright.inference.prediction_files import SAMPLE
 from trainwright.planning.job_description import state_relevant_fields
 from trainwright.strategies.distillation.teacher_outputs import TeacherOutputs, log_odds
 
-_OUTPUT, _LAYER = "output", "layer_{}"  # columns of the files; a teacher's own names hold dots and slashes
+_OUTPUT, _LAYER = "output", "layer_{}"  # column names; a teacher's own have dots and slashes
 _LETTERS = 12  # of a sum, in the name of a folder
+_COMPARED_ROWS = 4  # whether random transforms change a teacher's inputs
 
 
 def stored_targets(
@@ -38,59 +41,55 @@ def stored_targets(
     folder: str,
     keep: str = "fp16",
     workers: int | None = None,
-    batch_size: int | None = None,
     range_rows: int | None = None,
     fresh: bool = False,
     verbose: bool = False,
-    meter: ProgressListener | None = None,
     note: Callable[[str], object] = lambda _: None,
     hang_deadline_s: float | None = None,
 ) -> Dataset:
-    """What a teacher says of every row of a data set, for `data.beside(...)`; computed where it is not there yet.
+    """Return a teacher's outputs for every row of a data set, for `data.beside(...)`. Compute what is missing.
 
-    A teacher whose run divided its model over workers is asked in that layout, another one by a pool of workers that
-    each hold all of it. Transforms of the data are as in epoch 0: random ones belong after `beside`.
+    A teacher whose run divided its model over workers runs in that layout, another one on a pool of workers that each
+    hold the whole model. Transforms of the data are those of epoch 0: put random ones after `beside`.
 
     Args:
-        teacher: who is asked.
-        data: whose rows; it needs the teacher's inputs alone.
-        folder: that holds those of all teachers and data sets, or `s3://`, `gs://`, `az://`.
+        teacher: to compute.
+        data: with the teacher's inputs.
+        folder: for the targets of all teachers and data sets, or `s3://`, `gs://`, `az://`.
         keep: `fp32`, `fp16`, or `topk(8)`: the 8 largest logits in half precision and the mass of the rest.
         workers: of a pool; by default one for each accelerator or CPU slot of the cluster.
-        batch_size: rows computed at once; by default the teacher's.
-        range_rows: rows of a part, at most; by default by the size of a row of the data, and of what is kept of it.
-        fresh: compute again what is there.
+        range_rows: rows of a part, at most; by default by the size of a row of the data, and of its targets.
+        fresh: compute existing parts again.
         verbose: show Ray's own output.
-        meter: is told how far it has come; by default it is shown on stderr.
-        note: is told too what went wrong and was mended.
+        note: called with problems that were repaired.
         hang_deadline_s: for a batch, at most; a pool waits ten times as long as any took so far, 15 s at least. By
             default that of the teacher's job, or 5 minutes (15, where its model is divided).
 
     Returns:
-        A data set with `sample` and the teacher's columns, whole and as float32.
+        A data set with `sample` and the teacher's columns, as float32.
 
     Raises:
-        RunConflict: the folder holds what another teacher says, or of other data; says what differs.
-        DataError: a part is torn.
+        RunConflict: the folder holds the outputs of another teacher or data set; says what differs.
+        DataError: a part is damaged.
         TrainwrightError: the teacher, the data, the storage or the cluster is not right.
     """
-    question = target_request(teacher, data, folder=folder, keep=keep, range_rows=range_rows, fresh=fresh)
+    question = _target_request(teacher, data, folder=folder, keep=keep, range_rows=range_rows, fresh=fresh)
     done = run_request(
-        _within(question, hang_deadline_s), workers=workers, batch_size=batch_size or teacher.batch_size, fresh=fresh,
-        verbose=verbose, meter=meter, note=note,
+        _within(question, hang_deadline_s), workers=workers, batch_size=teacher.batch_size, fresh=fresh,
+        verbose=verbose, note=note,
     )  # fmt: skip
     return parquet(done.uri).map_batches(_TargetReader(columns=teacher.columns, form=TargetEncoding.parse(keep)))
 
 
-def target_request(
+def _target_request(
     teacher: Teacher, data: Dataset, *, folder: str, keep: str, range_rows: int | None = None, fresh: bool = False
 ) -> PredictionRequest:
-    """What `stored_targets` asks of the teacher, and what of it is not there yet. Raises as that."""
-    form, subject = TargetEncoding.parse(keep), teacher.subject(data)
+    """Return the request of `stored_targets`, with the parts that are missing. Raises as that."""
+    form, subject = TargetEncoding.parse(keep), teacher_inference_model(load_teacher(teacher), data)
     filing, index = _TargetWriter(lesson=teacher.lesson, form=form), data.index()
     columns = (teacher.output, *teacher.lesson.tapped) if teacher.output else ()
     subject.check(index, ())
-    row_bytes = target_row_bytes(teacher, data, index, form)
+    row_bytes = _target_row_bytes(teacher, data, index, form)
     to = f"{folder.rstrip('/')}/{_folder_name(teacher, subject, index, form)}"
     return prediction_request(
         subject, index=index, to=to, columns=columns, form=filing, range_rows=range_rows, row_bytes=row_bytes,
@@ -99,24 +98,59 @@ def target_request(
 
 
 def _within(question: PredictionRequest, hang_deadline_s: float | None) -> PredictionRequest:
-    """The same with a deadline of its own."""
+    """Return the request with its own deadline."""
     if hang_deadline_s is None:
         return question
     job = question.subject.job.replace(hang_deadline_s=hang_deadline_s)
     return replace(question, subject=replace(question.subject, job=job))
 
 
-def target_row_bytes(teacher: Teacher, data: Dataset, index: Index, form: TargetEncoding) -> int:
-    """What is kept of a row, about; 0 where that is not known."""
+def _target_row_bytes(teacher: Teacher, data: Dataset, index: Index, form: TargetEncoding) -> int:
+    """Return the approximate bytes of a stored row; 0 where unknown."""
     tapped = teacher.lesson.tapped
-    shapes = output_signature(teacher.asked(data), index, tapped).shapes
+    shapes = output_signature(teacher.inference_job(data), index, tapped).shapes
     said = compared_shape({name: shape for name, shape in shapes.items() if name not in tapped}, teacher.output)
     layers = sum(form.layers.row_bytes(shapes[name]) for name in tapped if name in shapes)
     return layers + (form.row_bytes(said) if said else 0)
 
 
+def stored_bytes(teachers: Sequence[Teacher], data: Dataset, index: Index, *, keep: str) -> int:
+    """Return the approximate size of the stored targets of a data set, over all teachers."""
+    form = TargetEncoding.parse(keep)
+    return index.rows * sum(_target_row_bytes(teacher, data, index, form) for teacher in teachers)
+
+
+def count_missing_rows(teachers: Sequence[Teacher], job: Job, *, folder: str, keep: str) -> int:
+    """Return how many rows have no stored targets yet, over teachers and data sets. Raises as `stored_targets`."""
+    sets = [data for data in (job.train, job.evaluate) if data is not None]
+    requests = [_target_request(teacher, data, folder=folder, keep=keep) for teacher in teachers for data in sets]
+    return sum(part.rows for request in requests for part in request.waiting)
+
+
+def check_repeated_inputs(data: Dataset, teachers: Sequence[Teacher]) -> None:
+    """Raise JobError where a teacher's inputs change from epoch to epoch: stored targets are those of epoch 0."""
+    index = data.index()
+    if not data.transforms or index.in_order:
+        return
+    rows = range(min(_COMPARED_ROWS, index.rows))
+    for teacher in teachers:
+        names = teacher.input_columns or None
+        first, second = (data.read(index, rows, names, epoch=epoch) for epoch in (0, 1))
+        for name, column in first.items():
+            if not _same(column, second[name]):
+                raise JobError(
+                    [f"{name!r}, an input of {teacher!r}, differs from epoch to epoch: stored targets are of epoch 0"]
+                )
+
+
+def _same(first: Any, second: Any) -> bool:
+    if first.dtype == object:
+        return all(map(np.array_equal, first, second))
+    return bool(np.array_equal(first, second, equal_nan=first.dtype.kind == "f"))
+
+
 def _folder_name(teacher: Teacher, subject: InferenceModel, index: Index, form: TargetEncoding) -> str:
-    """Of what a teacher says of a data set: by the sums of its weights and of the data, wherever they lie."""
+    """Return the folder's name, from the checksums of the teacher's weights and of the data."""
     rows = hash_parts([index.hash, state_relevant_fields(subject.facts(index))["train"]])
     layers = f"-{hash_parts(teacher.layers)[:6]}" if teacher.layers else ""
     kept = re.sub(r"\W", "", str(form))
@@ -125,11 +159,11 @@ def _folder_name(teacher: Teacher, subject: InferenceModel, index: Index, form: 
 
 @dataclass(kw_only=True)
 class _TargetWriter:
-    """Outputs of a teacher's model -> columns of a file. In each process the first outputs are looked at.
+    """Outputs of a teacher's model -> columns of a file. Checks the first outputs in each process.
 
     Attributes:
         lesson: what its columns are made of.
-        form: in which they are kept.
+        form: encoding of the files.
     """
 
     lesson: TeacherOutputs
@@ -137,7 +171,7 @@ class _TargetWriter:
     _looked: bool = False
 
     def __call__(self, outputs: Columns) -> Columns:
-        """Raises JobError for what a teacher may not say, or what cannot be kept in this form."""
+        """Raises JobError for wrong teacher outputs, or values that the encoding cannot store."""
         look, self._looked = None if self._looked else np.asarray, True
         told = self.lesson.told(outputs, log_odds, look)
         output, *layers = (told[name] for name in self.lesson.columns)
@@ -147,7 +181,7 @@ class _TargetWriter:
         return columns
 
     def __str__(self) -> str:
-        """What of it changes the files."""
+        """Return what of it changes the files."""
         words = [str(self.form), *(f"layer {layer}" for layer in self.lesson.layers)]
         words += [f"output {self.lesson.output}"] if self.lesson.output else []
         return ", ".join(words + ([self.lesson.probabilities] if self.lesson.probabilities else []))
@@ -155,11 +189,11 @@ class _TargetWriter:
 
 @dataclass(frozen=True, kw_only=True)
 class _TargetReader:
-    """Columns of a file -> a teacher's columns, as it gave them.
+    """Columns of a file -> a teacher's columns.
 
     Attributes:
         columns: their names.
-        form: in which they were kept.
+        form: encoding of the files.
     """
 
     columns: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Forms in which a teacher's outputs are kept: whole, in half precision, or the largest of them and what is left.
+"""Encodings of stored teacher outputs: float32, float16, or the largest logits and the mass of the rest.
 
 Of `topk(k)` are kept the k largest logits of the last axis (half precision), which they are, and the logarithm of the
 probability that all others have together at temperature 1. Read back, the others share it evenly, as logits: so the
@@ -20,14 +20,14 @@ from trainwright.core.errors import JobError
 
 _Array = npt.NDArray[Any]
 
-_WHOLE, _INDEX, _REST, _CLASSES = "", "_index", "_rest", "_classes"  # what the columns of one output end on
+_WHOLE, _INDEX, _REST, _CLASSES = "", "_index", "_rest", "_classes"  # suffixes of the columns of one output
 _TOPK = re.compile(r"topk\((\d+)\)")
 _SMALL = 1 << 16  # classes that fit two bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetEncoding:
-    """How outputs are kept.
+    """How outputs are stored.
 
     Attributes:
         bits: of each number, 32 or 16.
@@ -52,17 +52,17 @@ class TargetEncoding:
 
     @property
     def layers(self) -> TargetEncoding:
-        """The form of hidden states, which have no largest ones."""
+        """Encoding of hidden states."""
         return TargetEncoding(bits=self.bits)
 
     def row_bytes(self, shape: Sequence[int | None]) -> int:
-        """What an output takes of a row; sizes after that of the rows count, those that are not known as 1."""
+        """Return the bytes of a row of an output of this shape; unknown sizes count as 1."""
         *others, last = [size or 1 for size in shape[1:]] or [1]
         each = self.bits // 8 * last if self.largest is None else self.largest * (2 + (2 if last <= _SMALL else 4)) + 4
         return math.prod(others) * each
 
     def encode(self, name: str, values: _Array) -> dict[str, _Array]:
-        """Columns that hold an output.
+        """Return the columns that store an output.
 
         Args:
             name: of the columns, with different endings.
@@ -100,12 +100,12 @@ class TargetEncoding:
 
 
 def encoded_columns(form: TargetEncoding, name: str) -> tuple[str, ...]:
-    """The columns that hold an output."""
+    """Return the names of the columns that store an output."""
     return (name,) if form.largest is None else (name + _WHOLE, name + _INDEX, name + _REST, name + _CLASSES)
 
 
 def decode_targets(form: TargetEncoding, name: str, columns: dict[str, _Array]) -> _Array:
-    """An output as it was before `encode`: (rows, ...) float32."""
+    """Return an output as it was before `encode`: (rows, ...) float32."""
     values = columns[name].astype(np.float32)
     if form.largest is None:
         return values
@@ -114,7 +114,7 @@ def decode_targets(form: TargetEncoding, name: str, columns: dict[str, _Array]) 
     with np.errstate(divide="ignore"):
         odds = rest - np.log(-np.expm1(np.minimum(rest, -np.finfo(np.float32).tiny)))
     share = odds + log_sum(values.astype(np.float64)) - np.log(classes - form.largest)
-    share = np.minimum(share, values[..., -1])  # rounding may not put them before what was larger
+    share = np.minimum(share, values[..., -1])  # rounding must not make them larger than a kept logit
     whole = np.repeat(share.astype(np.float32)[..., None], classes, axis=-1)
     np.put_along_axis(whole, columns[name + _INDEX].astype(np.int64), values, -1)
     return whole

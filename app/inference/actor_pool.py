@@ -1,7 +1,7 @@
-"""A pool of Ray actors that compute ranges of rows; what a lost one was at is given to another.
+"""A pool of Ray actors that compute ranges of rows. The range of a lost actor goes to another one.
 
-One that is silent for many times as long as a batch took so far is lost, too. Storing a part has no such pace: the
-store is given its time (`trainwright.storage.object_store`).
+An actor that is silent for many times as long as a batch took so far counts as lost. Storing a part has the timeout of
+the store (`trainwright.storage.object_store`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from trainwright.inference.prediction_worker import (
     device_options,
     located_error,
 )
+from trainwright.strategies.common.user_code_errors import first_line
 
-_STILLBORN = 3  # processes in a row that may end before they could begin
+_MAX_FAILED_STARTS = 3  # processes in a row that may end before they are ready
 _START_S = 600.0  # to import the framework and load a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolTimeouts:
-    """How long to wait.
+    """How long the pool waits.
 
     Attributes:
         place_s: for the cluster to start a process.
@@ -45,14 +46,14 @@ class PoolTimeouts:
 
 @dataclass(kw_only=True, eq=False)
 class _PoolActor:
-    """One actor, and what it is asked for.
+    """One actor, and what it computes.
 
     Attributes:
         phase: `placing`, `loading`, `idle` or `busy`.
-        answer: reference of the answer that comes next, or the generator of a range's answers.
+        answer: reference to the next answer, or the generator of a range's answers.
         part: the range that it computes.
         rows: of the range that are computed.
-        silence: since it was heard of last.
+        silence: time since its last answer.
     """
 
     actor: Any
@@ -65,7 +66,7 @@ class _PoolActor:
 
     @property
     def computing(self) -> Range | None:
-        """Its range, while a batch comes next."""
+        """Its range, while the next answer is a batch."""
         return self.part if self.part is not None and self.rows < self.part.rows else None
 
 
@@ -73,10 +74,10 @@ class PredictorPool:
     """Computes all ranges of some work. One thread; `run` blocks.
 
     Args:
-        order: what every process gets.
+        order: configuration of each process.
         size: processes at most.
         work: the ranges.
-        patience: how long to wait.
+        timeouts: how long to wait for answers.
         schema: types by column name of parts that are there already; empty when there are none.
         on_rows: told how many rows were computed, or are lost again (negative).
         on_note: told what went wrong and was mended.
@@ -87,39 +88,39 @@ class PredictorPool:
         order: PredictorConfig,
         size: int,
         work: RangeQueue,
-        patience: PoolTimeouts,
+        timeouts: PoolTimeouts,
         *,
         schema: Mapping[str, str],
         on_rows: Callable[[int], object],
         on_note: Callable[[str], object],
     ) -> None:
-        self._order, self._size, self._work, self._patience = ray.put(order), size, work, patience
+        self._order, self._size, self._work, self._timeouts = ray.put(order), size, work, timeouts
         self._schema, self._on_rows, self._on_note = schema, on_rows, on_note
         options = {**device_options(order.plan), "max_restarts": 0, "max_task_retries": 0}
         self._class: Any = ray.remote(scheduling_strategy="SPREAD", **options)(PredictorProcess)
         self._members: list[_PoolActor] = []
-        self._pace = BatchDurations(most_s=patience.hang_s)
-        self._stillborn = 0
+        self._durations = BatchDurations(most_s=timeouts.hang_s)
+        self._failed_starts = 0
 
     def run(self) -> None:
-        """Until every range is stored; the processes are gone when it returns.
+        """Block until every range is stored; the processes have ended when it returns.
 
         Raises:
             ResourceError: the cluster started none of the processes in time.
-            WorkerLost, HangError: processes were lost with a range, or before they could begin, too often.
-            TrainwrightError: what the user's code, the data or the store did.
+            WorkerLost, HangError: processes were lost with a range, or before they were ready, too often.
+            TrainwrightError: an error of the user's code, the data or the store.
         """
         try:
             while self._work.open:
-                self._staff()
-                self._listen()
+                self._start_actors()
+                self._wait_for_answers()
         finally:
             for member in self._members:
                 ray.kill(member.actor)
             self._members.clear()
 
-    def _staff(self) -> None:
-        """Start processes while there is work for more, and give the idle ones something to do."""
+    def _start_actors(self) -> None:
+        """Start processes while there is work for more, and give ranges to idle ones."""
         while len(self._members) < min(self._size, self._work.open):
             actor = self._class.remote()
             self._members.append(_PoolActor(actor=actor, answer=actor.hello.remote()))
@@ -134,34 +135,34 @@ class PredictorPool:
         member.phase, member.answer = phase, answer
         member.silence.end(time.monotonic())
 
-    def _listen(self) -> None:
+    def _wait_for_answers(self) -> None:
         """Wait for the next answer or deadline, and act on it."""
         waiting = {member.answer: member for member in self._members if member.answer is not None}
         soonest = min(self._limit_s(member) - member.silence.seconds for member in waiting.values())
         ray.wait(list(waiting), num_returns=1, timeout=min(max(soonest, 0.0), CHECK_INTERVAL_S))
-        ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)  # all of them: none may seem silent
+        ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)  # all, so that none seems silent
         for answer in ready:
-            self._hear(waiting[answer])
+            self._handle_answer(waiting[answer])
         now = time.monotonic()
         late = [member for member in waiting.values() if member.answer is not None and member in self._members]
         for member in late:
             if member.silence.look(now) >= self._limit_s(member):
-                self._late(member)
+                self._handle_timeout(member)
 
     def _limit_s(self, member: _PoolActor) -> float:
         if member.computing is not None:
-            return self._pace.limit_s(self._work.losses(member.computing))
-        limits = {"placing": self._patience.place_s, "loading": max(_START_S, self._patience.hang_s)}
-        return limits.get(member.phase, self._patience.hang_s)
+            return self._durations.limit_s(self._work.losses(member.computing))
+        limits = {"placing": self._timeouts.place_s, "loading": max(_START_S, self._timeouts.hang_s)}
+        return limits.get(member.phase, self._timeouts.hang_s)
 
-    def _hear(self, member: _PoolActor) -> None:
-        """Take one answer."""
+    def _handle_answer(self, member: _PoolActor) -> None:
+        """Handle one answer."""
         try:
             answer = ray.get(next(member.answer) if member.phase == "busy" else member.answer)
         except RayTaskError as error:
             raise located_error(error, member.node) from error
         except RayError as error:
-            self._lose(member, WorkerLost(f"the process ended: {_first_line(error)}", where=member.node))
+            self._actor_lost(member, WorkerLost(f"the process ended: {first_line(error)}", where=member.node))
             return
         took_s = member.silence.end(time.monotonic())
         if isinstance(answer, TrainwrightError):
@@ -174,31 +175,31 @@ class PredictorPool:
         elif answer is None:
             self._ask(member, "idle", None)
         else:
-            self._pace.took(took_s)
+            self._durations.took(took_s)
             member.rows += answer
             self._on_rows(answer)
 
     def _stored(self, member: _PoolActor, answer: StoredPart) -> None:
-        assert member.part is not None, "only a busy member stores"
+        assert member.part is not None, "only a busy actor stores"
         check_schema(self._schema or answer.schema, answer.schema, member.part)
         self._schema = self._schema or answer.schema
         self._work.done(member.part)
-        member.part, self._stillborn = None, 0
+        member.part, self._failed_starts = None, 0
         self._ask(member, "idle", None)
 
     def _failed(self, member: _PoolActor, error: TrainwrightError) -> None:
-        """An error of ours: final, but for a store that another process may reach."""
+        """Raise the error of a process, unless another process may reach the store that this one could not."""
         if not isinstance(error, StorageError) or member.part is None:
             raise error
-        self._give_back(member, error)
+        self._requeue(member, error)
         self._ask(member, "idle", None)
 
-    def _late(self, member: _PoolActor) -> None:
-        """Nothing was heard in time."""
+    def _handle_timeout(self, member: _PoolActor) -> None:
+        """No answer came in time."""
         limit_s = self._limit_s(member)
         if member.phase != "placing":
-            usual = self._pace.usual if member.computing is not None else ""
-            self._lose(member, HangError(f"nothing was heard for {limit_s:g} s{usual}", where=member.node))
+            usual = self._durations.usual if member.computing is not None else ""
+            self._actor_lost(member, HangError(f"no answer for {limit_s:g} s{usual}", where=member.node))
             return
         placed = sum(other.phase != "placing" for other in self._members)
         if not placed:
@@ -207,37 +208,33 @@ class PredictorPool:
                 where="predict",
                 remedy="wait until other jobs have ended, set fewer workers, or raise place_deadline_s",
             )
-        self._dismiss(member)
+        self._remove(member)
         self._size = placed
-        self._on_note(f"going on with {placed} workers: the cluster had no room for more within {limit_s:g} s")
+        self._on_note(f"continuing with {placed} workers: the cluster had no room for more within {limit_s:g} s")
 
-    def _lose(self, member: _PoolActor, error: TrainwrightError) -> None:
-        """A process is gone, or is ended because it hangs."""
-        self._dismiss(member)
+    def _actor_lost(self, member: _PoolActor, error: TrainwrightError) -> None:
+        """Handle a process that has ended, or that hangs and is ended."""
+        self._remove(member)
         if member.part is not None:
-            self._on_note(f"{member.part} begin again elsewhere: {error.what} ({member.node})")
-            self._give_back(member, error)
+            self._on_note(f"{member.part} start again on another worker: {error.what} ({member.node})")
+            self._requeue(member, error)
             return
-        self._stillborn += 1
-        if self._stillborn >= _STILLBORN:
+        self._failed_starts += 1
+        if self._failed_starts >= _MAX_FAILED_STARTS:
             raise WorkerLost(
-                f"{self._stillborn} processes were lost before they could begin, the last because {error.what}",
+                f"{self._failed_starts} processes were lost before they were ready, the last because {error.what}",
                 where=member.node,
                 remedy="look at the memory of the nodes; verbose=True shows what the processes wrote",
             )
 
-    def _give_back(self, member: _PoolActor, error: TrainwrightError) -> None:
-        """The member's range goes to another one. Raises WorkerLost or StorageError when that was tried too often."""
+    def _requeue(self, member: _PoolActor, error: TrainwrightError) -> None:
+        """Put the actor's range back in the queue. Raises WorkerLost or StorageError where it was lost too often."""
         part, rows = member.part, member.rows
-        assert part is not None, "only a busy member has something to give back"
+        assert part is not None, "only a busy actor has a range"
         member.part, member.rows = None, 0
         self._on_rows(-rows)
         self._work.lost(part, member.node, error)
 
-    def _dismiss(self, member: _PoolActor) -> None:
+    def _remove(self, member: _PoolActor) -> None:
         self._members.remove(member)
         ray.kill(member.actor)
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

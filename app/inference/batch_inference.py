@@ -1,4 +1,4 @@
-"""Predict with a trained run: what is asked for, what is there already, and a pool of workers for the rest."""
+"""Predict with a trained run: check the request, find the parts that exist, and compute the rest on workers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any
 
 from trainwright.core import formatting
 from trainwright.core.errors import DataError, JobError, StorageError
@@ -32,7 +32,7 @@ from trainwright.storage.object_store import Store, open_store
 from trainwright.worker.worker_config import pickle_job
 
 ATTEMPTS = 3  # workers that may be lost with one range
-_HANG_S = 300.0  # for the next batch of a range, where the job says nothing
+_HANG_S = 300.0  # for the next batch of a range, by default
 _BATCH_ROWS = 1024  # where the job's global batch is larger
 
 
@@ -45,7 +45,7 @@ class Prediction:
         rows: predicted.
         parts: files.
         computed: parts that this call computed; the others were there.
-        run: whose model it was.
+        run: that trained the model.
         step: of the checkpoint.
     """
 
@@ -57,7 +57,7 @@ class Prediction:
     step: int
 
     def dataset(self) -> Dataset:
-        """The predictions as a data set: `sample`, the columns kept, the outputs."""
+        """Return the predictions as a data set: `sample`, the columns kept, the outputs."""
         return parquet(self.uri)
 
     def __str__(self) -> str:
@@ -65,32 +65,18 @@ class Prediction:
         return f"{formatting.count(self.rows, 'row')} in {self.uri} ({done}), {self.run} at step {self.step:,}"
 
 
-class ProgressListener(Protocol):
-    """Is told how far a prediction has come, while it is entered."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-    def add(self, rows: int) -> None:
-        """Rows were computed, or, where negative, lost again."""
-
-    def note(self, text: str) -> None:
-        """What is worth a line."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PredictionRequest:
-    """What is asked for, checked as far as that can be without a cluster.
+    """A request for predictions, checked as far as is possible without a cluster.
 
     Attributes:
-        subject: what predicts.
+        subject: the model and its data set.
         index: of the data set.
         folder: where the parts go.
         manifest: to be stored there.
         form: in which outputs are written; None writes them as they are.
-        ranges: all of them.
-        waiting: those without a part.
+        ranges: all ranges of rows.
+        waiting: the ranges without a part.
     """
 
     subject: InferenceModel
@@ -137,10 +123,10 @@ def prediction_request(
     row_bytes: int = 0,
     fresh: bool = False,
 ) -> PredictionRequest:
-    """Everything that can be wrong and known before a cluster is needed.
+    """Return a request for predictions. Checks all that can be checked without a cluster.
 
     Args:
-        subject: what predicts, and the data set.
+        subject: the model and its data set.
         to: the folder.
         columns: outputs wanted; empty for all.
         keep: columns of the data set that go with them.
@@ -186,19 +172,17 @@ def run_request(
     batch_size: int | None = None,
     fresh: bool = False,
     verbose: bool = False,
-    meter: ProgressListener | None = None,
     note: Callable[[str], object] = lambda _: None,
 ) -> Prediction:
     """Compute what is missing: on a pool of workers, or in the layout of the run where that divides the model.
 
     Args:
-        question: what is asked for.
+        question: the request.
         workers, batch_size, fresh, verbose: as of `trainwright.api.predict`.
-        meter: is told how far it has come; by default it is shown on stderr.
-        note: is told too what went wrong and was mended.
+        note: called with problems that were repaired.
 
     Raises:
-        DataError: a part that is there is torn; says which.
+        DataError: an existing part is damaged; names it.
         TrainwrightError: as `trainwright.api.predict`.
     """
     from trainwright.ray_cluster.discovery import connect, discover
@@ -213,19 +197,21 @@ def run_request(
         )
         _store_request(question, fresh)
         done = question.index.rows - sum(part.rows for part in question.waiting)
-        with meter or RowProgress(question.index.rows, done) as told:
+        with RowProgress(question.index.rows, done) as told:
             if size:
-                _compute(question, _order(question, question.subject.lone or job, plan, rows), size, told, note)
+                _compute(
+                    question, _order(question, question.subject.single_process_job or job, plan, rows), size, told, note
+                )
             else:
                 _compute_together(question, _order(question, job, plan, rows), told)
     return _finished(question)
 
 
 def _store_request(question: PredictionRequest, fresh: bool) -> None:
-    """Write down what is asked for; with `fresh`, older parts go first. Raises RunConflict, StorageError."""
+    """Store the manifest; with `fresh`, delete older parts first. Raises RunConflict, StorageError."""
     folder, manifest = question.folder, question.manifest
     if fresh:
-        # The manifest goes last: parts without one are refused, parts under another's would be taken for its own.
+        # The manifest goes last: parts without one are refused, parts with another's would be taken for its own.
         folder.delete([name for name, _ in folder.list() if is_part_name(name)])
         folder.delete([MANIFEST])
     if not folder.create(MANIFEST, manifest.encode()):
@@ -233,15 +219,12 @@ def _store_request(question: PredictionRequest, fresh: bool) -> None:
         PredictionManifest.decode(folder.get(MANIFEST), place).check(manifest, folder.uri)
 
 
-# --- inside -----------------------------------------------------------------------------------------------------------
-
-
 def _dataset(job: Job, data: Any) -> Dataset:
     """The data set to predict: as given, the parquet files of a path, or the job's evaluation set."""
     chosen = job.evaluate if data is None else parquet(data) if isinstance(data, str) else data
     if not hasattr(chosen, "map_batches"):
         raise JobError(
-            ["there is nothing to predict: give data=, a data set or the path of parquet files"]
+            ["no data to predict: give data=, a data set or the path of parquet files"]
             if chosen is None
             else [f"data= is a {type(chosen).__name__}: use tw.datasets.parquet(...) or tw.datasets.table(...)"]
         )
@@ -256,7 +239,7 @@ def _check_numbers(**numbers: int | None) -> None:
 
 
 def _check_parts(question: PredictionRequest) -> None:
-    """Raise DataError for a part that is not whole, or has other rows than its name says, before it is relied on."""
+    """Raise DataError for a part that is not complete, or has other rows than its name says."""
     rows = {part.name: part.rows for part in question.ranges if part not in set(question.waiting)}
     if not rows:
         return
@@ -287,7 +270,7 @@ def _order(question: PredictionRequest, job: Job, plan: Plan, batch_size: int) -
         job=pickle_job(job),
         plan=plan,
         index=question.index,
-        weights=None if job is question.subject.lone else question.subject.weights,
+        weights=None if job is question.subject.single_process_job else question.subject.weights,
         folder=question.folder,
         outputs=question.manifest.columns,
         keep=question.manifest.keep,
@@ -300,15 +283,15 @@ def _compute(
     question: PredictionRequest,
     order: PredictorConfig,
     size: int,
-    meter: ProgressListener,
+    meter: RowProgress,
     note: Callable[[str], object],
 ) -> None:
-    """Let a pool of workers, each with the whole model, compute what is missing."""
+    """Compute missing ranges on a pool of workers that each hold the whole model."""
     from trainwright.inference.actor_pool import PoolTimeouts, PredictorPool
     from trainwright.ray_cluster.discovery import discover
 
     job, placement = question.subject.job, order.plan.placement
-    patience = PoolTimeouts(place_s=job.patience_s(discover(possible=True)), hang_s=job.hang_deadline_s or _HANG_S)
+    timeouts = PoolTimeouts(place_s=job.patience_s(discover(possible=True)), hang_s=job.hang_deadline_s or _HANG_S)
     device = placement.accelerator or f"CPU, {formatting.count(placement.threads, 'thread')} each"
     meter.note(
         f"{question.manifest.who}: {formatting.count(len(question.waiting), 'part')} of "
@@ -320,11 +303,11 @@ def _compute(
         note(text)
 
     work, schema = RangeQueue(question.waiting, ATTEMPTS), _schema(question)
-    PredictorPool(order, size, work, patience, schema=schema, on_rows=meter.add, on_note=mended).run()
+    PredictorPool(order, size, work, timeouts, schema=schema, on_rows=meter.add, on_note=mended).run()
 
 
-def _compute_together(question: PredictionRequest, order: PredictorConfig, meter: ProgressListener) -> None:
-    """Read what is missing here, have the ranks of a layout predict it, and store it."""
+def _compute_together(question: PredictionRequest, order: PredictorConfig, meter: RowProgress) -> None:
+    """Read missing ranges in this process, have the ranks of a layout predict them, and store the parts."""
     from trainwright.inference.sharded_inference import ShardedModel
 
     schema, subject, weights = _schema(question), question.subject, question.subject.weights
@@ -343,7 +326,7 @@ def _compute_together(question: PredictionRequest, order: PredictorConfig, meter
 
 
 def _schema(question: PredictionRequest) -> dict[str, str]:
-    """Types by column name of the parts that are there already."""
+    """Return types by column name of the existing parts."""
     import pyarrow.parquet as pq
 
     there = [part for part in question.ranges if part not in set(question.waiting)]
@@ -354,7 +337,7 @@ def _schema(question: PredictionRequest) -> dict[str, str]:
 
 
 def _finished(question: PredictionRequest) -> Prediction:
-    """Make sure that every part can be seen from here."""
+    """Return the prediction. Raises StorageError for parts that this process cannot see."""
     folder = question.folder
     unseen = missing_ranges(question.ranges, (name for name, _ in folder.list()), folder.uri)
     if unseen:

@@ -1,4 +1,4 @@
-"""Who predicts: a run with a checkpoint, or any other model with weights, bound to the data set that it is to see."""
+"""A model for inference, of a run or not, bound to a data set; and how workers hold it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from trainwright.datasets.dataset import Dataset
 from trainwright.inference.inference_plan import fit_plan, single_replica, trained_plan
 from trainwright.inference.prediction_files import SAMPLE
 from trainwright.inference.prediction_worker import CheckpointWeights
-from trainwright.inference.trained_model import find_checkpoint
 from trainwright.planning.job_description import describe, select_fields
 from trainwright.planning.planner import choose, grow_to_slots, usable_cluster
 from trainwright.planning.profiler import profile_job
+from trainwright.storage.checkpoint_selection import find_checkpoint
 from trainwright.strategies.search.plan_request import placement_for
 
 _FACTS = ("train", "model", "inputs", "pad", "collate", "precision", "seed", "schedule")
@@ -27,32 +27,32 @@ _FACTS = ("train", "model", "inputs", "pad", "collate", "precision", "seed", "sc
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceModel:
-    """What predicts.
+    """A model for inference with its data set.
 
     Attributes:
         job: reads the data set as its `train`, and needs neither targets nor a loss.
         weights: of the run's checkpoint; None where model() brings them.
         sha256: of the checkpoint's manifest, or of the weights.
-        outline: () -> the model with whatever weights, to plan by and to be compared.
-        lone: the job for one process whose model() brings the checkpoint's weights too; None where the engine does.
-        undivided: why no layout that divides layers or cuts between them can run it; empty where they can.
+        architecture: () -> the model with any weights, for planning and comparison.
+        single_process_job: job whose model() loads the checkpoint's weights itself; None where the engine loads them.
+        whole_model_reason: why no layout that divides the layers can run it; empty where such layouts can.
     """
 
     job: Job
     weights: CheckpointWeights | None
     sha256: str
-    outline: Callable[[], Any]
-    lone: Job | None = None
-    undivided: str = ""
+    architecture: Callable[[], Any]
+    single_process_job: Job | None = None
+    whole_model_reason: str = ""
 
     @property
     def step(self) -> int:
-        """Of the checkpoint; 0 where there is none."""
+        """Step of the checkpoint; 0 where there is none."""
         return self.weights.checkpoint.step if self.weights else 0
 
     def facts(self, index: Index) -> dict[str, str]:
-        """What says what is computed, in words."""
-        return select_fields(describe(self.job.replace(model=self.outline), train=index), _FACTS)
+        """Return the facts that determine the outputs, in words."""
+        return select_fields(describe(self.job.replace(model=self.architecture), train=index), _FACTS)
 
     def check(self, index: Index, keep: tuple[str, ...]) -> None:
         """Raise JobError for a column that is not in the data."""
@@ -70,15 +70,15 @@ class InferenceModel:
 
 
 def trained_inference_model(job: Job, data: Dataset, step: int | None = None) -> InferenceModel:
-    """A run's newest whole checkpoint, or the one at `step`. Raises JobError, CheckpointError."""
+    """Return the model of a run's newest whole checkpoint, or of that at `step`. Raises JobError, CheckpointError."""
     served = inference_job(job, data)
     runs, checkpoint = find_checkpoint(job, step)
     weights = CheckpointWeights(runs=runs, run=job.name, checkpoint=checkpoint)
-    return InferenceModel(job=served, weights=weights, sha256=checkpoint.manifest_sha256, outline=job.model)
+    return InferenceModel(job=served, weights=weights, sha256=checkpoint.manifest_sha256, architecture=job.model)
 
 
 def inference_job(job: Job, data: Dataset) -> Job:
-    """The job without what only training needs, so that the data may lack it too. Raises JobError."""
+    """Return the job without what only training needs; the data needs no targets. Raises JobError."""
     if not job.inputs:
         raise JobError(["inputs= is missing: name the columns given to the model to predict with it"])
     needed = job.collation.sources(job.arguments)
@@ -98,7 +98,7 @@ def inference_job(job: Job, data: Dataset) -> Job:
 
 
 def no_loss(outputs: Any, targets: Any) -> Any:
-    """Of what is not trained."""
+    """Loss of a model that is not trained."""
     raise AssertionError("nothing is trained")
 
 
@@ -108,17 +108,17 @@ def no_loss(outputs: Any, targets: Any) -> Any:
 def inference_layout(
     subject: InferenceModel, index: Index, parts: int, cluster: Cluster, workers: int | None = None
 ) -> tuple[Plan, int]:
-    """The plan of each worker of a pool, and how many there are; or one that several run the model in together, and 0.
+    """Return the plan of each worker of a pool and the size of the pool; or a plan that divides the model, and 0.
 
-    Together they run what a run trained in a layout that divides the model, what `plan=` of a model without a run
-    divides, and what no worker can hold whole, as the planner divides it.
+    Several workers hold a model together where its run was trained so, where `plan=` of a model without a run says so,
+    and where no worker can hold it whole; then the planner divides it.
 
     Args:
-        subject: what predicts.
+        subject: the model.
         index: of its data set.
-        parts: to be computed, of which each worker of a pool has one at a time.
-        cluster: where.
-        workers: of a pool, where it is asked for.
+        parts: number of ranges to compute; a worker of a pool has one at a time.
+        cluster: to run on.
+        workers: of a pool, if given.
 
     Raises:
         ResourceError, PlanError, UserCodeError, JobError: as `_plan_pool`.
@@ -135,7 +135,7 @@ def inference_layout(
             raise
         if not _torn(subject, divided):
             return divided, 0
-        problem = f"{subject.undivided}, which the layout {divided.name} has on no worker whole"
+        problem = f"{subject.whole_model_reason}, which the layout {divided.name} has on no worker whole"
         raise JobError(
             [f"{problem}, and the whole model fits on none: {error.what} ({error.where})"], where=job.name
         ) from error
@@ -144,7 +144,7 @@ def inference_layout(
 def _plan_pool(
     subject: InferenceModel, index: Index, parts: int, cluster: Cluster, workers: int | None
 ) -> tuple[Plan, int]:
-    """The plan of each worker, and how many there are: one for each accelerator or CPU slot, or as asked.
+    """Return the plan of each worker, and their number: as given, or one for each accelerator or CPU slot.
 
     Raises:
         ResourceError: more is asked for than the cluster has.
@@ -153,31 +153,31 @@ def _plan_pool(
     job = subject.job
     room = usable_cluster(cluster, job.replace(workers=workers) if workers else job)
     size = min(workers or room.slots, parts)
-    alone = job.alone(model=subject.outline)
+    alone = job.alone(model=subject.architecture)
     plan = choose(_asked(alone, index), cluster, alone).chosen
     return replace(plan, placement=placement_for(room, size)), size
 
 
 def _asked(job: Job, index: Index) -> ModelProfile:
-    """The model as it is when it is asked and not trained."""
+    """Return the cost of the model without training."""
     return replace(profile_job(job, job.train, index), trains=False)
 
 
 def _torn(subject: InferenceModel, plan: Plan) -> bool:
-    """Whether what is asked for cannot be had in this layout."""
-    return bool(subject.undivided) and max(plan.mesh.tensor, plan.mesh.pipeline) > 1
+    """Whether this layout cannot give the requested outputs."""
+    return bool(subject.whole_model_reason) and max(plan.mesh.tensor, plan.mesh.pipeline) > 1
 
 
 def _divided(subject: InferenceModel, index: Index, cluster: Cluster) -> Plan | None:
-    """The layout of the run, or the one that is pinned, where several workers hold the model together."""
+    """Return the layout of the run, or the pinned one, where several workers hold the model together."""
     pinned = subject.job.plan if subject.weights is None else None
     found = trained_plan(subject.job) if subject.weights else _chosen(subject, index, cluster) if pinned else None
     return found if found is not None and single_replica(found).workers > 1 else None
 
 
 def _chosen(subject: InferenceModel, index: Index, cluster: Cluster) -> Plan | None:
-    """What the planner has the whole cluster do with the model; None where nothing fits, or none divides it."""
-    job = subject.job.replace(model=subject.outline)
+    """Return the planner's layout for the whole cluster; None where nothing fits, or it does not divide the model."""
+    job = subject.job.replace(model=subject.architecture)
     try:
         plan = choose(_asked(job, index), cluster, job).chosen
     except PlanError:

@@ -1,4 +1,4 @@
-"""The layout that a run was trained in: its plan, on what there is now, and which rows each of its ranks is given."""
+"""The layout in which a trained run predicts: its plan on the present cluster, and the rows of each rank."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from trainwright.strategies.search.plan_request import placement_for, worker_cap
 
 
 def trained_plan(job: Job) -> Plan | None:
-    """The plan that the job's run was trained under last; None where its events tell of none. Raises StorageError.
+    """Return the plan that the job's run was last trained under; None where there is none. Raises StorageError.
 
-    One that has no ranks that step together is told as the replicas that can answer in its stead.
+    A plan without collective ranks becomes a plan of replicas: see `serving_plan`.
     """
     plan = plan_from(read_run_summary(open_store(job.storage), job.name).start.plan)
     return plan if plan is None or plan.topology == "collective" else serving_plan(plan)
 
 
 def serving_plan(plan: Plan) -> Plan | None:
-    """Replicas of the model on as many workers, or one: a checkpoint holds full names, which any layout loads."""
+    """Return a plan of replicas on as many workers, or of one. Any layout can load a checkpoint."""
     for module, data in ((data_parallel, plan.mesh.data), (one_device, 1), (tf_one_device, 1)):
         for framework, engine in module.ENGINES.items():
             if f".{framework}." in plan.engine:
@@ -44,7 +44,7 @@ def serving_plan(plan: Plan) -> Plan | None:
 
 
 def single_replica(plan: Plan) -> Plan:
-    """The same for one replica of the model: on as few workers as hold all of it."""
+    """Return the plan for one replica of the model."""
     return plan.resized(max(1, plan.workers // plan.mesh.data))
 
 
@@ -55,7 +55,7 @@ def plan_on_cluster(plan: Plan, job: Job, verbose: bool = False) -> Plan:
 
 
 def fit_plan(cluster: Cluster, plan: Plan, job: Job) -> Plan:
-    """The plan on what a cluster has, which may be other nodes than it was made for: with fewer replicas where it must.
+    """Return the plan for the nodes of this cluster, with fewer replicas where there is less room.
 
     Raises:
         ResourceError: there is no room for a whole replica.
@@ -78,7 +78,7 @@ def fit_plan(cluster: Cluster, plan: Plan, job: Job) -> Plan:
 
 
 def split_into_feeds(plan: Plan, columns: Columns) -> list[tuple[Feed, ...]]:
-    """What each worker is fed, so that the model is given these rows in their order.
+    """Return the feed of each worker, so that the model gets these rows in their order.
 
     Every data rank has as many rows in a feed, no more than in a micro-batch of training; where they do not divide, the
     last one is repeated with weight 0.
@@ -90,7 +90,7 @@ def split_into_feeds(plan: Plan, columns: Columns) -> list[tuple[Feed, ...]]:
 
 
 def _feed(feeding: FeedAssignment, columns: Columns, given: range) -> Feed:
-    """Of these rows, those of a worker."""
+    """Return the rows of a worker."""
     each = -(-len(given) // feeding.total)
     batches = []
     for rank in feeding.data_ranks:
@@ -104,7 +104,7 @@ def _feed(feeding: FeedAssignment, columns: Columns, given: range) -> Feed:
 
 
 def gather_outputs(plan: Plan, answers: Sequence[Sequence[Columns]], feeds: Sequence[Feed]) -> Iterator[Columns]:
-    """The outputs of all rows in their order, in pieces.
+    """Return the outputs of all rows in their order, in pieces.
 
     Args:
         answers: of each worker, what it has for each feed; those with the outputs have some.

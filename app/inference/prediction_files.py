@@ -47,12 +47,12 @@ class Range:
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """Number of rows."""
         return self.stop - self.start
 
     @property
     def name(self) -> str:
-        """The part's file."""
+        """Name of the part's file."""
         return f"part-{self.start:012}-{self.stop:012}.parquet"
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Range:
 
 
 def default_range_rows(index: Index, row_bytes: int = 0) -> int:
-    """Rows of a range where none are given: by nothing that changes, so that a later call cuts in the same way.
+    """Return the default rows of a range. It depends on nothing that changes, so that a later call divides equally.
 
     Args:
         index: of the data set.
@@ -72,13 +72,13 @@ def default_range_rows(index: Index, row_bytes: int = 0) -> int:
 
 
 def split_ranges(index: Index, rows: int) -> tuple[Range, ...]:
-    """All ranges of a data set, in order: small neighbouring row groups are joined up to `rows` rows, others split."""
+    """Return all ranges of a data set, in order: small row groups are joined up to `rows`, others split."""
     edges = Lanes(rows=index.rows, count=1, window=rows, groups=index.firsts).edges.tolist()
     return tuple(Range(start=start, stop=stop) for start, stop in pairwise(edges))
 
 
 def missing_ranges(ranges: Sequence[Range], names: Iterable[str], folder: str) -> tuple[Range, ...]:
-    """The ranges of which no part is there yet.
+    """Return the ranges without a part.
 
     Args:
         ranges: all of them.
@@ -111,7 +111,7 @@ def is_part_name(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionManifest:
-    """What was asked for. Two calls with equal manifests write the same parts.
+    """The request that a folder belongs to. Two calls with equal manifests write the same parts.
 
     Attributes:
         run: name of the run that trained the model, or of what else predicts.
@@ -142,16 +142,16 @@ class PredictionManifest:
 
     @property
     def who(self) -> str:
-        """What predicts, for people."""
+        """The model, in words."""
         return f"{self.run} at step {self.step:,}" if self.checkpoint else self.run
 
     def encode(self) -> bytes:
-        """As it is stored."""
+        """Return the manifest as it is stored."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1, sort_keys=True).encode()
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Self:
-        """Read a stored one. Raises StorageError for anything else."""
+        """Return a stored manifest. Raises StorageError for anything else."""
         try:
             fields = json.loads(data)
             if fields.pop("format") != _FORMAT:
@@ -163,7 +163,7 @@ class PredictionManifest:
             ) from error
 
     def differences(self, asked: PredictionManifest) -> list[str]:
-        """Lines that say where what is asked for now differs."""
+        """Return lines with the differences of a new request."""
         old, new = asdict(self), asdict(asked)
         lines = [line.replace("train: ", "data: ", 1) for line in description_changes(old.pop("job"), new.pop("job"))]
         for facts in (old, new):
@@ -171,7 +171,7 @@ class PredictionManifest:
         return lines + [f"{name}: {old[name]} -> {new[name]}" for name in new if old[name] != new[name]]
 
     def check(self, asked: PredictionManifest, folder: str) -> None:
-        """Raise RunConflict, naming the differences, where something else is asked for now."""
+        """Raise RunConflict, with the differences, where a new request is another one."""
         lines = self.differences(asked)
         if not lines:
             return
@@ -188,7 +188,7 @@ class PredictionManifest:
 
 
 class RangeQueue:
-    """Who still has to be given what.
+    """The ranges that wait for a worker.
 
     Args:
         ranges: to be computed, in order.
@@ -207,7 +207,7 @@ class RangeQueue:
         return len(self._waiting) + len(self._out)
 
     def take(self) -> Range | None:
-        """The next range to compute; None while all are given out."""
+        """Return the next range to compute; None while workers have all."""
         if not self._waiting:
             return None
         part = self._waiting.popleft()
@@ -215,15 +215,15 @@ class RangeQueue:
         return part
 
     def done(self, part: Range) -> None:
-        """A range is computed and stored."""
+        """Mark a range as computed and stored."""
         self._out.remove(part)
 
     def losses(self, part: Range) -> int:
-        """How often a worker was lost with a range."""
+        """Return how often a worker was lost with a range."""
         return len(self._lost.get(part, ()))
 
     def lost(self, part: Range, node: str, error: TrainwrightError) -> None:
-        """The worker of a range was lost, or could not store it: the range goes to another one, before all others.
+        """Put a range whose worker was lost, or could not store it, at the front of the queue.
 
         Raises:
             WorkerLost: that happened too often with this range; names range and nodes. A StorageError as it is.
@@ -266,7 +266,7 @@ def part_table(part: Range, kept: Columns, outputs: Columns) -> pa.Table:
 
 
 def arrow_column(name: str, array: npt.NDArray[Any]) -> pa.Array:
-    """An array (rows, *shape) as an Arrow column. Raises JobError where Arrow has no such type."""
+    """Return an array (rows, *shape) as an Arrow column. Raises JobError where Arrow has no such type."""
     try:
         if array.ndim == 1:
             return pa.array(array.tolist() if array.dtype == object and len(array) else array)
@@ -279,7 +279,7 @@ def arrow_column(name: str, array: npt.NDArray[Any]) -> pa.Array:
 
 
 def concatenate_outputs(pieces: Sequence[Columns], part: Range) -> dict[str, npt.NDArray[Any]]:
-    """The outputs of a range's batches, one after the other.
+    """Return the outputs of a range's batches, concatenated.
 
     Raises:
         JobError: names, shapes or types differ between batches.
@@ -306,7 +306,7 @@ def check_schema(first: Mapping[str, str], found: Mapping[str, str], part: Range
 
 
 def _shape_mismatch(name: str, one: str, other: str) -> str:
-    """Why outputs that differ cannot be columns of one table."""
+    """Return the error for outputs that cannot be columns of one table."""
     return (
         f"the output {name!r} is {one} for some rows and {other} for others: let the model give one shape for every "
         "row, for instance by padding its inputs to one length with tw.Pad(length=...)"

@@ -1,6 +1,6 @@
-"""One worker of a prediction: it holds the model, computes ranges of rows and stores each as a part. Free of Ray.
+"""One worker of a prediction: it holds the model, computes ranges of rows and stores each as a part. Does not use Ray.
 
-`PredictorProcess` is what becomes an actor; errors of ours are among its answers and never travel as Ray's.
+`PredictorProcess` becomes an actor. Our errors are among its answers, so that Ray does not wrap them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from trainwright.datasets.data_source import Index
 from trainwright.datasets.loading.prefetch import ReadAhead
 from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.inference.prediction_files import Range, concatenate_outputs, part_table
-from trainwright.inference.trained_model import single_rank_engine
 from trainwright.storage.checkpoints import CheckpointReader, read_manifest
 from trainwright.storage.object_store import Store
+from trainwright.strategies.common.single_rank import single_rank_engine
 from trainwright.worker.worker_config import unpickle_job
 
 OutputTransform = Callable[[Columns], Columns]
-"""form(the model's outputs for some rows) -> what is written of them."""
+"""form(the model's outputs for some rows) -> the columns that are written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class CheckpointWeights:
     Attributes:
         runs: store with the run.
         run: its name.
-        checkpoint: which.
+        checkpoint: the checkpoint.
     """
 
     runs: Store
@@ -51,23 +51,23 @@ class CheckpointWeights:
     checkpoint: CheckpointRef
 
     def __str__(self) -> str:
-        return f"{self.run}, {self.checkpoint.path}"  # wherever the run lies
+        return f"{self.run}, {self.checkpoint.path}"  # not the folder, which can differ
 
     def reader(self) -> CheckpointReader:
-        """Of its files. Raises CheckpointError."""
+        """Return a reader of the weights. Raises CheckpointError."""
         manifest = read_manifest(self.runs, self.run, self.checkpoint)
         return CheckpointReader(self.runs, self.run, self.checkpoint, manifest, weights_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorConfig:
-    """All that a fresh process needs to predict.
+    """What a new process needs to predict.
 
     Attributes:
         job: the pickled job; its `train` is the data set to predict.
         plan: of one rank.
         index: of the data set.
-        weights: that the model is given; None where it brings them.
+        weights: loaded into the model; None where model() brings them.
         folder: where the parts go.
         outputs: those wanted; empty for all.
         keep: columns of the data set that go with them.
@@ -87,24 +87,24 @@ class PredictorConfig:
 
 
 class PredictorInfo(NamedTuple):
-    """A process that is up."""
+    """A process that has started."""
 
     node: str
     pid: int
 
 
 class StoredPart(NamedTuple):
-    """A part that is whole and in its place; types by column name."""
+    """A part that is stored; its types by column name."""
 
     schema: Mapping[str, str]
 
 
 OutputFunction = Callable[[Batch], Sequence[Columns]]
-"""outputs(batch) -> the model's for its rows, in order, in pieces."""
+"""outputs(batch) -> the model's outputs for its rows, in order, in pieces."""
 
 
 def order_outputs(order: PredictorConfig) -> OutputFunction:
-    """The order's model in this process. Raises as `local_outputs`."""
+    """Return the configured model in this process. Raises as `local_outputs`."""
     job = unpickle_job(order.job)
     spec = job.model_spec(1, partial(job.train.row, order.index, _names(job, order)))
     return local_outputs(replace(spec, outputs=order.outputs), order.plan, order.weights)
@@ -113,7 +113,7 @@ def order_outputs(order: PredictorConfig) -> OutputFunction:
 def local_outputs(
     spec: ModelSpec, plan: Plan, weights: CheckpointWeights | None, *, guest: bool = False
 ) -> OutputFunction:
-    """A model in this process, on one device; as a guest, where the process does other work too.
+    """Return a model in this process, on one device; `guest` where the process does other work too.
 
     Raises:
         CheckpointError, UserCodeError, JobError: the model cannot be built, or its weights do not fit.
@@ -125,7 +125,7 @@ def local_outputs(
 
 
 class Predictor:
-    """The data set that a model is applied to.
+    """Applies a model to ranges of a data set.
 
     Args:
         outputs: of the model.
@@ -142,10 +142,10 @@ class Predictor:
         self._rows = self._data.reader(order.index, self._names)
 
     def compute(self, part: Range) -> Iterator[int | StoredPart]:
-        """Compute a range and store it: after each batch its number of rows, at the end what was stored.
+        """Compute a range and store it. Yields the rows of each batch, and at the end the stored part.
 
         Raises:
-            DataError, UserCodeError, JobError: the data, its transforms or the model.
+            DataError, UserCodeError, JobError: an error of the data, its transforms or the model.
             StorageError: the part could not be written.
         """
         kept: list[Columns] = []
@@ -178,11 +178,11 @@ class PredictorProcess:
         self._predictor: Predictor | None = None
 
     def hello(self) -> PredictorInfo:
-        """Say who and where this process is."""
+        """Return the node and process id."""
         return PredictorInfo(node=socket.gethostname(), pid=os.getpid())
 
     def load(self, order: PredictorConfig) -> TrainwrightError | None:
-        """Build the model and load the checkpoint; the error that ended it."""
+        """Build the model and load the checkpoint. Returns the error, if any."""
         try:
             self._predictor = Predictor(order, order_outputs(order))
         except Exception as error:
@@ -190,7 +190,7 @@ class PredictorProcess:
         return None
 
     def compute(self, part: Range) -> Iterator[int | StoredPart | TrainwrightError]:
-        """As `Predictor.compute`; an error ends it."""
+        """As `Predictor.compute`; the last answer can be an error."""
         assert self._predictor is not None, "load comes first"
         try:
             yield from self._predictor.compute(part)
@@ -199,7 +199,7 @@ class PredictorProcess:
 
 
 def located_error(error: Exception, where: str) -> TrainwrightError:
-    """An error of ours with the place added; anything else as one, with its traceback."""
+    """Return an error of ours with the place added; any other exception becomes one, with its traceback."""
     if isinstance(error, TrainwrightError):
         error.where = f"{error.where}; {where}" if error.where else where
         return error
@@ -223,7 +223,7 @@ def _alone(batch: Batch) -> Feed:
 
 
 def device_options(plan: Plan) -> dict[str, Any]:
-    """What one process reserves, in Ray's words."""
+    """Return the Ray options of one process."""
     placement = plan.placement
     if placement.accelerator == "GPU":
         return {"num_cpus": placement.cpus, "num_gpus": placement.accelerators}

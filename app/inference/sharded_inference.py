@@ -1,4 +1,4 @@
-"""The ranks of a layout on actors of the cluster, the same as in training: they evaluate a checkpoint, and predict."""
+"""Evaluate and predict with a model that several workers hold together, in the layout of its training."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 
-from trainwright.core import formatting
 from trainwright.core.data import Columns, MetricSums
-from trainwright.core.engine import CheckpointRef
 from trainwright.core.errors import HangError, PeerLost, ResourceError, TrainwrightError, WorkerLost
-from trainwright.core.job import Job
 from trainwright.core.plan import Plan, assign_slots
 from trainwright.core.topology import Generation, Group, Peer
-from trainwright.datasets.data_source import Index
 from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.driver.failure_policy import backoff_s
 from trainwright.driver.messages import CallFailure, PredictRequest, ReserveRequest
@@ -30,36 +26,40 @@ from trainwright.ray_cluster.ray_compat import exit_reason
 from trainwright.runtime.controller import CALL_DEADLINE_S
 from trainwright.runtime.takeover import BEAT_S, run_name
 from trainwright.runtime.worker_actor import WORKER_ACTOR, ArgumentPickler, WorkerSlot
-from trainwright.storage.object_store import Store
 from trainwright.worker.worker_config import WorkerConfig, pickle_job
 
-_HANG_S = 900.0  # for what all ranks do together, where the job says nothing
-_BATCHES_A_CALL = 16  # batches that are evaluated in one go
-_EXPLAIN_S = 5.0  # for ranks that hang to say where
-_CAUSE_S = 15.0  # for the rank that failed first to tell, once another has lost it
+if TYPE_CHECKING:
+    from trainwright.core.engine import CheckpointRef
+    from trainwright.core.job import Job
+    from trainwright.datasets.data_source import Index
+    from trainwright.storage.object_store import Store
+
+_HANG_S = 900.0  # for a call of all ranks, by default
+_BATCHES_A_CALL = 16  # batches of one call
+_EXPLAIN_S = 5.0  # for the stack traces of ranks that hang
+_CAUSE_S = 15.0  # for the error of the rank that failed first, after another has lost it
 TOKEN = 0  # of a driver that owns no run
 
 
 def _print_line(text: str) -> None:
-    """A line for people."""
+    """Print a line on stderr."""
     print(text, file=sys.stderr)
 
 
 class ShardedModel:
     """A model on workers of the cluster that hold it together. One thread; calls block. Use it in a `with`.
 
-    Where a worker is lost or hangs, all are placed anew and do again what was asked of them, as often as the job's
-    `failures=` allows in a row.
+    Where a worker is lost or hangs, all workers start again and repeat the call, at most `failures=` times in a row.
 
     Args:
         job: whose `train` is a data set with rows as the model is given them.
         plan: that fits the cluster.
-        store: with the run, or where the work is done for a model that has none.
+        store: of the run; for a model without a run, the folder of the results.
         checkpoint: whose weights are used; None where model() brings them.
         train: index of `job.train`.
         evaluate: index of `job.evaluate`, to evaluate on.
-        outputs: of the model that are wanted; empty for all.
-        note: told where it runs, and what went wrong and was mended.
+        outputs: names of the outputs to return; empty for all.
+        note: called with the layout, and with problems that were repaired.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class ShardedModel:
             job=pickle_job(served), plan=self._plan, storage=store.uri, run=job.name, train=train, evaluate=evaluate,
             outputs=outputs,
         )  # fmt: skip
-        self._order, self._judged = ray.put(order), evaluate
+        self._config, self._evaluated = ray.put(order), evaluate
         self._run = run_name(store.uri_of(job.name))
-        self._rooms = PlacementGroups(self._plan, elastic=False, lasting=False)
+        self._placement = PlacementGroups(self._plan, elastic=False, lasting=False)
         self._actors: list[Any] = []
         self._nodes: list[str] = []
         self._number = self._failures = 0
@@ -91,34 +91,34 @@ class ShardedModel:
         where = "" if checkpoint is None else " that it was trained in"
         how = f"in the layout{where}: {plan.name}" if plan.mesh.size > plan.mesh.data else "each with the whole model"
         who = job.name if checkpoint is None else f"{job.name} at step {checkpoint.step:,}"
-        self._note(f"{who} on {formatting.count(plan.workers, 'worker')}, {how}")
+        self._note(f"{who} on {plan.workers} workers, {how}")
 
     def __enter__(self) -> ShardedModel:
-        threading.Thread(target=self._beat, name="trainwright-beat", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="trainwright-beat", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._end()
-        self._rooms.give_back()
+        self._placement.give_back()
 
     def evaluate(self) -> MetricSums:
-        """Sums over the evaluation set, of which each data rank reads its share, some batches at a time.
+        """Return sums over the evaluation set. Each data rank reads its share, some batches at a time.
 
         Raises:
             WorkerLost, HangError: workers were lost, or hung, again and again with the same batches.
             ResourceError: the cluster did not start them in time.
-            TrainwrightError: what the user's code, the data or the store did.
+            TrainwrightError: an error of the user's code, the data or the store.
         """
-        assert self._judged is not None, "asked for only where there is an evaluation set"
-        total, steps = MetricSums(), make_schedule(self._judged, **self._job.ordering(evaluate=True)).total_steps
+        assert self._evaluated is not None, "asked for only where there is an evaluation set"
+        total, steps = MetricSums(), make_schedule(self._evaluated, **self._job.ordering(evaluate=True)).total_steps
         for start in range(0, steps, _BATCHES_A_CALL):
             some = range(start, min(start + _BATCHES_A_CALL, steps))
-            total = sum(self._together("evaluate_some", [some] * self._plan.workers), total)
+            total = sum(self._call_all("evaluate_some", [some] * self._plan.workers), total)
         return total
 
     def predict(self, columns: Columns, place: int | None = None) -> list[Columns]:
-        """The model's outputs for rows, in their order, in pieces.
+        """Return the model's outputs for rows, in their order, in pieces.
 
         Args:
             columns: of the rows, which may have more than the model is given.
@@ -130,17 +130,17 @@ class ShardedModel:
         wanted = self._job.columns
         given = {name: column for name, column in columns.items() if wanted is None or name in wanted}
         feeds = split_into_feeds(self._plan, given)
-        answers = self._together("predict", [PredictRequest(feeds=own, place=place) for own in feeds])
+        answers = self._call_all("predict", [PredictRequest(feeds=own, place=place) for own in feeds])
         return list(gather_outputs(self._plan, answers, feeds[0]))
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _together(self, verb: str, arguments: Sequence[Any]) -> list[Any]:
-        """What each rank answers to its argument, and if all must begin anew for it."""
+    def _call_all(self, verb: str, arguments: Sequence[Any]) -> list[Any]:
+        """Call a method of each rank, and return the answers. After a failure all workers start again."""
         while True:
             try:
                 if not self._actors:
-                    self._stand()
+                    self._start_group()
                 answers = self._ask(verb, arguments, self._hang_s)
             except (WorkerLost, HangError) as error:
                 self._end()
@@ -149,14 +149,14 @@ class ShardedModel:
                     raise
                 self._note(f"begins again on new workers: {error.what} ({error.where})")
                 self._closed.wait(backoff_s(self._failures))
-                self._rooms.give_back()  # workers that had not heard of us for long gave it back themselves
-                self._rooms = PlacementGroups(self._plan, elastic=False, lasting=False)
+                self._placement.give_back()  # workers that had not heard of us for long gave it back themselves
+                self._placement = PlacementGroups(self._plan, elastic=False, lasting=False)
             else:
                 self._failures = 0
                 return answers
 
-    def _stand(self) -> None:
-        """Place the workers, and have them form a group and load the checkpoint."""
+    def _start_group(self) -> None:
+        """Start the workers, form a group and load the checkpoint."""
         self._number += 1
         generation, size = Generation(token=TOKEN, number=self._number), self._plan.workers
         self._place()
@@ -175,24 +175,24 @@ class ShardedModel:
             self._ask("load", [self._checkpoint] * size)
 
     def _place(self) -> None:
-        """A process for each rank, where the plan wants it to be."""
+        """Start a process for each rank, on the node of the plan."""
         options = worker_resources(self._plan.placement)
         self._nodes = ["a node that is not known yet"] * self._plan.workers
         for slot in range(self._plan.workers):
-            berth, where = WorkerSlot(worker=slot, slot=slot, run=self._run), self._rooms.of(slot)
+            berth, where = WorkerSlot(worker=slot, slot=slot, run=self._run), self._placement.of(slot)
             made = WORKER_ACTOR.options(
                 scheduling_strategy=where, **options
             )  # not detached: Ray ends it with this process
-            self._actors.append(made.remote(self._order, berth, TOKEN))
+            self._actors.append(made.remote(self._config, berth, TOKEN))
         patience_s = self._job.patience_s(discover(possible=True))
         late = ResourceError(
-            f"the cluster did not start {formatting.count(self._plan.workers, 'worker')} within {patience_s:g} s",
+            f"the cluster did not start {self._plan.workers} workers within {patience_s:g} s",
             where=self._job.name,
             remedy="wait until other jobs have ended, raise place_deadline_s, or use here=True",
         )
         hellos = self._answers([actor.hello.remote() for actor in self._actors], patience_s, late)
         for slot, hello in enumerate(hellos):
-            self._rooms.found(slot, hello.node_id)
+            self._placement.found(slot, hello.node_id)
         order = assign_slots(self._plan.mesh, [hello.node_id for hello in hellos], self._plan.devices_per_worker)
         self._actors = [self._actors[place] for place in order]
         self._nodes = [hellos[place].node for place in order]
@@ -211,7 +211,7 @@ class ShardedModel:
         return self._answers(asked, limit_s, late)
 
     def _answers(self, asked: Sequence[Any], limit_s: float, late: TrainwrightError) -> list[Any]:
-        """All ranks' answers, or the first cause of a failure: a lost peer is none where another rank has one."""
+        """Return all ranks' answers, or raise the cause of a failure: not a lost peer if a rank has an error."""
         ranks: Mapping[Any, int] = {ref: rank for rank, ref in enumerate(asked)}
         until_s, waiting, answers = time.monotonic() + limit_s, list(asked), dict[int, Any]()
         lost: TrainwrightError | None = None
@@ -231,7 +231,7 @@ class ShardedModel:
         return [answers[rank] for rank in range(len(asked))]
 
     def _explained(self, late: TrainwrightError, silent: Sequence[int]) -> TrainwrightError:
-        """With who is late, and of those who hang where they stand, as far as they tell."""
+        """Return the error for late ranks, with the stack traces of those that answer."""
         if isinstance(late, HangError):
             late.where = "; ".join(f"rank {rank}, {self._nodes[rank]}" for rank in silent)
             told = {rank: self._actors[rank].interrupt.remote(self._number, True, TOKEN) for rank in silent}
@@ -243,20 +243,20 @@ class ShardedModel:
         return late
 
     def _end(self) -> None:
-        """End the processes; the room stays held."""
+        """End the processes; the placement group stays."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
 
-    def _beat(self) -> None:
-        """Tell the workers that somebody wants them, however long a call or the caller takes."""
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats to the workers, however long a call takes."""
         while not self._closed.wait(BEAT_S):
             for actor in [*self._actors]:
                 actor.beat.remote(TOKEN)
 
 
 def _answer(ready: Any, where: str) -> Any:
-    """A rank's answer, or the error that it ended with."""
+    """Return a rank's answer, or the error of its process."""
     try:
         answer = ray.get(ready)
     except RayError as error:

@@ -1,4 +1,4 @@
-"""Text from a trained language model, token by token: what it predicts is appended to what it is given."""
+"""Generate text with a trained language model, token by token."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from trainwright.core.errors import JobError
 from trainwright.core.job import Job
 from trainwright.driver.messages import PredictRequest
 from trainwright.inference.inference_plan import plan_on_cluster, single_replica, split_into_feeds, trained_plan
-from trainwright.inference.trained_model import find_checkpoint, local_plan, single_rank_engine, with_checkpoint
+from trainwright.inference.model_evaluation import local_plan
+from trainwright.storage.checkpoint_selection import find_checkpoint, with_checkpoint
+from trainwright.strategies.common.single_rank import single_rank_engine
 
 Tokens = npt.NDArray[np.int64]
 Logits = npt.NDArray[Any]
 _Predict = Callable[[Tokens, int], Logits]
-"""predict(tokens (rows, context), place) -> logits (rows, vocabulary) of what follows on the token at that place."""
+"""predict(tokens (rows, context), place) -> logits (rows, vocabulary) of the token after that place."""
 _Ask = Callable[[Columns, int], Sequence[Columns]]
 """ask(columns of some rows, place) -> the model's outputs at that place, in pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn from logits.
+    """How the next token is sampled from logits.
 
     Attributes:
         temperature: that they are divided by; 0 takes the likeliest.
@@ -41,12 +43,12 @@ class Sampling:
     seed: int = 0
 
     def problems(self) -> list[str]:
-        """What is wrong with the numbers."""
+        """Return the problems of the fields."""
         found = [] if self.temperature >= 0 else [f"temperature={self.temperature}: use 0 or more"]
         return found if self.top_k is None or self.top_k >= 1 else [*found, f"top_k={self.top_k}: use 1 or more"]
 
     def draw(self, logits: Logits, random: np.random.Generator) -> Tokens:
-        """One token for each row of (rows, vocabulary)."""
+        """Return one token for each row of (rows, vocabulary)."""
         if not self.temperature:
             return np.asarray(logits.argmax(axis=1), dtype=np.int64)
         scaled = logits.astype(np.float64) / self.temperature
@@ -57,7 +59,7 @@ class Sampling:
 
 
 def extend_prompts(predict: _Predict, prompts: Tokens, context: int, count: int, sampling: Sampling) -> Tokens:
-    """Prompts (rows, tokens) and `count` more tokens.
+    """Return prompts (rows, tokens) with `count` more tokens.
 
     The model is always given `context` tokens, so that shapes never change: what is not there yet is 0, and follows on
     what counts, where a causal model does not look. Of a longer text it is given the end: a token less than it takes,
@@ -114,7 +116,7 @@ def generate(
 
 
 def _ask_here(job: Job, step: int | None, outputs: tuple[str, ...]) -> _Ask:
-    """The model in this process on one device."""
+    """Return the model in this process, on one device."""
     alone, index, plan = local_plan(job, job.train)
     spec = alone.model_spec(1, partial(job.train.row, index, job.columns))
     engine = single_rank_engine(replace(spec, outputs=outputs), plan)
@@ -129,7 +131,7 @@ def _ask_here(job: Job, step: int | None, outputs: tuple[str, ...]) -> _Ask:
 
 
 def _column(job: Job, first: Batch) -> npt.NDArray[Any]:
-    """The column that the model is given, of one row. Raises JobError where it holds no tokens."""
+    """Return the model's input column, of one row. Raises JobError where it holds no tokens."""
     (name,) = job.arguments
     column = first.columns[name]
     if column.ndim != 2 or column.dtype.kind not in "iu":
@@ -140,7 +142,7 @@ def _column(job: Job, first: Batch) -> npt.NDArray[Any]:
 
 
 def _cast(tokens: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Tokens as the model is given them. Raises JobError where one does not fit."""
+    """Return tokens in the type of the model's input. Raises JobError where one does not fit."""
     least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
     for token in (int(tokens.min()), int(tokens.max())):
         if not least <= token <= most:
@@ -149,7 +151,7 @@ def _cast(tokens: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def _logits(pieces: Sequence[Columns]) -> Logits:
-    """The model's only output (rows, vocabulary), given it at one place: (rows, 1, vocabulary) in pieces."""
+    """Return the model's only output (rows, vocabulary) from pieces at one place: (rows, 1, vocabulary)."""
     names = list(pieces[0])
     if len(names) != 1:
         raise JobError([f"the model has outputs {', '.join(names)}: name the logits: output=..."])

@@ -39,11 +39,11 @@ from trainwright.core.job import Job
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Dataset, Index, table
-from trainwright.inference.trained_model import single_rank_engine
 from trainwright.planning.job_preparation import PreparedJob
 from trainwright.planning.planner import Decision
 from trainwright.planning.profiler import build_model, framework_of, profiler_of
 from trainwright.strategies import STRATEGIES, engine_class
+from trainwright.strategies.common.single_rank import single_rank_engine
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss
 from trainwright.worker.worker_config import pickle_job, unpickle_job
 

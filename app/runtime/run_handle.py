@@ -128,7 +128,7 @@ class Run:
 
     def load_model(self) -> Any:
         """The model with the weights of the newest checkpoint, in this process."""
-        from trainwright.inference.trained_model import load_model
+        from trainwright.runtime.model_loading import load_model
 
         return load_model(self.job)
 

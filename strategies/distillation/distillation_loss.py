@@ -1,4 +1,4 @@
-"""The loss and the metrics of students that have teachers, as functions of a job: whatever their framework."""
+"""Loss and metrics of students with teachers, as functions of a job, for all frameworks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationLoss:
-    """A job's `loss=`: of one student, or the sum of those of a class, each as if it were alone.
+    """A job's `loss=`: the loss of one student, or the sum over several students, each as if it were alone.
 
     Several students have several losses in one number: nothing couples them but what looks at the whole gradient, such
     as `clip_norm`, and random numbers, which they draw one after the other. Weights of the hard loss are those of the
@@ -80,12 +80,12 @@ class DistillationLoss:
 
     @property
     def wrapped(self) -> bool:
-        """Whether the outputs are a dict of more than one student's own."""
+        """Whether the outputs are a dict of more than one student's outputs."""
         return len(self.students) > 1 or bool(self.soft.matches) or self.soft.combine == "learned"
 
     @property
     def told(self) -> tuple[str, ...]:
-        """The teachers that are no students."""
+        """The teachers that are not students."""
         return (*self.teachers, *self.inline)
 
     def taught_by(self, student: str) -> tuple[str, ...]:
@@ -94,11 +94,11 @@ class DistillationLoss:
         return (*self.told, *self.joint, *others)
 
     def teacher_of(self, match: Match) -> str:
-        """Whose layer a student's is compared with."""
+        """The teacher whose layer is compared."""
         return match.of or (*self.told, *self.joint)[0]
 
     def alone(self, student: str) -> DistillationLoss:
-        """The same of one student, whose teachers are those that are no students. Raises JobError."""
+        """The loss of one student alone, without other students as teachers. Raises JobError."""
         if student not in self.students:
             raise JobError([f"there is no student {student!r}: {nearest(student, self.students)}"])
         return replace(self, students=(student,), mutual=False, joint=())
@@ -108,7 +108,7 @@ class DistillationLoss:
         return outputs[student] if self.wrapped else outputs
 
     def label(self, targets: Any) -> Any:
-        """What the hard loss and metrics are given of the targets."""
+        """The targets of the hard loss and the metrics."""
         columns = self.columns(targets)
         chosen = tuple(columns[name] for name in self.labels)
         return chosen[0] if len(chosen) == 1 else chosen
@@ -185,7 +185,7 @@ class StudentMetric:
     student: str
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
-        """As the metric gives it."""
+        """Return the values of the metric."""
         said, label = self.loss.said(outputs, self.student), self.loss.label(targets)
         return tensor_ops_for(outputs).called(self.metric, said, label, metric=True)
 
@@ -193,7 +193,7 @@ class StudentMetric:
 def student_metrics(
     metrics: Mapping[str, Callable[[Any, Any], Any]], loss: DistillationLoss
 ) -> dict[str, StudentMetric]:
-    """A job's `metrics=`: of each student, `small/accuracy`, or by their own names where there is one."""
+    """Return a job's `metrics=` for each student: `small/accuracy`, or their own names for one student."""
     several = len(loss.students) > 1
     return {
         f"{student}/{name}" if several else name: StudentMetric(metric=metric, loss=loss, student=student)
@@ -202,41 +202,14 @@ def student_metrics(
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class TeacherMetric:
-    """A metric of a teacher that is no student, or of all of them together."""
-
-    metric: Callable[[Any, Any], Any]
-    loss: DistillationLoss
-    teacher: str
-
-    def __call__(self, outputs: Any, targets: Any) -> Any:
-        """As the metric gives it."""
-        ops = tensor_ops_for(outputs)
-        said = _BatchLoss(self.loss, outputs, self.loss.columns(targets), ops).heard(self.teacher)
-        return ops.called(self.metric, said, self.loss.label(targets), metric=True)
-
-
-def teacher_metrics(
-    metrics: Mapping[str, Callable[[Any, Any], Any]], loss: DistillationLoss
-) -> dict[str, TeacherMetric]:
-    """A job's `metrics=` of its teachers: `teacher.NAME/accuracy`, and of several together `teacher./accuracy`."""
-    names = (*loss.told, "") if len(loss.told) > 1 else loss.told
-    return {
-        f"{teacher_column(teacher)}/{name}": TeacherMetric(metric=metric, loss=loss, teacher=teacher)
-        for teacher in names
-        for name, metric in metrics.items()
-    }
-
-
 # --- One batch of students and their teachers -------------------------------------------------------------------------
 
 
 class _BatchLoss:
-    """One batch of a class: its outputs, and what the teachers say to it.
+    """One batch: the outputs of the students and of their teachers.
 
     Args:
-        loss: says what is taught.
+        loss: of the distillation.
         outputs: of the model.
         columns: the targets.
         ops: the framework's functions.
@@ -251,7 +224,7 @@ class _BatchLoss:
             self._columns |= ops.answers(teacher, {name: columns[name] for name in teacher.wanted}, like)
 
     def terms(self) -> Any:
-        """The sum over the students."""
+        """Return the sum over the students."""
         results = [self._hard(name) for name in self._loss.joint]
         results += [self._student(name) for name in self._loss.learners]
         if self._soft.combine == "learned":
@@ -262,24 +235,11 @@ class _BatchLoss:
         weights = results[-1].weights
         return total if weights is None else Terms(total, weights)
 
-    def heard(self, teacher: str) -> Any:
-        """What a teacher says, in the form that the students' outputs have; of `""` all together, by their weights.
-
-        Weights that are made of labels, or learned, are no part of that: then each counts alike.
-        """
-        ops, loss = self._ops, self._loss
-        if teacher:
-            return self._as_said(ops.near(self._said(teacher), self._like))
-        with ops.precisely(self._like):
-            said = [ops.near(self._said(name), self._like) for name in loss.told]
-            shares = [one * 0 + share for one, share in zip(said, self._soft.share(loss.told), strict=True)]
-            return self._as_said(combined_teacher(self._soft, ops.stacked(said), ops.stacked(shares), ops))
-
     def _hard(self, student: str) -> Terms:
         return self._hard_of(self._loss.said(self._outputs, student))
 
     def _hard_of(self, outputs: Any) -> Terms:
-        """The hard loss of some outputs; its weights, or None."""
+        """Return the hard loss of some outputs, and its weights or None."""
         assert self._loss.hard is not None, "whoever asks has one"
         labels = tuple(self._columns[name] for name in self._loss.labels)
         given = labels[0] if len(labels) == 1 else labels
@@ -289,7 +249,7 @@ class _BatchLoss:
         return Terms(self._typed(result.values), result.weights)
 
     def _student(self, name: str) -> Terms:
-        """The loss of a student."""
+        """Return the loss of a student."""
         outputs, loss, ops = self._loss.said(self._outputs, name), self._loss, self._ops
         hard = self._hard_of(outputs) if loss.hard is not None else None
         own = self._typed(self._chosen(outputs, f"student {name!r}"))
@@ -305,14 +265,14 @@ class _BatchLoss:
         return Terms(total, self._columns[self._soft.mask] if self._soft.mask else None)
 
     def _divergence(self, own: Any, student: str, teacher: str, hard: Terms | None) -> Any:
-        """From a teacher to a student, in the shape of the hard loss."""
+        """Return the divergence of a student from a teacher, in the shape of the hard loss."""
         said = self._ops.near(self._said(teacher), own)
         self._alike(own, said, student, teacher)
         apart = divergence(self._soft, own, said, self._ops)
         return self._fitted(apart, hard, own)
 
     def _fitted(self, values: Any, hard: Terms | None, own: Any) -> Any:
-        """Values of samples, tokens or their labels in the shape of the hard loss."""
+        """Return values of samples, tokens or their labels in the shape of the hard loss."""
         ops, kind = self._ops, self._soft.kind
         shape, whole = ops.shape(values), ops.shape(own)
         unlabelled = 1 if kind == "regression" else len(whole) - 1
@@ -363,12 +323,12 @@ class _BatchLoss:
         return self._ops.unstacked(self._ops.held(self._weighing()))
 
     def _weighing(self) -> Any:
-        """The same with its gradient, (teachers, rows)."""
+        """Each teacher's weight with its gradient, (teachers, rows)."""
         logits = self._typed(self._outputs[TEACHER_WEIGHTS_OUTPUT])
         return self._ops.softmax(self._ops.transposed(logits, (1, 0)))
 
     def _mixture(self) -> Terms:
-        """The hard loss of what the teachers say together, which is what their weights learn from."""
+        """Return the hard loss of the combined teachers, from which their weights learn."""
         ops, teachers = self._ops, (*self._loss.told, *self._loss.joint)
         with ops.precisely(self._like):
             said = ops.stacked([ops.near(self._said(teacher), self._like) for teacher in teachers])
@@ -377,11 +337,11 @@ class _BatchLoss:
         return self._hard_of(self._as_said(mixed))
 
     def _spread(self, share: Any, like: Any) -> Any:
-        """(rows,) made (rows, 1, ...), to go with a tensor of more dimensions."""
+        """Return (rows,) as (rows, 1, ...), for products with a tensor of more dimensions."""
         return self._ops.widened(share, len(self._ops.shape(like)))
 
     def _typed(self, value: Any) -> Any:
-        """As wide as all that is added up."""
+        """Return a value in the type of the sum."""
         return self._ops.typed(value, self._like)
 
     def _said(self, teacher: str) -> Any:
@@ -391,18 +351,18 @@ class _BatchLoss:
         return self._columns[teacher_column(teacher)]
 
     def _as_said(self, logits: Any) -> Any:
-        """A teacher's outputs in the form that the students' have, for the hard loss."""
+        """Return a teacher's outputs in the structure of the students' outputs, for the hard loss."""
         outputs = self._loss.said(self._outputs, self._loss.learners[0])
         name = self._name(outputs, "the student")
         return logits if name is None else {name: logits}
 
     def _chosen(self, outputs: Any, whose: str) -> Any:
-        """Of a model's outputs the one that is compared."""
+        """Return the compared output of a model."""
         name = self._name(outputs, whose)
         return outputs if name is None else outputs[name]
 
     def _name(self, outputs: Any, whose: str) -> str | None:
-        """Its name; None where there is one that has none."""
+        """Return the name of the compared output; None where the only output has no name."""
         if self._ops.is_tensor(outputs):
             return None
         names = [str(name) for name in outputs] if isinstance(outputs, Mapping) else []
@@ -410,10 +370,10 @@ class _BatchLoss:
         if wanted in names:
             return wanted
         what = f"outputs {', '.join(names)}" if names else f"a {type(outputs).__name__}"
-        raise JobError([f"{whose} gives {what}: name by SoftLoss(output=...) what is compared with the teachers"])
+        raise JobError([f"{whose} gives {what}: name the output to compare with the teachers: SoftLoss(output=...)"])
 
     def _distance(self, student: str, number: int, match: Match, like: Any) -> Any:
-        """Of a student's layer to a teacher's, in the shape of the loss."""
+        """Return the distance of a student's layer from a teacher's, in the shape of the loss."""
         ops, teacher = self._ops, self._loss.teacher_of(match)
         own = self._typed(self._outputs[bridge_output(student, number)])
         if teacher in self._loss.students:
@@ -432,7 +392,7 @@ class _BatchLoss:
 
 
 def _of_next(hard: Shape, soft: Shape) -> bool:
-    """Whether a hard loss of tokens is, or may be, of the next ones: the last token has none."""
+    """Return whether a hard loss of tokens is, or may be, that of the next tokens: the last token has none."""
     if len(hard) != 2 or len(soft) != 2:
         return False
     return hard[1] is None or soft[1] is None or hard[1] == soft[1] - 1

@@ -1,4 +1,4 @@
-"""How far what a student says is from what a teacher says; the functions of tensors that this takes, by framework.
+"""Divergences of a student's outputs from a teacher's, and the tensor functions that they need from a framework.
 
 `distillation/tensor_ops.py` in `strategies/torch` and in `strategies/tensorflow` has their `TensorOps`.
 """
@@ -21,7 +21,7 @@ _FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflo
 
 
 class TensorOps(Protocol):
-    """A framework's functions of tensors, as the losses take them.
+    """The tensor functions of a framework that the losses use.
 
     Attributes:
         channels: the axis of a feature map's channels, as a rule.
@@ -30,31 +30,31 @@ class TensorOps(Protocol):
     channels: int
 
     def is_tensor(self, value: Any) -> bool:
-        """Whether it is one of the framework's."""
+        """Whether a value is a tensor of the framework."""
 
     def shape(self, value: Any) -> tuple[int | None, ...]:
-        """Sizes, None where they are not known yet."""
+        """Sizes; None where unknown."""
 
     def wide(self, value: Any) -> Any:
-        """In float32, or float64 where it is: a divergence in half precision has no digits left."""
+        """As float32, or float64 if it is that: half precision is too coarse for a divergence."""
 
     def typed(self, value: Any, like: Any) -> Any:
-        """In the type of another."""
+        """In the type of another tensor."""
 
     def near(self, value: Any, like: Any) -> Any:
-        """In the type and on the device of another, without a gradient."""
+        """In the type and on the device of another tensor, without a gradient."""
 
     def held(self, value: Any) -> Any:
         """Without a gradient."""
 
     def precisely(self, like: Any) -> AbstractContextManager[Any]:
-        """Within, nothing is computed in half precision."""
+        """Context in which nothing is computed in half precision."""
 
     def called(self, function: Callable[..., Any], outputs: Any, targets: Any, *, metric: bool = False) -> Any:
-        """A loss or metric of the user's, as the engines call it."""
+        """Call a loss or metric of the user, as the engines do."""
 
     def answers(self, teacher: InlineTeacher, columns: Mapping[str, Any], like: Any) -> Mapping[str, Any]:
-        """The columns of a teacher that runs in the step, on the device of a tensor."""
+        """Return the columns of an inline teacher, on the device of a tensor."""
 
     def log_softmax(self, logits: Any) -> Any:
         """Along the last axis."""
@@ -78,7 +78,7 @@ class TensorOps(Protocol):
         """Along the first axis."""
 
     def counted(self, chance: Any, value: Any) -> Any:
-        """chance * value; 0 where the chance is 0, whatever the value."""
+        """probability * value; 0 where the probability is 0, whatever the value."""
 
     def total(self, value: Any, axes: tuple[int, ...]) -> Any:
         """The sum over some axes."""
@@ -87,16 +87,16 @@ class TensorOps(Protocol):
         """The mean over some axes."""
 
     def unit(self, value: Any) -> Any:
-        """At length 1 along the last axis."""
+        """Normalized to length 1 along the last axis."""
 
     def stacked(self, values: Sequence[Any]) -> Any:
-        """Along a new first axis."""
+        """Stack along a new first axis."""
 
     def unstacked(self, value: Any) -> Sequence[Any]:
-        """What lies along the first axis."""
+        """The parts along the first axis."""
 
     def paired(self, one: Any, other: Any) -> Any:
-        """Along a new last axis."""
+        """Stack along a new last axis."""
 
     def transposed(self, value: Any, axes: tuple[int, ...]) -> Any:
         """With its axes in this order."""
@@ -105,17 +105,17 @@ class TensorOps(Protocol):
         """(rows, ...) as (rows, numbers)."""
 
     def shortened(self, value: Any, like: Any) -> Any:
-        """(rows, tokens): the first tokens, as many as another has."""
+        """(rows, tokens): the first tokens, as many as another tensor has."""
 
     def widened(self, value: Any, dimensions: int) -> Any:
         """With axes of size 1 behind its own."""
 
     def first(self, outputs: Any) -> Any:
-        """The first tensor of what a model gives."""
+        """The first tensor of a model's outputs."""
 
 
 def tensor_ops_for(outputs: Any) -> TensorOps:
-    """The functions of the framework that outputs are of. Raises JobError for what is no tensor."""
+    """Return the functions for the framework of some outputs. Raises JobError where they are no tensors."""
     value = outputs
     while isinstance(value, Mapping | tuple | list) and len(value):
         value = next(iter(value.values())) if isinstance(value, Mapping) else value[0]
@@ -128,7 +128,7 @@ def tensor_ops_for(outputs: Any) -> TensorOps:
 
 
 def divergence(soft: SoftLoss, student: Any, teacher: Any, ops: TensorOps) -> Any:
-    """D(teacher, student) at temperature T, without the factor T^2.
+    """Return D(teacher, student) at temperature T, without the factor T^2.
 
     Args:
         student, teacher: logits or values of one shape, wide.
@@ -154,13 +154,13 @@ def divergence(soft: SoftLoss, student: Any, teacher: Any, ops: TensorOps) -> An
 
 
 def teacher_entropy(soft: SoftLoss, teacher: Any, ops: TensorOps) -> Any:
-    """The entropy of what a teacher says, for each sample, token or label."""
+    """Return the entropy of a teacher's outputs, for each sample, token or label."""
     chances = _outcomes(soft, teacher, ops)
     return -_last_total(ops.counted(ops.exp(chances), chances), ops)
 
 
 def combined_teacher(soft: SoftLoss, said: Any, shares: Any, ops: TensorOps) -> Any:
-    """What several teachers say together, as a teacher would: the logits of the mean of their chances, or the mean.
+    """Return the outputs of several teachers as one: the logits of their mean probabilities, or the mean of values.
 
     Args:
         said: (teachers, rows, ...) logits or values.
@@ -175,14 +175,14 @@ def combined_teacher(soft: SoftLoss, said: Any, shares: Any, ops: TensorOps) -> 
 
 
 def _outcomes(soft: SoftLoss, logits: Any, ops: TensorOps) -> Any:
-    """Logarithms of the chances of what can be, along the last axis: the classes, or yes and no for each label."""
+    """Return log probabilities along the last axis: of the classes, or of yes and no for each label."""
     if soft.kind == "multi_label":
         return ops.paired(ops.log_sigmoid(logits), ops.log_sigmoid(-logits))
     return ops.log_softmax(logits)
 
 
 def _kl(one: Any, other: Any, ops: TensorOps) -> Any:
-    """KL(one || other) of logarithms of chances along the last axis."""
+    """Return KL(one || other) of log probabilities along the last axis."""
     return _last_total(ops.counted(ops.exp(one), one - other), ops)
 
 

@@ -1,4 +1,4 @@
-"""Which layer of a student is compared with which of a teacher's, and what makes their shapes alike. Pure."""
+"""Compare layers of a student with layers of a teacher, and project them to equal shapes. Pure."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class LayerProjection:
 
 
 def layer_item(layer: str) -> tuple[str, str]:
-    """A layer's own name, and which item of its output is meant; empty for all of it, or the first of a tuple."""
+    """Return a layer's own name, and the selected item of its output; empty for all of it, or the first of a tuple."""
     name, _, item = layer.partition(":")
     return name, item
 
 
 def layer_tensor(outputs: Mapping[str, Any], name: str, item: str, is_tensor: Callable[[Any], bool]) -> Any:
-    """The tensor that is meant of what a layer gave.
+    """Return the selected tensor of a layer's output.
 
     Args:
         outputs: of layers, by name.
@@ -68,7 +68,7 @@ def layer_tensor(outputs: Mapping[str, Any], name: str, item: str, is_tensor: Ca
 
 
 def _transposition(student: Shape, teacher: Shape) -> tuple[int, ...] | None:
-    """How a teacher's feature map is transposed where its channels come first and the student's last, or vice versa.
+    """Return how to transpose a teacher's feature map whose channels are first and the student's last, or vice versa.
 
     None where it stays as it is: the two are alike but for their channels, or are no feature maps.
     """
@@ -82,7 +82,7 @@ def _transposition(student: Shape, teacher: Shape) -> tuple[int, ...] | None:
 
 
 def projection_for(match: Match, student: Shape, teacher: Shape) -> LayerProjection | None:
-    """What is needed for the distance of two layers, given the shapes of their outputs; None where they fit.
+    """Return the projection that two layers need, given the shapes of their outputs; None where they match.
 
     Raises:
         ValueError: no linear map makes them fit; says why.
@@ -105,7 +105,7 @@ def projection_for(match: Match, student: Shape, teacher: Shape) -> LayerProject
 
 
 def _channel_axis(student: Shape, teacher: Shape, usual: int) -> int:
-    """The axis over which `attention` sums: where two maps differ, else the usual one, in sequences the last.
+    """Return the axis over which `attention` sums: where two maps differ, else the default; in sequences the last.
 
     Both are as `_transposition` leaves them.
     """
@@ -114,23 +114,23 @@ def _channel_axis(student: Shape, teacher: Shape, usual: int) -> int:
 
 
 def _axes(shape: Shape) -> tuple[int, ...]:
-    """Those that may hold a width: the last one, and of maps the first after the rows."""
+    """Return the axes that may be channels: the last one, and in feature maps the first after the rows."""
     return (3, 1) if len(shape) == 4 else (len(shape) - 1,)
 
 
 def _same(one: Shape, other: Shape, but: int | None = None) -> bool:
-    """Whether two shapes are alike after the rows; sizes that are not known are like any."""
+    """Return whether two shapes match after the rows; unknown sizes match any."""
     given = range(1, min(len(one), len(other)))
     return len(one) == len(other) and all(shapes_match((one[axis],), (other[axis],)) for axis in given if axis != but)
 
 
 def shapes_match(one: Shape, other: Shape) -> bool:
-    """Whether shapes are the same; sizes that are not known are like any."""
+    """Return whether shapes match; unknown sizes match any."""
     return len(one) == len(other) and all(a is None or b is None or a == b for a, b in zip(one, other, strict=True))
 
 
 def output_mismatch(kind: str, own: Shape, said: Shape, student: str, teacher: str) -> str:
-    """Why the outputs of a student and a teacher cannot be compared: other classes, labels, words or shapes.
+    """Return why the outputs of a student and a teacher cannot be compared: other classes, labels, words or shapes.
 
     Args:
         kind: as `SoftLoss` has it.
@@ -151,7 +151,7 @@ def output_mismatch(kind: str, own: Shape, said: Shape, student: str, teacher: s
 
 
 def shape_text(shape: Shape) -> str:
-    """For an error."""
+    """Return a shape as text, for an error."""
     return "(" + ", ".join("?" if size is None else str(size) for size in shape) + ")"
 
 
@@ -159,7 +159,7 @@ def shape_text(shape: Shape) -> str:
 
 
 def layer_distance(match: Match, own: Any, theirs: Any, like: Any, ops: TensorOps, *, tokens: bool, where: str) -> Any:
-    """The distance for each sample, in language models for each token, in as many dimensions as the loss has.
+    """Return the distance for each sample, in language models for each token, with the dimensions of the loss.
 
     Args:
         own, theirs: outputs of the layers, (rows, ...); the student's is bridged to the teacher's width.
@@ -189,14 +189,14 @@ def layer_distance(match: Match, own: Any, theirs: Any, like: Any, ops: TensorOp
 
 
 def _active(own: Any, theirs: Any, ops: TensorOps) -> Any:
-    """(rows, places) squared differences of where two maps are active, each at length 1."""
+    """Return (rows, places): squared differences of two attention maps, each normalized to length 1."""
     axis = _channel_axis(ops.shape(own), ops.shape(theirs), ops.channels)
     mine, wanted = (ops.unit(ops.flat(ops.total(each * each, (axis,)))) for each in (own, theirs))
     return (mine - wanted) * (mine - wanted)
 
 
 def _reduced(values: Any, layer: Shape, like: Any, ops: TensorOps, *, tokens: bool, where: str) -> Any:
-    """The mean of a sample's or token's numbers, in as many dimensions as the loss has."""
+    """Return the mean of a sample's or token's numbers, with the dimensions of the loss."""
     loss, held = ops.shape(like), len(ops.shape(values))
     if not tokens or len(layer) < 3:
         return ops.widened(ops.mean(values, tuple(range(1, held))) if held > 1 else values, len(loss))

@@ -1,4 +1,4 @@
-"""A class of students as one model of a job: several models, or one with more to give than its outputs."""
+"""Several students as one model of a job, or one student that also returns hidden layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedOutputs:
-    """What the model gives beside the students' own outputs.
+    """What the model returns beside the students' own outputs.
 
     Attributes:
         layers: output -> student, and its layer.
@@ -37,18 +37,18 @@ class RequestedOutputs:
 
 
 class StudentBackend(Protocol):
-    """What a framework knows of such models."""
+    """The functions of a framework for such models."""
 
     def model_of(self, models: Mapping[str, Any], wanted: RequestedOutputs) -> Any:
-        """The models as one."""
+        """Return several models as one."""
 
     def shapes(self, build: Builder, sample: Columns, inputs: Names, keywords: Names) -> Mapping[str, Shape]:
-        """Shapes of the tensors that such a model gives, by name; that of the rows is None."""
+        """Return the shapes of the model's outputs, by name; rows are None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudentModels:
-    """A job's `model=` that goes with `loss=Distilled(...)`: () -> one model around all students.
+    """A job's `model=` for `loss=DistillationLoss(...)`: () -> one model around all students.
 
     Its parameters are the students' own, as `students.<name>.<parameter>`, the bridges' and the weights of teachers
     that are learned. It gives {student: its outputs}, and the layers that are matched beside. Each student is drawn as
@@ -73,7 +73,7 @@ class StudentModels:
             )
 
     def __call__(self) -> Any:
-        """Build them."""
+        """Build the models."""
         again, models = random_state.save_generators(), {}
         for name, build in self.builders.items():
             again()
@@ -81,7 +81,7 @@ class StudentModels:
         return _classes(next(iter(models.values()))).model_of(models, self.wanted)
 
     def fitted(self, sample: Columns, inputs: Names, keywords: Names = ()) -> StudentModels:
-        """The same with the bridges that its matches need, found by running the students once on a row.
+        """Return the builder with the projections that its matches need, found by running the students once on a row.
 
         Args:
             sample: columns of one row or a few, collated, those of the teachers included.
@@ -113,7 +113,7 @@ class StudentModels:
 
     @property
     def wanted(self) -> RequestedOutputs:
-        """What the model gives."""
+        """The outputs of the model."""
         loss, soft = self.loss, self.loss.soft
         layers = {
             bridge_output(student, number): (student, match.student)
@@ -129,7 +129,7 @@ class StudentModels:
         return RequestedOutputs(layers=layers, bridges=self.bridges, teachers=teachers, only=self.only)
 
     def alone(self, student: str) -> StudentModels:
-        """The same, of which one student runs and gives its own outputs: to evaluate, predict or export it.
+        """Return the builder for one student alone, which returns its own outputs: to evaluate, predict or export it.
 
         It has the names of the whole, so that checkpoints fit, and goes with a loss and metrics of one model.
         `trainwright.load_model` gives the student itself. Raises JobError for one that is not there.
@@ -140,13 +140,13 @@ class StudentModels:
 
 
 def unwrap_student(model: Any) -> Any:
-    """The one student that a model is of which `Students.alone` built; any other model as it is."""
+    """Return the student of a model that `StudentModels.alone` built; return any other model as it is."""
     only = getattr(model, "only", "")
     return model.students[only] if only and hasattr(model, "students") else model
 
 
 def _classes(model: Any) -> StudentBackend:
-    """What a model's framework knows of classes. Raises JobError for what is no model."""
+    """Return the backend for a model's framework. Raises JobError where it is no model."""
     for kind in type(model).__mro__:
         for package, framework in _FRAMEWORKS.items():
             if kind.__module__.startswith(package):

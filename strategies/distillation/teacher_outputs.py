@@ -1,4 +1,4 @@
-"""What teachers of all frameworks share: what they are given, which output teaches, what may be said. Pure."""
+"""How a teacher's inputs, outputs and hidden layers become columns, and which outputs are valid. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ToArray = Callable[[Any], npt.NDArray[Any]]
 
 
 def _chosen_output(outputs: Mapping[str, Any], name: str = "") -> Any:
-    """The output of this name; where none is given the only one, or the logits. Raises JobError."""
+    """Return the named output; by default the only one, or the logits. Raises JobError."""
     wanted = name or (next(iter(outputs)) if len(outputs) == 1 else LOGITS)
     if wanted not in outputs:
         problem = nearest(name, outputs) if name else f"name one of them with output=: {', '.join(outputs) or 'none'}"
@@ -28,7 +28,7 @@ def _chosen_output(outputs: Mapping[str, Any], name: str = "") -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherOutputs:
-    """What a teacher is given, and what its columns are made of.
+    """A teacher's inputs, and how its outputs become columns.
 
     Attributes:
         inputs: columns given to the model, after collation.
@@ -51,11 +51,11 @@ class TeacherOutputs:
 
     @property
     def tapped(self) -> dict[str, str]:
-        """The layer that each further output of the model holds, by the output's name."""
+        """The layer of each further output of the model, by the output's name."""
         return {f"layer:{number}": layer for number, layer in enumerate(self.layers)}
 
     def told(self, outputs: Mapping[str, Any], log_odds: _LogOdds, look: ToArray | None = None) -> dict[str, Any]:
-        """The teacher's columns for some rows.
+        """Return the teacher's columns for some rows.
 
         Args:
             outputs: of the model, those of layers included.
@@ -77,7 +77,7 @@ class TeacherOutputs:
 
 
 def _check_outputs(output: npt.NDArray[Any], probabilities: str) -> None:
-    """Raise JobError where what a teacher says of some rows is not what it is said to be."""
+    """Raise JobError for probabilities in place of logits, or the reverse."""
     several = output.ndim > 1 and output.shape[-1] > 1
     one = several and _fractions(output) and bool((np.abs(output.sum(axis=-1, dtype=np.float64) - 1) <= _NEAR).all())
     if one and not probabilities:
@@ -93,7 +93,7 @@ def _check_outputs(output: npt.NDArray[Any], probabilities: str) -> None:
 
 
 def log_odds(probabilities: npt.NDArray[Any], each: bool) -> npt.NDArray[Any]:
-    """Logits of probabilities: of one class among all, or of each by itself."""
+    """Return logits of probabilities: of one class among all, or of each label by itself."""
     least = np.finfo(probabilities.dtype).tiny
     logs = np.log(np.maximum(probabilities, least))
     return np.asarray(logs - np.log(np.maximum(1 - probabilities, least)) if each else logs)

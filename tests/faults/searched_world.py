@@ -102,7 +102,7 @@ def search(folder: Path, *held: str) -> tw.Search:
     big = tw.Teacher(name="big", model=teacher, inputs="x")
     return tw.Search(
         distillation=tw.Distillation(student=student, teachers=(big,), way="inline"), temperatures=(1.0,),
-        alphas=(0.9, 0.0, 0.8), seeds=1, validation=0.25, reduction=2, concurrent=1,
+        alphas=(0.9, 0.0, 0.8), seeds=1, validation=0.25, concurrent=1,
     )  # fmt: skip
 
 

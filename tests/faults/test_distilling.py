@@ -98,8 +98,8 @@ def test_offline_everything_is_killed_once(folder: Path, whole: State) -> None:
     frozen = int(marks.path("stop-900").read_text())
     processes.wait_for(lambda: not Path(f"/proc/{frozen}").exists(), 20)
     notes = [event.text for event in told(folder, NAME, events.Noted)]  # type: ignore[attr-defined]
-    (note,) = [text for text in notes if "nothing was heard" in text]
-    assert note.startswith("rows 720 to 959 begin again elsewhere: nothing was heard for 15 s, and no batch took")
+    (note,) = [text for text in notes if "no answer for" in text]
+    assert note.startswith("rows 720 to 959 start again on another worker: no answer for 15 s, and no batch took")
     assert f"pid {frozen})" in note
 
 

@@ -61,8 +61,8 @@ def test_the_ranges_of_workers_that_die_or_hang_are_computed_by_others(
     assert all(Path(strike.mark).exists() for strike in strikes) and found.computed == 10
     check(found.uri, expected)
     told = capsys.readouterr().err
-    assert "rows 92 to 114 begin again elsewhere: the process ended" in told
-    assert "rows 138 to 160 begin again elsewhere: nothing was heard for 4 s" in told
+    assert "rows 92 to 114 start again on another worker: the process ended" in told
+    assert "rows 138 to 160 start again on another worker: nothing was heard for 4 s" in told
 
 
 def test_a_range_that_kills_every_worker_is_named(

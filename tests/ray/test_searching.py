@@ -1,4 +1,4 @@
-"""A search: its runs on Ray Tune, the student alone beside them, and what is confirmed on the test set."""
+"""A search: its runs side by side, the student alone beside them, and what is confirmed on the test set."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def search_in(folder: Path, **fields: Any) -> tw.Search:
     teacher = tw.Teacher(name="big", model=build_teacher, inputs="x")
     own = {
         "distillation": tw.Distillation(student=student, teachers=(teacher,)), "temperatures": (1.0, 4.0),
-        "alphas": (0.1,), "seeds": 2, "validation": SHARE, "reduction": 2,
+        "alphas": (0.1,), "seeds": 2, "validation": SHARE, "finalists": 1,
     }  # fmt: skip
     return tw.Search(**{**own, **fields})
 
@@ -70,17 +70,15 @@ def last(folder: Path, run: str) -> events.Evaluated:
 
 
 def test_figures_are_those_of_the_runs(found: SearchResult, folder: Path) -> None:
-    kept = [each for each in (*found.settings, found.alone) if not each.stopped]
-    assert len(found.settings) == 2 and len(kept) >= 2
-    for each in kept:
-        runs = [last(folder, f"{each.name}-seed{seed}") for seed in (SEED, SEED + 1)]
+    first = {each.name: each.validation.values[0] for each in found.settings}
+    (finalist,) = [each for each in found.settings if len(each.validation.values) == 2]
+    assert len(found.settings) == 2 and first[finalist.name] == max(first.values()) and found.chosen == finalist.name
+    for each in (*found.settings, found.alone):
+        seeds = (SEED, SEED + 1) if each in (finalist, found.alone) else (SEED,)
+        runs = [last(folder, f"{each.name}-seed{seed}") for seed in seeds]
         assert each.validation.values == tuple(run.metrics["accuracy"] for run in runs)
-        assert {each.steps} == {run.step for run in runs}
-    for each in found.settings:
-        if each.stopped:
-            assert not (folder / "small-search" / f"{each.name}-seed{SEED + 1}").exists()
-    best = max(kept[:-1], key=lambda each: each.validation.mean)
-    assert found.chosen == best.name
+        assert {run.step for run in runs} == {last(folder, f"alone-seed{SEED}").step}
+        assert each in (finalist, found.alone) or not (folder / "small-search" / f"{each.name}-seed{SEED + 1}").exists()
 
 
 def test_the_test_set_is_told_of_the_chosen_and_of_the_student_alone(found: SearchResult, folder: Path) -> None:
@@ -93,10 +91,11 @@ def test_the_test_set_is_told_of_the_chosen_and_of_the_student_alone(found: Sear
             with torch.no_grad():
                 right = accuracy(model(torch.tensor(columns["x"])), torch.tensor(columns["y"]))
             assert value == pytest.approx(float(right.float().mean()))
-    (teacher,) = found.teachers
-    assert teacher.test is not None and teacher.test > 0.9 and found.together is None
-    assert found.student.parameters == torch_jobs.WIDTH * 4 + 4 + 4 * torch_jobs.CLASSES + torch_jobs.CLASSES
-    assert set(found.student.latency_s) == {1, 32}
+    student, teacher = found.scorecard.marks
+    assert teacher.name == "big" and teacher.metrics["accuracy"] > 0.9
+    assert student.metrics["accuracy"] == pytest.approx(found.test.values[0])
+    assert student.parameters == torch_jobs.WIDTH * 4 + 4 + 4 * torch_jobs.CLASSES + torch_jobs.CLASSES
+    assert set(student.latency_s) == {"1", "32"} and found.scorecard.rows == 60
 
 
 def test_the_student_alone_sees_the_same_rows(folder: Path, found: SearchResult) -> None:
@@ -132,7 +131,7 @@ def test_only_what_is_missing_is_made(found: SearchResult, folder: Path) -> None
     before = files(home)
     again = tw.search(search_in(folder))
     assert {path.relative_to(home).parts[0] for path, when in files(home).items() if before.get(path) != when} == {
-        run, "found.json", "found.html", "search.json",
+        run, "found.json", "search.json",
     }  # fmt: skip
     assert again.test_alone == found.test_alone and again.settings == found.settings
 
@@ -175,7 +174,6 @@ def test_a_keras_student_is_searched_whose_teacher_is_in_its_step(ray_cluster: N
         model = tw.load_model(student.replace(name=f"{name}-seed{SEED}", storage=str(tmp_path / "small-search")))
         right = np.argmax(model.predict(columns["x"], verbose=0), 1) == columns["y"]
         assert score.values == (pytest.approx(right.mean()),)
-    assert (
-        found.teachers[0].test == 1.0
-        and found.student.parameters == torch_jobs.WIDTH * torch_jobs.CLASSES + torch_jobs.CLASSES
-    )
+    student, teacher = found.scorecard.marks
+    assert teacher.metrics["accuracy"] == 1.0
+    assert student.parameters == torch_jobs.WIDTH * torch_jobs.CLASSES + torch_jobs.CLASSES

@@ -22,6 +22,7 @@ from trainwright.core.errors import DataError, JobError, PlanError, RunConflict
 from trainwright.distillation.distillation_spec import Teacher
 from trainwright.distillation.target_cache import stored_targets
 from trainwright.distillation.target_encoding import TargetEncoding, decode_targets
+from trainwright.distillation.teacher_runner import load_teacher
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -70,7 +71,7 @@ def test_what_a_killed_actor_had_stored_is_kept_and_what_is_there_is_never_compu
     data = tw.datasets.table(table()).map(strike)
     wish: dict[str, Any] = {"folder": str(tmp_path / "soft"), "keep": "fp32", "workers": 1, "range_rows": RANGE}
     stored = stored_targets(teacher, data, **wish)
-    assert Path(strike.mark).exists() and "rows 92 to 114 begin again elsewhere" in capsys.readouterr().err
+    assert Path(strike.mark).exists() and "rows 92 to 114 start again on another worker" in capsys.readouterr().err
     with torch.no_grad():
         expected = model(torch.from_numpy(table()["x"])).numpy()
         hidden = model.middle(model.first(torch.from_numpy(table()["x"]))).numpy()
@@ -113,7 +114,7 @@ def _torn_and_foreign(teacher: Teacher, data: tw.datasets.Dataset, wish: dict[st
     manifest = folder / "_PREDICTIONS.json"
     kept = manifest.read_bytes()
     for old, new, line in (
-        (teacher.identity(), "0" * 64, "checkpoint_sha256: 000000000000 -> "),
+        (load_teacher(teacher).sha256, "0" * 64, "checkpoint_sha256: 000000000000 -> "),
         (data.index().hash, "1" * 64, "data_sha256: 111111111111 -> "),
         ("fp32, layer middle", "fp16", "form: fp16 -> fp32, layer middle"),
     ):

@@ -1,4 +1,4 @@
-"""The three ways tried out on a cluster, and the one that a run takes."""
+"""Where the teachers of a run on a cluster are, and that a run keeps its way."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 import trainwright as tw
 from tests.support.distillation_jobs import job, narrow
 from tests.support.small_distillation import wide
-from trainwright.distillation import delivery_benchmark, teacher_delivery
+from trainwright.distillation import teacher_delivery
 from trainwright.distillation.target_cache import stored_targets
-from trainwright.distillation.teacher_delivery import DeliveryComparison
 from trainwright.storage.object_store import open_store
 
 
@@ -21,22 +20,14 @@ def distillation(folder: Path, **fields: Any) -> tw.Distillation:
     return tw.Distillation(student=student, teachers=(tw.Teacher(name="big", model=wide, inputs="x"),), **fields)
 
 
-@pytest.mark.soak
 @pytest.mark.usefixtures("ray_cluster")
-def test_the_three_ways_are_tried_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery_benchmark, "SECONDS", 0.2)
-    monkeypatch.setattr(delivery_benchmark, "AHEAD_S", 1.0)
+def test_a_plan_says_where_teachers_run_and_why(tmp_path: Path) -> None:
     found = tw.plan(distillation(tmp_path))
-    assert isinstance(found, DeliveryComparison) and found.tried_rows == 203
-    by_way = {cost.way: cost for cost in found.costs}
-    assert by_way.keys() == {"offline", "inline", "online"} and not any(cost.refused for cost in found.costs)
-    assert all(0 < cost.step_s < 10 and 0 < cost.setup_s < 120 for cost in found.costs)
-    assert by_way["offline"].setup_s > by_way["inline"].setup_s, "targets are computed first"
-    assert "of a step" in by_way["inline"].note and "steps wait" in by_way["online"].note
-    text = repr(found)
-    assert "measured on 203 rows" in text and "one_device" in text and all(way in text for way in by_way)
-    assert "measured on 203 rows" in found._repr_html_()
-    assert not open_store(str(tmp_path)).folders(), "nothing stays"
+    assert any(note.startswith("teachers run offline: they compute each row once") for note in found.chosen.notes)
+    assert "teachers run offline" in repr(found) and "one_device" in repr(found)
+    pinned = tw.plan(distillation(tmp_path, way="inline"))
+    assert not any(note.startswith("teachers run") for note in pinned.chosen.notes)
+    assert not open_store(str(tmp_path)).folders(), "nothing is stored"
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -44,14 +35,15 @@ def test_a_run_takes_a_way_says_why_and_keeps_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = distillation(tmp_path)
+    short = short.replace(student=short.student.replace(epochs=1))
     assert tw.distill(short).state == "done"
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("teachers are asked")]
-    assert line.startswith("teachers are asked inline") and "(estimated from operations)" in line, "too short to pay"
-    monkeypatch.setattr(teacher_delivery, "compare_deliveries", None)  # a run that goes on asks nobody
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("teachers run")]
+    assert line.startswith("teachers run inline: the run reads no row twice")
+    monkeypatch.setattr(teacher_delivery, "DeliveryPlans", None)  # a run that continues keeps its way
     longer = short.replace(student=short.student.replace(epochs=3))
     assert tw.distill(longer).state == "done"
     monkeypatch.undo()
     kept = short.replace(student=short.student.replace(name="kept"))
     for teacher in kept.teachers:
         stored_targets(teacher, kept.student.train, folder=kept.folder, keep=kept.keep)
-    assert teacher_delivery.choose_delivery(kept).way == "offline", "what is kept costs nothing"
+    assert teacher_delivery.choose_delivery(kept).way == "offline", "stored targets are used"

@@ -1,4 +1,4 @@
-"""Teachers' runs side by side: who has which share, who waits, what ends them."""
+"""Runs side by side: which share each has, which run waits, and what ends them."""
 
 from __future__ import annotations
 
@@ -70,8 +70,10 @@ class Played:
 class Plays(ParallelRuns):
     """Runs that take no time, on two CPUs."""
 
-    def __init__(self, *wanted: Wanted) -> None:
-        super().__init__(list(wanted), Cluster.parse("1x2xCPU"))  # type: ignore[arg-type]
+    def __init__(self, *wanted: Wanted, parts: int | None = None) -> None:
+        self.ended: list[str] = []
+        cluster = Cluster.parse("1x2xCPU")
+        super().__init__(list(wanted), cluster, parts=parts, on_end=lambda job: self.ended.append(job.name))  # type: ignore[arg-type]
         self.played: list[tuple[str, float, list[str]]] = []
 
     def _launch(self, prepared: Any, share: Cluster) -> None:
@@ -92,6 +94,12 @@ def test_who_has_no_share_waits_for_one() -> None:
     assert plays.played == [("a", 1, []), ("b", 1, ["a"]), ("c", 1, ["a"])]
 
 
+def test_a_run_that_is_left_has_the_share_that_it_had_beside_others() -> None:
+    plays = Plays(Wanted("a"), parts=2)
+    plays.train()
+    assert plays.played == [("a", 1, [])] and plays.ended == ["a"]
+
+
 def test_for_whom_a_share_is_too_little_has_all_after_the_others() -> None:
     plays = Plays(Wanted("large", cpus=2), Wanted("a", looks=2), Wanted("larger", cpus=2), Wanted("b"))
     plays.train()
@@ -108,7 +116,7 @@ def test_one_that_fails_stops_the_others_and_starts_none() -> None:
     plays = Plays(Wanted("a", error=lost), Wanted("b", looks=100), Wanted("c"))
     with pytest.raises(WorkerLost) as caught:
         plays.train()
-    assert caught.value is lost and "run 'a' of a teacher" in str(lost)
+    assert caught.value is lost and "run 'a'" in str(lost)
     assert [name for name, _, _ in plays.played] == ["a", "b"]
 
 

@@ -130,5 +130,5 @@ def test_outputs_among_which_none_is_meant_are_refused() -> None:
     loss = DistillationLoss(soft=SoftLoss(alpha=0.0), hard=None, targets=("teacher.big",), teachers=("big",))
     one = torch.zeros(2, 3)
     assert loss({"logits": one, "hidden": one}, one).shape == (2,)
-    with pytest.raises(JobError, match=r"gives outputs first, second: name by SoftLoss\(output="):
+    with pytest.raises(JobError, match=r"gives outputs first, second: name the output to compare"):
         loss({"first": one, "second": one}, one)

@@ -82,14 +82,14 @@ def test_the_beginning_is_stored_before_anything_is_asked_for(tmp_path: Path) ->
 
     def begin(token: int) -> None:
         journal.open(token)
-        journal.write(Noted(text="rows 0 to 9 begin again elsewhere"))
+        journal.write(Noted(text="rows 0 to 9 start again on another worker"))
         assert journal.flush()
 
     owner = ledger(tmp_path, [], begin=begin)
     token = owner.acquire()
     owner.chain()
     (event,) = read_events(open_store(str(tmp_path)), "run")
-    assert isinstance(event, Noted) and event.text == "rows 0 to 9 begin again elsewhere"
+    assert isinstance(event, Noted) and event.text == "rows 0 to 9 start again on another worker"
     head = RunLog(open_store(str(tmp_path)), "run").head()
     assert head is not None and head.token == token
     owner.give_up()

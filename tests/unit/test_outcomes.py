@@ -1,16 +1,14 @@
-"""What the runs of a search came to, and whom a comparison stops that goes on."""
+"""The metric of a run of a search: after its last step, once it is finished."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from trainwright.core.engine import CheckpointRef
 from trainwright.core.events import Evaluated, RunStarted
-from trainwright.distillation.search_trials import FinishedAwareASHA, TrialResult, mark_stopped, trial_result
+from trainwright.distillation.search_result import final_metric
 from trainwright.storage.event_files import append_event
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import Outcome as End
@@ -35,39 +33,15 @@ def run(store: Store, figures: dict[int, float], end: End) -> None:
         append_event(store, "run", Evaluated(step=step, metrics={"accuracy": value}))
 
 
-def test_a_run_that_is_done_came_to_what_its_evaluations_say(store: Store) -> None:
-    assert trial_result(store, "run", "accuracy") is None
+def test_a_finished_run_has_the_metric_of_its_last_step(store: Store) -> None:
+    assert final_metric(store, "run", "accuracy") is None
     run(store, FIGURES, "done")
-    found = trial_result(store, "run", "accuracy")
-    assert found == TrialResult(told=FIGURES) and (found.step, found.value) == (20, FIGURES[20])
+    assert final_metric(store, "run", "accuracy") == FIGURES[20]
 
 
 @pytest.mark.parametrize(
     ("told", "end"), [({}, "done"), ({10: 0.5}, "done"), (FIGURES, "stopped"), (FIGURES, "failed")]
 )
-def test_a_run_that_has_more_to_do_or_to_say_has_not_ended(store: Store, told: dict[int, float], end: End) -> None:
+def test_a_run_without_its_end_or_its_last_evaluation_has_none(store: Store, told: dict[int, float], end: End) -> None:
     run(store, told, end)
-    assert trial_result(store, "run", "accuracy") is None
-
-
-def test_a_run_that_was_stopped_came_to_what_it_was_stopped_for(store: Store) -> None:
-    """Though its own events of that never came into storage, or say more."""
-    stopped = TrialResult(told=FIGURES, stopped=True)
-    mark_stopped(store, "run", stopped)
-    assert trial_result(store, "run", "accuracy") == stopped
-    run(store, {**FIGURES, 30: 0.9}, "done")
-    assert trial_result(store, "run", "accuracy") == stopped
-
-
-def test_nobody_is_stopped_who_has_ended_but_all_are_compared_with_them() -> None:
-    scheduler = FinishedAwareASHA(metric="value", mode="max", max_t=100, grace_period=1, reduction_factor=2)
-
-    def told(name: str, value: float, settled: bool) -> str:
-        trial: Any = SimpleNamespace(trial_id=name)
-        scheduler.on_trial_add(None, trial)  # type: ignore[arg-type]
-        return scheduler.on_trial_result(None, trial, {"training_iteration": 1, "value": value, "settled": settled})
-
-    assert told("best", 0.9, True) == "CONTINUE"
-    assert told("worse", 0.1, True) == "CONTINUE"
-    assert told("between", 0.4, False) == "STOP"
-    assert told("good", 0.8, False) == "CONTINUE"
+    assert final_metric(store, "run", "accuracy") is None

@@ -169,13 +169,13 @@ def test_a_lost_range_comes_first_and_is_given_up_in_the_end() -> None:
 
 
 def test_what_is_lost_again_and_again_because_it_hangs_says_so() -> None:
-    silent = HangError("nothing was heard for 15 s, and no batch took more than 0.1 s before")
+    silent = HangError("no answer for 15 s, and no batch took more than 0.1 s before")
     work = RangeQueue(split_ranges(index_of([30]), 10), attempts=2)
     first = work.take()
     assert first is not None and work.losses(first) == 0
     work.lost(first, "node a", silent)
     assert work.take() == first and work.losses(first) == 1
-    with pytest.raises(WorkerLost, match=r"rows 0 to 9 were given up: 2 workers .* nothing was heard for 15") as caught:
+    with pytest.raises(WorkerLost, match=r"rows 0 to 9 were given up: 2 workers .* no answer for 15") as caught:
         work.lost(first, "node b", silent)
     assert caught.value.where == "rows 0 to 9; on node a, node b"
     assert "deadlock" in caught.value.remedy and "raise hang_deadline_s" in caught.value.remedy

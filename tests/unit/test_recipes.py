@@ -62,8 +62,8 @@ def drive(
 ) -> list[tuple[str, bool]]:
     """What a call trained, which was killed where that is said."""
     driver = Driver(dies=(dies[0], dies[1]) if dies else ("", ""))
-    for name in ("fit", "distill"):
-        monkeypatch.setattr(f"trainwright.api.{name}", driver)
+    for name in ("_train_job", "run_distillation"):
+        monkeypatch.setattr(f"trainwright.distillation.multi_stage.{name}", driver)
     if dies:
         with pytest.raises(Killed):
             recipe.distill(fresh=fresh)
@@ -76,7 +76,7 @@ def test_each_stage_begins_again_once(recipe: tw.SelfDistillation, monkeypatch: 
     assert drive(recipe, monkeypatch) == [(FIRST, False), (SECOND, False), (THIRD, False)]
     assert recipe.last().student.name == THIRD
     assert drive(recipe, monkeypatch, SECOND, "before", fresh=True) == [(FIRST, True)]
-    with pytest.raises(CheckpointError, match=f"'{SECOND}' is to begin afresh, and has not yet"):
+    with pytest.raises(CheckpointError, match=f"'{SECOND}' must start again, and has not yet"):
         recipe.last()
     upcoming: Any = recipe.upcoming()
     assert upcoming.student.name == SECOND

@@ -20,8 +20,9 @@ from tests.support.prediction_jobs import columns_of, job, train
 from tests.support.torch_engines import Net
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.soft_loss import Match, SoftLoss
-from trainwright.distillation import distillation_spec
-from trainwright.distillation.distillation_spec import Teacher, TeacherRunner
+from trainwright.distillation import teacher_runner
+from trainwright.distillation.distillation_spec import Teacher
+from trainwright.distillation.teacher_runner import TeacherRunner, load_teacher
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss
 from trainwright.strategies.tensorflow.training import checkpoint_files as keras_files
 from trainwright.strategies.torch.checkpoint import safetensors_files as torch_files
@@ -77,34 +78,34 @@ def test_a_run_speaks_with_its_layers_in_any_process_and_in_a_loss(tmp_path: Pat
     model = train(chosen, 3, columns_of)
     teacher = Teacher(name="big", job=chosen, layers=("middle",), batch_size=8)
     assert teacher.columns == ("teacher.big", "teacher.big/middle") and teacher.wanted == ("x",)
-    lecturer = teacher.load()
+    runner = load_teacher(teacher)
     output, hidden = torch_hidden(model)
-    found = cloudpickle.loads(cloudpickle.dumps(lecturer))(rows())
+    found = cloudpickle.loads(cloudpickle.dumps(runner))(rows())
     assert list(found) == ["id", "x", *teacher.columns]
     np.testing.assert_allclose(found["teacher.big"], output, atol=1e-6)
     np.testing.assert_allclose(found["teacher.big/middle"], hidden, atol=1e-6)
-    alone = Teacher(name="big", job=chosen).load().teach(rows())
+    alone = load_teacher(Teacher(name="big", job=chosen)).teach(rows())
     np.testing.assert_allclose(alone["teacher.big"], output, atol=1e-6)
     drawn = torch.random.get_rng_state()
-    inside = lecturer.module().train()
+    inside = runner.module().train()
     assert torch.equal(torch.random.get_rng_state(), drawn)
     told = inside({"x": torch.from_numpy(rows()["x"]).requires_grad_(), "other": torch.zeros(1)})
     assert not any(value.requires_grad for value in (*told.values(), *inside.parameters())) and not inside.training
     np.testing.assert_allclose(told["teacher.big/middle"].numpy(), hidden, atol=1e-6)
     # The newest checkpoint is another teacher; what was loaded stays what it was.
     train(chosen, 5, columns_of)
-    assert teacher.identity() != lecturer.sha256 == Teacher(name="big", job=chosen, step=3).identity()
-    np.testing.assert_array_equal(lecturer.teach(rows())["teacher.big"], found["teacher.big"])
-    assert np.abs(teacher.load().teach(rows())["teacher.big"] - output).max() > 1e-4
+    assert load_teacher(teacher).sha256 != runner.sha256 == load_teacher(Teacher(name="big", job=chosen, step=3)).sha256
+    np.testing.assert_array_equal(runner.teach(rows())["teacher.big"], found["teacher.big"])
+    assert np.abs(load_teacher(teacher).teach(rows())["teacher.big"] - output).max() > 1e-4
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt", ""])
 def test_any_torch_module_teaches_with_the_weights_of_a_file_or_its_own(name: str, tmp_path: Path) -> None:
     weights = exported(seeded(), tmp_path, name) if name else None
     teacher = Teacher(name="t", model=Net if name else seeded, weights=weights, inputs={"x": "x"})
-    np.testing.assert_allclose(teacher.load().teach(rows())["teacher.t"], torch_hidden(seeded())[0], atol=1e-6)
+    np.testing.assert_allclose(load_teacher(teacher).teach(rows())["teacher.t"], torch_hidden(seeded())[0], atol=1e-6)
     other = Teacher(name="t", model=lambda: seeded(6), inputs="x")
-    assert teacher.identity() != other.identity()
+    assert load_teacher(teacher).sha256 != load_teacher(other).sha256
 
 
 class Subclassed(keras.Model):  # type: ignore[misc]
@@ -130,7 +131,7 @@ def test_a_keras_model_teaches_with_its_layers(build: Callable[[], Any], name: s
     weights = exported(model, tmp_path, name)
     teacher = Teacher(name="k", model=build, weights=weights, inputs="x", layers=("inner",))
     hidden = np.tanh(rows()["x"] @ model.get_layer("inner").kernel.numpy())
-    for found in (teacher.load().teach(rows()), teacher.module()({"x": rows()["x"]})):
+    for found in (load_teacher(teacher).teach(rows()), load_teacher(teacher).module()({"x": rows()["x"]})):
         np.testing.assert_allclose(found["teacher.k"], np.asarray(model(rows()["x"])), atol=1e-5)
         np.testing.assert_allclose(found["teacher.k/inner"], hidden, atol=1e-5)
 
@@ -144,10 +145,13 @@ def test_logits_are_taken_of_probabilities_that_are_said_to_be(tmp_path: Path) -
 
     logits = torch.from_numpy(torch_hidden(seeded())[0])
     told = Teacher(name="t", model=softmaxed, inputs="x", probabilities=True)
-    np.testing.assert_allclose(told.load().teach(rows())["teacher.t"], logits.log_softmax(-1).numpy(), atol=1e-5)
+    np.testing.assert_allclose(load_teacher(told).teach(rows())["teacher.t"], logits.log_softmax(-1).numpy(), atol=1e-5)
     each = Teacher(name="t", model=sigmoids, inputs="x", probabilities="sigmoid")
-    np.testing.assert_allclose(each.load().teach(rows())["teacher.t"], logits.numpy(), atol=1e-5)
-    for speak in (lambda one: one.load().teach(rows()), lambda one: one.module()({"x": torch.from_numpy(rows()["x"])})):
+    np.testing.assert_allclose(load_teacher(each).teach(rows())["teacher.t"], logits.numpy(), atol=1e-5)
+    for speak in (
+        lambda one: load_teacher(one).teach(rows()),
+        lambda one: load_teacher(one).module()({"x": torch.from_numpy(rows()["x"])}),
+    ):
         with pytest.raises(JobError, match="outputs are probabilities and no logits") as caught:
             speak(Teacher(name="t", model=softmaxed, inputs="x"))
         assert "Teacher(probabilities=True)" in str(caught.value)
@@ -162,11 +166,11 @@ def several() -> nn.Module:
 
 def test_outputs_and_items_of_layers_are_chosen_by_name() -> None:
     teacher = Teacher(name="t", model=several, inputs="x", layers=("middle", "middle:1", "first"))
-    found = teacher.load().teach(rows())
+    found = load_teacher(teacher).teach(rows())
     np.testing.assert_allclose(found["teacher.t/middle:1"], -found["teacher.t/first"], atol=1e-6)
     np.testing.assert_allclose(found["teacher.t/middle"], np.tanh(found["teacher.t/first"]), atol=1e-6)
     assert found["teacher.t"].shape == (21, 3)
-    extra = Teacher(name="t", model=several, inputs="x", output="extra").load().teach(rows())
+    extra = load_teacher(Teacher(name="t", model=several, inputs="x", output="extra")).teach(rows())
     np.testing.assert_allclose(extra["teacher.t"], found["teacher.t/middle:1"], atol=1e-6)
 
 
@@ -206,7 +210,7 @@ def test_what_does_not_fit_is_told_when_it_is_loaded(name: str, tmp_path: Path) 
     make, message = LATE[name]
     path = exported(seeded(), tmp_path, "w.safetensors")
     with pytest.raises((JobError, CheckpointError), match=message):
-        Teacher(**{"name": "t", "inputs": "x", **make(path)}).load().teach(rows())
+        load_teacher(Teacher(**{"name": "t", "inputs": "x", **make(path)})).teach(rows())
 
 
 def test_a_file_that_changed_since_is_refused_and_a_model_is_built_once(tmp_path: Path) -> None:
@@ -217,20 +221,20 @@ def test_a_file_that_changed_since_is_refused_and_a_model_is_built_once(tmp_path
         return Net()
 
     path = exported(seeded(), tmp_path, "w.pt")
-    lecturer = Teacher(name="t", model=counted, weights=path, inputs="x").load()
-    first: Columns = lecturer.teach(rows())
+    runner = load_teacher(Teacher(name="t", model=counted, weights=path, inputs="x"))
+    first: Columns = runner.teach(rows())
     count = len(built)
-    again = TeacherRunner(teacher=lecturer.teacher, sha256=lecturer.sha256).teach(rows())
+    again = TeacherRunner(teacher=runner.teacher, sha256=runner.sha256).teach(rows())
     np.testing.assert_array_equal(first["teacher.t"], again["teacher.t"])
     assert len(built) == count
-    distillation_spec._open.clear()
+    teacher_runner._open.clear()
     exported(seeded(7), tmp_path, "w.pt")
-    with pytest.raises(CheckpointError, match="changed since it was looked at first"):
-        lecturer.teach(rows())
+    with pytest.raises(CheckpointError, match="has changed since it was first read"):
+        runner.teach(rows())
 
 
 def test_a_lecturer_is_a_heavy_transform() -> None:
-    data = tw.datasets.table(rows()).map_batches(Teacher(name="t", model=seeded, inputs="x").load(), cpus=1)
+    data = tw.datasets.table(rows()).map_batches(load_teacher(Teacher(name="t", model=seeded, inputs="x")), cpus=1)
     found = data.read(data.index(), [3, 1])
     np.testing.assert_allclose(found["teacher.t"], torch_hidden(seeded())[0][[3, 1]], atol=1e-6)
 
@@ -257,7 +261,7 @@ def test_a_loss_runs_teachers_in_the_step_as_if_their_columns_were_there(framewo
         "torch": (counted_torch, torch_case.cross_entropy, torch.from_numpy),
         "keras": (counted_keras, tensorflow_case.cross_entropy, tf.constant),
     }[framework]
-    inline = {name: Teacher(name=name, model=model, inputs="x").load() for name in ("one", "two")}
+    inline = {name: load_teacher(Teacher(name=name, model=model, inputs="x")) for name in ("one", "two")}
     data, labels = rows(), tensor(np.arange(21) % 3)
     columns = {f"teacher.{name}": tensor(one.teach(data)[f"teacher.{name}"]) for name, one in inline.items()}
     soft, outputs = SoftLoss(alpha=0.3), tensor(np.random.default_rng(8).normal(size=(21, 3)).astype(np.float32))
@@ -272,4 +276,6 @@ def test_a_loss_runs_teachers_in_the_step_as_if_their_columns_were_there(framewo
     with pytest.raises(JobError, match="'one' does not tell its layer 'inner'"):
         DistillationLoss(soft=soft, hard=hard, targets=("y", "x"), labels=("y",), inline=inline)
     # The same weights asked for more are another teacher.
-    assert inline["one"].identity() != Teacher(name="one", model=model, inputs="x", layers=("i",)).load().identity()
+    assert (
+        inline["one"].identity() != load_teacher(Teacher(name="one", model=model, inputs="x", layers=("i",))).identity()
+    )

@@ -12,7 +12,7 @@ import trainwright as tw
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, PlanError
 from trainwright.core.plan import Plan
-from trainwright.distillation.distillation_spec import TeacherRunner
+from trainwright.distillation.teacher_runner import TeacherRunner, teacher_inference_model
 from trainwright.inference.inference_model import InferenceModel, inference_layout
 
 WIDTH, LAYERS = 30_000, 8  # 29 GB in all: never built but on paper
@@ -29,9 +29,9 @@ def small() -> nn.Module:
 
 def subject(teacher: tw.Teacher) -> InferenceModel:
     """It, bound to a data set, before anything is computed."""
-    bound = teacher.bound(DATA, TeacherRunner(teacher=teacher, sha256="0" * 64))
+    bound = teacher_inference_model(TeacherRunner(teacher=teacher, sha256="0" * 64), DATA)
     assert teacher.model is not None
-    return replace(bound, outline=teacher.model)
+    return replace(bound, architecture=teacher.model)
 
 
 def held(asked: InferenceModel, cluster: str, workers: int | None = None) -> tuple[Plan, int]:
@@ -62,4 +62,4 @@ def test_what_is_not_trained_needs_room_for_its_weights_alone() -> None:
 def test_its_layers_need_it_whole() -> None:
     asked = subject(tw.Teacher(name="t", model=large, inputs="x", batch_size=16))
     with pytest.raises(JobError, match=r"hidden states are asked for, which the layout .* has on no worker whole"):
-        held(replace(asked, undivided="hidden states are asked for"), "2x4xT4")
+        held(replace(asked, whole_model_reason="hidden states are asked for"), "2x4xT4")

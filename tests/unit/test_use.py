@@ -13,7 +13,8 @@ from tests.support.torch_engines import Net, one_device, saved
 from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
-from trainwright.inference import trained_model
+from trainwright.runtime import model_loading
+from trainwright.storage import checkpoint_selection
 from trainwright.storage.checkpoints import CheckpointReader, CheckpointWriter, write_manifest
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import RunLog
@@ -58,13 +59,13 @@ def test_a_damaged_checkpoint_is_passed_over_as_it_is_loaded(
 ) -> None:
     committed(open_store(str(tmp_path)), 10, 20, 30)
     spoil(tmp_path, 30, "model.safetensors")
-    model = trained_model.load_model(job(tmp_path))
+    model = model_loading.load_model(job(tmp_path))
     assert {float(value.detach().flatten()[0]) for value in model.parameters()} == {20.0}
     told = capsys.readouterr().err
     assert "the checkpoint of step 30 is passed over: model.safetensors is altered" in told
     with pytest.raises(CheckpointError, match="no whole checkpoint at step 30"):
-        trained_model.load_model(job(tmp_path), 30)
-    assert trained_model.find_checkpoint(job(tmp_path))[1].step == 20
+        model_loading.load_model(job(tmp_path), 30)
+    assert checkpoint_selection.find_checkpoint(job(tmp_path))[1].step == 20
 
 
 def test_inference_reads_each_file_of_the_weights_once_and_no_optimizer(
@@ -74,12 +75,12 @@ def test_inference_reads_each_file_of_the_weights_once_and_no_optimizer(
     spoil(tmp_path, 10, "optimizer.safetensors")
     read, get = list[str](), Store.get
     monkeypatch.setattr(Store, "get", lambda self, path: read.append(path.rpartition("/")[2]) or get(self, path))
-    trained_model.load_model(job(tmp_path))
+    model_loading.load_model(job(tmp_path))
     assert read.count("model.safetensors") == 1 and "optimizer.safetensors" not in read
 
     engine = one_device()
     read.clear()
-    tag = trained_model.with_checkpoint(job(tmp_path), None, engine.load)
+    tag = checkpoint_selection.with_checkpoint(job(tmp_path), None, engine.load)
     assert tag.step == 10 and read.count("model.safetensors") == 1 and "optimizer.safetensors" not in read
     assert all(float(value.detach().flatten()[0]) == 10.0 for value in engine.replica.model.parameters())
 
@@ -88,7 +89,7 @@ def test_training_reads_the_optimizer_too_and_tells_its_damage(tmp_path: Path) -
     store = open_store(str(tmp_path))
     committed(store, 10)
     ref = RunLog(store, "n").head().checkpoints[0]  # type: ignore[union-attr]
-    manifest = trained_model.read_manifest(store, "n", ref)
+    manifest = checkpoint_selection.read_manifest(store, "n", ref)
     engine = one_device()
     engine.load(CheckpointReader(store, "n", ref, manifest))
     spoil(tmp_path, 10, "optimizer.safetensors")

@@ -213,8 +213,8 @@ def heard(kind: str, student: Teacher, teachers: list[Teacher], job: tw.Job) -> 
     speakers = [EvaluatedModel.of(student, job.evaluate, build=student.model)]
     speakers += [EvaluatedModel.of(each, job.evaluate) for each in teachers]
     hearing = StudentEvaluation(job, loss, speakers, np.arange(job.evaluate.index().rows))
-    hearing.listen()
-    return hearing.verdict()
+    hearing.run()
+    return hearing.scorecard()
 
 
 def of_module(name: str, module: nn.Module) -> Teacher:

@@ -1,4 +1,4 @@
-"""Which way teachers are asked: what they cost within a step, what each way comes to, and which cannot be."""
+"""Where teachers run: what they cost within a step, which way the rule chooses, and which ways are refused."""
 
 from __future__ import annotations
 
@@ -15,17 +15,12 @@ import trainwright as tw
 from tests.support import torch_jobs
 from tests.support.small_distillation import distillation, wide
 from trainwright.core.cluster import Cluster, Node
-from trainwright.core.errors import JobError, PlanError
+from trainwright.core.errors import JobError, PlanError, TrainwrightError
 from trainwright.core.model_profile import LayerCost, ModelProfile
+from trainwright.distillation import teacher_delivery
 from trainwright.distillation.distillation_job import compose_job
-from trainwright.distillation.distillation_spec import DELIVERIES, Delivery
-from trainwright.distillation.teacher_delivery import (
-    START_S,
-    DeliveryComparison,
-    DeliveryCost,
-    DeliveryEstimator,
-    rank_deliveries,
-)
+from trainwright.distillation.distillation_spec import Delivery
+from trainwright.distillation.teacher_delivery import DeliveryPlans
 from trainwright.planning.planner import choose
 from trainwright.planning.profiler import profile_job
 from trainwright.storage.object_store import open_store
@@ -92,17 +87,40 @@ def test_the_job_of_the_inline_way_is_planned_with_its_teachers(tmp_path: Path) 
     assert guest.flops >= 2 * 512 * torch_jobs.WIDTH
 
 
-def cost(folder: Path, way: Delivery, cluster: Cluster = CPUS, **fields: Any) -> DeliveryCost:
-    return DeliveryEstimator.of(distillation(folder, **fields), cluster).cost(way)
+def plans(folder: Path, **fields: Any) -> DeliveryPlans:
+    return DeliveryPlans.of(distillation(folder, **fields), CPUS)
 
 
-def test_what_each_way_comes_to(tmp_path: Path) -> None:
-    offline, inline, online = (cost(tmp_path, way) for way in DELIVERIES)
-    assert not offline.refused and not inline.refused and not online.refused
-    assert offline.step_s < inline.step_s and offline.step_s <= online.step_s, "the teacher is not asked in the steps"
-    assert offline.setup_s > inline.setup_s == START_S
-    assert offline.stored_bytes == torch_jobs.ROWS * torch_jobs.CLASSES * 2
-    assert f"{torch_jobs.ROWS} rows of targets" in offline.note and "1 actor" in online.note
+@pytest.mark.parametrize(
+    ("fields", "changes", "way", "why"),
+    [
+        ({}, {}, "offline", "teachers run offline: they compute each row once for 3 passes over the data, and "),
+        ({"epochs": 1}, {}, "inline", "teachers run inline: the run reads no row twice, and they fit beside"),
+        ({"epochs": 1}, {"missing": 0}, "offline", "teachers run offline: all their outputs are stored already"),
+        ({"epochs": 1, "gpus": 1.0}, {}, "inline", "asks for 1 GPUs and 0 are left"),
+        ({"train": tw.datasets.table(torch_jobs.data()).map(noisy)}, {}, "inline", "differs from epoch to epoch"),
+        ({}, {"missing": None, "unstorable": "no rows by number"}, "inline", "offline is not possible: no rows by"),
+    ],
+)  # fmt: skip
+def test_the_first_possible_way_is_taken(
+    fields: dict[str, Any], changes: dict[str, Any], way: Delivery, why: str, tmp_path: Path
+) -> None:
+    chosen, decision, reasons = replace(plans(tmp_path, **fields), **changes).choose()
+    assert chosen == way and why in "; ".join(reasons)
+    assert decision.chosen.workers
+
+
+def test_targets_much_larger_than_the_data_are_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teacher_delivery, "_MAX_STORED_BYTES", 0.0)
+    assert plans(tmp_path).choose()[0] == "offline", "they are smaller than the data"
+    monkeypatch.setattr(teacher_delivery, "_MAX_STORED_RATIO", 0.0)
+    way, _, (reason, *_) = plans(tmp_path).choose()
+    assert way == "inline" and "stored targets would take" in reason
+
+
+def test_few_samples_of_a_large_data_set_are_no_reason_to_store_all(tmp_path: Path) -> None:
+    job = distillation(tmp_path).student
+    assert plans(tmp_path, student=job.replace(epoch_samples=10)).choose()[0] == "inline"
 
 
 def without_z(columns: dict[str, Any]) -> Mapping[str, Any]:
@@ -119,47 +137,28 @@ def without_z(columns: dict[str, Any]) -> Mapping[str, Any]:
     ],
 )
 def test_a_way_that_cannot_be_says_why(way: Delivery, fields: dict[str, Any], why: str, tmp_path: Path) -> None:
-    assert why in cost(tmp_path, way, **fields).refused
+    with pytest.raises(TrainwrightError) as error:
+        plans(tmp_path, **fields).plan(way)
+    assert why in str(error.value)
 
 
 def test_inline_needs_the_columns_of_the_teacher_in_the_step(tmp_path: Path) -> None:
     rows = torch_jobs.data()
     train = tw.datasets.table({**rows, "z": rows["x"]})
     student = distillation(tmp_path, train=train).student.replace(collate=without_z)
-    found = cost(tmp_path, "inline", student=student, teachers=(tw.Teacher(name="t", model=wide, inputs="z"),))
-    assert "is given z, which the student's step has not" in found.refused
+    found = plans(tmp_path, student=student, teachers=(tw.Teacher(name="t", model=wide, inputs="z"),))
+    with pytest.raises(JobError, match="is given z, which the student's step does not have"):
+        found.plan("inline")
 
 
-def plain(way: Delivery, step_s: float = 1.0, setup_s: float = 0.0, refused: str = "") -> DeliveryCost:
-    return DeliveryCost(way=way, step_s=step_s, setup_s=setup_s, refused=refused)
+def test_where_no_way_is_possible_all_reasons_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*args: object) -> None:
+        raise PlanError("out of memory", where="plan")
 
-
-@pytest.mark.parametrize(
-    ("costs", "steps", "order"),
-    [
-        ((plain("offline", 1.0, 60.0), plain("inline", 1.1, 5.0), plain("online", 1.8)), 10, "inline online offline"),
-        ((plain("offline", 1.0, 60.0), plain("inline", 1.5, 5.0), plain("online", 1.2)), 1000, "offline online inline"),
-        ((plain("offline", 1.04), plain("inline", 1.03), plain("online", 1.0)), 100, "offline online inline"),
-        ((plain("offline", refused="no"), plain("inline", 3.0), plain("online", 2.0)), 100, "online inline offline"),
-    ],
-)  # fmt: skip
-def test_the_quickest_for_the_whole_run_is_taken(costs: tuple[DeliveryCost, ...], steps: int, order: str) -> None:
-    found = rank_deliveries(costs, steps)
-    assert [cost.way for cost in found] == order.split()
-
-
-def test_where_no_way_can_be_all_reasons_are_told() -> None:
-    with pytest.raises(JobError, match=r"(?s)offline cannot be: a.*online cannot be: b"):
-        rank_deliveries([plain("offline", refused="a"), plain("online", refused="b")], 1)
-
-
-def test_the_choice_in_a_line() -> None:
-    costs = plain("offline", 0.01, 20.0), plain("inline", 0.02, 8.0), plain("online", refused="no CPUs")
-    line = DeliveryComparison(costs=rank_deliveries(costs, 10_000), batch_size=32, steps=10_000, tried_rows=8192).line
-    assert line == (
-        "teachers are asked offline: 2 min 00 s in all, 3,200 samples/s after 20.0 s; inline: 3 min 28 s in all, "
-        "1,600 samples/s after 8.0 s; online cannot be: no CPUs (measured on 8,192 rows)"
-    )
+    monkeypatch.setattr(teacher_delivery, "choose", out_of_memory)
+    found = replace(plans(tmp_path, cpus=0), missing=None, unstorable="no rows by number")
+    with pytest.raises(JobError, match=r"(?s)offline.*no rows.*inline is not possible: out of memory.*online.*cpus=0"):
+        found.choose()
 
 
 def untrained(folder: Path, *names: str) -> tuple[tw.Teacher, ...]:
@@ -167,7 +166,7 @@ def untrained(folder: Path, *names: str) -> tuple[tw.Teacher, ...]:
     return tuple(tw.Teacher(name=name, job=job.replace(name=f"run-{name}"), train=True) for name in names)
 
 
-def test_ways_to_ask_teachers_that_are_not_trained_yet_are_not_planned(tmp_path: Path) -> None:
+def test_a_distillation_is_not_planned_before_its_teachers_are_trained(tmp_path: Path) -> None:
     wish = distillation(tmp_path, teachers=(tw.Teacher(name="c", model=wide, inputs="x"), *untrained(tmp_path, *"ab")))
     for asked in (wish, tw.TwoStage(distillation=wish, unlabelled=wish.student.train)):
         with pytest.raises(PlanError, match="not trained yet: a, b;") as caught:
@@ -183,7 +182,7 @@ def test_the_plan_of_a_recipe_is_that_of_the_stage_whose_turn_it_is(
     assert "the plan of student-generation-0, of the stages student-generation-0, student" in capsys.readouterr().err
     log = RunLog(open_store(str(tmp_path)), "student-generation-0")
     log.release(log.acquire(Owner.here(), {}).token, "done")
-    with pytest.raises(PlanError, match="tried where it runs"):  # it is a distillation's
+    with pytest.raises(PlanError, match="planned on the cluster where it runs"):  # it is a distillation's
         tw.plan(recipe, cluster="1x2xA100-80GB")
     assert "the plan of student, of" in capsys.readouterr().err
 
@@ -195,6 +194,6 @@ def test_a_search_has_no_plan(tmp_path: Path) -> None:
         tw.plan(tw.Search(distillation=wish.replace(student=student)))  # type: ignore[call-overload]
 
 
-def test_the_ways_are_not_planned_for_a_cluster_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="tried where it runs"):
+def test_a_distillation_is_not_planned_for_a_cluster_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="planned on the cluster where it runs"):
         tw.plan(distillation(tmp_path), cluster="2x8xA100-80GB")  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""A class of students as one Keras model; see `strategies.students`."""
+"""Several students as one Keras model; see `strategies.distillation.multi_student`."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class KerasAxisLinear(keras.layers.Layer):  # type: ignore[misc]
         self.built = True
 
     def call(self, layer: Any) -> Any:
-        """The same with another size there."""
+        """Return a shape with another size along the axis."""
         return keras.ops.moveaxis(self.linear(keras.ops.moveaxis(layer, self.axis, -1)), -1, self.axis)
 
 
 class KerasStudents(keras.Model):  # type: ignore[misc]
-    """Students that are given the same inputs.
+    """Students with the same inputs, as one model.
 
     Args:
         models: by name, with their variables.
@@ -72,7 +72,7 @@ class KerasStudents(keras.Model):  # type: ignore[misc]
         return {name: getattr(self, f"student_{name}") for name in self._names}
 
     def call(self, *inputs: Any, training: bool | None = None, **named: Any) -> Any:
-        """{student: its outputs}, and what else is wanted; of the only one its own outputs."""
+        """Return {student: its outputs} and further requested outputs; of a single student its own outputs."""
         given = named or list(inputs)
         if self.only:
             return call_model(self.students[self.only], given, training=training)
@@ -91,7 +91,7 @@ def _bridge(output: str) -> str:
 
 
 class _KerasStudentBackend:
-    """Models of Keras on TensorFlow as a class."""
+    """Combine Keras models on TensorFlow."""
 
     def model_of(self, models: Mapping[str, Any], wanted: RequestedOutputs) -> keras.Model:
         for name, model in models.items():
@@ -116,7 +116,7 @@ CLASSES: StudentBackend = _KerasStudentBackend()
 
 
 def marked(spec: ModelSpec, batch: Batch, outputs: Any, only: str = "") -> Terms:
-    """The terms of a metric, or of the loss without what regularizers add."""
+    """Return the terms of a metric, or of the loss without regularizers."""
     caller = KerasCaller(spec=spec, where=only or LOSS)
     named = isinstance(outputs, Mapping)
     given: Any = {

@@ -1,4 +1,4 @@
-"""Keras models as teachers: weights from files, hidden states by the names of layers, and one inside another's loss."""
+"""Keras models as teachers: weights from files, hidden states by layer name, and inline teachers."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ FRAMEWORK, LOOKS = "Keras", False  # its steps are traced
 
 
 def still(parameters: Iterable[Any]) -> keras.optimizers.Optimizer:
-    """An optimizer without state, for what is not trained."""
+    """Return an optimizer without state, for a model that is not trained."""
     return keras.optimizers.SGD(learning_rate=0.0)
 
 
 def thawed(model: keras.Model) -> keras.Model:
-    """The model as an engine takes it, which wants variables that could be trained."""
+    """Return the model with trainable variables, which an engine needs."""
     model.trainable = True
     return model
 
 
 def outlined(model: keras.Model) -> bool:
-    """Never: Keras builds with memory."""
+    """Return False: Keras models always have memory."""
     return False
 
 
 def take_file(model: keras.Model, path: str) -> keras.Model:
-    """Give a model the weights of a file that `export` wrote. Raises CheckpointError where they do not fit."""
+    """Load weights from a file that `export` wrote. Raises CheckpointError where they do not fit."""
     try:
         model.load_weights(path)
     except (ValueError, OSError, KeyError, TypeError) as error:
@@ -63,7 +63,7 @@ def digest(model: keras.Model) -> str:
 
 
 class LayerOutputModel(keras.Model):  # type: ignore[misc]
-    """A model that gives beside its own outputs what some of its layers give.
+    """A model that also returns the outputs of some of its layers.
 
     Args:
         model: with its variables.
@@ -90,14 +90,14 @@ class LayerOutputModel(keras.Model):  # type: ignore[misc]
 
 
 def tap(model: keras.Model, layers: Mapping[str, str]) -> keras.Model:
-    """The model, or where layers of it are to be told one around it. Raises as `LayerOutputModel`."""
+    """Return the model, or one that also returns hidden layers. Raises as `LayerOutputModel`."""
     return LayerOutputModel(model, layers) if layers else model
 
 
 def shapes(
     model: keras.Model, sample: Columns, inputs: tuple[str, ...], keywords: tuple[str, ...]
 ) -> dict[str, tuple[int | None, ...]]:
-    """Shapes of what a model gives for some rows, by name; that of the rows is None.
+    """Return the shapes of a model's outputs for some rows, by name; rows are None.
 
     Args:
         sample: columns of a row or a few, collated.
@@ -110,7 +110,7 @@ def shapes(
 
 
 class _KerasInlineTeacher:
-    """A teacher inside a student's step, without gradients.
+    """An inline teacher, without gradients.
 
     Args:
         model: with its weights.
@@ -122,7 +122,7 @@ class _KerasInlineTeacher:
         self.model.trainable = False
 
     def __call__(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """The teacher's columns for a batch: logits and layers, float32 or wider.
+        """Return the teacher's columns for a batch: logits and layers, float32 or wider.
 
         Raises:
             JobError: what it gives is not what it is said to be, where that is not traced.
@@ -135,7 +135,7 @@ class _KerasInlineTeacher:
 
 
 def log_odds(probabilities: Any, each: bool) -> Any:
-    """Logits of probabilities: of one class among all, or of each by itself."""
+    """Return logits of probabilities: of one class among all, or of each label by itself."""
     least = np.finfo(probabilities.dtype.as_numpy_dtype).tiny
     logs = tf.math.log(tf.maximum(probabilities, least))
     return logs - tf.math.log(tf.maximum(1 - probabilities, least)) if each else logs
@@ -152,7 +152,7 @@ inside = _KerasInlineTeacher
 
 
 def layer_of(model: keras.Model, path: str) -> Any:
-    """A layer by its name or its path. Raises JobError where there is none."""
+    """Return a layer by name or path. Raises JobError where there is none."""
     wanted, _ = layer_item(path)
     every = [layer for layer in model._flatten_layers() if layer is not model]
     for layer in every:
@@ -163,7 +163,7 @@ def layer_of(model: keras.Model, path: str) -> Any:
 
 @contextmanager
 def layer_outputs(layers: Mapping[str, tuple[Any, str]]) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Within, layers are heard of; what this gives tells what the last call of each gave, by name.
+    """Record layer outputs within this context; yields a function that returns those of the last calls, by name.
 
     Args:
         layers: name -> the layer, and how a `Match` names it.

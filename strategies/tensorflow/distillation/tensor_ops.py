@@ -1,4 +1,4 @@
-"""TensorFlow's functions of tensors for the losses of students: see `strategies.divergences.Tensors`."""
+"""The tensor functions of TensorFlow for distillation losses: see `strategies.distillation.divergences.TensorOps`."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ TENSORS: TensorOps = _TensorFlowTensorOps()
 
 
 def _apart(function: Callable[[], Any]) -> Any:
-    """What a function gives in a thread of its own, which has neither graph nor strategy nor Keras' scopes."""
+    """Return the result of a function in its own thread, outside of graph, strategy and Keras scopes."""
     found: Future[Any] = Future()
 
     def run() -> None:

@@ -28,7 +28,7 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.loss_api import is_keras_function, takes_targets_first
 from trainwright.strategies.common.user_code_errors import loss_broadcast_problem
-from trainwright.strategies.distillation.distillation_loss import DistillationLoss, StudentMetric, TeacherMetric
+from trainwright.strategies.distillation.distillation_loss import DistillationLoss, StudentMetric
 from trainwright.strategies.tensorflow.tensorflow_compat import (
     Functional,
     LossFunctionWrapper,
@@ -262,7 +262,7 @@ def apply_function(function: Any, outputs: Any, targets: Any, *, metric: bool = 
     Raises:
         JobError: the metric is no mean over samples, or the mask does not fit the values.
     """
-    if isinstance(function, DistillationLoss | StudentMetric | TeacherMetric):
+    if isinstance(function, DistillationLoss | StudentMetric):
         return function(outputs, targets)
     return _masked(function, outputs, _call_function(function, outputs, targets, metric=metric), metric)
 

@@ -1,4 +1,4 @@
-"""A class of students as one module; see `strategies.students`."""
+"""Several students as one torch module; see `strategies.distillation.multi_student`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class _TorchAxisLinear(nn.Module):
         self.linear = nn.Linear(bridge.given, bridge.wanted, dtype=dtype)
 
     def forward(self, layer: Tensor) -> Tensor:
-        """The same with another size there."""
+        """Return a tensor with another size along the axis."""
         mapped: Tensor = self.linear(layer.movedim(self.axis, -1))
         return mapped.movedim(-1, self.axis)
 
 
 class _TorchStudents(nn.Module):
-    """Students that are given the same inputs.
+    """Students with the same inputs, as one module.
 
     Args:
         models: by name.
@@ -59,7 +59,7 @@ class _TorchStudents(nn.Module):
         self._taps = LayerHooks({name: (models[student], layer) for name, (student, layer) in layers.items()})
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """{student: its outputs}, and what else is wanted; of the only one its own outputs."""
+        """Return {student: its outputs} and further requested outputs; of a single student its own outputs."""
         if self.only:
             return self.students[self.only](*inputs, **named)
         self._taps.begin()
@@ -73,7 +73,7 @@ class _TorchStudents(nn.Module):
 
 
 class _TorchStudentBackend:
-    """Models of torch as a class."""
+    """Combine torch models."""
 
     def model_of(self, models: Mapping[str, Any], wanted: RequestedOutputs) -> nn.Module:
         for name, model in models.items():
@@ -84,7 +84,7 @@ class _TorchStudentBackend:
         return _TorchStudents(models, wanted)
 
     def shapes(self, build: Builder, sample: Columns, inputs: Names, keywords: Names) -> Mapping[str, Shape]:
-        """Without data where the model can do without."""
+        """Return output shapes, without computing where the model allows it."""
         given = list(batches.to_tensors(sample, inputs, torch.device("cpu")).values())
         try:
             with torch.device("meta"):
@@ -101,7 +101,7 @@ CLASSES: StudentBackend = _TorchStudentBackend()
 
 
 def _run(model: nn.Module, given: list[Tensor], keywords: Names) -> Mapping[str, Any]:
-    """What a class gives in evaluation; inputs are in the type of its parameters, as the profiler has them."""
+    """Return the outputs in evaluation mode; inputs have the type of the parameters, as in the profiler."""
     model.eval()
     with torch.no_grad():
         named = dict(zip(keywords, given, strict=True)) if keywords else {}
@@ -110,7 +110,7 @@ def _run(model: nn.Module, given: list[Tensor], keywords: Names) -> Mapping[str,
 
 
 def _key(output: str) -> str:
-    """The name of an output's bridge among parameters."""
+    """Return the parameter name of an output's projection."""
     return output.replace("/", "-")
 
 
@@ -118,7 +118,7 @@ def _key(output: str) -> str:
 
 
 def marked(spec: ModelSpec, batch: Batch, outputs: Any, only: str = "") -> Terms:
-    """The terms of a metric, or of the loss.
+    """Return the terms of a metric, or of the loss.
 
     Args:
         spec: of the job.

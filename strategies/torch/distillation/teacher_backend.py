@@ -1,4 +1,4 @@
-"""Torch models as teachers: weights from files, hidden states by names of modules, and one inside another's loss."""
+"""Torch models as teachers: weights from files, hidden states by module name, and inline teachers."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ FRAMEWORK, LOOKS = "torch", True
 
 
 def still(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """An optimizer without state, for what is not trained."""
+    """Return an optimizer without state, for a model that is not trained."""
     return torch.optim.SGD(parameters, lr=0.0)
 
 
 def random_kept() -> AbstractContextManager[None]:
-    """Afterwards torch draws what it would have drawn, as NumPy and Python do."""
+    """Restore torch's random state afterwards."""
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return kept(torch.device("cuda" if on_gpu else "cpu"))
 
 
 def thawed(model: nn.Module) -> nn.Module:
-    """The model as an engine takes it, which wants parameters that could be trained."""
+    """Return the model with trainable parameters, which an engine needs."""
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
     return model
 
 
 def outlined(model: nn.Module) -> bool:
-    """Whether it was built without memory, to be looked at."""
+    """Return whether the model has no memory (meta device)."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
@@ -57,7 +57,7 @@ _UNFIT = (
 
 
 def take_file(model: nn.Module, path: str) -> nn.Module:
-    """Give a model the weights of a file that `export` wrote. Raises CheckpointError where they do not fit."""
+    """Load weights from a file that `export` wrote. Raises CheckpointError where they do not fit."""
     try:
         if path.endswith(".safetensors"):
             safetensors.torch.load_model(model, path)
@@ -82,7 +82,7 @@ def digest(model: nn.Module) -> str:
 
 
 def tap(model: nn.Module, layers: Mapping[str, str]) -> nn.Module:
-    """The model, whose outputs hold what some of its modules give beside its own; its state keeps its names.
+    """Return the model with the outputs of some modules beside its own; its state keeps its names.
 
     Args:
         layers: name of the output -> layer, as in `core.soft_loss.Match`. Of one that is called several times it is
@@ -101,7 +101,7 @@ def tap(model: nn.Module, layers: Mapping[str, str]) -> nn.Module:
 def shapes(
     model: nn.Module, sample: Columns, inputs: tuple[str, ...], keywords: tuple[str, ...]
 ) -> dict[str, tuple[int | None, ...]]:
-    """Shapes of what a model gives for some rows, by name; that of the rows is None. It is left without data.
+    """Return the shapes of a model's outputs for some rows, by name; rows are None. The model loses its data.
 
     Args:
         sample: columns of a row or a few, collated.
@@ -115,7 +115,7 @@ def shapes(
 
 
 class _TorchInlineTeacher(nn.Module):
-    """A teacher inside a student's step: in evaluation mode, whatever it is put in, and without gradients.
+    """An inline teacher: always in evaluation mode, and without gradients.
 
     Args:
         model: with its weights.
@@ -130,12 +130,12 @@ class _TorchInlineTeacher(nn.Module):
         self.train(False)
 
     def train(self, mode: bool = True) -> _TorchInlineTeacher:
-        """It stays in evaluation mode."""
+        """Stay in evaluation mode."""
         return super().train(False)
 
     @torch.no_grad()
     def forward(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The teacher's columns for a batch: logits and layers, float32 or wider.
+        """Return the teacher's columns for a batch: logits and layers, float32 or wider.
 
         Raises:
             JobError: what it gives is not what it is said to be; of the first batch alone.
@@ -155,7 +155,7 @@ class _TorchInlineTeacher(nn.Module):
 
 
 def log_odds(probabilities: Tensor, each: bool) -> Tensor:
-    """Logits of probabilities: of one class among all, or of each by itself."""
+    """Return logits of probabilities: of one class among all, or of each label by itself."""
     least = torch.finfo(probabilities.dtype).tiny
     logs = probabilities.clamp_min(least).log()
     return logs - (1 - probabilities).clamp_min(least).log() if each else logs
@@ -182,7 +182,7 @@ inside = _TorchInlineTeacher
 
 
 class LayerHooks:
-    """Of each layer what its last call in a forward gave. What backward computes again is not heard of.
+    """Record the output of the last call of each layer in a forward. Recomputation in backward is not recorded.
 
     Args:
         layers: name -> the model, and the layer in it, as in `Match`.
@@ -205,17 +205,17 @@ class LayerHooks:
             module.register_forward_hook(partial(_hear, self, name))
 
     def begin(self) -> None:
-        """A forward begins."""
+        """Start to record a forward."""
         self._found = {}
         self._open = True
 
     def take(self) -> dict[str, Tensor]:
-        """What was heard, by name; a forward is over. Raises JobError for a layer that did not run."""
+        """Return the recorded outputs of a forward, by name. Raises JobError for a layer that did not run."""
         found, self._found, self._open = self._found, {}, False
         return {name: layer_tensor(found, name, item, _is_tensor) for name, item in self._items.items()}
 
     def hear(self, name: str, output: Any) -> None:
-        """A layer was called."""
+        """Record a call of a layer."""
         if self._open:
             self._found[name] = output
 

@@ -1,4 +1,4 @@
-"""Torch's functions of tensors for the losses of students: see `strategies.divergences.Tensors`."""
+"""The tensor functions of torch for distillation losses: see `strategies.distillation.divergences.TensorOps`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from trainwright.core.data import Feed, MetricSums, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.datasets.loading.batch_loader import BatchLoader
-from trainwright.inference.trained_model import single_rank_engine
+from trainwright.strategies.common.single_rank import single_rank_engine
 
 TENSORFLOW = "trainwright.strategies.tensorflow"
 ENGINES = {

@@ -1,0 +1,129 @@
+"""The students of a distillation after training: each as a job of its own, or as the start of another run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainwright.core.job import Job
+from trainwright.distillation.distillation_job import composed_model
+from trainwright.distillation.distillation_spec import STUDENT, Distillation
+from trainwright.distillation.teacher_model import teacher_backend_of
+from trainwright.inference import batch_inference, model_evaluation
+from trainwright.inference.prediction_worker import CheckpointWeights
+from trainwright.planning.profiler import profiler_of
+from trainwright.runtime import model_loading
+from trainwright.storage.checkpoint_selection import find_checkpoint
+from trainwright.strategies.distillation.multi_student import StudentModels, unwrap_student
+
+if TYPE_CHECKING:
+    from trainwright.datasets import Dataset
+
+
+class _Stages(Protocol):
+    """A recipe of several distillations, of which the last has the students."""
+
+    def last(self) -> Distillation:
+        """Return the last stage. Raises CheckpointError where earlier ones are not finished."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Student:
+    """One student of a run, alone.
+
+    Attributes:
+        name: of the student.
+        job: the job as if the student had been trained without teachers and without other students, with the
+            checkpoints of the run that trained it: for `tw.generate`, `tw.Teacher(job=...)` and all else that takes a
+            job.
+    """
+
+    name: str
+    job: Job
+
+    def load_model(self, *, step: int | None = None) -> Any:
+        """See `tw.load_model`."""
+        return model_loading.load_model(self.job, step)
+
+    def export(self, path: str, *, step: int | None = None) -> str:
+        """See `tw.export`."""
+        return model_loading.export(self.job, path, step)
+
+    def evaluate(self, *, step: int | None = None, here: bool = False, verbose: bool = False) -> dict[str, float]:
+        """Return the student's own loss and metrics, without those of the teachers; see `tw.evaluate`."""
+        return model_evaluation.evaluate(self.job, step, here=here, verbose=verbose)
+
+    def predict(
+        self, data: Dataset | str | None = None, *, to: str, keep: Iterable[str] = (), **options: Any
+    ) -> batch_inference.Prediction:
+        """See `tw.predict`."""
+        return batch_inference.predict(self.job, data, to=to, keep=keep, **options)
+
+
+def students(distillation: Distillation | _Stages) -> dict[str, Student]:
+    """Return the students of a distillation that was trained before, by name. Nothing is trained.
+
+    The students of a recipe are those of its last stage.
+
+    Raises:
+        TrainwrightError: as `composed_model`, where they were trained as one model.
+    """
+    if not isinstance(distillation, Distillation):
+        distillation = distillation.last()
+    job = distillation.student
+    return students_of(distillation, job.replace(model=composed_model(distillation)) if distillation.wrapped else job)
+
+
+def students_of(distillation: Distillation, job: Job) -> dict[str, Student]:
+    """Return the students of a distillation, each with its own job.
+
+    Args:
+        distillation: names the students.
+        job: the job that was trained: see `compose_job`.
+    """
+    model = job.model
+    models = {name: model.alone(name) if isinstance(model, StudentModels) else model for name in distillation.names}
+    return {name: Student(name=name, job=distillation.student.replace(model=each)) for name, each in models.items()}
+
+
+def student_loading_code(file: str, overrides: list[str]) -> str:
+    """Return the Python code that loads a student of a file's distillation."""
+    given = f"{file!r}, {overrides!r}" if overrides else f"{file!r}"
+    return (
+        "import trainwright as tw; from trainwright.planning.job_file import load_distillation; "
+        f"model = tw.students(load_distillation({given}))[{STUDENT!r}].load_model()"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrainedStudentBuilder:
+    """() -> a model with the weights of a run; where the run's model has several students, the one that is wanted.
+
+    Attributes:
+        build: () -> the run's model.
+        weights: of the run.
+    """
+
+    build: Callable[[], Any]
+    weights: CheckpointWeights
+
+    def __call__(self) -> Any:
+        """Raises CheckpointError where the weights cannot be read, or do not fit."""
+        model = self.build()
+        if not teacher_backend_of(model).outlined(model):
+            profiler_of(model).take_weights(model, self.weights.reader())
+        return unwrap_student(model)
+
+
+def trained_student(stage: Distillation, student: str = STUDENT) -> Callable[[], Any]:
+    """Return what builds a student of a finished distillation with its trained weights.
+
+    Raises:
+        CheckpointError: it was not trained.
+    """
+    job = students(stage)[student].job
+    runs, checkpoint = find_checkpoint(job)
+    return _TrainedStudentBuilder(
+        build=job.model, weights=CheckpointWeights(runs=runs, run=job.name, checkpoint=checkpoint)
+    )
