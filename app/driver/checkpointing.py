@@ -27,37 +27,46 @@ from trainwright.driver.run_policy import RunPolicy
 
 def wants_checkpoint(state: DriverState, now_s: float) -> bool:
     """Whether the ranks, idle at `driver_state.step`, are to be copied into storage now."""
-    upload, step = state.upload, state.step
+    upload, step = state.checkpoints.upload, state.position.step
     if state.committed >= step or upload is not None:
         return False
     if state.ending:
-        return state.attempts == 0
+        return state.checkpoints.attempts == 0
     interval_s = checkpoint_interval_s(state)
     if interval_s is not None:
-        return now_s - state.saved_s >= interval_s
-    return state.considered != step and checkpoint_due(state.settings, step)
+        return now_s - state.checkpoints.saved_s >= interval_s
+    return state.checkpoints.considered != step and checkpoint_due(state.settings, step)
 
 
 def skip_if_upload_runs(turn: Transition) -> None:
     """Let a checkpoint that falls due go while another is on its way, unless it is the last one."""
     state = turn.state
-    due = checkpoint_due(state.settings, state.step) and state.considered != state.step and not state.ending
-    if due and state.upload is not None and state.upload.step != state.step and state.committed < state.step:
-        turn.change(considered=state.step)
-        reason = f"the checkpoint of step {state.upload.step} is still being written"
-        turn.emit(CheckpointSkipped(step=state.step, reason=reason))
+    due = (
+        checkpoint_due(state.settings, state.position.step)
+        and state.checkpoints.considered != state.position.step
+        and not state.ending
+    )
+    if (
+        due
+        and state.checkpoints.upload is not None
+        and state.checkpoints.upload.step != state.position.step
+        and state.committed < state.position.step
+    ):
+        turn.change(considered=state.position.step)
+        reason = f"the checkpoint of step {state.checkpoints.upload.step} is still being written"
+        turn.emit(CheckpointSkipped(step=state.position.step, reason=reason))
 
 
 def take_snapshot(turn: Transition, *verbs: Literal["upload", "keep"]) -> None:
     """Have the writers, the keepers or both copy their pieces."""
     state = turn.state
-    ranks = {"upload": frozenset(state.writers), "keep": frozenset(state.keepers)}
+    ranks = {"upload": frozenset(state.checkpoints.writers), "keep": frozenset(state.memory.keepers)}
     copying = sorted({rank for verb in verbs for rank in ranks[verb]})
-    workers = [state.members[rank].worker for rank in copying]
+    workers = [state.membership.members[rank].worker for rank in copying]
     turn.enter(Phase.SNAPSHOTTING, awaiting=PersistentSet(workers), copying=verbs)
     for rank, worker in zip(copying, workers, strict=True):
         own = tuple(verb for verb in verbs if rank in ranks[verb])
-        turn.call([worker], "snapshot", m.SnapshotRequest(step=state.step, verbs=own))
+        turn.call([worker], "snapshot", m.SnapshotRequest(step=state.position.step, verbs=own))
     turn.arm("hang", hang_deadline_s(state))
 
 
@@ -65,30 +74,35 @@ def on_snapshots_taken(turn: Transition) -> None:
     """All pieces are copied: have them stored, and let the ranks go on."""
     state = turn.state
     copies: Mapping[int, m.SnapshotTaken] = state.answers
-    assert all(copy.step == state.step for copy in copies.values()), "copies of another step"
+    assert all(copy.step == state.position.step for copy in copies.values()), "copies of another step"
     turn.change(phase=Phase.READY)
-    if "upload" in state.copying:
-        _begin_upload(turn, [copies[rank] for rank in state.writers])
-    if "keep" in state.copying:
+    if "upload" in state.checkpoints.copying:
+        _begin_upload(turn, [copies[rank] for rank in state.checkpoints.writers])
+    if "keep" in state.checkpoints.copying:
         begin_memory_copy(turn, copies)
 
 
 def _begin_upload(turn: Transition, copies: Sequence[m.SnapshotTaken]) -> None:
     state = turn.state
-    path = checkpoint_path(state.step, state.generation.token, 0 if state.step > state.named else state.uploads)
-    workers = [state.members[rank].worker for rank in state.writers]
+    path = checkpoint_path(
+        state.position.step,
+        state.epoch.generation.token,
+        0 if state.position.step > state.checkpoints.named else state.checkpoints.uploads,
+    )
+    workers = [state.membership.members[rank].worker for rank in state.checkpoints.writers]
     upload = CheckpointUpload(
-        step=state.step,
+        step=state.position.step,
         path=path,
         owing=PersistentSet(workers),
-        generation=state.generation,
+        generation=state.epoch.generation,
         size_bytes=sum(copy.size_bytes for copy in copies),
         blocked_s=max(copy.blocked_s for copy in copies),
         started_s=turn.now_s,
     )
-    named = max(state.named, state.step)
+    named = max(state.checkpoints.named, state.position.step)
     turn.change(
-        upload=upload, uploads=state.uploads + 1, named=named, considered=state.step, saved_s=turn.now_s,
+        upload=upload, uploads=state.checkpoints.uploads + 1, named=named,
+        considered=state.position.step, saved_s=turn.now_s,
         saving_s=upload.blocked_s,
     )  # fmt: skip
     turn.call(workers, "upload", path)
@@ -110,7 +124,7 @@ def on_upload_raised(turn: Transition, event: m.CallRaised) -> None:
 
 def drop_upload_workers(turn: Transition, workers: frozenset[int], trouble: Exception | None = None) -> None:
     """These workers will bring no more files; nothing to do where they owe none."""
-    upload = turn.state.upload
+    upload = turn.state.checkpoints.upload
     if upload is None or not upload.owing & workers:
         return
     trouble = upload.trouble or trouble or WorkerLost("the process that was writing it ended")
@@ -143,7 +157,7 @@ def on_commit_failed(turn: Transition, event: m.CommitFailed) -> None:
 
 def abandon_upload(turn: Transition, reason: str) -> None:
     """Stop waiting for files. A commit under way is always waited for, so that the log's entries come in order."""
-    upload = turn.state.upload
+    upload = turn.state.checkpoints.upload
     if upload is not None and not upload.committing:
         turn.change(upload=replace(upload, owing=PersistentSet(), trouble=StorageError(reason)))
         _skip_checkpoint(turn)
@@ -158,19 +172,21 @@ def _commit_if_complete(turn: Transition) -> None:
         return
     turn.disarm("upload")  # the answer to a commit is always waited for
     turn.change(upload=replace(upload, committing=True))
-    parent = state.head.path if state.head else ""
+    parent = state.checkpoints.head.path if state.checkpoints.head else ""
     turn.want(
-        m.CommitCheckpoint(step=upload.step, path=upload.path, files=upload.files, parent=parent, layout=state.layout)
+        m.CommitCheckpoint(
+            step=upload.step, path=upload.path, files=upload.files, parent=parent, layout=state.checkpoints.layout
+        )
     )
 
 
 def _skip_checkpoint(turn: Transition) -> None:
     """The upload failed. It counts as an attempt where the run waits for it and storage is the cause."""
     upload, state = _current_upload(turn), turn.state
-    needed = state.phase is Phase.WAITING and state.ending and upload.step == state.step
+    needed = state.phase is Phase.WAITING and state.ending and upload.step == state.position.step
     if needed and not isinstance(upload.trouble, WorkerLost):
-        since_s = state.failing_s if state.attempts else turn.now_s
-        turn.change(attempts=state.attempts + 1, trouble=upload.trouble, failing_s=since_s)
+        since_s = state.checkpoints.failing_s if state.checkpoints.attempts else turn.now_s
+        turn.change(attempts=state.checkpoints.attempts + 1, trouble=upload.trouble, failing_s=since_s)
     turn.emit(CheckpointSkipped(step=upload.step, reason=_first_line(upload.trouble)))
     _end_upload(turn)
 
@@ -183,7 +199,7 @@ def _end_upload(turn: Transition) -> None:
 
 
 def _current_upload(turn: Transition) -> CheckpointUpload:
-    upload = turn.state.upload
+    upload = turn.state.checkpoints.upload
     assert upload is not None, "no upload is on its way"
     return upload
 
@@ -223,32 +239,32 @@ def choose_memory_copy_ranks(
 def wants_memory_copy(state: DriverState, now_s: float) -> bool:
     """Whether the ranks, idle at `driver_state.step`, are to be copied into memory now."""
     interval_s = _memory_copy_interval_s(state)
-    if interval_s is None or state.keeping is not None or state.ending:
+    if interval_s is None or state.memory.keeping is not None or state.ending:
         return False
-    return state.step > state.copied and now_s - state.kept_s >= interval_s
+    return state.position.step > state.copied and now_s - state.memory.kept_s >= interval_s
 
 
 def begin_memory_copy(turn: Transition, copies: Mapping[int, m.SnapshotTaken]) -> None:
     """The keepers' pieces are copied: have them delivered, while the ranks go on."""
     state = turn.state
-    workers = [state.members[rank].worker for rank in state.keepers]
+    workers = [state.membership.members[rank].worker for rank in state.memory.keepers]
     keeping = MemoryCopy(
-        version=max(state.versions, state.generation.token << TOKEN_BITS) + 1,
-        step=state.step,
+        version=max(state.memory.versions, state.epoch.generation.token << TOKEN_BITS) + 1,
+        step=state.position.step,
         owing=PersistentSet(workers),
-        size_bytes=sum(copies[rank].size_bytes for rank in state.keepers),
-        blocked_s=max(copies[rank].blocked_s for rank in state.keepers),
+        size_bytes=sum(copies[rank].size_bytes for rank in state.memory.keepers),
+        blocked_s=max(copies[rank].blocked_s for rank in state.memory.keepers),
         started_s=turn.now_s,
     )
     turn.change(keeping=keeping, versions=keeping.version, kept_s=turn.now_s, copied_s=keeping.blocked_s)
-    hold = (state.kept.version,) if state.kept else ()
+    hold = (state.memory.kept.version,) if state.memory.kept else ()
     turn.call(workers, "keep", m.MemoryCopyRequest(version=keeping.version, hold=hold))
 
 
 def on_memory_copy_returned(turn: Transition, event: m.CallReturned) -> None:
     """One keeper's files are in memory; after the last one the version counts."""
     state = turn.state
-    node = state.members[state.rank_of[event.worker]].node
+    node = state.membership.members[state.membership.rank_of[event.worker]].node
     files = tuple(m.NodeMemoryFile(node=node, file=file) for file in event.value)
     turn.change(keeping=replace(_current_memory_copy(state), files=_current_memory_copy(state).files + files))
     _drop_memory_copy_owing(turn, frozenset({event.worker}))
@@ -256,7 +272,7 @@ def on_memory_copy_returned(turn: Transition, event: m.CallReturned) -> None:
 
 def drop_memory_copy_workers(turn: Transition, workers: frozenset[int]) -> None:
     """These workers will deliver nothing more: the version on its way will not be."""
-    keeping = turn.state.keeping
+    keeping = turn.state.memory.keeping
     if keeping is not None and keeping.owing & workers:
         turn.change(keeping=replace(keeping, spoiled=True))
         _drop_memory_copy_owing(turn, workers)
@@ -264,7 +280,7 @@ def drop_memory_copy_workers(turn: Transition, workers: frozenset[int]) -> None:
 
 def discard_memory_copies_from(turn: Transition, step: int) -> None:
     """No copy that holds this step is to be used, by this driver or one after it."""
-    kept, keeping = turn.state.kept, turn.state.keeping
+    kept, keeping = turn.state.memory.kept, turn.state.memory.keeping
     if kept is not None and kept.step >= step:
         turn.change(kept=None)
         turn.want(m.MarkComplete(kept=None))
@@ -299,8 +315,8 @@ def _drop_memory_copy_owing(turn: Transition, workers: frozenset[int]) -> None:
 
 
 def _current_memory_copy(state: DriverState) -> MemoryCopy:
-    assert state.keeping is not None, "nothing is being kept"
-    return state.keeping
+    assert state.memory.keeping is not None, "nothing is being kept"
+    return state.memory.keeping
 
 
 # --- Milestones -------------------------------------------------------------------------------------------------------
@@ -346,9 +362,9 @@ def next_milestone(settings: RunPolicy, step: int) -> int:
 def _memory_copy_interval_s(state: DriverState) -> float | None:
     """Seconds between copies of the state in memory: as wanted, but for at most a hundredth of the time."""
     least_s = state.settings.keep_s
-    if least_s is None or state.keep_off or not state.keepers:
+    if least_s is None or state.memory.keep_off or not state.memory.keepers:
         return None
-    return max(least_s, state.copied_s / _MEMORY_COPY_SHARE)
+    return max(least_s, state.memory.copied_s / _MEMORY_COPY_SHARE)
 
 
 def checkpoint_interval_s(state: DriverState) -> float | None:
@@ -359,10 +375,16 @@ def checkpoint_interval_s(state: DriverState) -> float | None:
     """
     if not state.settings.checkpoint_auto:
         return None
-    if not state.saving_s:
+    if not state.checkpoints.saving_s:
         return MIN_CHECKPOINT_INTERVAL_S
-    between_s = min(ASSUMED_UPTIME_S, _SECONDS_PER_HOUR / len(state.failed_s)) if state.failed_s else ASSUMED_UPTIME_S
-    return max(math.sqrt(2 * state.saving_s * between_s), 2 * state.upload_s, MIN_CHECKPOINT_INTERVAL_S)
+    between_s = (
+        min(ASSUMED_UPTIME_S, _SECONDS_PER_HOUR / len(state.recovery.failed_s))
+        if state.recovery.failed_s
+        else ASSUMED_UPTIME_S
+    )
+    return max(
+        math.sqrt(2 * state.checkpoints.saving_s * between_s), 2 * state.checkpoints.upload_s, MIN_CHECKPOINT_INTERVAL_S
+    )
 
 
 def is_copy_due(state: DriverState, now_s: float) -> bool:
@@ -381,8 +403,12 @@ def seconds_until_copy(state: DriverState, now_s: float) -> float | None:
 def _timed_copies(state: DriverState) -> list[tuple[bool, float]]:
     """Of those that come by time: whether none is on its way, and when the next is due."""
     keep_s, checkpoint_s = _memory_copy_interval_s(state), checkpoint_interval_s(state)
-    keep = [(state.keeping is None, state.kept_s + keep_s)] if keep_s is not None else []
-    checkpoint = [(state.upload is None, state.saved_s + checkpoint_s)] if checkpoint_s is not None else []
+    keep = [(state.memory.keeping is None, state.memory.kept_s + keep_s)] if keep_s is not None else []
+    checkpoint = (
+        [(state.checkpoints.upload is None, state.checkpoints.saved_s + checkpoint_s)]
+        if checkpoint_s is not None
+        else []
+    )
     return keep + checkpoint
 
 
@@ -394,9 +420,9 @@ def hang_deadline_s(state: DriverState) -> float:
     given = state.settings.hang_deadline_s
     if given is not None:
         return given
-    if state.phase is Phase.EVALUATING or not state.longest_s:
+    if state.phase is Phase.EVALUATING or not state.segment.longest_s:
         return _MAX_HANG_DEADLINE_S
-    return min(max(HANG_FACTOR * state.longest_s, MIN_HANG_DEADLINE_S), _MAX_HANG_DEADLINE_S)
+    return min(max(HANG_FACTOR * state.segment.longest_s, MIN_HANG_DEADLINE_S), _MAX_HANG_DEADLINE_S)
 
 
 def _checkpoint_steps(settings: RunPolicy) -> int:

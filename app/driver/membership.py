@@ -31,21 +31,21 @@ MAX_STANDBY_FAILURES = 3  # that ended by themselves, one after another
 def replace_workers(turn: Transition, ranks: Iterable[int], *, kill: bool = False) -> None:
     """Give each rank a new process in its slot. `kill` ends those that hold the ranks now."""
     gone: set[int] = set()
-    starting = turn.state.starting
+    starting = turn.state.membership.starting
     for rank in ranks:
         state = turn.state
-        old = state.members[rank]
-        if old.worker in state.rank_of:
+        old = state.membership.members[rank]
+        if old.worker in state.membership.rank_of:
             gone.add(old.worker)
             if kill:
                 turn.want(m.KillWorker(worker=old.worker))
-            turn.change(rank_of=state.rank_of.without({old.worker}))
+            turn.change(rank_of=state.membership.rank_of.without({old.worker}))
         assign_rank(turn, rank, choose_standby(state, old.node))
     state = turn.state
-    turn.change(starting=state.starting - gone, awaiting=state.awaiting - gone)
+    turn.change(starting=state.membership.starting - gone, awaiting=state.awaiting - gone)
     drop_upload_workers(turn, frozenset(gone))
     checkpointing.drop_memory_copy_workers(turn, frozenset(gone))
-    if turn.state.starting - starting:
+    if turn.state.membership.starting - starting:
         if not starting:
             what = describe_starting(turn.state)
             turn.emit(Waiting(what=f"{what} to start", deadline_s=turn.settings.place_deadline_s))
@@ -54,25 +54,25 @@ def replace_workers(turn: Transition, ranks: Iterable[int], *, kill: bool = Fals
 
 def arm_start_deadline(turn: Transition) -> None:
     """Those who start have so much time."""
-    if turn.state.starting:
+    if turn.state.membership.starting:
         turn.arm("place", turn.settings.place_deadline_s)
-        if turn.settings.fewest < len(turn.state.members):
+        if turn.settings.fewest < len(turn.state.membership.members):
             turn.arm("shrink", turn.settings.shrink_s)
 
 
 def assign_rank(turn: Transition, rank: int, spare: int | None, wait_s: float = 0.0) -> None:
     """Give a rank to a spare, or to a new process, which is started after a while."""
     state = turn.state
-    held = None if spare is None else state.spares[spare]
-    worker = state.next_worker if spare is None else spare
-    slot = state.members[rank].slot if held is None or held.slot is None else held.slot
+    held = None if spare is None else state.membership.spares[spare]
+    worker = state.membership.next_worker if spare is None else spare
+    slot = state.membership.members[rank].slot if held is None or held.slot is None else held.slot
     member = GroupMember(worker=worker, slot=slot, node=held.node if held else "", home=held.home if held else "")
     turn.change(
-        members=state.members.put(rank, member),
-        rank_of=state.rank_of.put(worker, rank),
-        next_worker=state.next_worker + (spare is None),
-        starting=state.starting if held and held.ready else state.starting | {worker},
-        spares=state.spares.without({worker}),
+        members=state.membership.members.put(rank, member),
+        rank_of=state.membership.rank_of.put(worker, rank),
+        next_worker=state.membership.next_worker + (spare is None),
+        starting=state.membership.starting if held and held.ready else state.membership.starting | {worker},
+        spares=state.membership.spares.without({worker}),
     )
     if spare is None:
         turn.want(m.StartWorker(worker=worker, slot=slot, after_s=wait_s))
@@ -86,69 +86,79 @@ def choose_standby(state: DriverState, node: str) -> int | None:
     A recruit that is up will do where no other spare does, one that is still to come may never.
     """
     stay, doomed = state.settings.spares_stay, _nodes_to_leave(state)  # then a node that is not known yet is no match
-    lasting = {worker: spare for worker, spare in state.spares.items() if spare.node not in doomed}
+    lasting = {worker: spare for worker, spare in state.membership.spares.items() if spare.node not in doomed}
     beside = [w for w, s in lasting.items() if s.slot is None and (not stay or (node and s.node == node))]
     fitting = beside or [worker for worker, spare in lasting.items() if spare.slot is not None and spare.ready]
     return min(
         fitting,
-        key=lambda worker: (not state.spares[worker].ready, state.spares[worker].node != node, worker),
+        key=lambda worker: (
+            not state.membership.spares[worker].ready,
+            state.membership.spares[worker].node != node,
+            worker,
+        ),
         default=None,
     )
 
 
 def _nodes_to_leave(state: DriverState) -> frozenset[str]:
     """Nodes of members that must go, where there are others: such a notice concerns a whole node as a rule."""
-    if not state.leaving:
+    if not state.handover.leaving:
         return frozenset()
-    nodes = {member.node for member in state.members} | {spare.node for spare in state.spares.values()}
-    doomed = {member.node for member in state.members if member.worker in state.leaving}
+    nodes = {member.node for member in state.membership.members} | {
+        spare.node for spare in state.membership.spares.values()
+    }
+    doomed = {member.node for member in state.membership.members if member.worker in state.handover.leaving}
     return frozenset(doomed if nodes - doomed - {""} else ())
 
 
 def start_standbys(turn: Transition) -> None:
-    """Have spares and recruits started, now that steps are running; none after some that ended by themselves."""
+    """Start missing warm standbys and joining workers; none after several of them ended by themselves."""
     state = turn.state
-    if state.spares_lost >= MAX_STANDBY_FAILURES or state.stopping:
+    if state.membership.spares_lost >= MAX_STANDBY_FAILURES or state.shutdown.stopping:
         return
-    held = {member.slot for member in state.members} | {spare.slot for spare in state.spares.values()}
-    free = [slot for slot in range(state.settings.most) if slot not in held]
-    missing = state.settings.spares - sum(spare.slot is None for spare in state.spares.values())
+    members, spares, most = state.membership.members, state.membership.spares, state.settings.most
+    joining = {spare.slot for spare in spares.values() if spare.slot is not None}
+    missing = state.settings.spares - (len(spares) - len(joining))
+    if missing <= 0 and len(members) + len(joining) >= most:
+        return  # the usual case, in which members hold all slots
+    held = joining.union(member.slot for member in members)
+    free = [slot for slot in range(most) if slot not in held]
     for _ in range(missing):
-        number = turn.state.next_worker
-        _start_standby(turn, None, state.members[number % len(state.members)].slot)
+        number = turn.state.membership.next_worker
+        _start_standby(turn, None, members[number % len(members)].slot)
     for slot in free:
         _start_standby(turn, slot, slot)
 
 
 def _start_standby(turn: Transition, own: int | None, slot: int) -> None:
-    worker = turn.state.next_worker
-    turn.change(next_worker=worker + 1, spares=turn.state.spares.put(worker, StandbyWorker(slot=own)))
+    worker = turn.state.membership.next_worker
+    turn.change(next_worker=worker + 1, spares=turn.state.membership.spares.put(worker, StandbyWorker(slot=own)))
     turn.want(m.StartWorker(worker=worker, slot=slot, spare=True, beside=own is None))
 
 
 def on_worker_started(turn: Transition, event: m.WorkerStarted) -> None:
     """A placed process is up."""
     state = turn.state
-    if event.worker in state.spares:
+    if event.worker in state.membership.spares:
         _on_standby_started(turn, event)
         return
-    rank = state.rank_of[event.worker]
-    _note_accelerators(turn, state.members[rank].slot, event)
-    member = replace(state.members[rank], node=event.node, home=event.home)
+    rank = state.membership.rank_of[event.worker]
+    _note_accelerators(turn, state.membership.members[rank].slot, event)
+    member = replace(state.membership.members[rank], node=event.node, home=event.home)
     turn.change(
-        members=state.members.put(rank, member),
-        starting=state.starting - {event.worker},
+        members=state.membership.members.put(rank, member),
+        starting=state.membership.starting - {event.worker},
     )
     turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid))
-    if not turn.state.starting:
+    if not turn.state.membership.starting:
         turn.disarm("place", "shrink")
 
 
 def _on_standby_started(turn: Transition, event: m.WorkerStarted) -> None:
     """A spare is up. For a recruit the others pause, so that it can join."""
     state = turn.state
-    spare = replace(state.spares[event.worker], node=event.node, home=event.home, ready=True)
-    turn.change(spares=state.spares.put(event.worker, spare), spares_lost=0)
+    spare = replace(state.membership.spares[event.worker], node=event.node, home=event.home, ready=True)
+    turn.change(spares=state.membership.spares.put(event.worker, spare), spares_lost=0)
     turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid, spare=True))
     if spare.slot is not None:
         _note_accelerators(turn, spare.slot, event)
@@ -158,7 +168,7 @@ def _on_standby_started(turn: Transition, event: m.WorkerStarted) -> None:
 
 def _note_accelerators(turn: Transition, slot: int, event: m.WorkerStarted) -> None:
     if event.accelerators:
-        turn.change(accelerators=turn.state.accelerators.put(slot, event.accelerators))
+        turn.change(accelerators=turn.state.membership.accelerators.put(slot, event.accelerators))
 
 
 # --- shrinking and growing --------------------------------------------------------------------------------------------
@@ -166,25 +176,25 @@ def _note_accelerators(turn: Transition, slot: int, event: m.WorkerStarted) -> N
 
 def complete_members(turn: Transition) -> bool:
     """Whether all ranks are held by processes that are up; gives up those that are missing for too long, if it may."""
-    if turn.state.starting and _can_shrink(turn.state):
+    if turn.state.membership.starting and _can_shrink(turn.state):
         _remove_late_members(turn)
-    if not turn.state.starting:
+    if not turn.state.membership.starting:
         _admit_joiners(turn)
-    return not turn.state.starting
+    return not turn.state.membership.starting
 
 
 def arrange_ranks(turn: Transition, plan: Plan | None) -> None:
     """Lay the ranks over the nodes as the mesh wants them, where none has been told its rank or all begin anew."""
     state, mesh = turn.state, turn.settings.mesh
-    anew = plan is not None and state.plan is not None and plan.layout != state.plan.layout
-    if mesh is None or (any(member.told for member in state.members) and not anew):
+    anew = plan is not None and state.membership.plan is not None and plan.layout != state.membership.plan.layout
+    if mesh is None or (any(member.told for member in state.membership.members) and not anew):
         return
     order = assign_slots(
         plan.mesh if plan else mesh,
-        [member.home or member.node for member in state.members],
+        [member.home or member.node for member in state.membership.members],
         len(turn.settings.devices),
     )
-    members = tuple(state.members[place] for place in order)
+    members = tuple(state.membership.members[place] for place in order)
     assign_ranks(turn, members)
 
 
@@ -192,34 +202,36 @@ def can_grow(state: DriverState) -> bool:
     """Whether a recruit is up, and the survivors can take it in."""
     if state.settings.tolerates:
         return False  # they join by themselves
-    room = len(state.members) < state.settings.most and state.settings.reform == "in_place"
-    return room and not state.stopping and target_size(state) > len(state.members)
+    room = len(state.membership.members) < state.settings.most and state.settings.reform == "in_place"
+    return room and not state.shutdown.stopping and target_size(state) > len(state.membership.members)
 
 
 def target_size(state: DriverState) -> int:
     """How many of the members and the recruits that are up the run can use."""
-    ready = len(state.members) + len(_joiners_up(state))
+    ready = len(state.membership.members) + len(_joiners_up(state))
     return state.seats(min(ready, state.settings.most))
 
 
 def _joiners_up(state: DriverState) -> list[int]:
     """Recruits that are up."""
-    return sorted(worker for worker, spare in state.spares.items() if spare.slot is not None and spare.ready)
+    return sorted(worker for worker, spare in state.membership.spares.items() if spare.slot is not None and spare.ready)
 
 
 def request_pause(turn: Transition) -> None:
     """While steps run: have the ranks stop after the same one, soon, for something that is due."""
-    if not turn.state.pausing:
+    if not turn.state.position.pausing:
         turn.change(pausing=True)
-        turn.call([turn.state.members[0].worker], "stop")
+        turn.call([turn.state.membership.members[0].worker], "stop")
 
 
 def _can_shrink(state: DriverState) -> bool:
-    if state.settings.fewest == len(state.members) or "shrink" in state.timers:
+    if state.settings.fewest == len(state.membership.members) or "shrink" in state.timers:
         return False
-    if any(state.settings.role_of(state.rank_of[worker]) != "worker" for worker in state.starting):
+    if any(
+        state.settings.role_of(state.membership.rank_of[worker]) != "worker" for worker in state.membership.starting
+    ):
         return False
-    left = len(state.members) - len(state.starting)
+    left = len(state.membership.members) - len(state.membership.starting)
     return left >= state.settings.fewest and state.seats(left) > 0
 
 
@@ -227,28 +239,30 @@ def _remove_late_members(turn: Transition) -> None:
     """Go on without those that did not start in time: they join when they come."""
     state = turn.state
     late = {
-        member.worker: StandbyWorker(slot=member.slot) for member in state.members if member.worker in state.starting
+        member.worker: StandbyWorker(slot=member.slot)
+        for member in state.membership.members
+        if member.worker in state.membership.starting
     }
     turn.disarm("place")
-    turn.change(starting=PersistentSet(), spares=PersistentMap({**state.spares, **late}))
+    turn.change(starting=PersistentSet(), spares=PersistentMap({**state.membership.spares, **late}))
     patience_s = state.settings.shrink_s if "place" in state.timers else state.settings.place_deadline_s
     waited = f"no more started within {patience_s:g} s"
-    _resize(turn, tuple(member for member in state.members if member.worker not in late), waited)
+    _resize(turn, tuple(member for member in state.membership.members if member.worker not in late), waited)
 
 
 def _admit_joiners(turn: Transition) -> None:
     """Recruits that are up get ranks, as far as there is room; members that the plan has no rank for go."""
-    state, count = turn.state, len(turn.state.members)
+    state, count = turn.state, len(turn.state.membership.members)
     total = target_size(state)
-    unknown = state.heal is None  # how far those are who outlived another driver
-    if state.loses_state(total) and (unknown or state.progress > state.copied):
+    unknown = state.epoch.heal is None  # how far those are who outlived another driver
+    if state.loses_state(total) and (unknown or state.position.progress > state.copied):
         total = state.seats(count)  # what the members hold is newer than any copy: they grow when there is one
     change = total - count
     if change > 0:
         ready = _joiners_up(state)[:change]
-        joining = tuple(_member_of_joiner(worker, state.spares[worker]) for worker in ready)
-        turn.change(spares=state.spares.without(ready))
-        _resize(turn, (*state.members, *joining), "there is room")
+        joining = tuple(_member_of_joiner(worker, state.membership.spares[worker]) for worker in ready)
+        turn.change(spares=state.membership.spares.without(ready))
+        _resize(turn, (*state.membership.members, *joining), "there is room")
     elif change < 0:
         remove_members(turn, _surplus_members(state, -change), "no plan for more")
 
@@ -256,7 +270,7 @@ def _admit_joiners(turn: Transition) -> None:
 def _surplus_members(state: DriverState, number: int) -> frozenset[int]:
     """So many members whose part others hold too, as far as there are such; the last ones where there is a choice."""
     holders: dict[int, list[int]] = {}  # ranks, by part
-    for rank, member in enumerate(state.members):
+    for rank, member in enumerate(state.membership.members):
         holders.setdefault(member.part, []).append(rank)
     order = [(part >= 0, -len(ranks), -ranks[-1], part) for part, ranks in holders.items()]
     heapify(order)
@@ -269,7 +283,7 @@ def _surplus_members(state: DriverState, number: int) -> frozenset[int]:
             heapreplace(order, (part >= 0, -len(ranks), -ranks[-1], part))
         else:
             heappop(order)
-    return frozenset(state.members[rank].worker for rank in going)
+    return frozenset(state.membership.members[rank].worker for rank in going)
 
 
 def _member_of_joiner(worker: int, spare: StandbyWorker) -> GroupMember:
@@ -279,14 +293,14 @@ def _member_of_joiner(worker: int, spare: StandbyWorker) -> GroupMember:
 
 def admissible_joiners(state: DriverState) -> list[int]:
     """Recruits that are up, as far as the world may grow."""
-    return _joiners_up(state)[: max(0, state.settings.most - len(state.members))]
+    return _joiners_up(state)[: max(0, state.settings.most - len(state.membership.members))]
 
 
 def admit_joiner(turn: Transition, worker: int) -> None:
     """Give a recruit the next rank."""
     state = turn.state
-    turn.change(spares=state.spares.without({worker}))
-    assign_ranks(turn, (*state.members, _member_of_joiner(worker, state.spares[worker])))
+    turn.change(spares=state.membership.spares.without({worker}))
+    assign_ranks(turn, (*state.membership.members, _member_of_joiner(worker, state.membership.spares[worker])))
 
 
 def assign_ranks(turn: Transition, members: tuple[GroupMember, ...]) -> None:
@@ -297,7 +311,7 @@ def assign_ranks(turn: Transition, members: tuple[GroupMember, ...]) -> None:
 
 def _resize(turn: Transition, members: tuple[GroupMember, ...], why: str) -> None:
     """Number the ranks anew."""
-    former = len(turn.state.members)
+    former = len(turn.state.membership.members)
     assign_ranks(turn, members)
     workers, before = (turn.settings.crew(total)[0] for total in (len(members), former))
     turn.emit(Resized(workers=workers, former=before, why=why))
@@ -310,7 +324,7 @@ def remove_members(turn: Transition, workers: frozenset[int], why: str) -> None:
         turn.want(m.KillWorker(worker=worker))
     drop_upload_workers(turn, workers)
     checkpointing.drop_memory_copy_workers(turn, workers)
-    _resize(turn, tuple(member for member in turn.state.members if member.worker not in workers), why)
+    _resize(turn, tuple(member for member in turn.state.membership.members if member.worker not in workers), why)
 
 
 # --- losing -----------------------------------------------------------------------------------------------------------
@@ -320,12 +334,12 @@ def on_standby_died(turn: Transition, event: m.WorkerDied) -> None:
     """A process without a rank ended; after some that did so one after another no more are started."""
     state = turn.state
     turn.change(
-        spares=state.spares.without({event.worker}),
-        spares_lost=state.spares_lost + 1,
+        spares=state.membership.spares.without({event.worker}),
+        spares_lost=state.membership.spares_lost + 1,
     )
     if turn.state.phase is Phase.RUNNING:
         start_standbys(turn)
-    if turn.state.spares_lost == MAX_STANDBY_FAILURES:
+    if turn.state.membership.spares_lost == MAX_STANDBY_FAILURES:
         turn.emit(
             Noted(
                 text=f"going on without spare workers, since {MAX_STANDBY_FAILURES} ended by themselves: {event.cause}"
@@ -335,24 +349,24 @@ def on_standby_died(turn: Transition, event: m.WorkerDied) -> None:
 
 def on_start_deadline(turn: Transition) -> None:
     """Not all processes started in time: where nobody said how many there must be, fewer go on from now on."""
-    if turn.settings.last_resort is not None and not turn.state.stopping:
+    if turn.settings.last_resort is not None and not turn.state.shutdown.stopping:
         turn.change(settings=replace(turn.settings, min_workers=turn.settings.last_resort))
         if _can_shrink(turn.state):
             return  # `recovering.gathered` sees to it
     state = turn.state
-    total, missing, layouts = len(state.members), len(state.starting), state.settings.layouts
+    total, missing, layouts = len(state.membership.members), len(state.membership.starting), state.settings.layouts
     lacking = layouts.lacking(total - missing) if layouts is not None and missing < total else ""
     error = ResourceError(
         f"{total - missing} of {_count_text(total)} started within {state.settings.place_deadline_s:g} s",
         where=lacking,
         remedy=f"free resources or add nodes, or set workers={max(1, total - missing)}, or raise place_deadline_s",
     )
-    end_run(turn, "stopped" if state.stopping else "failed", None if state.stopping else error)
+    end_run(turn, "stopped" if state.shutdown.stopping else "failed", None if state.shutdown.stopping else error)
 
 
 def describe_starting(state: DriverState) -> str:
     """Who starts: `2 workers and 1 server`, of a coordinator also `1 chief`."""
-    roles = Counter(state.settings.role_of(state.rank_of[worker]) for worker in state.starting)
+    roles = Counter(state.settings.role_of(state.membership.rank_of[worker]) for worker in state.membership.starting)
     found = [_count_text(roles[role], role) for role in ("worker", "server", "chief") if roles[role]]
     return " and ".join(filter(None, (", ".join(found[:-1]), found[-1])))
 
@@ -390,7 +404,7 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
         Phase.GATHERING,
         members=PersistentList(members),
         rank_of=rank_of,
-        next_worker=max((turn.state.next_worker, *(one.worker + 1 for one in living))),
+        next_worker=max((turn.state.membership.next_worker, *(one.worker + 1 for one in living))),
         spares=PersistentMap(waiting),
         accelerators=PersistentMap((_slot_of_survivor(one), one.accelerators) for one in living if one.accelerators),
         awaiting=PersistentSet(rank_of),
@@ -410,8 +424,8 @@ def _emit_repeated_steps(turn: Transition, living: Sequence[m.SurvivingWorker]) 
     state = turn.state
     if any(one.plan is not None for one in living):
         return  # the first group tells what was lost
-    begin, kept = state.committed, state.kept.step if state.kept else 0
-    lost = state.told - max(begin, kept)
+    begin, kept = state.committed, state.memory.kept.step if state.memory.kept else 0
+    lost = state.position.told - max(begin, kept)
     if lost > 0:
         since = f"the checkpoint of step {begin}" if begin else "the beginning"
         where = f"the copy in memory of step {kept}" if kept > begin else since
@@ -474,7 +488,7 @@ def _members_by_rank(
 
     The slots of servers are theirs alone.
     """
-    plan, role_of, size = turn.state.plan, turn.settings.role_of, len(living) + len(free)
+    plan, role_of, size = turn.state.membership.plan, turn.settings.role_of, len(living) + len(free)
     served = [slot for slot in free if role_of(slot) != "worker"]
     found = {slot: GroupMember(worker=_UNASSIGNED, slot=slot) for slot in served}
     rest: list[GroupMember] = []

@@ -35,7 +35,7 @@ def next_candidate(turn: Transition) -> Plan | None:
     if trials is None or layouts is None:
         return None
     plan = layouts.plans[trials.left[0]]
-    if plan.workers != len(turn.state.members):
+    if plan.workers != len(turn.state.membership.members):
         _end_trials(turn)
         return None
     turn.change(trials=replace(trials, trying=True, since_s=trials.since_s or turn.now_s))
@@ -95,8 +95,8 @@ def reject_plan(turn: Transition, error: Exception) -> None:
 def settle_trials(turn: Transition) -> bool:
     """Nobody is at work under a plan: whether the run can go on, under the quickest one when all were tried."""
     state = turn.state
-    if is_optional_trial(state) and state.blame is not None:
-        reject_plan(turn, state.blame.error)
+    if is_optional_trial(state) and state.recovery.blame is not None:
+        reject_plan(turn, state.recovery.blame.error)
     trials, layouts = turn.state.trials, turn.settings.layouts
     if trials is None or trials.left:
         return True
@@ -113,7 +113,7 @@ def settle_trials(turn: Transition) -> bool:
 
 def _end_trials(turn: Transition) -> None:
     """No plan is tried any more: all begin anew."""
-    members = PersistentList(replace(member, told=False) for member in turn.state.members)
+    members = PersistentList(replace(member, told=False) for member in turn.state.membership.members)
     turn.change(trials=None, plan=None, members=members)
 
 

@@ -80,7 +80,7 @@ POSSIBLE_PHASES: Mapping[EventKind, frozenset[Phase]] = {
 
 def begin_run(settings: RunPolicy, now_s: float) -> Step:
     """The first state of a run, and the wish to take its log."""
-    return DriverState(settings=settings, since_s=now_s, phase_s=now_s), (m.AcquireLease(),)
+    return DriverState.of(settings, since_s=now_s, phase_s=now_s), (m.AcquireLease(),)
 
 
 def decide(state: DriverState, event: m.DriverEvent, now_s: float) -> Step:
@@ -122,27 +122,27 @@ def is_stale(state: DriverState, event: m.DriverEvent) -> bool:
         case m.TimerExpired():
             return state.timers.get(event.name) != event.number
         case m.StepsCompleted():
-            return event.generation != state.generation or state.phase is Phase.CLOSING
+            return event.generation != state.epoch.generation or state.phase is Phase.CLOSING
         case m.WorkerStarted():
-            unknown = event.worker not in state.starting and event.worker not in state.spares
+            unknown = event.worker not in state.membership.starting and event.worker not in state.membership.spares
             return unknown or state.phase is Phase.CLOSING
         case m.WorkerDied():
-            return event.worker not in state.rank_of and event.worker not in state.spares
+            return event.worker not in state.membership.rank_of and event.worker not in state.membership.spares
         case m.PreemptionNoticed():
             return preemption.is_stale_notice(state, event)
         case m.CallReturned(verb="interrupt"):  # the answer of the thread of steps counts; this one explains
-            return not event.value or state.phase is not Phase.GATHERING or event.worker not in state.rank_of
+            return not event.value or state.phase is not Phase.GATHERING or event.worker not in state.membership.rank_of
         case m.CallReturned(verb="stop") | m.CallRaised(verb="stop" | "interrupt"):
             return True
         case m.CallReturned(verb="upload") | m.CallRaised(verb="upload"):
-            upload = state.upload  # one given up may still be answered
+            upload = state.checkpoints.upload  # one given up may still be answered
             return upload is None or event.worker not in upload.owing or event.generation != upload.generation
         case m.CallReturned(verb="keep") | m.CallRaised(verb="keep"):
-            keeping = state.keeping
+            keeping = state.memory.keeping
             return keeping is None or event.worker not in keeping.owing or state.phase is Phase.CLOSING
         case m.CallReturned() | m.CallRaised():
-            owing = event.worker in state.awaiting or event.worker in state.apart
-            return event.generation != state.generation or not owing
+            owing = event.worker in state.awaiting or event.worker in state.dynamic.apart
+            return event.generation != state.epoch.generation or not owing
     return False
 
 
@@ -154,7 +154,7 @@ def _on_lease_acquired(turn: Transition, event: m.LeaseAcquired) -> None:
     )  # fmt: skip
     if step >= turn.settings.total_steps:
         shutdown.end_run(turn, "done")
-    elif turn.state.stopping:
+    elif turn.state.shutdown.stopping:
         shutdown.end_run(turn, "stopped")
     else:
         turn.change(kept=event.kept, versions=event.kept.version if event.kept else 0)
@@ -164,7 +164,7 @@ def _on_lease_acquired(turn: Transition, event: m.LeaseAcquired) -> None:
 
 def _on_worker_started(turn: Transition, event: m.WorkerStarted) -> None:
     membership.on_worker_started(turn, event)
-    if event.worker in turn.state.apart:
+    if event.worker in turn.state.dynamic.apart:
         dynamic_members.on_member_started(turn, event.worker)
     else:
         dynamic_members.admit_joiners(turn)
@@ -181,7 +181,7 @@ def _on_call_returned(turn: Transition, event: m.CallReturned) -> None:
         recovery.on_call_returned(turn, event)
     elif event.verb == "run" and dynamic_members.follows_chief(turn.state, event.worker):
         recovery.on_chief_lost(turn, event)
-    elif event.worker in turn.state.apart:
+    elif event.worker in turn.state.dynamic.apart:
         dynamic_members.on_member_answered(turn, event)
     else:
         _collect_answer(turn, event)
@@ -190,7 +190,7 @@ def _on_call_returned(turn: Transition, event: m.CallReturned) -> None:
 def _collect_answer(turn: Transition, event: m.CallReturned) -> None:
     """One more answer; the last one ends the phase (see `_advance`)."""
     state = turn.state
-    rank = state.rank_of[event.worker]
+    rank = state.membership.rank_of[event.worker]
     turn.change(awaiting=state.awaiting - {event.worker}, answers=state.answers.put(rank, event.value))
     if state.phase is Phase.RUNNING:
         turn.reached(event.value.step)
@@ -255,7 +255,7 @@ def _advance(turn: Transition) -> None:
         membership.request_pause(turn)
     if turn.state.phase is Phase.GATHERING and recovery.is_gathered(turn):
         rendezvous.begin_rendezvous(turn)
-    if turn.state.phase is Phase.CLOSING and turn.state.upload is None:
+    if turn.state.phase is Phase.CLOSING and turn.state.checkpoints.upload is None:
         shutdown.release_run(turn)
 
 

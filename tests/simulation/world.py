@@ -179,7 +179,7 @@ class World:
             or after.phase is not Phase.GATHERING
         ):
             return
-        rank = before.rank_of.get(event.worker)
+        rank = before.membership.rank_of.get(event.worker)
         if rank is not None and self.scenario.settings.spares_rank(rank):
             raise Violation(f"the generation ended with worker {event.worker}, which the others do without")
 

@@ -289,14 +289,14 @@ class Driver:
         """All workers are in their steps; gives the seconds of CPU."""
         seconds = self.until(lambda state: state.phase is Phase.RUNNING)
         self.fleet.reach(3)
-        self.until(lambda state: state.progress == 3)
+        self.until(lambda state: state.position.progress == 3)
         return seconds
 
     def recover(self, rank: int) -> float:
         """A worker dies while all step; gives the seconds of CPU until all step again."""
-        former = self.state.generation
-        self.fleet.actors[self.state.members[rank].worker].die()
-        seconds = self.until(lambda state: state.generation != former and state.phase is Phase.RUNNING)
+        former = self.state.epoch.generation
+        self.fleet.actors[self.state.membership.members[rank].worker].die()
+        seconds = self.until(lambda state: state.epoch.generation != former and state.phase is Phase.RUNNING)
         assert self.fleet.stepping == self.fleet.size, "all are in their steps"
         return seconds
 

@@ -28,17 +28,17 @@ def three(**settings: object) -> Story:
 def lost(story: Story, worker: int, step: int = 2) -> Story:
     """A worker dies, the others stand idle at `step`."""
     story.tell(m.WorkerDied(worker=worker, cause="its node is gone"))
-    others = [member.worker for member in story.state.members if member.worker in story.state.awaiting]
+    others = [member.worker for member in story.state.membership.members if member.worker in story.state.awaiting]
     story.returns("run", m.SegmentReport(step=step, stopped=False, tag=StateTag(step=step)), workers=others)
     return story.returns("leave", StateTag(step=step), workers=others)
 
 
 def test_without_a_replacement_in_time_the_others_go_on_with_ranks_of_their_own() -> None:
     story = lost(three(), 1)
-    assert story.state.phase is Phase.GATHERING and story.state.starting == {3}
+    assert story.state.phase is Phase.GATHERING and story.state.membership.starting == {3}
     story.expires("shrink")
     assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "reserve"), (2, "reserve")]
-    assert story.emitted(events.Resized)[0].workers == 2 and story.state.rank_of == {0: 0, 2: 1}
+    assert story.emitted(events.Resized)[0].workers == 2 and story.state.membership.rank_of == {0: 0, 2: 1}
     assert not story.state.timers.keys() & {"place", "shrink"}
     story.formed(StateTag(step=2), StateTag(step=2))
     assert [call.argument.moves for call in story.calls("heal")] == [(), ()]
@@ -47,10 +47,10 @@ def test_without_a_replacement_in_time_the_others_go_on_with_ranks_of_their_own(
 def test_below_the_fewest_it_waits_until_one_more_is_up() -> None:
     story = lost(three(min_workers=3, workers=4, max_workers=4), 1)
     story.tell(m.WorkerDied(worker=2, cause="killed too")).expires("shrink")
-    assert story.state.phase is Phase.GATHERING and len(story.state.starting) == 2
+    assert story.state.phase is Phase.GATHERING and len(story.state.membership.starting) == 2
     story.tell(m.WorkerStarted(worker=4, node="n4", pid=4))
     assert [call.worker for call in story.calls("reserve")] == [0, 4, 3]
-    assert story.state.spares.keys() == {5}
+    assert story.state.membership.spares.keys() == {5}
 
 
 def test_a_late_one_joins_after_a_pause_that_costs_no_step() -> None:
@@ -62,9 +62,9 @@ def test_a_late_one_joins_after_a_pause_that_costs_no_step() -> None:
     assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "leave"), (2, "leave")]
     story.returns("leave", StateTag(step=3))
     assert [call.worker for call in story.calls("reserve")] == [0, 2, 3]
-    assert story.emitted(events.Resized)[0].former == 2 and story.state.failures <= 1
+    assert story.emitted(events.Resized)[0].former == 2 and story.state.recovery.failures <= 1
     story.formed(StateTag(step=3), StateTag(step=3), StateTag(step=None)).returns("heal", StateTag(step=3))
-    assert story.emitted(events.Formed)[0].steps_lost == 0 and story.state.step == 3
+    assert story.emitted(events.Formed)[0].steps_lost == 0 and story.state.position.step == 3
 
 
 def test_room_for_more_is_asked_for_once_steps_run() -> None:
@@ -117,7 +117,7 @@ def relaid(**settings: object) -> Story:
 
 def test_a_store_that_is_slow_puts_growing_off_and_ends_nobody() -> None:
     story = relaid().expires("upload")
-    assert not story.all(m.KillWorker) and story.state.failures == 0 and story.state.step == 4
+    assert not story.all(m.KillWorker) and story.state.recovery.failures == 0 and story.state.position.step == 4
     assert [call.verb for call in story.all(m.CallWorker)] == ["run"]
     assert "1 of 2 workers" in story.emitted(events.Noted)[0].text
     assert [call.verb for call in story.segment(9).all(m.CallWorker)] == ["run"], "the upload is still on its way"

@@ -65,7 +65,7 @@ def test_a_copy_is_made_when_its_time_has_come_and_the_ranks_go_on_meanwhile() -
     assert story.calls("keep")[0].argument == m.MemoryCopyRequest(version=FIRST, hold=())
     story.returns("keep", (FILE,))
     assert story.emitted(events.Kept)[0].step == 7 and story.state.phase is Phase.RUNNING
-    assert kept(story, 9).state.kept == m.MemoryCheckpoint(
+    assert kept(story, 9).state.memory.kept == m.MemoryCheckpoint(
         version=FIRST + 1, step=9, files=(m.NodeMemoryFile(node="n0", file=FILE),)
     )
 
@@ -73,7 +73,7 @@ def test_a_copy_is_made_when_its_time_has_come_and_the_ranks_go_on_meanwhile() -
 def test_when_all_are_dead_the_state_comes_from_memory() -> None:
     story = kept(alone(), 7).tell(m.WorkerDied(worker=0, cause="killed")).start().formed()
     heal = story.calls("heal")[0].argument
-    assert (heal.source, heal.step, heal.kept) == ("keeper", 7, story.state.kept)
+    assert (heal.source, heal.step, heal.kept) == ("keeper", 7, story.state.memory.kept)
     story.returns("heal", StateTag(step=7))
     assert story.emitted(events.Formed)[0].source == "keeper"
 
@@ -89,7 +89,7 @@ def test_a_copy_that_cannot_be_read_is_not_tried_again() -> None:
     story = kept(alone(), 7).tell(m.WorkerDied(worker=0, cause="killed")).start().formed()
     story.raises(1, "heal", "storage", StorageError("a copy of the state in memory cannot be read"))
     story.returns("leave", StateTag(step=None)).formed()
-    assert story.calls("heal")[0].argument.source == "initial" and story.state.kept is None
+    assert story.calls("heal")[0].argument.source == "initial" and story.state.memory.kept is None
 
 
 def test_a_node_without_room_ends_the_copies_and_not_the_run() -> None:
@@ -100,7 +100,7 @@ def test_a_node_without_room_ends_the_copies_and_not_the_run() -> None:
     )
     story.raises(0, "keep", "storage", StorageError("the state does not fit into shared memory"))
     assert "does not fit" in story.emitted(events.Noted)[0].text
-    assert story.state.phase is Phase.RUNNING and story.state.keepers == () and not story.emitted(events.Failed)
+    assert story.state.phase is Phase.RUNNING and story.state.memory.keepers == () and not story.emitted(events.Failed)
 
 
 def test_a_keeper_that_dies_on_the_way_leaves_the_version_before() -> None:
@@ -123,9 +123,9 @@ def test_the_next_copy_waits_for_the_answers_to_one_that_will_not_be() -> None:
     story.returns("snapshot", m.SnapshotTaken(step=7, size_bytes=5, blocked_s=0.01)).tell(
         m.WorkerDied(worker=1, cause="killed")
     )
-    assert story.state.keeping is not None and story.state.keeping.owing == {0}
+    assert story.state.memory.keeping is not None and story.state.memory.keeping.owing == {0}
     story.returns("keep", (FILE,), workers=[0])
-    assert story.state.keeping is None and story.state.kept is None and not story.emitted(events.Kept)
+    assert story.state.memory.keeping is None and story.state.memory.kept is None and not story.emitted(events.Kept)
 
 
 def test_copies_take_a_hundredth_of_the_time_at_most() -> None:

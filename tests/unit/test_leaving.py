@@ -21,7 +21,7 @@ def uploaded(story: Story, worker: int, step: int) -> Story:
 
 
 def spare_up(story: Story, worker: int, node: str) -> Story:
-    story.tell(m.StepsCompleted(generation=story.state.generation, step=story.state.step + 1))
+    story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=story.state.position.step + 1))
     assert [place.worker for place in story.all(m.StartWorker)] == [worker]
     return story.tell(m.WorkerStarted(worker=worker, node=node, pid=9))
 
@@ -39,8 +39,11 @@ def test_a_notice_pauses_the_ranks_and_those_who_stay_write_a_checkpoint_at_once
     assert [place.slot for place in story.all(m.StartWorker)] == [0] and [c.worker for c in story.calls("leave")] == [1]
     story.returns("leave", StateTag(step=3), workers=[1])
     story.start().formed(StateTag(step=None), StateTag(step=3))
-    assert story.state.heal is not None and (story.state.heal.source, story.state.heal.step) == ("replica", 3)
-    assert not story.emitted(Failed) and story.state.failures == 0
+    assert story.state.epoch.heal is not None and (story.state.epoch.heal.source, story.state.epoch.heal.step) == (
+        "replica",
+        3,
+    )
+    assert not story.emitted(Failed) and story.state.recovery.failures == 0
 
 
 def test_a_spare_elsewhere_takes_the_rank_and_one_on_the_same_node_does_not() -> None:
@@ -58,7 +61,10 @@ def test_a_state_that_only_those_who_go_hold_is_stored_before_they_do() -> None:
     uploaded(story, 0, 3)
     assert [kill.worker for kill in story.all(m.KillWorker)] == [0]
     story.start().formed()
-    assert story.state.heal is not None and (story.state.heal.source, story.state.heal.step) == ("checkpoint", 3)
+    assert story.state.epoch.heal is not None and (story.state.epoch.heal.source, story.state.epoch.heal.step) == (
+        "checkpoint",
+        3,
+    )
 
 
 def test_a_slow_store_does_not_make_those_who_go_late() -> None:
@@ -80,20 +86,20 @@ def test_a_late_answer_of_an_upload_given_up_is_no_part_of_the_next_one() -> Non
     story = Story(total_steps=100, steps_per_epoch=100, checkpoint_steps=8).up(HEAD)
     story.formed(half(0, None), half(1, None)).returns("heal", half(0, 4), half(1, 4)).tell(notice(0))
     story.segment(6, stopped=True).returns("snapshot", m.SnapshotTaken(step=6, size_bytes=8, blocked_s=0.1))
-    generation, failure = story.state.generation, m.CallFailure(kind="storage", error=StorageError("slow"))
+    generation, failure = story.state.epoch.generation, m.CallFailure(kind="storage", error=StorageError("slow"))
     late = [
         m.CallReturned(worker=1, generation=generation, verb="upload", value=FILES),
         m.CallRaised(worker=1, generation=generation, verb="upload", failure=failure),
     ]
     story.now_s += 20.0
     story.expires("notice")
-    assert [kill.worker for kill in story.all(m.KillWorker)] == [0] and story.state.upload is None
+    assert [kill.worker for kill in story.all(m.KillWorker)] == [0] and story.state.checkpoints.upload is None
     story.returns("leave", half(1, 6), workers=[1]).start().formed(half(0, None), half(1, 6))
     story.returns("heal", half(0, 4), half(1, 4)).segment(8)
     story.returns("snapshot", m.SnapshotTaken(step=8, size_bytes=8, blocked_s=0.1))
-    upload = story.state.upload
+    upload = story.state.checkpoints.upload
     assert upload is not None and upload.step == 8 and upload.owing == {1, 2}
-    assert story.tell(*late).state.upload == upload
+    assert story.tell(*late).state.checkpoints.upload == upload
     assert story.returns("upload", FILES).all(m.CommitCheckpoint)[0].files == FILES * 2
 
 
@@ -113,16 +119,20 @@ def test_an_elastic_world_goes_on_with_fewer() -> None:
     story.tell(notice(0), notice(2)).segment(3, stopped=True).snapshot(3, worker=1)
     assert [kill.worker for kill in story.all(m.KillWorker)] == [0, 2] and not story.all(m.StartWorker)
     assert [(event.former, event.workers) for event in story.emitted(Resized)] == [(3, 1)]
-    assert [member.worker for member in story.state.members] == [1]
+    assert [member.worker for member in story.state.membership.members] == [1]
 
 
 def test_the_end_of_a_process_that_was_to_end_is_not_counted() -> None:
     story = Story(total_steps=100, steps_per_epoch=100, failures=0).running().tell(notice(1))
     story.tell(m.WorkerDied(worker=1, cause="its node was lost"))
-    assert story.state.phase is Phase.GATHERING and story.state.failures == 0 and not story.state.failed_s
+    assert (
+        story.state.phase is Phase.GATHERING
+        and story.state.recovery.failures == 0
+        and not story.state.recovery.failed_s
+    )
     story = Story(total_steps=100, steps_per_epoch=100, failures=0).running().tell(notice(1))
     story.tell(m.WorkerDied(worker=0, cause="killed"))
-    assert story.state.failures == 1, "nobody told that one"
+    assert story.state.recovery.failures == 1, "nobody told that one"
 
 
 def test_a_spare_that_is_told_to_go_is_let_go_at_once_and_replaced() -> None:
@@ -130,4 +140,4 @@ def test_a_spare_that_is_told_to_go_is_let_go_at_once_and_replaced() -> None:
     assert [kill.worker for kill in story.all(m.KillWorker)] == [2] and [
         p.worker for p in story.all(m.StartWorker)
     ] == [3]
-    assert story.state.spares_lost == 0 and not story.calls("stop")
+    assert story.state.membership.spares_lost == 0 and not story.calls("stop")

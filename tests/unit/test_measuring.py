@@ -203,7 +203,7 @@ def test_the_driver_tells_the_slowest_rank_and_warns_of_a_large_batch_once() -> 
     assert (event.step, event.phases, event.workers, event.noise["high"]) == (10, {"forward": 2.0}, 2, 400.0)
     assert [note.text for note in told.emitted(events.Noted)] == [far.advice]
     assert events.from_json(event.to_json()) == event
-    assert told.state.advised and told.state.phase is Phase.SNAPSHOTTING
+    assert told.state.segment.advised and told.state.phase is Phase.SNAPSHOTTING
 
 
 def test_the_warning_comes_once_and_nothing_is_told_without_measurements() -> None:

@@ -37,21 +37,21 @@ MUTANTS = (
     Mutant(
         name="calls a spare that is not up yet",
         module="trainwright.driver.membership",
-        pattern="state.starting if held and held.ready else state.starting | {worker}",
-        replacement="state.starting",
+        pattern="state.membership.starting if held and held.ready else state.membership.starting | {worker}",
+        replacement="state.membership.starting",
     ),
     Mutant(
         name="starts spares without end",
         module="trainwright.driver.membership",
-        pattern="state.settings.spares - sum(spare.slot is None for spare in state.spares.values())",
+        pattern="state.settings.spares - (len(spares) - len(joining))",
         replacement="state.settings.spares",
     ),
     Mutant(
         name="gives one spare to two ranks",
         module="trainwright.driver.membership",
         function="assign_rank",
-        pattern="state.spares.without({worker})",
-        replacement="state.spares",
+        pattern="state.membership.spares.without({worker})",
+        replacement="state.membership.spares",
         also=("kill two", "kill all"),
     ),
     Mutant(
@@ -71,8 +71,8 @@ MUTANTS = (
         name="grows beyond its bounds",
         module="trainwright.driver.membership",
         function="start_standbys",
-        pattern="range(state.settings.most)",
-        replacement="range(state.settings.most + 1)",
+        pattern="state.settings.most",
+        replacement="state.settings.most + 1",
     ),
     Mutant(
         name="lets a recruit join that is not up",
@@ -119,7 +119,7 @@ MUTANTS = (
     Mutant(
         name="passes over what is in memory",
         module="trainwright.driver.rendezvous",
-        pattern="state.kept is not None and kept_step > state.committed",
+        pattern="state.memory.kept is not None and kept_step > state.committed",
         replacement="False",
         also=("kill all",),
     ),
@@ -144,27 +144,27 @@ MUTANTS = (
     Mutant(
         name="gives up one failure early",
         module="trainwright.driver.failure_policy",
-        pattern="state.failures > settings.failures",
-        replacement="state.failures >= max(1, settings.failures)",
+        pattern="state.recovery.failures > settings.failures",
+        replacement="state.recovery.failures >= max(1, settings.failures)",
     ),
     Mutant(
         name="never counts a failure",
         module="trainwright.driver.failure_policy",
-        pattern="turn.change(failures=state.failures + 1, failed_s=(*recent, turn.now_s))",
+        pattern="turn.change(failures=state.recovery.failures + 1, failed_s=(*recent, turn.now_s))",
         replacement="turn.change(failed_s=(*recent, turn.now_s))",
         also=("crash loop",),
     ),
     Mutant(
         name="counts every sign of one failure",
         module="trainwright.driver.recovery",
-        pattern="entering or again or (state.blame is None and not blame.peer)",
+        pattern="entering or again or (state.recovery.blame is None and not blame.peer)",
         replacement="True",
     ),
     Mutant(
         name="does not count a newcomer's death",
         module="trainwright.driver.recovery",
         function="on_worker_died",
-        pattern="event.worker in state.starting",
+        pattern="event.worker in state.membership.starting",
         replacement="False",
         also=("start loop", "kill"),
     ),
@@ -178,7 +178,8 @@ MUTANTS = (
     Mutant(
         name="does not tell idle ranks to leave",
         module="trainwright.driver.recovery",
-        pattern="_release_workers(turn, frozenset(state.rank_of) - state.awaiting - state.starting - gone)",
+        pattern="_release_workers("
+        "turn, frozenset(state.membership.rank_of) - state.awaiting - state.membership.starting - gone)",
     ),
     Mutant(
         name="waits for ever for survivors that are silent",
@@ -197,15 +198,16 @@ MUTANTS = (
         name="ends a generation with a worker that follows a chief",
         module="trainwright.driver.dynamic_members",
         function="is_dynamic",
-        pattern="state.settings.spares_rank(state.rank_of[worker])",
-        replacement='state.settings.spares_rank(state.rank_of[worker]) and state.settings.topology == "independent"',
+        pattern="state.settings.spares_rank(state.membership.rank_of[worker])",
+        replacement="state.settings.spares_rank(state.membership.rank_of[worker])"
+        ' and state.settings.topology == "independent"',
         also=("kill",),
     ),
     Mutant(
         name="has those judge who follow a chief",
         module="trainwright.driver.segments",
-        pattern="[state.members[0].worker]",
-        replacement="[member.worker for member in state.members]",
+        pattern="[state.membership.members[0].worker]",
+        replacement="[member.worker for member in state.membership.members]",
     ),
     Mutant(
         name="takes processes over that cannot form again",
@@ -239,8 +241,8 @@ MUTANTS = (
     Mutant(
         name="takes answers of older generations",
         module="trainwright.driver.state_machine",
-        pattern="event.generation != state.generation or not owing",
-        replacement="event.worker not in state.rank_of",
+        pattern="event.generation != state.epoch.generation or not owing",
+        replacement="event.worker not in state.membership.rank_of",
         also=("kill", "user"),
     ),
     Mutant(
@@ -264,7 +266,7 @@ MUTANTS = (
     Mutant(
         name="names no parent",
         module="trainwright.driver.checkpointing",
-        pattern='state.head.path if state.head else ""',
+        pattern='state.checkpoints.head.path if state.checkpoints.head else ""',
         replacement='""',
     ),
     Mutant(
@@ -279,12 +281,12 @@ MUTANTS = (
         module="trainwright.driver.segments",
         function="proceed",
         pattern="not state.ending",
-        replacement="state.step < state.settings.total_steps",
+        replacement="state.position.step < state.settings.total_steps",
     ),
     Mutant(
         name="gives the log back during a commit",
         module="trainwright.driver.state_machine",
-        pattern="turn.state.phase is Phase.CLOSING and turn.state.upload is None",
+        pattern="turn.state.phase is Phase.CLOSING and turn.state.checkpoints.upload is None",
         replacement="turn.state.phase is Phase.CLOSING",
         also=("commit slow", "stop now"),
     ),
@@ -298,14 +300,14 @@ MUTANTS = (
     Mutant(
         name="hides the steps that nobody holds any more",
         module="trainwright.driver.rendezvous",
-        pattern="max(0, state.progress - heal.step, state.told - heal.step)",
-        replacement="max(0, state.progress - heal.step)",
+        pattern="max(0, state.position.progress - heal.step, state.position.told - heal.step)",
+        replacement="max(0, state.position.progress - heal.step)",
         also=("crash",),
     ),
     Mutant(
         name="ends the run where a checkpoint is damaged",
         module="trainwright.driver.recovery",
-        pattern="bool(state.older) or state.phase is Phase.GATHERING",
+        pattern="bool(state.checkpoints.older) or state.phase is Phase.GATHERING",
         replacement="False",
         also=("checkpoint damaged",),
     ),
@@ -326,8 +328,8 @@ MUTANTS = (
         name="clears the failures with steps done again",
         module="trainwright.driver.driver_state",
         function="reached",
-        pattern="step > state.high",
-        replacement="step > state.progress",
+        pattern="step > position.high",
+        replacement="step > position.progress",
         also=("crash loop",),
     ),
     Mutant(
@@ -347,7 +349,7 @@ MUTANTS = (
         name="passes more batches by than allowed",
         module="trainwright.driver.failure_policy",
         function="record_crash_loop",
-        pattern="len(state.passing) >= state.settings.pass_limit",
+        pattern="len(state.recovery.passing) >= state.settings.pass_limit",
         replacement="False",
         also=("crash loop",),
     ),

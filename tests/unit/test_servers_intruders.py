@@ -132,7 +132,7 @@ def test_each_generation_of_each_driver_has_a_key_that_nothing_shows() -> None:
     keys = {ours.key_of(first), ours.key_of(second), theirs.key_of(first)}
     assert len(keys) == 3 and min(map(len, keys)) == 32
     state, _ = begin_run(ours, 0.0)
-    group = group_for(replace(state, members=(GroupMember(worker=0, slot=0),), generation=second), 0)
+    group = group_for(state.with_fields(members=(GroupMember(worker=0, slot=0),), generation=second), 0)
     assert group.key == ours.key_of(second)
     assert repr(group.key) not in repr(group) and repr(ours.secret) not in repr(ours)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from tests.support.driver_harness import FILES, HEAD, Story
 from trainwright.core import events
@@ -21,7 +20,7 @@ def story(**settings: object) -> Story:
 
 
 def news(told: Story, last: int, *losses: float) -> Story:
-    return told.tell(m.StepsCompleted(generation=told.state.generation, step=last, losses=losses))
+    return told.tell(m.StepsCompleted(generation=told.state.epoch.generation, step=last, losses=losses))
 
 
 def spiked(**settings: object) -> Story:
@@ -31,13 +30,13 @@ def spiked(**settings: object) -> Story:
 
 def test_what_is_usual_is_the_median_of_enough_steps() -> None:
     told = news(story(), 22, *[1.0] * (MIN_LOSSES - 2), 99.0)
-    assert median_loss(told.state) is None and not told.state.spiked
+    assert median_loss(told.state) is None and not told.state.recovery.spiked
     assert median_loss(news(told, 24, 1.2, 0.9).state) == 1.0
 
 
 def test_a_spike_takes_all_ranks_back_and_passes_its_batch_by() -> None:
     told = spiked()
-    assert [call.verb for call in told.all(m.CallWorker)] == ["stop"] and told.state.spiked == 25
+    assert [call.verb for call in told.all(m.CallWorker)] == ["stop"] and told.state.recovery.spiked == 25
     assert "3.5 times the usual 1" in told.emitted(events.Failed)[0].cause
     told.segment(27, stopped=True)
     assert [call.verb for call in told.all(m.CallWorker)] == ["leave", "leave"]
@@ -46,14 +45,14 @@ def test_a_spike_takes_all_ranks_back_and_passes_its_batch_by() -> None:
     assert (heal.source, heal.step, [passed.step for passed in heal.passing]) == ("checkpoint", 4, [25])
     told.returns("heal", StateTag(step=4))
     assert told.emitted(events.Formed)[0].steps_lost == 23
-    assert told.state.phase is Phase.RUNNING and not told.state.spiked and not told.state.losses
+    assert told.state.phase is Phase.RUNNING and not told.state.recovery.spiked and not told.state.recovery.losses
 
 
 def test_losses_from_before_the_state_gone_back_to_still_count() -> None:
     told = spiked().segment(27, stopped=True).returns("leave", StateTag(step=27)).formed(StateTag(step=27))
     told.returns("heal", StateTag(step=4))
     assert median_loss(news(told, 24, *[1.0] * MIN_LOSSES).state) == 1.0
-    assert not news(told, 25, math.nan).state.spiked, "the step that is passed by has no loss"
+    assert not news(told, 25, math.nan).state.recovery.spiked, "the step that is passed by has no loss"
 
 
 def test_a_copy_in_memory_from_before_the_spike_is_newer_than_the_checkpoint() -> None:
@@ -67,17 +66,17 @@ def test_a_copy_in_memory_from_before_the_spike_is_newer_than_the_checkpoint() -
 
 def test_one_from_after_it_is_forgotten() -> None:
     told = news(story(), 24, *[1.0] * MIN_LOSSES)
-    told.state = told.state.__class__(**{**vars(told.state), "kept": m.MemoryCheckpoint(version=9, step=25, files=())})
-    assert news(told, 26, 50.0, 1.0).state.kept is None
+    told.state = told.state.with_fields(kept=m.MemoryCheckpoint(version=9, step=25, files=()))
+    assert news(told, 26, 50.0, 1.0).state.memory.kept is None
     assert told.all(m.MarkComplete)[-1].kept is None, "by a driver to come as well"
 
 
 def test_one_from_after_it_that_is_on_its_way_will_not_count() -> None:
     told = news(story(), 24, *[1.0] * MIN_LOSSES)
     copying = MemoryCopy(version=9, step=25, owing=frozenset({0, 1}), size_bytes=8, blocked_s=0.1, started_s=told.now_s)
-    told.state = replace(told.state, keeping=copying)
+    told.state = told.state.with_fields(keeping=copying)
     news(told, 26, 50.0, 1.0).returns("keep", FILES)
-    assert told.state.keeping is None and told.state.kept is None and not told.all(m.MarkComplete)
+    assert told.state.memory.keeping is None and told.state.memory.kept is None and not told.all(m.MarkComplete)
 
 
 def test_without_leave_to_go_back_the_run_ends_with_the_figures() -> None:
@@ -105,9 +104,9 @@ def test_a_failure_on_the_way_back_still_leads_there() -> None:
 
 def test_nobody_looks_where_the_job_does_not_ask() -> None:
     told = news(story(max_loss_ratio=None), 30, *[1.0] * 25, 1e9)
-    assert not told.all(m.CallWorker) and not told.state.losses
+    assert not told.all(m.CallWorker) and not told.state.recovery.losses
 
 
 def test_losses_that_are_not_a_size_are_no_measure() -> None:
     told = news(story(), 30, *[-1.0] * 25, 5.0)
-    assert not told.state.spiked
+    assert not told.state.recovery.spiked
