@@ -334,34 +334,36 @@ MIN_HANG_DEADLINE_S, _MAX_HANG_DEADLINE_S = (
 
 def checkpoint_due(settings: RunPolicy, step: int) -> bool:
     """Whether a checkpoint belongs to this many completed steps."""
-    if settings.checkpoint_auto:
-        return step >= settings.total_steps
+    if settings.saving.checkpoint_auto:
+        return step >= settings.length.total_steps
     return _is_multiple_reached(settings, step, _checkpoint_steps(settings))
 
 
 def evaluation_due(settings: RunPolicy, step: int) -> bool:
     """Whether an evaluation belongs to this many completed steps."""
-    every = settings.evaluate_steps
+    every = settings.length.evaluate_steps
     return every is not None and _is_multiple_reached(settings, step, every)
 
 
 def _is_multiple_reached(settings: RunPolicy, step: int, every: int) -> bool:
     """Whether a multiple of `every` was reached in the last stride, or the end."""
-    return step > 0 and (step // every > (step - settings.stride) // every or step >= settings.total_steps)
+    return step > 0 and (
+        step // every > (step - settings.length.stride) // every or step >= settings.length.total_steps
+    )
 
 
 def next_milestone(settings: RunPolicy, step: int) -> int:
     """The first step after `step` at which anything is due, at most the last one."""
-    intervals = [settings.total_steps if settings.checkpoint_auto else _checkpoint_steps(settings)]
-    if settings.evaluate_steps is not None:
-        intervals.append(settings.evaluate_steps)
+    intervals = [settings.length.total_steps if settings.saving.checkpoint_auto else _checkpoint_steps(settings)]
+    if settings.length.evaluate_steps is not None:
+        intervals.append(settings.length.evaluate_steps)
     due = min(step - step % every + every for every in intervals)
-    return min(settings.total_steps, -(-due // settings.stride) * settings.stride)
+    return min(settings.length.total_steps, -(-due // settings.length.stride) * settings.length.stride)
 
 
 def _memory_copy_interval_s(state: DriverState) -> float | None:
     """Seconds between copies of the state in memory: as wanted, but for at most a hundredth of the time."""
-    least_s = state.settings.keep_s
+    least_s = state.settings.saving.keep_s
     if least_s is None or state.memory.keep_off or not state.memory.keepers:
         return None
     return max(least_s, state.memory.copied_s / _MEMORY_COPY_SHARE)
@@ -373,7 +375,7 @@ def checkpoint_interval_s(state: DriverState) -> float | None:
     The cost is what the steps lost to the last checkpoint, and no upload begins before twice the time of the last one
     has passed. The rate of failures is that of the last hour, at least one a day.
     """
-    if not state.settings.checkpoint_auto:
+    if not state.settings.saving.checkpoint_auto:
         return None
     if not state.checkpoints.saving_s:
         return MIN_CHECKPOINT_INTERVAL_S
@@ -417,7 +419,7 @@ def hang_deadline_s(state: DriverState) -> float:
 
     Before the first step, which may compile, and for evaluations nothing is known: a quarter of an hour.
     """
-    given = state.settings.hang_deadline_s
+    given = state.settings.deadlines.hang_deadline_s
     if given is not None:
         return given
     if state.phase is Phase.EVALUATING or not state.segment.longest_s:
@@ -426,4 +428,4 @@ def hang_deadline_s(state: DriverState) -> float:
 
 
 def _checkpoint_steps(settings: RunPolicy) -> int:
-    return settings.checkpoint_steps or settings.steps_per_epoch
+    return settings.saving.checkpoint_steps or settings.length.steps_per_epoch

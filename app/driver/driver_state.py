@@ -496,16 +496,16 @@ class DriverState:
 
     def seats(self, room: int) -> int:
         """How many of so many workers the run can use; 0 where there is no plan for them."""
-        layouts = self.settings.layouts
+        layouts = self.settings.world.layouts
         if layouts is None:
             return room
-        plan = layouts.on(room, self.settings.fewest)
+        plan = layouts.on(room, self.settings.world.fewest)
         return plan.workers if plan else 0
 
     def loses_state(self, workers: int) -> bool:
         """Whether so many workers would begin anew, in another layout than the generation's."""
-        layouts = self.settings.layouts
-        plan = layouts.on(workers, self.settings.fewest) if layouts else None
+        layouts = self.settings.world.layouts
+        plan = layouts.on(workers, self.settings.world.fewest) if layouts else None
         return plan is not None and self.membership.plan is not None and plan.layout != self.membership.plan.layout
 
     @property
@@ -521,7 +521,7 @@ class DriverState:
     @property
     def ending(self) -> bool:
         """No step will be run after the one at which the ranks stand."""
-        return self.shutdown.stopping or self.position.step >= self.settings.total_steps
+        return self.shutdown.stopping or self.position.step >= self.settings.length.total_steps
 
 
 _PARTS: Mapping[str, type] = {
@@ -561,6 +561,10 @@ class Transition:
     def change(self, **changes: Any) -> None:
         """Replace fields of the state or of its parts, all given by their own names (see `DriverState.with_fields`)."""
         self.state = self.state.with_fields(**changes)
+
+    def adjust_policy(self, **changes: Any) -> None:
+        """Replace fields of the policy, all given by their own names."""
+        self.change(settings=self.settings.with_fields(**changes))
 
     def enter(self, phase: Phase, **changes: Any) -> None:
         """Begin a phase with no answers yet."""

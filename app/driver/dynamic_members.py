@@ -49,19 +49,19 @@ def is_dynamic(state: DriverState, worker: int) -> bool:
     return (
         state.phase in STEADY_PHASES
         and worker in state.membership.rank_of
-        and state.settings.spares_rank(state.membership.rank_of[worker])
+        and state.settings.world.spares_rank(state.membership.rank_of[worker])
     )
 
 
 def follows_chief(state: DriverState, worker: int) -> bool:
     """Whether such a process follows a chief, to the end of the generation."""
-    return state.settings.topology == "coordinator" and is_dynamic(state, worker)
+    return state.settings.world.topology == "coordinator" and is_dynamic(state, worker)
 
 
 def active_workers(state: DriverState) -> list[int]:
     """Processes of tolerated roles that take part, in the order of ranks."""
     members = [
-        member.worker for rank, member in enumerate(state.membership.members) if state.settings.spares_rank(rank)
+        member.worker for rank, member in enumerate(state.membership.members) if state.settings.world.spares_rank(rank)
     ]
     return [worker for worker in members if worker not in state.dynamic.apart]
 
@@ -69,7 +69,7 @@ def active_workers(state: DriverState) -> list[int]:
 def _anybody_works(state: DriverState) -> bool:
     """Whether one takes part, or ends its part, or follows the chief."""
     late = [state.membership.rank_of[worker] for worker, doing in state.dynamic.apart.items() if doing.doing == "run"]
-    return bool(active_workers(state)) or any(state.settings.spares_rank(rank) for rank in late)
+    return bool(active_workers(state)) or any(state.settings.world.spares_rank(rank) for rank in late)
 
 
 # --- losing -----------------------------------------------------------------------------------------------------------
@@ -161,7 +161,9 @@ def _replace(turn: Transition, worker: int, *, kill: bool) -> None:
     new = turn.state.membership.members[rank].worker
     starts = new in turn.state.membership.starting
     deadline_s = (
-        wait_s + turn.settings.place_deadline_s if starts else failure_policy.backoff_s(turn.state.recovery.failures)
+        wait_s + turn.settings.deadlines.place_deadline_s
+        if starts
+        else failure_policy.backoff_s(turn.state.recovery.failures)
     )
     doing: PendingStage = "start" if starts else "hold"
     since_s = was.since_s if was else turn.now_s
@@ -178,15 +180,15 @@ def update_hang_timer(turn: Transition) -> None:
     Nor can an evaluation at a chief, which workers compute.
     """
     state, settings = turn.state, turn.settings
-    led = settings.topology == "coordinator" and state.phase is Phase.EVALUATING
-    if not settings.tolerates or not (led or state.phase is Phase.RUNNING):
+    led = settings.world.topology == "coordinator" and state.phase is Phase.EVALUATING
+    if not settings.world.tolerates or not (led or state.phase is Phase.RUNNING):
         return
     working = _anybody_works(state)
     if working and "hang" not in state.timers:
         turn.arm("hang", hang_deadline_s(state))
     elif not working and "hang" in state.timers:
         turn.disarm("hang")
-        turn.emit(Waiting(what="a worker to take its part again", deadline_s=turn.settings.place_deadline_s))
+        turn.emit(Waiting(what="a worker to take its part again", deadline_s=turn.settings.deadlines.place_deadline_s))
 
 
 # --- joining ----------------------------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ def _admit_pending(turn: Transition, worker: int) -> None:
 def admit_joiners(turn: Transition) -> None:
     """The world grows by those that are up, where workers join by themselves."""
     state = turn.state
-    if state.phase in STEADY_PHASES and state.settings.topology == "independent" and not state.shutdown.stopping:
+    if state.phase in STEADY_PHASES and state.settings.world.topology == "independent" and not state.shutdown.stopping:
         for worker in admissible_joiners(state):
             _admit_pending(turn, worker)
 
@@ -245,7 +247,7 @@ def _reserve(turn: Transition, worker: int) -> None:
     rank = state.membership.rank_of[worker]
     known = state.dynamic.peers[rank].address if rank < len(state.dynamic.peers) else NO_ADDRESS
     former = None if known == NO_ADDRESS else known
-    role = state.settings.role_of(rank)
+    role = state.settings.world.role_of(rank)
     wanted = ReserveRequest(generation=state.epoch.generation, plan=state.membership.plan, role=role, former=former)
     _call(turn, worker, "reserve", wanted)
 
@@ -255,7 +257,7 @@ def _form(turn: Transition, worker: int, rank: int, address: Address) -> None:
     state = turn.state
     peers = dict(enumerate(state.dynamic.peers))
     for other in (*range(len(peers), rank), rank):
-        node, role = state.membership.members[other].node, state.settings.role_of(other)
+        node, role = state.membership.members[other].node, state.settings.world.role_of(other)
         peers[other] = Peer(rank=other, address=NO_ADDRESS, role=role, node=node)
     peers[rank] = replace(peers[rank], address=address)
     turn.change(peers=tuple(peers.values()))
@@ -264,18 +266,18 @@ def _form(turn: Transition, worker: int, rank: int, address: Address) -> None:
 
 def group_for(state: DriverState, rank: int) -> Group:
     """What one rank is told of the generation."""
-    slot, serves = state.membership.members[rank].slot, state.settings.role_of(rank) == "server"
+    slot, serves = state.membership.members[rank].slot, state.settings.world.role_of(rank) == "server"
     return Group(
         generation=state.epoch.generation, rank=rank, peers=state.dynamic.peers, slot=slot,
-        key=state.settings.key_of(state.epoch.generation),
-        devices=("cpu",) if serves else state.settings.devices,
+        key=state.settings.world.key_of(state.epoch.generation),
+        devices=("cpu",) if serves else state.settings.world.devices,
         accelerators=state.membership.accelerators.get(slot, ()),
-        threads=state.settings.threads, deadline_s=state.settings.call_deadline_s,
+        threads=state.settings.world.threads, deadline_s=state.settings.deadlines.call_deadline_s,
     )  # fmt: skip
 
 
 def _call(turn: Transition, worker: int, verb: PendingStage, argument: object) -> None:
-    until_s = turn.now_s + turn.settings.call_deadline_s
+    until_s = turn.now_s + turn.settings.deadlines.call_deadline_s
     _set_pending(turn, worker, replace(turn.state.dynamic.apart[worker], doing=verb, until_s=until_s))
     assert verb != "start" and verb != "hold", "what nobody is called for"
     turn.call([worker], verb, argument)
@@ -303,7 +305,7 @@ def _call_idle(turn: Transition) -> None:
 
 def is_segment_open(state: DriverState) -> bool:
     """Whether one that decides about the end of the steps under way is still at them."""
-    return any(state.settings.ends_segment(state.membership.rank_of[worker]) for worker in state.awaiting)
+    return any(state.settings.world.ends_segment(state.membership.rank_of[worker]) for worker in state.awaiting)
 
 
 # --- not waited for ---------------------------------------------------------------------------------------------------
@@ -315,7 +317,7 @@ def detach_late_workers(turn: Transition) -> None:
     late = sorted(state.awaiting)
     if not late:
         return
-    follows = state.settings.topology == "coordinator"  # and does so to the end of the generation
+    follows = state.settings.world.topology == "coordinator"  # and does so to the end of the generation
     until_s = math.inf if follows else turn.now_s + hang_deadline_s(state)
     apart = {worker: PendingMember(doing="run", until_s=until_s, since_s=turn.now_s, former=worker) for worker in late}
     turn.change(awaiting=PersistentSet(), apart={**state.dynamic.apart, **apart})
@@ -355,7 +357,7 @@ def _on_overdue(turn: Transition, worker: int) -> None:
     state = turn.state
     apart, settings = state.dynamic.apart[worker], state.settings
     match apart.doing:
-        case "hold" if apart.blame is not None and settings.reform == "new_process":
+        case "hold" if apart.blame is not None and settings.world.reform == "new_process":
             on_members_lost(turn, _isolated_cause(apart.blame), frozenset({worker}), kill=True)
         case "hold":
             if apart.blame is None or _count_and_go_on(turn, _isolated_cause(apart.blame), frozenset({worker})):
@@ -363,14 +365,14 @@ def _on_overdue(turn: Transition, worker: int) -> None:
         case "start" if not _is_any_alive(state):
             missing = describe_starting(state)
             error = ResourceError(
-                f"none of the workers lives, and {missing} did not start within {settings.place_deadline_s:g} s",
+                f"no worker is alive, and {missing} did not start within {settings.deadlines.place_deadline_s:g} s",
                 remedy="free resources or add nodes, or raise place_deadline_s",
             )
             end_run(
                 turn, "stopped" if state.shutdown.stopping else "failed", None if state.shutdown.stopping else error
             )
         case "start":
-            _set_pending(turn, worker, replace(apart, until_s=turn.now_s + settings.place_deadline_s))
+            _set_pending(turn, worker, replace(apart, until_s=turn.now_s + settings.deadlines.place_deadline_s))
         case "run" if state.phase is not Phase.RUNNING and active_workers(state):
             _set_pending(turn, worker, replace(apart, until_s=turn.now_s + hang_deadline_s(state)))
         case _:
@@ -391,7 +393,7 @@ def _isolated_cause(blame: FailureCause) -> FailureCause:
 def _is_any_alive(state: DriverState) -> bool:
     """Whether a process of a tolerated role is up."""
     return any(
-        state.settings.spares_rank(rank) and w not in state.membership.starting
+        state.settings.world.spares_rank(rank) and w not in state.membership.starting
         for w, rank in state.membership.rank_of.items()
     )
 

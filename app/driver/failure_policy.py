@@ -58,13 +58,13 @@ def count_failure(turn: Transition) -> None:
 def is_given_up(turn: Transition) -> bool:
     """Whether the failures are too many: the run ends by the last one's error."""
     state, settings = turn.state, turn.settings
-    budget = settings.failures_an_hour
-    if _is_repeated_error(turn) and not settings.pass_limit:
+    budget = settings.limits.failures_an_hour
+    if _is_repeated_error(turn) and not settings.limits.pass_limit:
         end_run(turn, "failed", _final_error(state, "a new process raised the same error at the same place"))
         return True
-    if state.recovery.failures > settings.failures:
+    if state.recovery.failures > settings.limits.failures:
         text = f"failure {state.recovery.failures} in a row, none of which got past step {state.position.high}"
-        end_run(turn, "failed", _final_error(state, f"{text}; failures={settings.failures}"))
+        end_run(turn, "failed", _final_error(state, f"{text}; failures={settings.limits.failures}"))
         return True
     if budget is not None and len(state.recovery.failed_s) > budget:
         text = f"failure {len(state.recovery.failed_s)} within an hour; failures_an_hour={budget}"
@@ -147,7 +147,7 @@ def record_crash_loop(turn: Transition) -> None:
         return
     if (
         any(passed.step == loop.step for passed in state.recovery.passing)
-        or len(state.recovery.passing) >= state.settings.pass_limit
+        or len(state.recovery.passing) >= state.settings.limits.pass_limit
     ):
         return
     why = _loop_text(loop)
@@ -183,9 +183,9 @@ def _loop_text(loop: CrashLoop) -> str:
 
 def _samples_text(state: DriverState, loop: CrashLoop) -> str:
     """`; its share of the batch holds samples 3, 17 and 40`."""
-    if state.settings.samples_of is None or not 0 <= loop.rank < len(state.membership.members):
+    if state.settings.length.samples_of is None or not 0 <= loop.rank < len(state.membership.members):
         return ""
-    found = state.settings.samples_of(loop.step, loop.rank, len(state.membership.members), state.membership.plan)
+    found = state.settings.length.samples_of(loop.step, loop.rank, len(state.membership.members), state.membership.plan)
     samples = [str(sample) for sample in sorted(found)]
     shown, more = ", ".join(samples[:_SHOWN_SAMPLES]), len(samples) - _SHOWN_SAMPLES
     return f"; its share of that batch holds samples {shown}{f' and {more} more' if more > 0 else ''}"
@@ -200,7 +200,7 @@ _SPIKE_REMEDY = "look at the batch, lower the learning rate, take checkpoints mo
 
 def check_losses(turn: Transition, event: m.StepsCompleted) -> None:
     """Steps were completed while all ranks step."""
-    limit = turn.settings.max_loss_ratio
+    limit = turn.settings.limits.max_loss_ratio
     if limit is None or turn.state.recovery.spiked:
         return
     for step, loss in enumerate(event.losses, event.step - len(event.losses) + 1):
@@ -227,13 +227,13 @@ def losses_until(state: DriverState, step: int) -> tuple[tuple[int, float], ...]
 def _on_loss_spike(turn: Transition, step: int, what: str) -> None:
     state, settings = turn.state, turn.settings
     turn.emit(Failed(generation=state.epoch.generation.number, cause=what, step=state.position.progress))
-    if settings.spike_limit == 0:
+    if settings.limits.spike_limit == 0:
         end_run(turn, "failed", LossSpike(what, remedy='on_spike="rollback" goes back to before it and passes it by'))
     elif state.committed >= step:
         end_run(
             turn, "failed", LossSpike(f"{what}, and the newest checkpoint is not from before it", remedy=_SPIKE_REMEDY)
         )
-    elif len(state.recovery.passing) >= settings.spike_limit:
+    elif len(state.recovery.passing) >= settings.limits.spike_limit:
         end_run(
             turn,
             "failed",

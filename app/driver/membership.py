@@ -48,16 +48,16 @@ def replace_workers(turn: Transition, ranks: Iterable[int], *, kill: bool = Fals
     if turn.state.membership.starting - starting:
         if not starting:
             what = describe_starting(turn.state)
-            turn.emit(Waiting(what=f"{what} to start", deadline_s=turn.settings.place_deadline_s))
+            turn.emit(Waiting(what=f"{what} to start", deadline_s=turn.settings.deadlines.place_deadline_s))
         arm_start_deadline(turn)
 
 
 def arm_start_deadline(turn: Transition) -> None:
     """Those who start have so much time."""
     if turn.state.membership.starting:
-        turn.arm("place", turn.settings.place_deadline_s)
-        if turn.settings.fewest < len(turn.state.membership.members):
-            turn.arm("shrink", turn.settings.shrink_s)
+        turn.arm("place", turn.settings.deadlines.place_deadline_s)
+        if turn.settings.world.fewest < len(turn.state.membership.members):
+            turn.arm("shrink", turn.settings.deadlines.shrink_s)
 
 
 def assign_rank(turn: Transition, rank: int, spare: int | None, wait_s: float = 0.0) -> None:
@@ -85,7 +85,10 @@ def choose_standby(state: DriverState, node: str) -> int | None:
 
     A recruit that is up will do where no other spare does, one that is still to come may never.
     """
-    stay, doomed = state.settings.spares_stay, _nodes_to_leave(state)  # then a node that is not known yet is no match
+    stay, doomed = (
+        state.settings.world.spares_stay,
+        _nodes_to_leave(state),
+    )  # then a node that is not known yet is no match
     lasting = {worker: spare for worker, spare in state.membership.spares.items() if spare.node not in doomed}
     beside = [w for w, s in lasting.items() if s.slot is None and (not stay or (node and s.node == node))]
     fitting = beside or [worker for worker, spare in lasting.items() if spare.slot is not None and spare.ready]
@@ -116,9 +119,9 @@ def start_standbys(turn: Transition) -> None:
     state = turn.state
     if state.membership.spares_lost >= MAX_STANDBY_FAILURES or state.shutdown.stopping:
         return
-    members, spares, most = state.membership.members, state.membership.spares, state.settings.most
+    members, spares, most = state.membership.members, state.membership.spares, state.settings.world.most
     joining = {spare.slot for spare in spares.values() if spare.slot is not None}
-    missing = state.settings.spares - (len(spares) - len(joining))
+    missing = state.settings.world.spares - (len(spares) - len(joining))
     if missing <= 0 and len(members) + len(joining) >= most:
         return  # the usual case, in which members hold all slots
     held = joining.union(member.slot for member in members)
@@ -185,14 +188,14 @@ def complete_members(turn: Transition) -> bool:
 
 def arrange_ranks(turn: Transition, plan: Plan | None) -> None:
     """Lay the ranks over the nodes as the mesh wants them, where none has been told its rank or all begin anew."""
-    state, mesh = turn.state, turn.settings.mesh
+    state, mesh = turn.state, turn.settings.world.mesh
     anew = plan is not None and state.membership.plan is not None and plan.layout != state.membership.plan.layout
     if mesh is None or (any(member.told for member in state.membership.members) and not anew):
         return
     order = assign_slots(
         plan.mesh if plan else mesh,
         [member.home or member.node for member in state.membership.members],
-        len(turn.settings.devices),
+        len(turn.settings.world.devices),
     )
     members = tuple(state.membership.members[place] for place in order)
     assign_ranks(turn, members)
@@ -200,16 +203,16 @@ def arrange_ranks(turn: Transition, plan: Plan | None) -> None:
 
 def can_grow(state: DriverState) -> bool:
     """Whether a recruit is up, and the survivors can take it in."""
-    if state.settings.tolerates:
+    if state.settings.world.tolerates:
         return False  # they join by themselves
-    room = len(state.membership.members) < state.settings.most and state.settings.reform == "in_place"
+    room = len(state.membership.members) < state.settings.world.most and state.settings.world.reform == "in_place"
     return room and not state.shutdown.stopping and target_size(state) > len(state.membership.members)
 
 
 def target_size(state: DriverState) -> int:
     """How many of the members and the recruits that are up the run can use."""
     ready = len(state.membership.members) + len(_joiners_up(state))
-    return state.seats(min(ready, state.settings.most))
+    return state.seats(min(ready, state.settings.world.most))
 
 
 def _joiners_up(state: DriverState) -> list[int]:
@@ -225,14 +228,15 @@ def request_pause(turn: Transition) -> None:
 
 
 def _can_shrink(state: DriverState) -> bool:
-    if state.settings.fewest == len(state.membership.members) or "shrink" in state.timers:
+    if state.settings.world.fewest == len(state.membership.members) or "shrink" in state.timers:
         return False
     if any(
-        state.settings.role_of(state.membership.rank_of[worker]) != "worker" for worker in state.membership.starting
+        state.settings.world.role_of(state.membership.rank_of[worker]) != "worker"
+        for worker in state.membership.starting
     ):
         return False
     left = len(state.membership.members) - len(state.membership.starting)
-    return left >= state.settings.fewest and state.seats(left) > 0
+    return left >= state.settings.world.fewest and state.seats(left) > 0
 
 
 def _remove_late_members(turn: Transition) -> None:
@@ -245,7 +249,9 @@ def _remove_late_members(turn: Transition) -> None:
     }
     turn.disarm("place")
     turn.change(starting=PersistentSet(), spares=PersistentMap({**state.membership.spares, **late}))
-    patience_s = state.settings.shrink_s if "place" in state.timers else state.settings.place_deadline_s
+    patience_s = (
+        state.settings.deadlines.shrink_s if "place" in state.timers else state.settings.deadlines.place_deadline_s
+    )
     waited = f"no more started within {patience_s:g} s"
     _resize(turn, tuple(member for member in state.membership.members if member.worker not in late), waited)
 
@@ -293,7 +299,7 @@ def _member_of_joiner(worker: int, spare: StandbyWorker) -> GroupMember:
 
 def admissible_joiners(state: DriverState) -> list[int]:
     """Recruits that are up, as far as the world may grow."""
-    return _joiners_up(state)[: max(0, state.settings.most - len(state.membership.members))]
+    return _joiners_up(state)[: max(0, state.settings.world.most - len(state.membership.members))]
 
 
 def admit_joiner(turn: Transition, worker: int) -> None:
@@ -313,7 +319,7 @@ def _resize(turn: Transition, members: tuple[GroupMember, ...], why: str) -> Non
     """Number the ranks anew."""
     former = len(turn.state.membership.members)
     assign_ranks(turn, members)
-    workers, before = (turn.settings.crew(total)[0] for total in (len(members), former))
+    workers, before = (turn.settings.world.crew(total)[0] for total in (len(members), former))
     turn.emit(Resized(workers=workers, former=before, why=why))
 
 
@@ -349,15 +355,19 @@ def on_standby_died(turn: Transition, event: m.WorkerDied) -> None:
 
 def on_start_deadline(turn: Transition) -> None:
     """Not all processes started in time: where nobody said how many there must be, fewer go on from now on."""
-    if turn.settings.last_resort is not None and not turn.state.shutdown.stopping:
-        turn.change(settings=replace(turn.settings, min_workers=turn.settings.last_resort))
+    if turn.settings.world.last_resort is not None and not turn.state.shutdown.stopping:
+        turn.adjust_policy(min_workers=turn.settings.world.last_resort)
         if _can_shrink(turn.state):
             return  # `recovering.gathered` sees to it
     state = turn.state
-    total, missing, layouts = len(state.membership.members), len(state.membership.starting), state.settings.layouts
+    total, missing, layouts = (
+        len(state.membership.members),
+        len(state.membership.starting),
+        state.settings.world.layouts,
+    )
     lacking = layouts.lacking(total - missing) if layouts is not None and missing < total else ""
     error = ResourceError(
-        f"{total - missing} of {_count_text(total)} started within {state.settings.place_deadline_s:g} s",
+        f"{total - missing} of {_count_text(total)} started within {state.settings.deadlines.place_deadline_s:g} s",
         where=lacking,
         remedy=f"free resources or add nodes, or set workers={max(1, total - missing)}, or raise place_deadline_s",
     )
@@ -366,7 +376,9 @@ def on_start_deadline(turn: Transition) -> None:
 
 def describe_starting(state: DriverState) -> str:
     """Who starts: `2 workers and 1 server`, of a coordinator also `1 chief`."""
-    roles = Counter(state.settings.role_of(state.membership.rank_of[worker]) for worker in state.membership.starting)
+    roles = Counter(
+        state.settings.world.role_of(state.membership.rank_of[worker]) for worker in state.membership.starting
+    )
     found = [_count_text(roles[role], role) for role in ("worker", "server", "chief") if roles[role]]
     return " and ".join(filter(None, (", ".join(found[:-1]), found[-1])))
 
@@ -384,7 +396,7 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
     living = _reusable_workers(turn, living)
     plan = _adopt_plan(turn, living)
     settings = turn.settings
-    workers, most = (plan.workers, plan.workers) if plan else (settings.workers, settings.most)
+    workers, most = (plan.workers, plan.workers) if plan else (settings.world.workers, settings.world.most)
     slotted = sorted((one for one in living if one.slot is not None), key=lambda one: (one.waiting, one.rank))
     ranked = [one for rank, one in enumerate(slotted) if rank < (workers if one.waiting else most)]
     seated = {one.worker for one in ranked}
@@ -394,8 +406,8 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
         if one.worker not in seated
     }
     held = {one.slot for one in ranked} | {spare.slot for spare in waiting.values()}
-    free = [slot for slot in range(settings.most) if slot not in held]
-    servers = sum(settings.role_of(slot) != "worker" for slot in free)  # none can do without them
+    free = [slot for slot in range(settings.world.most) if slot not in held]
+    servers = sum(settings.world.role_of(slot) != "worker" for slot in free)  # none can do without them
     members = _members_by_rank(turn, ranked, free[: max(servers, workers - len(ranked))])
     rank_of = PersistentMap(
         (member.worker, rank) for rank, member in enumerate(members) if member.worker != _UNASSIGNED
@@ -415,7 +427,7 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
     if rank_of:
         turn.emit(Noted(text=f"took over {_count_text(len(living))} that outlived the driver before"))
         turn.call(list(rank_of), "leave")
-        turn.arm("leave", settings.leave_deadline_s)
+        turn.arm("leave", settings.deadlines.leave_deadline_s)
     replace_workers(turn, [rank for rank, member in enumerate(members) if member.worker == _UNASSIGNED])
 
 
@@ -436,7 +448,7 @@ def _emit_repeated_steps(turn: Transition, living: Sequence[m.SurvivingWorker]) 
 
 def _reusable_workers(turn: Transition, living: Sequence[m.SurvivingWorker]) -> Sequence[m.SurvivingWorker]:
     """Those who can form a group: where that takes new processes, spares alone. The others end."""
-    if turn.settings.reform == "in_place":
+    if turn.settings.world.reform == "in_place":
         return living
     spent = [one.worker for one in living if not one.waiting]
     if spent:
@@ -451,17 +463,17 @@ def _reusable_workers(turn: Transition, living: Sequence[m.SurvivingWorker]) -> 
 
 def _adopt_plan(turn: Transition, living: Sequence[m.SurvivingWorker]) -> Plan | None:
     """The plan that those who live worked under, where their state would be lost under the run's own; it is told of."""
-    state, settings, layouts = turn.state, turn.settings, turn.settings.layouts
+    state, settings, layouts = turn.state, turn.settings, turn.settings.world.layouts
     theirs = _plan_of_newest_state(living, state.copied)
     if layouts is None or theirs is None:
         return None
-    own = layouts.on(settings.workers, settings.fewest)
+    own = layouts.on(settings.world.workers, settings.world.fewest)
     if own is not None and own.layout == theirs.layout:
         turn.change(plan=theirs)  # whose parts seat them where there are more or fewer replicas now
         return None
-    if theirs.workers < settings.fewest and settings.last_resort is not None:
-        settings = replace(settings, min_workers=settings.last_resort)  # as the driver before did
-    plan = layouts.on(theirs.workers, settings.fewest)
+    if theirs.workers < settings.world.fewest and settings.world.last_resort is not None:
+        settings = settings.with_fields(min_workers=settings.world.last_resort)  # as the driver before did
+    plan = layouts.on(theirs.workers, settings.world.fewest)
     if plan is None or (plan.layout, plan.workers) != (theirs.layout, theirs.workers):
         return None  # the run's plans are others by now
     turn.change(settings=settings, plan=plan)
@@ -488,7 +500,7 @@ def _members_by_rank(
 
     The slots of servers are theirs alone.
     """
-    plan, role_of, size = turn.state.membership.plan, turn.settings.role_of, len(living) + len(free)
+    plan, role_of, size = turn.state.membership.plan, turn.settings.world.role_of, len(living) + len(free)
     served = [slot for slot in free if role_of(slot) != "worker"]
     found = {slot: GroupMember(worker=_UNASSIGNED, slot=slot) for slot in served}
     rest: list[GroupMember] = []

@@ -143,7 +143,7 @@ def begin_regroup(turn: Transition, going: frozenset[int] = frozenset()) -> None
     turn.enter(Phase.GATHERING, since_s=turn.now_s, blame=None)
     dynamic_members.reabsorb_members(turn)
     state = turn.state
-    if state.settings.reform == "new_process":
+    if state.settings.world.reform == "new_process":
         replace_workers(turn, range(len(state.membership.members)), kill=True)
     else:
         busy = state.awaiting - going
@@ -153,7 +153,7 @@ def begin_regroup(turn: Transition, going: frozenset[int] = frozenset()) -> None
         turn.call(sorted(busy), "interrupt", False)
         turn.call(staying, "leave")
         if turn.state.awaiting:
-            turn.arm("leave", state.settings.leave_deadline_s)
+            turn.arm("leave", state.settings.deadlines.leave_deadline_s)
         _refill(turn, going)
     left = turn.state.membership.rank_of
     turn.change(leaving={worker: by_s for worker, by_s in state.handover.leaving.items() if worker in left})
@@ -167,8 +167,8 @@ def _refill(turn: Transition, going: frozenset[int]) -> None:
             replace_workers(turn, [rank], kill=True)
     rest = going & turn.state.membership.rank_of.keys()
     left = len(turn.state.membership.members) - len(rest)
-    needed = any(turn.settings.role_of(turn.state.membership.rank_of[worker]) != "worker" for worker in rest)
-    if rest and not needed and left >= turn.settings.fewest and turn.state.seats(left):
+    needed = any(turn.settings.world.role_of(turn.state.membership.rank_of[worker]) != "worker" for worker in rest)
+    if rest and not needed and left >= turn.settings.world.fewest and turn.state.seats(left):
         remove_members(turn, rest, "told to leave")
     elif rest:
         replace_workers(turn, sorted(turn.state.membership.rank_of[worker] for worker in rest), kill=True)
@@ -179,7 +179,7 @@ def _others_hold_state(state: DriverState) -> bool:
     going = leaving_members(state)
     whole = frozenset().union(*(member.pieces for member in state.membership.members))
     stay = [member.pieces for member in state.membership.members if member.worker not in going]
-    if state.settings.reform != "in_place" or not stay or state.loses_state(len(stay)):
+    if state.settings.world.reform != "in_place" or not stay or state.loses_state(len(stay)):
         return False
     return whole == frozenset().union(*stay)
 
@@ -204,7 +204,7 @@ def _awaits_upload(state: DriverState) -> bool:
 def _handover_deadline_s(state: DriverState) -> float:
     """When the hand-over must come at the latest, for those who go to be gone in time."""
     soonest_s = min((state.handover.leaving[worker] for worker in leaving_members(state)), default=math.inf)
-    return soonest_s - _MARGIN * state.settings.preemption_s
+    return soonest_s - _MARGIN * state.settings.deadlines.preemption_s
 
 
 def _is_overdue(state: DriverState, now_s: float) -> bool:
@@ -224,7 +224,7 @@ _REPLACE_EVERY_S = 3600.0  # before another worker of the same node is replaced
 
 def seconds_until_comparison(state: DriverState, now_s: float) -> float | None:
     """Seconds until steps that run are to pause for a comparison; None for never."""
-    if len(state.membership.members) < 2 or state.settings.topology == "independent":
+    if len(state.membership.members) < 2 or state.settings.world.topology == "independent":
         return None
     return max(0.0, _COMPARE_EVERY_S - (now_s - state.phase_s))
 
@@ -264,7 +264,7 @@ def _on_slow_rank(turn: Transition, worker: int, own_s: float, usual_s: float) -
     if worker not in state.handover.named_slow:
         turn.change(named_slow=state.handover.named_slow | {worker})
         turn.emit(Straggling(worker=worker, rank=rank, node=node, ratio=ratio, own_s=own_s, usual_s=usual_s))
-    least = state.settings.replace_stragglers
+    least = state.settings.limits.replace_stragglers
     rested = turn.now_s - state.handover.relieved.get(node, -_REPLACE_EVERY_S) >= _REPLACE_EVERY_S
     if least is not None and ratio >= least and rested and can_lose_worker(state, worker):
         turn.change(relieved={**state.handover.relieved, node: turn.now_s})

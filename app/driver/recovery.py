@@ -85,7 +85,7 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
         end_run(turn, "failed", error)
     elif dynamic_members.is_dynamic(state, event.worker):
         blame = FailureCause(error=error, event=failed, peer=kind == "peer")
-        spent = state.settings.reform == "new_process" and kind != "peer"  # no process joins twice
+        spent = state.settings.world.reform == "new_process" and kind != "peer"  # no process joins twice
         if spent or kind == "internal" or event.verb in ("leave", "upload", "keep"):
             dynamic_members.on_members_lost(turn, blame, frozenset({event.worker}), kill=True)
         else:
@@ -172,7 +172,7 @@ def on_silence(turn: Transition, deadline_s: float) -> None:
         turn, FailureCause(error=error, event=failure_policy.failed_event(turn.state, -1, -1, error.what)), explain=True
     )
     if turn.state.phase is Phase.GATHERING:
-        turn.arm("leave", state.settings.interrupt_deadline_s)
+        turn.arm("leave", state.settings.deadlines.interrupt_deadline_s)
 
 
 def on_stacks_returned(turn: Transition, event: m.CallReturned) -> None:
@@ -197,7 +197,7 @@ def on_upload_deadline(turn: Transition) -> None:
     upload = turn.state.checkpoints.upload
     assert upload is not None and upload.owing, "nothing is being uploaded"
     error = StorageError(
-        f"the checkpoint of step {upload.step} was not written within {turn.settings.upload_deadline_s:g} s",
+        f"the checkpoint of step {upload.step} was not written within {turn.settings.saving.upload_deadline_s:g} s",
         where=upload.path,
         remedy="check that the store can be written; the same command goes on from the last checkpoint",
     )
@@ -249,7 +249,7 @@ def _begin_recovery(
     elif not lost and not blame.peer:
         _release_workers(turn, frozenset({blame.event.worker}))
     _replace(turn, lost, kill=kill)
-    if turn.settings.reform == "new_process":
+    if turn.settings.world.reform == "new_process":
         _replace(turn, left, kill=True)
 
 
@@ -261,13 +261,13 @@ def _release_idle_workers(turn: Transition, gone: frozenset[int], explain: bool)
     turn.enter(Phase.GATHERING, since_s=since_s)
     turn.call(sorted(state.awaiting - gone), "interrupt", explain)
     _release_workers(turn, frozenset(state.membership.rank_of) - state.awaiting - state.membership.starting - gone)
-    turn.arm("leave", turn.settings.leave_deadline_s)
+    turn.arm("leave", turn.settings.deadlines.leave_deadline_s)
 
 
 def _release_workers(turn: Transition, workers: frozenset[int]) -> None:
     """Idle workers end their part in the old group: they leave it, or their process ends."""
     state = turn.state
-    if state.settings.reform == "new_process":
+    if state.settings.world.reform == "new_process":
         _replace(turn, workers, kill=True)
         return
     turn.change(awaiting=state.awaiting | workers)
@@ -297,8 +297,8 @@ def on_leave_deadline(turn: Transition) -> None:
     state = turn.state
     hanging = state.recovery.blame is not None and isinstance(state.recovery.blame.error, HangError)
     loose = {member.worker for member in state.membership.members if not member.fresh} - state.awaiting
-    if not (hanging or loose) and turn.now_s - state.phase_s < state.settings.call_deadline_s:
-        turn.arm("leave", state.settings.call_deadline_s)
+    if not (hanging or loose) and turn.now_s - state.phase_s < state.settings.deadlines.call_deadline_s:
+        turn.arm("leave", state.settings.deadlines.call_deadline_s)
         return
     ranks = [state.membership.rank_of[worker] for worker in state.awaiting]
     error = HangError(

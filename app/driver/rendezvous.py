@@ -31,19 +31,19 @@ def begin_rendezvous(turn: Transition) -> None:
     turn.change(awaiting=PersistentSet(member.worker for member in turn.state.membership.members))
     wanted: dict[Role, ReserveRequest] = {}  # one for all of a role, so that it is pickled once
     for rank, member in enumerate(turn.state.membership.members):
-        role = state.settings.role_of(rank)
+        role = state.settings.world.role_of(rank)
         wanted.setdefault(role, ReserveRequest(generation=generation, plan=plan, role=role))
         turn.call([member.worker], "reserve", wanted[role])
-    turn.arm("call", state.settings.call_deadline_s)
+    turn.arm("call", state.settings.deadlines.call_deadline_s)
 
 
 def _plan_for_members(turn: Transition) -> Plan | None:
     """The plan for as many workers as there are; another layout than before is told of."""
-    state, layouts = turn.state, turn.settings.layouts
+    state, layouts = turn.state, turn.settings.world.layouts
     if layouts is None:
         return None
     plan, former = (
-        layouts.on(len(state.membership.members), turn.settings.fewest),
+        layouts.on(len(state.membership.members), turn.settings.world.fewest),
         state.membership.plan or layouts.plans[0],
     )
     assert plan is not None and plan.workers == len(state.membership.members), "the members were seated for a plan"
@@ -85,7 +85,7 @@ def on_ports_reserved(turn: Transition) -> None:
     state, settings = turn.state, turn.settings
     addresses: Mapping[int, Address] = state.answers
     peers = tuple(
-        Peer(rank=rank, address=addresses[rank], role=settings.role_of(rank), node=member.node)
+        Peer(rank=rank, address=addresses[rank], role=settings.world.role_of(rank), node=member.node)
         for rank, member in enumerate(state.membership.members)
     )
     turn.enter(
@@ -98,7 +98,7 @@ def on_ports_reserved(turn: Transition) -> None:
     )
     for rank, member in enumerate(state.membership.members):
         turn.call([member.worker], "form", group_for(turn.state, rank))
-    turn.arm("call", settings.call_deadline_s)
+    turn.arm("call", settings.deadlines.call_deadline_s)
 
 
 def on_group_formed(turn: Transition) -> None:
@@ -117,7 +117,7 @@ def on_group_formed(turn: Transition) -> None:
     heal = replace(heal, passing=turn.state.recovery.passing)
     turn.enter(Phase.HEALING, heal=heal)
     turn.call_all("heal", heal)
-    turn.arm("call", state.settings.call_deadline_s)
+    turn.arm("call", state.settings.deadlines.call_deadline_s)
 
 
 def _choose_restore_plan(state: DriverState, tags: Mapping[int, StateTag]) -> RestorePlan | None:
@@ -144,12 +144,12 @@ def on_state_restored(turn: Transition) -> None:
     state, heal = turn.state, turn.state.epoch.heal
     assert heal is not None, "healed without a cure"
     tags: Mapping[int, StateTag] = state.answers
-    reform = state.settings.reform
+    reform = state.settings.world.reform
     assert all((tag.step or 0) == heal.step for tag in tags.values()), f"ranks stand apart, not at {heal.step}"
     if state.trials is not None:
         plan_trials.begin_probe(turn)
         return
-    workers, servers = state.settings.crew(len(state.membership.members))
+    workers, servers = state.settings.world.crew(len(state.membership.members))
     turn.emit(
         Formed(
             generation=state.epoch.generation.number,

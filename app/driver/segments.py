@@ -54,7 +54,7 @@ def proceed(turn: Transition) -> None:
     elif state.checkpoints.upload is not None:
         _await_upload(turn)
     elif state.committed >= state.position.step:
-        end_run(turn, "done" if state.position.step >= state.settings.total_steps else "stopped")
+        end_run(turn, "done" if state.position.step >= state.settings.length.total_steps else "stopped")
     else:
         _retry_checkpoint(turn)
 
@@ -66,7 +66,7 @@ def _wanted_copies(state: DriverState, now_s: float) -> tuple[Literal["upload", 
 
 
 def _wants_evaluation(state: DriverState) -> bool:
-    cut_short = state.shutdown.stopping and state.position.step < state.settings.total_steps
+    cut_short = state.shutdown.stopping and state.position.step < state.settings.length.total_steps
     return (
         not cut_short
         and state.segment.evaluated < state.position.step
@@ -77,7 +77,7 @@ def _wants_evaluation(state: DriverState) -> bool:
 def _grow(turn: Transition) -> None:
     """Take recruits in; where all begin anew for that, from a checkpoint of this very step, which is waited for."""
     state, upload = turn.state, turn.state.checkpoints.upload
-    quick = state.checkpoints.upload_s < turn.settings.upload_deadline_s
+    quick = state.checkpoints.upload_s < turn.settings.saving.upload_deadline_s
     if not state.loses_state(target_size(state)) or state.committed >= state.position.step:
         preemption.begin_regroup(turn)
     elif quick and upload is None and state.checkpoints.considered != state.position.step:
@@ -95,7 +95,7 @@ def is_wait_needless(state: DriverState) -> bool:
 
 def postpone_growth(turn: Transition) -> None:
     """The store does not take the checkpoint that more workers would begin from: go on, since its writers hold it."""
-    upload, waited_s = turn.state.checkpoints.upload, turn.settings.upload_deadline_s
+    upload, waited_s = turn.state.checkpoints.upload, turn.settings.saving.upload_deadline_s
     assert upload is not None, "it is waited for"
     turn.emit(
         Noted(
@@ -110,7 +110,7 @@ def postpone_growth(turn: Transition) -> None:
 def _await_upload(turn: Transition) -> None:
     turn.enter(Phase.WAITING)
     if turn.state.checkpoints.upload is not None and not turn.state.checkpoints.upload.committing:
-        turn.arm("upload", turn.settings.upload_deadline_s)
+        turn.arm("upload", turn.settings.saving.upload_deadline_s)
 
 
 def _run(turn: Transition) -> None:
@@ -156,7 +156,7 @@ def is_phase_complete(state: DriverState) -> bool:
     """Whether all whom the phase waits for have answered. For an evaluation, all who may judge are worth a wait."""
     if state.phase is not Phase.RUNNING or not state.awaiting:
         return not state.awaiting
-    if state.settings.topology == "collective" or dynamic_members.is_segment_open(state):
+    if state.settings.world.topology == "collective" or dynamic_members.is_segment_open(state):
         return False
     return "late" not in state.timers
 
@@ -164,7 +164,7 @@ def is_phase_complete(state: DriverState) -> bool:
 def arm_late_timer(turn: Transition) -> None:
     """The steps are over but for some who will be wanted for an evaluation: they have a moment to come."""
     state = turn.state
-    if state.phase is not Phase.RUNNING or state.settings.topology != "independent" or not state.awaiting:
+    if state.phase is not Phase.RUNNING or state.settings.world.topology != "independent" or not state.awaiting:
         return
     over = not dynamic_members.is_segment_open(state) and "late" not in state.timers
     if over and _wants_evaluation(state.with_fields(step=state.answers[0].step)):
@@ -176,7 +176,7 @@ def on_segment_ended(turn: Transition) -> None:
     dynamic_members.detach_late_workers(turn)
     answers: Mapping[int, m.SegmentReport] = turn.state.answers
     reports = [answers[rank] for rank in sorted(answers)]
-    together = turn.settings.topology == "collective"
+    together = turn.settings.world.topology == "collective"
     steps = {report.step for report in reports}
     assert len(steps) == 1 or not together, f"ranks left the loop after different steps: {sorted(steps)}"
     skipped = sum(report.skipped for report in reports)
@@ -210,9 +210,9 @@ def _emit_staleness(turn: Transition, report: m.SegmentReport) -> None:
 def _finish_early(turn: Transition, reports: Sequence[m.SegmentReport]) -> None:
     """The training is over before its last step: that step is the last one then."""
     step, settings = reports[0].step, turn.settings
-    if any(report.finished for report in reports) and step < settings.total_steps:
-        turn.emit(Noted(text=f"a callback ended the training after {step} of {settings.total_steps} steps"))
-        turn.change(settings=replace(settings, total_steps=step))
+    if any(report.finished for report in reports) and step < settings.length.total_steps:
+        turn.emit(Noted(text=f"a callback ended the training after {step} of {settings.length.total_steps} steps"))
+        turn.adjust_policy(total_steps=step)
 
 
 def _emit_prefetch(turn: Transition, found: list[PrefetchDepth]) -> None:
@@ -227,7 +227,7 @@ def _evaluate(turn: Transition) -> None:
     """Have the set judged: by all, by a chief for all, or dealt anew between those workers that are there."""
     state, wanted = turn.state, EvaluateRequest(step=turn.state.position.step)
     turn.enter(Phase.EVALUATING)
-    match state.settings.topology:
+    match state.settings.world.topology:
         case "independent":
             judges = dynamic_members.active_workers(state)
         case "coordinator":
@@ -236,7 +236,7 @@ def _evaluate(turn: Transition) -> None:
             judges = [member.worker for member in state.membership.members]
     turn.change(awaiting=PersistentSet(judges), judges=len(judges))
     for place, worker in enumerate(judges):
-        if state.settings.topology == "independent":
+        if state.settings.world.topology == "independent":
             wanted = replace(wanted, feeding=FeedAssignment(data_ranks=range(place, place + 1), total=len(judges)))
         turn.call([worker], "evaluate", wanted)
     if judges:
@@ -266,7 +266,11 @@ def _retry_checkpoint(turn: Transition) -> None:
     )
     waited_s = turn.now_s - state.checkpoints.failing_s
     down = isinstance(state.checkpoints.trouble, StoreDown)
-    if waited_s >= settings.outage_deadline_s if down else state.checkpoints.attempts >= settings.storage_attempts:
+    if (
+        waited_s >= settings.saving.outage_deadline_s
+        if down
+        else state.checkpoints.attempts >= settings.saving.storage_attempts
+    ):
         error = StorageError(
             f"the checkpoint of step {state.position.step} could not be written in {state.checkpoints.attempts} "
             f"attempts: {state.checkpoints.trouble}",
@@ -275,9 +279,9 @@ def _retry_checkpoint(turn: Transition) -> None:
         end_run(turn, "failed", error)
         return
     if down and state.checkpoints.attempts == 1:
-        turn.emit(Waiting(what="the store, to write the last checkpoint", deadline_s=settings.outage_deadline_s))
+        turn.emit(Waiting(what="the store, to write the last checkpoint", deadline_s=settings.saving.outage_deadline_s))
     turn.enter(Phase.WAITING)
-    turn.arm("retry", min(_RETRY_MOST_S, settings.retry_s * 2 ** (state.checkpoints.attempts - 1)))
+    turn.arm("retry", min(_RETRY_MOST_S, settings.saving.retry_s * 2 ** (state.checkpoints.attempts - 1)))
 
 
 # --- What the ranks have measured of their steps, told where they stand idle ------------------------------------------
@@ -289,7 +293,10 @@ def _emit_measurements(turn: Transition, reports: Sequence[m.SegmentReport]) -> 
     if phases is None:
         return
     sampler = max(reports, key=lambda report: (report.noise is not None, report.sampled))
-    noise, roles = sampler.noise, [turn.settings.role_of(rank) for rank in range(len(turn.state.membership.members))]
+    noise, roles = (
+        sampler.noise,
+        [turn.settings.world.role_of(rank) for rank in range(len(turn.state.membership.members))],
+    )
     turn.emit(
         Measured(
             step=turn.state.position.step, steps=phases.steps, workers=roles.count("worker"),

@@ -34,7 +34,7 @@ def _stop_now(turn: Transition) -> None:
 
 def is_recovery_needless(state: DriverState) -> bool:
     """Whether a recovery is in vain: all that is wanted is durable already."""
-    last = state.position.progress >= state.settings.total_steps
+    last = state.position.progress >= state.settings.length.total_steps
     evaluated = state.segment.evaluated >= state.position.progress or not evaluation_due(
         state.settings, state.position.progress
     )
@@ -53,13 +53,13 @@ def end_run(turn: Transition, outcome: m.RunOutcome, error: Exception | None = N
     empty = PersistentSet()
     turn.enter(Phase.CLOSING, outcome=outcome, error=error, awaiting=empty, starting=empty, apart={})
     if turn.state.checkpoints.upload is not None and not turn.state.checkpoints.upload.committing:
-        turn.arm("upload", turn.settings.upload_deadline_s)
+        turn.arm("upload", turn.settings.saving.upload_deadline_s)
 
 
 def release_run(turn: Transition) -> None:
     """No upload is on its way any more: give the log back."""
     state = turn.state
-    if state.shutdown.outcome == "stopped" and state.committed >= state.settings.total_steps:
+    if state.shutdown.outcome == "stopped" and state.committed >= state.settings.length.total_steps:
         turn.change(outcome="done")
     turn.enter(Phase.RELEASING)
     _emit_run_ended(turn)

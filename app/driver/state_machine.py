@@ -152,7 +152,7 @@ def _on_lease_acquired(turn: Transition, event: m.LeaseAcquired) -> None:
         generation=Generation(token=event.token, number=0), head=event.head, older=event.older, told=event.told,
         progress=step, high=step, since_s=turn.now_s, saved_s=turn.now_s,
     )  # fmt: skip
-    if step >= turn.settings.total_steps:
+    if step >= turn.settings.length.total_steps:
         shutdown.end_run(turn, "done")
     elif turn.state.shutdown.stopping:
         shutdown.end_run(turn, "stopped")
@@ -222,7 +222,7 @@ def _on_timer_expired(turn: Transition, event: m.TimerExpired) -> None:
         case "leave":
             recovery.on_leave_deadline(turn)
         case "call":
-            recovery.on_silence(turn, settings.call_deadline_s)
+            recovery.on_silence(turn, settings.deadlines.call_deadline_s)
         case "hang":
             recovery.on_silence(turn, hang_deadline_s(state))
         case "pause":
@@ -232,7 +232,7 @@ def _on_timer_expired(turn: Transition, event: m.TimerExpired) -> None:
         case "retry":
             checkpointing.take_snapshot(turn, "upload")
         case "upload" if state.phase is Phase.CLOSING:
-            checkpointing.abandon_upload(turn, f"not written within {settings.upload_deadline_s:g} s")
+            checkpointing.abandon_upload(turn, f"not written within {settings.saving.upload_deadline_s:g} s")
         case "upload" if not state.ending:
             segments.postpone_growth(turn)
         case _:

@@ -21,7 +21,7 @@ from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.datasets.sample_order import StepSchedule
 from trainwright.driver import messages as m
 from trainwright.driver.messages import PlanSelector
-from trainwright.driver.run_policy import RunPolicy
+from trainwright.driver.run_policy import CheckpointPolicy, Deadlines, FailureLimits, RunLength, RunPolicy, WorldPolicy
 from trainwright.driver.state_machine import begin_run, decide
 from trainwright.planning.alternative_layouts import MEASURING_SHARE, alternative_plans
 from trainwright.planning.job_description import state_relevant_fields
@@ -160,41 +160,51 @@ class RunController:
         others = plan.processes - plan.workers
         fewest = 1 if capabilities.topology == "independent" else plan.workers  # those who are late join by themselves
         return RunPolicy(
-            workers=plan.processes,
-            servers=plan.servers,
-            tolerates=capabilities.tolerates,
-            stride=plan.local_steps,
-            min_workers=others + min(plan.workers, job.min_workers or fewest),
-            last_resort=1 if self._layouts and not (job.workers or job.elastic) else None,
-            max_workers=others + max(plan.workers, job.max_workers or job.workers or 0),
-            spares=job.spares if job.spares is not None else _spares(plan, capabilities),
-            spares_stay=bool(plan.placement.accelerators),
-            reform=capabilities.reform,
-            topology=capabilities.topology,
-            total_steps=self._prepared.total_steps,
-            steps_per_epoch=per_epoch,
-            checkpoint_steps=job.checkpoint_steps if isinstance(job.checkpoint_steps, int) else None,
-            checkpoint_auto=job.checkpoint_steps == "auto",
-            keep_s=None if job.keeper_s == 0 else job.keeper_s,
-            evaluate_steps=per_epoch * job.evaluate_epochs if job.evaluate is not None else None,
-            failures=job.failures,
-            failures_an_hour=job.failures_an_hour,
-            max_loss_ratio=job.max_loss_ratio,
-            spike_limit=job.skip_limit if job.on_spike == "rollback" else 0,
-            pass_limit=job.skip_limit if job.on_crash_loop == "skip" else 0,
-            samples_of=partial(_samples_of, _schedule(self._prepared), plan),
-            layouts=self._layouts,
-            probe_share=MEASURING_SHARE,
-            place_deadline_s=job.patience_s(self._decision.cluster),
-            shrink_s=job.shrink_s,
-            replace_stragglers=job.replace_stragglers,
-            preemption_s=job.preemption_s,
-            call_deadline_s=max(CALL_DEADLINE_S, job.hang_deadline_s or 0.0),
-            hang_deadline_s=job.hang_deadline_s,
-            threads=plan.placement.threads,
-            devices=device_names(plan),
-            mesh=plan.mesh if capabilities.topology == "collective" and not job.elastic else None,
-            secret=secrets.token_bytes(),
+            world=WorldPolicy(
+                workers=plan.processes,
+                servers=plan.servers,
+                tolerates=capabilities.tolerates,
+                min_workers=others + min(plan.workers, job.min_workers or fewest),
+                last_resort=1 if self._layouts and not (job.workers or job.elastic) else None,
+                max_workers=others + max(plan.workers, job.max_workers or job.workers or 0),
+                spares=job.spares if job.spares is not None else _spares(plan, capabilities),
+                spares_stay=bool(plan.placement.accelerators),
+                reform=capabilities.reform,
+                topology=capabilities.topology,
+                layouts=self._layouts,
+                threads=plan.placement.threads,
+                devices=device_names(plan),
+                mesh=plan.mesh if capabilities.topology == "collective" and not job.elastic else None,
+                secret=secrets.token_bytes(),
+            ),
+            length=RunLength(
+                stride=plan.local_steps,
+                total_steps=self._prepared.total_steps,
+                steps_per_epoch=per_epoch,
+                evaluate_steps=per_epoch * job.evaluate_epochs if job.evaluate is not None else None,
+                samples_of=partial(_samples_of, _schedule(self._prepared), plan),
+            ),
+            saving=CheckpointPolicy(
+                checkpoint_steps=job.checkpoint_steps if isinstance(job.checkpoint_steps, int) else None,
+                checkpoint_auto=job.checkpoint_steps == "auto",
+                keep_s=None if job.keeper_s == 0 else job.keeper_s,
+            ),
+            limits=FailureLimits(
+                failures=job.failures,
+                failures_an_hour=job.failures_an_hour,
+                max_loss_ratio=job.max_loss_ratio,
+                spike_limit=job.skip_limit if job.on_spike == "rollback" else 0,
+                pass_limit=job.skip_limit if job.on_crash_loop == "skip" else 0,
+                probe_share=MEASURING_SHARE,
+                replace_stragglers=job.replace_stragglers,
+            ),
+            deadlines=Deadlines(
+                place_deadline_s=job.patience_s(self._decision.cluster),
+                shrink_s=job.shrink_s,
+                preemption_s=job.preemption_s,
+                call_deadline_s=max(CALL_DEADLINE_S, job.hang_deadline_s or 0.0),
+                hang_deadline_s=job.hang_deadline_s,
+            ),
         )
 
     def _order(self) -> WorkerConfig:

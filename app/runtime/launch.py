@@ -13,7 +13,6 @@ from ray.exceptions import RayError
 from trainwright.core.errors import JobError, ResourceError, TrainwrightError
 from trainwright.core.job import Job
 from trainwright.driver.messages import FinishRun
-from trainwright.integrations.ray_train import inside_ray_train, refuse_inside_ray_train
 from trainwright.planning.job_preparation import PreparedJob, decide_plan, needs_cluster_to_open, prepare
 from trainwright.planning.planner import Decision
 from trainwright.ray_cluster.discovery import TOKEN_HELP, connect, has_cluster
@@ -43,8 +42,6 @@ def prepare_run(
         notes: of what happened before, for a run that is driven from here.
     """
     check_trackers(job.trackers)
-    if inside_ray_train():
-        return _prepare_inside_ray_train(job, detached, resume=resume, fresh=fresh, verbose=verbose, notes=notes)
     if detached and not has_cluster():
         raise ResourceError(
             "a detached driver needs a cluster that outlives this process",
@@ -68,17 +65,6 @@ def prepare_run(
             return _start_detached_driver(job, prepared, resume=resume, fresh=fresh), decision
         progress = RunProgress(decision, verbose=verbose)  # a look at a row may open a model, which takes long
         return create_controller(prepared, decision, progress, fresh=fresh, notes=notes), decision
-
-
-def _prepare_inside_ray_train(job: Job, detached: bool, **options: Any) -> tuple[RunDriver, Decision]:
-    """The same in a train function of Ray Train's."""
-    from trainwright.integrations.ray_train.rank_loop import start_inside_ray_train
-
-    if detached:
-        refuse_inside_ray_train(
-            "tw.start(detached=True)", "leave detached out: FailureConfig(max_failures=...) starts rank 0 again"
-        )
-    return start_inside_ray_train(job, **options)
 
 
 def create_controller(
@@ -129,20 +115,18 @@ class _DriverProcess:
 
     def __init__(self, *job: bytes, resume: bool, fresh: bool) -> None:
         again = ray.get_runtime_context().was_current_actor_reconstructed
-        self._options = {"resume": resume or again, "fresh": fresh and not again}
+        self._resume, self._fresh = resume or again, fresh and not again
         self._job = b"".join(job)
-        self._run: Any = None
+        self._run: Run | None = None
         self._began = threading.Event()
         self._finish: FinishRun | None = None
         self._thread = threading.Thread(target=self._drive, name="trainwright-detached", daemon=True)
         self._thread.start()
 
     def _drive(self) -> None:
-        from trainwright import api
-
         try:
             job = unpickle_job(self._job).replace(preflight=False)  # who asked for this driver has tried it
-            self._run = api.start(job, **self._options)
+            self._run = Run(job, *prepare_run(job, resume=self._resume, fresh=self._fresh, verbose=False))
             self._began.set()
             self._run.wait()
             self._finish = self._run.finish

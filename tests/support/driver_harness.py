@@ -21,7 +21,7 @@ class Story:
     def __init__(self, **changes: Any) -> None:
         fields: dict[str, Any] = {"workers": 2, "total_steps": 8, "steps_per_epoch": 4, **changes}
         self.now_s = 0.0
-        self.state, self.wanted = begin_run(RunPolicy(**fields), self.now_s)
+        self.state, self.wanted = begin_run(RunPolicy.of(**fields), self.now_s)
 
     def tell(self, *happenings: m.DriverEvent) -> Story:
         self.wanted = ()

@@ -269,7 +269,9 @@ class Driver:
         order = WorkerConfig(job=b"", plan=plan, storage=str(folder), run="run", train=None)  # type: ignore[arg-type]
         self.fleet, self.told = fleet, list[events.Event]()
         self.world = effect_executor.EffectExecutor(order, Log(), self.told.append, room=Space())  # type: ignore[arg-type]
-        settings = RunPolicy(workers=fleet.size, total_steps=1000, steps_per_epoch=1000, secret=b"of a test", **changes)
+        settings = RunPolicy.of(
+            workers=fleet.size, total_steps=1000, steps_per_epoch=1000, secret=b"of a test", **changes
+        )
         self.state, effects = begin_run(settings, time.monotonic())
         self._carry_out(effects)
 

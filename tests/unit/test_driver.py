@@ -221,7 +221,7 @@ def test_silent_survivors_are_replaced_as_part_of_the_same_failure() -> None:
 def test_survivors_in_a_long_step_have_time_while_none_has_let_go() -> None:
     story = Story(failures=1).running().tell(m.WorkerDied(worker=0, cause="x")).expires("leave")
     assert story.all(m.KillWorker) == [] and "leave" in story.state.timers
-    story.now_s += story.state.settings.call_deadline_s
+    story.now_s += story.state.settings.deadlines.call_deadline_s
     assert story.expires("leave").all(m.KillWorker) == [m.KillWorker(worker=1)]
 
 

@@ -121,14 +121,14 @@ def test_a_store_that_is_slow_puts_growing_off_and_ends_nobody() -> None:
     assert [call.verb for call in story.all(m.CallWorker)] == ["run"]
     assert "1 of 2 workers" in story.emitted(events.Noted)[0].text
     assert [call.verb for call in story.segment(9).all(m.CallWorker)] == ["run"], "the upload is still on its way"
-    story.returns("upload", (), workers=[0]).now_s += story.state.settings.upload_deadline_s
+    story.returns("upload", (), workers=[0]).now_s += story.state.settings.saving.upload_deadline_s
     story.committed(4).segment(12)
     assert [call.verb for call in story.all(m.CallWorker)] == ["run"], "the next one would take as long"
 
 
 def test_a_checkpoint_that_is_due_is_not_waited_for_where_the_last_one_took_too_long() -> None:
     story = relaid(checkpoint_steps=20).expires("upload").returns("upload", (), workers=[0])
-    story.now_s += story.state.settings.upload_deadline_s
+    story.now_s += story.state.settings.saving.upload_deadline_s
     story.committed(4).segment(20).snapshot(20)
     assert [call.verb for call in story.all(m.CallWorker)] == ["upload", "run"] and story.state.phase is Phase.RUNNING
 
@@ -151,7 +151,7 @@ def test_a_store_that_is_quick_lets_it_grow_from_a_checkpoint_of_that_step() -> 
 
 
 def test_a_world_shrinks_and_grows_back_in_the_simulation() -> None:
-    settings = RunPolicy(workers=4, min_workers=3, total_steps=400, steps_per_epoch=400, shrink_s=8.0)
+    settings = RunPolicy.of(workers=4, min_workers=3, total_steps=400, steps_per_epoch=400, shrink_s=8.0)
     faults = (Fault(kind="slow start", at_s=1.0), Fault(kind="kill", at_s=6.0, target=0.5))
     outcome = simulate(Scenario(seed=2, settings=settings, faults=faults))
     sizes = [(event.former, event.workers) for event in outcome.emitted if isinstance(event, events.Resized)]

@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         name="starts spares without end",
         module="trainwright.driver.membership",
-        pattern="state.settings.spares - (len(spares) - len(joining))",
-        replacement="state.settings.spares",
+        pattern="state.settings.world.spares - (len(spares) - len(joining))",
+        replacement="state.settings.world.spares",
     ),
     Mutant(
         name="gives one spare to two ranks",
@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         name="shrinks below the fewest",
         module="trainwright.driver.membership",
-        pattern="left >= state.settings.fewest and state.seats(left) > 0",
+        pattern="left >= state.settings.world.fewest and state.seats(left) > 0",
         replacement="left > 0",
         also=("never starts", "never starts", "kill two"),
     ),
@@ -71,8 +71,8 @@ MUTANTS = (
         name="grows beyond its bounds",
         module="trainwright.driver.membership",
         function="start_standbys",
-        pattern="state.settings.most",
-        replacement="state.settings.most + 1",
+        pattern="state.settings.world.most",
+        replacement="state.settings.world.most + 1",
     ),
     Mutant(
         name="lets a recruit join that is not up",
@@ -144,8 +144,8 @@ MUTANTS = (
     Mutant(
         name="gives up one failure early",
         module="trainwright.driver.failure_policy",
-        pattern="state.recovery.failures > settings.failures",
-        replacement="state.recovery.failures >= max(1, settings.failures)",
+        pattern="state.recovery.failures > settings.limits.failures",
+        replacement="state.recovery.failures >= max(1, settings.limits.failures)",
     ),
     Mutant(
         name="never counts a failure",
@@ -198,9 +198,9 @@ MUTANTS = (
         name="ends a generation with a worker that follows a chief",
         module="trainwright.driver.dynamic_members",
         function="is_dynamic",
-        pattern="state.settings.spares_rank(state.membership.rank_of[worker])",
-        replacement="state.settings.spares_rank(state.membership.rank_of[worker])"
-        ' and state.settings.topology == "independent"',
+        pattern="state.settings.world.spares_rank(state.membership.rank_of[worker])",
+        replacement="state.settings.world.spares_rank(state.membership.rank_of[worker])"
+        ' and state.settings.world.topology == "independent"',
         also=("kill",),
     ),
     Mutant(
@@ -213,21 +213,21 @@ MUTANTS = (
         name="takes processes over that cannot form again",
         module="trainwright.driver.membership",
         function="_reusable_workers",
-        pattern='turn.settings.reform == "in_place"',
+        pattern='turn.settings.world.reform == "in_place"',
         replacement="True",
         also=("crash",),
     ),
     Mutant(
         name="has a process join twice that cannot",
         module="trainwright.driver.recovery",
-        pattern='state.settings.reform == "new_process" and kind != "peer"',
+        pattern='state.settings.world.reform == "new_process" and kind != "peer"',
         replacement="False",
         also=("storage", "storage"),
     ),
     Mutant(
         name="has a process join again that was cut off",
         module="trainwright.driver.dynamic_members",
-        pattern='apart.blame is not None and settings.reform == "new_process"',
+        pattern='apart.blame is not None and settings.world.reform == "new_process"',
         replacement="False",
         also=("cut", "cut"),
     ),
@@ -281,7 +281,7 @@ MUTANTS = (
         module="trainwright.driver.segments",
         function="proceed",
         pattern="not state.ending",
-        replacement="state.position.step < state.settings.total_steps",
+        replacement="state.position.step < state.settings.length.total_steps",
     ),
     Mutant(
         name="gives the log back during a commit",
@@ -349,7 +349,7 @@ MUTANTS = (
         name="passes more batches by than allowed",
         module="trainwright.driver.failure_policy",
         function="record_crash_loop",
-        pattern="len(state.recovery.passing) >= state.settings.pass_limit",
+        pattern="len(state.recovery.passing) >= state.settings.limits.pass_limit",
         replacement="False",
         also=("crash loop",),
     ),
