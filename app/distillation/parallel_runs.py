@@ -14,8 +14,8 @@ from trainwright.distillation.distillation_spec import Teacher
 from trainwright.planning.job_preparation import PreparedJob, plan_for, prepare
 from trainwright.ray_cluster.discovery import connect, discover
 from trainwright.reporting.progress_bar import PlainTextDisplay, RunProgress
-from trainwright.runtime.launch import create_controller
 from trainwright.runtime.run_handle import Run, stop_on_signals
+from trainwright.runtime.run_listeners import create_controller
 
 _TURN_S = 0.2  # a join without a timeout would not let signals through
 

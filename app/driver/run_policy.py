@@ -12,6 +12,8 @@ from trainwright.core.plan import Mesh, Plan
 from trainwright.core.topology import Generation, RestartMode, Role, Topology, role_of
 from trainwright.driver.messages import PlanSelector
 
+CALL_DEADLINE_S = 180.0  # at least, to form a group and to load a checkpoint
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorldPolicy:

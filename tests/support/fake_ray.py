@@ -30,7 +30,7 @@ from trainwright.driver import messages as m
 from trainwright.driver.driver_state import DriverState, Phase
 from trainwright.driver.run_policy import RunPolicy
 from trainwright.driver.state_machine import begin_run, decide
-from trainwright.runtime import effect_executor, takeover, worker_actor
+from trainwright.runtime import effect_executor, takeover, worker_actor, worker_registry
 from trainwright.runtime.controller import collecting_rarely
 from trainwright.runtime.takeover import TakenOverActors
 from trainwright.runtime.worker_actor import WorkerInfo, WorkerSlot
@@ -307,11 +307,11 @@ class Driver:
 def driving(size: int, parts: int, folder: Path, **changes: Any) -> Iterator[Driver]:
     """A driver whose Ray is in this process."""
     fleet = Fleet(size, parts)
-    about = {"ray": fleet.ray, "WORKER_ACTOR": fleet, "take_over": lambda *_, **__: TakenOverActors()}
     with ExitStack() as stack:
         stack.enter_context(collecting_rarely())
-        stack.enter_context(mock.patch.multiple(effect_executor, **about))
-        for module in (takeover, worker_actor):
+        stack.enter_context(mock.patch.object(effect_executor, "take_over", lambda *_, **__: TakenOverActors()))
+        stack.enter_context(mock.patch.object(worker_registry, "WORKER_ACTOR", fleet))
+        for module in (takeover, worker_actor, worker_registry):
             stack.enter_context(mock.patch.object(module, "ray", fleet.ray))
         driver = Driver(fleet, folder, **changes)
         stack.callback(driver.world.close)

@@ -33,8 +33,8 @@ from trainwright.planning.job_preparation import PreparedJob, plan_for, prepare
 from trainwright.planning.planner import Decision
 from trainwright.ray_cluster.discovery import nodes_by_id
 from trainwright.reporting.progress_bar import RunProgress
-from trainwright.runtime.launch import create_controller
 from trainwright.runtime.run_handle import RunDriver
+from trainwright.runtime.run_listeners import create_controller
 from trainwright.runtime.takeover import NAMESPACE, kept_alive, run_name
 from trainwright.storage.event_files import read_events
 from trainwright.storage.event_log import EventListener
