@@ -79,7 +79,7 @@ def on_snapshots_taken(turn: Transition) -> None:
     if "upload" in state.checkpoints.copying:
         _begin_upload(turn, [copies[rank] for rank in state.checkpoints.writers])
     if "keep" in state.checkpoints.copying:
-        begin_memory_copy(turn, copies)
+        _begin_memory_copy(turn, copies)
 
 
 def _begin_upload(turn: Transition, copies: Sequence[m.SnapshotTaken]) -> None:
@@ -244,7 +244,7 @@ def wants_memory_copy(state: DriverState, now_s: float) -> bool:
     return state.position.step > state.copied and now_s - state.memory.kept_s >= interval_s
 
 
-def begin_memory_copy(turn: Transition, copies: Mapping[int, m.SnapshotTaken]) -> None:
+def _begin_memory_copy(turn: Transition, copies: Mapping[int, m.SnapshotTaken]) -> None:
     """The keepers' pieces are copied: have them delivered, while the ranks go on."""
     state = turn.state
     workers = [state.membership.members[rank].worker for rank in state.memory.keepers]

@@ -483,7 +483,7 @@ class DriverState:
         old, new = self.__dict__, state.__dict__
         new.update(old)
         for name, value in changes.items():
-            part = PART_OF[name]
+            part = _PART_OF[name]
             if not part:
                 new[name] = value
                 continue
@@ -536,7 +536,7 @@ _PARTS: Mapping[str, type] = {
     "memory": MemoryCheckpoints,
     "shutdown": Shutdown,
 }
-PART_OF: Mapping[str, str] = {each.name: "" for each in fields(DriverState) if each.name not in _PARTS} | {
+_PART_OF: Mapping[str, str] = {each.name: "" for each in fields(DriverState) if each.name not in _PARTS} | {
     each.name: part for part, cls in _PARTS.items() for each in fields(cls)
 }
 """The part of the state that each field belongs to; empty for a field of `DriverState` itself."""

@@ -32,7 +32,7 @@ from trainwright.core.engine import CheckpointFile, CheckpointRef
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.events import Probed
 from trainwright.core.plan import Plan
-from trainwright.core.topology import Address, Generation, Role, StalenessCounts, StateTag, StateTransfer
+from trainwright.core.topology import Address, Generation, Role, StalenessCounts, StateTransfer
 
 Verb = Literal[
     "reserve", "form", "heal", "probe", "run", "evaluate", "snapshot", "upload", "keep", "stop", "interrupt", "leave"
@@ -102,7 +102,6 @@ class SegmentReport:
     """The end of a `run`: of all ranks after the same step, which rank 0 tells where workers step alone.
 
     Attributes:
-        stopped: a wish was heard.
         finished: nothing is left to train, though steps may be left.
         skipped: samples that this process has put into the quarantine so far.
         passed, overflowed: steps that changed nothing so far: their loss was not finite, or their gradient too large.
@@ -115,8 +114,6 @@ class SegmentReport:
     """
 
     step: int
-    stopped: bool
-    tag: StateTag
     skipped: int = 0
     passed: int = 0
     overflowed: int = 0

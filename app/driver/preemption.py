@@ -24,7 +24,7 @@ from trainwright.driver.membership import choose_standby, remove_members, replac
 _MARGIN = 0.2  # of the time of a notice, for those who go to be gone by then
 
 
-def can_lose_worker(state: DriverState, worker: int) -> bool:
+def _can_lose_worker(state: DriverState, worker: int) -> bool:
     """Whether the others hold the whole state without this member, those who must go left out."""
     return worker not in state.handover.leaving and _others_hold_state(
         state.with_fields(leaving={**state.handover.leaving, worker: math.inf})
@@ -51,10 +51,10 @@ def on_preemption_notice(turn: Transition, event: m.PreemptionNoticed) -> None:
     elif dynamic_members.is_dynamic(state, event.worker):
         dynamic_members.on_member_preempted(turn, event)
     else:
-        request_handover(turn, event.worker, "preemption notice", event.left_s)
+        _request_handover(turn, event.worker, "preemption notice", event.left_s)
 
 
-def request_handover(turn: Transition, worker: int, why: str, left_s: float = math.inf) -> None:
+def _request_handover(turn: Transition, worker: int, why: str, left_s: float = math.inf) -> None:
     """Have a member hand its rank over, within a time or at leisure."""
     state = turn.state
     rank = state.membership.rank_of[worker]
@@ -266,6 +266,6 @@ def _on_slow_rank(turn: Transition, worker: int, own_s: float, usual_s: float) -
         turn.emit(Straggling(worker=worker, rank=rank, node=node, ratio=ratio, own_s=own_s, usual_s=usual_s))
     least = state.settings.limits.replace_stragglers
     rested = turn.now_s - state.handover.relieved.get(node, -_REPLACE_EVERY_S) >= _REPLACE_EVERY_S
-    if least is not None and ratio >= least and rested and can_lose_worker(state, worker):
+    if least is not None and ratio >= least and rested and _can_lose_worker(state, worker):
         turn.change(relieved={**state.handover.relieved, node: turn.now_s})
-        request_handover(turn, worker, f"its steps took {ratio:.1f} times as long as those of the others")
+        _request_handover(turn, worker, f"its steps took {ratio:.1f} times as long as those of the others")

@@ -241,9 +241,9 @@ def _on_timer_expired(turn: Transition, event: m.TimerExpired) -> None:
 
 def _advance(turn: Transition) -> None:
     """Follow up on what an event completed."""
-    if turn.state.phase in PHASE_COMPLETED and segments.is_phase_complete(turn.state):
+    if turn.state.phase in _PHASE_COMPLETED and segments.is_phase_complete(turn.state):
         turn.disarm("call", "hang", "pause", "late")
-        PHASE_COMPLETED[turn.state.phase](turn)
+        _PHASE_COMPLETED[turn.state.phase](turn)
     if segments.is_wait_needless(turn.state):
         turn.disarm("upload")
         turn.change(phase=Phase.READY)
@@ -276,7 +276,7 @@ _HANDLERS: Mapping[type, Callable[[Transition, Any], None]] = {
 }
 """What to do about each type of event."""
 
-PHASE_COMPLETED: Mapping[Phase, Callable[[Transition], None]] = {
+_PHASE_COMPLETED: Mapping[Phase, Callable[[Transition], None]] = {
     Phase.RESERVING: rendezvous.on_ports_reserved,
     Phase.FORMING: rendezvous.on_group_formed,
     Phase.HEALING: rendezvous.on_state_restored,

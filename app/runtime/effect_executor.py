@@ -11,10 +11,11 @@ from trainwright.driver import messages as m
 from trainwright.ray_cluster.placement_groups import WorkerPlacement
 from trainwright.runtime.event_queue import EventQueue
 from trainwright.runtime.run_storage import RunStorage
-from trainwright.runtime.takeover import DriverLease, LeaseLedger, TakenOverActors, take_over
+from trainwright.runtime.takeover import DriverLease, TakenOverActors, take_over
 from trainwright.runtime.worker_actor import ArgumentPickler
 from trainwright.runtime.worker_output import WorkerOutput
 from trainwright.runtime.worker_registry import WorkerRegistry
+from trainwright.storage.run_store import RunStore
 from trainwright.worker.worker_config import WorkerConfig
 
 
@@ -33,7 +34,7 @@ class EffectExecutor:
     def __init__(
         self,
         order: WorkerConfig,
-        ledger: LeaseLedger,
+        ledger: RunStore,
         emit: Callable[[events.Event], object],
         *,
         elastic: bool = False,

@@ -11,7 +11,7 @@ from trainwright.core import formatting
 from trainwright.core.errors import FencedError, RunConflict, TrainwrightError
 from trainwright.driver import messages as m
 from trainwright.runtime.event_queue import EventQueue
-from trainwright.runtime.takeover import LeaseLedger
+from trainwright.storage.run_store import RunStore
 
 OVERDUE_S = 120.0  # of a write that is not answered, before the user is told
 
@@ -26,7 +26,7 @@ class RunStorage:
         note: tells the user something.
     """
 
-    def __init__(self, ledger: LeaseLedger, queue: EventQueue, *, uri: str, note: Callable[[str], None]) -> None:
+    def __init__(self, ledger: RunStore, queue: EventQueue, *, uri: str, note: Callable[[str], None]) -> None:
         self._ledger, self._queue, self._uri, self._note = ledger, queue, uri, note
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="log")
 

@@ -126,7 +126,7 @@ class Guild(Shop):
     def _return(self, process: Process) -> None:
         """The chief is gone, to one that followed it."""
         process.member = False
-        report = m.SegmentReport(step=process.step, stopped=False, tag=self.tag(process))
+        report = m.SegmentReport(step=process.step)
         self._answer(process, report, 0.0, 0.4)
 
     def _lead(self, court: Court, process: Process, call: m.CallWorker) -> None:
@@ -152,9 +152,9 @@ class Guild(Shop):
         if court.step < court.until and not court.wish:
             self._later(court, chief)
             return
-        stopped, court.wish = court.wish, False
+        court.wish = False
         chief.take(court.step, court.lineage)
-        self._answer(chief, m.SegmentReport(step=court.step, stopped=stopped, tag=self.tag(chief)), 0.0, 0.4)
+        self._answer(chief, m.SegmentReport(step=court.step), 0.0, 0.4)
 
     def _crash(self, court: Court, chief: Process) -> None:
         """A batch ends a process that it always ends; where that is a worker, the step waits for another."""

@@ -290,11 +290,10 @@ class Labour:
             self.clock.after(self.between(0.1, 0.5), self._step, team, ticket)
             return
         arrived, team.arrived = team.arrived, []
-        stopped, team.wish = team.wish, False
+        team.wish = False
         for process in arrived:
             process.take(team.step, team.lineage)
-            tag = self.tag(process)
-            self.answer(process, m.SegmentReport(step=team.step, stopped=stopped, tag=tag), 0.0, 0.4)
+            self.answer(process, m.SegmentReport(step=team.step), 0.0, 0.4)
 
     def _crash(self, team: Team) -> None:
         """A batch ends the rank that it always ends."""

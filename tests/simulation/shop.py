@@ -235,20 +235,20 @@ class Shop:
             self._lease(trade, worker)
 
     def _close(self, trade: Trade) -> None:
-        stopped, trade.wish, trade.open = trade.wish, False, False
+        trade.wish = trade.open = False
         serving, trade.serving = trade.serving, []
         for server in serving:
             server.take(trade.step, trade.lineage)
             stale = StalenessCounts(counts={0: trade.shares}) if server.rank == 0 else None
             step = trade.step if server.rank == 0 else 0
-            report = m.SegmentReport(step=step, stopped=stopped, tag=self.tag(server), staleness=stale)
+            report = m.SegmentReport(step=step, staleness=stale)
             self._answer(server, report, 0.0, 0.4)
         idle, trade.idle = trade.idle, []
         for worker in idle:
             self._end(worker)
 
     def _end(self, worker: Process) -> None:
-        self._answer(worker, m.SegmentReport(step=0, stopped=False, tag=self.tag(worker)), 0.0, 0.4)
+        self._answer(worker, m.SegmentReport(step=0), 0.0, 0.4)
 
     # --- breaking -----------------------------------------------------------------------------------------
 

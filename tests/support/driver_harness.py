@@ -80,8 +80,8 @@ class Story:
         assert self.state.epoch.heal is not None
         return self.returns("heal", StateTag(step=self.state.epoch.heal.step))
 
-    def segment(self, step: int, stopped: bool = False) -> Story:
-        return self.returns("run", m.SegmentReport(step=step, stopped=stopped, tag=StateTag(step=step)))
+    def segment(self, step: int) -> Story:
+        return self.returns("run", m.SegmentReport(step=step))
 
     def snapshot(self, step: int, worker: int = 0) -> Story:
         return self.returns("snapshot", m.SnapshotTaken(step=step, size_bytes=8, blocked_s=0.1), workers=[worker])

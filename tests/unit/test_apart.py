@@ -32,7 +32,7 @@ def ended(story: Story, step: int, *workers: int) -> Story:
     """Those have left the loop; the server knows the step."""
     for worker in workers:
         stale = StalenessCounts(counts={0: 3, 1: 1}, dropped=1) if worker == 0 else None
-        report = m.SegmentReport(step=step if worker == 0 else 0, stopped=False, tag=SERVER, staleness=stale)
+        report = m.SegmentReport(step=step if worker == 0 else 0, staleness=stale)
         story.returns("run", report, workers=[worker])
     return story
 

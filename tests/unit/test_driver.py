@@ -116,7 +116,7 @@ def test_a_dead_worker_is_replaced_and_healed_from_a_survivor() -> None:
 
 
 def test_idle_survivors_are_told_to_leave() -> None:
-    story = Story().running().returns("run", m.SegmentReport(step=4, stopped=False, tag=StateTag(step=4)), workers=[1])
+    story = Story().running().returns("run", m.SegmentReport(step=4), workers=[1])
     story.tell(m.WorkerDied(worker=0, cause="signal 9"))
     assert [call.worker for call in story.calls("leave")] == [1]
 
@@ -324,7 +324,7 @@ def test_a_driver_that_lost_the_log_writes_nothing_and_ends_the_workers_that_are
 def test_a_wish_to_stop_ends_with_a_checkpoint_of_the_step_reached() -> None:
     story = Story().running().tell(m.StopRequested())
     assert [call.worker for call in story.calls("stop")] == [0]
-    story.segment(2, stopped=True).snapshot(2).returns("upload", FILES, workers=[0]).committed(2)
+    story.segment(2).snapshot(2).returns("upload", FILES, workers=[0]).committed(2)
     assert story.all(m.ReleaseLease) == [m.ReleaseLease(outcome="stopped", step=2)]
 
 
@@ -369,7 +369,7 @@ def test_stopping_now_waits_for_a_log_entry_under_way() -> None:
 
 
 def test_a_wish_that_races_with_the_last_step_ends_as_done() -> None:
-    story = Story().running(HEAD).tell(m.StopRequested()).segment(8, stopped=True).snapshot(8)
+    story = Story().running(HEAD).tell(m.StopRequested()).segment(8).snapshot(8)
     story.returns("upload", FILES, workers=[0]).committed(8)
     assert story.all(m.ReleaseLease) == [m.ReleaseLease(outcome="done", step=8)]
 

@@ -29,7 +29,7 @@ def lost(story: Story, worker: int, step: int = 2) -> Story:
     """A worker dies, the others stand idle at `step`."""
     story.tell(m.WorkerDied(worker=worker, cause="its node is gone"))
     others = [member.worker for member in story.state.membership.members if member.worker in story.state.awaiting]
-    story.returns("run", m.SegmentReport(step=step, stopped=False, tag=StateTag(step=step)), workers=others)
+    story.returns("run", m.SegmentReport(step=step), workers=others)
     return story.returns("leave", StateTag(step=step), workers=others)
 
 
@@ -58,7 +58,7 @@ def test_a_late_one_joins_after_a_pause_that_costs_no_step() -> None:
     story.formed(StateTag(step=2), StateTag(step=2)).returns("heal", StateTag(step=2))
     story.tell(m.WorkerStarted(worker=3, node="n3", pid=3))
     assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "stop")]
-    story.segment(3, stopped=True)
+    story.segment(3)
     assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "leave"), (2, "leave")]
     story.returns("leave", StateTag(step=3))
     assert [call.worker for call in story.calls("reserve")] == [0, 2, 3]
@@ -76,14 +76,14 @@ def test_room_for_more_is_asked_for_once_steps_run() -> None:
     ]
     story.tell(m.WorkerStarted(worker=3, node="n", pid=3), m.WorkerStarted(worker=2, node="n", pid=2))
     assert len(story.calls("stop")) == 1
-    story.segment(2, stopped=True).returns("leave", StateTag(step=2))
+    story.segment(2).returns("leave", StateTag(step=2))
     assert [call.worker for call in story.calls("reserve")] == [0, 1, 2, 3]
 
 
 def test_a_failure_takes_waiting_recruits_in_at_no_further_cost() -> None:
     story = progressed(Story(workers=2, max_workers=3).running(), 1)
     story.tell(m.WorkerDied(worker=1, cause="killed"), m.WorkerStarted(worker=2, node="n", pid=2))
-    story.returns("run", m.SegmentReport(step=2, stopped=False, tag=StateTag(step=2)), workers=[0])
+    story.returns("run", m.SegmentReport(step=2), workers=[0])
     story.returns("leave", StateTag(step=2), workers=[0]).tell(m.WorkerStarted(worker=3, node="n", pid=3))
     assert [call.worker for call in story.calls("reserve")] == [0, 3, 2]
 
@@ -98,7 +98,7 @@ def test_nobody_joins_a_run_that_is_to_end() -> None:
     story = progressed(Story(workers=2, max_workers=3).running(), 1).tell(m.StopRequested())
     story.tell(m.WorkerStarted(worker=2, node="n", pid=2))
     assert not story.calls("stop")
-    assert story.segment(2, stopped=True).calls("snapshot")
+    assert story.segment(2).calls("snapshot")
 
 
 def relaid(**settings: object) -> Story:
@@ -107,10 +107,10 @@ def relaid(**settings: object) -> Story:
     steps = {"total_steps": 40, "steps_per_epoch": 40, **settings}
     story = progressed(Story(min_workers=1, layouts=plans, **steps).running(), 1)
     story.tell(m.WorkerDied(worker=1, cause="its node is gone"))
-    story.returns("run", m.SegmentReport(step=2, stopped=False, tag=StateTag(step=2)), workers=[0])
+    story.returns("run", m.SegmentReport(step=2), workers=[0])
     story.returns("leave", StateTag(step=2), workers=[0]).expires("shrink").formed(StateTag(step=None))
     progressed(story.returns("heal", StateTag(step=0)), 3).tell(m.WorkerStarted(worker=2, node="n", pid=2))
-    story.segment(4, stopped=True).snapshot(4)
+    story.segment(4).snapshot(4)
     assert story.calls("upload") and story.state.phase is Phase.WAITING
     return story
 

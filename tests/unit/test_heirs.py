@@ -78,7 +78,7 @@ def test_without_a_worker_the_keepers_copy_is_newer_than_the_checkpoint() -> Non
 def test_versions_of_the_driver_before_are_held_and_never_used_again() -> None:
     story = taken_over(kept=KEPT, workers=1, keep_s=1.0).start().formed().returns("heal", StateTag(step=6))
     story.now_s += 1.0
-    story.expires("pause").segment(9, stopped=True)
+    story.expires("pause").segment(9)
     order = story.returns("snapshot", m.SnapshotTaken(step=9, size_bytes=1, blocked_s=0.0)).calls("keep")[0].argument
     assert order.hold == (7,) and order.version > 3 << 32
 
@@ -99,7 +99,7 @@ def test_a_state_in_the_layout_that_the_driver_before_had_changed_to_is_gone_on_
     story.formed(StateTag(step=7)).returns("heal", StateTag(step=7))
     assert (story.emitted(events.Formed)[0].source, story.state.position.step) == ("replica", 7)
     story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=8))
-    story.tell(m.WorkerStarted(worker=5, node="n", pid=5)).segment(9, stopped=True).snapshot(9, worker=4)
+    story.tell(m.WorkerStarted(worker=5, node="n", pid=5)).segment(9).snapshot(9, worker=4)
     story.returns("upload", (), workers=[4]).committed(9).returns("leave", StateTag(step=9))
     assert story.emitted(events.Replanned)[0].workers == 2 and [c.worker for c in story.calls("reserve")] == [4, 5]
 

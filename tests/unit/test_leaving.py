@@ -31,7 +31,7 @@ def test_a_notice_pauses_the_ranks_and_those_who_stay_write_a_checkpoint_at_once
     assert [event.rank for event in story.emitted(Leaving)] == [0] and [c.worker for c in story.calls("stop")] == [0]
     story.tell(notice(0))
     assert not story.wanted, "told once"
-    story.segment(3, stopped=True)
+    story.segment(3)
     assert [call.worker for call in story.calls("snapshot")] == [1], "by the one who stays"
     story.snapshot(3, worker=1)
     assert [call.worker for call in story.calls("upload")] == [1]
@@ -49,14 +49,14 @@ def test_a_notice_pauses_the_ranks_and_those_who_stay_write_a_checkpoint_at_once
 def test_a_spare_elsewhere_takes_the_rank_and_one_on_the_same_node_does_not() -> None:
     for node, promoted in (("n9", [2]), ("n1", [])):
         story = spare_up(Story(total_steps=100, steps_per_epoch=100, spares=1).running(), 2, node)
-        story.tell(notice(1)).segment(3, stopped=True).snapshot(3)
+        story.tell(notice(1)).segment(3).snapshot(3)
         assert [event.worker for event in story.emitted(Promoted)] == promoted
         assert [place.worker for place in story.all(m.StartWorker)] == ([] if promoted else [3])
 
 
 def test_a_state_that_only_those_who_go_hold_is_stored_before_they_do() -> None:
     story = Story(total_steps=100, steps_per_epoch=100, workers=1).running().tell(notice(0))
-    story.segment(3, stopped=True).snapshot(3)
+    story.segment(3).snapshot(3)
     assert story.state.phase is Phase.WAITING and not story.all(m.KillWorker)
     uploaded(story, 0, 3)
     assert [kill.worker for kill in story.all(m.KillWorker)] == [0]
@@ -69,7 +69,7 @@ def test_a_state_that_only_those_who_go_hold_is_stored_before_they_do() -> None:
 
 def test_a_slow_store_does_not_make_those_who_go_late() -> None:
     story = Story(total_steps=100, steps_per_epoch=100, workers=1).running(HEAD).tell(notice(0))
-    story.segment(6, stopped=True).snapshot(6)
+    story.segment(6).snapshot(6)
     waits = [timer.after_s for timer in story.all(m.SetTimer) if timer.name == "notice"]
     assert waits and max(waits) < 25 * 0.8
     story.now_s += 20.0
@@ -85,7 +85,7 @@ def half(rank: int, step: int | None) -> StateTag:
 def test_a_late_answer_of_an_upload_given_up_is_no_part_of_the_next_one() -> None:
     story = Story(total_steps=100, steps_per_epoch=100, checkpoint_steps=8).up(HEAD)
     story.formed(half(0, None), half(1, None)).returns("heal", half(0, 4), half(1, 4)).tell(notice(0))
-    story.segment(6, stopped=True).returns("snapshot", m.SnapshotTaken(step=6, size_bytes=8, blocked_s=0.1))
+    story.segment(6).returns("snapshot", m.SnapshotTaken(step=6, size_bytes=8, blocked_s=0.1))
     generation, failure = story.state.epoch.generation, m.CallFailure(kind="storage", error=StorageError("slow"))
     late = [
         m.CallReturned(worker=1, generation=generation, verb="upload", value=FILES),
@@ -110,13 +110,13 @@ def test_steps_go_on_while_one_who_goes_still_writes_an_older_checkpoint() -> No
     story.returns("upload", FILES, workers=[0])
     assert story.calls("stop")
     story.committed(4)
-    story.segment(5, stopped=True)
+    story.segment(5)
     assert [call.worker for call in story.calls("snapshot")] == [1]
 
 
 def test_an_elastic_world_goes_on_with_fewer() -> None:
     story = Story(total_steps=100, steps_per_epoch=100, workers=3, min_workers=1).running()
-    story.tell(notice(0), notice(2)).segment(3, stopped=True).snapshot(3, worker=1)
+    story.tell(notice(0), notice(2)).segment(3).snapshot(3, worker=1)
     assert [kill.worker for kill in story.all(m.KillWorker)] == [0, 2] and not story.all(m.StartWorker)
     assert [(event.former, event.workers) for event in story.emitted(Resized)] == [(3, 1)]
     assert [member.worker for member in story.state.membership.members] == [1]

@@ -38,7 +38,7 @@ def test_a_spike_takes_all_ranks_back_and_passes_its_batch_by() -> None:
     told = spiked()
     assert [call.verb for call in told.all(m.CallWorker)] == ["stop"] and told.state.recovery.spiked == 25
     assert "3.5 times the usual 1" in told.emitted(events.Failed)[0].cause
-    told.segment(27, stopped=True)
+    told.segment(27)
     assert [call.verb for call in told.all(m.CallWorker)] == ["leave", "leave"]
     told.returns("leave", StateTag(step=27)).formed(StateTag(step=27))
     heal = told.calls("heal")[0].argument
@@ -49,7 +49,7 @@ def test_a_spike_takes_all_ranks_back_and_passes_its_batch_by() -> None:
 
 
 def test_losses_from_before_the_state_gone_back_to_still_count() -> None:
-    told = spiked().segment(27, stopped=True).returns("leave", StateTag(step=27)).formed(StateTag(step=27))
+    told = spiked().segment(27).returns("leave", StateTag(step=27)).formed(StateTag(step=27))
     told.returns("heal", StateTag(step=4))
     assert median_loss(news(told, 24, *[1.0] * MIN_LOSSES).state) == 1.0
     assert not news(told, 25, math.nan).state.recovery.spiked, "the step that is passed by has no loss"
@@ -59,7 +59,7 @@ def test_a_copy_in_memory_from_before_the_spike_is_newer_than_the_checkpoint() -
     kept = m.MemoryCheckpoint(version=9, step=20, files=())
     told = Story(total_steps=100, steps_per_epoch=100, max_loss_ratio=3.0, spike_limit=5)
     told.tell(m.LeaseAcquired(token=3, head=HEAD, kept=kept)).start().formed().returns("heal", StateTag(step=20))
-    told = news(news(told, 40, *[1.0] * MIN_LOSSES), 41, 50.0).segment(42, stopped=True)
+    told = news(news(told, 40, *[1.0] * MIN_LOSSES), 41, 50.0).segment(42)
     told.returns("leave", StateTag(step=42)).formed(StateTag(step=42))
     assert told.calls("heal")[0].argument.source == "keeper"
 
@@ -87,7 +87,7 @@ def test_without_leave_to_go_back_the_run_ends_with_the_figures() -> None:
 
 
 def test_it_goes_back_only_so_often() -> None:
-    told = spiked(spike_limit=1).segment(27, stopped=True).returns("leave", StateTag(step=27))
+    told = spiked(spike_limit=1).segment(27).returns("leave", StateTag(step=27))
     told.formed(StateTag(step=27)).returns("heal", StateTag(step=4))
     news(news(told, 24, *[1.0] * MIN_LOSSES), 30, 77.0)
     error = told.tell(m.LeaseReleased()).all(m.FinishRun)[0].error
@@ -96,7 +96,7 @@ def test_it_goes_back_only_so_often() -> None:
 
 def test_a_failure_on_the_way_back_still_leads_there() -> None:
     told = spiked().tell(m.WorkerDied(worker=1, cause="killed"))
-    told.returns("run", m.SegmentReport(step=27, stopped=True, tag=StateTag(step=27)), workers=[0])
+    told.returns("run", m.SegmentReport(step=27), workers=[0])
     told.returns("leave", StateTag(step=27), workers=[0]).start().formed(StateTag(step=27), StateTag(step=None))
     heal = told.calls("heal")[0].argument
     assert (heal.source, heal.step) == ("checkpoint", 4)

@@ -21,7 +21,7 @@ def story(**changes: Any) -> Story:
 
 def paused(story: Story, step: int, *own_s: float | None) -> Story:
     """All ranks stop after a step and say how long their own part took."""
-    reports = [m.SegmentReport(step=step, stopped=True, tag=StateTag(step=step), own_s=seconds) for seconds in own_s]
+    reports = [m.SegmentReport(step=step, own_s=seconds) for seconds in own_s]
     return story.returns("run", *reports)
 
 
