@@ -1,10 +1,10 @@
-"""Checkpoints: copied by the writers while all stand, uploaded while steps go on, then named by the log.
+"""Checkpoints: when they are due, snapshots of idle ranks, uploads during steps, commits to the run log.
 
-An upload outlives the generation that began it for as long as the processes that owe its files live; what it holds
-stays a true state of the run, even where the ranks were set back below its step.
+An upload continues after the rendezvous epoch that started it, as long as the processes that owe its files live. It
+remains a valid state of the run, even if the ranks were restored to an earlier step.
 
-One version is whole at any time, a second one may be on its way; it counts when each keeper has delivered its files.
-Nothing is kept where the ranks' own memory does as well: each piece lives on two nodes, in processes that survive.
+One in-memory checkpoint is complete at any time, and a second may be under way; it is complete when each rank has
+written its files. None are taken if each piece is on two nodes anyway, in processes that survive a failure.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def skip_if_upload_runs(turn: Transition) -> None:
 
 
 def take_snapshot(turn: Transition, *verbs: Literal["upload", "keep"]) -> None:
-    """Have the writers, the keepers or both copy their pieces."""
+    """Take a snapshot of the pieces on the ranks that write to the store, to memory, or to both."""
     state = turn.state
     ranks = {"upload": frozenset(state.checkpoints.writers), "keep": frozenset(state.memory.keepers)}
     copying = sorted({rank for verb in verbs for rank in ranks[verb]})
@@ -245,7 +245,7 @@ def wants_memory_copy(state: DriverState, now_s: float) -> bool:
 
 
 def _begin_memory_copy(turn: Transition, copies: Mapping[int, m.SnapshotTaken]) -> None:
-    """The keepers' pieces are copied: have them delivered, while the ranks go on."""
+    """Write the snapshot to the nodes' memory, while the ranks continue."""
     state = turn.state
     workers = [state.membership.members[rank].worker for rank in state.memory.keepers]
     keeping = MemoryCopy(
@@ -262,7 +262,7 @@ def _begin_memory_copy(turn: Transition, copies: Mapping[int, m.SnapshotTaken]) 
 
 
 def on_memory_copy_returned(turn: Transition, event: m.CallReturned) -> None:
-    """One keeper's files are in memory; after the last one the version counts."""
+    """Note one rank's files in memory; the copy is complete after the last one."""
     state = turn.state
     node = state.membership.members[state.membership.rank_of[event.worker]].node
     files = tuple(m.NodeMemoryFile(node=node, file=file) for file in event.value)
@@ -289,7 +289,7 @@ def discard_memory_copies_from(turn: Transition, step: int) -> None:
 
 
 def on_memory_copy_refused(turn: Transition, event: m.CallRaised) -> None:
-    """A node has no room for a copy: keep no more, and say so."""
+    """Stop in-memory checkpoints, because a node has no memory for one, and tell the user."""
     turn.change(keepers=(), keep_off=True)
     turn.emit(Noted(text=f"no more copies of the state are kept in memory: {event.failure.error}"))
     drop_memory_copy_workers(turn, frozenset({event.worker}))

@@ -1,4 +1,4 @@
-"""What the driver knows: frozen, so that a decision is a new state and nothing else."""
+"""The driver's state, immutable and in parts, and the draft of one decision (`Transition`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainwright.driver.run_policy import RunPolicy
 
 
 class Phase(Enum):
-    """What the workers are doing as far as the driver knows.
+    """What the workers do, as far as the driver knows.
 
     An unbroken run goes ACQUIRING, GATHERING, RESERVING, FORMING, HEALING, then RUNNING, SNAPSHOTTING and EVALUATING as
     the milestones want, WAITING for the last upload, CLOSING, RELEASING, FINISHED. Every failure leads to GATHERING;
@@ -66,12 +66,12 @@ class GroupMember:
     """The process that holds a rank.
 
     Attributes:
-        slot: its room.
+        slot: its worker slot.
         home: Ray's id of the node.
-        told: it was told its rank.
-        fresh: until its first generation is ready.
-        pieces: of the state, that it held when it was ready last.
-        part: of a replica, that these are; -1 for none.
+        told: it knows its rank.
+        fresh: its first rendezvous is not complete yet.
+        pieces: pieces of the state that it held after the last rendezvous.
+        part: number of the replica's part that these pieces are; -1 for none.
     """
 
     worker: int
@@ -86,7 +86,7 @@ class GroupMember:
 
 @dataclass(frozen=True, kw_only=True)
 class StandbyWorker:
-    """A process that waits for a rank. `ready` once it has rehearsed; a recruit has a `slot` of its own.
+    """A process that waits for a rank. It is `ready` once it is warm; a joining worker has a `slot` of its own.
 
     `home` is Ray's id of the node.
     """
@@ -102,7 +102,7 @@ class CheckpointUpload:
     """The one checkpoint on its way to the store.
 
     Attributes:
-        owing: workers whose files are not there yet; their answers are of its `generation`, others to one given up.
+        owing: workers whose files are missing; answers of another `generation` belong to an upload that was given up.
         trouble: why it will not become a checkpoint.
         committing: all files are stored and the log is being written.
     """
@@ -121,12 +121,12 @@ class CheckpointUpload:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCopy:
-    """The one state on its way into the nodes' memory.
+    """The in-memory checkpoint under way.
 
     Attributes:
-        owing: workers whose answer is not there yet. The next one begins only when there are none, so that an answer
-            always belongs to this one.
-        spoiled: some files will not come.
+        owing: workers whose answer is missing. The next copy starts only when there are none, so that an answer
+            always belongs to this copy.
+        spoiled: some files are lost.
     """
 
     version: int
@@ -141,9 +141,9 @@ class MemoryCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureCause:
-    """What the failure being recovered from is put down to. A lost peer (`peer`) yields to any other cause.
+    """The cause of the current failure. A lost peer (`peer`) is replaced by any other cause.
 
-    `kind` names what can come of a step itself, and is compared with that of the failure before.
+    `kind` names failures that a step itself can cause, and is compared with that of the previous failure.
     """
 
     error: Exception
@@ -157,7 +157,7 @@ PendingStage = Literal["start", "hold", "reserve", "form", "heal", "run", "evalu
 
 @dataclass(frozen=True, kw_only=True)
 class PendingMember:
-    """What a member does that the others do not wait for (see `apart`).
+    """What a dynamic member does, for which the others do not wait (see `DynamicMembers.apart`).
 
     Attributes:
         doing: `start` (it was placed), `hold` (it is up and waits for its time), or the verb that it was called for.
@@ -178,7 +178,7 @@ class PendingMember:
 
 @dataclass(frozen=True, kw_only=True)
 class CrashLoop:
-    """Failures alike at one step, which was never completed. `cause` is the first one's, in words."""
+    """Equal failures at one step, which was never completed. `cause` is the text of the first one."""
 
     step: int
     rank: int
@@ -189,7 +189,7 @@ class CrashLoop:
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedError:
-    """An error of code, as its last failure raised it: at which highest step, when, and how often in a row."""
+    """The last error of the job's code: the highest step then, when, and how often in a row."""
 
     cause: str
     high: int
@@ -495,7 +495,7 @@ class DriverState:
         return state
 
     def seats(self, room: int) -> int:
-        """How many of so many workers the run can use; 0 where there is no plan for them."""
+        """Return how many of `room` workers the run can use; 0 if there is no plan for them."""
         layouts = self.settings.world.layouts
         if layouts is None:
             return room
@@ -503,24 +503,24 @@ class DriverState:
         return plan.workers if plan else 0
 
     def loses_state(self, workers: int) -> bool:
-        """Whether so many workers would begin anew, in another layout than the generation's."""
+        """Whether this number of workers needs another layout, so that they restart from a checkpoint."""
         layouts = self.settings.world.layouts
         plan = layouts.on(workers, self.settings.world.fewest) if layouts else None
         return plan is not None and self.membership.plan is not None and plan.layout != self.membership.plan.layout
 
     @property
     def committed(self) -> int:
-        """Step of the newest committed checkpoint; 0 without one, where every run begins."""
+        """Step of the newest committed checkpoint; 0 without one."""
         return self.checkpoints.head.step if self.checkpoints.head else 0
 
     @property
     def copied(self) -> int:
-        """Step of the newest copy of the state that outlives the workers: a checkpoint, or what is kept in memory."""
+        """Step of the newest checkpoint, in the store or in memory."""
         return max(self.committed, self.memory.kept.step if self.memory.kept else 0)
 
     @property
     def ending(self) -> bool:
-        """No step will be run after the one at which the ranks stand."""
+        """Whether no step follows the current one."""
         return self.shutdown.stopping or self.position.step >= self.settings.length.total_steps
 
 
@@ -542,11 +542,11 @@ _PART_OF: Mapping[str, str] = {each.name: "" for each in fields(DriverState) if 
 """The part of the state that each field belongs to; empty for a field of `DriverState` itself."""
 
 
-# --- One decision in the making ---------------------------------------------------------------------------------------
+# --- The draft of a decision ------------------------------------------------------------------------------------------
 
 
 class Transition:
-    """A draft of a decision. Attributes: `state`, `effects`, `now_s` (the clock of whoever calls `decide`)."""
+    """A draft of a decision. Attributes: `state`, `effects`, `now_s` (clock of the caller of `decide`)."""
 
     def __init__(self, state: DriverState, now_s: float) -> None:
         self.state = state
@@ -567,7 +567,7 @@ class Transition:
         self.change(settings=self.settings.with_fields(**changes))
 
     def enter(self, phase: Phase, **changes: Any) -> None:
-        """Begin a phase with no answers yet."""
+        """Enter a phase, without answers yet."""
         self.change(phase=phase, phase_s=self.now_s, answers=PersistentMap(), **changes)
 
     def want(self, effect: Effect) -> None:
@@ -579,14 +579,14 @@ class Transition:
         self.effects.append(EmitEvent(event=event))
 
     def call(self, workers: Iterable[int], verb: Verb, argument: Any = None) -> None:
-        """Call workers with the same argument; does not note that they owe an answer."""
+        """Call workers with the same argument, without waiting for their answers."""
         generation = self.state.epoch.generation
         self.effects.extend(
             CallWorker(worker=worker, generation=generation, verb=verb, argument=argument) for worker in workers
         )
 
     def call_all(self, verb: Verb, argument: Any = None) -> None:
-        """Call every member that takes part, and await each of them."""
+        """Call every member of the collective group, and wait for all answers."""
         workers = [
             member.worker for member in self.state.membership.members if member.worker not in self.state.dynamic.apart
         ]
@@ -594,13 +594,13 @@ class Transition:
         self.call(workers, verb, argument)
 
     def arm(self, name: str, after_s: float) -> None:
-        """Set a timer; one of the same name is forgotten."""
+        """Set a timer; it replaces one of the same name."""
         number = self.state.clock + 1
         self.change(clock=number, timers={**self.state.timers, name: number})
         self.want(SetTimer(name=name, number=number, after_s=after_s))
 
     def disarm(self, *names: str) -> None:
-        """Forget those of the timers that run; all of them when none is named."""
+        """Cancel timers by name; all of them if none is named."""
         running = [name for name in names or self.state.timers if name in self.state.timers]
         if running:
             self.change(timers={name: number for name, number in self.state.timers.items() if name not in running})
@@ -608,7 +608,7 @@ class Transition:
                 self.want(CancelTimer(name=name))
 
     def reached(self, step: int) -> None:
-        """A step is known to be complete. A new one clears the failures, except the one being recovered from."""
+        """Note a completed step. A new one clears the failures, except the current one."""
         position, recovery = self.state.position, self.state.recovery
         if step > position.high:
             self.change(high=step, progress=step)

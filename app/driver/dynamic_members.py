@@ -1,8 +1,8 @@
-"""Processes that the others do without: of roles whose loss the engine tolerates, while a generation stands.
+"""Members outside the collective group, whose loss the engine tolerates: parameter servers, asynchronous workers.
 
-The death of such a process ends no generation. Another takes its rank, and joins by itself (reserve, form, heal, and
-what the others do) while those go on. So does one that lost its peers, and one that the world grows by. Whoever is
-still in a stretch of steps when it is over for the others is not waited for: it takes part again once it answers.
+The death of such a process does not end a rendezvous epoch. Another process takes its rank and joins (reserve, form,
+heal, then the current verb) while the others continue. A member that lost its peers and a member that the run grows by
+join in the same way. A member that is still in a segment when the others have ended it rejoins once it answers.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def _anybody_works(state: DriverState) -> bool:
     return bool(active_workers(state)) or any(state.settings.world.spares_rank(rank) for rank in late)
 
 
-# --- losing -----------------------------------------------------------------------------------------------------------
+# --- Losses -----------------------------------------------------------------------------------------------------------
 
 
 def on_members_lost(turn: Transition, blame: FailureCause, workers: frozenset[int], *, kill: bool = False) -> None:
-    """These processes are gone, or must go: others take their ranks, unless that was one failure too many."""
+    """Replace these processes, which ended or must end, unless that was one failure too many."""
     if _count_and_go_on(turn, blame, workers):
         for worker in sorted(workers):
             _replace(turn, worker, kill=kill)
@@ -126,7 +126,7 @@ def replace_preempted(turn: Transition) -> None:
 
 
 def _count_and_go_on(turn: Transition, blame: FailureCause, workers: frozenset[int]) -> bool:
-    """Whether the run goes on after this failure: one that comes with others, such as a node's, counts as one."""
+    """Whether the run continues after this failure; those of one node count as one."""
     state = turn.state
     ranks = frozenset(state.membership.rank_of[worker] for worker in workers)
     turn.emit(blame.event)
@@ -191,7 +191,7 @@ def update_hang_timer(turn: Transition) -> None:
         turn.emit(Waiting(what="a worker to take its part again", deadline_s=turn.settings.deadlines.place_deadline_s))
 
 
-# --- joining ----------------------------------------------------------------------------------------------------------
+# --- Joining ----------------------------------------------------------------------------------------------------------
 
 
 def _admit_pending(turn: Transition, worker: int) -> None:
@@ -308,7 +308,7 @@ def is_segment_open(state: DriverState) -> bool:
     return any(state.settings.world.ends_segment(state.membership.rank_of[worker]) for worker in state.awaiting)
 
 
-# --- not waited for ---------------------------------------------------------------------------------------------------
+# --- Deadlines --------------------------------------------------------------------------------------------------------
 
 
 def detach_late_workers(turn: Transition) -> None:
@@ -399,7 +399,7 @@ def _is_any_alive(state: DriverState) -> bool:
 
 
 def on_members_silent(turn: Transition, workers: frozenset[int]) -> None:
-    """They do not answer: others take their ranks."""
+    """Replace members that do not answer."""
     state = turn.state
     rank = min(state.membership.rank_of[worker] for worker in workers)
     doing = (

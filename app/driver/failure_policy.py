@@ -1,12 +1,11 @@
-"""Crash loops: the same failure at the same step, again and again; and how long to wait before the next try. Pure.
+"""Crash loops, loss spikes and pauses before the next attempt: what the driver does about repeated failures. Pure.
 
-A step is blamed where it, or the throwaway step before it, ended the same rank in the same way, and no step beyond it
-was ever completed. Which step that is, is known once the survivors have told where they stand; where there are none,
-or steps overlap, the first steps after a failure are taken one at a time (see `limit_target_step`).
+A step is the suspect if it, or the throwaway step before it, ended the same rank in the same way repeatedly, and no
+later step was completed. The survivors' positions tell which step that is; without survivors, or if steps overlap, the
+first steps after a failure are taken one at a time (see `limit_target_step`).
 
-As PaLM was trained (Chowdhery et al., 2022, 5.1): begin again from a checkpoint before the spike, and pass its batch
-by. The driver looks, from the news of the steps: no rank waits for it, and all decide alike. Steps that were taken
-meanwhile are undone.
+A loss spike is handled as in the training of PaLM (Chowdhery et al., 2022, 5.1): restart from a checkpoint before the
+spike and skip its batch. The driver detects spikes in the reports of steps, so no rank waits; later steps are undone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Who holds which rank: processes placed, spares that wait, and a world that shrinks and grows between its bounds.
+"""The processes of a run and their ranks: placement, warm standbys, driver takeover, shrinking and growing.
 
-A slot is room for one process (a bundle of resources). A spare stands beside a slot and takes none of its resources; a
-recruit holds a slot of its own and waits to join. Ranks are given anew in each generation, slots stay.
+A slot is a bundle of resources for one process. A warm standby shares a slot and takes none of its resources; a joining
+worker has a slot of its own and waits to join. Ranks are assigned in each rendezvous, slots stay.
 
-Where those who live hold a whole state that is newer than any copy, in another layout than the run's plan has, the run
-goes on in theirs, and changes to its plan as room that returned does: from a checkpoint of the very step.
+If the survivors of a previous driver hold a complete state that is newer than any checkpoint, in another layout than
+the run's plan, the run continues in their layout and changes to its plan from a checkpoint of that step.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _note_accelerators(turn: Transition, slot: int, event: m.WorkerStarted) -> N
         turn.change(accelerators=turn.state.membership.accelerators.put(slot, event.accelerators))
 
 
-# --- shrinking and growing --------------------------------------------------------------------------------------------
+# --- Shrinking and growing --------------------------------------------------------------------------------------------
 
 
 def complete_members(turn: Transition) -> bool:
@@ -187,7 +187,7 @@ def complete_members(turn: Transition) -> bool:
 
 
 def arrange_ranks(turn: Transition, plan: Plan | None) -> None:
-    """Lay the ranks over the nodes as the mesh wants them, where none has been told its rank or all begin anew."""
+    """Place the ranks on the nodes as the mesh needs them, if no rank has been told or all restart."""
     state, mesh = turn.state, turn.settings.world.mesh
     anew = plan is not None and state.membership.plan is not None and plan.layout != state.membership.plan.layout
     if mesh is None or (any(member.told for member in state.membership.members) and not anew):
@@ -257,7 +257,7 @@ def _remove_late_members(turn: Transition) -> None:
 
 
 def _admit_joiners(turn: Transition) -> None:
-    """Recruits that are up get ranks, as far as there is room; members that the plan has no rank for go."""
+    """Give ranks to joining workers that are up; release members for which the plan has no rank."""
     state, count = turn.state, len(turn.state.membership.members)
     total = target_size(state)
     unknown = state.epoch.heal is None  # how far those are who outlived another driver
@@ -310,7 +310,7 @@ def admit_joiner(turn: Transition, worker: int) -> None:
 
 
 def assign_ranks(turn: Transition, members: tuple[GroupMember, ...]) -> None:
-    """Give the members the ranks of their places."""
+    """Number the members by their order."""
     ranks = PersistentMap((member.worker, rank) for rank, member in enumerate(members))
     turn.change(members=PersistentList(members), rank_of=ranks)
 
@@ -324,7 +324,7 @@ def _resize(turn: Transition, members: tuple[GroupMember, ...], why: str) -> Non
 
 
 def remove_members(turn: Transition, workers: frozenset[int], why: str) -> None:
-    """Go on without these idle members: recruits come in their stead when there is room."""
+    """Continue without these idle members; joining workers replace them later."""
     turn.change(awaiting=turn.state.awaiting - workers)
     for worker in sorted(workers):
         turn.want(m.KillWorker(worker=worker))
@@ -333,7 +333,7 @@ def remove_members(turn: Transition, workers: frozenset[int], why: str) -> None:
     _resize(turn, tuple(member for member in turn.state.membership.members if member.worker not in workers), why)
 
 
-# --- losing -----------------------------------------------------------------------------------------------------------
+# --- Losses -----------------------------------------------------------------------------------------------------------
 
 
 def on_standby_died(turn: Transition, event: m.WorkerDied) -> None:
@@ -388,7 +388,7 @@ def _count_text(number: int, what: str = "worker") -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 
-# --- What a new driver takes over from one that died ------------------------------------------------------------------
+# --- Driver takeover --------------------------------------------------------------------------------------------------
 
 
 def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()) -> None:
@@ -462,7 +462,7 @@ def _reusable_workers(turn: Transition, living: Sequence[m.SurvivingWorker]) -> 
 
 
 def _adopt_plan(turn: Transition, living: Sequence[m.SurvivingWorker]) -> Plan | None:
-    """The plan that those who live worked under, where their state would be lost under the run's own; it is told of."""
+    """Choose the plan of the survivors, if their state would be lost under the run's own plan, and report it."""
     state, settings, layouts = turn.state, turn.settings, turn.settings.world.layouts
     theirs = _plan_of_newest_state(living, state.copied)
     if layouts is None or theirs is None:

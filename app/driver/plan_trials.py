@@ -1,8 +1,8 @@
-"""Plans measured against each other before the first step: each in a generation of its own, on the same processes.
+"""Trials of plans before the first step: each plan is timed in a rendezvous epoch of its own, on the same processes.
 
-A plan is measured by throwaway steps of all ranks; whoever has taken some builds anew afterwards, so that nothing of
-them is left. One that fails is set aside, and the quickest goes on. The plan that would go on without all this comes
-first: it is recovered from what ends processes, as it would be later, and an error that all plans raise is its error.
+All ranks time a plan with throwaway steps and rebuild their engine afterwards. A plan that fails is set aside, and the
+fastest is chosen. The plan that would run without trials comes first: the driver recovers from failures of its
+processes as it would later, and an error that all plans raise is reported as the error of this plan.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def settle_trials(turn: Transition) -> bool:
 
 
 def _end_trials(turn: Transition) -> None:
-    """No plan is tried any more: all begin anew."""
+    """End the trials; all ranks restart from the initial state."""
     members = PersistentList(replace(member, told=False) for member in turn.state.membership.members)
     turn.change(trials=None, plan=None, members=members)
 

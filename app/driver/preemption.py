@@ -1,11 +1,11 @@
-"""Planned hand-overs: a worker that must go gives its rank to another process before it does. No step is lost.
+"""Preemption: a worker with a notice hands its rank over to another process before it ends. No step is lost.
 
-On a preemption notice the ranks pause after the step under way, and a checkpoint is begun. Where those who stay hold
-the whole state they go on at once with a spare, a new process or fewer; otherwise the checkpoint is waited for, as long
-as the notice allows, since all will begin from it.
+After a notice, the ranks pause after the current step and a checkpoint starts. If the remaining workers hold the whole
+state, they continue at once with a standby, a new process or fewer workers. Otherwise the driver waits for the
+checkpoint as long as the notice allows, because all ranks will restart from it.
 
-A rank's part is what it does before it waits for others: reading its batch, forward, backward. Each reports the median
-over its last steps whenever the ranks stand idle; clocks of different nodes are never compared.
+Stragglers are replaced in the same way. Each rank reports the median time of its own part of a step (reading its batch,
+forward, backward) when the ranks are idle; clocks of different nodes are never compared.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _wants_checkpoint(state: DriverState, now_s: float) -> bool:
 
 
 def begin_regroup(turn: Transition, going: frozenset[int] = frozenset()) -> None:
-    """All who take part stand idle: they let go of their group, and some that go have others in their stead."""
+    """Release the group of idle ranks, and replace the workers that leave."""
     turn.disarm()
     turn.enter(Phase.GATHERING, since_s=turn.now_s, blame=None)
     dynamic_members.reabsorb_members(turn)
@@ -211,7 +211,7 @@ def _is_overdue(state: DriverState, now_s: float) -> bool:
     return now_s >= _handover_deadline_s(state)
 
 
-# --- Ranks that take longer than the others over their own part of a step ---------------------------------------------
+# --- Stragglers -------------------------------------------------------------------------------------------------------
 
 
 _COMPARE_EVERY_S = 60.0  # between pauses to compare, where nothing else pauses the ranks

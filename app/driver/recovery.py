@@ -1,8 +1,8 @@
-"""From a failure to a full house: whom to blame, who lets go, who is replaced, and when to give up.
+"""Recover from worker failures: find the cause, release the group, replace workers, and decide when to give up.
 
-GATHERING is entered at the start and after every failure. Calls under way are awaited until each rank has answered, so
-that the first cause is known before a failure is counted as the cluster's; ranks that wait in a collective are
-interrupted, idle ones are told to leave. A new process takes a lost one's rank at once (see `staffing`).
+The driver enters GATHERING at the start and after every failure. It waits for calls under way, so that the first cause
+is known before a failure counts as one of the cluster. Ranks that wait in a collective are interrupted, idle ranks
+leave the group. A new process takes a lost rank at once (see `membership`).
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def _release_idle_workers(turn: Transition, gone: frozenset[int], explain: bool)
 
 
 def _release_workers(turn: Transition, workers: frozenset[int]) -> None:
-    """Idle workers end their part in the old group: they leave it, or their process ends."""
+    """Release idle workers from the old group: they leave it, or their process ends."""
     state = turn.state
     if state.settings.world.reform == "new_process":
         _replace(turn, workers, kill=True)

@@ -1,4 +1,4 @@
-"""A new generation: ports, the group, the state that every rank will stand at."""
+"""The rendezvous: ranks bind ports, form a group and agree on the step and its state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainwright.driver.persistent_collections import PersistentList, Persistent
 
 
 def begin_rendezvous(turn: Transition) -> None:
-    """Begin the next generation: every rank binds a port."""
+    """Start the next rendezvous epoch: every rank binds a port."""
     plan = plan_trials.next_candidate(turn) or _plan_for_members(turn)
     state = turn.state
     generation = Generation(token=state.epoch.generation.token, number=state.epoch.generation.number + 1)
@@ -38,7 +38,7 @@ def begin_rendezvous(turn: Transition) -> None:
 
 
 def _plan_for_members(turn: Transition) -> Plan | None:
-    """The plan for as many workers as there are; another layout than before is told of."""
+    """Return the plan for the present number of workers; report a change of layout."""
     state, layouts = turn.state, turn.settings.world.layouts
     if layouts is None:
         return None
@@ -46,7 +46,7 @@ def _plan_for_members(turn: Transition) -> Plan | None:
         layouts.on(len(state.membership.members), turn.settings.world.fewest),
         state.membership.plan or layouts.plans[0],
     )
-    assert plan is not None and plan.workers == len(state.membership.members), "the members were seated for a plan"
+    assert plan is not None and plan.workers == len(state.membership.members), "the members have the ranks of a plan"
     if plan.layout != former.layout:
         why = layouts.lacking(plan.workers)
         turn.emit(Replanned(plan=asdict(plan), name=plan.name, former=former.name, workers=plan.workers, why=why))
@@ -81,7 +81,7 @@ def _keep_state_parts(turn: Transition, plan: Plan) -> None:
 
 
 def on_ports_reserved(turn: Transition) -> None:
-    """All ports are known: tell each rank who its peers are."""
+    """Tell each rank its peers, once all ports are known."""
     state, settings = turn.state, turn.settings
     addresses: Mapping[int, Address] = state.answers
     peers = tuple(
@@ -102,7 +102,7 @@ def on_ports_reserved(turn: Transition) -> None:
 
 
 def on_group_formed(turn: Transition) -> None:
-    """All say what they hold: choose the state to go on from. With none at all, every process begins anew."""
+    """Choose the state to continue from, once all ranks reported theirs. Without any, replace every process."""
     state = turn.state
     tags: Mapping[int, StateTag] = state.answers
     heal = _choose_restore_plan(state, tags)
@@ -121,7 +121,7 @@ def on_group_formed(turn: Transition) -> None:
 
 
 def _choose_restore_plan(state: DriverState, tags: Mapping[int, StateTag]) -> RestorePlan | None:
-    """The first rung that holds: the ranks' own states, what is kept in memory, the newest checkpoint, a fresh build.
+    """Choose the source of the state: the ranks' own, an in-memory checkpoint, the newest checkpoint, a fresh build.
 
     A fresh build is one that was never trained (step None); where only trained and torn states are left, there is
     none, and the answer is None. After a spike the ranks' own states are of no use.
@@ -140,12 +140,14 @@ def _choose_restore_plan(state: DriverState, tags: Mapping[int, StateTag]) -> Re
 
 
 def on_state_restored(turn: Transition) -> None:
-    """Every rank stands at the same step: the generation is ready."""
+    """Complete the rendezvous: every rank is at the same step."""
     state, heal = turn.state, turn.state.epoch.heal
-    assert heal is not None, "healed without a cure"
+    assert heal is not None, "there is no restore plan"
     tags: Mapping[int, StateTag] = state.answers
     reform = state.settings.world.reform
-    assert all((tag.step or 0) == heal.step for tag in tags.values()), f"ranks stand apart, not at {heal.step}"
+    assert all((tag.step or 0) == heal.step for tag in tags.values()), (
+        f"ranks are at different steps, not at {heal.step}"
+    )
     if state.trials is not None:
         plan_trials.begin_probe(turn)
         return

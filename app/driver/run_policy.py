@@ -1,4 +1,4 @@
-"""What a run is to do, and how patient it is: the part of the driver's knowledge that is given."""
+"""The policy of a run: its size, length, checkpoints, tolerated failures and deadlines."""
 
 from __future__ import annotations
 
@@ -55,33 +55,33 @@ class WorldPolicy:
 
     @property
     def fewest(self) -> int:
-        """Fewest workers to go on with."""
+        """Fewest workers that the run continues with."""
         return self.workers if self.min_workers is None else self.min_workers
 
     @property
     def most(self) -> int:
-        """Workers where there is room for all that are wanted."""
+        """Most workers that the run uses."""
         return self.workers if self.max_workers is None else self.max_workers
 
     def key_of(self, generation: Generation) -> bytes:
-        """The key of a generation's group; empty without a secret, so that only a group of one can form."""
+        """Return the key of a rendezvous epoch's group; empty without a secret, which only a group of one accepts."""
         return hmac.digest(self.secret, str(generation).encode(), hashlib.sha256) if self.secret else b""
 
     def role_of(self, rank: int) -> Role:
-        """Of a rank."""
+        """Return the role of a rank."""
         return role_of(rank, self.topology, self.servers)
 
     def crew(self, total: int) -> tuple[int, int]:
-        """How many of so many processes are workers and servers; a coordinator's chief is neither."""
+        """Return how many of `total` processes are workers and servers; a coordinator's chief is neither."""
         roles = [self.role_of(rank) for rank in range(total)]
         return roles.count("worker"), roles.count("server")
 
     def spares_rank(self, rank: int) -> bool:
-        """Whether the others go on without this rank's process."""
+        """Whether the others continue without this rank's process."""
         return self.role_of(rank) in self.tolerates
 
     def ends_segment(self, rank: int) -> bool:
-        """Whether a stretch of steps is over only when this rank has left it."""
+        """Whether a segment ends only when this rank has left it."""
         match self.topology:
             case "independent":
                 return rank < self.servers

@@ -1,4 +1,4 @@
-"""Steps, and what is due between them."""
+"""Segments of steps, and what is due between them: evaluations, checkpoints, growth, measurements."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def is_phase_complete(state: DriverState) -> bool:
 
 
 def arm_late_timer(turn: Transition) -> None:
-    """The steps are over but for some who will be wanted for an evaluation: they have a moment to come."""
+    """Give workers that an evaluation needs a moment to finish their steps."""
     state = turn.state
     if state.phase is not Phase.RUNNING or state.settings.world.topology != "independent" or not state.awaiting:
         return
@@ -172,7 +172,7 @@ def arm_late_timer(turn: Transition) -> None:
 
 
 def on_segment_ended(turn: Transition) -> None:
-    """All ranks have left the loop, after the same step, which rank 0 tells where workers step alone."""
+    """End a segment: all ranks left the loop after the same step (rank 0's if workers step independently)."""
     dynamic_members.detach_late_workers(turn)
     answers: Mapping[int, m.SegmentReport] = turn.state.answers
     reports = [answers[rank] for rank in sorted(answers)]
@@ -198,7 +198,7 @@ def on_segment_ended(turn: Transition) -> None:
 
 
 def _emit_staleness(turn: Transition, report: m.SegmentReport) -> None:
-    """Say how stale what was applied was."""
+    """Report the staleness of applied updates."""
     stale = report.staleness
     if stale is not None and (stale.counts or stale.dropped or stale.again):
         counts = [[age, number] for age, number in sorted(stale.counts.items())]
@@ -224,7 +224,7 @@ def _emit_prefetch(turn: Transition, found: list[PrefetchDepth]) -> None:
 
 
 def _evaluate(turn: Transition) -> None:
-    """Have the set judged: by all, by a chief for all, or dealt anew between those workers that are there."""
+    """Evaluate: on all ranks, on a chief, or divided between the present workers."""
     state, wanted = turn.state, EvaluateRequest(step=turn.state.position.step)
     turn.enter(Phase.EVALUATING)
     match state.settings.world.topology:
@@ -284,7 +284,7 @@ def _retry_checkpoint(turn: Transition) -> None:
     turn.arm("retry", min(_RETRY_MOST_S, settings.saving.retry_s * 2 ** (state.checkpoints.attempts - 1)))
 
 
-# --- What the ranks have measured of their steps, told where they stand idle ------------------------------------------
+# --- Measurements of the ranks ----------------------------------------------------------------------------------------
 
 
 def _emit_measurements(turn: Transition, reports: Sequence[m.SegmentReport]) -> None:

@@ -1,4 +1,4 @@
-"""The end of a run: decided once, then an upload on its way may still end, then the log is given back."""
+"""The end of a run: the outcome is decided once, an upload may still end, then the lease is released."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.driver.persistent_collections import PersistentMap, PersistentS
 
 
 def on_stop_requested(turn: Transition, event: m.StopRequested) -> None:
-    """Remember the wish. While steps run, rank 0 hears of it; elsewhere it counts at the next chance."""
+    """Note a stop request. While steps run, tell rank 0; otherwise the next phase sees it."""
     state = turn.state
     if event.now:
         _stop_now(turn)
@@ -22,7 +22,7 @@ def on_stop_requested(turn: Transition, event: m.StopRequested) -> None:
 
 
 def _stop_now(turn: Transition) -> None:
-    """Nothing is waited for but a log entry under way."""
+    """Stop without waiting, except for a log entry under way."""
     turn.change(stopping=True)
     if turn.state.phase in (Phase.ACQUIRING, Phase.RELEASING):
         return
@@ -33,7 +33,7 @@ def _stop_now(turn: Transition) -> None:
 
 
 def is_recovery_needless(state: DriverState) -> bool:
-    """Whether a recovery is in vain: all that is wanted is durable already."""
+    """Whether a recovery is needless, because all results are durable already."""
     last = state.position.progress >= state.settings.length.total_steps
     evaluated = state.segment.evaluated >= state.position.progress or not evaluation_due(
         state.settings, state.position.progress
@@ -48,7 +48,7 @@ def is_recovery_needless(state: DriverState) -> bool:
 
 
 def end_run(turn: Transition, outcome: m.RunOutcome, error: Exception | None = None) -> None:
-    """Decide the outcome. Whatever the workers still answer is of no interest, but for an upload."""
+    """Decide the outcome. Answers of workers are ignored from now on, except uploads."""
     turn.disarm()
     empty = PersistentSet()
     turn.enter(Phase.CLOSING, outcome=outcome, error=error, awaiting=empty, starting=empty, apart={})

@@ -1,8 +1,8 @@
-"""The driver: what to do about what happened. Pure: no clock, no randomness, no input or output.
+"""The driver's state machine: the next state and effects for each event. Pure: no clock, randomness or I/O.
 
 `take_over_workers` gives the first state and effects; `decide` turns each event into the next. An event that is out of
-date is dropped by `is_stale`; any other comes in a phase that `POSSIBLE_PHASES` names, or the driver or its world is
-wrong.
+date is dropped by `is_stale`; any other comes in a phase that `POSSIBLE_PHASES` names, or the driver or the effect
+executor has a bug.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ POSSIBLE_PHASES: Mapping[EventKind, frozenset[Phase]] = {
 
 
 def begin_run(settings: RunPolicy, now_s: float) -> Step:
-    """The first state of a run, and the wish to take its log."""
+    """Return the first state of a run, and the effect that takes the lease."""
     return DriverState.of(settings, since_s=now_s, phase_s=now_s), (m.AcquireLease(),)
 
 
 def decide(state: DriverState, event: m.DriverEvent, now_s: float) -> Step:
-    """The state after an event, and the effects wanted, to be carried out in order.
+    """Return the state after an event, and the effects to carry out in order.
 
     Args:
         event: what happened.
@@ -111,7 +111,7 @@ def event_kind(event: m.DriverEvent) -> EventKind:
 
 
 def is_stale(state: DriverState, event: m.DriverEvent) -> bool:
-    """Whether an event is about something that the driver has let go of."""
+    """Whether an event is out of date."""
     if state.phase is Phase.FINISHED:
         return True
     if state.phase is Phase.RELEASING and not isinstance(
@@ -188,7 +188,7 @@ def _on_call_returned(turn: Transition, event: m.CallReturned) -> None:
 
 
 def _collect_answer(turn: Transition, event: m.CallReturned) -> None:
-    """One more answer; the last one ends the phase (see `_advance`)."""
+    """Note an answer; the last one ends the phase (see `_advance`)."""
     state = turn.state
     rank = state.membership.rank_of[event.worker]
     turn.change(awaiting=state.awaiting - {event.worker}, answers=state.answers.put(rank, event.value))

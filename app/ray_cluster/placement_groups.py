@@ -1,4 +1,4 @@
-"""Room for slots on the cluster: placement groups, made when the first slot is asked for."""
+"""Placement groups for the worker slots of a run, created with the first slot."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def _alive() -> dict[str, dict[str, float]]:
     return {node["NodeID"]: node["Resources"] for node in listed if node["Alive"]}
 
 
-# --- What Ray reserves and gives, in its words ------------------------------------------------------------------------
+# --- Resources in Ray's terms -----------------------------------------------------------------------------------------
 
 
 def worker_resources(placement: WorkerResources, serves: bool = False) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def kubernetes_autoscaling(cluster: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-# --- Why a process ended, in words ------------------------------------------------------------------------------------
+# --- Why a process ended ----------------------------------------------------------------------------------------------
 
 
 _EXIT_SIGNS = (
@@ -118,7 +118,7 @@ def exit_reason(error: BaseException | None) -> str:
     return known or (text.splitlines()[0] if text else type(error).__name__)
 
 
-# --- Where Ray's dashboard shows the job that drives a run ------------------------------------------------------------
+# --- Link to Ray's dashboard ------------------------------------------------------------------------------------------
 
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")

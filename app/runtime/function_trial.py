@@ -1,4 +1,4 @@
-"""Preflight: a job's functions tried on a few rows, in a process of their own, before any worker starts.
+"""Preflight: run a job's functions on a few rows in a process of their own, before any worker starts.
 
 Model, loss, step, optimizer, schedule and metrics run once on the CPU, through the engine of one device. What they
 raise ends the start in a second or two, before a run of that name has begun.
@@ -198,7 +198,7 @@ def needs_second_trial(error: TrainwrightError, plan: Plan) -> bool:
     return on_device or (plan.processes > 1 and _GROUP.search(text) is not None)
 
 
-# --- the process --------------------------------------------------------------------------------------------------
+# --- The process ------------------------------------------------------------------------------------------------------
 
 
 class _TrialProcess:
@@ -350,7 +350,7 @@ def _limit(cpu_s: int) -> None:
         torch.set_num_threads(1)  # the threads of OpenMP stay behind in a fork
 
 
-# --- in it --------------------------------------------------------------------------------------------------------
+# --- Inside the process -----------------------------------------------------------------------------------------------
 
 
 def run_trial(task: TrialTask, rows: int = 0) -> PreflightResult:

@@ -76,7 +76,7 @@ def wait_for_run(run: Run) -> None:
     run.signal = stops.last
 
 
-# --- A driver in an actor of the cluster ------------------------------------------------------------------------------
+# --- Detached driver --------------------------------------------------------------------------------------------------
 
 
 _LINGER_S, _OVER_S = 60.0, 1.0  # for callers to read the result; for a driver to say that its run is over

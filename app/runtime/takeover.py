@@ -38,7 +38,7 @@ def run_name(uri: str) -> str:
 
 
 def memory_store_name(run: str, node: str) -> str:
-    """The name of a node's keeper."""
+    """Return the actor name of a node's in-memory checkpoint store."""
     return f"{run}/keeper/{node}"
 
 
@@ -262,7 +262,7 @@ class Heartbeats:
         return None if asked is None or ray.wait([asked[0]], timeout=0)[0] else asked
 
 
-# --- Whether this driver still has its run, asked before it acts ------------------------------------------------------
+# --- The lease of the driver ------------------------------------------------------------------------------------------
 
 
 _BEAT_ANSWER_S = 1.0

@@ -1,4 +1,4 @@
-"""One rank's process: it owns the engine, the data stream and the loop. Free of Ray.
+"""The worker of one rank: it owns the engine, the data streams and the training loop. Free of Ray.
 
 The driver's verbs are methods here (see `driver/messages.py` for who calls what, and on which thread).
 """

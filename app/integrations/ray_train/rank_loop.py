@@ -312,7 +312,7 @@ def _hold() -> None:
     threading.Event().wait(_HOLD_S)
 
 
-# --- What Ray Train is told of a run ----------------------------------------------------------------------------------
+# --- Reports to Ray Train ---------------------------------------------------------------------------------------------
 
 
 _REPORT_INTERVAL_S = 10.0  # at least, while there are steps
@@ -415,7 +415,7 @@ class ReportQueue:
         self._metrics |= {name: value for name, value in figures.items() if math.isfinite(value)}
 
 
-# --- Where the ranks of Ray Train meet --------------------------------------------------------------------------------
+# --- The channel between the ranks of Ray Train -----------------------------------------------------------------------
 
 
 _LAST_MESSAGE_S = 10.0  # for the others to hear the last word
