@@ -113,11 +113,15 @@ def start(
     Raises:
         TrainwrightError: the job, its data, its storage or the cluster is not right; nothing was started.
     """
-    from trainwright.runtime.launch import prepare_run
+    from trainwright.integrations.ray_train import inside_ray_train
     from trainwright.runtime.run_handle import Run
 
+    if inside_ray_train():
+        from trainwright.integrations.ray_train.rank_loop import start_inside_ray_train as prepare
+    else:
+        from trainwright.runtime.launch import prepare_run as prepare
     job = _job(job)
-    return Run(job, *prepare_run(job, resume=resume, fresh=fresh, verbose=verbose, detached=detached))
+    return Run(job, *prepare(job, resume=resume, fresh=fresh, verbose=verbose, detached=detached))
 
 
 def fit(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:

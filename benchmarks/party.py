@@ -129,5 +129,5 @@ def _rank(order: WorkerConfig, act: Act, watch: Any, rank: int, pipe: Connection
     worker.heal(RestorePlan(step=0, source="initial"))
     found = act(Seat(worker=worker, rank=rank, barrier=barrier, watch=watch))
     barrier.wait(MEET_S)
-    worker.close()
+    worker.leave()
     return found

@@ -17,8 +17,8 @@ from trainwright.core.errors import PlanError, ResourceError, RunFinished, Stopp
 from trainwright.planning.job_preparation import PreparedJob, plan_for, prepare
 from trainwright.ray_cluster.discovery import connect, discover
 from trainwright.reporting.progress_bar import PlainTextDisplay, RunProgress
-from trainwright.runtime.launch import create_controller
 from trainwright.runtime.run_handle import Run, stop_on_signals
+from trainwright.runtime.run_listeners import create_controller
 
 if TYPE_CHECKING:
     from trainwright.core.job import Job

@@ -1,10 +1,10 @@
-"""Checkpoints: copied by the writers while all stand, uploaded while steps go on, then named by the log.
+"""Checkpoints: when they are due, snapshots of idle ranks, uploads during steps, commits to the run log.
 
-An upload outlives the generation that began it for as long as the processes that owe its files live; what it holds
-stays a true state of the run, even where the ranks were set back below its step.
+An upload continues after the rendezvous epoch that started it, as long as the processes that owe its files live. It
+remains a valid state of the run, even if the ranks were restored to an earlier step.
 
-One version is whole at any time, a second one may be on its way; it counts when each keeper has delivered its files.
-Nothing is kept where the ranks' own memory does as well: each piece lives on two nodes, in processes that survive.
+One in-memory checkpoint is complete at any time, and a second may be under way; it is complete when each rank has
+written its files. None are taken if each piece is on two nodes anyway, in processes that survive a failure.
 """
 
 from __future__ import annotations
@@ -27,37 +27,46 @@ from trainwright.driver.run_policy import RunPolicy
 
 def wants_checkpoint(state: DriverState, now_s: float) -> bool:
     """Whether the ranks, idle at `driver_state.step`, are to be copied into storage now."""
-    upload, step = state.upload, state.step
+    upload, step = state.checkpoints.upload, state.position.step
     if state.committed >= step or upload is not None:
         return False
     if state.ending:
-        return state.attempts == 0
+        return state.checkpoints.attempts == 0
     interval_s = checkpoint_interval_s(state)
     if interval_s is not None:
-        return now_s - state.saved_s >= interval_s
-    return state.considered != step and checkpoint_due(state.settings, step)
+        return now_s - state.checkpoints.saved_s >= interval_s
+    return state.checkpoints.considered != step and checkpoint_due(state.settings, step)
 
 
 def skip_if_upload_runs(turn: Transition) -> None:
     """Let a checkpoint that falls due go while another is on its way, unless it is the last one."""
     state = turn.state
-    due = checkpoint_due(state.settings, state.step) and state.considered != state.step and not state.ending
-    if due and state.upload is not None and state.upload.step != state.step and state.committed < state.step:
-        turn.change(considered=state.step)
-        reason = f"the checkpoint of step {state.upload.step} is still being written"
-        turn.emit(CheckpointSkipped(step=state.step, reason=reason))
+    due = (
+        checkpoint_due(state.settings, state.position.step)
+        and state.checkpoints.considered != state.position.step
+        and not state.ending
+    )
+    if (
+        due
+        and state.checkpoints.upload is not None
+        and state.checkpoints.upload.step != state.position.step
+        and state.committed < state.position.step
+    ):
+        turn.change(considered=state.position.step)
+        reason = f"the checkpoint of step {state.checkpoints.upload.step} is still being written"
+        turn.emit(CheckpointSkipped(step=state.position.step, reason=reason))
 
 
 def take_snapshot(turn: Transition, *verbs: Literal["upload", "keep"]) -> None:
-    """Have the writers, the keepers or both copy their pieces."""
+    """Take a snapshot of the pieces on the ranks that write to the store, to memory, or to both."""
     state = turn.state
-    ranks = {"upload": frozenset(state.writers), "keep": frozenset(state.keepers)}
+    ranks = {"upload": frozenset(state.checkpoints.writers), "keep": frozenset(state.memory.keepers)}
     copying = sorted({rank for verb in verbs for rank in ranks[verb]})
-    workers = [state.members[rank].worker for rank in copying]
+    workers = [state.membership.members[rank].worker for rank in copying]
     turn.enter(Phase.SNAPSHOTTING, awaiting=PersistentSet(workers), copying=verbs)
     for rank, worker in zip(copying, workers, strict=True):
         own = tuple(verb for verb in verbs if rank in ranks[verb])
-        turn.call([worker], "snapshot", m.SnapshotRequest(step=state.step, verbs=own))
+        turn.call([worker], "snapshot", m.SnapshotRequest(step=state.position.step, verbs=own))
     turn.arm("hang", hang_deadline_s(state))
 
 
@@ -65,30 +74,35 @@ def on_snapshots_taken(turn: Transition) -> None:
     """All pieces are copied: have them stored, and let the ranks go on."""
     state = turn.state
     copies: Mapping[int, m.SnapshotTaken] = state.answers
-    assert all(copy.step == state.step for copy in copies.values()), "copies of another step"
+    assert all(copy.step == state.position.step for copy in copies.values()), "copies of another step"
     turn.change(phase=Phase.READY)
-    if "upload" in state.copying:
-        _begin_upload(turn, [copies[rank] for rank in state.writers])
-    if "keep" in state.copying:
-        begin_memory_copy(turn, copies)
+    if "upload" in state.checkpoints.copying:
+        _begin_upload(turn, [copies[rank] for rank in state.checkpoints.writers])
+    if "keep" in state.checkpoints.copying:
+        _begin_memory_copy(turn, copies)
 
 
 def _begin_upload(turn: Transition, copies: Sequence[m.SnapshotTaken]) -> None:
     state = turn.state
-    path = checkpoint_path(state.step, state.generation.token, 0 if state.step > state.named else state.uploads)
-    workers = [state.members[rank].worker for rank in state.writers]
+    path = checkpoint_path(
+        state.position.step,
+        state.epoch.generation.token,
+        0 if state.position.step > state.checkpoints.named else state.checkpoints.uploads,
+    )
+    workers = [state.membership.members[rank].worker for rank in state.checkpoints.writers]
     upload = CheckpointUpload(
-        step=state.step,
+        step=state.position.step,
         path=path,
         owing=PersistentSet(workers),
-        generation=state.generation,
+        generation=state.epoch.generation,
         size_bytes=sum(copy.size_bytes for copy in copies),
         blocked_s=max(copy.blocked_s for copy in copies),
         started_s=turn.now_s,
     )
-    named = max(state.named, state.step)
+    named = max(state.checkpoints.named, state.position.step)
     turn.change(
-        upload=upload, uploads=state.uploads + 1, named=named, considered=state.step, saved_s=turn.now_s,
+        upload=upload, uploads=state.checkpoints.uploads + 1, named=named,
+        considered=state.position.step, saved_s=turn.now_s,
         saving_s=upload.blocked_s,
     )  # fmt: skip
     turn.call(workers, "upload", path)
@@ -110,7 +124,7 @@ def on_upload_raised(turn: Transition, event: m.CallRaised) -> None:
 
 def drop_upload_workers(turn: Transition, workers: frozenset[int], trouble: Exception | None = None) -> None:
     """These workers will bring no more files; nothing to do where they owe none."""
-    upload = turn.state.upload
+    upload = turn.state.checkpoints.upload
     if upload is None or not upload.owing & workers:
         return
     trouble = upload.trouble or trouble or WorkerLost("the process that was writing it ended")
@@ -143,7 +157,7 @@ def on_commit_failed(turn: Transition, event: m.CommitFailed) -> None:
 
 def abandon_upload(turn: Transition, reason: str) -> None:
     """Stop waiting for files. A commit under way is always waited for, so that the log's entries come in order."""
-    upload = turn.state.upload
+    upload = turn.state.checkpoints.upload
     if upload is not None and not upload.committing:
         turn.change(upload=replace(upload, owing=PersistentSet(), trouble=StorageError(reason)))
         _skip_checkpoint(turn)
@@ -158,19 +172,21 @@ def _commit_if_complete(turn: Transition) -> None:
         return
     turn.disarm("upload")  # the answer to a commit is always waited for
     turn.change(upload=replace(upload, committing=True))
-    parent = state.head.path if state.head else ""
+    parent = state.checkpoints.head.path if state.checkpoints.head else ""
     turn.want(
-        m.CommitCheckpoint(step=upload.step, path=upload.path, files=upload.files, parent=parent, layout=state.layout)
+        m.CommitCheckpoint(
+            step=upload.step, path=upload.path, files=upload.files, parent=parent, layout=state.checkpoints.layout
+        )
     )
 
 
 def _skip_checkpoint(turn: Transition) -> None:
     """The upload failed. It counts as an attempt where the run waits for it and storage is the cause."""
     upload, state = _current_upload(turn), turn.state
-    needed = state.phase is Phase.WAITING and state.ending and upload.step == state.step
+    needed = state.phase is Phase.WAITING and state.ending and upload.step == state.position.step
     if needed and not isinstance(upload.trouble, WorkerLost):
-        since_s = state.failing_s if state.attempts else turn.now_s
-        turn.change(attempts=state.attempts + 1, trouble=upload.trouble, failing_s=since_s)
+        since_s = state.checkpoints.failing_s if state.checkpoints.attempts else turn.now_s
+        turn.change(attempts=state.checkpoints.attempts + 1, trouble=upload.trouble, failing_s=since_s)
     turn.emit(CheckpointSkipped(step=upload.step, reason=_first_line(upload.trouble)))
     _end_upload(turn)
 
@@ -183,7 +199,7 @@ def _end_upload(turn: Transition) -> None:
 
 
 def _current_upload(turn: Transition) -> CheckpointUpload:
-    upload = turn.state.upload
+    upload = turn.state.checkpoints.upload
     assert upload is not None, "no upload is on its way"
     return upload
 
@@ -223,32 +239,32 @@ def choose_memory_copy_ranks(
 def wants_memory_copy(state: DriverState, now_s: float) -> bool:
     """Whether the ranks, idle at `driver_state.step`, are to be copied into memory now."""
     interval_s = _memory_copy_interval_s(state)
-    if interval_s is None or state.keeping is not None or state.ending:
+    if interval_s is None or state.memory.keeping is not None or state.ending:
         return False
-    return state.step > state.copied and now_s - state.kept_s >= interval_s
+    return state.position.step > state.copied and now_s - state.memory.kept_s >= interval_s
 
 
-def begin_memory_copy(turn: Transition, copies: Mapping[int, m.SnapshotTaken]) -> None:
-    """The keepers' pieces are copied: have them delivered, while the ranks go on."""
+def _begin_memory_copy(turn: Transition, copies: Mapping[int, m.SnapshotTaken]) -> None:
+    """Write the snapshot to the nodes' memory, while the ranks continue."""
     state = turn.state
-    workers = [state.members[rank].worker for rank in state.keepers]
+    workers = [state.membership.members[rank].worker for rank in state.memory.keepers]
     keeping = MemoryCopy(
-        version=max(state.versions, state.generation.token << TOKEN_BITS) + 1,
-        step=state.step,
+        version=max(state.memory.versions, state.epoch.generation.token << TOKEN_BITS) + 1,
+        step=state.position.step,
         owing=PersistentSet(workers),
-        size_bytes=sum(copies[rank].size_bytes for rank in state.keepers),
-        blocked_s=max(copies[rank].blocked_s for rank in state.keepers),
+        size_bytes=sum(copies[rank].size_bytes for rank in state.memory.keepers),
+        blocked_s=max(copies[rank].blocked_s for rank in state.memory.keepers),
         started_s=turn.now_s,
     )
     turn.change(keeping=keeping, versions=keeping.version, kept_s=turn.now_s, copied_s=keeping.blocked_s)
-    hold = (state.kept.version,) if state.kept else ()
+    hold = (state.memory.kept.version,) if state.memory.kept else ()
     turn.call(workers, "keep", m.MemoryCopyRequest(version=keeping.version, hold=hold))
 
 
 def on_memory_copy_returned(turn: Transition, event: m.CallReturned) -> None:
-    """One keeper's files are in memory; after the last one the version counts."""
+    """Note one rank's files in memory; the copy is complete after the last one."""
     state = turn.state
-    node = state.members[state.rank_of[event.worker]].node
+    node = state.membership.members[state.membership.rank_of[event.worker]].node
     files = tuple(m.NodeMemoryFile(node=node, file=file) for file in event.value)
     turn.change(keeping=replace(_current_memory_copy(state), files=_current_memory_copy(state).files + files))
     _drop_memory_copy_owing(turn, frozenset({event.worker}))
@@ -256,7 +272,7 @@ def on_memory_copy_returned(turn: Transition, event: m.CallReturned) -> None:
 
 def drop_memory_copy_workers(turn: Transition, workers: frozenset[int]) -> None:
     """These workers will deliver nothing more: the version on its way will not be."""
-    keeping = turn.state.keeping
+    keeping = turn.state.memory.keeping
     if keeping is not None and keeping.owing & workers:
         turn.change(keeping=replace(keeping, spoiled=True))
         _drop_memory_copy_owing(turn, workers)
@@ -264,7 +280,7 @@ def drop_memory_copy_workers(turn: Transition, workers: frozenset[int]) -> None:
 
 def discard_memory_copies_from(turn: Transition, step: int) -> None:
     """No copy that holds this step is to be used, by this driver or one after it."""
-    kept, keeping = turn.state.kept, turn.state.keeping
+    kept, keeping = turn.state.memory.kept, turn.state.memory.keeping
     if kept is not None and kept.step >= step:
         turn.change(kept=None)
         turn.want(m.MarkComplete(kept=None))
@@ -273,7 +289,7 @@ def discard_memory_copies_from(turn: Transition, step: int) -> None:
 
 
 def on_memory_copy_refused(turn: Transition, event: m.CallRaised) -> None:
-    """A node has no room for a copy: keep no more, and say so."""
+    """Stop in-memory checkpoints, because a node has no memory for one, and tell the user."""
     turn.change(keepers=(), keep_off=True)
     turn.emit(Noted(text=f"no more copies of the state are kept in memory: {event.failure.error}"))
     drop_memory_copy_workers(turn, frozenset({event.worker}))
@@ -299,8 +315,8 @@ def _drop_memory_copy_owing(turn: Transition, workers: frozenset[int]) -> None:
 
 
 def _current_memory_copy(state: DriverState) -> MemoryCopy:
-    assert state.keeping is not None, "nothing is being kept"
-    return state.keeping
+    assert state.memory.keeping is not None, "nothing is being kept"
+    return state.memory.keeping
 
 
 # --- Milestones -------------------------------------------------------------------------------------------------------
@@ -318,37 +334,39 @@ MIN_HANG_DEADLINE_S, _MAX_HANG_DEADLINE_S = (
 
 def checkpoint_due(settings: RunPolicy, step: int) -> bool:
     """Whether a checkpoint belongs to this many completed steps."""
-    if settings.checkpoint_auto:
-        return step >= settings.total_steps
+    if settings.saving.checkpoint_auto:
+        return step >= settings.length.total_steps
     return _is_multiple_reached(settings, step, _checkpoint_steps(settings))
 
 
 def evaluation_due(settings: RunPolicy, step: int) -> bool:
     """Whether an evaluation belongs to this many completed steps."""
-    every = settings.evaluate_steps
+    every = settings.length.evaluate_steps
     return every is not None and _is_multiple_reached(settings, step, every)
 
 
 def _is_multiple_reached(settings: RunPolicy, step: int, every: int) -> bool:
     """Whether a multiple of `every` was reached in the last stride, or the end."""
-    return step > 0 and (step // every > (step - settings.stride) // every or step >= settings.total_steps)
+    return step > 0 and (
+        step // every > (step - settings.length.stride) // every or step >= settings.length.total_steps
+    )
 
 
 def next_milestone(settings: RunPolicy, step: int) -> int:
     """The first step after `step` at which anything is due, at most the last one."""
-    intervals = [settings.total_steps if settings.checkpoint_auto else _checkpoint_steps(settings)]
-    if settings.evaluate_steps is not None:
-        intervals.append(settings.evaluate_steps)
+    intervals = [settings.length.total_steps if settings.saving.checkpoint_auto else _checkpoint_steps(settings)]
+    if settings.length.evaluate_steps is not None:
+        intervals.append(settings.length.evaluate_steps)
     due = min(step - step % every + every for every in intervals)
-    return min(settings.total_steps, -(-due // settings.stride) * settings.stride)
+    return min(settings.length.total_steps, -(-due // settings.length.stride) * settings.length.stride)
 
 
 def _memory_copy_interval_s(state: DriverState) -> float | None:
     """Seconds between copies of the state in memory: as wanted, but for at most a hundredth of the time."""
-    least_s = state.settings.keep_s
-    if least_s is None or state.keep_off or not state.keepers:
+    least_s = state.settings.saving.keep_s
+    if least_s is None or state.memory.keep_off or not state.memory.keepers:
         return None
-    return max(least_s, state.copied_s / _MEMORY_COPY_SHARE)
+    return max(least_s, state.memory.copied_s / _MEMORY_COPY_SHARE)
 
 
 def checkpoint_interval_s(state: DriverState) -> float | None:
@@ -357,12 +375,18 @@ def checkpoint_interval_s(state: DriverState) -> float | None:
     The cost is what the steps lost to the last checkpoint, and no upload begins before twice the time of the last one
     has passed. The rate of failures is that of the last hour, at least one a day.
     """
-    if not state.settings.checkpoint_auto:
+    if not state.settings.saving.checkpoint_auto:
         return None
-    if not state.saving_s:
+    if not state.checkpoints.saving_s:
         return MIN_CHECKPOINT_INTERVAL_S
-    between_s = min(ASSUMED_UPTIME_S, _SECONDS_PER_HOUR / len(state.failed_s)) if state.failed_s else ASSUMED_UPTIME_S
-    return max(math.sqrt(2 * state.saving_s * between_s), 2 * state.upload_s, MIN_CHECKPOINT_INTERVAL_S)
+    between_s = (
+        min(ASSUMED_UPTIME_S, _SECONDS_PER_HOUR / len(state.recovery.failed_s))
+        if state.recovery.failed_s
+        else ASSUMED_UPTIME_S
+    )
+    return max(
+        math.sqrt(2 * state.checkpoints.saving_s * between_s), 2 * state.checkpoints.upload_s, MIN_CHECKPOINT_INTERVAL_S
+    )
 
 
 def is_copy_due(state: DriverState, now_s: float) -> bool:
@@ -381,8 +405,12 @@ def seconds_until_copy(state: DriverState, now_s: float) -> float | None:
 def _timed_copies(state: DriverState) -> list[tuple[bool, float]]:
     """Of those that come by time: whether none is on its way, and when the next is due."""
     keep_s, checkpoint_s = _memory_copy_interval_s(state), checkpoint_interval_s(state)
-    keep = [(state.keeping is None, state.kept_s + keep_s)] if keep_s is not None else []
-    checkpoint = [(state.upload is None, state.saved_s + checkpoint_s)] if checkpoint_s is not None else []
+    keep = [(state.memory.keeping is None, state.memory.kept_s + keep_s)] if keep_s is not None else []
+    checkpoint = (
+        [(state.checkpoints.upload is None, state.checkpoints.saved_s + checkpoint_s)]
+        if checkpoint_s is not None
+        else []
+    )
     return keep + checkpoint
 
 
@@ -391,13 +419,13 @@ def hang_deadline_s(state: DriverState) -> float:
 
     Before the first step, which may compile, and for evaluations nothing is known: a quarter of an hour.
     """
-    given = state.settings.hang_deadline_s
+    given = state.settings.deadlines.hang_deadline_s
     if given is not None:
         return given
-    if state.phase is Phase.EVALUATING or not state.longest_s:
+    if state.phase is Phase.EVALUATING or not state.segment.longest_s:
         return _MAX_HANG_DEADLINE_S
-    return min(max(HANG_FACTOR * state.longest_s, MIN_HANG_DEADLINE_S), _MAX_HANG_DEADLINE_S)
+    return min(max(HANG_FACTOR * state.segment.longest_s, MIN_HANG_DEADLINE_S), _MAX_HANG_DEADLINE_S)
 
 
 def _checkpoint_steps(settings: RunPolicy) -> int:
-    return settings.checkpoint_steps or settings.steps_per_epoch
+    return settings.saving.checkpoint_steps or settings.length.steps_per_epoch

@@ -1,9 +1,9 @@
-"""What the driver knows: frozen, so that a decision is a new state and nothing else."""
+"""The driver's state, immutable and in parts, and the draft of one decision (`Transition`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from trainwright.driver.run_policy import RunPolicy
 
 
 class Phase(Enum):
-    """What the workers are doing as far as the driver knows.
+    """What the workers do, as far as the driver knows.
 
     An unbroken run goes ACQUIRING, GATHERING, RESERVING, FORMING, HEALING, then RUNNING, SNAPSHOTTING and EVALUATING as
     the milestones want, WAITING for the last upload, CLOSING, RELEASING, FINISHED. Every failure leads to GATHERING;
@@ -44,7 +44,7 @@ class Phase(Enum):
     FORMING = "forming"
     HEALING = "healing"
     PROBING = "probing"  # throwaway steps of a plan are measured
-    READY = "ready"  # every rank stands at `State.step`, idle; only within a decision
+    READY = "ready"  # every rank stands at `state.position.step`, idle; only within a decision
     RUNNING = "running"
     SNAPSHOTTING = "snapshotting"
     EVALUATING = "evaluating"
@@ -52,6 +52,8 @@ class Phase(Enum):
     CLOSING = "closing"  # the outcome is decided, an upload may still end
     RELEASING = "releasing"
     FINISHED = "finished"
+
+    __hash__ = object.__hash__  # members are singletons; the hash of `Enum` runs in Python, several times a decision
 
 
 STEADY_PHASES = frozenset({Phase.RUNNING, Phase.SNAPSHOTTING, Phase.EVALUATING, Phase.READY, Phase.WAITING})
@@ -64,12 +66,12 @@ class GroupMember:
     """The process that holds a rank.
 
     Attributes:
-        slot: its room.
+        slot: its worker slot.
         home: Ray's id of the node.
-        told: it was told its rank.
-        fresh: until its first generation is ready.
-        pieces: of the state, that it held when it was ready last.
-        part: of a replica, that these are; -1 for none.
+        told: it knows its rank.
+        fresh: its first rendezvous is not complete yet.
+        pieces: pieces of the state that it held after the last rendezvous.
+        part: number of the replica's part that these pieces are; -1 for none.
     """
 
     worker: int
@@ -84,7 +86,7 @@ class GroupMember:
 
 @dataclass(frozen=True, kw_only=True)
 class StandbyWorker:
-    """A process that waits for a rank. `ready` once it has rehearsed; a recruit has a `slot` of its own.
+    """A process that waits for a rank. It is `ready` once it is warm; a joining worker has a `slot` of its own.
 
     `home` is Ray's id of the node.
     """
@@ -100,7 +102,7 @@ class CheckpointUpload:
     """The one checkpoint on its way to the store.
 
     Attributes:
-        owing: workers whose files are not there yet; their answers are of its `generation`, others to one given up.
+        owing: workers whose files are missing; answers of another `generation` belong to an upload that was given up.
         trouble: why it will not become a checkpoint.
         committing: all files are stored and the log is being written.
     """
@@ -119,12 +121,12 @@ class CheckpointUpload:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCopy:
-    """The one state on its way into the nodes' memory.
+    """The in-memory checkpoint under way.
 
     Attributes:
-        owing: workers whose answer is not there yet. The next one begins only when there are none, so that an answer
-            always belongs to this one.
-        spoiled: some files will not come.
+        owing: workers whose answer is missing. The next copy starts only when there are none, so that an answer
+            always belongs to this copy.
+        spoiled: some files are lost.
     """
 
     version: int
@@ -139,9 +141,9 @@ class MemoryCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureCause:
-    """What the failure being recovered from is put down to. A lost peer (`peer`) yields to any other cause.
+    """The cause of the current failure. A lost peer (`peer`) is replaced by any other cause.
 
-    `kind` names what can come of a step itself, and is compared with that of the failure before.
+    `kind` names failures that a step itself can cause, and is compared with that of the previous failure.
     """
 
     error: Exception
@@ -155,7 +157,7 @@ PendingStage = Literal["start", "hold", "reserve", "form", "heal", "run", "evalu
 
 @dataclass(frozen=True, kw_only=True)
 class PendingMember:
-    """What a member does that the others do not wait for (see `apart`).
+    """What a dynamic member does, for which the others do not wait (see `DynamicMembers.apart`).
 
     Attributes:
         doing: `start` (it was placed), `hold` (it is up and waits for its time), or the verb that it was called for.
@@ -176,7 +178,7 @@ class PendingMember:
 
 @dataclass(frozen=True, kw_only=True)
 class CrashLoop:
-    """Failures alike at one step, which was never completed. `cause` is the first one's, in words."""
+    """Equal failures at one step, which was never completed. `cause` is the text of the first one."""
 
     step: int
     rank: int
@@ -187,7 +189,7 @@ class CrashLoop:
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedError:
-    """An error of code, as its last failure raised it: at which highest step, when, and how often in a row."""
+    """The last error of the job's code: the highest step then, when, and how often in a row."""
 
     cause: str
     high: int
@@ -196,98 +198,145 @@ class RepeatedError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DriverState:
-    """All that the driver knows.
+class Membership:
+    """The processes of the run and the ranks that they hold.
 
     Attributes:
-        members: by rank.
-        plan: that the generation works under, or the one before; None where `Settings.layouts` is.
-        trials: of plans, while they last.
-        rank_of: rank by worker; a worker that is not in it is dead to the driver.
-        starting: workers placed and not up yet.
-        spares: those that wait, by worker, recruits among them; none of them is in `rank_of` or `starting`.
-        spares_lost: spares that ended by themselves, since one was ready last.
-        accelerators: of each slot, as its first process was given them.
-        awaiting: workers that owe an answer on their thread of steps.
-        answers: what came in this phase, by rank.
-        apart: members that the others do not wait for, by worker.
-        peers: of the generation.
-        until: step to which the ranks were called to run last.
-        judges: between how many the evaluation under way is dealt.
-        losing: ranks whose processes, which the others do without, were lost since the last new step.
-        step: at which every rank stood when the group was last idle.
-        progress: newest completed step of this line of states, as far as known.
-        high: highest step ever completed; only beyond it does a step clear `failures`.
-        failures: in a row.
-        failed_s: when each failure of the last hour came.
-        suspect: the failure being recovered from, where a step may be the cause.
-        loop: how often the last such failures were alike.
-        repeated: the last error of code that a failure came of.
-        passing: steps whose batch is passed by.
-        losses: step and loss of the last steps, where spikes are looked for.
-        spiked: the step that the ranks are to be taken back before; 0 for none.
-        moved_s: when steps were last known to be running or complete.
-        longest_s: longest time so far between news of steps.
-        stacks: by rank, where its threads stood when the group did not move.
-        since_s, phase_s: when the recovery, or the run, began, and when the phase did.
-        head: newest committed checkpoint.
-        older: those before it that the log still names, newest last.
-        told: newest step that the driver before told of, until the first generation is ready.
-        writers: ranks that together hold each piece once, the lowest ones.
-        copying: what the snapshot under way is for.
-        keepers: ranks that copy their pieces into their nodes' memory.
-        keeping: the state on its way there.
-        kept: the newest that is whole there.
-        versions: number of the last one begun.
-        keep_off: a node had no room for one.
-        kept_s, copied_s: when one was begun last, or the ranks got their state, and what the steps lost to it.
-        saved_s: when a checkpoint was begun last, or the run.
-        saving_s, upload_s: what the steps lost to the last one, and what its upload took.
-        considered: step whose checkpoint was taken or skipped last; -1 for none.
-        evaluated: last evaluated step; -1 for none.
-        uploads, named: number begun, for names that are never used twice, and highest step that one was named after.
-        attempts, failing_s: uploads of the last step that failed, and when the first of them did.
-        stopping: the run is to end.
-        pausing: the ranks were asked to pause, since a recruit is up.
-        leaving: when those who were told to go will be gone, by worker; some may be dead by now (see `leaving`).
-        compared: step at which the ranks' paces were compared last.
-        slow: how often in a row a worker was found slow.
-        named_slow: workers that were said to be.
-        relieved: when a slow worker of a node was replaced last, by node.
-        skipped: samples in the quarantines of the workers, as last told.
-        passed: steps whose loss was not finite and which changed nothing, as last told.
-        overflowed: likewise, whose gradient was too large for `fp16`.
-        prefetch: how far the ranks read ahead, as last told.
-        advised: whether it was said that the batch is too large.
-        timers: numbers of the timers that run, by name.
-        clock: number of the last timer set.
+        members: processes by rank.
+        rank_of: rank by worker; the driver counts a worker that is missing here as dead.
+        next_worker: number of the next worker to be placed.
+        starting: workers that are placed and not up yet.
+        spares: warm standbys and joining workers, by worker; none of them is in `rank_of` or `starting`.
+        spares_lost: spares that ended by themselves since one was ready last.
+        accelerators: accelerators of each slot, as Ray gave them to its first process.
+        plan: plan of this rendezvous epoch or of the one before; None if and only if `RunPolicy.layouts` is None.
     """
 
-    settings: RunPolicy
-    phase: Phase = Phase.ACQUIRING
-    generation: Generation = _NO_GENERATION
     members: PersistentList[GroupMember] = field(default_factory=PersistentList)
-    plan: Plan | None = None
-    trials: PlanTrials | None = None
     rank_of: PersistentMap[int] = field(default_factory=PersistentMap)
     next_worker: int = 0
     starting: PersistentSet = field(default_factory=PersistentSet)
     spares: PersistentMap[StandbyWorker] = field(default_factory=PersistentMap)
     spares_lost: int = 0
     accelerators: PersistentMap[tuple[str, ...]] = field(default_factory=PersistentMap)
-    awaiting: PersistentSet = field(default_factory=PersistentSet)
-    answers: PersistentMap[Any] = field(default_factory=PersistentMap)
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicMembers:
+    """Members outside the collective group (parameter servers, asynchronous workers).
+
+    Attributes:
+        apart: members that the others do not wait for, by worker.
+        peers: peers of this rendezvous epoch.
+    """
+
     apart: Mapping[int, PendingMember] = field(default_factory=dict)
     peers: tuple[Peer, ...] = ()
-    until: int = 0
-    judges: int = 0
-    losing: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """The current rendezvous.
+
+    Attributes:
+        generation: rendezvous epoch.
+        heal: restore plan of this epoch.
+    """
+
+    generation: Generation = _NO_GENERATION
     heal: RestorePlan | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handover:
+    """Workers that leave or that are too slow.
+
+    Attributes:
+        leaving: when each worker with a preemption notice ends, by worker; some may have ended already.
+        compared: step at which the paces of the ranks were compared last.
+        slow: how often in a row a worker was found slow, by worker.
+        named_slow: workers that were reported as slow.
+        relieved: when a slow worker of a node was replaced last, by node.
+    """
+
+    leaving: Mapping[int, float] = field(default_factory=dict)
+    compared: int = 0
+    slow: Mapping[int, int] = field(default_factory=dict)
+    named_slow: frozenset[int] = frozenset()
+    relieved: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where the run is.
+
+    Attributes:
+        step: step at which every rank stood when the group was idle last.
+        progress: newest completed step since the last restore, as far as known.
+        high: highest step ever completed; only a higher step clears `failures`.
+        told: newest step that the previous driver reported; 0 once the first rendezvous is complete.
+        pausing: the ranks were asked to pause.
+    """
+
     step: int = 0
     progress: int = 0
     high: int = 0
+    told: int = 0
+    pausing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """The steps and the evaluation that the ranks were called for, and what they reported.
+
+    Attributes:
+        until: step up to which the ranks were called to run.
+        judges: number of ranks that share the current evaluation.
+        evaluated: last evaluated step; -1 for none.
+        moved_s: when the last news of steps came, or when they started.
+        longest_s: longest time so far between two reports of steps.
+        skipped: samples in the quarantines of the workers, as last reported.
+        passed: steps without an update because the loss was not finite, as last reported.
+        overflowed: steps without an update because the gradient was too large for `fp16`, as last reported.
+        prefetch: how far the ranks read ahead, as last reported.
+        advised: whether the run already said that the batch is too large.
+    """
+
+    until: int = 0
+    judges: int = 0
+    evaluated: int = -1
+    moved_s: float = 0.0
+    longest_s: float = 0.0
+    skipped: int = 0
+    passed: int = 0
+    overflowed: int = 0
+    prefetch: PrefetchDepth | None = None
+    advised: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureRecord:
+    """The failures so far and the one that the driver recovers from.
+
+    Attributes:
+        failures: failures in a row without a new step.
+        failed_s: when each failure of the last hour came.
+        losing: ranks of dynamic members that were lost since the last new step.
+        blame: cause of the failure that the driver recovers from.
+        suspect: the same cause, if a step can be the reason for it.
+        loop: how often the last equal failures came at one step.
+        repeated: last error that was raised by the code of the job.
+        passing: steps whose batch is skipped.
+        losses: step and loss of the last steps, in which spikes are looked for.
+        spiked: step before which the ranks must be restored after a loss spike; 0 for none.
+        stacks: stack traces of the ranks that hung, by rank.
+        since_s: when the recovery, or the run, started.
+    """
+
     failures: int = 0
     failed_s: tuple[float, ...] = ()
+    losing: frozenset[int] = frozenset()
     blame: FailureCause | None = None
     suspect: FailureCause | None = None
     loop: CrashLoop | None = None
@@ -295,17 +344,63 @@ class DriverState:
     passing: tuple[SkippedBatch, ...] = ()
     losses: tuple[tuple[int, float], ...] = ()
     spiked: int = 0
-    moved_s: float = 0.0
-    longest_s: float = 0.0
     stacks: PersistentMap[str] = field(default_factory=PersistentMap)
     since_s: float = 0.0
-    phase_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """Checkpoints in the run store.
+
+    Attributes:
+        head: newest committed checkpoint.
+        older: earlier checkpoints that the run log still names, newest last.
+        writers: lowest ranks that together hold each piece of the state once.
+        layout: layout of the state, as the ranks reported it.
+        copying: purposes of the snapshot under way.
+        saved_s: when the last checkpoint, or the run, started.
+        saving_s: seconds that the last checkpoint blocked the steps.
+        upload_s: seconds that its upload took.
+        considered: step whose checkpoint was taken or skipped last; -1 for none.
+        upload: checkpoint on its way to the store.
+        uploads: number of uploads started, so that no name is used twice.
+        named: highest step that an upload was named after.
+        attempts: failed uploads of the last step.
+        failing_s: when the first of them failed.
+        trouble: error of the last failed upload.
+    """
+
     head: CheckpointRef | None = None
     older: tuple[CheckpointRef, ...] = ()
-    told: int = 0
     writers: tuple[int, ...] = ()
     layout: str = ""
     copying: tuple[Literal["upload", "keep"], ...] = ()
+    saved_s: float = 0.0
+    saving_s: float = 0.0
+    upload_s: float = 0.0
+    considered: int = -1
+    upload: CheckpointUpload | None = None
+    uploads: int = 0
+    named: int = -1
+    attempts: int = 0
+    failing_s: float = 0.0
+    trouble: Exception | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCheckpoints:
+    """Copies of the state in the nodes' memory.
+
+    Attributes:
+        keepers: ranks that copy their pieces into the memory of their nodes.
+        keeping: copy under way.
+        kept: newest complete copy.
+        versions: number of the last copy that was started.
+        keep_off: copies are off, because a node had no memory for one.
+        kept_s: when the last copy started, or when the ranks were restored.
+        copied_s: seconds that the last copy blocked the steps.
+    """
+
     keepers: tuple[int, ...] = ()
     keeping: MemoryCopy | None = None
     kept: MemoryCheckpoint | None = None
@@ -313,69 +408,145 @@ class DriverState:
     keep_off: bool = False
     kept_s: float = 0.0
     copied_s: float = 0.0
-    saved_s: float = 0.0
-    saving_s: float = 0.0
-    upload_s: float = 0.0
-    considered: int = -1
-    evaluated: int = -1
-    upload: CheckpointUpload | None = None
-    uploads: int = 0
-    named: int = -1
-    attempts: int = 0
-    failing_s: float = 0.0
-    trouble: Exception | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shutdown:
+    """The end of the run.
+
+    Attributes:
+        stopping: a stop was requested.
+        outcome: outcome of the run.
+        error: error that ended the run.
+    """
+
     stopping: bool = False
-    pausing: bool = False
-    leaving: Mapping[int, float] = field(default_factory=dict)
-    compared: int = 0
-    slow: Mapping[int, int] = field(default_factory=dict)
-    named_slow: frozenset[int] = frozenset()
-    relieved: Mapping[str, float] = field(default_factory=dict)
-    skipped: int = 0
-    passed: int = 0
-    overflowed: int = 0
-    prefetch: PrefetchDepth | None = None
-    advised: bool = False
     outcome: RunOutcome = "failed"
     error: Exception | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverState:
+    """All that the driver knows, in parts. One module writes each part.
+
+    Attributes:
+        settings: policy of the run.
+        phase: current phase.
+        phase_s: when it started.
+        awaiting: workers that owe an answer on their thread of steps.
+        answers: answers of this phase, by rank.
+        timers: numbers of the timers that run, by name.
+        clock: number of the last timer set.
+        trials: plans that are measured, until one is chosen.
+        membership: the processes of the run and the ranks that they hold.
+        dynamic: members outside the collective group (parameter servers, asynchronous workers).
+        epoch: the current rendezvous.
+        handover: workers that leave or that are too slow.
+        position: where the run is.
+        segment: the steps and the evaluation that the ranks were called for, and what they reported.
+        recovery: the failures so far and the one that the driver recovers from.
+        checkpoints: checkpoints in the run store.
+        memory: copies of the state in the nodes' memory.
+        shutdown: the end of the run.
+    """
+
+    settings: RunPolicy
+    phase: Phase = Phase.ACQUIRING
+    phase_s: float = 0.0
+    awaiting: PersistentSet = field(default_factory=PersistentSet)
+    answers: PersistentMap[Any] = field(default_factory=PersistentMap)
     timers: Mapping[str, int] = field(default_factory=dict)
     clock: int = 0
+    trials: PlanTrials | None = None
+    membership: Membership = field(default_factory=Membership)
+    dynamic: DynamicMembers = field(default_factory=DynamicMembers)
+    epoch: Epoch = field(default_factory=Epoch)
+    handover: Handover = field(default_factory=Handover)
+    position: Position = field(default_factory=Position)
+    segment: Segment = field(default_factory=Segment)
+    recovery: FailureRecord = field(default_factory=FailureRecord)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    memory: MemoryCheckpoints = field(default_factory=MemoryCheckpoints)
+    shutdown: Shutdown = field(default_factory=Shutdown)
+
+    @classmethod
+    def of(cls, settings: RunPolicy, **changes: Any) -> DriverState:
+        """Return a first state; fields of parts are given by their own names."""
+        return cls(settings=settings).with_fields(**changes)
+
+    def with_fields(self, **changes: Any) -> DriverState:
+        """Return a copy with other values; fields of parts are given by their own names.
+
+        It bypasses `dataclasses.replace`, whose constructor call took half of a decision's time.
+        """
+        state = object.__new__(DriverState)
+        old, new = self.__dict__, state.__dict__
+        new.update(old)
+        for name, value in changes.items():
+            part = _PART_OF[name]
+            if not part:
+                new[name] = value
+                continue
+            copied = new[part]
+            if copied is old[part]:
+                copied = new[part] = object.__new__(copied.__class__)
+                copied.__dict__.update(old[part].__dict__)
+            copied.__dict__[name] = value
+        return state
 
     def seats(self, room: int) -> int:
-        """How many of so many workers the run can use; 0 where there is no plan for them."""
-        layouts = self.settings.layouts
+        """Return how many of `room` workers the run can use; 0 if there is no plan for them."""
+        layouts = self.settings.world.layouts
         if layouts is None:
             return room
-        plan = layouts.on(room, self.settings.fewest)
+        plan = layouts.on(room, self.settings.world.fewest)
         return plan.workers if plan else 0
 
     def loses_state(self, workers: int) -> bool:
-        """Whether so many workers would begin anew, in another layout than the generation's."""
-        layouts = self.settings.layouts
-        plan = layouts.on(workers, self.settings.fewest) if layouts else None
-        return plan is not None and self.plan is not None and plan.layout != self.plan.layout
+        """Whether this number of workers needs another layout, so that they restart from a checkpoint."""
+        layouts = self.settings.world.layouts
+        plan = layouts.on(workers, self.settings.world.fewest) if layouts else None
+        return plan is not None and self.membership.plan is not None and plan.layout != self.membership.plan.layout
 
     @property
     def committed(self) -> int:
-        """Step of the newest committed checkpoint; 0 without one, where every run begins."""
-        return self.head.step if self.head else 0
+        """Step of the newest committed checkpoint; 0 without one."""
+        return self.checkpoints.head.step if self.checkpoints.head else 0
 
     @property
     def copied(self) -> int:
-        """Step of the newest copy of the state that outlives the workers: a checkpoint, or what is kept in memory."""
-        return max(self.committed, self.kept.step if self.kept else 0)
+        """Step of the newest checkpoint, in the store or in memory."""
+        return max(self.committed, self.memory.kept.step if self.memory.kept else 0)
 
     @property
     def ending(self) -> bool:
-        """No step will be run after the one at which the ranks stand."""
-        return self.stopping or self.step >= self.settings.total_steps
+        """Whether no step follows the current one."""
+        return self.shutdown.stopping or self.position.step >= self.settings.length.total_steps
 
 
-# --- One decision in the making ---------------------------------------------------------------------------------------
+_PARTS: Mapping[str, type] = {
+    "membership": Membership,
+    "dynamic": DynamicMembers,
+    "epoch": Epoch,
+    "handover": Handover,
+    "position": Position,
+    "segment": Segment,
+    "recovery": FailureRecord,
+    "checkpoints": Checkpoints,
+    "memory": MemoryCheckpoints,
+    "shutdown": Shutdown,
+}
+_PART_OF: Mapping[str, str] = {each.name: "" for each in fields(DriverState) if each.name not in _PARTS} | {
+    each.name: part for part, cls in _PARTS.items() for each in fields(cls)
+}
+"""The part of the state that each field belongs to; empty for a field of `DriverState` itself."""
+
+
+# --- The draft of a decision ------------------------------------------------------------------------------------------
 
 
 class Transition:
-    """A draft of a decision. Attributes: `state`, `effects`, `now_s` (the clock of whoever calls `decide`)."""
+    """A draft of a decision. Attributes: `state`, `effects`, `now_s` (clock of the caller of `decide`)."""
 
     def __init__(self, state: DriverState, now_s: float) -> None:
         self.state = state
@@ -387,17 +558,17 @@ class Transition:
         """The run's settings."""
         return self.state.settings
 
-    def change(self, **fields: Any) -> None:
-        """Replace fields of the state. Not `dataclasses.replace`: its constructor took half of a decision's time."""
-        known = vars(self.state)
-        assert fields.keys() <= known.keys(), f"no fields of State: {fields.keys() - known.keys()}"
-        state = object.__new__(DriverState)
-        vars(state).update(known, **fields)
-        self.state = state
+    def change(self, **changes: Any) -> None:
+        """Replace fields of the state or of its parts, all given by their own names (see `DriverState.with_fields`)."""
+        self.state = self.state.with_fields(**changes)
 
-    def enter(self, phase: Phase, **fields: Any) -> None:
-        """Begin a phase with no answers yet."""
-        self.change(phase=phase, phase_s=self.now_s, answers=PersistentMap(), **fields)
+    def adjust_policy(self, **changes: Any) -> None:
+        """Replace fields of the policy, all given by their own names."""
+        self.change(settings=self.settings.with_fields(**changes))
+
+    def enter(self, phase: Phase, **changes: Any) -> None:
+        """Enter a phase, without answers yet."""
+        self.change(phase=phase, phase_s=self.now_s, answers=PersistentMap(), **changes)
 
     def want(self, effect: Effect) -> None:
         """Ask for an effect, after those already asked for."""
@@ -408,26 +579,28 @@ class Transition:
         self.effects.append(EmitEvent(event=event))
 
     def call(self, workers: Iterable[int], verb: Verb, argument: Any = None) -> None:
-        """Call workers with the same argument; does not note that they owe an answer."""
-        generation = self.state.generation
+        """Call workers with the same argument, without waiting for their answers."""
+        generation = self.state.epoch.generation
         self.effects.extend(
             CallWorker(worker=worker, generation=generation, verb=verb, argument=argument) for worker in workers
         )
 
     def call_all(self, verb: Verb, argument: Any = None) -> None:
-        """Call every member that takes part, and await each of them."""
-        workers = [member.worker for member in self.state.members if member.worker not in self.state.apart]
+        """Call every member of the collective group, and wait for all answers."""
+        workers = [
+            member.worker for member in self.state.membership.members if member.worker not in self.state.dynamic.apart
+        ]
         self.change(awaiting=PersistentSet(workers))
         self.call(workers, verb, argument)
 
     def arm(self, name: str, after_s: float) -> None:
-        """Set a timer; one of the same name is forgotten."""
+        """Set a timer; it replaces one of the same name."""
         number = self.state.clock + 1
         self.change(clock=number, timers={**self.state.timers, name: number})
         self.want(SetTimer(name=name, number=number, after_s=after_s))
 
     def disarm(self, *names: str) -> None:
-        """Forget those of the timers that run; all of them when none is named."""
+        """Cancel timers by name; all of them if none is named."""
         running = [name for name in names or self.state.timers if name in self.state.timers]
         if running:
             self.change(timers={name: number for name, number in self.state.timers.items() if name not in running})
@@ -435,10 +608,12 @@ class Transition:
                 self.want(CancelTimer(name=name))
 
     def reached(self, step: int) -> None:
-        """A step is known to be complete. A new one clears the failures, except the one being recovered from."""
-        state = self.state
-        if step > state.high:
-            failures = min(state.failures, 1) if state.phase in RECOVERY_PHASES else 0
-            self.change(high=step, progress=step, failures=failures, losing=frozenset())
-        elif step > state.progress:
+        """Note a completed step. A new one clears the failures, except the current one."""
+        position, recovery = self.state.position, self.state.recovery
+        if step > position.high:
+            self.change(high=step, progress=step)
+            if recovery.failures or recovery.losing:
+                failures = min(recovery.failures, 1) if self.state.phase in RECOVERY_PHASES else 0
+                self.change(failures=failures, losing=frozenset())
+        elif step > position.progress:
             self.change(progress=step)

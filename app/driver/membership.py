@@ -1,10 +1,10 @@
-"""Who holds which rank: processes placed, spares that wait, and a world that shrinks and grows between its bounds.
+"""The processes of a run and their ranks: placement, warm standbys, driver takeover, shrinking and growing.
 
-A slot is room for one process (a bundle of resources). A spare stands beside a slot and takes none of its resources; a
-recruit holds a slot of its own and waits to join. Ranks are given anew in each generation, slots stay.
+A slot is a bundle of resources for one process. A warm standby shares a slot and takes none of its resources; a joining
+worker has a slot of its own and waits to join. Ranks are assigned in each rendezvous, slots stay.
 
-Where those who live hold a whole state that is newer than any copy, in another layout than the run's plan has, the run
-goes on in theirs, and changes to its plan as room that returned does: from a checkpoint of the very step.
+If the survivors of a previous driver hold a complete state that is newer than any checkpoint, in another layout than
+the run's plan, the run continues in their layout and changes to its plan from a checkpoint of that step.
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ MAX_STANDBY_FAILURES = 3  # that ended by themselves, one after another
 def replace_workers(turn: Transition, ranks: Iterable[int], *, kill: bool = False) -> None:
     """Give each rank a new process in its slot. `kill` ends those that hold the ranks now."""
     gone: set[int] = set()
-    starting = turn.state.starting
+    starting = turn.state.membership.starting
     for rank in ranks:
         state = turn.state
-        old = state.members[rank]
-        if old.worker in state.rank_of:
+        old = state.membership.members[rank]
+        if old.worker in state.membership.rank_of:
             gone.add(old.worker)
             if kill:
                 turn.want(m.KillWorker(worker=old.worker))
-            turn.change(rank_of=state.rank_of.without({old.worker}))
+            turn.change(rank_of=state.membership.rank_of.without({old.worker}))
         assign_rank(turn, rank, choose_standby(state, old.node))
     state = turn.state
-    turn.change(starting=state.starting - gone, awaiting=state.awaiting - gone)
+    turn.change(starting=state.membership.starting - gone, awaiting=state.awaiting - gone)
     drop_upload_workers(turn, frozenset(gone))
     checkpointing.drop_memory_copy_workers(turn, frozenset(gone))
-    if turn.state.starting - starting:
+    if turn.state.membership.starting - starting:
         if not starting:
             what = describe_starting(turn.state)
-            turn.emit(Waiting(what=f"{what} to start", deadline_s=turn.settings.place_deadline_s))
+            turn.emit(Waiting(what=f"{what} to start", deadline_s=turn.settings.deadlines.place_deadline_s))
         arm_start_deadline(turn)
 
 
 def arm_start_deadline(turn: Transition) -> None:
     """Those who start have so much time."""
-    if turn.state.starting:
-        turn.arm("place", turn.settings.place_deadline_s)
-        if turn.settings.fewest < len(turn.state.members):
-            turn.arm("shrink", turn.settings.shrink_s)
+    if turn.state.membership.starting:
+        turn.arm("place", turn.settings.deadlines.place_deadline_s)
+        if turn.settings.world.fewest < len(turn.state.membership.members):
+            turn.arm("shrink", turn.settings.deadlines.shrink_s)
 
 
 def assign_rank(turn: Transition, rank: int, spare: int | None, wait_s: float = 0.0) -> None:
     """Give a rank to a spare, or to a new process, which is started after a while."""
     state = turn.state
-    held = None if spare is None else state.spares[spare]
-    worker = state.next_worker if spare is None else spare
-    slot = state.members[rank].slot if held is None or held.slot is None else held.slot
+    held = None if spare is None else state.membership.spares[spare]
+    worker = state.membership.next_worker if spare is None else spare
+    slot = state.membership.members[rank].slot if held is None or held.slot is None else held.slot
     member = GroupMember(worker=worker, slot=slot, node=held.node if held else "", home=held.home if held else "")
     turn.change(
-        members=state.members.put(rank, member),
-        rank_of=state.rank_of.put(worker, rank),
-        next_worker=state.next_worker + (spare is None),
-        starting=state.starting if held and held.ready else state.starting | {worker},
-        spares=state.spares.without({worker}),
+        members=state.membership.members.put(rank, member),
+        rank_of=state.membership.rank_of.put(worker, rank),
+        next_worker=state.membership.next_worker + (spare is None),
+        starting=state.membership.starting if held and held.ready else state.membership.starting | {worker},
+        spares=state.membership.spares.without({worker}),
     )
     if spare is None:
         turn.want(m.StartWorker(worker=worker, slot=slot, after_s=wait_s))
@@ -85,70 +85,83 @@ def choose_standby(state: DriverState, node: str) -> int | None:
 
     A recruit that is up will do where no other spare does, one that is still to come may never.
     """
-    stay, doomed = state.settings.spares_stay, _nodes_to_leave(state)  # then a node that is not known yet is no match
-    lasting = {worker: spare for worker, spare in state.spares.items() if spare.node not in doomed}
+    stay, doomed = (
+        state.settings.world.spares_stay,
+        _nodes_to_leave(state),
+    )  # then a node that is not known yet is no match
+    lasting = {worker: spare for worker, spare in state.membership.spares.items() if spare.node not in doomed}
     beside = [w for w, s in lasting.items() if s.slot is None and (not stay or (node and s.node == node))]
     fitting = beside or [worker for worker, spare in lasting.items() if spare.slot is not None and spare.ready]
     return min(
         fitting,
-        key=lambda worker: (not state.spares[worker].ready, state.spares[worker].node != node, worker),
+        key=lambda worker: (
+            not state.membership.spares[worker].ready,
+            state.membership.spares[worker].node != node,
+            worker,
+        ),
         default=None,
     )
 
 
 def _nodes_to_leave(state: DriverState) -> frozenset[str]:
     """Nodes of members that must go, where there are others: such a notice concerns a whole node as a rule."""
-    if not state.leaving:
+    if not state.handover.leaving:
         return frozenset()
-    nodes = {member.node for member in state.members} | {spare.node for spare in state.spares.values()}
-    doomed = {member.node for member in state.members if member.worker in state.leaving}
+    nodes = {member.node for member in state.membership.members} | {
+        spare.node for spare in state.membership.spares.values()
+    }
+    doomed = {member.node for member in state.membership.members if member.worker in state.handover.leaving}
     return frozenset(doomed if nodes - doomed - {""} else ())
 
 
 def start_standbys(turn: Transition) -> None:
-    """Have spares and recruits started, now that steps are running; none after some that ended by themselves."""
+    """Start missing warm standbys and joining workers; none after several of them ended by themselves."""
     state = turn.state
-    if state.spares_lost >= MAX_STANDBY_FAILURES or state.stopping:
+    if state.membership.spares_lost >= MAX_STANDBY_FAILURES or state.shutdown.stopping:
         return
-    held = {member.slot for member in state.members} | {spare.slot for spare in state.spares.values()}
-    free = [slot for slot in range(state.settings.most) if slot not in held]
-    missing = state.settings.spares - sum(spare.slot is None for spare in state.spares.values())
+    members, spares, most = state.membership.members, state.membership.spares, state.settings.world.most
+    joining = {spare.slot for spare in spares.values() if spare.slot is not None}
+    missing = state.settings.world.spares - (len(spares) - len(joining))
+    if missing <= 0 and len(members) + len(joining) >= most:
+        return  # the usual case, in which members hold all slots
+    held = joining.union(member.slot for member in members)
+    free = [slot for slot in range(most) if slot not in held]
     for _ in range(missing):
-        number = turn.state.next_worker
-        _start_standby(turn, None, state.members[number % len(state.members)].slot)
+        number = turn.state.membership.next_worker
+        _start_standby(turn, None, members[number % len(members)].slot)
     for slot in free:
         _start_standby(turn, slot, slot)
 
 
 def _start_standby(turn: Transition, own: int | None, slot: int) -> None:
-    worker = turn.state.next_worker
-    turn.change(next_worker=worker + 1, spares=turn.state.spares.put(worker, StandbyWorker(slot=own)))
+    worker = turn.state.membership.next_worker
+    turn.change(next_worker=worker + 1, spares=turn.state.membership.spares.put(worker, StandbyWorker(slot=own)))
     turn.want(m.StartWorker(worker=worker, slot=slot, spare=True, beside=own is None))
 
 
 def on_worker_started(turn: Transition, event: m.WorkerStarted) -> None:
     """A placed process is up."""
     state = turn.state
-    if event.worker in state.spares:
+    if event.worker in state.membership.spares:
         _on_standby_started(turn, event)
         return
-    rank = state.rank_of[event.worker]
-    _note_accelerators(turn, state.members[rank].slot, event)
-    member = replace(state.members[rank], node=event.node, home=event.home)
+    rank = state.membership.rank_of[event.worker]
+    _note_accelerators(turn, state.membership.members[rank].slot, event)
+    member = replace(state.membership.members[rank], node=event.node, home=event.home)
     turn.change(
-        members=state.members.put(rank, member),
-        starting=state.starting - {event.worker},
+        members=state.membership.members.put(rank, member),
+        starting=state.membership.starting - {event.worker},
     )
     turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid))
-    if not turn.state.starting:
+    if not turn.state.membership.starting:
         turn.disarm("place", "shrink")
 
 
 def _on_standby_started(turn: Transition, event: m.WorkerStarted) -> None:
     """A spare is up. For a recruit the others pause, so that it can join."""
     state = turn.state
-    spare = replace(state.spares[event.worker], node=event.node, home=event.home, ready=True)
-    turn.change(spares=state.spares.put(event.worker, spare), spares_lost=0)
+    spare = replace(state.membership.spares[event.worker], node=event.node, home=event.home, ready=True)
+    turn.change(spares=state.membership.spares.put(event.worker, spare), spares_lost=0)
     turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid, spare=True))
     if spare.slot is not None:
         _note_accelerators(turn, spare.slot, event)
@@ -158,97 +171,104 @@ def _on_standby_started(turn: Transition, event: m.WorkerStarted) -> None:
 
 def _note_accelerators(turn: Transition, slot: int, event: m.WorkerStarted) -> None:
     if event.accelerators:
-        turn.change(accelerators=turn.state.accelerators.put(slot, event.accelerators))
+        turn.change(accelerators=turn.state.membership.accelerators.put(slot, event.accelerators))
 
 
-# --- shrinking and growing --------------------------------------------------------------------------------------------
+# --- Shrinking and growing --------------------------------------------------------------------------------------------
 
 
 def complete_members(turn: Transition) -> bool:
     """Whether all ranks are held by processes that are up; gives up those that are missing for too long, if it may."""
-    if turn.state.starting and _can_shrink(turn.state):
+    if turn.state.membership.starting and _can_shrink(turn.state):
         _remove_late_members(turn)
-    if not turn.state.starting:
+    if not turn.state.membership.starting:
         _admit_joiners(turn)
-    return not turn.state.starting
+    return not turn.state.membership.starting
 
 
 def arrange_ranks(turn: Transition, plan: Plan | None) -> None:
-    """Lay the ranks over the nodes as the mesh wants them, where none has been told its rank or all begin anew."""
-    state, mesh = turn.state, turn.settings.mesh
-    anew = plan is not None and state.plan is not None and plan.layout != state.plan.layout
-    if mesh is None or (any(member.told for member in state.members) and not anew):
+    """Place the ranks on the nodes as the mesh needs them, if no rank has been told or all restart."""
+    state, mesh = turn.state, turn.settings.world.mesh
+    anew = plan is not None and state.membership.plan is not None and plan.layout != state.membership.plan.layout
+    if mesh is None or (any(member.told for member in state.membership.members) and not anew):
         return
     order = assign_slots(
         plan.mesh if plan else mesh,
-        [member.home or member.node for member in state.members],
-        len(turn.settings.devices),
+        [member.home or member.node for member in state.membership.members],
+        len(turn.settings.world.devices),
     )
-    members = tuple(state.members[place] for place in order)
+    members = tuple(state.membership.members[place] for place in order)
     assign_ranks(turn, members)
 
 
 def can_grow(state: DriverState) -> bool:
     """Whether a recruit is up, and the survivors can take it in."""
-    if state.settings.tolerates:
+    if state.settings.world.tolerates:
         return False  # they join by themselves
-    room = len(state.members) < state.settings.most and state.settings.reform == "in_place"
-    return room and not state.stopping and target_size(state) > len(state.members)
+    room = len(state.membership.members) < state.settings.world.most and state.settings.world.reform == "in_place"
+    return room and not state.shutdown.stopping and target_size(state) > len(state.membership.members)
 
 
 def target_size(state: DriverState) -> int:
     """How many of the members and the recruits that are up the run can use."""
-    ready = len(state.members) + len(_joiners_up(state))
-    return state.seats(min(ready, state.settings.most))
+    ready = len(state.membership.members) + len(_joiners_up(state))
+    return state.seats(min(ready, state.settings.world.most))
 
 
 def _joiners_up(state: DriverState) -> list[int]:
     """Recruits that are up."""
-    return sorted(worker for worker, spare in state.spares.items() if spare.slot is not None and spare.ready)
+    return sorted(worker for worker, spare in state.membership.spares.items() if spare.slot is not None and spare.ready)
 
 
 def request_pause(turn: Transition) -> None:
     """While steps run: have the ranks stop after the same one, soon, for something that is due."""
-    if not turn.state.pausing:
+    if not turn.state.position.pausing:
         turn.change(pausing=True)
-        turn.call([turn.state.members[0].worker], "stop")
+        turn.call([turn.state.membership.members[0].worker], "stop")
 
 
 def _can_shrink(state: DriverState) -> bool:
-    if state.settings.fewest == len(state.members) or "shrink" in state.timers:
+    if state.settings.world.fewest == len(state.membership.members) or "shrink" in state.timers:
         return False
-    if any(state.settings.role_of(state.rank_of[worker]) != "worker" for worker in state.starting):
+    if any(
+        state.settings.world.role_of(state.membership.rank_of[worker]) != "worker"
+        for worker in state.membership.starting
+    ):
         return False
-    left = len(state.members) - len(state.starting)
-    return left >= state.settings.fewest and state.seats(left) > 0
+    left = len(state.membership.members) - len(state.membership.starting)
+    return left >= state.settings.world.fewest and state.seats(left) > 0
 
 
 def _remove_late_members(turn: Transition) -> None:
     """Go on without those that did not start in time: they join when they come."""
     state = turn.state
     late = {
-        member.worker: StandbyWorker(slot=member.slot) for member in state.members if member.worker in state.starting
+        member.worker: StandbyWorker(slot=member.slot)
+        for member in state.membership.members
+        if member.worker in state.membership.starting
     }
     turn.disarm("place")
-    turn.change(starting=PersistentSet(), spares=PersistentMap({**state.spares, **late}))
-    patience_s = state.settings.shrink_s if "place" in state.timers else state.settings.place_deadline_s
+    turn.change(starting=PersistentSet(), spares=PersistentMap({**state.membership.spares, **late}))
+    patience_s = (
+        state.settings.deadlines.shrink_s if "place" in state.timers else state.settings.deadlines.place_deadline_s
+    )
     waited = f"no more started within {patience_s:g} s"
-    _resize(turn, tuple(member for member in state.members if member.worker not in late), waited)
+    _resize(turn, tuple(member for member in state.membership.members if member.worker not in late), waited)
 
 
 def _admit_joiners(turn: Transition) -> None:
-    """Recruits that are up get ranks, as far as there is room; members that the plan has no rank for go."""
-    state, count = turn.state, len(turn.state.members)
+    """Give ranks to joining workers that are up; release members for which the plan has no rank."""
+    state, count = turn.state, len(turn.state.membership.members)
     total = target_size(state)
-    unknown = state.heal is None  # how far those are who outlived another driver
-    if state.loses_state(total) and (unknown or state.progress > state.copied):
+    unknown = state.epoch.heal is None  # how far those are who outlived another driver
+    if state.loses_state(total) and (unknown or state.position.progress > state.copied):
         total = state.seats(count)  # what the members hold is newer than any copy: they grow when there is one
     change = total - count
     if change > 0:
         ready = _joiners_up(state)[:change]
-        joining = tuple(_member_of_joiner(worker, state.spares[worker]) for worker in ready)
-        turn.change(spares=state.spares.without(ready))
-        _resize(turn, (*state.members, *joining), "there is room")
+        joining = tuple(_member_of_joiner(worker, state.membership.spares[worker]) for worker in ready)
+        turn.change(spares=state.membership.spares.without(ready))
+        _resize(turn, (*state.membership.members, *joining), "there is room")
     elif change < 0:
         remove_members(turn, _surplus_members(state, -change), "no plan for more")
 
@@ -256,7 +276,7 @@ def _admit_joiners(turn: Transition) -> None:
 def _surplus_members(state: DriverState, number: int) -> frozenset[int]:
     """So many members whose part others hold too, as far as there are such; the last ones where there is a choice."""
     holders: dict[int, list[int]] = {}  # ranks, by part
-    for rank, member in enumerate(state.members):
+    for rank, member in enumerate(state.membership.members):
         holders.setdefault(member.part, []).append(rank)
     order = [(part >= 0, -len(ranks), -ranks[-1], part) for part, ranks in holders.items()]
     heapify(order)
@@ -269,7 +289,7 @@ def _surplus_members(state: DriverState, number: int) -> frozenset[int]:
             heapreplace(order, (part >= 0, -len(ranks), -ranks[-1], part))
         else:
             heappop(order)
-    return frozenset(state.members[rank].worker for rank in going)
+    return frozenset(state.membership.members[rank].worker for rank in going)
 
 
 def _member_of_joiner(worker: int, spare: StandbyWorker) -> GroupMember:
@@ -279,53 +299,53 @@ def _member_of_joiner(worker: int, spare: StandbyWorker) -> GroupMember:
 
 def admissible_joiners(state: DriverState) -> list[int]:
     """Recruits that are up, as far as the world may grow."""
-    return _joiners_up(state)[: max(0, state.settings.most - len(state.members))]
+    return _joiners_up(state)[: max(0, state.settings.world.most - len(state.membership.members))]
 
 
 def admit_joiner(turn: Transition, worker: int) -> None:
     """Give a recruit the next rank."""
     state = turn.state
-    turn.change(spares=state.spares.without({worker}))
-    assign_ranks(turn, (*state.members, _member_of_joiner(worker, state.spares[worker])))
+    turn.change(spares=state.membership.spares.without({worker}))
+    assign_ranks(turn, (*state.membership.members, _member_of_joiner(worker, state.membership.spares[worker])))
 
 
 def assign_ranks(turn: Transition, members: tuple[GroupMember, ...]) -> None:
-    """Give the members the ranks of their places."""
+    """Number the members by their order."""
     ranks = PersistentMap((member.worker, rank) for rank, member in enumerate(members))
     turn.change(members=PersistentList(members), rank_of=ranks)
 
 
 def _resize(turn: Transition, members: tuple[GroupMember, ...], why: str) -> None:
     """Number the ranks anew."""
-    former = len(turn.state.members)
+    former = len(turn.state.membership.members)
     assign_ranks(turn, members)
-    workers, before = (turn.settings.crew(total)[0] for total in (len(members), former))
+    workers, before = (turn.settings.world.crew(total)[0] for total in (len(members), former))
     turn.emit(Resized(workers=workers, former=before, why=why))
 
 
 def remove_members(turn: Transition, workers: frozenset[int], why: str) -> None:
-    """Go on without these idle members: recruits come in their stead when there is room."""
+    """Continue without these idle members; joining workers replace them later."""
     turn.change(awaiting=turn.state.awaiting - workers)
     for worker in sorted(workers):
         turn.want(m.KillWorker(worker=worker))
     drop_upload_workers(turn, workers)
     checkpointing.drop_memory_copy_workers(turn, workers)
-    _resize(turn, tuple(member for member in turn.state.members if member.worker not in workers), why)
+    _resize(turn, tuple(member for member in turn.state.membership.members if member.worker not in workers), why)
 
 
-# --- losing -----------------------------------------------------------------------------------------------------------
+# --- Losses -----------------------------------------------------------------------------------------------------------
 
 
 def on_standby_died(turn: Transition, event: m.WorkerDied) -> None:
     """A process without a rank ended; after some that did so one after another no more are started."""
     state = turn.state
     turn.change(
-        spares=state.spares.without({event.worker}),
-        spares_lost=state.spares_lost + 1,
+        spares=state.membership.spares.without({event.worker}),
+        spares_lost=state.membership.spares_lost + 1,
     )
     if turn.state.phase is Phase.RUNNING:
         start_standbys(turn)
-    if turn.state.spares_lost == MAX_STANDBY_FAILURES:
+    if turn.state.membership.spares_lost == MAX_STANDBY_FAILURES:
         turn.emit(
             Noted(
                 text=f"going on without spare workers, since {MAX_STANDBY_FAILURES} ended by themselves: {event.cause}"
@@ -335,24 +355,30 @@ def on_standby_died(turn: Transition, event: m.WorkerDied) -> None:
 
 def on_start_deadline(turn: Transition) -> None:
     """Not all processes started in time: where nobody said how many there must be, fewer go on from now on."""
-    if turn.settings.last_resort is not None and not turn.state.stopping:
-        turn.change(settings=replace(turn.settings, min_workers=turn.settings.last_resort))
+    if turn.settings.world.last_resort is not None and not turn.state.shutdown.stopping:
+        turn.adjust_policy(min_workers=turn.settings.world.last_resort)
         if _can_shrink(turn.state):
             return  # `recovering.gathered` sees to it
     state = turn.state
-    total, missing, layouts = len(state.members), len(state.starting), state.settings.layouts
+    total, missing, layouts = (
+        len(state.membership.members),
+        len(state.membership.starting),
+        state.settings.world.layouts,
+    )
     lacking = layouts.lacking(total - missing) if layouts is not None and missing < total else ""
     error = ResourceError(
-        f"{total - missing} of {_count_text(total)} started within {state.settings.place_deadline_s:g} s",
+        f"{total - missing} of {_count_text(total)} started within {state.settings.deadlines.place_deadline_s:g} s",
         where=lacking,
         remedy=f"free resources or add nodes, or set workers={max(1, total - missing)}, or raise place_deadline_s",
     )
-    end_run(turn, "stopped" if state.stopping else "failed", None if state.stopping else error)
+    end_run(turn, "stopped" if state.shutdown.stopping else "failed", None if state.shutdown.stopping else error)
 
 
 def describe_starting(state: DriverState) -> str:
     """Who starts: `2 workers and 1 server`, of a coordinator also `1 chief`."""
-    roles = Counter(state.settings.role_of(state.rank_of[worker]) for worker in state.starting)
+    roles = Counter(
+        state.settings.world.role_of(state.membership.rank_of[worker]) for worker in state.membership.starting
+    )
     found = [_count_text(roles[role], role) for role in ("worker", "server", "chief") if roles[role]]
     return " and ".join(filter(None, (", ".join(found[:-1]), found[-1])))
 
@@ -362,7 +388,7 @@ def _count_text(number: int, what: str = "worker") -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 
-# --- What a new driver takes over from one that died ------------------------------------------------------------------
+# --- Driver takeover --------------------------------------------------------------------------------------------------
 
 
 def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()) -> None:
@@ -370,7 +396,7 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
     living = _reusable_workers(turn, living)
     plan = _adopt_plan(turn, living)
     settings = turn.settings
-    workers, most = (plan.workers, plan.workers) if plan else (settings.workers, settings.most)
+    workers, most = (plan.workers, plan.workers) if plan else (settings.world.workers, settings.world.most)
     slotted = sorted((one for one in living if one.slot is not None), key=lambda one: (one.waiting, one.rank))
     ranked = [one for rank, one in enumerate(slotted) if rank < (workers if one.waiting else most)]
     seated = {one.worker for one in ranked}
@@ -380,8 +406,8 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
         if one.worker not in seated
     }
     held = {one.slot for one in ranked} | {spare.slot for spare in waiting.values()}
-    free = [slot for slot in range(settings.most) if slot not in held]
-    servers = sum(settings.role_of(slot) != "worker" for slot in free)  # none can do without them
+    free = [slot for slot in range(settings.world.most) if slot not in held]
+    servers = sum(settings.world.role_of(slot) != "worker" for slot in free)  # none can do without them
     members = _members_by_rank(turn, ranked, free[: max(servers, workers - len(ranked))])
     rank_of = PersistentMap(
         (member.worker, rank) for rank, member in enumerate(members) if member.worker != _UNASSIGNED
@@ -390,7 +416,7 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
         Phase.GATHERING,
         members=PersistentList(members),
         rank_of=rank_of,
-        next_worker=max((turn.state.next_worker, *(one.worker + 1 for one in living))),
+        next_worker=max((turn.state.membership.next_worker, *(one.worker + 1 for one in living))),
         spares=PersistentMap(waiting),
         accelerators=PersistentMap((_slot_of_survivor(one), one.accelerators) for one in living if one.accelerators),
         awaiting=PersistentSet(rank_of),
@@ -401,7 +427,7 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
     if rank_of:
         turn.emit(Noted(text=f"took over {_count_text(len(living))} that outlived the driver before"))
         turn.call(list(rank_of), "leave")
-        turn.arm("leave", settings.leave_deadline_s)
+        turn.arm("leave", settings.deadlines.leave_deadline_s)
     replace_workers(turn, [rank for rank, member in enumerate(members) if member.worker == _UNASSIGNED])
 
 
@@ -410,8 +436,8 @@ def _emit_repeated_steps(turn: Transition, living: Sequence[m.SurvivingWorker]) 
     state = turn.state
     if any(one.plan is not None for one in living):
         return  # the first group tells what was lost
-    begin, kept = state.committed, state.kept.step if state.kept else 0
-    lost = state.told - max(begin, kept)
+    begin, kept = state.committed, state.memory.kept.step if state.memory.kept else 0
+    lost = state.position.told - max(begin, kept)
     if lost > 0:
         since = f"the checkpoint of step {begin}" if begin else "the beginning"
         where = f"the copy in memory of step {kept}" if kept > begin else since
@@ -422,7 +448,7 @@ def _emit_repeated_steps(turn: Transition, living: Sequence[m.SurvivingWorker]) 
 
 def _reusable_workers(turn: Transition, living: Sequence[m.SurvivingWorker]) -> Sequence[m.SurvivingWorker]:
     """Those who can form a group: where that takes new processes, spares alone. The others end."""
-    if turn.settings.reform == "in_place":
+    if turn.settings.world.reform == "in_place":
         return living
     spent = [one.worker for one in living if not one.waiting]
     if spent:
@@ -436,18 +462,18 @@ def _reusable_workers(turn: Transition, living: Sequence[m.SurvivingWorker]) -> 
 
 
 def _adopt_plan(turn: Transition, living: Sequence[m.SurvivingWorker]) -> Plan | None:
-    """The plan that those who live worked under, where their state would be lost under the run's own; it is told of."""
-    state, settings, layouts = turn.state, turn.settings, turn.settings.layouts
+    """Choose the plan of the survivors, if their state would be lost under the run's own plan, and report it."""
+    state, settings, layouts = turn.state, turn.settings, turn.settings.world.layouts
     theirs = _plan_of_newest_state(living, state.copied)
     if layouts is None or theirs is None:
         return None
-    own = layouts.on(settings.workers, settings.fewest)
+    own = layouts.on(settings.world.workers, settings.world.fewest)
     if own is not None and own.layout == theirs.layout:
         turn.change(plan=theirs)  # whose parts seat them where there are more or fewer replicas now
         return None
-    if theirs.workers < settings.fewest and settings.last_resort is not None:
-        settings = replace(settings, min_workers=settings.last_resort)  # as the driver before did
-    plan = layouts.on(theirs.workers, settings.fewest)
+    if theirs.workers < settings.world.fewest and settings.world.last_resort is not None:
+        settings = settings.with_fields(min_workers=settings.world.last_resort)  # as the driver before did
+    plan = layouts.on(theirs.workers, settings.world.fewest)
     if plan is None or (plan.layout, plan.workers) != (theirs.layout, theirs.workers):
         return None  # the run's plans are others by now
     turn.change(settings=settings, plan=plan)
@@ -474,7 +500,7 @@ def _members_by_rank(
 
     The slots of servers are theirs alone.
     """
-    plan, role_of, size = turn.state.plan, turn.settings.role_of, len(living) + len(free)
+    plan, role_of, size = turn.state.membership.plan, turn.settings.world.role_of, len(living) + len(free)
     served = [slot for slot in free if role_of(slot) != "worker"]
     found = {slot: GroupMember(worker=_UNASSIGNED, slot=slot) for slot in served}
     rest: list[GroupMember] = []

@@ -1,4 +1,4 @@
-"""The words between the pure driver and the world: events that happened, effects that it wants.
+"""The messages between the pure driver and the effect executor: events that happened, effects to carry out.
 
 Verbs of `CallWorker`, in the order of a run (the worker's methods of the same names):
 
@@ -32,7 +32,7 @@ from trainwright.core.engine import CheckpointFile, CheckpointRef
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.events import Probed
 from trainwright.core.plan import Plan
-from trainwright.core.topology import Address, Generation, Role, StalenessCounts, StateTag, StateTransfer
+from trainwright.core.topology import Address, Generation, Role, StalenessCounts, StateTransfer
 
 Verb = Literal[
     "reserve", "form", "heal", "probe", "run", "evaluate", "snapshot", "upload", "keep", "stop", "interrupt", "leave"
@@ -99,10 +99,9 @@ class RestorePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentReport:
-    """The end of a `run`: of all ranks after the same step, which rank 0 tells where workers step alone.
+    """The end of a `run`: all ranks after the same step, or rank 0 for all if workers step independently.
 
     Attributes:
-        stopped: a wish was heard.
         finished: nothing is left to train, though steps may be left.
         skipped: samples that this process has put into the quarantine so far.
         passed, overflowed: steps that changed nothing so far: their loss was not finite, or their gradient too large.
@@ -115,8 +114,6 @@ class SegmentReport:
     """
 
     step: int
-    stopped: bool
-    tag: StateTag
     skipped: int = 0
     passed: int = 0
     overflowed: int = 0
@@ -152,7 +149,7 @@ class CallFailure:
     step: int = -1
 
 
-# --- events -----------------------------------------------------------------------------------------------
+# --- events -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +313,7 @@ DriverEvent = (
     | PreemptionNoticed
 )
 
-# --- effects ----------------------------------------------------------------------------------------------
+# --- effects ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +341,7 @@ class KillWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class ExcludeNode:
-    """Place nobody on this worker's node any more, as long as there is room elsewhere. No answer."""
+    """Place no more workers on this worker's node, unless no other node has resources. No answer."""
 
     worker: int
 
@@ -372,7 +369,7 @@ class CommitCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class MarkComplete:
-    """Have the keepers remember that this state is whole, for a driver after us; None: that none is to be used."""
+    """Tell the in-memory stores which checkpoint is complete, for the next driver; None if none may be used."""
 
     kept: MemoryCheckpoint | None
 
@@ -433,7 +430,7 @@ Effect = (
 )
 
 
-# --- What the driver asks of plans, and tells workers of them ---------------------------------------------------------
+# --- Plans ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""Plans measured against each other before the first step: each in a generation of its own, on the same processes.
+"""Trials of plans before the first step: each plan is timed in a rendezvous epoch of its own, on the same processes.
 
-A plan is measured by throwaway steps of all ranks; whoever has taken some builds anew afterwards, so that nothing of
-them is left. One that fails is set aside, and the quickest goes on. The plan that would go on without all this comes
-first: it is recovered from what ends processes, as it would be later, and an error that all plans raise is its error.
+All ranks time a plan with throwaway steps and rebuild their engine afterwards. A plan that fails is set aside, and the
+fastest is chosen. The plan that would run without trials comes first: the driver recovers from failures of its
+processes as it would later, and an error that all plans raise is reported as the error of this plan.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ PROBE_STEPS, PROBE_SECONDS = 8, 3.0  # of steps that are timed, at most; a step 
 
 def begin_trials(turn: Transition, acquired: m.LeaseAcquired) -> None:
     """Measure, where there is something to choose from and nothing of the run is there yet."""
-    layouts, begun = turn.settings.layouts, acquired.head or acquired.kept or acquired.living
+    layouts, begun = turn.settings.world.layouts, acquired.head or acquired.kept or acquired.living
     if layouts is not None and len(layouts.plans) > 1 and not begun:
         turn.change(trials=PlanTrials(left=tuple(range(len(layouts.plans)))))
 
 
 def next_candidate(turn: Transition) -> Plan | None:
     """The plan to try next, for the generation that begins; none where there are not the workers for it."""
-    trials, layouts = turn.state.trials, turn.settings.layouts
+    trials, layouts = turn.state.trials, turn.settings.world.layouts
     if trials is None or layouts is None:
         return None
     plan = layouts.plans[trials.left[0]]
-    if plan.workers != len(turn.state.members):
+    if plan.workers != len(turn.state.membership.members):
         _end_trials(turn)
         return None
     turn.change(trials=replace(trials, trying=True, since_s=trials.since_s or turn.now_s))
@@ -58,13 +58,13 @@ def on_probe_returned(turn: Transition) -> None:
     turn.disarm()
     turn.enter(Phase.GATHERING, blame=None)
     turn.call_all("leave")
-    turn.arm("leave", turn.settings.leave_deadline_s)
+    turn.arm("leave", turn.settings.deadlines.leave_deadline_s)
 
 
 def _is_worthwhile(turn: Transition, trials: PlanTrials) -> bool:
     """Whether there is time for another plan, by what those so far took; the one that goes on is formed once more."""
-    share, tried = turn.settings.probe_share, len(trials.step_s) + len(trials.aside)
-    run_s = turn.settings.total_steps * min(trials.step_s.values())
+    share, tried = turn.settings.limits.probe_share, len(trials.step_s) + len(trials.aside)
+    run_s = turn.settings.length.total_steps * min(trials.step_s.values())
     return share is None or (turn.now_s - trials.since_s) * (tried + 2) / tried <= share * run_s
 
 
@@ -81,7 +81,7 @@ def is_optional_trial(state: DriverState) -> bool:
 
 def reject_plan(turn: Transition, error: Exception) -> None:
     """The plan on trial fails, unless it was set aside already: others raise as well, or lose their peers."""
-    trials, layouts = _current_trials(turn.state), turn.settings.layouts
+    trials, layouts = _current_trials(turn.state), turn.settings.world.layouts
     if not trials.trying:
         return
     assert layouts is not None, "plans are tried"
@@ -95,9 +95,9 @@ def reject_plan(turn: Transition, error: Exception) -> None:
 def settle_trials(turn: Transition) -> bool:
     """Nobody is at work under a plan: whether the run can go on, under the quickest one when all were tried."""
     state = turn.state
-    if is_optional_trial(state) and state.blame is not None:
-        reject_plan(turn, state.blame.error)
-    trials, layouts = turn.state.trials, turn.settings.layouts
+    if is_optional_trial(state) and state.recovery.blame is not None:
+        reject_plan(turn, state.recovery.blame.error)
+    trials, layouts = turn.state.trials, turn.settings.world.layouts
     if trials is None or trials.left:
         return True
     if not trials.step_s:
@@ -106,14 +106,14 @@ def settle_trials(turn: Transition) -> bool:
     assert layouts is not None, "plans were tried"
     chosen, event = layouts.measured(trials.step_s, trials.aside)
     _end_trials(turn)
-    turn.change(settings=replace(turn.settings, layouts=chosen))
+    turn.adjust_policy(layouts=chosen)
     turn.emit(replace(event, seconds=turn.now_s - trials.since_s))
     return True
 
 
 def _end_trials(turn: Transition) -> None:
-    """No plan is tried any more: all begin anew."""
-    members = PersistentList(replace(member, told=False) for member in turn.state.members)
+    """End the trials; all ranks restart from the initial state."""
+    members = PersistentList(replace(member, told=False) for member in turn.state.membership.members)
     turn.change(trials=None, plan=None, members=members)
 
 

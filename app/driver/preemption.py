@@ -1,18 +1,17 @@
-"""Planned hand-overs: a worker that must go gives its rank to another process before it does. No step is lost.
+"""Preemption: a worker with a notice hands its rank over to another process before it ends. No step is lost.
 
-On a preemption notice the ranks pause after the step under way, and a checkpoint is begun. Where those who stay hold
-the whole state they go on at once with a spare, a new process or fewer; otherwise the checkpoint is waited for, as long
-as the notice allows, since all will begin from it.
+After a notice, the ranks pause after the current step and a checkpoint starts. If the remaining workers hold the whole
+state, they continue at once with a standby, a new process or fewer workers. Otherwise the driver waits for the
+checkpoint as long as the notice allows, because all ranks will restart from it.
 
-A rank's part is what it does before it waits for others: reading its batch, forward, backward. Each reports the median
-over its last steps whenever the ranks stand idle; clocks of different nodes are never compared.
+Stragglers are replaced in the same way. Each rank reports the median time of its own part of a step (reading its batch,
+forward, backward) when the ranks are idle; clocks of different nodes are never compared.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from statistics import median_low
 
 from trainwright.core.events import Leaving, Straggling
@@ -25,55 +24,55 @@ from trainwright.driver.membership import choose_standby, remove_members, replac
 _MARGIN = 0.2  # of the time of a notice, for those who go to be gone by then
 
 
-def can_lose_worker(state: DriverState, worker: int) -> bool:
+def _can_lose_worker(state: DriverState, worker: int) -> bool:
     """Whether the others hold the whole state without this member, those who must go left out."""
-    return worker not in state.leaving and _others_hold_state(
-        replace(state, leaving={**state.leaving, worker: math.inf})
+    return worker not in state.handover.leaving and _others_hold_state(
+        state.with_fields(leaving={**state.handover.leaving, worker: math.inf})
     )
 
 
 def is_stale_notice(state: DriverState, event: m.PreemptionNoticed) -> bool:
     """Whether a notice is known, or concerns nobody any more."""
-    known = event.worker in state.rank_of or event.worker in state.spares
-    return not known or event.worker in state.leaving or state.phase is Phase.CLOSING
+    known = event.worker in state.membership.rank_of or event.worker in state.membership.spares
+    return not known or event.worker in state.handover.leaving or state.phase is Phase.CLOSING
 
 
 def on_preemption_notice(turn: Transition, event: m.PreemptionNoticed) -> None:
     """A process will be ended soon. A spare is let go of at once, a rank is handed over (see `begin_handover`)."""
     state = turn.state
-    if event.worker in state.spares:
-        node = state.spares[event.worker].node
+    if event.worker in state.membership.spares:
+        node = state.membership.spares[event.worker].node
         turn.emit(Leaving(worker=event.worker, node=node, why="preemption notice", left_s=event.left_s))
         turn.want(m.ExcludeNode(worker=event.worker))
         turn.want(m.KillWorker(worker=event.worker))
-        turn.change(spares=state.spares.without({event.worker}))
+        turn.change(spares=state.membership.spares.without({event.worker}))
         if state.phase is Phase.RUNNING:
             start_standbys(turn)
     elif dynamic_members.is_dynamic(state, event.worker):
         dynamic_members.on_member_preempted(turn, event)
     else:
-        request_handover(turn, event.worker, "preemption notice", event.left_s)
+        _request_handover(turn, event.worker, "preemption notice", event.left_s)
 
 
-def request_handover(turn: Transition, worker: int, why: str, left_s: float = math.inf) -> None:
+def _request_handover(turn: Transition, worker: int, why: str, left_s: float = math.inf) -> None:
     """Have a member hand its rank over, within a time or at leisure."""
     state = turn.state
-    rank = state.rank_of[worker]
-    turn.change(leaving={**state.leaving, worker: turn.now_s + left_s})
+    rank = state.membership.rank_of[worker]
+    turn.change(leaving={**state.handover.leaving, worker: turn.now_s + left_s})
     turn.want(m.ExcludeNode(worker=worker))
     told_s = left_s if math.isfinite(left_s) else 0.0
-    turn.emit(Leaving(worker=worker, rank=rank, node=state.members[rank].node, why=why, left_s=told_s))
+    turn.emit(Leaving(worker=worker, rank=rank, node=state.membership.members[rank].node, why=why, left_s=told_s))
     arm_handover_timer(turn)
 
 
 def is_expected_failure(state: DriverState, blame: FailureCause) -> bool:
     """Whether a failure is no more than the end of a process that was to end, as itself or its peers tell of it."""
-    return blame.event.worker in state.leaving or (blame.peer and bool(leaving_members(state)))
+    return blame.event.worker in state.handover.leaving or (blame.peer and bool(leaving_members(state)))
 
 
 def leaving_members(state: DriverState) -> frozenset[int]:
     """The members that must go."""
-    return frozenset(worker for worker in state.leaving if worker in state.rank_of)
+    return frozenset(worker for worker in state.handover.leaving if worker in state.membership.rank_of)
 
 
 def wants_handover(state: DriverState, now_s: float) -> bool:
@@ -95,7 +94,7 @@ def arm_handover_timer(turn: Transition) -> None:
 def on_handover_deadline(turn: Transition) -> None:
     """No upload is waited for any longer. While steps run, the next look at `wants_handover` pauses them."""
     if turn.state.phase is Phase.WAITING and not turn.state.ending:
-        turn.change(considered=turn.state.step)  # the writers of this one are busy still, and there is no time
+        turn.change(considered=turn.state.position.step)  # the writers of this one are busy still, and there is no time
         abandon_upload(turn, "there was no more time for it before a worker had to go")
 
 
@@ -111,11 +110,15 @@ def begin_handover(turn: Transition) -> bool:
         take_snapshot(turn, "upload")
         return True
     if not _is_overdue(state, turn.now_s):
-        if state.upload is not None and state.upload.step == state.step and _awaits_upload(state):
+        if (
+            state.checkpoints.upload is not None
+            and state.checkpoints.upload.step == state.position.step
+            and _awaits_upload(state)
+        ):
             turn.enter(Phase.WAITING)
             arm_handover_timer(turn)
             return True
-        if _awaits_upload(state) or not (_others_hold_state(state) or state.committed >= state.step):
+        if _awaits_upload(state) or not (_others_hold_state(state) or state.committed >= state.position.step):
             return False  # an older upload must end first, or this one failed: steps go on until the next one
     begin_regroup(turn, leaving_members(turn.state))
     return True
@@ -123,7 +126,11 @@ def begin_handover(turn: Transition) -> bool:
 
 def _wants_checkpoint(state: DriverState, now_s: float) -> bool:
     """Once for a step, and where it can help: those who go at leisure leave a state that is safe."""
-    if state.upload is not None or state.committed >= state.step or state.considered == state.step:
+    if (
+        state.checkpoints.upload is not None
+        or state.committed >= state.position.step
+        or state.checkpoints.considered == state.position.step
+    ):
         return False
     return not _others_hold_state(state) or (
         math.isfinite(_handover_deadline_s(state)) and not _is_overdue(state, now_s)
@@ -131,48 +138,48 @@ def _wants_checkpoint(state: DriverState, now_s: float) -> bool:
 
 
 def begin_regroup(turn: Transition, going: frozenset[int] = frozenset()) -> None:
-    """All who take part stand idle: they let go of their group, and some that go have others in their stead."""
+    """Release the group of idle ranks, and replace the workers that leave."""
     turn.disarm()
     turn.enter(Phase.GATHERING, since_s=turn.now_s, blame=None)
     dynamic_members.reabsorb_members(turn)
     state = turn.state
-    if state.settings.reform == "new_process":
-        replace_workers(turn, range(len(state.members)), kill=True)
+    if state.settings.world.reform == "new_process":
+        replace_workers(turn, range(len(state.membership.members)), kill=True)
     else:
         busy = state.awaiting - going
-        here = [member.worker for member in state.members if member.worker not in state.starting]
+        here = [member.worker for member in state.membership.members if member.worker not in state.membership.starting]
         staying = [worker for worker in here if worker not in going | busy]
         turn.change(awaiting=busy | frozenset(staying))
         turn.call(sorted(busy), "interrupt", False)
         turn.call(staying, "leave")
         if turn.state.awaiting:
-            turn.arm("leave", state.settings.leave_deadline_s)
+            turn.arm("leave", state.settings.deadlines.leave_deadline_s)
         _refill(turn, going)
-    left = turn.state.rank_of
-    turn.change(leaving={worker: by_s for worker, by_s in state.leaving.items() if worker in left})
+    left = turn.state.membership.rank_of
+    turn.change(leaving={worker: by_s for worker, by_s in state.handover.leaving.items() if worker in left})
 
 
 def _refill(turn: Transition, going: frozenset[int]) -> None:
     """A spare for each, as far as there are some; then fewer where the world may shrink, or new processes."""
     for worker in sorted(going):
-        rank = turn.state.rank_of[worker]
-        if choose_standby(turn.state, turn.state.members[rank].node) is not None:
+        rank = turn.state.membership.rank_of[worker]
+        if choose_standby(turn.state, turn.state.membership.members[rank].node) is not None:
             replace_workers(turn, [rank], kill=True)
-    rest = going & turn.state.rank_of.keys()
-    left = len(turn.state.members) - len(rest)
-    needed = any(turn.settings.role_of(turn.state.rank_of[worker]) != "worker" for worker in rest)
-    if rest and not needed and left >= turn.settings.fewest and turn.state.seats(left):
+    rest = going & turn.state.membership.rank_of.keys()
+    left = len(turn.state.membership.members) - len(rest)
+    needed = any(turn.settings.world.role_of(turn.state.membership.rank_of[worker]) != "worker" for worker in rest)
+    if rest and not needed and left >= turn.settings.world.fewest and turn.state.seats(left):
         remove_members(turn, rest, "told to leave")
     elif rest:
-        replace_workers(turn, sorted(turn.state.rank_of[worker] for worker in rest), kill=True)
+        replace_workers(turn, sorted(turn.state.membership.rank_of[worker] for worker in rest), kill=True)
 
 
 def _others_hold_state(state: DriverState) -> bool:
     """Whether those who stay hold the whole state, and keep it."""
     going = leaving_members(state)
-    whole = frozenset().union(*(member.pieces for member in state.members))
-    stay = [member.pieces for member in state.members if member.worker not in going]
-    if state.settings.reform != "in_place" or not stay or state.loses_state(len(stay)):
+    whole = frozenset().union(*(member.pieces for member in state.membership.members))
+    stay = [member.pieces for member in state.membership.members if member.worker not in going]
+    if state.settings.world.reform != "in_place" or not stay or state.loses_state(len(stay)):
         return False
     return whole == frozenset().union(*stay)
 
@@ -181,7 +188,7 @@ def _staying_writers(state: DriverState) -> tuple[int, ...]:
     """Ranks that together hold each piece once, of those who stay."""
     going = leaving_members(state)
     holders: dict[str, int] = {}
-    for rank, member in enumerate(state.members):
+    for rank, member in enumerate(state.membership.members):
         if member.worker not in going:
             for piece in member.pieces:
                 holders.setdefault(piece, rank)
@@ -190,21 +197,21 @@ def _staying_writers(state: DriverState) -> tuple[int, ...]:
 
 def _awaits_upload(state: DriverState) -> bool:
     """Whether an upload is worth waiting for: one that those who go still owe, or from which all will begin."""
-    upload = state.upload
+    upload = state.checkpoints.upload
     return upload is not None and (not _others_hold_state(state) or bool(upload.owing & leaving_members(state)))
 
 
 def _handover_deadline_s(state: DriverState) -> float:
     """When the hand-over must come at the latest, for those who go to be gone in time."""
-    soonest_s = min((state.leaving[worker] for worker in leaving_members(state)), default=math.inf)
-    return soonest_s - _MARGIN * state.settings.preemption_s
+    soonest_s = min((state.handover.leaving[worker] for worker in leaving_members(state)), default=math.inf)
+    return soonest_s - _MARGIN * state.settings.deadlines.preemption_s
 
 
 def _is_overdue(state: DriverState, now_s: float) -> bool:
     return now_s >= _handover_deadline_s(state)
 
 
-# --- Ranks that take longer than the others over their own part of a step ---------------------------------------------
+# --- Stragglers -------------------------------------------------------------------------------------------------------
 
 
 _COMPARE_EVERY_S = 60.0  # between pauses to compare, where nothing else pauses the ranks
@@ -217,7 +224,7 @@ _REPLACE_EVERY_S = 3600.0  # before another worker of the same node is replaced
 
 def seconds_until_comparison(state: DriverState, now_s: float) -> float | None:
     """Seconds until steps that run are to pause for a comparison; None for never."""
-    if len(state.members) < 2 or state.settings.topology == "independent":
+    if len(state.membership.members) < 2 or state.settings.world.topology == "independent":
         return None
     return max(0.0, _COMPARE_EVERY_S - (now_s - state.phase_s))
 
@@ -232,30 +239,33 @@ def compare_ranks(turn: Transition, own_s: Mapping[int, float | None]) -> None:
     """All ranks stand idle: look who was slow. `own_s`: each rank's median part of a step, where it knows one."""
     state = turn.state
     known = {rank: seconds for rank, seconds in own_s.items() if seconds is not None}
-    if len(known) < max(2, len(state.members)) or 0 <= state.step - state.compared < _MIN_STEPS_BETWEEN:
+    if (
+        len(known) < max(2, len(state.membership.members))
+        or 0 <= state.position.step - state.handover.compared < _MIN_STEPS_BETWEEN
+    ):
         return
     usual_s = median_low(known.values())
     slow = {
-        state.members[rank].worker: seconds
+        state.membership.members[rank].worker: seconds
         for rank, seconds in known.items()
         if seconds > _SLOW_RATIO * usual_s and seconds - usual_s > _MIN_EXCESS_S
     }
-    turn.change(compared=state.step, slow={worker: state.slow.get(worker, 0) + 1 for worker in slow})
+    turn.change(compared=state.position.step, slow={worker: state.handover.slow.get(worker, 0) + 1 for worker in slow})
     for worker, seconds in slow.items():
-        if turn.state.slow[worker] >= _SLOW_IN_A_ROW:
+        if turn.state.handover.slow[worker] >= _SLOW_IN_A_ROW:
             _on_slow_rank(turn, worker, seconds, usual_s)
 
 
 def _on_slow_rank(turn: Transition, worker: int, own_s: float, usual_s: float) -> None:
     """Name it once; replace it, at most one worker of a node within an hour."""
     state = turn.state
-    rank = state.rank_of[worker]
-    node, ratio = state.members[rank].node, own_s / max(usual_s, 1e-9)
-    if worker not in state.named_slow:
-        turn.change(named_slow=state.named_slow | {worker})
+    rank = state.membership.rank_of[worker]
+    node, ratio = state.membership.members[rank].node, own_s / max(usual_s, 1e-9)
+    if worker not in state.handover.named_slow:
+        turn.change(named_slow=state.handover.named_slow | {worker})
         turn.emit(Straggling(worker=worker, rank=rank, node=node, ratio=ratio, own_s=own_s, usual_s=usual_s))
-    least = state.settings.replace_stragglers
-    rested = turn.now_s - state.relieved.get(node, -_REPLACE_EVERY_S) >= _REPLACE_EVERY_S
-    if least is not None and ratio >= least and rested and can_lose_worker(state, worker):
-        turn.change(relieved={**state.relieved, node: turn.now_s})
-        request_handover(turn, worker, f"its steps took {ratio:.1f} times as long as those of the others")
+    least = state.settings.limits.replace_stragglers
+    rested = turn.now_s - state.handover.relieved.get(node, -_REPLACE_EVERY_S) >= _REPLACE_EVERY_S
+    if least is not None and ratio >= least and rested and _can_lose_worker(state, worker):
+        turn.change(relieved={**state.handover.relieved, node: turn.now_s})
+        _request_handover(turn, worker, f"its steps took {ratio:.1f} times as long as those of the others")

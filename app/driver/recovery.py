@@ -1,8 +1,8 @@
-"""From a failure to a full house: whom to blame, who lets go, who is replaced, and when to give up.
+"""Recover from worker failures: find the cause, release the group, replace workers, and decide when to give up.
 
-GATHERING is entered at the start and after every failure. Calls under way are awaited until each rank has answered, so
-that the first cause is known before a failure is counted as the cluster's; ranks that wait in a collective are
-interrupted, idle ones are told to leave. A new process takes a lost one's rank at once (see `staffing`).
+The driver enters GATHERING at the start and after every failure. It waits for calls under way, so that the first cause
+is known before a failure counts as one of the cluster. Ranks that wait in a collective are interrupted, idle ranks
+leave the group. A new process takes a lost rank at once (see `membership`).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def on_worker_died(turn: Transition, event: m.WorkerDied) -> None:
     if state.phase in (Phase.CLOSING, Phase.RELEASING):
         _drop_dead_workers(turn, frozenset({event.worker}))
         return
-    if event.worker in state.spares:
+    if event.worker in state.membership.spares:
         on_standby_died(turn, event)
         return
-    rank = state.rank_of[event.worker]
-    node = state.members[rank].node
+    rank = state.membership.rank_of[event.worker]
+    node = state.membership.members[rank].node
     error = WorkerLost(
         f"the worker of rank {rank} ended: {event.cause}",
         where=f"rank {rank}, node {node or 'not known'}",
@@ -54,15 +54,15 @@ def on_worker_died(turn: Transition, event: m.WorkerDied) -> None:
     if dynamic_members.is_dynamic(state, event.worker):
         dynamic_members.on_members_lost(turn, blame, frozenset({event.worker}))
         return
-    _begin_recovery(turn, blame, lost={event.worker}, again=event.worker in state.starting)
+    _begin_recovery(turn, blame, lost={event.worker}, again=event.worker in state.membership.starting)
 
 
 def _drop_dead_workers(turn: Transition, workers: frozenset[int]) -> None:
     """They are dead and will not be replaced: what they owe is not waited for."""
     state = turn.state
     turn.change(
-        rank_of=state.rank_of.without(workers),
-        spares=state.spares.without(workers),
+        rank_of=state.membership.rank_of.without(workers),
+        spares=state.membership.spares.without(workers),
     )
     drop_upload_workers(turn, workers)
 
@@ -70,7 +70,7 @@ def _drop_dead_workers(turn: Transition, workers: frozenset[int]) -> None:
 def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
     """A call raised: end the run where the user's code or data is the cause, otherwise recover."""
     state = turn.state
-    rank, error, kind = state.rank_of[event.worker], event.failure.error, event.failure.kind
+    rank, error, kind = state.membership.rank_of[event.worker], event.failure.error, event.failure.kind
     detail = error.detail if isinstance(error, TrainwrightError) else ""
     failed = failure_policy.failed_event(turn.state, event.worker, rank, _text(error), detail)
     if state.trials is not None and kind in ("user", "data", "internal"):
@@ -85,7 +85,7 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
         end_run(turn, "failed", error)
     elif dynamic_members.is_dynamic(state, event.worker):
         blame = FailureCause(error=error, event=failed, peer=kind == "peer")
-        spent = state.settings.reform == "new_process" and kind != "peer"  # no process joins twice
+        spent = state.settings.world.reform == "new_process" and kind != "peer"  # no process joins twice
         if spent or kind == "internal" or event.verb in ("leave", "upload", "keep"):
             dynamic_members.on_members_lost(turn, blame, frozenset({event.worker}), kill=True)
         else:
@@ -105,31 +105,33 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
 
 def _has_older(state: DriverState) -> bool:
     """Whether another checkpoint can take the place of the one that is loaded; one rank's word is enough for that."""
-    return bool(state.older) or state.phase is Phase.GATHERING
+    return bool(state.checkpoints.older) or state.phase is Phase.GATHERING
 
 
 def _fall_back(turn: Transition, error: DamagedCheckpoint, blame: FailureCause) -> None:
     """Form again, and load the checkpoint before the damaged one. That is no failure of the workers."""
     state = turn.state
-    if state.phase is not Phase.GATHERING and state.head is not None:
-        *older, head = state.older
-        text = f"the checkpoint of step {state.head.step} is passed over: {error.what} ({error.where})"
+    if state.phase is not Phase.GATHERING and state.checkpoints.head is not None:
+        *older, head = state.checkpoints.older
+        text = f"the checkpoint of step {state.checkpoints.head.step} is passed over: {error.what} ({error.where})"
         turn.emit(Noted(text=f"{text}; the run goes on from that of step {head.step}"))
         turn.change(head=head, older=tuple(older))
     _begin_recovery(turn, blame)
-    turn.change(failures=state.failures, failed_s=state.failed_s)
+    turn.change(failures=state.recovery.failures, failed_s=state.recovery.failed_s)
 
 
 def _has_answered(turn: Transition, worker: int) -> None:
     """It owes nothing more, whether the others waited for it or not."""
-    others = {other: doing for other, doing in turn.state.apart.items() if other != worker}
+    others = {other: doing for other, doing in turn.state.dynamic.apart.items() if other != worker}
     turn.change(awaiting=turn.state.awaiting - {worker}, apart=others)
 
 
 def on_chief_lost(turn: Transition, event: m.CallReturned) -> None:
     """A worker was to follow the chief to the end of the generation: it lost the chief, whose end may be told yet."""
     error = PeerLost("it no longer follows the chief")
-    failed = failure_policy.failed_event(turn.state, event.worker, turn.state.rank_of[event.worker], error.what)
+    failed = failure_policy.failed_event(
+        turn.state, event.worker, turn.state.membership.rank_of[event.worker], error.what
+    )
     dynamic_members.on_member_left(turn, event.worker, FailureCause(error=error, event=failed, peer=True))
 
 
@@ -137,7 +139,7 @@ def _try_another(turn: Transition, blame: FailureCause, *, kill: bool) -> None:
     """A rank cannot work under the plan on trial: the others let go. No failure of the run."""
     worker, state = frozenset({blame.event.worker}), turn.state
     if _is_counted_by_peers_only(state):
-        turn.change(failures=state.failures - 1, failed_s=state.failed_s[:-1], suspect=None)
+        turn.change(failures=state.recovery.failures - 1, failed_s=state.recovery.failed_s[:-1], suspect=None)
     plan_trials.reject_plan(turn, blame.error)
     turn.change(awaiting=turn.state.awaiting - worker)
     if turn.state.phase is not Phase.GATHERING:
@@ -149,9 +151,9 @@ def _try_another(turn: Transition, blame: FailureCause, *, kill: bool) -> None:
 
 def _is_counted_by_peers_only(state: DriverState) -> bool:
     """Whether a failure was counted, of the first plan on trial, by none but those who lost a peer."""
-    if state.blame is None or state.phase is not Phase.GATHERING or plan_trials.is_optional_trial(state):
+    if state.recovery.blame is None or state.phase is not Phase.GATHERING or plan_trials.is_optional_trial(state):
         return False
-    return state.blame.peer and not preemption.is_expected_failure(state, state.blame)
+    return state.recovery.blame.peer and not preemption.is_expected_failure(state, state.recovery.blame)
 
 
 def on_silence(turn: Transition, deadline_s: float) -> None:
@@ -160,7 +162,7 @@ def on_silence(turn: Transition, deadline_s: float) -> None:
     if all(dynamic_members.is_dynamic(state, worker) for worker in state.awaiting):
         dynamic_members.on_members_silent(turn, frozenset(state.awaiting))
         return
-    ranks = [state.rank_of[worker] for worker in state.awaiting]
+    ranks = [state.membership.rank_of[worker] for worker in state.awaiting]
     error = HangError(
         f"{_ranks(ranks)} did not move for {deadline_s:g} s while {state.phase.value}",
         remedy="if a step or an evaluation takes that long, raise hang_deadline_s",
@@ -170,15 +172,15 @@ def on_silence(turn: Transition, deadline_s: float) -> None:
         turn, FailureCause(error=error, event=failure_policy.failed_event(turn.state, -1, -1, error.what)), explain=True
     )
     if turn.state.phase is Phase.GATHERING:
-        turn.arm("leave", state.settings.interrupt_deadline_s)
+        turn.arm("leave", state.settings.deadlines.interrupt_deadline_s)
 
 
 def on_stacks_returned(turn: Transition, event: m.CallReturned) -> None:
     """A rank says where it stood when the group did not move."""
     state = turn.state
-    rank = state.rank_of[event.worker]
-    turn.change(stacks=state.stacks.put(rank, event.value))
-    turn.emit(Stacks(worker=event.worker, rank=rank, node=state.members[rank].node, text=event.value))
+    rank = state.membership.rank_of[event.worker]
+    turn.change(stacks=state.recovery.stacks.put(rank, event.value))
+    turn.emit(Stacks(worker=event.worker, rank=rank, node=state.membership.members[rank].node, text=event.value))
 
 
 def on_isolated(turn: Transition, blame: FailureCause | None) -> None:
@@ -186,16 +188,16 @@ def on_isolated(turn: Transition, blame: FailureCause | None) -> None:
     state = turn.state
     if blame is not None:
         _begin_recovery(turn, blame)
-    if blame is not None and state.losing:  # it was counted when the first of them was lost
-        turn.change(failures=state.failures, failed_s=state.failed_s)
+    if blame is not None and state.recovery.losing:  # it was counted when the first of them was lost
+        turn.change(failures=state.recovery.failures, failed_s=state.recovery.failed_s)
 
 
 def on_upload_deadline(turn: Transition) -> None:
     """The run waits for nothing but an upload, and the store does not take it: end the processes that hang in it."""
-    upload = turn.state.upload
+    upload = turn.state.checkpoints.upload
     assert upload is not None and upload.owing, "nothing is being uploaded"
     error = StorageError(
-        f"the checkpoint of step {upload.step} was not written within {turn.settings.upload_deadline_s:g} s",
+        f"the checkpoint of step {upload.step} was not written within {turn.settings.saving.upload_deadline_s:g} s",
         where=upload.path,
         remedy="check that the store can be written; the same command goes on from the last checkpoint",
     )
@@ -226,20 +228,20 @@ def _begin_recovery(
     entering = state.phase is not Phase.GATHERING
     if not blame.peer:
         turn.emit(blame.event)
-    if (entering or again) and state.stopping and state.phase in RECOVERY_PHASES:
+    if (entering or again) and state.shutdown.stopping and state.phase in RECOVERY_PHASES:
         end_run(turn, "stopped")
         if not kill:
             _drop_dead_workers(turn, frozenset(lost))
         return
-    if entering or again or (state.blame is None and not blame.peer):  # who lets go as planned may lose others
+    if entering or again or (state.recovery.blame is None and not blame.peer):  # who lets go as planned may lose others
         turn.change(blame=blame)
         failure_policy.count_failure(turn)
         if preemption.is_expected_failure(state, blame) or (entering and plan_trials.is_optional_trial(state)):
-            turn.change(failures=state.failures, failed_s=state.failed_s)
-    elif state.blame is not None and state.blame.peer and not blame.peer:
+            turn.change(failures=state.recovery.failures, failed_s=state.recovery.failed_s)
+    elif state.recovery.blame is not None and state.recovery.blame.peer and not blame.peer:
         turn.change(blame=blame)
     stepping = entering and state.phase in _STEPPING and not plan_trials.is_optional_trial(state)
-    if stepping or (state.suspect and state.suspect.peer and not again):
+    if stepping or (state.recovery.suspect and state.recovery.suspect.peer and not again):
         turn.change(suspect=blame)
     lost, left = frozenset(lost), frozenset(left)
     if entering:
@@ -247,7 +249,7 @@ def _begin_recovery(
     elif not lost and not blame.peer:
         _release_workers(turn, frozenset({blame.event.worker}))
     _replace(turn, lost, kill=kill)
-    if turn.settings.reform == "new_process":
+    if turn.settings.world.reform == "new_process":
         _replace(turn, left, kill=True)
 
 
@@ -255,17 +257,17 @@ def _release_idle_workers(turn: Transition, gone: frozenset[int], explain: bool)
     turn.disarm()
     dynamic_members.reabsorb_members(turn)
     state = turn.state
-    since_s = state.since_s if state.phase in RECOVERY_PHASES else turn.now_s
+    since_s = state.recovery.since_s if state.phase in RECOVERY_PHASES else turn.now_s
     turn.enter(Phase.GATHERING, since_s=since_s)
     turn.call(sorted(state.awaiting - gone), "interrupt", explain)
-    _release_workers(turn, frozenset(state.rank_of) - state.awaiting - state.starting - gone)
-    turn.arm("leave", turn.settings.leave_deadline_s)
+    _release_workers(turn, frozenset(state.membership.rank_of) - state.awaiting - state.membership.starting - gone)
+    turn.arm("leave", turn.settings.deadlines.leave_deadline_s)
 
 
 def _release_workers(turn: Transition, workers: frozenset[int]) -> None:
-    """Idle workers end their part in the old group: they leave it, or their process ends."""
+    """Release idle workers from the old group: they leave it, or their process ends."""
     state = turn.state
-    if state.settings.reform == "new_process":
+    if state.settings.world.reform == "new_process":
         _replace(turn, workers, kill=True)
         return
     turn.change(awaiting=state.awaiting | workers)
@@ -274,7 +276,7 @@ def _release_workers(turn: Transition, workers: frozenset[int]) -> None:
 
 def _replace(turn: Transition, workers: Set[int], *, kill: bool) -> None:
     if workers:
-        replace_workers(turn, sorted(turn.state.rank_of[worker] for worker in workers), kill=kill)
+        replace_workers(turn, sorted(turn.state.membership.rank_of[worker] for worker in workers), kill=kill)
 
 
 def on_call_returned(turn: Transition, event: m.CallReturned) -> None:
@@ -293,26 +295,28 @@ def on_leave_deadline(turn: Transition) -> None:
     worth more patience.
     """
     state = turn.state
-    hanging = state.blame is not None and isinstance(state.blame.error, HangError)
-    loose = {member.worker for member in state.members if not member.fresh} - state.awaiting
-    if not (hanging or loose) and turn.now_s - state.phase_s < state.settings.call_deadline_s:
-        turn.arm("leave", state.settings.call_deadline_s)
+    hanging = state.recovery.blame is not None and isinstance(state.recovery.blame.error, HangError)
+    loose = {member.worker for member in state.membership.members if not member.fresh} - state.awaiting
+    if not (hanging or loose) and turn.now_s - state.phase_s < state.settings.deadlines.call_deadline_s:
+        turn.arm("leave", state.settings.deadlines.call_deadline_s)
         return
-    ranks = [state.rank_of[worker] for worker in state.awaiting]
+    ranks = [state.membership.rank_of[worker] for worker in state.awaiting]
     error = HangError(
         f"{_ranks(ranks)} hung: no answer {turn.now_s - state.phase_s:.0f} s after being interrupted",
-        where=", ".join(sorted({f"node {state.members[rank].node}" for rank in ranks})[:_SHOWN_RANKS]),
+        where=", ".join(sorted({f"node {state.membership.members[rank].node}" for rank in ranks})[:_SHOWN_RANKS]),
         remedy="look at what they wait for; if a step or an evaluation takes that long, raise hang_deadline_s",
-        detail="\n".join(f"rank {rank} stood at:\n{state.stacks[rank]}" for rank in ranks if rank in state.stacks),
+        detail="\n".join(
+            f"rank {rank} stood at:\n{state.recovery.stacks[rank]}" for rank in ranks if rank in state.recovery.stacks
+        ),
     )
     alone = ranks[0] if len(ranks) == 1 else -1
     failed = failure_policy.failed_event(
-        turn.state, state.members[alone].worker if alone >= 0 else -1, alone, error.what, error.detail
+        turn.state, state.membership.members[alone].worker if alone >= 0 else -1, alone, error.what, error.detail
     )
     turn.emit(failed)
     if hanging:
         blame = FailureCause(error=error, event=failed, kind="hung")
-        turn.change(blame=blame, suspect=blame if state.suspect is not None else None)
+        turn.change(blame=blame, suspect=blame if state.recovery.suspect is not None else None)
     _replace(turn, state.awaiting, kill=True)
 
 
@@ -322,9 +326,9 @@ def is_gathered(turn: Transition) -> bool:
     if state.awaiting:
         return False
     turn.disarm("leave")
-    if state.blame is not None and state.blame.peer:
-        turn.emit(state.blame.event)
-        turn.change(blame=replace(state.blame, peer=False, error=_network_error(state.blame.error)))
+    if state.recovery.blame is not None and state.recovery.blame.peer:
+        turn.emit(state.recovery.blame.event)
+        turn.change(blame=replace(state.recovery.blame, peer=False, error=_network_error(state.recovery.blame.error)))
     if failure_policy.is_given_up(turn) or not plan_trials.settle_trials(turn):
         return False  # the plan that goes on is settled first, since how many it takes is its own
     return complete_members(turn) and not _backs_off(turn)
@@ -333,12 +337,12 @@ def is_gathered(turn: Transition) -> bool:
 def _backs_off(turn: Transition) -> bool:
     """Whether it is too soon to try again. The time runs from the last failure; a wish to stop ends it."""
     state = turn.state
-    wait_s = failure_policy.backoff_s(state.failures)
-    left_s = state.failed_s[-1] + wait_s - turn.now_s if wait_s and state.failed_s else 0.0
-    if left_s < failure_policy.TIMER_TOLERANCE_S or state.stopping:
+    wait_s = failure_policy.backoff_s(state.recovery.failures)
+    left_s = state.recovery.failed_s[-1] + wait_s - turn.now_s if wait_s and state.recovery.failed_s else 0.0
+    if left_s < failure_policy.TIMER_TOLERANCE_S or state.shutdown.stopping:
         return False
     if "backoff" not in state.timers:
-        turn.emit(Waiting(what=f"another try after {state.failures} failures in a row", deadline_s=left_s))
+        turn.emit(Waiting(what=f"another try after {state.recovery.failures} failures in a row", deadline_s=left_s))
         turn.arm("backoff", left_s)
     return True
 

@@ -1,4 +1,4 @@
-"""A new generation: ports, the group, the state that every rank will stand at."""
+"""The rendezvous: ranks bind ports, form a group and agree on the step and its state."""
 
 from __future__ import annotations
 
@@ -19,31 +19,34 @@ from trainwright.driver.persistent_collections import PersistentList, Persistent
 
 
 def begin_rendezvous(turn: Transition) -> None:
-    """Begin the next generation: every rank binds a port."""
+    """Start the next rendezvous epoch: every rank binds a port."""
     plan = plan_trials.next_candidate(turn) or _plan_for_members(turn)
     state = turn.state
-    generation = Generation(token=state.generation.token, number=state.generation.number + 1)
-    if plan is not None and state.plan is not None and plan.layout == state.plan.layout:
+    generation = Generation(token=state.epoch.generation.token, number=state.epoch.generation.number + 1)
+    if plan is not None and state.membership.plan is not None and plan.layout == state.membership.plan.layout:
         _keep_state_parts(turn, plan)
     arrange_ranks(turn, plan)
     turn.disarm()
     turn.enter(Phase.RESERVING, generation=generation, plan=plan)
-    turn.change(awaiting=PersistentSet(member.worker for member in turn.state.members))
+    turn.change(awaiting=PersistentSet(member.worker for member in turn.state.membership.members))
     wanted: dict[Role, ReserveRequest] = {}  # one for all of a role, so that it is pickled once
-    for rank, member in enumerate(turn.state.members):
-        role = state.settings.role_of(rank)
+    for rank, member in enumerate(turn.state.membership.members):
+        role = state.settings.world.role_of(rank)
         wanted.setdefault(role, ReserveRequest(generation=generation, plan=plan, role=role))
         turn.call([member.worker], "reserve", wanted[role])
-    turn.arm("call", state.settings.call_deadline_s)
+    turn.arm("call", state.settings.deadlines.call_deadline_s)
 
 
 def _plan_for_members(turn: Transition) -> Plan | None:
-    """The plan for as many workers as there are; another layout than before is told of."""
-    state, layouts = turn.state, turn.settings.layouts
+    """Return the plan for the present number of workers; report a change of layout."""
+    state, layouts = turn.state, turn.settings.world.layouts
     if layouts is None:
         return None
-    plan, former = layouts.on(len(state.members), turn.settings.fewest), state.plan or layouts.plans[0]
-    assert plan is not None and plan.workers == len(state.members), "the members were seated for a plan"
+    plan, former = (
+        layouts.on(len(state.membership.members), turn.settings.world.fewest),
+        state.membership.plan or layouts.plans[0],
+    )
+    assert plan is not None and plan.workers == len(state.membership.members), "the members have the ranks of a plan"
     if plan.layout != former.layout:
         why = layouts.lacking(plan.workers)
         turn.emit(Replanned(plan=asdict(plan), name=plan.name, former=former.name, workers=plan.workers, why=why))
@@ -67,7 +70,7 @@ def _keep_state_parts(turn: Transition, plan: Plan) -> None:
         lambda rank, member: every,
     )
     seated: dict[int, GroupMember] = {}
-    unseated = dict(enumerate(turn.state.members))
+    unseated = dict(enumerate(turn.state.membership.members))
     for claim in claims:
         for rank, member in [*unseated.items()]:
             free = next((other for other in claim(rank, member) if other not in seated), None)
@@ -78,85 +81,89 @@ def _keep_state_parts(turn: Transition, plan: Plan) -> None:
 
 
 def on_ports_reserved(turn: Transition) -> None:
-    """All ports are known: tell each rank who its peers are."""
+    """Tell each rank its peers, once all ports are known."""
     state, settings = turn.state, turn.settings
     addresses: Mapping[int, Address] = state.answers
     peers = tuple(
-        Peer(rank=rank, address=addresses[rank], role=settings.role_of(rank), node=member.node)
-        for rank, member in enumerate(state.members)
+        Peer(rank=rank, address=addresses[rank], role=settings.world.role_of(rank), node=member.node)
+        for rank, member in enumerate(state.membership.members)
     )
     turn.enter(
         Phase.FORMING,
-        awaiting=PersistentSet(member.worker for member in state.members),
-        members=PersistentList(member if member.told else replace(member, told=True) for member in state.members),
+        awaiting=PersistentSet(member.worker for member in state.membership.members),
+        members=PersistentList(
+            member if member.told else replace(member, told=True) for member in state.membership.members
+        ),
         peers=peers,
     )
-    for rank, member in enumerate(state.members):
+    for rank, member in enumerate(state.membership.members):
         turn.call([member.worker], "form", group_for(turn.state, rank))
-    turn.arm("call", settings.call_deadline_s)
+    turn.arm("call", settings.deadlines.call_deadline_s)
 
 
 def on_group_formed(turn: Transition) -> None:
-    """All say what they hold: choose the state to go on from. With none at all, every process begins anew."""
+    """Choose the state to continue from, once all ranks reported theirs. Without any, replace every process."""
     state = turn.state
     tags: Mapping[int, StateTag] = state.answers
     heal = _choose_restore_plan(state, tags)
     if heal is None:
         turn.disarm()
         turn.enter(Phase.GATHERING)
-        replace_workers(turn, range(len(state.members)), kill=True)
+        replace_workers(turn, range(len(state.membership.members)), kill=True)
         return
     if heal.source == "replica":
         turn.reached(heal.step)
     record_crash_loop(turn)
-    heal = replace(heal, passing=turn.state.passing)
+    heal = replace(heal, passing=turn.state.recovery.passing)
     turn.enter(Phase.HEALING, heal=heal)
     turn.call_all("heal", heal)
-    turn.arm("call", state.settings.call_deadline_s)
+    turn.arm("call", state.settings.deadlines.call_deadline_s)
 
 
 def _choose_restore_plan(state: DriverState, tags: Mapping[int, StateTag]) -> RestorePlan | None:
-    """The first rung that holds: the ranks' own states, what is kept in memory, the newest checkpoint, a fresh build.
+    """Choose the source of the state: the ranks' own, an in-memory checkpoint, the newest checkpoint, a fresh build.
 
     A fresh build is one that was never trained (step None); where only trained and torn states are left, there is
     none, and the answer is None. After a spike the ranks' own states are of no use.
     """
-    agreement = None if state.spiked else agree_on_state(tags)
-    kept_step = state.kept.step if state.kept else -1
+    agreement = None if state.recovery.spiked else agree_on_state(tags)
+    kept_step = state.memory.kept.step if state.memory.kept else -1
     newest = max(kept_step, state.committed)
     if agreement is not None and agreement.step is not None and agreement.step >= newest:
         return RestorePlan(step=agreement.step, source="replica", moves=agreement.moves)
-    if state.kept is not None and kept_step > state.committed:
-        return RestorePlan(step=kept_step, source="keeper", kept=state.kept)
-    if state.head is not None:
-        return RestorePlan(step=state.head.step, source="checkpoint", checkpoint=state.head)
+    if state.memory.kept is not None and kept_step > state.committed:
+        return RestorePlan(step=kept_step, source="keeper", kept=state.memory.kept)
+    if state.checkpoints.head is not None:
+        return RestorePlan(step=state.checkpoints.head.step, source="checkpoint", checkpoint=state.checkpoints.head)
     fresh = agree_at_step(tags, None)
     return RestorePlan(step=0, source="initial", moves=fresh.moves) if fresh else None
 
 
 def on_state_restored(turn: Transition) -> None:
-    """Every rank stands at the same step: the generation is ready."""
-    state, heal = turn.state, turn.state.heal
-    assert heal is not None, "healed without a cure"
+    """Complete the rendezvous: every rank is at the same step."""
+    state, heal = turn.state, turn.state.epoch.heal
+    assert heal is not None, "there is no restore plan"
     tags: Mapping[int, StateTag] = state.answers
-    reform = state.settings.reform
-    assert all((tag.step or 0) == heal.step for tag in tags.values()), f"ranks stand apart, not at {heal.step}"
+    reform = state.settings.world.reform
+    assert all((tag.step or 0) == heal.step for tag in tags.values()), (
+        f"ranks are at different steps, not at {heal.step}"
+    )
     if state.trials is not None:
         plan_trials.begin_probe(turn)
         return
-    workers, servers = state.settings.crew(len(state.members))
+    workers, servers = state.settings.world.crew(len(state.membership.members))
     turn.emit(
         Formed(
-            generation=state.generation.number,
+            generation=state.epoch.generation.number,
             workers=workers,
             servers=servers,
             step=heal.step,
             source=heal.source,
             checkpoint=heal.checkpoint.path if heal.checkpoint else "",
-            survivors=sum(not member.fresh for member in state.members),
-            seconds=turn.now_s - state.since_s,
-            steps_lost=max(0, state.progress - heal.step, state.told - heal.step),
-            nodes=ranks_by_node([member.node for member in state.members]),
+            survivors=sum(not member.fresh for member in state.membership.members),
+            seconds=turn.now_s - state.recovery.since_s,
+            steps_lost=max(0, state.position.progress - heal.step, state.position.told - heal.step),
+            nodes=ranks_by_node([member.node for member in state.membership.members]),
         )
     )
     turn.change(
@@ -164,17 +171,18 @@ def on_state_restored(turn: Transition) -> None:
         step=heal.step,
         progress=heal.step,
         members=PersistentList(
-            _member_with_state(member, tags[rank], state.plan, rank) for rank, member in enumerate(state.members)
+            _member_with_state(member, tags[rank], state.membership.plan, rank)
+            for rank, member in enumerate(state.membership.members)
         ),
         writers=choose_writers(tags),
         keepers=()
-        if state.keep_off
-        else choose_memory_copy_ranks(tags, [member.node for member in state.members], reform),
-        kept_s=turn.now_s if heal.source != "keeper" else state.kept_s,
+        if state.memory.keep_off
+        else choose_memory_copy_ranks(tags, [member.node for member in state.membership.members], reform),
+        kept_s=turn.now_s if heal.source != "keeper" else state.memory.kept_s,
         layout=tags[0].layout,
         considered=-1,
         losses=losses_until(state, heal.step),
-        evaluated=min(state.evaluated, heal.step) if state.spiked else state.evaluated,
+        evaluated=min(state.segment.evaluated, heal.step) if state.recovery.spiked else state.segment.evaluated,
         spiked=0,
         told=0,
     )

@@ -1,4 +1,4 @@
-"""The end of a run: decided once, then an upload on its way may still end, then the log is given back."""
+"""The end of a run: the outcome is decided once, an upload may still end, then the lease is released."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from trainwright.driver.persistent_collections import PersistentMap, PersistentS
 
 
 def on_stop_requested(turn: Transition, event: m.StopRequested) -> None:
-    """Remember the wish. While steps run, rank 0 hears of it; elsewhere it counts at the next chance."""
+    """Note a stop request. While steps run, tell rank 0; otherwise the next phase sees it."""
     state = turn.state
     if event.now:
         _stop_now(turn)
-    elif not state.stopping:
+    elif not state.shutdown.stopping:
         turn.change(stopping=True)
         if state.phase is Phase.RUNNING:
-            turn.call([state.members[0].worker], "stop")
+            turn.call([state.membership.members[0].worker], "stop")
 
 
 def _stop_now(turn: Transition) -> None:
-    """Nothing is waited for but a log entry under way."""
+    """Stop without waiting, except for a log entry under way."""
     turn.change(stopping=True)
     if turn.state.phase in (Phase.ACQUIRING, Phase.RELEASING):
         return
@@ -33,30 +33,37 @@ def _stop_now(turn: Transition) -> None:
 
 
 def is_recovery_needless(state: DriverState) -> bool:
-    """Whether a recovery is in vain: all that is wanted is durable already."""
-    last = state.progress >= state.settings.total_steps
-    evaluated = state.evaluated >= state.progress or not evaluation_due(state.settings, state.progress)
-    wanted = state.stopping or last
-    return state.phase in RECOVERY_PHASES and wanted and state.committed >= state.progress and (evaluated or not last)
+    """Whether a recovery is needless, because all results are durable already."""
+    last = state.position.progress >= state.settings.length.total_steps
+    evaluated = state.segment.evaluated >= state.position.progress or not evaluation_due(
+        state.settings, state.position.progress
+    )
+    wanted = state.shutdown.stopping or last
+    return (
+        state.phase in RECOVERY_PHASES
+        and wanted
+        and state.committed >= state.position.progress
+        and (evaluated or not last)
+    )
 
 
 def end_run(turn: Transition, outcome: m.RunOutcome, error: Exception | None = None) -> None:
-    """Decide the outcome. Whatever the workers still answer is of no interest, but for an upload."""
+    """Decide the outcome. Answers of workers are ignored from now on, except uploads."""
     turn.disarm()
     empty = PersistentSet()
     turn.enter(Phase.CLOSING, outcome=outcome, error=error, awaiting=empty, starting=empty, apart={})
-    if turn.state.upload is not None and not turn.state.upload.committing:
-        turn.arm("upload", turn.settings.upload_deadline_s)
+    if turn.state.checkpoints.upload is not None and not turn.state.checkpoints.upload.committing:
+        turn.arm("upload", turn.settings.saving.upload_deadline_s)
 
 
 def release_run(turn: Transition) -> None:
     """No upload is on its way any more: give the log back."""
     state = turn.state
-    if state.outcome == "stopped" and state.committed >= state.settings.total_steps:
+    if state.shutdown.outcome == "stopped" and state.committed >= state.settings.length.total_steps:
         turn.change(outcome="done")
     turn.enter(Phase.RELEASING)
     _emit_run_ended(turn)
-    turn.want(m.ReleaseLease(outcome=turn.state.outcome, step=state.committed))
+    turn.want(m.ReleaseLease(outcome=turn.state.shutdown.outcome, step=state.committed))
 
 
 def on_lease_released(turn: Transition, event: m.LeaseReleased) -> None:
@@ -72,14 +79,14 @@ def on_lease_lost(turn: Transition, event: m.LeaseLost) -> None:
     _drop_workers(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)
     turn.disarm()
     told = turn.state.phase is Phase.RELEASING
-    turn.change(outcome="failed", error=turn.state.error or event.error)
+    turn.change(outcome="failed", error=turn.state.shutdown.error or event.error)
     if not told:
         _emit_run_ended(turn)
     _finish(turn)
 
 
 def _kill_all(turn: Transition) -> None:
-    for worker in sorted([*turn.state.rank_of, *turn.state.spares]):
+    for worker in sorted([*turn.state.membership.rank_of, *turn.state.membership.spares]):
         turn.want(m.KillWorker(worker=worker))
     _drop_workers(turn)
 
@@ -91,12 +98,12 @@ def _drop_workers(turn: Transition) -> None:
 
 def _emit_run_ended(turn: Transition) -> None:
     state = turn.state
-    error = state.error
+    error = state.shutdown.error
     text = error.summary if isinstance(error, TrainwrightError) else str(error or "")
-    turn.emit(events.RunEnded(outcome=state.outcome, step=state.committed, error=text))
+    turn.emit(events.RunEnded(outcome=state.shutdown.outcome, step=state.committed, error=text))
 
 
 def _finish(turn: Transition) -> None:
     state = turn.state
     turn.enter(Phase.FINISHED)
-    turn.want(m.FinishRun(outcome=state.outcome, step=state.committed, error=state.error))
+    turn.want(m.FinishRun(outcome=state.shutdown.outcome, step=state.committed, error=state.shutdown.error))

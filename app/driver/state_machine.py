@@ -1,8 +1,8 @@
-"""The driver: what to do about what happened. Pure: no clock, no randomness, no input or output.
+"""The driver's state machine: the next state and effects for each event. Pure: no clock, randomness or I/O.
 
 `take_over_workers` gives the first state and effects; `decide` turns each event into the next. An event that is out of
-date is dropped by `is_stale`; any other comes in a phase that `POSSIBLE_PHASES` names, or the driver or its world is
-wrong.
+date is dropped by `is_stale`; any other comes in a phase that `POSSIBLE_PHASES` names, or the driver or the effect
+executor has a bug.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ POSSIBLE_PHASES: Mapping[EventKind, frozenset[Phase]] = {
 
 
 def begin_run(settings: RunPolicy, now_s: float) -> Step:
-    """The first state of a run, and the wish to take its log."""
-    return DriverState(settings=settings, since_s=now_s, phase_s=now_s), (m.AcquireLease(),)
+    """Return the first state of a run, and the effect that takes the lease."""
+    return DriverState.of(settings, since_s=now_s, phase_s=now_s), (m.AcquireLease(),)
 
 
 def decide(state: DriverState, event: m.DriverEvent, now_s: float) -> Step:
-    """The state after an event, and the effects wanted, to be carried out in order.
+    """Return the state after an event, and the effects to carry out in order.
 
     Args:
         event: what happened.
@@ -111,7 +111,7 @@ def event_kind(event: m.DriverEvent) -> EventKind:
 
 
 def is_stale(state: DriverState, event: m.DriverEvent) -> bool:
-    """Whether an event is about something that the driver has let go of."""
+    """Whether an event is out of date."""
     if state.phase is Phase.FINISHED:
         return True
     if state.phase is Phase.RELEASING and not isinstance(
@@ -122,27 +122,27 @@ def is_stale(state: DriverState, event: m.DriverEvent) -> bool:
         case m.TimerExpired():
             return state.timers.get(event.name) != event.number
         case m.StepsCompleted():
-            return event.generation != state.generation or state.phase is Phase.CLOSING
+            return event.generation != state.epoch.generation or state.phase is Phase.CLOSING
         case m.WorkerStarted():
-            unknown = event.worker not in state.starting and event.worker not in state.spares
+            unknown = event.worker not in state.membership.starting and event.worker not in state.membership.spares
             return unknown or state.phase is Phase.CLOSING
         case m.WorkerDied():
-            return event.worker not in state.rank_of and event.worker not in state.spares
+            return event.worker not in state.membership.rank_of and event.worker not in state.membership.spares
         case m.PreemptionNoticed():
             return preemption.is_stale_notice(state, event)
         case m.CallReturned(verb="interrupt"):  # the answer of the thread of steps counts; this one explains
-            return not event.value or state.phase is not Phase.GATHERING or event.worker not in state.rank_of
+            return not event.value or state.phase is not Phase.GATHERING or event.worker not in state.membership.rank_of
         case m.CallReturned(verb="stop") | m.CallRaised(verb="stop" | "interrupt"):
             return True
         case m.CallReturned(verb="upload") | m.CallRaised(verb="upload"):
-            upload = state.upload  # one given up may still be answered
+            upload = state.checkpoints.upload  # one given up may still be answered
             return upload is None or event.worker not in upload.owing or event.generation != upload.generation
         case m.CallReturned(verb="keep") | m.CallRaised(verb="keep"):
-            keeping = state.keeping
+            keeping = state.memory.keeping
             return keeping is None or event.worker not in keeping.owing or state.phase is Phase.CLOSING
         case m.CallReturned() | m.CallRaised():
-            owing = event.worker in state.awaiting or event.worker in state.apart
-            return event.generation != state.generation or not owing
+            owing = event.worker in state.awaiting or event.worker in state.dynamic.apart
+            return event.generation != state.epoch.generation or not owing
     return False
 
 
@@ -152,9 +152,9 @@ def _on_lease_acquired(turn: Transition, event: m.LeaseAcquired) -> None:
         generation=Generation(token=event.token, number=0), head=event.head, older=event.older, told=event.told,
         progress=step, high=step, since_s=turn.now_s, saved_s=turn.now_s,
     )  # fmt: skip
-    if step >= turn.settings.total_steps:
+    if step >= turn.settings.length.total_steps:
         shutdown.end_run(turn, "done")
-    elif turn.state.stopping:
+    elif turn.state.shutdown.stopping:
         shutdown.end_run(turn, "stopped")
     else:
         turn.change(kept=event.kept, versions=event.kept.version if event.kept else 0)
@@ -164,7 +164,7 @@ def _on_lease_acquired(turn: Transition, event: m.LeaseAcquired) -> None:
 
 def _on_worker_started(turn: Transition, event: m.WorkerStarted) -> None:
     membership.on_worker_started(turn, event)
-    if event.worker in turn.state.apart:
+    if event.worker in turn.state.dynamic.apart:
         dynamic_members.on_member_started(turn, event.worker)
     else:
         dynamic_members.admit_joiners(turn)
@@ -181,16 +181,16 @@ def _on_call_returned(turn: Transition, event: m.CallReturned) -> None:
         recovery.on_call_returned(turn, event)
     elif event.verb == "run" and dynamic_members.follows_chief(turn.state, event.worker):
         recovery.on_chief_lost(turn, event)
-    elif event.worker in turn.state.apart:
+    elif event.worker in turn.state.dynamic.apart:
         dynamic_members.on_member_answered(turn, event)
     else:
         _collect_answer(turn, event)
 
 
 def _collect_answer(turn: Transition, event: m.CallReturned) -> None:
-    """One more answer; the last one ends the phase (see `_advance`)."""
+    """Note an answer; the last one ends the phase (see `_advance`)."""
     state = turn.state
-    rank = state.rank_of[event.worker]
+    rank = state.membership.rank_of[event.worker]
     turn.change(awaiting=state.awaiting - {event.worker}, answers=state.answers.put(rank, event.value))
     if state.phase is Phase.RUNNING:
         turn.reached(event.value.step)
@@ -222,7 +222,7 @@ def _on_timer_expired(turn: Transition, event: m.TimerExpired) -> None:
         case "leave":
             recovery.on_leave_deadline(turn)
         case "call":
-            recovery.on_silence(turn, settings.call_deadline_s)
+            recovery.on_silence(turn, settings.deadlines.call_deadline_s)
         case "hang":
             recovery.on_silence(turn, hang_deadline_s(state))
         case "pause":
@@ -232,7 +232,7 @@ def _on_timer_expired(turn: Transition, event: m.TimerExpired) -> None:
         case "retry":
             checkpointing.take_snapshot(turn, "upload")
         case "upload" if state.phase is Phase.CLOSING:
-            checkpointing.abandon_upload(turn, f"not written within {settings.upload_deadline_s:g} s")
+            checkpointing.abandon_upload(turn, f"not written within {settings.saving.upload_deadline_s:g} s")
         case "upload" if not state.ending:
             segments.postpone_growth(turn)
         case _:
@@ -241,9 +241,9 @@ def _on_timer_expired(turn: Transition, event: m.TimerExpired) -> None:
 
 def _advance(turn: Transition) -> None:
     """Follow up on what an event completed."""
-    if turn.state.phase in PHASE_COMPLETED and segments.is_phase_complete(turn.state):
+    if turn.state.phase in _PHASE_COMPLETED and segments.is_phase_complete(turn.state):
         turn.disarm("call", "hang", "pause", "late")
-        PHASE_COMPLETED[turn.state.phase](turn)
+        _PHASE_COMPLETED[turn.state.phase](turn)
     if segments.is_wait_needless(turn.state):
         turn.disarm("upload")
         turn.change(phase=Phase.READY)
@@ -255,7 +255,7 @@ def _advance(turn: Transition) -> None:
         membership.request_pause(turn)
     if turn.state.phase is Phase.GATHERING and recovery.is_gathered(turn):
         rendezvous.begin_rendezvous(turn)
-    if turn.state.phase is Phase.CLOSING and turn.state.upload is None:
+    if turn.state.phase is Phase.CLOSING and turn.state.checkpoints.upload is None:
         shutdown.release_run(turn)
 
 
@@ -276,7 +276,7 @@ _HANDLERS: Mapping[type, Callable[[Transition, Any], None]] = {
 }
 """What to do about each type of event."""
 
-PHASE_COMPLETED: Mapping[Phase, Callable[[Transition], None]] = {
+_PHASE_COMPLETED: Mapping[Phase, Callable[[Transition], None]] = {
     Phase.RESERVING: rendezvous.on_ports_reserved,
     Phase.FORMING: rendezvous.on_group_formed,
     Phase.HEALING: rendezvous.on_state_restored,

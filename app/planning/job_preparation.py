@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+from trainwright.core import formatting
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, PlanError, ResourceError, RunConflict, RunFinished, nearest
 from trainwright.core.job import Job
@@ -14,6 +17,7 @@ from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan, RejectedPlan
 from trainwright.datasets.dataset import Index
 from trainwright.datasets.metadata_cache import MetadataContext, metadata_context
+from trainwright.datasets.ops.row_transforms import function_name
 from trainwright.datasets.sample_order import steps_per_epoch
 from trainwright.planning.alternative_layouts import is_worth_measuring
 from trainwright.planning.code_fingerprint import CodeFingerprints
@@ -21,7 +25,6 @@ from trainwright.planning.job_description import comparable, describe, descripti
 from trainwright.planning.planner import Decision, apply_plan_file, choose, expansions, growth_notes
 from trainwright.planning.profiler import profile_job
 from trainwright.ray_cluster.discovery import discover
-from trainwright.runtime.ray_data_delivery import reserve_for_transforms
 from trainwright.storage.event_files import read_run_summary
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import LogEntry, RunLog
@@ -290,3 +293,46 @@ def _check_past(prepared: PreparedJob, head: LogEntry, resume: bool) -> None:
             where=where,
             remedy="fresh=True trains again, a larger epochs= goes on for longer, or give a new name",
         )
+
+
+def reserve_for_transforms(cluster: Cluster, job: Job) -> tuple[Cluster, tuple[str, ...]]:
+    """Return the cluster without the GPUs that heavy transforms request, and a note for the plan.
+
+    Raises:
+        ResourceError: too few GPUs are left for the workers.
+    """
+    wanted = [(name, need) for name, need in _heavy_transforms(job) if need]
+    if not wanted or cluster.accelerator != "GPU" or job.accelerator == "cpu":
+        return cluster, ()
+    names = ", ".join(dict.fromkeys(name for name, _ in wanted))
+    taken, there = math.ceil(sum(need for _, need in wanted) - 1e-6), cluster.accelerators
+    if there - taken < (job.workers or 1):
+        raise ResourceError(
+            f"the transforms {names} ask for {formatting.count(taken, 'GPU')} and the workers for "
+            f"{job.workers or 'at least 1'}; the cluster has {there}",
+            where="map_batches",
+            remedy="set fewer workers, give the transforms cpus= or a fraction of a GPU, or compute what they add once "
+            "and store it",
+        )
+    nodes, left = list(cluster.nodes), taken
+    for number, node in reversed(list(enumerate(nodes))):
+        here = min(left, node.accelerators)
+        nodes[number], left = replace(node, accelerators=node.accelerators - here), left - here
+    kept = f"{formatting.count(taken, 'GPU')} {'is' if taken == 1 else 'are'} kept for {names}"
+    return replace(cluster, nodes=tuple(nodes)), (kept,)
+
+
+def _heavy_transforms(job: Job) -> list[tuple[str, float]]:
+    """Return name and GPUs of each heavy class with its arguments, and of the function that requests most GPUs."""
+    classes: dict[Any, tuple[str, float]] = {}
+    functions: dict[str, float] = {}
+    for dataset in (job.train, job.evaluate):
+        for step in dataset.transforms if dataset is not None else ():
+            if step.heavy:
+                name = function_name(step.function)
+                if step.stateful:
+                    classes[step.function.key, step.cpus, step.gpus] = name, step.gpus
+                else:
+                    functions[name] = max(functions.get(name, 0.0), step.gpus)
+    most = max(functions, key=functions.__getitem__, default="")
+    return [*classes.values(), *([(most, functions[most])] if most else [])]

@@ -1,4 +1,4 @@
-"""Clusters that start nodes when they are asked for: which may come, and what is heard of those on their way.
+"""Autoscaling clusters: which nodes can be added, and the state of those that are starting.
 
 Ray starts nodes for placement groups that wait for room, and for nothing else that we do. What may be started is told
 by the file that the head's monitor was given, or by Kubernetes; what is being started by the monitor, in one of two

@@ -1,4 +1,4 @@
-"""The cluster as Ray sees it."""
+"""Connect to Ray and read the nodes and accelerators of its cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Room for slots on the cluster: placement groups, made when the first slot is asked for."""
+"""Placement groups for the worker slots of a run, created with the first slot."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class PlacementGroups:
 
     def _of_server(self, slot: int) -> PlacementGroupSchedulingStrategy:
         if self._served is None:
-            bundles = [slot_resources(self._placement, serves=True)] * self._first
+            bundles = [_slot_resources(self._placement, serves=True)] * self._first
             self._served = self._new(bundles, strategy="SPREAD")
         return PlacementGroupSchedulingStrategy(self._served, placement_group_bundle_index=slot)
 
@@ -171,7 +171,7 @@ class PlacementGroups:
         return group
 
     def _bundle(self, slots: int) -> dict[str, float]:
-        return {name: slots * amount for name, amount in slot_resources(self._placement).items()}
+        return {name: slots * amount for name, amount in _slot_resources(self._placement).items()}
 
     def _shares(self, group: PlacementGroup) -> list[int]:
         """Slots of each bundle of a group."""
@@ -216,7 +216,7 @@ def _alive() -> dict[str, dict[str, float]]:
     return {node["NodeID"]: node["Resources"] for node in listed if node["Alive"]}
 
 
-# --- What Ray reserves and gives, in its words ------------------------------------------------------------------------
+# --- Resources in Ray's terms -----------------------------------------------------------------------------------------
 
 
 def worker_resources(placement: WorkerResources, serves: bool = False) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def worker_resources(placement: WorkerResources, serves: bool = False) -> dict[s
     return options
 
 
-def slot_resources(placement: WorkerResources, serves: bool = False) -> dict[str, float]:
+def _slot_resources(placement: WorkerResources, serves: bool = False) -> dict[str, float]:
     """What is reserved for a slot."""
     if serves:
         return {"CPU": placement.server_cpus}
@@ -243,7 +243,7 @@ def slot_resources(placement: WorkerResources, serves: bool = False) -> dict[str
 
 def node_bundles(placement: WorkerResources, shares: Sequence[int]) -> list[dict[str, float]]:
     """One for each node's share of the slots; the first has the head of a TPU slice, which makes its host the first."""
-    found = [{name: slots * amount for name, amount in slot_resources(placement).items()} for slots in shares]
+    found = [{name: slots * amount for name, amount in _slot_resources(placement).items()} for slots in shares]
     if placement.head:
         found[0][placement.head] = 1.0
     return found

@@ -22,7 +22,7 @@ def session_folder() -> str:
     return str(node.get_session_dir_path())
 
 
-def dashboard_address() -> str:
+def _dashboard_address() -> str:
     """Return the address of the connected cluster's dashboard; empty where it has none."""
     from ray._private.worker import get_dashboard_url
 
@@ -94,7 +94,7 @@ def kubernetes_autoscaling(cluster: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-# --- Why a process ended, in words ------------------------------------------------------------------------------------
+# --- Why a process ended ----------------------------------------------------------------------------------------------
 
 
 _EXIT_SIGNS = (
@@ -118,7 +118,7 @@ def exit_reason(error: BaseException | None) -> str:
     return known or (text.splitlines()[0] if text else type(error).__name__)
 
 
-# --- Where Ray's dashboard shows the job that drives a run ------------------------------------------------------------
+# --- Link to Ray's dashboard ------------------------------------------------------------------------------------------
 
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -132,7 +132,7 @@ def dashboard_link() -> dict[str, str]:
     import ray
 
     context = ray.get_runtime_context()
-    return dashboard_facts(dashboard_address(), str(context.get_job_id()), str(context.gcs_address))
+    return dashboard_facts(_dashboard_address(), str(context.get_job_id()), str(context.gcs_address))
 
 
 def dashboard_facts(address: str, job: str, gcs_address: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Preflight: a job's functions tried on a few rows, in a process of their own, before any worker starts.
+"""Preflight: run a job's functions on a few rows in a process of their own, before any worker starts.
 
 Model, loss, step, optimizer, schedule and metrics run once on the CPU, through the engine of one device. What they
 raise ends the start in a second or two, before a run of that name has begun.
@@ -49,8 +49,8 @@ from trainwright.worker.worker_config import pickle_job, unpickle_job
 
 ROWS = 5  # of the batch: few, and seldom the size of another dimension, for which it could be taken
 CPU_S = 5  # of the process, at most; its imports come on top where it shares none
-IMPORTS_S = 12
-WAIT_S = 30  # for its answer, on a machine that does other things too
+_IMPORTS_S = 12
+_WAIT_S = 30  # for its answer, on a machine that does other things too
 MOST_BYTES = 1 << 30  # of the model's weights
 _DEVICE = re.compile(r"cuda|nvidia|\bgpu|\btpu|triton|kernel|driver|not implemented for", re.IGNORECASE)
 _StartMethod = Literal["fork", "fresh", "later"]
@@ -76,7 +76,7 @@ class TrialTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialResult:
+class PreflightResult:
     """What came of it.
 
     Attributes:
@@ -198,7 +198,7 @@ def needs_second_trial(error: TrainwrightError, plan: Plan) -> bool:
     return on_device or (plan.processes > 1 and _GROUP.search(text) is not None)
 
 
-# --- the process --------------------------------------------------------------------------------------------------
+# --- The process ------------------------------------------------------------------------------------------------------
 
 
 class _TrialProcess:
@@ -214,16 +214,16 @@ class _TrialProcess:
         self._pid, self._connection, self._reap = pid, connection, reap
         self._status: int | None = None
 
-    def answer(self, rows: int = 0) -> TrialResult:
+    def answer(self, rows: int = 0) -> PreflightResult:
         """What it found; with `rows`, what it finds on so many."""
         try:
             if rows:
                 self._connection.send(rows)
-            if not self._connection.poll(WAIT_S):
-                return TrialResult(untried=f"no answer within {WAIT_S} s")
-            found: TrialResult = self._connection.recv()
+            if not self._connection.poll(_WAIT_S):
+                return PreflightResult(untried=f"no answer within {_WAIT_S} s")
+            found: PreflightResult = self._connection.recv()
         except (EOFError, OSError):
-            return TrialResult(untried=_ended(self.close()))
+            return PreflightResult(untried=_ended(self.close()))
         return found
 
     def close(self) -> int:
@@ -314,7 +314,7 @@ def main() -> None:
         sys.path[:], job, train, evaluate, total_steps = cloudpickle.loads(connection.recv_bytes())
         return TrialTask(job=unpickle_job(job), train=train, evaluate=evaluate, total_steps=total_steps)
 
-    _serve(connection, read, IMPORTS_S)
+    _serve(connection, read, _IMPORTS_S)
 
 
 def _serve(connection: Connection, read: Callable[[], TrialTask], imports_s: int = 0) -> None:
@@ -324,7 +324,7 @@ def _serve(connection: Connection, read: Callable[[], TrialTask], imports_s: int
     task, rows = read(), 0
     with contextlib.suppress(EOFError, OSError):
         while True:
-            signal.alarm(2 * WAIT_S)  # and none while the other side is busy, which may take minutes to start Ray
+            signal.alarm(2 * _WAIT_S)  # and none while the other side is busy, which may take minutes to start Ray
             answer = run_trial(task, rows)
             signal.alarm(0)
             connection.send(answer)
@@ -350,10 +350,10 @@ def _limit(cpu_s: int) -> None:
         torch.set_num_threads(1)  # the threads of OpenMP stay behind in a fork
 
 
-# --- in it --------------------------------------------------------------------------------------------------------
+# --- Inside the process -----------------------------------------------------------------------------------------------
 
 
-def run_trial(task: TrialTask, rows: int = 0) -> TrialResult:
+def run_trial(task: TrialTask, rows: int = 0) -> PreflightResult:
     """Try a job's functions on the task's rows, or on `rows` of them, repeated where there are fewer."""
     train, evaluate = (
         batch if batch is None or not rows else _repeated(batch, rows) for batch in (task.train, task.evaluate)
@@ -365,16 +365,16 @@ def run_trial(task: TrialTask, rows: int = 0) -> TrialResult:
         error.hide(redact)
         place = f"tried on {train.rows} rows before any worker started"
         error.where = place if error.where in ("", "rank 0") else f"{error.where}; {place}"
-        return TrialResult(error=error)
+        return PreflightResult(error=error)
     except Exception as error:  # of ours: the workers may do better
-        return TrialResult(untried=redact(f"{type(error).__name__}: {error}"))
+        return PreflightResult(untried=redact(f"{type(error).__name__}: {error}"))
 
 
-def _tried(task: TrialTask) -> TrialResult:
+def _tried(task: TrialTask) -> PreflightResult:
     job, known = task.job, build_model(task.job.model)
     size = profiler_of(known).weight_bytes(known)
     if size > MOST_BYTES:
-        return TrialResult(untried=f"the model has {size / 2**30:.1f} GiB of weights, more than 1 GiB")
+        return PreflightResult(untried=f"the model has {size / 2**30:.1f} GiB of weights, more than 1 GiB")
     framework = framework_of(known)
     del known
     spec = _spec(task)
@@ -386,7 +386,7 @@ def _tried(task: TrialTask) -> TrialResult:
         engine.train_step(feed)
     if task.evaluate is not None:
         engine.evaluate_step(_feed(task.evaluate))
-    return TrialResult()
+    return PreflightResult()
 
 
 def _spec(task: TrialTask) -> ModelSpec:

@@ -1,8 +1,9 @@
-"""Starts a head's GCS again when it is lost: `python -m trainwright.runtime.gcs_restarter`, beside `ray start --head`.
+"""Restart the GCS of a head node when it is lost.
 
-With its tables in Redis (RAY_REDIS_ADDRESS), Ray's GCS comes back with all that it knew, and raylets, drivers and
-actors wait a minute for it (RAY_gcs_rpc_server_reconnect_timeout_s). But nothing of Ray starts it a second time. This
-process waits for its end and gives the same command again, until the head's raylet is gone too, as after `ray stop`.
+Run `python -m trainwright.runtime.gcs_restarter` beside `ray start --head`. With its tables in Redis
+(RAY_REDIS_ADDRESS), Ray's GCS comes back with its state, and raylets, drivers and actors wait a minute for it
+(RAY_gcs_rpc_server_reconnect_timeout_s), but Ray itself does not restart it. This process waits for the end of the GCS
+and runs the same command again, until the head's raylet has ended too, as after `ray stop`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run is begun: prepared, planned, and heard by all who tell of it; and waited for."""
+"""Start a run: prepare and plan its job, and drive it from here or from a detached driver in the cluster."""
 
 from __future__ import annotations
 
@@ -13,38 +13,30 @@ from ray.exceptions import RayError
 from trainwright.core.errors import JobError, ResourceError, TrainwrightError
 from trainwright.core.job import Job
 from trainwright.driver.messages import FinishRun
-from trainwright.integrations.ray_train import inside_ray_train, refuse_inside_ray_train
 from trainwright.planning.job_preparation import PreparedJob, decide_plan, needs_cluster_to_open, prepare
 from trainwright.planning.planner import Decision
 from trainwright.ray_cluster.discovery import TOKEN_HELP, connect, has_cluster
-from trainwright.ray_cluster.placement_groups import WorkerPlacement
-from trainwright.reporting.html import ReportListener
 from trainwright.reporting.progress_bar import RunProgress
-from trainwright.runtime.controller import RunController
 from trainwright.runtime.function_trial import Preflight
 from trainwright.runtime.run_handle import Run, RunDriver, stop_on_signals
+from trainwright.runtime.run_listeners import create_controller
 from trainwright.runtime.takeover import NAMESPACE, detached_options, kept_alive, run_name
 from trainwright.storage.event_log import EventListener
 from trainwright.storage.object_store import Store, open_store
 from trainwright.tracking.experiment_trackers import check_trackers
-from trainwright.tracking.prometheus import PrometheusListener
-from trainwright.tracking.tensorboard import TensorBoardWriter
-from trainwright.tracking.tracker_thread import TrackerThread
 from trainwright.worker.worker_config import pickle_job, unpickle_job
 
 
 def prepare_run(
     job: Job, *, resume: bool, fresh: bool, verbose: bool, detached: bool = False, notes: Sequence[str] = ()
 ) -> tuple[RunDriver, Decision]:
-    """What drives a job's run, heard by all who tell of it, and its plan. Raises as `tw.start`.
+    """Return the driver of a job's run, with its listeners, and its plan. Raises as `tw.start`.
 
     Args:
         job, resume, fresh, verbose, detached: as of `tw.start`.
-        notes: of what happened before, for a run that is driven from here.
+        notes: for the user, for a run that is driven from here.
     """
     check_trackers(job.trackers)
-    if inside_ray_train():
-        return _prepare_inside_ray_train(job, detached, resume=resume, fresh=fresh, verbose=verbose, notes=notes)
     if detached and not has_cluster():
         raise ResourceError(
             "a detached driver needs a cluster that outlives this process",
@@ -66,39 +58,8 @@ def prepare_run(
             notes = [*notes, *trial.settle(decision)]
         if detached:
             return _start_detached_driver(job, prepared, resume=resume, fresh=fresh), decision
-        progress = RunProgress(decision, verbose=verbose)  # a look at a row may open a model, which takes long
+        progress = RunProgress(decision, verbose=verbose)  # reading a row may open a model, which takes long
         return create_controller(prepared, decision, progress, fresh=fresh, notes=notes), decision
-
-
-def _prepare_inside_ray_train(job: Job, detached: bool, **options: Any) -> tuple[RunDriver, Decision]:
-    """The same in a train function of Ray Train's."""
-    from trainwright.integrations.ray_train.rank_loop import start_inside_ray_train
-
-    if detached:
-        refuse_inside_ray_train(
-            "tw.start(detached=True)", "leave detached out: FailureConfig(max_failures=...) starts rank 0 again"
-        )
-    return start_inside_ray_train(job, **options)
-
-
-def create_controller(
-    prepared: PreparedJob,
-    decision: Decision,
-    progress: RunProgress,
-    *,
-    fresh: bool = False,
-    notes: Sequence[str] = (),
-    room: WorkerPlacement | None = None,
-) -> RunController:
-    """What drives a run, heard by who shows it and by all who keep what they hear; `room` as of a Session."""
-    session = RunController(prepared, decision, fresh=fresh, notes=notes, room=room)
-    session.listen(progress)
-    session.listen(TensorBoardWriter(prepared.store, prepared.job.name))
-    session.listen(ReportListener(prepared.store, prepared.job.name))
-    session.listen(PrometheusListener())
-    for tracker in prepared.job.trackers:
-        session.listen(TrackerThread(tracker, prepared.store, prepared.job.name, say=session.say))
-    return session
 
 
 def _start_detached_driver(job: Job, prepared: PreparedJob, **options: bool) -> RunDriver:
@@ -108,65 +69,63 @@ def _start_detached_driver(job: Job, prepared: PreparedJob, **options: bool) -> 
 
 
 def wait_for_run(run: Run) -> None:
-    """Until a run has ended; signals stop it. Raises as `Run.wait`."""
+    """Wait until a run has ended; signals stop it. Raises as `Run.wait`."""
     with stop_on_signals(run) as stops:
         while not run.wait(timeout_s=0.5):  # a join without a timeout would not let signals through
             continue
     run.signal = stops.last
 
 
-# --- A driver in an actor of the cluster ------------------------------------------------------------------------------
+# --- Detached driver --------------------------------------------------------------------------------------------------
 
 
-_LINGER_S, _OVER_S = 60.0, 1.0  # for callers to hear of the end; for a driver to say that it is over
-# What is larger Ray keeps with the caller: it would be lost with it, and the driver could not be started again. It
-# carries smaller arguments with the actor's entry in its register, up to 10 MiB in all.
+_LINGER_S, _OVER_S = 60.0, 1.0  # for callers to read the result; for a driver to say that its run is over
+# Ray keeps larger arguments with the caller: they would be lost with it, and the driver could not be restarted. It
+# stores smaller arguments with the actor's entry in the GCS, up to 10 MiB in all.
 _PIECE_BYTES, _MAX_JOB_BYTES = 64 * 1024, 8 * 1024**2
 
 
 class _DriverProcess:
-    """Runs a job. Begun again after a death, it goes on where the one before was, with the workers that live."""
+    """Drives a job. Restarted by Ray after its death, it takes over the run with the surviving workers."""
 
     def __init__(self, *job: bytes, resume: bool, fresh: bool) -> None:
         again = ray.get_runtime_context().was_current_actor_reconstructed
-        self._options = {"resume": resume or again, "fresh": fresh and not again}
+        self._resume, self._fresh = resume or again, fresh and not again
         self._job = b"".join(job)
-        self._run: Any = None
+        self._run: Run | None = None
         self._began = threading.Event()
         self._finish: FinishRun | None = None
         self._thread = threading.Thread(target=self._drive, name="trainwright-detached", daemon=True)
         self._thread.start()
 
     def _drive(self) -> None:
-        from trainwright import api
-
         try:
-            job = unpickle_job(self._job).replace(preflight=False)  # who asked for this driver has tried it
-            self._run = api.start(job, **self._options)
+            job = unpickle_job(self._job).replace(preflight=False)  # the caller has run it
+            self._run = Run(job, *prepare_run(job, resume=self._resume, fresh=self._fresh, verbose=False))
             self._began.set()
             self._run.wait()
             self._finish = self._run.finish
         except TrainwrightError as error:
             self._finish = FinishRun(outcome="failed", step=0, error=error)
-        except Exception as error:  # nobody else would hear of it
+        except Exception as error:  # it would vanish in the thread
             told = TrainwrightError(f"{type(error).__name__}: {error}", where="the detached driver")
             self._finish = FinishRun(outcome="failed", step=0, error=told)
         self._began.set()
         threading.Timer(_LINGER_S, self._leave).start()
 
     def _leave(self) -> None:
-        """Nobody may ever ask for the end; a process that only exits would be begun again."""
+        """End this actor, even if nobody asked for the result; Ray would restart a process that only exits."""
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     @ray.method(concurrency_group="end")
     def begun(self) -> FinishRun | None:
-        """Waits until the run is under way; its end, where it could not be begun."""
+        """Wait until the run has started; return its end if it could not start."""
         self._began.wait()
         return self._finish if self._run is None else None
 
     @ray.method(concurrency_group="end")
     def end(self) -> FinishRun:
-        """Waits for the end of the run, however often this driver dies before."""
+        """Wait for the end of the run, however often this driver dies before."""
         self._thread.join()
         assert self._finish is not None, "the thread ends with a result"
         return self._finish
@@ -198,7 +157,7 @@ def _split_job(job: Job) -> list[bytes]:
 
 
 def _end_finished_driver(name: str) -> None:
-    """A driver whose run is over, but which still waits for callers to hear of it, goes now."""
+    """End a driver whose run is over, and which still waits for callers to read the result."""
     try:
         driver: Any = ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
@@ -209,7 +168,7 @@ def _end_finished_driver(name: str) -> None:
 
 
 class RemoteRunController:
-    """A session that is driven by an actor: what a Run needs of one."""
+    """A run that is driven by an actor: what a Run needs of its driver."""
 
     def __init__(self, prepared: PreparedJob, job: Job, *, resume: bool, fresh: bool) -> None:
         self.store: Store = prepared.store
@@ -227,7 +186,7 @@ class RemoteRunController:
             ) from error
 
     def begin(self) -> None:
-        """Wait until the driver has taken up the run. Raises what keeps it from that, as `tw.start` without it does."""
+        """Wait until the driver has started the run. Raises as `tw.start` if it could not."""
         finish: FinishRun | None = self._answer(self._driver.begun.remote())
         if finish is not None and finish.error is not None:
             ray.kill(self._driver, no_restart=True)
@@ -252,7 +211,7 @@ class RemoteRunController:
         self._driver.stop.remote(now)
 
     def flush(self) -> None:
-        """The driver writes its events itself."""
+        """Do nothing: the driver writes its events itself."""
 
     def listen(self, listener: EventListener) -> None:
         """Refused: raises ResourceError."""

@@ -1,66 +1,19 @@
-"""Ray Data's part in a run: what of the cluster is kept for heavy transforms, their feeder, who waits for it."""
+"""The delivery of data sets with heavy transforms by Ray Data, and a warning if training steps wait for it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from trainwright.core import formatting
-from trainwright.core.cluster import Cluster
-from trainwright.core.errors import ResourceError
 from trainwright.core.events import Event, Steps
 from trainwright.core.job import Job
 from trainwright.datasets.dataset import Dataset, Index
 from trainwright.datasets.loading.batch_loader import Fetcher
-from trainwright.datasets.ops.row_transforms import function_name
 
 _WARMUP_STEPS = 10  # steps after which waiting for data is no longer that for the first of them
 _MIN_STEPS = 30  # steps whose waiting tells something
 _MIN_WAIT_SHARE = 0.2  # share of their time
-
-
-def reserve_for_transforms(cluster: Cluster, job: Job) -> tuple[Cluster, tuple[str, ...]]:
-    """The cluster without the GPUs that heavy transforms ask for, and a line for the plan.
-
-    Raises:
-        ResourceError: they leave too few for the workers.
-    """
-    wanted = [(name, need) for name, need in _wanted(job) if need]
-    if not wanted or cluster.accelerator != "GPU" or job.accelerator == "cpu":
-        return cluster, ()
-    names = ", ".join(dict.fromkeys(name for name, _ in wanted))
-    taken, there = math.ceil(sum(need for _, need in wanted) - 1e-6), cluster.accelerators
-    if there - taken < (job.workers or 1):
-        raise ResourceError(
-            f"the transforms {names} ask for {formatting.count(taken, 'GPU')} and the workers for "
-            f"{job.workers or 'at least 1'}; the cluster has {there}",
-            where="map_batches",
-            remedy="set fewer workers, give the transforms cpus= or a fraction of a GPU, or compute what they add once "
-            "and store it",
-        )
-    nodes, left = list(cluster.nodes), taken
-    for number, node in reversed(list(enumerate(nodes))):
-        here = min(left, node.accelerators)
-        nodes[number], left = replace(node, accelerators=node.accelerators - here), left - here
-    kept = f"{formatting.count(taken, 'GPU')} {'is' if taken == 1 else 'are'} kept for {names}"
-    return replace(cluster, nodes=tuple(nodes)), (kept,)
-
-
-def _wanted(job: Job) -> list[tuple[str, float]]:
-    """Transforms with the GPUs that they ask for: each class with its arguments, and the most that a function does."""
-    classes: dict[Any, tuple[str, float]] = {}
-    functions: dict[str, float] = {}
-    for dataset in (job.train, job.evaluate):
-        for step in dataset.transforms if dataset is not None else ():
-            if step.heavy:
-                name = function_name(step.function)
-                if step.stateful:
-                    classes[step.function.key, step.cpus, step.gpus] = name, step.gpus
-                else:
-                    functions[name] = max(functions.get(name, 0.0), step.gpus)
-    most = max(functions, key=functions.__getitem__, default="")
-    return [*classes.values(), *([(most, functions[most])] if most else [])]
 
 
 class RayDataFeeder:

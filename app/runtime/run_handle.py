@@ -149,7 +149,7 @@ class Run:
         return read_history(self._store, self.job.name)
 
 
-# --- Ctrl-C and SIGTERM as wishes to stop -----------------------------------------------------------------------------
+# --- Stop on Ctrl-C and SIGTERM ---------------------------------------------------------------------------------------
 
 
 FIRST_SIGNAL_TEXT = "stopping after this step, with a checkpoint; a second signal stops at once, without it"

@@ -1,7 +1,8 @@
-"""What outlives a driver: named, detached actors, which the next driver of the run finds and takes over.
+"""Named, detached actors that outlive a driver, which the next driver of the run finds and takes over.
 
-Workers and keepers of a run carry its name; they end by themselves when no driver has called for `DRIVER_TIMEOUT_S`. So
-a killed driver costs no step where its cluster lives on: the next one interrupts the workers, and they form anew.
+Workers and in-memory checkpoint stores carry the name of their run. They end by themselves if no driver has called for
+`_DRIVER_TIMEOUT_S`. A killed driver costs no step if its cluster survives: the next one interrupts the workers, which
+then form a new group.
 """
 
 from __future__ import annotations
@@ -14,20 +15,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from trainwright.core.engine import CheckpointRef
 from trainwright.core.errors import FencedError, TrainwrightError
-from trainwright.driver import messages as m
 from trainwright.driver.messages import CallFailure, MemoryCheckpoint, SurvivingWorker
 from trainwright.storage.run_owner import LEASE_S, boottime_s
+from trainwright.storage.run_store import RunStore
 
 NAMESPACE = "trainwright"
-BEAT_S, DRIVER_TIMEOUT_S = 10.0, 60.0
+BEAT_S, _DRIVER_TIMEOUT_S = 10.0, 60.0
 _ANSWER_S = 15.0
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def run_name(uri: str) -> str:
 
 
 def memory_store_name(run: str, node: str) -> str:
-    """The name of a node's keeper."""
+    """Return the actor name of a node's in-memory checkpoint store."""
     return f"{run}/keeper/{node}"
 
 
@@ -72,7 +72,7 @@ class DriverWatchdog:
 
     def _look(self) -> None:
         tick = threading.Event()
-        while time.monotonic() - self._heard_s < DRIVER_TIMEOUT_S:
+        while time.monotonic() - self._heard_s < _DRIVER_TIMEOUT_S:
             tick.wait(1.0)
         self.end()
 
@@ -262,32 +262,10 @@ class Heartbeats:
         return None if asked is None or ray.wait([asked[0]], timeout=0)[0] else asked
 
 
-# --- Whether this driver still has its run, asked before it acts ------------------------------------------------------
+# --- The lease of the driver ------------------------------------------------------------------------------------------
 
 
 _BEAT_ANSWER_S = 1.0
-
-
-class LeaseLedger(Protocol):
-    """The run's log and checkpoints, as the driver needs them."""
-
-    def acquire(self) -> int:
-        """Take the run; returns the token. Raises RunConflict or StorageError."""
-
-    def assure(self) -> bool:
-        """Whether the run is known to be still ours; False when the store cannot tell. Raises FencedError."""
-
-    def chain(self) -> tuple[CheckpointRef, ...]:
-        """The checkpoints to go on from, newest last. Raises CheckpointError or StorageError."""
-
-    def commit(self, commit: m.CommitCheckpoint) -> m.CheckpointCommitted:
-        """Write the manifest and name the checkpoint; raises FencedError or StorageError."""
-
-    def told(self) -> int:
-        """The newest step that storage has an event of."""
-
-    def release(self, release: m.ReleaseLease) -> None:
-        """Give the run back."""
 
 
 class DriverLease:
@@ -302,7 +280,7 @@ class DriverLease:
         lost: why the run is not this driver's; None while it is.
     """
 
-    def __init__(self, ledger: LeaseLedger, processes: Callable[[], Sequence[Any]]) -> None:
+    def __init__(self, ledger: RunStore, processes: Callable[[], Sequence[Any]]) -> None:
         self.token = 0
         self.lost: TrainwrightError | None = None
         self._ledger, self._processes = ledger, processes

@@ -325,11 +325,11 @@ class MemoryStoreProcess:
 
 
 MEMORY_STORE_ACTOR: Any = ray.remote(num_cpus=0, max_restarts=0)(MemoryStoreProcess)
-"""The actor class of keepers."""
+"""The actor class of in-memory checkpoint stores."""
 
 
 def _remote_fetch(run: str) -> FetchFile:
-    """Reads files of a state from the keepers of other nodes."""
+    """Reads files from the in-memory checkpoint stores of other nodes."""
 
     def fetch(node: str, version: int, name: str) -> bytes:
         try:

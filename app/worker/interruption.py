@@ -1,4 +1,4 @@
-"""Which generation a rank takes part in, and which are over for it."""
+"""The rendezvous epoch that a rank takes part in, and those that are over for it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Interruption:
                 interrupt()
 
 
-# --- Where the threads of this process stand, for the report of a hang ------------------------------------------------
+# --- Stack traces for the report of a hang ----------------------------------------------------------------------------
 
 
 _MAX_STACK_CHARACTERS = 16_000
@@ -70,7 +70,7 @@ def thread_stacks(first: int | None = None) -> str:
     return "\n".join(parts)[:_MAX_STACK_CHARACTERS]
 
 
-# --- SIGTERM to a worker's process, taken as a notice that it will be ended soon --------------------------------------
+# --- SIGTERM as a preemption notice -----------------------------------------------------------------------------------
 
 
 _EXIT_CODE = 128 + signal.SIGTERM

@@ -1,4 +1,4 @@
-"""Lines that a job's functions print: kept in the worker's process until the driver asks for them.
+"""Capture what a job's functions print, until the driver polls it.
 
 They go on to Ray's log files as before. What a job prints faster than anybody reads is left out, and counted.
 """

@@ -1,4 +1,4 @@
-"""The quarantine beside a run: a small parquet file for the samples that were skipped together."""
+"""The quarantine beside a run: a small parquet file for each group of skipped samples."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Quarantine:
         return first if len(samples) == 1 else f"{first}-{hashlib.sha256(repr(samples).encode()).hexdigest()[:16]}"
 
 
-# --- Steps whose batch is not to be counted, or cannot be -------------------------------------------------------------
+# --- Batch skipping ---------------------------------------------------------------------------------------------------
 
 
 class StepSkipper:

@@ -1,4 +1,4 @@
-"""Completed steps of one rank: the driver asks for those it does not know, and so may one after it."""
+"""The log of a rank's completed steps and their times; a driver polls it for steps that it does not know."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class StepLog:
         )
 
 
-# --- What one rank measures of its steps beside their records ---------------------------------------------------------
+# --- Step times and gradient noise ------------------------------------------------------------------------------------
 
 
 _MAX_TIMED_STEPS = 1_000  # steps in a median, at most

@@ -1,4 +1,4 @@
-"""One rank's process: it owns the engine, the data stream and the loop. Free of Ray.
+"""The worker of one rank: it owns the engine, the data streams and the training loop. Free of Ray.
 
 The driver's verbs are methods here (see `driver/messages.py` for who calls what, and on which thread).
 """
@@ -12,10 +12,9 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import cast
 
 from trainwright.core.data import Batch, Columns, Feed, MetricSums, zero_weight
@@ -25,15 +24,12 @@ from trainwright.core.engine import (
     CoordinatorEngine,
     Engine,
     IndependentEngine,
-    StateSnapshot,
-    StateWriter,
 )
-from trainwright.core.errors import NonFiniteLoss, StoreDown
+from trainwright.core.errors import NonFiniteLoss
 from trainwright.core.events import Steps
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Generation, Group, Peer, Role, StalenessCounts, StateTag
-from trainwright.datasets.loading.batch_loader import BatchLoader, Feeds, LeasedFeeds, Lookahead
 from trainwright.driver.messages import (
     EvaluateRequest,
     MemoryCopyRequest,
@@ -45,23 +41,20 @@ from trainwright.driver.messages import (
     SnapshotRequest,
     SnapshotTaken,
 )
-from trainwright.storage.checkpoints import CheckpointReader, CheckpointWriter, read_manifest
 from trainwright.storage.memory_checkpoints import (
     FetchFile,
-    MemoryCheckpointReader,
-    MemoryCheckpointStore,
     fetch_unavailable,
 )
 from trainwright.storage.object_store import open_store
 from trainwright.strategies import engine_class
 from trainwright.worker.interruption import Interruption, thread_stacks
-from trainwright.worker.loaders import RankStreams
+from trainwright.worker.loaders import RankFeeds, RankStreams
 from trainwright.worker.quarantine import Quarantine, StepSkipper
+from trainwright.worker.state_copies import StateCopies
 from trainwright.worker.step_log import StepLog, StepTimer
 from trainwright.worker.worker_config import WorkerConfig, unpickle_job
 
 _INTERRUPT_DEADLINE_S = 5.0
-_Save = Callable[[StateSnapshot, StateWriter], None]  # of the engine that made the copy, which may be gone by then
 _REHEARSAL = Generation(token=0, number=0)  # of a spare, alone
 
 
@@ -74,15 +67,14 @@ class Worker:
     """
 
     def __init__(self, order: WorkerConfig, node: str = "", fetch: FetchFile = fetch_unavailable) -> None:
-        self._order, self._node, self._fetch = order, node, fetch
+        self._order = order
         self._plan = order.plan
         self._engine: Engine = engine_class(order.plan)()
-        self._store = open_store(order.storage)
-        self._shelf = MemoryCheckpointStore(self._store.uri_of(order.run))
-        self._quarantine = Quarantine(self._store, order.run)
-        self._evaluate_quarantine = Quarantine(self._store, order.run, "evaluate")
-        with suppress(StoreDown):  # an outage passes; credentials that this node lacks are told now, not at an upload
-            self._store.exists(f"{order.run}/log/HINT")
+        store = open_store(order.storage)
+        self._copies = StateCopies(store, order.run, node, fetch)
+        self._copies.check_store()
+        self._quarantine = Quarantine(store, order.run)
+        self._evaluate_quarantine = Quarantine(store, order.run, "evaluate")
         self._records, self._meter = StepLog(), StepTimer()
         self._wish = threading.Event()
         self._built = False
@@ -92,17 +84,10 @@ class Worker:
         self._stepping: int | None = None  # the thread of steps
         self._interruption = Interruption()
         self._step = 0
-        self._stream: BatchLoader | None = None
-        self._evaluation: BatchLoader | None = None
-        self._feeds: Feeds | None = None
-        self._units: LeasedFeeds | None = None  # of one that steps alone
+        self._data: RankFeeds | None = None
         self._role: Role = "worker"
-        self._judged: tuple[int, Feeds] | None = None  # of the evaluation set, and the batch that they stand at
-        self._coming: Lookahead | None = None  # of them
         self._passing = StepSkipper(self._quarantine)
         self._staleness: StalenessCounts | None = None  # of the last stretch of steps, where this one told of it
-        self._streams: RankStreams | None = None
-        self._copies: dict[str, tuple[StateSnapshot, _Save]] = {}  # by the verb that they are for
 
     def rehearse(self) -> None:
         """Do alone, on the CPU, what a first step needs, so that a rank can be taken at once; nothing is trained.
@@ -116,8 +101,7 @@ class Worker:
         peer = Peer(rank=0, address=self._engine.reserve(_REHEARSAL, "worker"))
         threads = self._plan.placement.threads
         self.form(Group(generation=_REHEARSAL, rank=0, peers=(peer,), threads=threads))
-        assert self._stream is not None, "form opens the streams"
-        self._engine.warm(self._stream.warm_feed(0))
+        self._engine.warm(self._feeds.training.warm_feed(0))
         self._engine.leave()
 
     def reserve(self, wanted: ReserveRequest) -> Address:
@@ -152,9 +136,8 @@ class Worker:
             self._open(group.rank, self._plan if fixed else self._plan.resized(group.size))
             self._seat = (-1, 0) if rehearsal else (group.rank, group.size)
         if not self._built:
-            assert self._stream is not None
-            validation = self._evaluation_feeds if self._job.evaluate is not None else None
-            spec = self._job.model_spec(self._stream.total_steps, self._row, validation)
+            validation = self._feeds.evaluation if self._job.evaluate is not None else None
+            spec = self._job.model_spec(self._feeds.training.total_steps, self._row, validation)
             gc.freeze()  # `leave` collects what holds the group, or the model too: 0.2 s where it looks through imports
             tag = self._engine.build(replace(spec, outputs=self._order.outputs), self._plan)
             self._built = True
@@ -173,37 +156,36 @@ class Worker:
     def _open(self, rank: int, plan: Plan) -> None:
         """Open the streams of a rank."""
         self._close_feeds()
-        streams = self._streams = RankStreams(
+        streams = RankStreams(
             job=self._job, order=self._order, accumulation=plan.accumulation,
             static_shapes=self._engine.capabilities.static_shapes, quarantine=self._quarantine,
             evaluate_quarantine=self._evaluate_quarantine,
         )  # fmt: skip
-        feeding, alone = plan.feed_of(rank), plan.topology == "independent"
-        self._stream = streams.training(feeding)
-        self._units = LeasedFeeds(self._stream, partial(streams.training, feeding)) if alone else None
-        if self._job.evaluate is not None:
-            self._evaluation = streams.evaluation(feeding)
+        self._data = RankFeeds(streams, plan.feed_of(rank), alone=plan.topology == "independent")
+
+    @property
+    def _feeds(self) -> RankFeeds:
+        assert self._data is not None, "form comes first: it opens the streams"
+        return self._data
 
     def heal(self, heal: RestorePlan) -> StateTag:
         """Bring the state to the agreed step, the stream to its cursor, and ready the group for steps."""
-        assert self._stream is not None, "form comes before heal"
         self._close_feeds()
         alone = self._plan.topology == "independent"
         if heal.source == "join" or (alone and self._role == "worker"):
             tag = StateTag(step=heal.step, pieces=frozenset())  # the others have it
         elif heal.kept is not None:
-            tag = self._engine.load(MemoryCheckpointReader(self._shelf, heal.kept, self._node, self._fetch))
+            tag = self._engine.load(self._copies.memory_checkpoint(heal.kept))
         elif heal.checkpoint is None:
             tag = self._engine.transfer(heal.moves)
         else:
             tag = self.load(heal.checkpoint, weights_only=False)
         passing = {passed.step - 1: passed.why for passed in heal.passing}
-        blank = self._passing.begin(passing, self._stream, heal.step)
+        blank = self._passing.begin(passing, self._feeds.training, heal.step)
         if not alone or self._role == "worker":
             self._engine.warm(blank)
         if not alone:
-            self._feeds = self._stream.feeds(heal.step)
-            self._coming = Lookahead(self._feeds, self._plan.ahead, self._passing.told)
+            self._feeds.start(heal.step, self._plan.ahead, self._passing.told)
         self._step = heal.step
         self._records.begin(self._interruption.current.number, heal.step)
         self._meter.begin()
@@ -211,16 +193,13 @@ class Worker:
 
     def load(self, checkpoint: CheckpointRef, *, weights_only: bool = True) -> StateTag:
         """Take the state of a checkpoint: by itself enough to evaluate and predict, which needs no throwaway step."""
-        store, run = self._store, self._order.run
-        manifest = read_manifest(store, run, checkpoint)
-        return self._engine.load(CheckpointReader(store, run, checkpoint, manifest, weights_only=weights_only))
+        return self._engine.load(self._copies.checkpoint(checkpoint, weights_only=weights_only))
 
     def probe(self, wanted: ProbeRequest) -> float:
         """Median seconds of a step under the plan: real ones on one batch, all ranks as many, after an untimed one."""
-        assert self._stream is not None, "heal comes before probe"
         self._close_feeds()  # they would read ahead meanwhile
         self._tried = True
-        feed, begun, took = self._stream.full_feed(0, self._passing.told), time.perf_counter(), list[float]()
+        feed, begun, took = self._feeds.training.full_feed(0, self._passing.told), time.perf_counter(), list[float]()
         over = blank = False
         while not over:
             before = time.perf_counter()
@@ -239,7 +218,6 @@ class Worker:
 
     def run(self, steps: range) -> SegmentReport:
         """Take these steps, or fewer where a wish to stop has reached every rank; what that is by role."""
-        assert self._stream is not None, "heal comes before run"
         stopped = finished = False
         working = self._plan.topology == "independent" and self._role == "worker"
         if working:
@@ -253,35 +231,36 @@ class Worker:
             self._engine.verify()  # whatever follows, a checkpoint or an evaluation, is of one state
         self._wish.clear()
         reached = steps.stop if working else self._step  # others may have done the last ones
-        over = stopped or finished or reached >= self._stream.total_steps
-        source = self._units or self._feeds
+        over = stopped or finished or reached >= self._feeds.training.total_steps
         return SegmentReport(
-            step=self._step, stopped=stopped, finished=finished, tag=StateTag(step=self._step),
+            step=self._step, finished=finished,
             skipped=self._quarantine.count + self._evaluate_quarantine.count, passed=len(self._passing.found),
-            overflowed=self._passing.overflowed, prefetch=source.prefetch if source is not None else None,
+            overflowed=self._passing.overflowed, prefetch=self._feeds.prefetch,
             own_s=self._records.own_s, phases=self._meter.phases(last=over), sampled=self._meter.sampled,
             noise=self._meter.noise, staleness=self._staleness,
         )  # fmt: skip
 
     def _serve(self, until: int) -> bool:
         """A server: let the others step. The first one tells of each step; a wish counts once it told of one."""
-        assert self._stream is not None, "heal comes before run"
         engine, first, stopped = cast(IndependentEngine, self._engine), self._step, False
         begun = time.perf_counter()
         for report in engine.serve(until, lambda: self._wish.is_set() and self._step > first):
             self._step, stopped, now = report.step, report.wish, time.perf_counter()
-            self._records.add(report, samples=self._stream.size(report.step - 1), step_s=now - begun, wait_s=math.nan)
+            self._records.add(
+                report, samples=self._feeds.training.size(report.step - 1), step_s=now - begun, wait_s=math.nan
+            )
             begun = now
         self._staleness = engine.staleness()
         return stopped
 
     def _work(self, first: int) -> None:
         """A worker that steps alone: one unit after the other, until the steps from `first` on are over."""
-        assert self._units is not None, "form opens the streams"
+        units = self._feeds.units
+        assert units is not None, "this rank steps alone"
         engine = cast(IndependentEngine, self._engine)
         while (unit := engine.lease(first)) is not None:
             begun = time.perf_counter()
-            for feed in self._units.feeds(unit):
+            for feed in units.feeds(unit):
                 fed = time.perf_counter()
                 report = self._passing.step(self._engine, self._job, feed)
                 now = time.perf_counter()
@@ -291,11 +270,10 @@ class Worker:
 
     def _step_together(self, until: int) -> tuple[bool, bool]:
         """Whether a wish was heard, and whether nothing is left to train."""
-        assert self._coming is not None, "heal comes before run"
         stopped = finished = False
         while self._step < until and not (stopped or finished):
             begun = time.perf_counter()
-            feed = self._coming.next(until)
+            feed = self._feeds.next(until)
             fed = time.perf_counter()
             feed = replace(feed, wish=True) if self._wish.is_set() else feed
             report = self._passing.step(self._engine, self._job, feed)
@@ -308,23 +286,14 @@ class Worker:
     def evaluate(self, wanted: EvaluateRequest) -> MetricSums:
         """Sums over this rank's share of the evaluation set, or over the one that it is given."""
         if wanted.feeding is None:
-            return self._sums(self._evaluation_feeds())
-        assert self._evaluation is not None and self._streams is not None, "form opens the streams"
-        if self._evaluation.feeding != wanted.feeding:
-            self._evaluation = self._streams.evaluation(wanted.feeding)
-        with self._evaluation_feeds() as feeds:
+            return self._sums(self._feeds.evaluation())
+        with self._feeds.evaluation(wanted.feeding) as feeds:
             return self._sums(feeds)
 
     def evaluate_some(self, steps: range) -> MetricSums:
         """The same over some batches of it, which are read ahead from those that were asked for before."""
-        assert self._evaluation is not None, "asked for only where there is an evaluation set"
-        if self._judged is None or self._judged[0] != steps.start:
-            self._close_judged()
-            self._judged = steps.start, self._evaluation.feeds(steps.start)
-        _, feeds = self._judged
-        self._judged = -1, feeds  # nobody knows where, should it fail
-        sums = self._sums(itertools.islice(feeds, len(steps)))
-        self._judged = steps.stop, feeds
+        sums = self._sums(itertools.islice(self._feeds.evaluation_from(steps.start), len(steps)))
+        self._feeds.evaluated_until(steps.stop)
         return sums
 
     def _sums(self, feeds: Iterable[Feed]) -> MetricSums:
@@ -334,30 +303,17 @@ class Worker:
         """The model's outputs for each feed, on the ranks that have them; nothing on the others."""
         return tuple(wanted.chosen(self._engine.predict_step(feed)) for feed in wanted.feeds)
 
-    def _evaluation_feeds(self) -> Feeds:
-        assert self._evaluation is not None, "asked for only where there is an evaluation set"
-        return self._evaluation.feeds(0)
-
     def snapshot(self, wanted: SnapshotRequest) -> SnapshotTaken:
         """Copy the state to host memory; steps may go on at once."""
-        begun = time.perf_counter()
-        copy = self._engine.snapshot()
-        self._copies.update(dict.fromkeys(wanted.verbs, (copy, self._engine.save)))
-        return SnapshotTaken(step=wanted.step, size_bytes=copy.size_bytes, blocked_s=time.perf_counter() - begun)
+        return self._copies.take(self._engine, wanted)
 
     def upload(self, path: str) -> tuple[CheckpointFile, ...]:
-        """Write the last snapshot's files into a checkpoint's folder."""
-        writer = CheckpointWriter(self._store, self._order.run, path)
-        copy, save = self._copies.pop("upload")
-        save(copy, writer)
-        return writer.entries
+        """Write the files of the last snapshot to a checkpoint's folder."""
+        return self._copies.upload(path)
 
     def keep(self, order: MemoryCopyRequest) -> tuple[CheckpointFile, ...]:
-        """Put the last snapshot's files into the node's memory, where they outlive this process."""
-        copy, save = self._copies.pop("keep")
-        writer = self._shelf.write(order.version, copy.size_bytes, order.hold)
-        save(copy, writer)
-        return writer.entries
+        """Write the files of the last snapshot to the node's memory, where they outlive this process."""
+        return self._copies.keep(order)
 
     def stop(self) -> None:
         """Wish to stop; it travels with the next reduction, so that all ranks leave after the same step."""
@@ -399,20 +355,6 @@ class Worker:
         """Steps completed after step `after`, at most `timeout_s` later; empty when there is no news."""
         return self._records.since(after, timeout_s)
 
-    def close(self) -> None:
-        """Let go of group and readers."""
-        self._close_feeds()
-        self._engine.leave()
-
     def _close_feeds(self) -> None:
-        if self._feeds is not None:
-            self._feeds.close()
-        self._feeds = self._coming = None
-        if self._units is not None:
-            self._units.close()
-        self._close_judged()
-
-    def _close_judged(self) -> None:
-        if self._judged is not None:
-            self._judged[1].close()
-        self._judged = None
+        if self._data is not None:
+            self._data.close()

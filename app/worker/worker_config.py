@@ -1,4 +1,4 @@
-"""Functions of a job file, a script or a notebook travel by value, and with them modules that they import when called.
+"""What a worker process gets, with the job's functions pickled by value, and modules that they import when called.
 
 A worker that starts later, on whatever machine, runs the code that the run began with, though files were changed since.
 """
@@ -101,7 +101,7 @@ def _sources(job: Job) -> dict[str, tuple[str, bytes]]:
     }
 
 
-# --- What a worker process is given to begin with ---------------------------------------------------------------------
+# --- The configuration of a worker ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from tests.support import processes, server_jobs, torch_jobs
 from tests.support.finished_runs import final_state, told
 from tests.support.server_jobs import Strike
 from trainwright.core import events
-from trainwright.runtime import effect_executor
+from trainwright.runtime import worker_registry
 from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
 
@@ -62,8 +62,8 @@ def test_processes_are_killed_and_frozen(
 ) -> None:
     kills = KILLED[framework]
     tolerated = sum(min(kill.ranks) >= server_jobs.FIRST_WORKER[framework] for kill in kills)
-    monkeypatch.setattr(effect_executor, "SILENT_S", SILENT_S)
-    monkeypatch.setattr(effect_executor, "BEAT_S", BEAT_S)
+    monkeypatch.setattr(worker_registry, "SILENT_S", SILENT_S)
+    monkeypatch.setattr(worker_registry, "BEAT_S", BEAT_S)
     with server_jobs.striking(folder, *kills) as striker:
         run = tw.fit(server_jobs.job(folder, framework, consistency=consistency, gate=10 * (framework == "tensorflow")))
     assert run.state == "done" and not striker.plan

@@ -61,7 +61,7 @@ class Facts:
     def resumed(self, event: m.LeaseAcquired, settings: RunPolicy) -> None:
         """The driver begins, at a checkpoint where there is one."""
         self.start = self.high = self.line = event.head.step if event.head else 0
-        self.plans = settings.layouts.plans if settings.layouts else ()
+        self.plans = settings.world.layouts.plans if settings.world.layouts else ()
         self.trying = len(self.plans) > 1 and not (event.head or event.living or event.kept)
 
     def hear(self, event: m.DriverEvent) -> None:
@@ -210,16 +210,20 @@ class Facts:
 
     def _judge_done(self, scenario: Scenario, store: Store, finish: m.FinishRun) -> None:
         settings = scenario.settings
-        if store.head is None or finish.step != settings.total_steps or store.head.step != settings.total_steps:
+        if (
+            store.head is None
+            or finish.step != settings.length.total_steps
+            or store.head.step != settings.length.total_steps
+        ):
             raise Violation(f"done at step {finish.step} with {store.head}")
         if self.user:
             raise Violation(f"done although the user's code raised {self.user[0]!r}")
-        every = settings.evaluate_steps
-        if every is None or self.start >= settings.total_steps or self.stop_now:
+        every = settings.length.evaluate_steps
+        if every is None or self.start >= settings.length.total_steps or self.stop_now:
             return
-        due = {step for step in range(self.start + 1, settings.total_steps) if step % every == 0}
+        due = {step for step in range(self.start + 1, settings.length.total_steps) if step % every == 0}
         due = due if self.stop_at is None else {step for step in due if step in self.evaluated}
-        for step in due | {settings.total_steps}:
+        for step in due | {settings.length.total_steps}:
             metrics = self.evaluated.get(step)
             if metrics is None or not _whole(metrics, settings):
                 raise Violation(f"the evaluation of step {step} gave {metrics}")
@@ -239,7 +243,7 @@ class Facts:
             right = any(error is e for e in (*self.user, *self.tried[:1]))
         elif isinstance(error, ResourceError):
             waiting = [p for p in driver.processes.values() if p.alive and not p.up]
-            right = any(now_s + 1e-6 - p.born_s >= scenario.settings.place_deadline_s for p in waiting)
+            right = any(now_s + 1e-6 - p.born_s >= scenario.settings.deadlines.place_deadline_s for p in waiting)
         elif isinstance(error, RunConflict):
             right = self.lost is error
         elif isinstance(error, LossSpike):
@@ -253,14 +257,14 @@ class Facts:
             raise Violation(f"failed with {error!r}, but {self.most_faults} faults were to be recovered from")
 
     def _spent(self, scenario: Scenario) -> bool:
-        return self.most_faults > scenario.settings.failures
+        return self.most_faults > scenario.settings.limits.failures
 
     def _store_is_out(self, scenario: Scenario) -> bool:
-        return self.storage_in_a_row >= scenario.settings.storage_attempts
+        return self.storage_in_a_row >= scenario.settings.saving.storage_attempts
 
 
 def _whole(metrics: dict[str, float], settings: RunPolicy) -> bool:
     """Whether each rank of a world within its bounds was counted once; servers do not count."""
     right = abs(metrics["rank"] - (metrics["size"] + 1) / 2) < 1e-9
-    least = 1 if settings.tolerates else least_of(settings)
-    return right and least - 1e-9 <= metrics["size"] <= settings.most - settings.servers + 1e-9
+    least = 1 if settings.world.tolerates else least_of(settings)
+    return right and least - 1e-9 <= metrics["size"] <= settings.world.most - settings.world.servers + 1e-9

@@ -58,7 +58,7 @@ class Guild(Shop):
         return self._courts[id(team)]
 
     def _needed(self, process: Process) -> bool:
-        return not self._settings.spares_rank(process.rank)
+        return not self._settings.world.spares_rank(process.rank)
 
     def _begin(self, process: Process, call: m.CallWorker) -> None:
         court = self._court(process)
@@ -126,7 +126,7 @@ class Guild(Shop):
     def _return(self, process: Process) -> None:
         """The chief is gone, to one that followed it."""
         process.member = False
-        report = m.SegmentReport(step=process.step, stopped=False, tag=self.tag(process))
+        report = m.SegmentReport(step=process.step)
         self._answer(process, report, 0.0, 0.4)
 
     def _lead(self, court: Court, process: Process, call: m.CallWorker) -> None:
@@ -152,9 +152,9 @@ class Guild(Shop):
         if court.step < court.until and not court.wish:
             self._later(court, chief)
             return
-        stopped, court.wish = court.wish, False
+        court.wish = False
         chief.take(court.step, court.lineage)
-        self._answer(chief, m.SegmentReport(step=court.step, stopped=stopped, tag=self.tag(chief)), 0.0, 0.4)
+        self._answer(chief, m.SegmentReport(step=court.step), 0.0, 0.4)
 
     def _crash(self, court: Court, chief: Process) -> None:
         """A batch ends a process that it always ends; where that is a worker, the step waits for another."""
@@ -167,7 +167,7 @@ class Guild(Shop):
         """The chief judges, for all."""
         if call.argument.feeding is not None or process.step != call.argument.step:
             raise Violation(f"a chief at step {process.step} is to judge {call.argument}")
-        size = court.size - self._settings.servers
+        size = court.size - self._settings.world.servers
         self._answer(process, MetricSums(totals={"rank": ((size + 1) / 2, 1.0), "size": (float(size), 1.0)}), 0.1, 1.0)
 
     def _evaluate_other(self, court: Court, process: Process, call: m.CallWorker) -> None:
@@ -187,7 +187,7 @@ class Guild(Shop):
 
     def _when_able(self, court: Court, chief: Process, work: Callable[[], None], after_s: float = 0.0) -> None:
         """Work that needs all servers, and but for a copy a worker; so long the chief waits for one, or one frozen."""
-        by_s = self._labour.clock.now_s + self._settings.call_deadline_s
+        by_s = self._labour.clock.now_s + self._settings.deadlines.call_deadline_s
         self._labour.clock.after(after_s, self._try, court, chief, chief.ticket, by_s, work)
 
     def _try(self, court: Court, chief: Process, ticket: int, by_s: float, work: Callable[[], None]) -> None:
@@ -200,7 +200,7 @@ class Guild(Shop):
             self._lose(chief)
             if not chief.deaf:
                 self.part(chief)
-        elif not frozen and (workers or not self._settings.tolerates or chief.call.verb == "snapshot"):  # type: ignore[union-attr]
+        elif not frozen and (workers or not self._settings.world.tolerates or chief.call.verb == "snapshot"):  # type: ignore[union-attr]
             work()
         elif labour.clock.now_s >= by_s:
             chief.driver.facts.cuts.add(court.team.number)

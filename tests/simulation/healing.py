@@ -45,5 +45,5 @@ def heal(labour: Labour, team: Team, arrived: list[Process]) -> None:
     team.step, team.lineage = wanted.step, arrived[0].lineage
     team.passing = frozenset(passed.step for passed in wanted.passing)
     settings, spikes = labour.scenario.settings, team.passing & labour.scenario.spikes
-    if len(spikes) > settings.spike_limit or len(team.passing - spikes) > settings.pass_limit:
+    if len(spikes) > settings.limits.spike_limit or len(team.passing - spikes) > settings.limits.pass_limit:
         raise Violation(f"too many steps are passed by: {team.passing}")

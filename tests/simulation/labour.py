@@ -32,8 +32,8 @@ class Labour:
         self.scenario, self.rng, self.rand = scenario, rng, rng.random
         self.clock, self.store, self.right = clock, store, right
         self.deliver: Callable[[Any, m.DriverEvent], None] = lambda driver, event: None
-        size = scenario.settings.workers
-        servers = scenario.settings.servers
+        size = scenario.settings.world.workers
+        servers = scenario.settings.world.servers
         pieces = {"replicated": 1, "sharded": size, "hybrid": size // 2, "planned": 1, "served": servers, "led": 1}
         self._pieces = pieces[scenario.layout]
         self.whole = frozenset(self._piece(rank) for rank in range(size))
@@ -102,7 +102,7 @@ class Labour:
             case "reserve":
                 if process.member:
                     raise Violation(f"worker {process.worker} is to join a group, but has not left the one before")
-                if process.team is not None and self.scenario.settings.reform == "new_process":
+                if process.team is not None and self.scenario.settings.world.reform == "new_process":
                     raise Violation(f"worker {process.worker} is to join a second group, which needs a new process")
                 process.member = True
                 if call.argument.plan is not None:
@@ -205,8 +205,8 @@ class Labour:
             bounds = self.scenario.settings
             if process.rank in team.ranks or not 0 <= process.rank < team.size:
                 raise Violation(f"rank {process.rank} of {team.size} is given to worker {process.worker} too")
-            if not least_of(bounds) <= team.size <= bounds.most:
-                raise Violation(f"{team.size} workers, outside of {least_of(bounds)} to {bounds.most}")
+            if not least_of(bounds) <= team.size <= bounds.world.most:
+                raise Violation(f"{team.size} workers, outside of {least_of(bounds)} to {bounds.world.most}")
             team.ranks.add(process.rank)
             self._hold(process, team)
         if team.broken:
@@ -290,11 +290,10 @@ class Labour:
             self.clock.after(self.between(0.1, 0.5), self._step, team, ticket)
             return
         arrived, team.arrived = team.arrived, []
-        stopped, team.wish = team.wish, False
+        team.wish = False
         for process in arrived:
             process.take(team.step, team.lineage)
-            tag = self.tag(process)
-            self.answer(process, m.SegmentReport(step=team.step, stopped=stopped, tag=tag), 0.0, 0.4)
+            self.answer(process, m.SegmentReport(step=team.step), 0.0, 0.4)
 
     def _crash(self, team: Team) -> None:
         """A batch ends the rank that it always ends."""

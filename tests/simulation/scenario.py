@@ -44,7 +44,7 @@ class Scenario:
 
 def least_of(settings: RunPolicy) -> int:
     """Fewest workers that a run may ever go on with."""
-    return settings.fewest if settings.last_resort is None else settings.last_resort
+    return settings.world.fewest if settings.world.last_resort is None else settings.world.last_resort
 
 
 def draw(seed: int, workers: int | None = None, also: tuple[str, ...] = ()) -> Scenario:
@@ -53,7 +53,7 @@ def draw(seed: int, workers: int | None = None, also: tuple[str, ...] = ()) -> S
     count = rng.choice((1, 2, 2, 2, 3, 3, 4, 4, 5, 6, 8))
     count = workers or count
     total = rng.randint(2, 12)
-    settings = RunPolicy(
+    settings = RunPolicy.of(
         workers=count,
         total_steps=total,
         steps_per_epoch=rng.randint(2, 8),
@@ -72,8 +72,8 @@ def draw(seed: int, workers: int | None = None, also: tuple[str, ...] = ()) -> S
     horizon_s = 3.0 + total * rng.choice((0.5, 1.0, 2.0))
     faults = tuple(_fault(rng, horizon_s) for _ in range(_number(rng)))
     faults += tuple(replace(_fault(rng, horizon_s), kind=kind, verb="") for kind in also)
-    settings = replace(settings, keep_s=rng.choice((None, None, 0.5, 2.0)), checkpoint_auto=rng.random() < 0.1)
-    settings = replace(settings, pass_limit=Random(seed + 2**33).choice((0, 1, 5)))
+    settings = settings.with_fields(keep_s=rng.choice((None, None, 0.5, 2.0)), checkpoint_auto=rng.random() < 0.1)
+    settings = settings.with_fields(pass_limit=Random(seed + 2**33).choice((0, 1, 5)))
     scenario = Scenario(seed=seed, settings=settings, layout=rng.choice(layouts), faults=faults)
     return _damaged(_spiky(_crewed(scenario), Random(seed + 2**38)), Random(seed + 2**39))
 
@@ -85,7 +85,7 @@ def _crewed(scenario: Scenario) -> Scenario:
         return scenario
     scenario = _elastic(scenario, Random(seed + 2**32))
     kind = Random(seed + 2**35).random()
-    if settings.reform == "in_place" and kind < 0.2:
+    if settings.world.reform == "in_place" and kind < 0.2:
         return served(scenario, Random(seed + 2**36))
     if 0.2 < kind < 0.35:
         return led(scenario, Random(seed + 2**37))
@@ -95,19 +95,18 @@ def _crewed(scenario: Scenario) -> Scenario:
 def served(scenario: Scenario, rng: Random) -> Scenario:
     """The same with servers beside as many workers, which step alone."""
     settings, servers = scenario.settings, rng.choice((1, 1, 2, 3))
-    bounds = replace(
-        settings,
-        workers=settings.workers + servers,
+    bounds = settings.with_fields(
+        workers=settings.world.workers + servers,
         servers=servers,
         topology="independent",
         tolerates=frozenset({"worker"}),
         min_workers=rng.choice((None, servers + 1)),
-        max_workers=settings.most + servers,
+        max_workers=settings.world.most + servers,
         shrink_s=8.0,
     )
     faults = scenario.faults
     if rng.random() < 0.1:  # while they form
-        faults += (Fault(kind="log lost", verb="reserve", nth=rng.randint(1, bounds.workers), amount=0.2),)
+        faults += (Fault(kind="log lost", verb="reserve", nth=rng.randint(1, bounds.world.workers), amount=0.2),)
     return replace(scenario, settings=bounds, layout="served", faults=faults)
 
 
@@ -115,15 +114,14 @@ def led(scenario: Scenario, rng: Random) -> Scenario:
     """The same with a chief that leads as many workers and servers; or without servers, where all are needed."""
     settings, servers = scenario.settings, rng.choice((0, 1, 1, 2))
     others = 1 + servers if servers else 0
-    bounds = replace(
-        settings,
-        workers=settings.workers + others,
+    bounds = settings.with_fields(
+        workers=settings.world.workers + others,
         servers=servers,
         topology="coordinator",
         reform="new_process",
         tolerates=frozenset({"worker"} if servers else ()),
-        min_workers=None if settings.min_workers is None or not servers else settings.min_workers + others,
-        max_workers=settings.most + others if servers else None,
+        min_workers=None if settings.world.min_workers is None or not servers else settings.world.min_workers + others,
+        max_workers=settings.world.most + others if servers else None,
     )
     return replace(scenario, settings=bounds, layout="led")
 
@@ -132,9 +130,9 @@ def _elastic(scenario: Scenario, rng: Random) -> Scenario:
     """A third of the worlds may shrink and grow."""
     if rng.random() < 0.67:
         return scenario
-    count = scenario.settings.workers
-    bounds = replace(
-        scenario.settings, min_workers=rng.randint(1, count), max_workers=count + rng.randint(0, 2), shrink_s=8.0
+    count = scenario.settings.world.workers
+    bounds = scenario.settings.with_fields(
+        min_workers=rng.randint(1, count), max_workers=count + rng.randint(0, 2), shrink_s=8.0
     )
     return replace(scenario, settings=bounds)
 
@@ -142,20 +140,20 @@ def _elastic(scenario: Scenario, rng: Random) -> Scenario:
 def _planned(scenario: Scenario, rng: Random) -> Scenario:
     """A quarter of those that reform in place have plans of their own for some numbers of workers, or to measure."""
     settings = scenario.settings
-    if settings.reform == "new_process" or settings.workers > 8 or rng.random() < 0.75:
+    if settings.world.reform == "new_process" or settings.world.workers > 8 or rng.random() < 0.75:
         return scenario
-    count = settings.workers
+    count = settings.world.workers
     stages = [number for number in range(1, count + 1) if count % number == 0]
     tried = rng.choice((1, 1, 2, 3))
     plans = tuple(staged(rng.choice(stages), count, name) for name in ("first", "second", "third")[:tried])
     others = frozenset(number for number in range(1, count + 1) if rng.random() < 0.6)
-    settings = replace(settings, layouts=Plans(plans=plans, others=others))
+    settings = settings.with_fields(layouts=Plans(plans=plans, others=others))
     faults = scenario.faults
-    if settings.min_workers is None:
-        settings = replace(settings, last_resort=rng.choice((None, 1)))
+    if settings.world.min_workers is None:
+        settings = settings.with_fields(last_resort=rng.choice((None, 1)))
     if rng.random() < 0.7:  # room is lost, and comes back
-        settings = replace(settings, min_workers=rng.randint(1, count), last_resort=None, shrink_s=8.0)
-        at_s = 2.0 + rng.random() * settings.total_steps
+        settings = settings.with_fields(min_workers=rng.randint(1, count), last_resort=None, shrink_s=8.0)
+        at_s = 2.0 + rng.random() * settings.length.total_steps
         faults += (Fault(kind="slow start", at_s=at_s), Fault(kind="kill", at_s=at_s + 0.1, target=rng.random()))
     return replace(scenario, settings=settings, layout="planned", faults=faults)
 
@@ -175,7 +173,7 @@ def _spiky(scenario: Scenario, rng: Random) -> Scenario:
 def spiked(scenario: Scenario, rng: Random, limit: int) -> Scenario:
     """The same for longer, with a spike or two."""
     total = rng.randint(MIN_LOSSES + 4, MIN_LOSSES + 16)
-    settings = replace(scenario.settings, total_steps=total, max_loss_ratio=10.0, spike_limit=limit)
+    settings = scenario.settings.with_fields(total_steps=total, max_loss_ratio=10.0, spike_limit=limit)
     spikes = frozenset(rng.choices(range(MIN_LOSSES + 1, total + 1), k=rng.choice((1, 1, 2))))
     return replace(scenario, settings=settings, spikes=spikes)
 

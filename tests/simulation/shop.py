@@ -62,11 +62,11 @@ class Shop:
         team = process.team
         assert team is not None, "reserve comes before every other verb"
         if id(team) not in self._trades:
-            self._trades[id(team)] = Trade(team, self._settings.workers - self._settings.servers)
+            self._trades[id(team)] = Trade(team, self._settings.world.workers - self._settings.world.servers)
         return self._trades[id(team)]
 
     def _serves(self, process: Process) -> bool:
-        return process.rank < self._settings.servers
+        return process.rank < self._settings.world.servers
 
     def tag(self, process: Process) -> StateTag:
         """What one holds: a server its shard, a worker nothing."""
@@ -90,7 +90,7 @@ class Shop:
         if call.verb == "form":
             process.rank = call.argument.rank
             roles = [peer.role for peer in call.argument.peers]
-            if roles[process.rank] != self._settings.role_of(process.rank) or process.spare:
+            if roles[process.rank] != self._settings.world.role_of(process.rank) or process.spare:
                 raise Violation(f"rank {process.rank} is a {roles[process.rank]}")
         self._begin(process, call)
 
@@ -121,18 +121,18 @@ class Shop:
     def _form_server(self, trade: Trade, process: Process, call: m.CallWorker) -> None:
         if process.rank in trade.servers:
             raise Violation(f"server {process.rank} is given to worker {process.worker} too")
-        if self._settings.servers > 1:
+        if self._settings.world.servers > 1:
             process.piece = f"piece-{process.rank}"
         trade.servers[process.rank] = process
         self._answer(process, self.tag(process), 0.1, 0.6)
-        if len(trade.servers) == self._settings.servers:
+        if len(trade.servers) == self._settings.world.servers:
             joining, trade.joining = trade.joining, []
             for worker in joining:
                 self._answer(worker, self.tag(worker), 0.1, 0.6)
 
     def _form_worker(self, trade: Trade, process: Process, call: m.CallWorker) -> None:
         process.step, process.trained, process.sound = 0, False, True
-        if len(trade.servers) < self._settings.servers:
+        if len(trade.servers) < self._settings.world.servers:
             trade.joining.append(process)
         else:
             self._answer(process, self.tag(process), 0.1, 0.6)
@@ -179,7 +179,7 @@ class Shop:
             raise Violation(f"a segment of steps {call.argument} from step {trade.step} on")
         trade.until = call.argument.stop
         trade.serving.append(process)
-        if len(trade.serving) == self._settings.servers:
+        if len(trade.serving) == self._settings.world.servers:
             trade.open, trade.first = True, trade.step
             self._go_on(trade)  # a wish may have come by now, and workers before
 
@@ -235,20 +235,20 @@ class Shop:
             self._lease(trade, worker)
 
     def _close(self, trade: Trade) -> None:
-        stopped, trade.wish, trade.open = trade.wish, False, False
+        trade.wish = trade.open = False
         serving, trade.serving = trade.serving, []
         for server in serving:
             server.take(trade.step, trade.lineage)
             stale = StalenessCounts(counts={0: trade.shares}) if server.rank == 0 else None
             step = trade.step if server.rank == 0 else 0
-            report = m.SegmentReport(step=step, stopped=stopped, tag=self.tag(server), staleness=stale)
+            report = m.SegmentReport(step=step, staleness=stale)
             self._answer(server, report, 0.0, 0.4)
         idle, trade.idle = trade.idle, []
         for worker in idle:
             self._end(worker)
 
     def _end(self, worker: Process) -> None:
-        self._answer(worker, m.SegmentReport(step=0, stopped=False, tag=self.tag(worker)), 0.0, 0.4)
+        self._answer(worker, m.SegmentReport(step=0), 0.0, 0.4)
 
     # --- breaking -----------------------------------------------------------------------------------------
 

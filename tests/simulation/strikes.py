@@ -71,7 +71,7 @@ class Strikes:
 
     def _at_preempt(self, target: Process, living: list[Process]) -> None:
         target.noticed = True
-        left_s = self._world.scenario.settings.preemption_s
+        left_s = self._world.scenario.settings.deadlines.preemption_s
         notice = m.PreemptionNoticed(worker=target.worker, left_s=left_s)
         self._world.clock.after(self._world.labour.between(0.0, 0.3), self._world.deliver, target.driver, notice)
         self._world.clock.after(left_s, self._world.labour.die, target)
@@ -81,13 +81,13 @@ class Strikes:
             self._at_preempt(process, living)
 
     def _on_crash_loop(self, fault: Fault) -> None:
-        self._world.labour.crash_step = 1 + int(fault.amount * self._world.scenario.settings.total_steps)
-        self._world.labour.crash_rank = int(fault.target * self._world.scenario.settings.workers)
+        self._world.labour.crash_step = 1 + int(fault.amount * self._world.scenario.settings.length.total_steps)
+        self._world.labour.crash_rank = int(fault.target * self._world.scenario.settings.world.workers)
 
     def _at_hang(self, target: Process, living: list[Process]) -> None:
         target.hung = True
         settings = self._world.scenario.settings
-        if settings.topology == "coordinator" and settings.spares_rank(target.rank):
+        if settings.world.topology == "coordinator" and settings.world.spares_rank(target.rank):
             self._world.clock.after(SILENT_S, self._world.labour.die, target)
         team = target.team
         if team is not None and target in team.arrived:

@@ -90,7 +90,7 @@ class World:
     ) -> None:
         self.scenario, self.code = scenario, code
         self.rng = Random(scenario.seed + 1)
-        right = lineages(scenario.settings.total_steps + 1)
+        right = lineages(scenario.settings.length.total_steps + 1)
         self.clock = Clock()
         self.labour = Labour(scenario, self.rng, self.clock, None, right)  # type: ignore[arg-type]
         self.store = self.labour.store = Store(right, self.labour.is_whole)
@@ -112,7 +112,7 @@ class World:
         """Until every driver has finished or died."""
         self.strikes.arm()
         self.start_driver()
-        limit = 4000 + 400 * self.scenario.settings.workers
+        limit = 4000 + 400 * self.scenario.settings.world.workers
         while self._coming or any(driver.alive and driver.finish is None for driver in self.drivers):
             if not self.clock.tick():
                 raise Violation(f"the driver waits for ever while {self.drivers[-1].state.phase}")  # type: ignore[union-attr]
@@ -179,8 +179,8 @@ class World:
             or after.phase is not Phase.GATHERING
         ):
             return
-        rank = before.rank_of.get(event.worker)
-        if rank is not None and self.scenario.settings.spares_rank(rank):
+        rank = before.membership.rank_of.get(event.worker)
+        if rank is not None and self.scenario.settings.world.spares_rank(rank):
             raise Violation(f"the generation ended with worker {event.worker}, which the others do without")
 
     # --- effects ------------------------------------------------------------------------------------------
@@ -294,10 +294,10 @@ class World:
     def _count(self, driver: Driver) -> None:
         settings = self.scenario.settings
         spares = [other for other in driver.living if other.spare and other.beside and not other.killed]
-        if len(spares) > settings.spares:
-            raise Violation(f"{len(spares)} spares where {settings.spares} were wanted")
-        if not all(0 <= slot < settings.most for slot in driver.slots):
-            raise Violation(f"slots {sorted(driver.slots)} where {settings.most} workers are the most")
+        if len(spares) > settings.world.spares:
+            raise Violation(f"{len(spares)} spares where {settings.world.spares} were wanted")
+        if not all(0 <= slot < settings.world.most for slot in driver.slots):
+            raise Violation(f"slots {sorted(driver.slots)} where {settings.world.most} workers are the most")
 
     def _take_slot(self, driver: Driver, slot: int, worker: int) -> None:
         """One process at a time holds a rank."""
@@ -324,9 +324,15 @@ class World:
         if driver.recovering and self._saves_survivors(driver) and not process.guilty:
             raise Violation(f"worker {effect.worker} is killed, although it only waited for others")
         settings = self.scenario.settings
-        needed = [other for other in driver.living if settings.tolerates and not settings.spares_rank(other.rank)]
+        needed = [
+            other for other in driver.living if settings.world.tolerates and not settings.world.spares_rank(other.rank)
+        ]
         stuck = any(other.hung for other in needed)
-        spent = settings.reform == "new_process" and settings.tolerates and (process.adrift or not process.member)
+        spent = (
+            settings.world.reform == "new_process"
+            and settings.world.tolerates
+            and (process.adrift or not process.member)
+        )
         ailing = process.guilty or process.deaf or stuck or spent  # a frozen server makes others silent
         if driver.standing and not ailing:
             raise Violation(f"worker {effect.worker} is killed, although nothing ails it")
@@ -339,7 +345,7 @@ class World:
 
     def _saves_survivors(self, driver: Driver) -> bool:
         """Whether a survivor's process is worth keeping: not where all must begin anew, since no state is whole."""
-        in_place = self.scenario.settings.reform == "in_place" and self.scenario.layout == "replicated"
+        in_place = self.scenario.settings.world.reform == "in_place" and self.scenario.layout == "replicated"
         return in_place and not driver.facts.spiking and all(process.sound for process in driver.living)
 
     def _commit(self, driver: Driver, commit: m.CommitCheckpoint) -> None:

@@ -21,7 +21,7 @@ class Story:
     def __init__(self, **changes: Any) -> None:
         fields: dict[str, Any] = {"workers": 2, "total_steps": 8, "steps_per_epoch": 4, **changes}
         self.now_s = 0.0
-        self.state, self.wanted = begin_run(RunPolicy(**fields), self.now_s)
+        self.state, self.wanted = begin_run(RunPolicy.of(**fields), self.now_s)
 
     def tell(self, *happenings: m.DriverEvent) -> Story:
         self.wanted = ()
@@ -33,9 +33,9 @@ class Story:
 
     def returns(self, verb: m.Verb, *values: Any, workers: list[int] | None = None) -> Story:
         """Answers of all members (or of the given ones), in the order of ranks."""
-        names = workers if workers is not None else [member.worker for member in self.state.members]
+        names = workers if workers is not None else [member.worker for member in self.state.membership.members]
         values = values * len(names) if len(values) == 1 else values
-        generation = self.state.generation
+        generation = self.state.epoch.generation
         return self.tell(
             *(
                 m.CallReturned(worker=worker, generation=generation, verb=verb, value=value)
@@ -45,7 +45,9 @@ class Story:
 
     def raises(self, worker: int, verb: m.Verb, kind: m.CallFailureKind, error: Exception) -> Story:
         failure = m.CallFailure(kind=kind, error=error)
-        return self.tell(m.CallRaised(worker=worker, generation=self.state.generation, verb=verb, failure=failure))
+        return self.tell(
+            m.CallRaised(worker=worker, generation=self.state.epoch.generation, verb=verb, failure=failure)
+        )
 
     def expires(self, name: str) -> Story:
         return self.tell(m.TimerExpired(name=name, number=self.state.timers[name]))
@@ -65,7 +67,9 @@ class Story:
         return self.start()
 
     def start(self) -> Story:
-        return self.tell(*(m.WorkerStarted(worker=w, node=f"n{w}", pid=w) for w in sorted(self.state.starting)))
+        return self.tell(
+            *(m.WorkerStarted(worker=w, node=f"n{w}", pid=w) for w in sorted(self.state.membership.starting))
+        )
 
     def formed(self, *tags: StateTag) -> Story:
         self.returns("reserve", Address(host="h", port=1))
@@ -73,21 +77,21 @@ class Story:
 
     def running(self, head: CheckpointRef | None = None) -> Story:
         self.up(head).formed()
-        assert self.state.heal is not None
-        return self.returns("heal", StateTag(step=self.state.heal.step))
+        assert self.state.epoch.heal is not None
+        return self.returns("heal", StateTag(step=self.state.epoch.heal.step))
 
-    def segment(self, step: int, stopped: bool = False) -> Story:
-        return self.returns("run", m.SegmentReport(step=step, stopped=stopped, tag=StateTag(step=step)))
+    def segment(self, step: int) -> Story:
+        return self.returns("run", m.SegmentReport(step=step))
 
     def snapshot(self, step: int, worker: int = 0) -> Story:
         return self.returns("snapshot", m.SnapshotTaken(step=step, size_bytes=8, blocked_s=0.1), workers=[worker])
 
     def committed(self, step: int) -> Story:
-        parent = self.state.head.path if self.state.head else ""
-        assert self.state.upload is not None
-        ref = CheckpointRef(step=step, path=self.state.upload.path, manifest_sha256="00", parent=parent)
+        parent = self.state.checkpoints.head.path if self.state.checkpoints.head else ""
+        assert self.state.checkpoints.upload is not None
+        ref = CheckpointRef(step=step, path=self.state.checkpoints.upload.path, manifest_sha256="00", parent=parent)
         return self.tell(m.CheckpointCommitted(checkpoint=ref))
 
 
 def progressed(story: Story, step: int) -> Story:
-    return story.tell(m.StepsCompleted(generation=story.state.generation, step=step))
+    return story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=step))

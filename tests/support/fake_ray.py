@@ -30,7 +30,7 @@ from trainwright.driver import messages as m
 from trainwright.driver.driver_state import DriverState, Phase
 from trainwright.driver.run_policy import RunPolicy
 from trainwright.driver.state_machine import begin_run, decide
-from trainwright.runtime import effect_executor, takeover, worker_actor
+from trainwright.runtime import effect_executor, takeover, worker_actor, worker_registry
 from trainwright.runtime.controller import collecting_rarely
 from trainwright.runtime.takeover import TakenOverActors
 from trainwright.runtime.worker_actor import WorkerInfo, WorkerSlot
@@ -269,7 +269,9 @@ class Driver:
         order = WorkerConfig(job=b"", plan=plan, storage=str(folder), run="run", train=None)  # type: ignore[arg-type]
         self.fleet, self.told = fleet, list[events.Event]()
         self.world = effect_executor.EffectExecutor(order, Log(), self.told.append, room=Space())  # type: ignore[arg-type]
-        settings = RunPolicy(workers=fleet.size, total_steps=1000, steps_per_epoch=1000, secret=b"of a test", **changes)
+        settings = RunPolicy.of(
+            workers=fleet.size, total_steps=1000, steps_per_epoch=1000, secret=b"of a test", **changes
+        )
         self.state, effects = begin_run(settings, time.monotonic())
         self._carry_out(effects)
 
@@ -289,14 +291,14 @@ class Driver:
         """All workers are in their steps; gives the seconds of CPU."""
         seconds = self.until(lambda state: state.phase is Phase.RUNNING)
         self.fleet.reach(3)
-        self.until(lambda state: state.progress == 3)
+        self.until(lambda state: state.position.progress == 3)
         return seconds
 
     def recover(self, rank: int) -> float:
         """A worker dies while all step; gives the seconds of CPU until all step again."""
-        former = self.state.generation
-        self.fleet.actors[self.state.members[rank].worker].die()
-        seconds = self.until(lambda state: state.generation != former and state.phase is Phase.RUNNING)
+        former = self.state.epoch.generation
+        self.fleet.actors[self.state.membership.members[rank].worker].die()
+        seconds = self.until(lambda state: state.epoch.generation != former and state.phase is Phase.RUNNING)
         assert self.fleet.stepping == self.fleet.size, "all are in their steps"
         return seconds
 
@@ -305,11 +307,11 @@ class Driver:
 def driving(size: int, parts: int, folder: Path, **changes: Any) -> Iterator[Driver]:
     """A driver whose Ray is in this process."""
     fleet = Fleet(size, parts)
-    about = {"ray": fleet.ray, "WORKER_ACTOR": fleet, "take_over": lambda *_, **__: TakenOverActors()}
     with ExitStack() as stack:
         stack.enter_context(collecting_rarely())
-        stack.enter_context(mock.patch.multiple(effect_executor, **about))
-        for module in (takeover, worker_actor):
+        stack.enter_context(mock.patch.object(effect_executor, "take_over", lambda *_, **__: TakenOverActors()))
+        stack.enter_context(mock.patch.object(worker_registry, "WORKER_ACTOR", fleet))
+        for module in (takeover, worker_actor, worker_registry):
             stack.enter_context(mock.patch.object(module, "ray", fleet.ray))
         driver = Driver(fleet, folder, **changes)
         stack.callback(driver.world.close)

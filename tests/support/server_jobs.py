@@ -23,6 +23,7 @@ from trainwright.core import events
 from trainwright.core.topology import Generation
 from trainwright.driver import messages as m
 from trainwright.runtime.effect_executor import EffectExecutor
+from trainwright.runtime.worker_output import WorkerOutput
 from trainwright.storage.checkpoints import CheckpointWriter
 
 ROWS, BATCH, EVERY = 192, 24, 5
@@ -199,17 +200,17 @@ def striking(folder: Path, *plan: Strike) -> Iterator[Striker]:
     """Within it, the run that this process drives loses processes."""
     striker = Striker(plan=list(plan), folder=folder.parent)
     carry_out: Callable[..., None] = EffectExecutor.carry_out
-    tell: Callable[..., None] = EffectExecutor._tell
+    tell: Callable[..., None] = WorkerOutput._report
 
     def carried(self: EffectExecutor, effect: m.Effect) -> None:
         carry_out(self, effect)
         striker.carried(effect)
 
-    def told(self: EffectExecutor, generation: Generation, news: events.Steps) -> None:
+    def told(self: WorkerOutput, generation: Generation, news: events.Steps) -> None:
         tell(self, generation, news)
         striker.told(news)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EffectExecutor, "carry_out", carried)
-        patch.setattr(EffectExecutor, "_tell", told)
+        patch.setattr(WorkerOutput, "_report", told)
         yield striker

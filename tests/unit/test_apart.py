@@ -32,7 +32,7 @@ def ended(story: Story, step: int, *workers: int) -> Story:
     """Those have left the loop; the server knows the step."""
     for worker in workers:
         stale = StalenessCounts(counts={0: 3, 1: 1}, dropped=1) if worker == 0 else None
-        report = m.SegmentReport(step=step if worker == 0 else 0, stopped=False, tag=SERVER, staleness=stale)
+        report = m.SegmentReport(step=step if worker == 0 else 0, staleness=stale)
         story.returns("run", report, workers=[worker])
     return story
 
@@ -52,12 +52,12 @@ def joined(story: Story, worker: int) -> Story:
 def test_a_lost_worker_is_replaced_by_one_that_joins_while_the_others_step() -> None:
     story = running().tell(m.WorkerDied(worker=1, cause="killed"))
     assert [place.slot for place in story.all(m.StartWorker)] == [1] and not story.all(m.CallWorker)
-    assert story.state.phase is Phase.RUNNING and story.state.failures == 1
+    assert story.state.phase is Phase.RUNNING and story.state.recovery.failures == 1
     joined(story, 3)
     (event,) = story.emitted(events.Joined)
     assert (event.rank, event.worker, event.former) == (1, 3, 1) and event.seconds > 0
     assert [(call.worker, call.argument) for call in story.calls("run")] == [(3, range(4))]
-    assert story.state.generation.number == 1
+    assert story.state.epoch.generation.number == 1
 
 
 def test_the_steps_are_over_when_the_server_says_so_and_the_late_one_comes_back() -> None:
@@ -97,7 +97,7 @@ def test_an_evaluation_is_dealt_between_the_workers_that_are_there_and_again_wit
 def test_a_lost_server_ends_the_generation_with_whoever_is_joining() -> None:
     story = running().tell(m.WorkerDied(worker=1, cause="killed"), m.WorkerStarted(worker=3, node="n", pid=1))
     story.tell(m.WorkerDied(worker=0, cause="killed"))
-    assert story.state.phase is Phase.GATHERING and not story.state.apart
+    assert story.state.phase is Phase.GATHERING and not story.state.dynamic.apart
     assert [call.worker for call in story.calls("interrupt")] == [2, 3]
     assert [place.slot for place in story.all(m.StartWorker)] == [0]
 
@@ -122,23 +122,23 @@ def test_the_first_server_hears_a_wish_for_all(stop: m.DriverEvent) -> None:
 def test_a_worker_with_a_notice_goes_at_once() -> None:
     story = running().tell(m.PreemptionNoticed(worker=2, left_s=25.0))
     assert [kill.worker for kill in story.all(m.KillWorker)] == [2] and len(story.all(m.StartWorker)) == 1
-    assert story.state.failures == 0 and not story.calls("stop")
+    assert story.state.recovery.failures == 0 and not story.calls("stop")
 
 
 def test_a_recruit_joins_without_a_pause() -> None:
     story = running(max_workers=4)
-    story.tell(m.StepsCompleted(generation=story.state.generation, step=1))
+    story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=1))
     (place,) = story.all(m.StartWorker)
     assert place.slot == 3
     joined(story, place.worker)
-    assert [call.worker for call in story.calls("run")] == [place.worker] and len(story.state.members) == 4
+    assert [call.worker for call in story.calls("run")] == [place.worker] and len(story.state.membership.members) == 4
 
 
 def test_one_that_ends_each_time_while_it_starts_is_waited_for_longer_though_the_others_step() -> None:
     story, pauses = running(), []
     for worker in (1, 3, 4, 5, 6):
         story.tell(
-            m.StepsCompleted(generation=story.state.generation, step=worker),
+            m.StepsCompleted(generation=story.state.epoch.generation, step=worker),
             m.WorkerDied(worker=worker, cause="killed"),
         )
         (place,) = story.all(m.StartWorker)

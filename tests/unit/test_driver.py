@@ -101,7 +101,9 @@ def test_a_checkpoint_that_falls_due_during_an_upload_is_skipped() -> None:
 
 def test_a_dead_worker_is_replaced_and_healed_from_a_survivor() -> None:
     story = Story().running()
-    story.tell(m.StepsCompleted(generation=story.state.generation, step=2), m.WorkerDied(worker=0, cause="signal 9"))
+    story.tell(
+        m.StepsCompleted(generation=story.state.epoch.generation, step=2), m.WorkerDied(worker=0, cause="signal 9")
+    )
     assert story.all(m.StartWorker) == [m.StartWorker(worker=2, slot=0)]
     failed = story.emitted(events.Failed)[0]
     assert (failed.worker, failed.rank, failed.node, failed.cause, failed.step) == (0, 0, "n0", "signal 9", 2)
@@ -114,7 +116,7 @@ def test_a_dead_worker_is_replaced_and_healed_from_a_survivor() -> None:
 
 
 def test_idle_survivors_are_told_to_leave() -> None:
-    story = Story().running().returns("run", m.SegmentReport(step=4, stopped=False, tag=StateTag(step=4)), workers=[1])
+    story = Story().running().returns("run", m.SegmentReport(step=4), workers=[1])
     story.tell(m.WorkerDied(worker=0, cause="signal 9"))
     assert [call.worker for call in story.calls("leave")] == [1]
 
@@ -138,7 +140,9 @@ def test_without_a_sound_state_or_a_checkpoint_every_process_begins_anew() -> No
 
 def test_steps_that_must_be_done_again_are_counted() -> None:
     story = Story().running(HEAD)
-    story.tell(m.StepsCompleted(generation=story.state.generation, step=7), m.WorkerDied(worker=0, cause="signal 9"))
+    story.tell(
+        m.StepsCompleted(generation=story.state.epoch.generation, step=7), m.WorkerDied(worker=0, cause="signal 9")
+    )
     story.raises(1, "run", "peer", PeerLost("gone")).start()
     story.formed(StateTag(step=None), StateTag(step=7, sound=False)).returns("heal", StateTag(step=4))
     assert story.emitted(events.Formed)[0].steps_lost == 3
@@ -166,13 +170,13 @@ def test_failures_in_a_row_end_the_run_with_the_last_one() -> None:
 
 def test_a_new_step_clears_the_failures_but_one_done_again_does_not() -> None:
     story = Story(failures=1).running()
-    story.tell(m.StepsCompleted(generation=story.state.generation, step=3), m.WorkerDied(worker=0, cause="x"))
+    story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=3), m.WorkerDied(worker=0, cause="x"))
     story.raises(1, "run", "peer", PeerLost("gone")).start()
     story.formed(StateTag(step=None), StateTag(step=3, sound=False)).returns("heal", StateTag(step=0))
-    story.tell(m.StepsCompleted(generation=story.state.generation, step=3))
-    assert story.state.failures == 1
-    story.tell(m.StepsCompleted(generation=story.state.generation, step=4))
-    assert story.state.failures == 0
+    story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=3))
+    assert story.state.recovery.failures == 1
+    story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=4))
+    assert story.state.recovery.failures == 0
 
 
 def test_ranks_that_do_not_move_are_interrupted_and_the_one_that_hangs_is_ended() -> None:
@@ -187,7 +191,7 @@ def test_ranks_that_do_not_move_are_interrupted_and_the_one_that_hangs_is_ended(
     failed = story.emitted(events.Failed)[0]
     assert failed.rank == failed.worker == 1 and "rank 1 hung: no answer 3 s after being interrupted" in failed.cause
     story.start().formed(StateTag(step=3), StateTag(step=None), StateTag(step=3))
-    assert story.state.heal is not None and story.state.heal.source == "replica"
+    assert story.state.epoch.heal is not None and story.state.epoch.heal.source == "replica"
 
 
 def test_a_hang_that_is_one_failure_too_many_names_its_rank() -> None:
@@ -211,13 +215,13 @@ def test_busy_ranks_are_interrupted_when_another_fails() -> None:
 def test_silent_survivors_are_replaced_as_part_of_the_same_failure() -> None:
     story = Story(failures=1, workers=3).running().tell(m.WorkerDied(worker=0, cause="x"))
     story.raises(1, "run", "peer", PeerLost("gone")).expires("leave")
-    assert (story.all(m.KillWorker), story.state.failures) == ([m.KillWorker(worker=2)], 1)
+    assert (story.all(m.KillWorker), story.state.recovery.failures) == ([m.KillWorker(worker=2)], 1)
 
 
 def test_survivors_in_a_long_step_have_time_while_none_has_let_go() -> None:
     story = Story(failures=1).running().tell(m.WorkerDied(worker=0, cause="x")).expires("leave")
     assert story.all(m.KillWorker) == [] and "leave" in story.state.timers
-    story.now_s += story.state.settings.call_deadline_s
+    story.now_s += story.state.settings.deadlines.call_deadline_s
     assert story.expires("leave").all(m.KillWorker) == [m.KillWorker(worker=1)]
 
 
@@ -290,10 +294,10 @@ def test_a_store_that_is_down_is_waited_for_by_time_and_not_by_count() -> None:
 
 def test_an_upload_outlives_its_generation_but_not_its_uploader() -> None:
     story = Story().running().segment(4).snapshot(4).tell(m.WorkerDied(worker=1, cause="x"))
-    uploading = story.state.upload
+    uploading = story.state.checkpoints.upload
     assert uploading is not None and uploading.owing == {0}
     story.tell(m.WorkerDied(worker=0, cause="x"))
-    assert story.state.upload is None
+    assert story.state.checkpoints.upload is None
     assert story.emitted(events.CheckpointSkipped)[0].step == 4
 
 
@@ -320,7 +324,7 @@ def test_a_driver_that_lost_the_log_writes_nothing_and_ends_the_workers_that_are
 def test_a_wish_to_stop_ends_with_a_checkpoint_of_the_step_reached() -> None:
     story = Story().running().tell(m.StopRequested())
     assert [call.worker for call in story.calls("stop")] == [0]
-    story.segment(2, stopped=True).snapshot(2).returns("upload", FILES, workers=[0]).committed(2)
+    story.segment(2).snapshot(2).returns("upload", FILES, workers=[0]).committed(2)
     assert story.all(m.ReleaseLease) == [m.ReleaseLease(outcome="stopped", step=2)]
 
 
@@ -332,7 +336,7 @@ def test_a_wish_to_stop_before_any_step_ends_at_once() -> None:
 def test_a_wish_to_stop_during_recovery_saves_what_the_survivors_hold() -> None:
     story = Story().running()
     story.tell(
-        m.StepsCompleted(generation=story.state.generation, step=2),
+        m.StepsCompleted(generation=story.state.epoch.generation, step=2),
         m.WorkerDied(worker=0, cause="x"),
         m.StopRequested(),
     )
@@ -344,7 +348,7 @@ def test_a_wish_to_stop_during_recovery_saves_what_the_survivors_hold() -> None:
 def test_a_recovery_that_fails_again_after_the_wish_stops_with_what_is_committed() -> None:
     story = Story().running(HEAD)
     story.tell(
-        m.StepsCompleted(generation=story.state.generation, step=6),
+        m.StepsCompleted(generation=story.state.epoch.generation, step=6),
         m.WorkerDied(worker=0, cause="x"),
         m.StopRequested(),
     )
@@ -365,7 +369,7 @@ def test_stopping_now_waits_for_a_log_entry_under_way() -> None:
 
 
 def test_a_wish_that_races_with_the_last_step_ends_as_done() -> None:
-    story = Story().running(HEAD).tell(m.StopRequested()).segment(8, stopped=True).snapshot(8)
+    story = Story().running(HEAD).tell(m.StopRequested()).segment(8).snapshot(8)
     story.returns("upload", FILES, workers=[0]).committed(8)
     assert story.all(m.ReleaseLease) == [m.ReleaseLease(outcome="done", step=8)]
 
@@ -374,11 +378,13 @@ def test_ranks_are_laid_over_the_nodes_before_they_are_told_and_never_again() ->
     """Two replicas of two stages, whose processes come up on two nodes in turn."""
     story = Story(workers=4, mesh=Mesh(pipeline=2, data=2)).tell(m.LeaseAcquired(token=3, head=None))
     story.tell(*(m.WorkerStarted(worker=w, node="same", pid=w, home=f"node-{w % 2}") for w in range(4)))
-    assert [member.worker for member in story.state.members] == [0, 1, 2, 3], "0 and 2 are a replica, 1 and 3 another"
+    assert [member.worker for member in story.state.membership.members] == [0, 1, 2, 3], (
+        "0 and 2 are a replica, 1 and 3 another"
+    )
     story = Story(workers=4, mesh=Mesh(pipeline=2, data=2)).tell(m.LeaseAcquired(token=3, head=None))
     story.tell(*(m.WorkerStarted(worker=w, node=f"node-{w // 2}", pid=w) for w in range(4)))
-    assert [member.worker for member in story.state.members] == [0, 2, 1, 3]
-    assert story.state.rank_of == {0: 0, 2: 1, 1: 2, 3: 3} and story.calls("reserve")
+    assert [member.worker for member in story.state.membership.members] == [0, 2, 1, 3]
+    assert story.state.membership.rank_of == {0: 0, 2: 1, 1: 2, 3: 3} and story.calls("reserve")
     story.formed()
     assert [call.worker for call in story.calls("heal")] == [0, 2, 1, 3]
     story.returns("heal", StateTag(step=0))
@@ -386,4 +392,4 @@ def test_ranks_are_laid_over_the_nodes_before_they_are_told_and_never_again() ->
     story.tell(m.WorkerDied(worker=2, cause="killed"))
     story.returns("leave", None, workers=[0, 1, 3])
     story.tell(m.WorkerStarted(worker=4, node="node-0", pid=4))
-    assert [member.worker for member in story.state.members] == [0, 4, 1, 3], "the others hold their parts"
+    assert [member.worker for member in story.state.membership.members] == [0, 4, 1, 3], "the others hold their parts"

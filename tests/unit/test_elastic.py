@@ -28,17 +28,17 @@ def three(**settings: object) -> Story:
 def lost(story: Story, worker: int, step: int = 2) -> Story:
     """A worker dies, the others stand idle at `step`."""
     story.tell(m.WorkerDied(worker=worker, cause="its node is gone"))
-    others = [member.worker for member in story.state.members if member.worker in story.state.awaiting]
-    story.returns("run", m.SegmentReport(step=step, stopped=False, tag=StateTag(step=step)), workers=others)
+    others = [member.worker for member in story.state.membership.members if member.worker in story.state.awaiting]
+    story.returns("run", m.SegmentReport(step=step), workers=others)
     return story.returns("leave", StateTag(step=step), workers=others)
 
 
 def test_without_a_replacement_in_time_the_others_go_on_with_ranks_of_their_own() -> None:
     story = lost(three(), 1)
-    assert story.state.phase is Phase.GATHERING and story.state.starting == {3}
+    assert story.state.phase is Phase.GATHERING and story.state.membership.starting == {3}
     story.expires("shrink")
     assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "reserve"), (2, "reserve")]
-    assert story.emitted(events.Resized)[0].workers == 2 and story.state.rank_of == {0: 0, 2: 1}
+    assert story.emitted(events.Resized)[0].workers == 2 and story.state.membership.rank_of == {0: 0, 2: 1}
     assert not story.state.timers.keys() & {"place", "shrink"}
     story.formed(StateTag(step=2), StateTag(step=2))
     assert [call.argument.moves for call in story.calls("heal")] == [(), ()]
@@ -47,10 +47,10 @@ def test_without_a_replacement_in_time_the_others_go_on_with_ranks_of_their_own(
 def test_below_the_fewest_it_waits_until_one_more_is_up() -> None:
     story = lost(three(min_workers=3, workers=4, max_workers=4), 1)
     story.tell(m.WorkerDied(worker=2, cause="killed too")).expires("shrink")
-    assert story.state.phase is Phase.GATHERING and len(story.state.starting) == 2
+    assert story.state.phase is Phase.GATHERING and len(story.state.membership.starting) == 2
     story.tell(m.WorkerStarted(worker=4, node="n4", pid=4))
     assert [call.worker for call in story.calls("reserve")] == [0, 4, 3]
-    assert story.state.spares.keys() == {5}
+    assert story.state.membership.spares.keys() == {5}
 
 
 def test_a_late_one_joins_after_a_pause_that_costs_no_step() -> None:
@@ -58,13 +58,13 @@ def test_a_late_one_joins_after_a_pause_that_costs_no_step() -> None:
     story.formed(StateTag(step=2), StateTag(step=2)).returns("heal", StateTag(step=2))
     story.tell(m.WorkerStarted(worker=3, node="n3", pid=3))
     assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "stop")]
-    story.segment(3, stopped=True)
+    story.segment(3)
     assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "leave"), (2, "leave")]
     story.returns("leave", StateTag(step=3))
     assert [call.worker for call in story.calls("reserve")] == [0, 2, 3]
-    assert story.emitted(events.Resized)[0].former == 2 and story.state.failures <= 1
+    assert story.emitted(events.Resized)[0].former == 2 and story.state.recovery.failures <= 1
     story.formed(StateTag(step=3), StateTag(step=3), StateTag(step=None)).returns("heal", StateTag(step=3))
-    assert story.emitted(events.Formed)[0].steps_lost == 0 and story.state.step == 3
+    assert story.emitted(events.Formed)[0].steps_lost == 0 and story.state.position.step == 3
 
 
 def test_room_for_more_is_asked_for_once_steps_run() -> None:
@@ -76,14 +76,14 @@ def test_room_for_more_is_asked_for_once_steps_run() -> None:
     ]
     story.tell(m.WorkerStarted(worker=3, node="n", pid=3), m.WorkerStarted(worker=2, node="n", pid=2))
     assert len(story.calls("stop")) == 1
-    story.segment(2, stopped=True).returns("leave", StateTag(step=2))
+    story.segment(2).returns("leave", StateTag(step=2))
     assert [call.worker for call in story.calls("reserve")] == [0, 1, 2, 3]
 
 
 def test_a_failure_takes_waiting_recruits_in_at_no_further_cost() -> None:
     story = progressed(Story(workers=2, max_workers=3).running(), 1)
     story.tell(m.WorkerDied(worker=1, cause="killed"), m.WorkerStarted(worker=2, node="n", pid=2))
-    story.returns("run", m.SegmentReport(step=2, stopped=False, tag=StateTag(step=2)), workers=[0])
+    story.returns("run", m.SegmentReport(step=2), workers=[0])
     story.returns("leave", StateTag(step=2), workers=[0]).tell(m.WorkerStarted(worker=3, node="n", pid=3))
     assert [call.worker for call in story.calls("reserve")] == [0, 3, 2]
 
@@ -98,7 +98,7 @@ def test_nobody_joins_a_run_that_is_to_end() -> None:
     story = progressed(Story(workers=2, max_workers=3).running(), 1).tell(m.StopRequested())
     story.tell(m.WorkerStarted(worker=2, node="n", pid=2))
     assert not story.calls("stop")
-    assert story.segment(2, stopped=True).calls("snapshot")
+    assert story.segment(2).calls("snapshot")
 
 
 def relaid(**settings: object) -> Story:
@@ -107,28 +107,28 @@ def relaid(**settings: object) -> Story:
     steps = {"total_steps": 40, "steps_per_epoch": 40, **settings}
     story = progressed(Story(min_workers=1, layouts=plans, **steps).running(), 1)
     story.tell(m.WorkerDied(worker=1, cause="its node is gone"))
-    story.returns("run", m.SegmentReport(step=2, stopped=False, tag=StateTag(step=2)), workers=[0])
+    story.returns("run", m.SegmentReport(step=2), workers=[0])
     story.returns("leave", StateTag(step=2), workers=[0]).expires("shrink").formed(StateTag(step=None))
     progressed(story.returns("heal", StateTag(step=0)), 3).tell(m.WorkerStarted(worker=2, node="n", pid=2))
-    story.segment(4, stopped=True).snapshot(4)
+    story.segment(4).snapshot(4)
     assert story.calls("upload") and story.state.phase is Phase.WAITING
     return story
 
 
 def test_a_store_that_is_slow_puts_growing_off_and_ends_nobody() -> None:
     story = relaid().expires("upload")
-    assert not story.all(m.KillWorker) and story.state.failures == 0 and story.state.step == 4
+    assert not story.all(m.KillWorker) and story.state.recovery.failures == 0 and story.state.position.step == 4
     assert [call.verb for call in story.all(m.CallWorker)] == ["run"]
     assert "1 of 2 workers" in story.emitted(events.Noted)[0].text
     assert [call.verb for call in story.segment(9).all(m.CallWorker)] == ["run"], "the upload is still on its way"
-    story.returns("upload", (), workers=[0]).now_s += story.state.settings.upload_deadline_s
+    story.returns("upload", (), workers=[0]).now_s += story.state.settings.saving.upload_deadline_s
     story.committed(4).segment(12)
     assert [call.verb for call in story.all(m.CallWorker)] == ["run"], "the next one would take as long"
 
 
 def test_a_checkpoint_that_is_due_is_not_waited_for_where_the_last_one_took_too_long() -> None:
     story = relaid(checkpoint_steps=20).expires("upload").returns("upload", (), workers=[0])
-    story.now_s += story.state.settings.upload_deadline_s
+    story.now_s += story.state.settings.saving.upload_deadline_s
     story.committed(4).segment(20).snapshot(20)
     assert [call.verb for call in story.all(m.CallWorker)] == ["upload", "run"] and story.state.phase is Phase.RUNNING
 
@@ -151,7 +151,7 @@ def test_a_store_that_is_quick_lets_it_grow_from_a_checkpoint_of_that_step() -> 
 
 
 def test_a_world_shrinks_and_grows_back_in_the_simulation() -> None:
-    settings = RunPolicy(workers=4, min_workers=3, total_steps=400, steps_per_epoch=400, shrink_s=8.0)
+    settings = RunPolicy.of(workers=4, min_workers=3, total_steps=400, steps_per_epoch=400, shrink_s=8.0)
     faults = (Fault(kind="slow start", at_s=1.0), Fault(kind="kill", at_s=6.0, target=0.5))
     outcome = simulate(Scenario(seed=2, settings=settings, faults=faults))
     sizes = [(event.former, event.workers) for event in outcome.emitted if isinstance(event, events.Resized)]

@@ -15,7 +15,8 @@ from trainwright.core.events import Steps
 from trainwright.datasets import table
 from trainwright.datasets.ray_data.delivery_actor import StageProgress
 from trainwright.planning.job_description import describe
-from trainwright.runtime.ray_data_delivery import RayDataFeeder, reserve_for_transforms
+from trainwright.planning.job_preparation import reserve_for_transforms
+from trainwright.runtime.ray_data_delivery import RayDataFeeder
 
 GPUS = "2x4xA100-80GB@100Gb"
 

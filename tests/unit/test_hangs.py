@@ -16,7 +16,7 @@ from trainwright.worker.interruption import thread_stacks
 
 def progressed(story: Story, step: int, after_s: float) -> Story:
     story.now_s += after_s - 1.0  # a tick of the story is a second
-    return story.tell(m.StepsCompleted(generation=story.state.generation, step=step))
+    return story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=step))
 
 
 def timer_s(story: Story) -> float:
@@ -45,7 +45,7 @@ def test_evaluations_get_the_longest() -> None:
 def test_ranks_that_do_not_move_say_where_they_stand_and_the_culprit_s_words_go_into_its_failure() -> None:
     story = Story(hang_deadline_s=5.0).running().expires("hang")
     assert [(call.worker, call.argument) for call in story.calls("interrupt")] == [(0, True), (1, True)]
-    generation = story.state.generation
+    generation = story.state.epoch.generation
     story.tell(m.CallReturned(worker=1, generation=generation, verb="interrupt", value="in forward()"))
     assert story.emitted(events.Stacks) == [events.Stacks(worker=1, rank=1, node="n1", text="in forward()")]
     story.raises(0, "run", "peer", RuntimeError("gone")).expires("leave")

@@ -42,7 +42,7 @@ def test_living_workers_keep_their_processes_and_the_newest_step() -> None:
 def test_ranks_that_have_nobody_get_new_processes_in_free_slots() -> None:
     story = taken_over(living(4, 1), workers=3)
     assert [(place.worker, place.slot) for place in story.all(m.StartWorker)] == [(5, 0), (6, 2)]
-    assert story.state.rank_of == {4: 0, 5: 1, 6: 2}
+    assert story.state.membership.rank_of == {4: 0, 5: 1, 6: 2}
 
 
 def test_a_spare_that_lives_takes_a_free_rank_and_its_slot() -> None:
@@ -53,12 +53,12 @@ def test_a_spare_that_lives_takes_a_free_rank_and_its_slot() -> None:
 
 def test_a_spare_that_had_taken_a_rank_is_a_worker_like_any_other() -> None:
     story = taken_over(living(7, 1), living(4, 0))
-    assert [member.slot for member in story.state.members] == [1, 0] and not story.state.spares
+    assert [member.slot for member in story.state.membership.members] == [1, 0] and not story.state.membership.spares
 
 
 def test_accelerators_of_the_living_are_known() -> None:
     story = taken_over(living(4, 0), living(9, 1))
-    assert story.state.accelerators == {0: ("g0",), 1: ("g1",)}
+    assert story.state.membership.accelerators == {0: ("g0",), 1: ("g1",)}
 
 
 def test_a_silent_one_is_replaced_like_any_survivor() -> None:
@@ -78,7 +78,7 @@ def test_without_a_worker_the_keepers_copy_is_newer_than_the_checkpoint() -> Non
 def test_versions_of_the_driver_before_are_held_and_never_used_again() -> None:
     story = taken_over(kept=KEPT, workers=1, keep_s=1.0).start().formed().returns("heal", StateTag(step=6))
     story.now_s += 1.0
-    story.expires("pause").segment(9, stopped=True)
+    story.expires("pause").segment(9)
     order = story.returns("snapshot", m.SnapshotTaken(step=9, size_bytes=1, blocked_s=0.0)).calls("keep")[0].argument
     assert order.hold == (7,) and order.version > 3 << 32
 
@@ -97,9 +97,9 @@ def test_a_state_in_the_layout_that_the_driver_before_had_changed_to_is_gone_on_
     story.returns("leave", StateTag(step=7))
     assert story.calls("reserve")[0].argument.plan.strategy == "other" and not story.emitted(events.Replanned)
     story.formed(StateTag(step=7)).returns("heal", StateTag(step=7))
-    assert (story.emitted(events.Formed)[0].source, story.state.step) == ("replica", 7)
-    story.tell(m.StepsCompleted(generation=story.state.generation, step=8))
-    story.tell(m.WorkerStarted(worker=5, node="n", pid=5)).segment(9, stopped=True).snapshot(9, worker=4)
+    assert (story.emitted(events.Formed)[0].source, story.state.position.step) == ("replica", 7)
+    story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=8))
+    story.tell(m.WorkerStarted(worker=5, node="n", pid=5)).segment(9).snapshot(9, worker=4)
     story.returns("upload", (), workers=[4]).committed(9).returns("leave", StateTag(step=9))
     assert story.emitted(events.Replanned)[0].workers == 2 and [c.worker for c in story.calls("reserve")] == [4, 5]
 
@@ -108,7 +108,7 @@ def test_a_recruit_that_lives_too_waits_until_that_state_is_safe() -> None:
     plans = Plans(plans=(staged(2, 2),), others=frozenset({1}))
     one = replace(living(4, 0), rank=0, plan=staged(1, 1, "other"), step=7)
     story = taken_over(one, living(5, 1, waiting=True), layouts=plans, min_workers=1).returns("leave", StateTag(step=7))
-    assert [call.worker for call in story.calls("reserve")] == [4] and story.state.spares.keys() == {5}
+    assert [call.worker for call in story.calls("reserve")] == [4] and story.state.membership.spares.keys() == {5}
     story.formed(StateTag(step=7)).returns("heal", StateTag(step=7))
     assert story.calls("snapshot"), "it is grown at once, from a checkpoint"
 
@@ -119,7 +119,7 @@ def test_a_recruit_that_lives_too_waits_until_that_state_is_safe() -> None:
     ids=["a checkpoint is as new", "a copy is as new", "it is the run's own"],
 )
 def test_a_state_that_is_not_lost_in_the_run_s_own_layout_changes_nothing(story: Story) -> None:
-    assert len(story.state.members) == 2 and story.all(m.StartWorker) and not story.emitted(events.Replanned)
+    assert len(story.state.membership.members) == 2 and story.all(m.StartWorker) and not story.emitted(events.Replanned)
 
 
 @pytest.mark.parametrize(
@@ -139,10 +139,10 @@ def test_the_newest_state_lives_on_where_the_driver_before_had_more_or_fewer_rep
     those = [replace(living(rank, rank), rank=rank, plan=plan, step=9) for rank in ranks]
     story = taken_over(*those, layouts=Plans(plans=(staged(2, 2),)), **bounds)
     story.returns("leave", StateTag(step=9), workers=ranks)
-    if story.state.starting:
+    if story.state.membership.starting:
         story.start()
     held = {rank: plan.mesh.stage_of(rank) for rank in ranks}
-    members = [member.worker for member in story.state.members]
+    members = [member.worker for member in story.state.membership.members]
     assert {stage for worker, stage in zip(members, stages, strict=True) if held.get(worker) == stage} == {0, 1}
     assert not story.emitted(events.Replanned)
     tags = [
@@ -154,7 +154,7 @@ def test_the_newest_state_lives_on_where_the_driver_before_had_more_or_fewer_rep
         )
         for worker, stage in zip(members, stages, strict=True)
     ]
-    heal = story.formed(*tags).state.heal
+    heal = story.formed(*tags).state.epoch.heal
     assert heal is not None and (heal.source, heal.step) == ("replica", 9)
 
 
@@ -171,21 +171,25 @@ def test_a_run_that_is_done_takes_nobody_over() -> None:
 
 def test_a_world_that_may_grow_keeps_all_that_live() -> None:
     story = taken_over(living(4, 0), living(5, 1), living(6, 2), workers=2, max_workers=3)
-    assert len(story.state.members) == 3 and not story.all(m.StartWorker)
+    assert len(story.state.membership.members) == 3 and not story.all(m.StartWorker)
 
 
 def test_workers_that_never_had_a_rank_get_one_and_a_recruit_does_not_before_its_turn() -> None:
     """The driver before died while they started."""
     story = taken_over(living(0, 0, waiting=True), living(1, 1, waiting=True))
-    assert story.state.rank_of == {0: 0, 1: 1} and not story.all(m.StartWorker) and not story.emitted(events.Resized)
-    assert all(member.fresh for member in story.state.members)
+    assert (
+        story.state.membership.rank_of == {0: 0, 1: 1}
+        and not story.all(m.StartWorker)
+        and not story.emitted(events.Resized)
+    )
+    assert all(member.fresh for member in story.state.membership.members)
     grown = taken_over(living(7, 2, waiting=True), living(4, 0), living(5, 1), workers=2, max_workers=3)
-    assert grown.state.rank_of == {4: 0, 5: 1} and grown.state.spares.keys() == {7}
+    assert grown.state.membership.rank_of == {4: 0, 5: 1} and grown.state.membership.spares.keys() == {7}
 
 
 def test_everyone_keeps_the_rank_that_it_held_and_a_new_process_takes_the_hole() -> None:
     """What a rank holds of a divided model is of no use to another one."""
     held = [replace(living(worker, worker), rank=rank) for worker, rank in ((0, 3), (1, 1), (2, 2))]
     story = taken_over(*held, workers=4)
-    assert [member.worker for member in story.state.members] == [3, 1, 2, 0]
+    assert [member.worker for member in story.state.membership.members] == [3, 1, 2, 0]
     assert [(place.worker, place.slot) for place in story.all(m.StartWorker)] == [(3, 3)]

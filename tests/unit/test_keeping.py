@@ -44,7 +44,7 @@ def alone(**settings: object) -> Story:
 def paused(story: Story, step: int) -> Story:
     """The time for a copy comes, and the ranks are copied after `step`."""
     story.now_s += 10.0
-    story.expires("pause").segment(step, stopped=True)
+    story.expires("pause").segment(step)
     return story.returns("snapshot", m.SnapshotTaken(step=step, size_bytes=5, blocked_s=0.01))
 
 
@@ -58,14 +58,14 @@ def test_a_copy_is_made_when_its_time_has_come_and_the_ranks_go_on_meanwhile() -
     story.now_s += 10.0
     story.expires("pause")
     assert [call.verb for call in story.all(m.CallWorker)] == ["stop"]
-    story.segment(7, stopped=True)
+    story.segment(7)
     assert story.calls("snapshot")[0].argument == m.SnapshotRequest(step=7, verbs=("keep",))
     story.returns("snapshot", m.SnapshotTaken(step=7, size_bytes=5, blocked_s=0.01))
     assert [call.verb for call in story.all(m.CallWorker)] == ["keep", "run"]
     assert story.calls("keep")[0].argument == m.MemoryCopyRequest(version=FIRST, hold=())
     story.returns("keep", (FILE,))
     assert story.emitted(events.Kept)[0].step == 7 and story.state.phase is Phase.RUNNING
-    assert kept(story, 9).state.kept == m.MemoryCheckpoint(
+    assert kept(story, 9).state.memory.kept == m.MemoryCheckpoint(
         version=FIRST + 1, step=9, files=(m.NodeMemoryFile(node="n0", file=FILE),)
     )
 
@@ -73,7 +73,7 @@ def test_a_copy_is_made_when_its_time_has_come_and_the_ranks_go_on_meanwhile() -
 def test_when_all_are_dead_the_state_comes_from_memory() -> None:
     story = kept(alone(), 7).tell(m.WorkerDied(worker=0, cause="killed")).start().formed()
     heal = story.calls("heal")[0].argument
-    assert (heal.source, heal.step, heal.kept) == ("keeper", 7, story.state.kept)
+    assert (heal.source, heal.step, heal.kept) == ("keeper", 7, story.state.memory.kept)
     story.returns("heal", StateTag(step=7))
     assert story.emitted(events.Formed)[0].source == "keeper"
 
@@ -89,26 +89,22 @@ def test_a_copy_that_cannot_be_read_is_not_tried_again() -> None:
     story = kept(alone(), 7).tell(m.WorkerDied(worker=0, cause="killed")).start().formed()
     story.raises(1, "heal", "storage", StorageError("a copy of the state in memory cannot be read"))
     story.returns("leave", StateTag(step=None)).formed()
-    assert story.calls("heal")[0].argument.source == "initial" and story.state.kept is None
+    assert story.calls("heal")[0].argument.source == "initial" and story.state.memory.kept is None
 
 
 def test_a_node_without_room_ends_the_copies_and_not_the_run() -> None:
     story = alone()
     story.now_s += 10.0
-    story.expires("pause").segment(7, stopped=True).returns(
-        "snapshot", m.SnapshotTaken(step=7, size_bytes=5, blocked_s=0.01)
-    )
+    story.expires("pause").segment(7).returns("snapshot", m.SnapshotTaken(step=7, size_bytes=5, blocked_s=0.01))
     story.raises(0, "keep", "storage", StorageError("the state does not fit into shared memory"))
     assert "does not fit" in story.emitted(events.Noted)[0].text
-    assert story.state.phase is Phase.RUNNING and story.state.keepers == () and not story.emitted(events.Failed)
+    assert story.state.phase is Phase.RUNNING and story.state.memory.keepers == () and not story.emitted(events.Failed)
 
 
 def test_a_keeper_that_dies_on_the_way_leaves_the_version_before() -> None:
     story = kept(alone(), 7)
     story.now_s += 10.0
-    story.expires("pause").segment(9, stopped=True).returns(
-        "snapshot", m.SnapshotTaken(step=9, size_bytes=5, blocked_s=0.01)
-    )
+    story.expires("pause").segment(9).returns("snapshot", m.SnapshotTaken(step=9, size_bytes=5, blocked_s=0.01))
     assert story.calls("keep")[0].argument == m.MemoryCopyRequest(version=FIRST + 1, hold=(FIRST,))
     story.tell(m.WorkerDied(worker=0, cause="killed")).start().formed()
     assert story.calls("heal")[0].argument.step == 7
@@ -119,21 +115,19 @@ def test_the_next_copy_waits_for_the_answers_to_one_that_will_not_be() -> None:
     tags = [StateTag(step=0, layout="sharded", pieces=frozenset({piece}), total=2) for piece in "ab"]
     story = Story(keep_s=10.0, total_steps=100, steps_per_epoch=100).up().formed(*tags).returns("heal", *tags)
     story.now_s += 10.0
-    story.expires("pause").segment(7, stopped=True)
+    story.expires("pause").segment(7)
     story.returns("snapshot", m.SnapshotTaken(step=7, size_bytes=5, blocked_s=0.01)).tell(
         m.WorkerDied(worker=1, cause="killed")
     )
-    assert story.state.keeping is not None and story.state.keeping.owing == {0}
+    assert story.state.memory.keeping is not None and story.state.memory.keeping.owing == {0}
     story.returns("keep", (FILE,), workers=[0])
-    assert story.state.keeping is None and story.state.kept is None and not story.emitted(events.Kept)
+    assert story.state.memory.keeping is None and story.state.memory.kept is None and not story.emitted(events.Kept)
 
 
 def test_copies_take_a_hundredth_of_the_time_at_most() -> None:
     story = alone()
     story.now_s += 10.0
-    story.expires("pause").segment(7, stopped=True).returns(
-        "snapshot", m.SnapshotTaken(step=7, size_bytes=5, blocked_s=0.5)
-    )
+    story.expires("pause").segment(7).returns("snapshot", m.SnapshotTaken(step=7, size_bytes=5, blocked_s=0.5))
     assert [timer.after_s for timer in story.all(m.SetTimer) if timer.name == "pause"] == [50.0]
 
 
@@ -142,7 +136,7 @@ def test_checkpoints_by_time_follow_their_cost_and_the_failures() -> None:
     assert [timer.after_s for timer in story.all(m.SetTimer) if timer.name == "pause"] == [pytest.approx(6, abs=6)]
     assert story.calls("run")[0].argument.stop == 100, "no milestone but the end"
     story.now_s += 10.0
-    story.expires("pause").segment(40, stopped=True)
+    story.expires("pause").segment(40)
     assert story.calls("snapshot")[0].argument.verbs == ("upload",)
     story.returns("snapshot", m.SnapshotTaken(step=40, size_bytes=5, blocked_s=0.5)).returns(
         "upload", (FILE,)

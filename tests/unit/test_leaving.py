@@ -21,7 +21,7 @@ def uploaded(story: Story, worker: int, step: int) -> Story:
 
 
 def spare_up(story: Story, worker: int, node: str) -> Story:
-    story.tell(m.StepsCompleted(generation=story.state.generation, step=story.state.step + 1))
+    story.tell(m.StepsCompleted(generation=story.state.epoch.generation, step=story.state.position.step + 1))
     assert [place.worker for place in story.all(m.StartWorker)] == [worker]
     return story.tell(m.WorkerStarted(worker=worker, node=node, pid=9))
 
@@ -31,7 +31,7 @@ def test_a_notice_pauses_the_ranks_and_those_who_stay_write_a_checkpoint_at_once
     assert [event.rank for event in story.emitted(Leaving)] == [0] and [c.worker for c in story.calls("stop")] == [0]
     story.tell(notice(0))
     assert not story.wanted, "told once"
-    story.segment(3, stopped=True)
+    story.segment(3)
     assert [call.worker for call in story.calls("snapshot")] == [1], "by the one who stays"
     story.snapshot(3, worker=1)
     assert [call.worker for call in story.calls("upload")] == [1]
@@ -39,31 +39,37 @@ def test_a_notice_pauses_the_ranks_and_those_who_stay_write_a_checkpoint_at_once
     assert [place.slot for place in story.all(m.StartWorker)] == [0] and [c.worker for c in story.calls("leave")] == [1]
     story.returns("leave", StateTag(step=3), workers=[1])
     story.start().formed(StateTag(step=None), StateTag(step=3))
-    assert story.state.heal is not None and (story.state.heal.source, story.state.heal.step) == ("replica", 3)
-    assert not story.emitted(Failed) and story.state.failures == 0
+    assert story.state.epoch.heal is not None and (story.state.epoch.heal.source, story.state.epoch.heal.step) == (
+        "replica",
+        3,
+    )
+    assert not story.emitted(Failed) and story.state.recovery.failures == 0
 
 
 def test_a_spare_elsewhere_takes_the_rank_and_one_on_the_same_node_does_not() -> None:
     for node, promoted in (("n9", [2]), ("n1", [])):
         story = spare_up(Story(total_steps=100, steps_per_epoch=100, spares=1).running(), 2, node)
-        story.tell(notice(1)).segment(3, stopped=True).snapshot(3)
+        story.tell(notice(1)).segment(3).snapshot(3)
         assert [event.worker for event in story.emitted(Promoted)] == promoted
         assert [place.worker for place in story.all(m.StartWorker)] == ([] if promoted else [3])
 
 
 def test_a_state_that_only_those_who_go_hold_is_stored_before_they_do() -> None:
     story = Story(total_steps=100, steps_per_epoch=100, workers=1).running().tell(notice(0))
-    story.segment(3, stopped=True).snapshot(3)
+    story.segment(3).snapshot(3)
     assert story.state.phase is Phase.WAITING and not story.all(m.KillWorker)
     uploaded(story, 0, 3)
     assert [kill.worker for kill in story.all(m.KillWorker)] == [0]
     story.start().formed()
-    assert story.state.heal is not None and (story.state.heal.source, story.state.heal.step) == ("checkpoint", 3)
+    assert story.state.epoch.heal is not None and (story.state.epoch.heal.source, story.state.epoch.heal.step) == (
+        "checkpoint",
+        3,
+    )
 
 
 def test_a_slow_store_does_not_make_those_who_go_late() -> None:
     story = Story(total_steps=100, steps_per_epoch=100, workers=1).running(HEAD).tell(notice(0))
-    story.segment(6, stopped=True).snapshot(6)
+    story.segment(6).snapshot(6)
     waits = [timer.after_s for timer in story.all(m.SetTimer) if timer.name == "notice"]
     assert waits and max(waits) < 25 * 0.8
     story.now_s += 20.0
@@ -79,21 +85,21 @@ def half(rank: int, step: int | None) -> StateTag:
 def test_a_late_answer_of_an_upload_given_up_is_no_part_of_the_next_one() -> None:
     story = Story(total_steps=100, steps_per_epoch=100, checkpoint_steps=8).up(HEAD)
     story.formed(half(0, None), half(1, None)).returns("heal", half(0, 4), half(1, 4)).tell(notice(0))
-    story.segment(6, stopped=True).returns("snapshot", m.SnapshotTaken(step=6, size_bytes=8, blocked_s=0.1))
-    generation, failure = story.state.generation, m.CallFailure(kind="storage", error=StorageError("slow"))
+    story.segment(6).returns("snapshot", m.SnapshotTaken(step=6, size_bytes=8, blocked_s=0.1))
+    generation, failure = story.state.epoch.generation, m.CallFailure(kind="storage", error=StorageError("slow"))
     late = [
         m.CallReturned(worker=1, generation=generation, verb="upload", value=FILES),
         m.CallRaised(worker=1, generation=generation, verb="upload", failure=failure),
     ]
     story.now_s += 20.0
     story.expires("notice")
-    assert [kill.worker for kill in story.all(m.KillWorker)] == [0] and story.state.upload is None
+    assert [kill.worker for kill in story.all(m.KillWorker)] == [0] and story.state.checkpoints.upload is None
     story.returns("leave", half(1, 6), workers=[1]).start().formed(half(0, None), half(1, 6))
     story.returns("heal", half(0, 4), half(1, 4)).segment(8)
     story.returns("snapshot", m.SnapshotTaken(step=8, size_bytes=8, blocked_s=0.1))
-    upload = story.state.upload
+    upload = story.state.checkpoints.upload
     assert upload is not None and upload.step == 8 and upload.owing == {1, 2}
-    assert story.tell(*late).state.upload == upload
+    assert story.tell(*late).state.checkpoints.upload == upload
     assert story.returns("upload", FILES).all(m.CommitCheckpoint)[0].files == FILES * 2
 
 
@@ -104,25 +110,29 @@ def test_steps_go_on_while_one_who_goes_still_writes_an_older_checkpoint() -> No
     story.returns("upload", FILES, workers=[0])
     assert story.calls("stop")
     story.committed(4)
-    story.segment(5, stopped=True)
+    story.segment(5)
     assert [call.worker for call in story.calls("snapshot")] == [1]
 
 
 def test_an_elastic_world_goes_on_with_fewer() -> None:
     story = Story(total_steps=100, steps_per_epoch=100, workers=3, min_workers=1).running()
-    story.tell(notice(0), notice(2)).segment(3, stopped=True).snapshot(3, worker=1)
+    story.tell(notice(0), notice(2)).segment(3).snapshot(3, worker=1)
     assert [kill.worker for kill in story.all(m.KillWorker)] == [0, 2] and not story.all(m.StartWorker)
     assert [(event.former, event.workers) for event in story.emitted(Resized)] == [(3, 1)]
-    assert [member.worker for member in story.state.members] == [1]
+    assert [member.worker for member in story.state.membership.members] == [1]
 
 
 def test_the_end_of_a_process_that_was_to_end_is_not_counted() -> None:
     story = Story(total_steps=100, steps_per_epoch=100, failures=0).running().tell(notice(1))
     story.tell(m.WorkerDied(worker=1, cause="its node was lost"))
-    assert story.state.phase is Phase.GATHERING and story.state.failures == 0 and not story.state.failed_s
+    assert (
+        story.state.phase is Phase.GATHERING
+        and story.state.recovery.failures == 0
+        and not story.state.recovery.failed_s
+    )
     story = Story(total_steps=100, steps_per_epoch=100, failures=0).running().tell(notice(1))
     story.tell(m.WorkerDied(worker=0, cause="killed"))
-    assert story.state.failures == 1, "nobody told that one"
+    assert story.state.recovery.failures == 1, "nobody told that one"
 
 
 def test_a_spare_that_is_told_to_go_is_let_go_at_once_and_replaced() -> None:
@@ -130,4 +140,4 @@ def test_a_spare_that_is_told_to_go_is_let_go_at_once_and_replaced() -> None:
     assert [kill.worker for kill in story.all(m.KillWorker)] == [2] and [
         p.worker for p in story.all(m.StartWorker)
     ] == [3]
-    assert story.state.spares_lost == 0 and not story.calls("stop")
+    assert story.state.membership.spares_lost == 0 and not story.calls("stop")

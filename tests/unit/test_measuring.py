@@ -25,7 +25,6 @@ from trainwright.core.data import (
     slowest_phase_times,
 )
 from trainwright.core.plan import Estimate, Mesh
-from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.driver_state import Phase
 from trainwright.reporting import run_views as views
@@ -185,10 +184,7 @@ def test_every_term_and_every_phase_counts_once(terms: dict[str, float], medians
 
 
 def segment(step: int, *found: tuple[PhaseTimes | None, NoiseScale | None]) -> list[m.SegmentReport]:
-    return [
-        m.SegmentReport(step=step, stopped=False, tag=StateTag(step=step), phases=phases, sampled=5, noise=noise)
-        for phases, noise in found
-    ]
+    return [m.SegmentReport(step=step, phases=phases, sampled=5, noise=noise) for phases, noise in found]
 
 
 def test_the_driver_tells_the_slowest_rank_and_warns_of_a_large_batch_once() -> None:
@@ -203,7 +199,7 @@ def test_the_driver_tells_the_slowest_rank_and_warns_of_a_large_batch_once() -> 
     assert (event.step, event.phases, event.workers, event.noise["high"]) == (10, {"forward": 2.0}, 2, 400.0)
     assert [note.text for note in told.emitted(events.Noted)] == [far.advice]
     assert events.from_json(event.to_json()) == event
-    assert told.state.advised and told.state.phase is Phase.SNAPSHOTTING
+    assert told.state.segment.advised and told.state.phase is Phase.SNAPSHOTTING
 
 
 def test_the_warning_comes_once_and_nothing_is_told_without_measurements() -> None:

@@ -11,7 +11,7 @@ from trainwright.driver.run_policy import RunPolicy
 
 
 def settings(total: int = 10, epoch: int = 4, checkpoint: int | None = None, evaluate: int | None = None) -> RunPolicy:
-    return RunPolicy(
+    return RunPolicy.of(
         workers=1, total_steps=total, steps_per_epoch=epoch, checkpoint_steps=checkpoint, evaluate_steps=evaluate
     )
 
@@ -43,9 +43,9 @@ SETTINGS = st.builds(
 @given(SETTINGS)
 def test_a_run_pauses_wherever_something_is_due_and_nowhere_else(chosen: RunPolicy) -> None:
     pauses, step = [], 0
-    while step < chosen.total_steps:
+    while step < chosen.length.total_steps:
         step = next_milestone(chosen, step)
         pauses.append(step)
-    due = [s for s in range(1, chosen.total_steps + 1) if checkpoint_due(chosen, s) or evaluation_due(chosen, s)]
+    due = [s for s in range(1, chosen.length.total_steps + 1) if checkpoint_due(chosen, s) or evaluation_due(chosen, s)]
     assert pauses == due
-    assert pauses[-1] == chosen.total_steps
+    assert pauses[-1] == chosen.length.total_steps

@@ -146,7 +146,7 @@ def test_its_time_is_that_of_a_trial_and_not_of_the_start_of_ray(
     asked = iter([16])
 
     class Connection:
-        def send(self, answer: function_trial.TrialResult) -> None:
+        def send(self, answer: function_trial.PreflightResult) -> None:
             assert answer.error is not None
             happened.append(answer.error.where.partition(" rows")[0])
 
@@ -332,7 +332,7 @@ def test_keras_metrics_that_are_no_mean_are_refused(tmp_path: Path) -> None:
     one = {"metrics": {"accuracy": keras.metrics.SparseCategoricalAccuracy()}}
     assert (
         run_trial(TrialTask(job=wanted.replace(**one), train=batch, evaluate=batch, total_steps=12))
-        == function_trial.TrialResult()
+        == function_trial.PreflightResult()
     )
 
 

@@ -34,7 +34,7 @@ def test_a_spare_takes_a_lost_rank_at_once_and_is_replaced_once_steps_run_again(
     story = with_spare().tell(m.WorkerDied(worker=1, cause="killed"))
     assert not story.all(m.StartWorker)
     assert story.emitted(events.Promoted) == [events.Promoted(worker=2, rank=1, slot=1, node="n1")]
-    story.returns("run", m.SegmentReport(step=2, stopped=False, tag=StateTag(step=2)), workers=[0])
+    story.returns("run", m.SegmentReport(step=2), workers=[0])
     story.returns("leave", StateTag(step=2), workers=[0])
     assert [(call.worker, call.verb) for call in story.all(m.CallWorker)] == [(0, "reserve"), (2, "reserve")]
     story.returns("reserve", Address(host="h", port=1)).returns("form", StateTag(step=2), StateTag(step=None))
@@ -48,13 +48,13 @@ def test_a_spare_takes_a_lost_rank_at_once_and_is_replaced_once_steps_run_again(
 def test_a_spare_s_node_is_known_by_the_same_id_once_it_has_a_rank() -> None:
     story = progressed(Story(spares=1).running(), 1).tell(m.WorkerStarted(worker=2, node="n1", pid=2, home="id-of-n1"))
     story.tell(m.WorkerDied(worker=1, cause="killed"))
-    assert (story.state.members[1].node, story.state.members[1].home) == ("n1", "id-of-n1")
+    assert (story.state.membership.members[1].node, story.state.membership.members[1].home) == ("n1", "id-of-n1")
 
 
 def test_a_spare_that_is_still_starting_is_waited_for() -> None:
     story = progressed(Story(spares=1).running(), 1).tell(m.WorkerDied(worker=0, cause="killed"))
-    assert story.emitted(events.Promoted) and not story.all(m.StartWorker) and story.state.starting == {2}
-    story.returns("run", m.SegmentReport(step=1, stopped=False, tag=StateTag(step=1)), workers=[1])
+    assert story.emitted(events.Promoted) and not story.all(m.StartWorker) and story.state.membership.starting == {2}
+    story.returns("run", m.SegmentReport(step=1), workers=[1])
     story.returns("leave", StateTag(step=1), workers=[1])
     assert story.state.phase is Phase.GATHERING
     assert story.start().state.phase is Phase.RESERVING
@@ -63,7 +63,7 @@ def test_a_spare_that_is_still_starting_is_waited_for() -> None:
 def test_one_spare_and_two_dead_give_one_new_process() -> None:
     story = with_spare().tell(m.WorkerDied(worker=1, cause="killed"), m.WorkerDied(worker=0, cause="killed"))
     assert story.all(m.StartWorker) == [m.StartWorker(worker=3, slot=0)]
-    assert story.state.rank_of == {2: 1, 3: 0}
+    assert story.state.membership.rank_of == {2: 1, 3: 0}
 
 
 def test_a_spare_of_its_own_node_comes_first_and_alone_where_it_takes_over_accelerators() -> None:
@@ -95,7 +95,7 @@ def test_a_dead_rank_s_accelerators_are_told_to_whoever_takes_it() -> None:
 
 def test_a_spare_s_end_is_no_failure_of_the_run() -> None:
     story = with_spare().tell(m.WorkerDied(worker=2, cause="out of memory"))
-    assert story.state.phase is Phase.RUNNING and story.state.failures == 0
+    assert story.state.phase is Phase.RUNNING and story.state.recovery.failures == 0
     assert story.wanted == (m.StartWorker(worker=3, slot=1, spare=True, beside=True),)
 
 
@@ -112,14 +112,14 @@ def test_a_budget_of_failures_an_hour_ends_a_run_that_recovers_each_time() -> No
     story = Story(failures_an_hour=2).running()
     for number in range(3):
         progressed(story, number + 1)
-        story.tell(m.WorkerDied(worker=story.state.members[1].worker, cause="killed"))
+        story.tell(m.WorkerDied(worker=story.state.membership.members[1].worker, cause="killed"))
         story.raises(0, "run", "peer", RuntimeError("gone")).start()
         if number < 2:
             story.returns("reserve", Address(host="h", port=1))
             story.returns("form", StateTag(step=number + 1), StateTag(step=None)).returns(
                 "heal", StateTag(step=number + 1)
             )
-    error = story.state.error
+    error = story.state.shutdown.error
     assert isinstance(error, WorkerLost) and "failure 3 within an hour; failures_an_hour=2" in error.what
 
 
@@ -137,7 +137,7 @@ def test_an_upload_that_finds_the_state_unfit_ends_the_run_at_once() -> None:
     story = Story().running().segment(4).snapshot(4)
     story.raises(0, "upload", "user", NonFiniteLoss("a parameter is not finite"))
     assert story.state.phase is Phase.RELEASING and story.all(m.ReleaseLease)[0].outcome == "failed"
-    assert isinstance(story.state.error, NonFiniteLoss)
+    assert isinstance(story.state.shutdown.error, NonFiniteLoss)
 
 
 def test_spares_end_with_the_run() -> None:

@@ -55,7 +55,7 @@ def recoveries(size: int, folder: Path, times: int = 2) -> Found:
             gc.enable()
         formed = [event for event in driver.told if isinstance(event, events.Formed)]
         assert [(event.source, event.survivors) for event in formed[1:]] == [("replica", size - 1)] * times
-        forms = [driver.fleet.actors[member.worker].called["form"] for member in driver.state.members]
+        forms = [driver.fleet.actors[member.worker].called["form"] for member in driver.state.membership.members]
         groups = [worker_actor.join_argument(own, common.value) for _, own, _, common in (forms[0], forms[-1])]
         assert [group.rank for group in groups] == [0, size - 1] and groups[0].peers == groups[1].peers
         assert [peer.rank for peer in groups[0].peers] == list(range(size)) and groups[0].key
@@ -81,7 +81,7 @@ def test_only_ranks_that_know_more_than_was_told_are_asked_for_it(tmp_path: Path
         driver.fleet.forget()
         driver.recover(1)
         steps = [step for event in driver.told if isinstance(event, events.Steps) for step in event.step]
-        assert steps == [1, 2, 3, 4] and driver.state.progress == 4
+        assert steps == [1, 2, 3, 4] and driver.state.position.progress == 4
         assert known < 3 and driver.fleet.calls["watch"] > 3, "calls of those who step again are among them"
 
 
@@ -93,7 +93,7 @@ def test_an_event_costs_the_same_in_a_world_of_any_size() -> None:
 def event_s(size: int) -> float:
     """CPU seconds of a decision, the mean of a recovery: of the news that a peer is lost, and of three answers."""
     story = Story(workers=size).running()
-    lost, generation = PeerLost("connection closed by peer"), story.state.generation
+    lost, generation = PeerLost("connection closed by peer"), story.state.epoch.generation
     failure = m.CallFailure(kind="peer", error=lost)
     story.tell(m.WorkerDied(worker=0, cause="killed")).start()
     begun = time.thread_time()

@@ -127,14 +127,14 @@ def test_a_group_without_a_key_does_not_form() -> None:
 
 def test_each_generation_of_each_driver_has_a_key_that_nothing_shows() -> None:
     first, second = Generation(token=1, number=1), Generation(token=1, number=2)
-    ours = RunPolicy(workers=2, total_steps=1, steps_per_epoch=1, secret=b"our own secret")
-    theirs = replace(ours, secret=b"another driver's")
-    keys = {ours.key_of(first), ours.key_of(second), theirs.key_of(first)}
+    ours = RunPolicy.of(workers=2, total_steps=1, steps_per_epoch=1, secret=b"our own secret")
+    theirs = ours.with_fields(secret=b"another driver's")
+    keys = {ours.world.key_of(first), ours.world.key_of(second), theirs.world.key_of(first)}
     assert len(keys) == 3 and min(map(len, keys)) == 32
     state, _ = begin_run(ours, 0.0)
-    group = group_for(replace(state, members=(GroupMember(worker=0, slot=0),), generation=second), 0)
-    assert group.key == ours.key_of(second)
-    assert repr(group.key) not in repr(group) and repr(ours.secret) not in repr(ours)
+    group = group_for(state.with_fields(members=(GroupMember(worker=0, slot=0),), generation=second), 0)
+    assert group.key == ours.world.key_of(second)
+    assert repr(group.key) not in repr(group) and repr(ours.world.secret) not in repr(ours)
 
 
 def test_a_chief_of_tensorflow_seats_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:

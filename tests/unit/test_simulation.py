@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ def test_large_worlds(seed: int, workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 1000])
 def test_an_unbroken_run_does_each_thing_once(workers: int) -> None:
-    settings = RunPolicy(workers=workers, total_steps=60, steps_per_epoch=20, evaluate_steps=30)
+    settings = RunPolicy.of(workers=workers, total_steps=60, steps_per_epoch=20, evaluate_steps=30)
     emitted = simulate(Scenario(seed=3, settings=settings)).emitted
     kinds = Counter(event.kind for event in emitted)
     assert kinds == {
@@ -47,7 +46,7 @@ def test_an_unbroken_run_does_each_thing_once(workers: int) -> None:
 
 
 def test_a_thousand_workers_recover_from_a_kill() -> None:
-    settings = RunPolicy(workers=1000, total_steps=6, steps_per_epoch=3)
+    settings = RunPolicy.of(workers=1000, total_steps=6, steps_per_epoch=3)
     fault = Fault(kind="kill", verb="run", nth=1500, target=0.5)
     outcome = simulate(Scenario(seed=7, settings=settings, faults=(fault,)))
     formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
@@ -59,7 +58,7 @@ def test_a_thousand_workers_recover_from_a_kill() -> None:
 @pytest.mark.parametrize("kind", ["preempt", "preempt all"])
 @pytest.mark.parametrize(("workers", "reform"), [(1, "in_place"), (3, "in_place"), (3, "new_process")])
 def test_preempted_workers_cost_no_step_and_are_no_failure(kind: str, workers: int, reform: RestartMode) -> None:
-    settings = RunPolicy(
+    settings = RunPolicy.of(
         workers=workers, total_steps=24, steps_per_epoch=12, evaluate_steps=6, failures=0, spares=1, reform=reform
     )
     moved = 0
@@ -78,8 +77,8 @@ def test_preempted_workers_cost_no_step_and_are_no_failure(kind: str, workers: i
 def test_lost_room_changes_the_layout_and_room_that_returns_changes_it_back_at_no_cost(keep_s: float | None) -> None:
     plans = Plans(plans=(staged(2, 2),), others=frozenset({1}))
     steps = {"total_steps": 240, "steps_per_epoch": 240, "checkpoint_steps": 5}
-    settings = RunPolicy(workers=2, min_workers=1, keep_s=keep_s, **steps)  # type: ignore[arg-type]
-    settings = replace(settings, layouts=plans, shrink_s=3.0)
+    settings = RunPolicy.of(workers=2, min_workers=1, keep_s=keep_s, **steps)  # type: ignore[arg-type]
+    settings = settings.with_fields(layouts=plans, shrink_s=3.0)
     for tenth in range(50):
         at_s = 3.0 + tenth / 10
         lost = (Fault(kind="slow start", at_s=at_s), Fault(kind="kill", at_s=at_s + 0.05, target=tenth / 50))
@@ -94,8 +93,8 @@ def test_lost_room_changes_the_layout_and_room_that_returns_changes_it_back_at_n
 
 
 def test_more_replicas_of_a_pipeline_leave_every_stage_where_it_is() -> None:
-    settings = RunPolicy(workers=2, max_workers=6, total_steps=30, steps_per_epoch=30)
-    settings = replace(settings, layouts=Plans(plans=(staged(2, 2),)))
+    settings = RunPolicy.of(workers=2, max_workers=6, total_steps=30, steps_per_epoch=30)
+    settings = settings.with_fields(layouts=Plans(plans=(staged(2, 2),)))
     for seed in range(20):
         outcome = simulate(Scenario(seed=seed, settings=settings, layout="planned"))
         formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
@@ -105,7 +104,7 @@ def test_more_replicas_of_a_pipeline_leave_every_stage_where_it_is() -> None:
 
 def test_plans_are_measured_once_and_leave_nothing_behind() -> None:
     plans = Plans(plans=(staged(1, 2, "first"), staged(2, 2, "second"), staged(1, 2, "third")))
-    settings = RunPolicy(workers=2, total_steps=9, steps_per_epoch=3, layouts=plans)
+    settings = RunPolicy.of(workers=2, total_steps=9, steps_per_epoch=3, layouts=plans)
     chosen = Counter[str]()
     for seed in range(40):
         outcome = simulate(Scenario(seed=seed, settings=settings, layout="planned"))
@@ -120,7 +119,7 @@ def test_plans_are_measured_once_and_leave_nothing_behind() -> None:
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_kind_of_fault_changes_something(kind: str) -> None:
     """A catalogue whose faults do nothing would prove nothing."""
-    settings = RunPolicy(workers=2, total_steps=24, steps_per_epoch=12, evaluate_steps=6, keep_s=0.5)
+    settings = RunPolicy.of(workers=2, total_steps=24, steps_per_epoch=12, evaluate_steps=6, keep_s=0.5)
     also = {"copies lost": (Fault(kind="kill all", at_s=7.0),)}.get(kind, ())
     plain = simulate(Scenario(seed=11, settings=settings, faults=also))
     struck = [
@@ -142,7 +141,7 @@ CREWS = {"served": SERVED, "led": LED}
 @pytest.mark.parametrize("kind", ["kill", "hang", "preempt", "internal", "storage", "cut"])
 def test_workers_that_servers_do_without_come_and_go_and_stop_nobody(kind: str, layout: str) -> None:
     crew, chief = CREWS[layout], layout == "led"
-    settings = RunPolicy(workers=5 + chief, servers=2, total_steps=24, steps_per_epoch=12, evaluate_steps=6, **crew)
+    settings = RunPolicy.of(workers=5 + chief, servers=2, total_steps=24, steps_per_epoch=12, evaluate_steps=6, **crew)
     joined = 0
     for seed in range(40):
         faults = tuple(Fault(kind=kind, at_s=6.0 + seed / 16 + late, target=0.5 + late / 8) for late in (0.0, 3.5))
@@ -159,7 +158,7 @@ def test_workers_that_servers_do_without_come_and_go_and_stop_nobody(kind: str, 
 def test_the_loss_of_all_workers_at_once_is_waited_out_and_that_of_a_server_is_recovered_from(layout: str) -> None:
     """However late the next ones start: nobody hangs meanwhile. A chief is needed as its servers are."""
     others = 2 if layout == "led" else 1
-    settings = RunPolicy(
+    settings = RunPolicy.of(
         workers=3 + others, servers=1, total_steps=24, steps_per_epoch=6, evaluate_steps=6, **CREWS[layout]
     )
     for seed in range(40):
@@ -169,7 +168,7 @@ def test_the_loss_of_all_workers_at_once_is_waited_out_and_that_of_a_server_is_r
         outcome = simulate(Scenario(seed=seed, settings=settings, layout=layout, faults=(*slow, *workers)))
         formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
         assert outcome.outcomes == ["done"] and len(formed) == 1
-        needed = (Fault(kind="kill", at_s=at_s, target=(seed % others) / settings.workers),)
+        needed = (Fault(kind="kill", at_s=at_s, target=(seed % others) / settings.world.workers),)
         outcome = simulate(Scenario(seed=seed, settings=settings, layout=layout, faults=needed))
         formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
         assert outcome.outcomes == ["done"] and [event.source for event in formed][1:] in (
@@ -178,7 +177,7 @@ def test_the_loss_of_all_workers_at_once_is_waited_out_and_that_of_a_server_is_r
 
 
 def test_a_thousand_workers_lose_some_and_no_step() -> None:
-    settings = RunPolicy(workers=1004, servers=4, total_steps=6, steps_per_epoch=3, evaluate_steps=3, **SERVED)
+    settings = RunPolicy.of(workers=1004, servers=4, total_steps=6, steps_per_epoch=3, evaluate_steps=3, **SERVED)
     faults = tuple(Fault(kind="kill", at_s=5.0 + each / 10, target=0.1 + each / 25) for each in range(20))
     outcome = simulate(Scenario(seed=7, settings=settings, layout="served", faults=faults))
     formed = [event for event in outcome.emitted if isinstance(event, events.Formed)]
@@ -208,7 +207,7 @@ def test_a_spike_takes_all_back_to_before_it_and_is_no_failure(crew: str) -> Non
     """Whether processes can join again or not, and where some are still at their part of a step."""
     layout = crew if crew in CREWS else "replicated"
     given = {**CREWS.get(crew, {"reform": crew}), "failures": 0, "servers": 2 if crew in CREWS else 0}
-    settings = RunPolicy(
+    settings = RunPolicy.of(
         workers=5, total_steps=40, steps_per_epoch=10, evaluate_steps=3, max_loss_ratio=10.0, spike_limit=1, **given
     )
     for seed in range(10):
@@ -243,13 +242,13 @@ def test_a_step_that_ends_its_worker_each_time_is_passed_by_or_ends_the_run(
 ) -> None:
     """Whether survivors know where they stand or all begin again from a checkpoint, the right step is found."""
     plans = Plans(plans=(staged(1, workers, "first"), staged(workers, workers, "second"))) if tried else None
-    settings = RunPolicy(workers=workers, total_steps=8, steps_per_epoch=3, failures=5, layouts=plans)
-    loop = Fault(kind="crash loop", amount=(step - 0.5) / settings.total_steps)
+    settings = RunPolicy.of(workers=workers, total_steps=8, steps_per_epoch=3, failures=5, layouts=plans)
+    loop = Fault(kind="crash loop", amount=(step - 0.5) / settings.length.total_steps)
     layout = "planned" if tried else "replicated"
     ended = simulate(Scenario(seed=step, settings=settings, faults=(loop,), layout=layout))
     assert ended.outcomes == ["failed"]
     assert f"step {step} failed" in next(event.error for event in ended.emitted if isinstance(event, events.RunEnded))
-    skips = simulate(Scenario(seed=step, settings=replace(settings, pass_limit=1), faults=(loop,), layout=layout))
+    skips = simulate(Scenario(seed=step, settings=settings.with_fields(pass_limit=1), faults=(loop,), layout=layout))
     assert skips.outcomes == ["done"]
     notes = [event.text for event in skips.emitted if isinstance(event, events.Noted)]
     assert len(notes) == 1 and f"step {step} failed 3 times" in notes[0]

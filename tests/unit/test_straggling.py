@@ -21,7 +21,7 @@ def story(**changes: Any) -> Story:
 
 def paused(story: Story, step: int, *own_s: float | None) -> Story:
     """All ranks stop after a step and say how long their own part took."""
-    reports = [m.SegmentReport(step=step, stopped=True, tag=StateTag(step=step), own_s=seconds) for seconds in own_s]
+    reports = [m.SegmentReport(step=step, own_s=seconds) for seconds in own_s]
     return story.returns("run", *reports)
 
 
@@ -67,7 +67,7 @@ def test_a_slow_worker_is_replaced_on_request_once_an_hour_and_node() -> None:
         StateTag(step=40), StateTag(step=40), StateTag(step=None)
     )
     told.returns("heal", StateTag(step=40))
-    assert told.state.step == 40 and told.state.failures == 0
+    assert told.state.position.step == 40 and told.state.recovery.failures == 0
     paused(told, 60, 0.1, 0.1, 0.25)
     assert paused(told, 80, 0.1, 0.1, 0.25).emitted(Straggling) and not told.all(m.KillWorker)
     told.now_s += 3600.0

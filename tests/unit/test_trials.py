@@ -32,7 +32,7 @@ def tried(story: Story) -> list[str]:
 def test_who_loses_a_peer_to_an_error_of_the_plan_on_trial_is_no_failure() -> None:
     story = probing().raises(1, "probe", "peer", PeerLost("rank 0 is gone"))
     story.raises(0, "probe", "user", UserCodeError("too large for this plan"))
-    assert story.state.failures == 0 and not story.state.failed_s
+    assert story.state.recovery.failures == 0 and not story.state.recovery.failed_s
     assert story.state.phase is Phase.RESERVING and tried(story) == ["second"]
 
 

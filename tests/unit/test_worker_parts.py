@@ -24,7 +24,7 @@ from trainwright.driver.messages import EvaluateRequest, ProbeRequest, SkippedBa
 from trainwright.ray_cluster.ray_compat import exit_reason
 from trainwright.runtime.run_handle import stop_on_signals
 from trainwright.storage.object_store import Store
-from trainwright.worker import worker as worker_module
+from trainwright.worker import loaders
 from trainwright.worker.loaders import RankStreams
 from trainwright.worker.step_log import StepLog
 from trainwright.worker.worker import Worker
@@ -240,7 +240,7 @@ def test_a_short_run_of_one_that_steps_alone_tells_its_phases_at_the_end(monkeyp
     """Of one that is resumed too, and where others did the last step."""
     leased = [WorkUnit(6, 0), WorkUnit(8, 0), WorkUnit(7, 1), None, None]
     units = SimpleNamespace(feeds=lambda unit: [next(Given(unit.step))], prefetch=None, close=lambda: None)
-    monkeypatch.setattr(worker_module, "LeasedFeeds", lambda *streams: units)
+    monkeypatch.setattr(loaders, "LeasedFeeds", lambda *streams: units)
     monkeypatch.setattr(RankStreams, "training", lambda streams, feeding: blank_stream())
     monkeypatch.setattr(ScriptedEngine, "lease", lambda engine, first: leased.pop(0), raising=False)
     monkeypatch.setattr(ScriptedEngine, "train_step", timed, raising=False)

@@ -1,4 +1,4 @@
-"""A job inside Ray Train's train function: its workers sit where Ray Train's do, and Ray Train hears how it goes."""
+"""Run a job inside a train function of Ray Train, on its workers, and report to Ray Train."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainwright.core.errors import ResourceError
 
 
 def inside_ray_train() -> bool:
-    """Whether this process is a worker of Ray Train's. Imports nothing that it has not."""
+    """Whether this process is a worker of Ray Train. Imports nothing."""
     ray: Any = sys.modules.get("ray")
     train: Any = sys.modules.get("ray.train")
     if train is None or not ray.is_initialized() or ray.util.get_current_placement_group() is None:
@@ -23,6 +23,6 @@ def inside_ray_train() -> bool:
 
 
 def refuse_inside_ray_train(what: str, remedy: str) -> None:
-    """Raises ResourceError inside Ray Train, for what cannot be done there."""
+    """Raise ResourceError inside Ray Train, where `what` is not possible."""
     if inside_ray_train():
         raise ResourceError(f"{what} cannot be called inside Ray Train", where="the train function", remedy=remedy)

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,18 +27,20 @@ from trainwright.core.errors import ResourceError, TrainwrightError, WorkerLost
 from trainwright.core.events import Checkpointed, Evaluated, Event, Failed, Steps
 from trainwright.core.job import Job
 from trainwright.driver.messages import FinishRun
+from trainwright.integrations.ray_train import refuse_inside_ray_train
 from trainwright.integrations.ray_train.worker_mapping import TrainPlacement, TrainWorker, TrainWorkers
 from trainwright.planning.job_preparation import PreparedJob, plan_for, prepare
 from trainwright.planning.planner import Decision
 from trainwright.ray_cluster.discovery import nodes_by_id
 from trainwright.reporting.progress_bar import RunProgress
-from trainwright.runtime.launch import create_controller
 from trainwright.runtime.run_handle import RunDriver
+from trainwright.runtime.run_listeners import create_controller
 from trainwright.runtime.takeover import NAMESPACE, kept_alive, run_name
 from trainwright.storage.event_files import read_events
 from trainwright.storage.event_log import EventListener
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import RunLog
+from trainwright.tracking.experiment_trackers import check_trackers
 
 _HOLD_S = 15.0  # in which Ray Train ends all ranks when rank 0 raised
 
@@ -52,25 +54,32 @@ class _LeaderAnswer:
 
 
 def start_inside_ray_train(
-    job: Job, *, resume: bool, fresh: bool, verbose: bool, notes: Sequence[str] = ()
+    job: Job, *, resume: bool, fresh: bool, verbose: bool, detached: bool = False
 ) -> tuple[RunDriver, Decision]:
-    """What drives a job's run, or waits for it, in a train function of Ray Train's, and its plan; every rank calls it.
+    """Return a driver of a job's run and its plan inside a train function of Ray Train; every rank calls it.
+
+    Rank 0 drives the run, the others wait for it.
 
     Args:
-        job, resume, fresh, verbose, notes: as of `starting.ready`. Where Ray Train starts again what it began, `fresh`
-            is done already.
+        job, resume, fresh, verbose, detached: as of `tw.start`. If Ray Train starts the function again, `fresh` has
+            been done already; `detached` is refused.
 
     Raises:
         TrainwrightError: on every rank, what rank 0 found.
     """
+    check_trackers(job.trackers)
+    if detached:
+        refuse_inside_ray_train(
+            "tw.start(detached=True)", "leave detached out: FailureConfig(max_failures=...) starts rank 0 again"
+        )
     group = ray.util.get_current_placement_group()
-    assert group is not None, "Ray Train's workers sit in one"
+    assert group is not None, "workers of Ray Train are in a placement group"
     desk = _RankChannel.meet(group)
     desk.sit(_own_seat(job))
     if _context().get_world_rank() != 0:
         return _follow(desk)
     try:
-        driven = _lead(desk, job, group, resume=resume, fresh=fresh, verbose=verbose, notes=notes)
+        driven = _lead(desk, job, group, resume=resume, fresh=fresh, verbose=verbose)
     except BaseException as error:
         desk.say_last(_portable_error(error))
         raise
@@ -98,7 +107,6 @@ def _lead(
     resume: bool,
     fresh: bool,
     verbose: bool,
-    notes: Sequence[str],
 ) -> tuple[RunDriver, Decision]:
     table: dict[str, Any] = placement_group_table(group)
     seating = TrainWorkers.of(desk.seats(), table["bundles_to_node_id"], group.bundle_specs)
@@ -115,7 +123,7 @@ def _lead(
             session = _FinishedRun(prepared)
         else:
             room, progress = TrainPlacement(seating, group, decision.chosen), RunProgress(decision, verbose=verbose)
-            session = create_controller(prepared, decision, progress, fresh=fresh and not again, notes=notes, room=room)
+            session = create_controller(prepared, decision, progress, fresh=fresh and not again, room=room)
     desk.say(_LeaderAnswer(decision=decision, storage=prepared.store.uri))
     return LeaderRank(desk, session, prepared), decision
 
@@ -304,7 +312,7 @@ def _hold() -> None:
     threading.Event().wait(_HOLD_S)
 
 
-# --- What Ray Train is told of a run ----------------------------------------------------------------------------------
+# --- Reports to Ray Train ---------------------------------------------------------------------------------------------
 
 
 _REPORT_INTERVAL_S = 10.0  # at least, while there are steps
@@ -407,7 +415,7 @@ class ReportQueue:
         self._metrics |= {name: value for name, value in figures.items() if math.isfinite(value)}
 
 
-# --- Where the ranks of Ray Train meet --------------------------------------------------------------------------------
+# --- The channel between the ranks of Ray Train -----------------------------------------------------------------------
 
 
 _LAST_MESSAGE_S = 10.0  # for the others to hear the last word

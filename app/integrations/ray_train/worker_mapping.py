@@ -1,4 +1,4 @@
-"""Which room Ray Train gives a job, and what of a job's wishes does not go with it. Pure."""
+"""The bundles that Ray Train gives a job, and options of a job that conflict with them. Pure."""
 
 from __future__ import annotations
 

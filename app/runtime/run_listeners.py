@@ -1,0 +1,38 @@
+"""The listeners of a run: who shows its events and who keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainwright.planning.job_preparation import PreparedJob
+from trainwright.planning.planner import Decision
+from trainwright.ray_cluster.placement_groups import WorkerPlacement
+from trainwright.reporting.html import ReportListener
+from trainwright.reporting.progress_bar import RunProgress
+from trainwright.runtime.controller import RunController
+from trainwright.tracking.prometheus import PrometheusListener
+from trainwright.tracking.tensorboard import TensorBoardWriter
+from trainwright.tracking.tracker_thread import TrackerThread
+
+
+def create_controller(
+    prepared: PreparedJob,
+    decision: Decision,
+    progress: RunProgress,
+    *,
+    fresh: bool = False,
+    notes: Sequence[str] = (),
+    room: WorkerPlacement | None = None,
+) -> RunController:
+    """Return the driver of a run with its listeners: progress, TensorBoard, report, Prometheus and trackers.
+
+    `fresh`, `notes` and `room` are as of RunController.
+    """
+    controller = RunController(prepared, decision, fresh=fresh, notes=notes, room=room)
+    controller.listen(progress)
+    controller.listen(TensorBoardWriter(prepared.store, prepared.job.name))
+    controller.listen(ReportListener(prepared.store, prepared.job.name))
+    controller.listen(PrometheusListener())
+    for tracker in prepared.job.trackers:
+        controller.listen(TrackerThread(tracker, prepared.store, prepared.job.name, say=controller.say))
+    return controller

@@ -1,0 +1,190 @@
+"""What a run's driver and workers get, as it follows from the prepared job and its plan."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from trainwright.core import events
+from trainwright.core.frameworks import package_versions
+from trainwright.core.plan import Plan
+from trainwright.core.topology import Capabilities
+from trainwright.datasets.loading.batch_loader import make_schedule
+from trainwright.datasets.sample_order import StepSchedule
+from trainwright.driver.messages import PlanSelector
+from trainwright.driver.run_policy import (
+    CALL_DEADLINE_S,
+    CheckpointPolicy,
+    Deadlines,
+    FailureLimits,
+    RunLength,
+    RunPolicy,
+    WorldPolicy,
+)
+from trainwright.planning.alternative_layouts import MEASURING_SHARE, alternative_plans
+from trainwright.planning.job_description import state_relevant_fields
+from trainwright.planning.job_preparation import PreparedJob
+from trainwright.planning.planner import Decision, apply_plan_file
+from trainwright.ray_cluster.placement_groups import WorkerPlacement, device_names
+from trainwright.ray_cluster.ray_compat import dashboard_link
+from trainwright.reporting.plan_view import other_plans
+from trainwright.runtime.ray_data_delivery import RayDataFeeder
+from trainwright.strategies import engine_class
+from trainwright.strategies.search.plan_request import PlanRequest
+from trainwright.worker.worker_config import WorkerConfig, pickle_job
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSetup:
+    """A prepared job with its plan, and what the driver and the workers get of them.
+
+    Attributes:
+        room: placement of the workers; None for placement groups of Ray.
+        layouts: plans by number of workers; None if one plan fits any number.
+        schedule: order of the run's samples.
+    """
+
+    prepared: PreparedJob
+    decision: Decision
+    room: WorkerPlacement | None = None
+    layouts: PlanSelector | None = field(init=False)
+    schedule: StepSchedule = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layouts", _alternatives(self.prepared, self.decision))
+        schedule = make_schedule(self.prepared.train, **self.prepared.job.ordering())
+        object.__setattr__(self, "schedule", schedule)
+
+    def policy(self) -> RunPolicy:
+        """Return what the driver gets."""
+        job, plan, per_epoch = self.prepared.job, self.decision.chosen, self.prepared.steps_per_epoch
+        capabilities = engine_class(plan).capabilities
+        others = plan.processes - plan.workers
+        fewest = 1 if capabilities.topology == "independent" else plan.workers  # late ones join by themselves
+        return RunPolicy(
+            world=WorldPolicy(
+                workers=plan.processes,
+                servers=plan.servers,
+                tolerates=capabilities.tolerates,
+                min_workers=others + min(plan.workers, job.min_workers or fewest),
+                last_resort=1 if self.layouts and not (job.workers or job.elastic) else None,
+                max_workers=others + max(plan.workers, job.max_workers or job.workers or 0),
+                spares=job.spares if job.spares is not None else _spares(plan, capabilities),
+                spares_stay=bool(plan.placement.accelerators),
+                reform=capabilities.reform,
+                topology=capabilities.topology,
+                layouts=self.layouts,
+                threads=plan.placement.threads,
+                devices=device_names(plan),
+                mesh=plan.mesh if capabilities.topology == "collective" and not job.elastic else None,
+                secret=secrets.token_bytes(),
+            ),
+            length=RunLength(
+                stride=plan.local_steps,
+                total_steps=self.prepared.total_steps,
+                steps_per_epoch=per_epoch,
+                evaluate_steps=per_epoch * job.evaluate_epochs if job.evaluate is not None else None,
+                samples_of=partial(_samples_of, self.schedule, plan),
+            ),
+            saving=CheckpointPolicy(
+                checkpoint_steps=job.checkpoint_steps if isinstance(job.checkpoint_steps, int) else None,
+                checkpoint_auto=job.checkpoint_steps == "auto",
+                keep_s=None if job.keeper_s == 0 else job.keeper_s,
+            ),
+            limits=FailureLimits(
+                failures=job.failures,
+                failures_an_hour=job.failures_an_hour,
+                max_loss_ratio=job.max_loss_ratio,
+                spike_limit=job.skip_limit if job.on_spike == "rollback" else 0,
+                pass_limit=job.skip_limit if job.on_crash_loop == "skip" else 0,
+                probe_share=MEASURING_SHARE,
+                replace_stragglers=job.replace_stragglers,
+            ),
+            deadlines=Deadlines(
+                place_deadline_s=job.patience_s(self.decision.cluster),
+                shrink_s=job.shrink_s,
+                preemption_s=job.preemption_s,
+                call_deadline_s=max(CALL_DEADLINE_S, job.hang_deadline_s or 0.0),
+                hang_deadline_s=job.hang_deadline_s,
+            ),
+        )
+
+    def worker_config(self, feeder: RayDataFeeder, row: Any) -> WorkerConfig:
+        """Return what every worker gets; `row` is an example of the training set."""
+        prepared, job = self.prepared, self.prepared.job
+        return WorkerConfig(
+            job=pickle_job(job.replace(trackers=())),  # only the driver needs them; they may hold a secret
+            plan=self.decision.chosen,
+            storage=prepared.store.uri,
+            run=job.name,
+            train=prepared.train,
+            evaluate=prepared.evaluate,
+            identity=_identity(prepared, self.decision.chosen, self.layouts, self.room),
+            preemption_s=job.preemption_s,
+            fetcher=feeder.train,
+            evaluate_fetcher=feeder.evaluate,
+            row=row,
+        )
+
+    def start_feeder(self) -> RayDataFeeder:
+        """Start the delivery of data sets with heavy transforms by Ray Data."""
+        prepared, plan, cluster = self.prepared, self.decision.chosen, self.decision.cluster
+        used = plan.workers * plan.placement.accelerators
+        gpus = cluster.accelerators - used if cluster.accelerator == "GPU" else 0
+        return RayDataFeeder(prepared.job, prepared.train, prepared.evaluate, cpus=plan.placement.data_cpus, gpus=gpus)
+
+    def started(self, token: int, *, fresh: bool) -> events.RunStarted:
+        """Return the first event of a driver."""
+        return events.RunStarted(
+            run=self.prepared.job.name,
+            token=token,
+            job=self.prepared.description,
+            plan=asdict(self.decision.chosen),
+            rejected=other_plans(self.decision),
+            cluster=str(self.decision.cluster),
+            dashboard=dashboard_link(),
+            timeline=self.decision.timeline,
+            versions=package_versions(),
+            total_steps=self.prepared.total_steps,
+            steps_per_epoch=self.prepared.steps_per_epoch,
+            fresh=fresh,
+        )
+
+
+def _alternatives(prepared: PreparedJob, decision: Decision) -> PlanSelector | None:
+    job = apply_plan_file(prepared.job, decision.profile, decision.cluster)
+    question = PlanRequest.of(job, decision.profile, decision.used)
+    return alternative_plans(job, question, decision.contenders or (decision.chosen,))
+
+
+def _identity(prepared: PreparedJob, plan: Plan, layouts: PlanSelector | None, room: WorkerPlacement | None) -> str:
+    """Return a hash of all in job, data, plan and placement that a surviving worker process must have in common."""
+    known = asdict(replace(plan, estimate=None, notes=()))
+    lasting = ("batch_size", "precision", "keras_backend", "devices_per_worker", "placement")
+    facts = {
+        "job": state_relevant_fields(prepared.description),
+        "plan": {name: known[name] for name in lasting} if layouts else known,
+        "room": room.name if room is not None else "",
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _samples_of(
+    schedule: StepSchedule, first: Plan, step: int, rank: int, workers: int, plan: Plan | None
+) -> tuple[int, ...]:
+    """Return the rows of the training set that a worker gets in a step (from 1)."""
+    own = plan or (first.resized(workers) if first.topology == "collective" else first)
+    feeding, steps = own.feed_of(rank), range(step - 1, step)
+    shares = [schedule.share(steps, data_rank, feeding.total) for data_rank in feeding.data_ranks]
+    return tuple(int(sample) for share in shares if share.real[0] for sample in share.samples)
+
+
+def _spares(plan: Plan, capabilities: Capabilities) -> int:
+    """Return the default number of warm standbys: one, or all if every failure needs new processes."""
+    if plan.processes == 1:
+        return 0
+    return plan.processes if capabilities.reform == "new_process" else 1

@@ -1,0 +1,232 @@
+"""The worker actors and in-memory checkpoint stores of a run: start, takeover, heartbeats, end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from trainwright.core.errors import WorkerLost
+from trainwright.core.plan import Plan
+from trainwright.driver import messages as m
+from trainwright.ray_cluster.placement_groups import PlacementGroups, WorkerPlacement
+from trainwright.ray_cluster.ray_compat import exit_reason
+from trainwright.runtime.event_queue import EventQueue
+from trainwright.runtime.takeover import (
+    BEAT_S,
+    DriverLease,
+    Heartbeats,
+    TakenOverActors,
+    detached_options,
+    memory_store_name,
+    placement_group_prefix,
+    run_name,
+)
+from trainwright.runtime.worker_actor import MEMORY_STORE_ACTOR, WORKER_ACTOR, WorkerSlot
+from trainwright.storage.object_store import open_store
+from trainwright.worker.worker_config import WorkerConfig
+
+_REMOVE_S = 10.0
+SILENT_S = 30.0  # without an answer to a heartbeat: the process does not run
+
+
+class WorkerRegistry:
+    """The actors of a run.
+
+    Args:
+        config: what every worker gets.
+        queue: that gets the events.
+        lease: of the driver; without it, the actors are another driver's.
+        note: tells the user something.
+        elastic: the number of workers may change.
+        room: placement of the workers; by default placement groups of Ray.
+
+    Attributes:
+        name: of the run, for names of actors.
+        config_ref: Ray's reference to the config.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        queue: EventQueue,
+        lease: DriverLease,
+        note: Callable[[str], None],
+        *,
+        elastic: bool,
+        room: WorkerPlacement | None,
+    ) -> None:
+        self._config, self.config_ref = config, ray.put(config)
+        self._queue, self._lease, self._note = queue, lease, note
+        self._uri = open_store(config.storage).uri_of(config.run)
+        self.name = run_name(self._uri)
+        self._plan = config.plan
+        self._rooms: WorkerPlacement = room or PlacementGroups(
+            config.plan, elastic=elastic, name=placement_group_prefix(self.name)
+        )
+        self._actors: dict[int, Any] = {}
+        self._nodes: dict[int, tuple[str, str]] = {}  # name and Ray's id, by worker
+        self._slots: dict[int, int] = {}  # by worker
+        self._keepers: dict[str, Any] = {}  # by name of the node
+        self._unwanted: set[int] = set()  # killed before they were placed
+        self._closed = threading.Event()
+
+    def actor(self, worker: int) -> Any:
+        """Return a worker's actor; None once it has ended."""
+        return self._actors.get(worker)
+
+    def node(self, worker: int) -> str:
+        """Return the name of a worker's node."""
+        return self._nodes[worker][0]
+
+    def all_actors(self) -> list[Any]:
+        """Return all actors of the run."""
+        return [*self._actors.values(), *self._keepers.values()]
+
+    def exclude_node(self, worker: int) -> None:
+        """Place no more workers on a worker's node."""
+        self._rooms.shun(self._nodes[worker][1])
+
+    def mark_complete(self, kept: Any) -> None:
+        """Tell the in-memory checkpoint stores which copy is complete."""
+        for keeper in self._keepers.values():
+            keeper.seal.remote(kept, self._lease.token)
+
+    def close(self) -> None:
+        """End every worker and remove the placement groups, unless they are another driver's; safe to call twice."""
+        self._closed.set()
+        for worker in list(self._actors):
+            self.kill(worker)
+        if self._lease.check():
+            self._remove_copies()
+            self._rooms.give_back()
+
+    def place(self, effect: m.StartWorker) -> None:
+        """Start a worker process in its slot."""
+        if effect.worker in self._unwanted:
+            return
+        self._slots[effect.worker] = effect.slot
+        own, lent = None if effect.beside else effect.slot, self._rooms.lent(effect.slot)
+        options = self._rooms.options(effect.slot, beside=effect.beside)
+        options |= detached_options(f"{self.name}/worker-{effect.worker}-{self._lease.token}")
+        berth = WorkerSlot(worker=effect.worker, slot=own, run=self.name, lent=lent)
+        actor = WORKER_ACTOR.options(**options).remote(self.config_ref, berth, self._lease.token)
+        self._actors[effect.worker] = actor
+        self._queue.then(actor.hello.remote(effect.spare), lambda done: self._greeted(effect.worker, done))
+
+    def build_for(self, plan: Plan | None) -> None:
+        """Build and warm up for this plan in workers that are placed from now on."""
+        if plan is not None and plan.layout != self._config.plan.layout:
+            self._config = replace(self._config, plan=plan)
+            self.config_ref = ray.put(self._config)
+
+    def _greeted(self, worker: int, done: Future[Any]) -> None:
+        if done.exception() is not None:
+            self.died(worker, done.exception())
+            return
+        actor, hello = self._actors.get(worker), done.result()
+        if hello.trouble:
+            self.died(worker, RuntimeError(hello.trouble))
+        elif actor is not None:
+            self._nodes[worker] = (hello.node, hello.node_id)
+            self._rooms.found(self._slots[worker], hello.node_id)
+            self._queue.put(
+                m.WorkerStarted(
+                    worker=worker, node=hello.node, pid=hello.pid, accelerators=hello.accelerators, home=hello.node_id
+                )
+            )
+            self._await_end(worker)
+
+    def _await_end(self, worker: int) -> None:
+        actor = self._actors[worker]
+        self._queue.then(actor.live.remote(self._lease.token), lambda end: self.died(worker, end.exception()))
+        self._queue.then(actor.notice.remote(self._lease.token), lambda came: self._noticed(worker, came))
+
+    def guard(self, worker: int) -> None:
+        """Start the in-memory checkpoint store of a worker's node unless it runs already."""
+        node, node_id = self._nodes[worker]
+        if node not in self._keepers:
+            stay = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            options = {
+                **detached_options(memory_store_name(self.name, node)),
+                "scheduling_strategy": stay,
+                "get_if_exists": True,
+            }
+            self._keepers[node] = MEMORY_STORE_ACTOR.options(**options).remote(self._uri, self._lease.token)
+
+    def _remove_copies(self) -> None:
+        """Remove the in-memory checkpoints; the next run removes those of a node that is lost now."""
+        removed = [keeper.remove.remote(self._lease.token) for keeper in self._keepers.values()]
+        if removed:
+            ray.wait(removed, num_returns=len(removed), timeout=_REMOVE_S)
+        for keeper in self._keepers.values():
+            ray.kill(keeper)
+        self._keepers.clear()
+
+    def kill(self, worker: int) -> None:
+        """End a worker process, or never start it."""
+        if worker not in self._slots:
+            self._unwanted.add(worker)
+        self.died(worker, None)
+
+    def died(self, worker: int, error: BaseException | None) -> None:
+        """Report the end of a worker once, whichever answer brought it first."""
+        actor = self._actors.pop(worker, None)
+        if actor is not None:
+            if self._lease.check():  # otherwise it is another driver's
+                with suppress(RayError):  # of one that Ray could not even create
+                    ray.kill(actor, no_restart=True)  # unreachable is as good as dead, and must stay so
+            self._queue.put(m.WorkerDied(worker=worker, cause=exit_reason(error)))
+
+    def _noticed(self, worker: int, came: Future[Any]) -> None:
+        if came.exception() is None:  # else the end of `live` tells of it
+            self._queue.put(m.PreemptionNoticed(worker=worker, left_s=came.result()))
+
+    def take_over(self, found: TakenOverActors) -> None:
+        """Take over the survivors of the previous driver, and start the heartbeats."""
+        self._keepers = dict(found.keepers)
+        for survivor in found.workers:
+            worker, slot = survivor.living.worker, survivor.living.slot
+            self._actors[worker] = survivor.actor
+            self._nodes[worker] = (survivor.living.node, survivor.node_id)
+            if slot is not None:
+                self._slots[worker] = slot
+                self._rooms.inherit(slot, survivor.group)
+                self._rooms.found(slot, survivor.node_id)
+            self._await_end(worker)
+        threading.Thread(target=self._beat, name="trainwright-beat", daemon=True).start()
+
+    def _beat(self) -> None:
+        """Send heartbeats to all actors, even while the driver's thread waits for a slow listener."""
+        beats, told = Heartbeats(), ""
+        while not self._closed.is_set():
+            try:
+                self._beat_once(beats)
+                told = ""
+            except Exception as error:  # without heartbeats all processes of the run would end
+                text = f"the workers could not be told that their driver lives: {type(error).__name__}: {error}"
+                if text != told:
+                    self._queue.put(partial(self._note, text))
+                told = text
+            self._closed.wait(BEAT_S)
+
+    def _beat_once(self, beats: Heartbeats) -> None:
+        up = {worker: actor for worker, actor in [*self._actors.items()] if worker in self._nodes}
+        for worker, silent_s in beats.send(up, self._lease.token).items():
+            if silent_s > SILENT_S and self._expendable(worker):
+                self._queue.put(partial(self.died, worker, WorkerLost(f"it did not answer for {silent_s:.0f} s")))
+        for number, actor in [*self._actors.items(), *self._keepers.items()]:
+            if number not in up:
+                actor.beat.remote(self._lease.token)
+
+    def _expendable(self, worker: int) -> bool:  # one that does not answer is ended then, and replaced
+        first = 1 if self._plan.topology == "coordinator" else self._plan.processes - self._plan.workers
+        return self._plan.topology != "collective" and self._slots.get(worker, 0) >= first
