@@ -84,7 +84,7 @@ class DistilledRun(Run):
     @property
     def verdict(self) -> Scorecard | None:
         """What was said last of the students beside their teachers; None where nothing was, as without evaluation."""
-        judged = self._read().judged
+        judged = self._read().summary.judged
         return None if judged is None else Scorecard.read(judged.verdict)
 
     def judge(self, *, verbose: bool = False) -> Scorecard:

@@ -125,48 +125,32 @@ class EventFormatter:
         )
 
     def tell(self, event: Event) -> list[OutputLine]:
-        """The lines that this event is worth; usually none."""
+        """Return the lines to show for an event; none for most events."""
         match event:
             case RunStarted():
                 return self._tell_start(event)
             case Waiting():
                 return self._tell_waiting(event)
-            case Placed():
-                return self._tell_placed(event)
-            case Promoted():
-                return [OutputLine(text=_promoted_text(event))] if self._verbose else []
-            case Leaving() | Straggling():
-                return [OutputLine(text=event.text, tone="warning")]
-            case Resized():
-                return [_resized_line(event)]
-            case Replanned():
-                return [_replanned_line(event)]
-            case Probed() | Joined():
-                return [OutputLine(text=event.text, tone="good")]
             case Formed():
                 return self._tell_formed(event)
             case Steps():
                 return self._count(event)
             case Measured():
                 return self._tell_measured(event)
-            case Evaluated():
-                return [OutputLine(text=_evaluation_text(event, self._start.steps_per_epoch))]
-            case Checkpointed():
-                return [OutputLine(text=_checkpoint_text(event))] if self._verbose else []
-            case Kept():
-                return [OutputLine(text=_memory_checkpoint_text(event))] if self._verbose else []
-            case CheckpointSkipped():
-                return [OutputLine(text=f"no checkpoint at step {event.step:,}: {event.reason}", tone="warning")]
             case Failed():
                 return self._tell_failure(event)
-            case Printed():
-                return [] if self._verbose else [OutputLine(text=event.text)]  # Ray shows it then
-            case Noted():
-                return [OutputLine(text=f"note: {event.text}", tone="warning")]
             case RunEnded():
                 self._activity = ""
                 return [_end_line(event, self._start)]
-        return []
+            case Prefetched() | Stale() | Stacks() | Judged():
+                return []
+            case Printed() if self._verbose:
+                return []  # Ray already forwards the worker's output
+        if isinstance(event, Placed):
+            self._pids[event.worker] = event.pid
+        if isinstance(event, (Placed, Promoted, Checkpointed, Kept)) and not self._verbose:
+            return []
+        return [event_line(event, self._start.steps_per_epoch)]
 
     def _tell_start(self, event: RunStarted) -> list[OutputLine]:
         self._start, self._formed, self._activity = event, False, "starting"
@@ -181,10 +165,6 @@ class EventFormatter:
             return []
         self._waited_for = event.what
         return [OutputLine(text=waiting_text(event), tone="warning")]
-
-    def _tell_placed(self, event: Placed) -> list[OutputLine]:
-        self._pids[event.worker] = event.pid
-        return [OutputLine(text=_placed_text(event))] if self._verbose else []
 
     def _tell_formed(self, event: Formed) -> list[OutputLine]:
         again, self._formed, self._activity, self._waited_for = self._formed, True, "", ""
@@ -231,50 +211,11 @@ class EventFormatter:
         return [OutputLine(text=failure_text(event, self._pids), tone="bad", detail=detail)]
 
 
-def _placed_text(event: Placed) -> str:
-    """`worker 2 is up as a spare: pid 1234 on node-a`."""
-    return f"worker {event.worker} is up{' as a spare' if event.spare else ''}: pid {event.pid} on {event.node}"
-
-
-def _promoted_text(event: Promoted) -> str:
-    """`worker 2, a spare on node-a, takes rank 1`."""
-    return f"worker {event.worker}, a spare{f' on {event.node}' if event.node else ''}, takes rank {event.rank}"
-
-
-def _resized_line(event: Resized) -> OutputLine:
-    """`going on with 3 workers instead of 4: no more started within 30 s; the global batch stays`."""
-    verb = "going on" if event.workers < event.former else "growing: going on"
-    text = f"{verb} with {formatting.count(event.workers, 'worker')} instead of {event.former}: {event.why}"
-    return OutputLine(
-        text=f"{text}; the global batch stays", tone="warning" if event.workers < event.former else "good"
-    )
-
-
-def _replanned_line(event: Replanned) -> OutputLine:
-    """`the layout changes from pipeline (pp=2) to one_device on 1 worker: ...`."""
-    return OutputLine(text=event.text, tone="warning" if event.why else "good")
-
-
 def _evaluation_text(event: Evaluated, steps_per_epoch: int) -> str:
     """`step 235 (epoch 1): accuracy 0.8812, loss 0.3312 (2.1 s)`."""
     metrics = ", ".join(f"{name} {formatting.metric(value)}" for name, value in sorted(event.metrics.items()))
     epoch = epoch_of(event.step, steps_per_epoch)
     return f"step {event.step:,} (epoch {epoch}): {metrics} ({formatting.duration(event.seconds)})"
-
-
-def _checkpoint_text(event: Checkpointed) -> str:
-    """`checkpoint at step 235: 1.2 MiB, steps waited 3 ms, stored in 120 ms`."""
-    return (
-        f"checkpoint at step {event.step:,}: {formatting.size(event.size_bytes)}, "
-        f"steps waited {formatting.duration(event.blocked_s)}, stored in {formatting.duration(event.seconds)}"
-    )
-
-
-def _memory_checkpoint_text(event: Kept) -> str:
-    """`state of step 235 kept in memory on node-a: 1.2 MiB, steps waited 3 ms`."""
-    where = f"on {', '.join(event.nodes)}" if event.nodes else ""
-    size, waited = formatting.size(event.size_bytes), formatting.duration(event.blocked_s)
-    return f"state of step {event.step:,} kept in memory {where}: {size}, steps waited {waited}"
 
 
 def prefetch_text(event: Prefetched) -> str:
@@ -345,15 +286,17 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
         case Waiting():
             return OutputLine(text=waiting_text(event), tone="warning")
         case Placed():
-            return OutputLine(text=_placed_text(event))
+            role = " as a spare" if event.spare else ""
+            return OutputLine(text=f"worker {event.worker} is up{role}: pid {event.pid} on {event.node}")
         case Promoted():
-            return OutputLine(text=_promoted_text(event))
+            place = f" on {event.node}" if event.node else ""
+            return OutputLine(text=f"worker {event.worker}, a spare{place}, takes rank {event.rank}")
         case Leaving() | Straggling():
             return OutputLine(text=event.text, tone="warning")
         case Resized():
             return _resized_line(event)
         case Replanned():
-            return _replanned_line(event)
+            return OutputLine(text=event.text, tone="warning" if event.why else "good")
         case Probed() | Joined():
             return OutputLine(text=event.text, tone="good")
         case Formed():
@@ -381,7 +324,7 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
         case Failed():
             return OutputLine(text=failure_text(event), tone="bad", detail=event.detail)
         case Stacks():
-            return OutputLine(text=f"rank {event.rank} ({event.node}) stood at:", detail=event.text)
+            return OutputLine(text=f"stack of rank {event.rank} ({event.node}):", detail=event.text)
         case Printed():
             return OutputLine(text=event.text)
         case Noted():
@@ -389,8 +332,32 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
         case Judged():
             return OutputLine(text=event.text, tone="good")
         case RunEnded():
-            return OutputLine(text=_end_line(event, RunStarted()).text, tone=_end_line(event, RunStarted()).tone)
+            return _end_line(event, RunStarted())
     return OutputLine(text=event.kind)
+
+
+def _resized_line(event: Resized) -> OutputLine:
+    """`continuing with 3 workers instead of 4: no more started within 30 s; the global batch size does not change`."""
+    smaller = event.workers < event.former
+    verb = "continuing" if smaller else "growing: continuing"
+    workers = formatting.count(event.workers, "worker")
+    text = f"{verb} with {workers} instead of {event.former}: {event.why}; the global batch size does not change"
+    return OutputLine(text=text, tone="warning" if smaller else "good")
+
+
+def _checkpoint_text(event: Checkpointed) -> str:
+    """`checkpoint at step 235: 1.2 MiB, steps waited 3 ms, stored in 120 ms`."""
+    return (
+        f"checkpoint at step {event.step:,}: {formatting.size(event.size_bytes)}, "
+        f"steps waited {formatting.duration(event.blocked_s)}, stored in {formatting.duration(event.seconds)}"
+    )
+
+
+def _memory_checkpoint_text(event: Kept) -> str:
+    """`state of step 235 kept in memory on node-a: 1.2 MiB, steps waited 3 ms`."""
+    place = f" on {', '.join(event.nodes)}" if event.nodes else ""
+    size, waited = formatting.size(event.size_bytes), formatting.duration(event.blocked_s)
+    return f"state of step {event.step:,} kept in memory{place}: {size}, steps waited {waited}"
 
 
 def _steps_text(event: Steps) -> str:

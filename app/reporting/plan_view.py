@@ -83,7 +83,7 @@ def plan_table(decision: Decision) -> RenderableType:
     """The decision for the terminal: the chosen plan and what it costs, then the others with reasons."""
     parts: list[RenderableType] = [
         Text.assemble(("Plan  ", "bold"), (plan_line(decision.chosen), "bold green")),
-        Padding(_facts_table(_context(decision) + plan_rows(decision.chosen)), (1, 0, 0, 2)),
+        Padding(facts_table(_context(decision) + plan_rows(decision.chosen)), (1, 0, 0, 2)),
     ]
     mesh = mesh_table(decision.chosen, planned_nodes(decision.chosen, decision.used))
     if mesh is not None:
@@ -287,7 +287,8 @@ def _batch(plan: Plan) -> str:
     return f"batch {plan.batch_size} = {' x '.join(pieces)} x {f'{each} or {each + 1}' if rest else each}"
 
 
-def _facts_table(rows: Sequence[tuple[str, str]]) -> Table:
+def facts_table(rows: Sequence[tuple[str, str]]) -> Table:
+    """Return names and values as a table for the terminal."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -130,17 +130,18 @@ def _whole(estimate: Estimate | None, step_s: float) -> StepPart:
 
 def noise_text(history: RunHistory, plan: Plan | None) -> str:
     """What is known of the gradient noise scale, or why it is not; empty before anything was measured."""
-    if not history.measured:
+    summary = history.summary
+    if not summary.measured:
         return ""
     if history.noise is not None:
         step, noise = history.noise
-        since = "" if history.measured[-1].noise else "; since then the estimates scatter too much to tell"
+        since = "" if summary.measured[-1].noise else "; since then the estimates scatter too much to tell"
         return (
             f"{noise.text} at step {step:,}{since} ({noise.count:,} steps were sampled; a batch has {noise.batch:,.0f})"
         )
     if plan is not None and plan.servers:
         return ""  # nobody sees the gradients of all shares of a step beside their sum
-    sampled = history.measured[-1].sampled
+    sampled = summary.measured[-1].sampled
     if plan is not None and plan.mesh.data_ranks * plan.micro_batches(plan.batch_size)[0] == 1:
         return "cannot be measured: a batch that is not divided does not tell it; accumulation=2 divides it"
     if not sampled:

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from trainwright.core.data import NoiseScale, PhaseTimes, merge_phase_times
 from trainwright.core.events import (
-    CheckpointSkipped,
     Evaluated,
     Event,
-    Failed,
-    Formed,
-    Judged,
-    Measured,
-    Noted,
-    Placed,
-    Prefetched,
-    RunStarted,
-    Stale,
-    Waiting,
 )
-from trainwright.storage.event_files import EventReader, ReadableStore, read_run_summary
+from trainwright.storage.event_files import EventReader, read_run_summary
 from trainwright.storage.object_store import Store
 from trainwright.storage.run_log import LogEntry, RunLog, owner_alive
-from trainwright.storage.run_records import DriverSession, Recovery, StepRecord, StepTable, TimeTotals, noise_of
+from trainwright.storage.run_records import StepRecord, StepTable, TimeTotals, noise_of
 from trainwright.storage.run_summary import STATE_BY_OUTCOME, RunState, RunSummary, epoch_of
 
 if TYPE_CHECKING:
@@ -41,77 +30,52 @@ _TABLE_COLUMNS = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "ge
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """A run as its readers need it.
+    """What reports and views need to know of a run: the summary of its events, its state, and figures of both.
 
     Attributes:
-        start: what the newest driver said of job, plan and versions.
-        records: the last record of each step, in order; steps that were lost are gone until they are done again. In a
-            run of more than some thousand steps the older ones are merged, see `steptable`; `read_steps` gives each.
-        evaluated: the last evaluation of each step, in order.
-        failures: all, in order of time.
-        recoveries: each formation after a failure.
-        resumes: the first formation of each session that did not begin at step 0, or began from a checkpoint.
-        nodes: the ranks that each node holds, as last told; see `core.arranging.ranges_of`.
-        processes: the workers that are up, by number; a worker that takes a failed one's rank has a new number.
-        prefetch: how far data is read ahead, as last told; None before the first segment has ended.
-        measured: what the steps of the newest plan took, in order of time; of many, every second one or fewer.
-        waiting: what the run waits for at this moment; None while it steps.
-        steps_lost: completed steps that had to be done again.
-        stale: what workers that step alone pushed, in order of steps.
-        judged: what was said last of students beside their teachers; None where nothing was.
-        last_s: time of the newest event, seconds since the epoch.
+        summary: of all events of the run. It must not change after the history was made.
+        state: of the run, by its events and its log.
     """
 
-    start: RunStarted = field(default_factory=RunStarted)
+    summary: RunSummary = field(default_factory=RunSummary)
     state: RunState = "running"
-    step: int = 0
-    records: tuple[StepRecord, ...] = ()
-    evaluated: tuple[Evaluated, ...] = ()
-    failures: tuple[Failed, ...] = ()
-    recoveries: tuple[Recovery, ...] = ()
-    resumes: tuple[Formed, ...] = ()
-    skipped: tuple[CheckpointSkipped, ...] = ()
-    notes: tuple[Noted, ...] = ()
-    nodes: Mapping[str, str] = field(default_factory=dict)
-    processes: tuple[Placed, ...] = ()
-    sessions: tuple[DriverSession, ...] = ()
-    prefetch: Prefetched | None = None
-    measured: tuple[Measured, ...] = ()
-    waiting: Waiting | None = None
-    error: str = ""
-    steps_lost: int = 0
-    stale: tuple[Stale, ...] = ()
-    judged: Judged | None = None
-    totals: TimeTotals = field(default_factory=TimeTotals)
-    last_s: float = 0.0
 
     @classmethod
     def fold(cls, events: Iterable[Event], *, owner_alive: bool = True, state: RunState | None = None) -> RunHistory:
-        """Fold events in order.
+        """Summarize events, given in order.
 
         Args:
-            owner_alive: tells a running driver from one that died without a word.
-            state: what the run's log says of the state, where it knows better than the events.
+            owner_alive: whether the driver lives; tells a running driver from one that was killed.
+            state: the state by the run log, where the log knows better than the events.
         """
-        folding = RunSummary()
+        summary = RunSummary()
         for event in events:
-            folding.add(event)
-        return cls.of(folding, state or folding.state(owner_alive))
+            summary.add(event)
+        return cls(summary=summary, state=state or summary.state(owner_alive))
 
-    @classmethod
-    def of(cls, folding: RunSummary, state: RunState) -> RunHistory:
-        """What has been folded so far."""
-        evaluations, processes, end = folding.evaluations, folding.processes, folding.end
-        return cls(
-            start=folding.start, state=state, step=folding.step, steps_lost=folding.steps_lost,
-            records=folding.steps.records, evaluated=tuple(evaluations[step] for step in sorted(evaluations)),
-            failures=tuple(folding.failures), recoveries=tuple(folding.recoveries), resumes=tuple(folding.resumes),
-            skipped=tuple(folding.skipped), notes=tuple(folding.notes), nodes=folding.nodes,
-            processes=tuple(processes[worker] for worker in sorted(processes)), sessions=tuple(folding.sessions),
-            prefetch=folding.prefetch, measured=tuple(folding.measured), stale=tuple(folding.stale),
-            waiting=folding.waiting, error=end.error if end else "", judged=folding.judged, totals=folding.totals(),
-            last_s=folding.last_s,
-        )  # fmt: skip
+    @cached_property
+    def records(self) -> tuple[StepRecord, ...]:
+        """The last record of each step, in order.
+
+        Steps lost in a failure are missing until they are repeated. A run of more than some thousand steps has its
+        older steps merged (see `StepTable`); `read_steps` returns each of them.
+        """
+        return self.summary.steps.records
+
+    @cached_property
+    def evaluated(self) -> tuple[Evaluated, ...]:
+        """The last evaluation of each step, in order."""
+        return tuple(event for _, event in sorted(self.summary.evaluations.items()))
+
+    @cached_property
+    def totals(self) -> TimeTotals:
+        """Where the time of all sessions went."""
+        return self.summary.totals()
+
+    @property
+    def error(self) -> str:
+        """The error that ended the run; empty where there is none."""
+        return self.summary.end.error if self.summary.end else ""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -150,7 +114,7 @@ class RunHistory:
     @property
     def phases(self) -> PhaseTimes | None:
         """Median seconds of a step's phases with the last world size; None where none were timed."""
-        alike = [item for item in self.measured if item.workers == self.measured[-1].workers]
+        alike = [item for item in self.summary.measured if item.workers == self.summary.measured[-1].workers]
         return merge_phase_times(
             [PhaseTimes(steps=item.steps, medians=item.phases, data_s=item.data_s) for item in alike]
         )
@@ -158,7 +122,7 @@ class RunHistory:
     @property
     def noise(self) -> tuple[int, NoiseScale] | None:
         """The step at which the gradient noise scale was last known, and what it was; None where it never was."""
-        found = ((event.step, noise_of(event)) for event in reversed(self.measured))
+        found = ((event.step, noise_of(event)) for event in reversed(self.summary.measured))
         return next(((step, noise) for step, noise in found if noise is not None), None)
 
     @cached_property
@@ -169,7 +133,7 @@ class RunHistory:
         names = sorted({name for evaluation in self.evaluated for name in evaluation.metrics})
         columns: dict[str, list[float]] = {
             "step": [e.step for e in self.evaluated],
-            "epoch": [epoch_of(e.step, self.start.steps_per_epoch) for e in self.evaluated],
+            "epoch": [epoch_of(e.step, self.summary.start.steps_per_epoch) for e in self.evaluated],
             **{name: [e.metrics.get(name, math.nan) for e in self.evaluated] for name in names},
             "seconds": [e.seconds for e in self.evaluated],
         }
@@ -181,7 +145,7 @@ def read_history(store: Store, run: str) -> RunHistory:
     head = RunLog(store, run).head()
     alive = owner_alive(store, run, head)
     folding = read_run_summary(store, run)
-    return RunHistory.of(folding, state_of(folding, head, alive))
+    return RunHistory(summary=folding, state=state_of(folding, head, alive))
 
 
 def state_of(folding: RunSummary, head: LogEntry | None, owner_alive: bool) -> RunState:
@@ -199,7 +163,7 @@ def state_of(folding: RunSummary, head: LogEntry | None, owner_alive: bool) -> R
     return state or folding.state(owner_alive)
 
 
-def read_steps(store: ReadableStore, run: str) -> pandas.DataFrame:
+def read_steps(store: Store, run: str) -> pandas.DataFrame:
     """One row a completed step, in the order of `_STEP_COLUMNS`, from all events of the run. Raises StorageError."""
     folding = RunSummary(most_rows=None)
     for event in EventReader(store, run).read():

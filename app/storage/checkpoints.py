@@ -19,8 +19,9 @@ from dataclasses import asdict
 
 from trainwright.core.data import Cursor
 from trainwright.core.engine import OPTIMIZER_PREFIX, CheckpointFile, CheckpointManifest, CheckpointRef
-from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError
-from trainwright.storage.object_store import MissingFile, Store, StoreDown
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError, StoreDown
+from trainwright.storage.object_store import Store
+from trainwright.storage.store_errors import MissingFile
 
 MANIFEST = "MANIFEST.json"
 _FORMAT = 1

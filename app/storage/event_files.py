@@ -23,9 +23,10 @@ import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from trainwright.core.events import Event, Formed, Noted, from_json
+from trainwright.storage.object_store import Store
 from trainwright.storage.run_summary import RunSummary
 from trainwright.storage.store_errors import MissingFile
 
@@ -37,23 +38,6 @@ _PIECE_BYTES = 1 << 16
 _LOST_NOTE = "the events there are lost, training is not"
 _CoveredBatches = Mapping[int, int]
 """By token, the number of the first batch that is not covered."""
-
-
-class ReadableStore(Protocol):
-    """What readers of events ask of a store."""
-
-    def get(self, path: str) -> bytes:
-        """A whole file; raises MissingFile and other StorageErrors."""
-
-    def list(self, prefix: str) -> Iterable[tuple[str, int]]:
-        """Paths below a prefix, with sizes in bytes; raises StorageError."""
-
-
-class _AppendableStore(ReadableStore, Protocol):
-    """What `append_event` asks of a store."""
-
-    def create(self, path: str, data: bytes) -> bool:
-        """Write a whole file unless there is one; raises StorageError."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +77,7 @@ def _packed_path(run: str, token: int, first: int, last: int) -> str:
     return f"{events_folder(run)}{token:08d}-{first:06d}-{last:06d}.jsonl.gz"
 
 
-def find_event_files(store: ReadableStore, run: str) -> list[_EventFile]:
+def find_event_files(store: Store, run: str) -> list[_EventFile]:
     """All event files of a run in order of (token, first batch), the one that covers most first. Raises StorageError.
 
     Files of other names are left out.
@@ -149,7 +133,7 @@ class EventReader:
         covered: batches that are not read.
     """
 
-    def __init__(self, store: ReadableStore, run: str, covered: _CoveredBatches | None = None) -> None:
+    def __init__(self, store: Store, run: str, covered: _CoveredBatches | None = None) -> None:
         self._store, self._run = store, run
         self.covered: dict[int, int] = dict(covered or {})
 
@@ -209,7 +193,7 @@ class EventReader:
                 yield _EventBatch(file.path, file.token, number, b"", error)
 
 
-def _read_files(store: ReadableStore, files: list[_EventFile]) -> Iterator[tuple[_EventFile, bytes]]:
+def _read_files(store: Store, files: list[_EventFile]) -> Iterator[tuple[_EventFile, bytes]]:
     """Files with their bytes, in order; several are read at the same time, but not too many bytes."""
     if len(files) <= _FEW_FILES:
         yield from ((file, store.get(file.path)) for file in files)
@@ -243,12 +227,12 @@ def _parse_batch(batch: _EventBatch) -> list[Event]:
     return events
 
 
-def read_events(store: ReadableStore, run: str) -> list[Event]:
+def read_events(store: Store, run: str) -> list[Event]:
     """All events of a run, of all its drivers, in order; see `EventReader.read`."""
     return list(EventReader(store, run).read())
 
 
-def append_event(store: _AppendableStore, run: str, event: Event) -> Event:
+def append_event(store: Store, run: str, event: Event) -> Event:
     """Add what came to light after a run ended to what its last driver told. Raises StorageError."""
     stamped = event if event.time_s else replace(event, time_s=time.time())
     line = f"{stamped.to_json()}\n".encode()
@@ -269,16 +253,6 @@ _PACKED_BYTES = 8 << 20  # the most that a packed file has, but for a single bat
 _GRACE_S = 60.0  # for readers that have listed a file to read it
 
 
-class _WritableStore(ReadableStore, Protocol):
-    """What compaction asks of a store."""
-
-    def put(self, path: str, data: bytes) -> None:
-        """Write a whole file; raises StorageError."""
-
-    def delete(self, paths: Iterable[str]) -> None:
-        """Delete files, also those that are not there; raises StorageError."""
-
-
 class _StoredSummary(NamedTuple):
     """What events fold to, and by token the first batch that is not in it."""
 
@@ -286,12 +260,12 @@ class _StoredSummary(NamedTuple):
     covered: Mapping[int, int]
 
 
-def read_run_summary(store: ReadableStore, run: str) -> RunSummary:
+def read_run_summary(store: Store, run: str) -> RunSummary:
     """What all events of a run fold to. Raises StorageError."""
     return _read_summary(store, run).folding
 
 
-def _read_summary(store: ReadableStore, run: str) -> _StoredSummary:
+def _read_summary(store: Store, run: str) -> _StoredSummary:
     """The same, and which batches that is. Raises StorageError."""
     stored = _stored(store, run, SUMMARY_FILE)
     reader = EventReader(store, run, stored.covered)
@@ -304,7 +278,7 @@ def _read_summary(store: ReadableStore, run: str) -> _StoredSummary:
     return _StoredSummary(stored.folding, reader.covered)
 
 
-def read_brief_summary(store: ReadableStore, run: str) -> RunSummary:
+def read_brief_summary(store: Store, run: str) -> RunSummary:
     """What the events of a run fold to, as far as a list of runs shows it. Raises StorageError."""
     brief = _stored(store, run, BRIEF_FILE)
     if not brief.covered:
@@ -318,7 +292,7 @@ def read_brief_summary(store: ReadableStore, run: str) -> RunSummary:
     return brief.folding
 
 
-def _stored(store: ReadableStore, run: str, name: str) -> _StoredSummary:
+def _stored(store: Store, run: str, name: str) -> _StoredSummary:
     """A summary as it is stored; one of nothing where there is none that can be used."""
     try:
         facts = json.loads(store.get(events_folder(run) + name))
@@ -328,7 +302,7 @@ def _stored(store: ReadableStore, run: str, name: str) -> _StoredSummary:
         return _StoredSummary(RunSummary(), {})
 
 
-def _summarize_all(store: ReadableStore, run: str) -> _StoredSummary:
+def _summarize_all(store: Store, run: str) -> _StoredSummary:
     """All events folded, from the first."""
     folding, reader = RunSummary(), EventReader(store, run)
     for event in reader.read():
@@ -346,7 +320,7 @@ class EventCompactor:
         clock: seconds, from any origin.
     """
 
-    def __init__(self, store: _WritableStore, run: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: Store, run: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._run, self._clock = store, run, clock
         self._doomed: dict[str, float] = {}  # covered files, and when they were seen to be
         self._sound: set[str] = set()  # packed files that this process has written or read to the end

@@ -27,6 +27,7 @@ from trainwright.core.events import (
 )
 from trainwright.core.redaction import redact_json
 from trainwright.storage.event_files import batch_path
+from trainwright.storage.object_store import Store
 
 _MOST_STEP_RECORDS, _MOST_MINOR_EVENTS = 100_000, 10_000
 _MINOR_EVENTS = (CheckpointSkipped, Measured, Prefetched, Printed, Stacks, Waiting)  # others say as much
@@ -119,13 +120,6 @@ _FLUSH_S, _FLUSH_MOST_S, _FLUSH_SHARE = 3.0, 30.0, 0.01
 _FEW, _FEW_BYTES, _MANY, _MANY_BYTES = 8, 64 << 10, 64, 4 << 20
 
 
-class _PutStore(Protocol):
-    """What a journal asks of a store."""
-
-    def put(self, path: str, data: bytes) -> None:
-        """Write a whole file; raises StorageError."""
-
-
 class EventListener(Protocol):
     """Hears every event of the run, in order, on the thread that writes it."""
 
@@ -153,7 +147,7 @@ class EventLog:
 
     def __init__(
         self,
-        store: _PutStore,
+        store: Store,
         run: str,
         *,
         clock: Callable[[], float] = time.time,

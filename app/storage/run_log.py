@@ -21,14 +21,15 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from functools import partial
 from typing import Any, Literal
 
+from trainwright.core import formatting
 from trainwright.core.engine import CheckpointRef
 from trainwright.core.errors import FencedError, OwnedError, RunConflict, StorageError
-from trainwright.storage.object_store import MissingFile, Store
+from trainwright.storage.object_store import Store
 from trainwright.storage.run_owner import HEARTBEAT_S, Heartbeat, Owner, heartbeat_path, provably_dead
+from trainwright.storage.store_errors import MissingFile
 
 __all__ = ["Heartbeat", "Owner", "RunLog", "provably_dead"]
 
@@ -283,7 +284,7 @@ class RunLog:
             raise ValueError(f"{token} is no token of run {self._run!r}")
         if last.token > token or not last.owned:
             raise FencedError(
-                f"run {self._run!r} was taken over by {last.owner} at {_when(last)}"
+                f"run {self._run!r} was taken over by {last.owner} at {formatting.timestamp(last.time_s)}"
                 if last.token > token
                 else f"run {self._run!r} was released already",
                 where=self._store.uri_of(self._path(last.number)),
@@ -318,8 +319,9 @@ class RunLog:
                 raise self._owned(head)
 
     def _owned(self, head: LogEntry) -> OwnedError:
+        acquired = self._read(head.token) or head
         return OwnedError(
-            f"run {self._run!r} is being trained by {head.owner}, since {_when(self._read(head.token) or head)}",
+            f"run {self._run!r} is in use by {head.owner}, since {formatting.timestamp(acquired.time_s)}",
             where=self._store.uri_of(self._run),
             remedy="wait for it, stop it with Ctrl-C there, or give the job another name=",
         )
@@ -329,10 +331,6 @@ def _up_to(chain: tuple[CheckpointRef, ...], parent: str) -> tuple[CheckpointRef
     """The chain that ends with `parent`; none when it is not there."""
     paths = [item.path for item in chain]
     return chain[: paths.index(parent) + 1] if parent in paths else ()
-
-
-def _when(entry: LogEntry) -> str:
-    return datetime.fromtimestamp(entry.time_s).astimezone().isoformat(sep=" ", timespec="seconds")
 
 
 # --- Whether the drivers that own runs are alive, as far as a reader of storage can tell ------------------------------

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from trainwright.core.errors import JobError
-
-_USER = re.compile(r"//[^/@\s]+@")  # user and password of a URI
-_SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "DATABRICKS_TOKEN")
+from trainwright.core.redaction import redact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +101,6 @@ def import_optional(name: str, package: str, tracker: str) -> Any:
         extra = package.partition("-")[0]
         problem = f"trackers= has {tracker}, which needs {package}: pip install 'trainwright[{extra}]' on the driver"
         raise JobError([problem]) from error
-
-
-def without_credentials(text: str) -> str:
-    """The same without what may be a secret in it: users in URIs, keys and tokens of the environment."""
-    for name in _SECRETS:
-        value = os.environ.get(name)
-        text = text.replace(value, f"<{name}>") if value else text
-    return _USER.sub("//", text)
 
 
 # --- MLflow, by its client alone --------------------------------------------------------------------------------------
@@ -235,7 +224,7 @@ class WandB:
             known = wandb.login()
         except Exception as error:  # of many kinds
             raise JobError(
-                [f"trackers= has WandB, which has no key: {without_credentials(str(error))}; run: wandb login"]
+                [f"trackers= has WandB, which has no key: {redact(str(error))}; run: wandb login"]
             ) from error
         if not known:
             raise JobError(["trackers= has WandB, which has no key: run wandb login, or set WANDB_API_KEY"])

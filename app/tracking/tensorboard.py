@@ -16,22 +16,12 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 from trainwright.core.errors import StorageError
 from trainwright.core.events import Checkpointed, Evaluated, Event, Formed, Measured, RunEnded, RunStarted, Steps
+from trainwright.storage.object_store import Store
 
 MAX_WAITING_BYTES = 64 << 20  # that wait for the store
-
-
-class _TensorBoardStore(Protocol):
-    """What TensorBoard files ask of a store."""
-
-    def put(self, path: str, data: bytes) -> None:
-        """Write a whole file; raises StorageError."""
-
-    def uri_of(self, path: str) -> str:
-        """Where a path is: a path of this machine, or a URI."""
 
 
 class TensorBoardWriter:
@@ -46,7 +36,7 @@ class TensorBoardWriter:
         run: name of the run.
     """
 
-    def __init__(self, store: _TensorBoardStore, run: str) -> None:
+    def __init__(self, store: Store, run: str) -> None:
         self._store, self._prefix = store, f"{run}/tensorboard"
         self._folder = _folder(store.uri_of(self._prefix))
         self._token = self._part = 0

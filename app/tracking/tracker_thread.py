@@ -5,35 +5,21 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from trainwright.core.events import Checkpointed, Evaluated, Event, RunEnded, RunStarted, Steps
+from trainwright.core.redaction import redact
 from trainwright.planning.code_fingerprint import without_code_table
 from trainwright.reporting.plan_view import plan_from
-from trainwright.tracking.experiment_trackers import Row, RunResult, TrackedRun, Tracker, without_credentials
+from trainwright.storage.object_store import Store
+from trainwright.tracking.experiment_trackers import Row, RunResult, TrackedRun, Tracker
 from trainwright.tracking.tensorboard import step_scalars
 
 _MOST_WAITING_STEPS = 10_000  # that wait for a tracker which lags
 _CLOSE_TIMEOUT_S = 30.0  # for what waits when the run has ended
 _EMPTY = ("", "()", "None")
 _RELEVANT_EVENTS = (RunStarted, Steps, Evaluated, Checkpointed, RunEnded)
-
-
-class _TrackerStore(Protocol):
-    """What is asked of a store."""
-
-    def get(self, path: str) -> bytes:
-        """A whole file; raises StorageError."""
-
-    def create(self, path: str, data: bytes) -> bool:
-        """Write a whole file unless there is one; raises StorageError."""
-
-    def list(self, prefix: str) -> Iterable[tuple[str, int]]:
-        """Paths below a prefix, with sizes in bytes; raises StorageError."""
-
-    def uri_of(self, path: str) -> str:
-        """Where a path is."""
 
 
 class TrackerThread:
@@ -51,7 +37,7 @@ class TrackerThread:
     def __init__(
         self,
         tracker: Tracker,
-        store: _TrackerStore,
+        store: Store,
         run: str,
         *,
         say: Callable[[str], object],
@@ -105,7 +91,7 @@ class TrackerThread:
             self._tracker.end(self._taken.ending(self._store, self._run))
         except Exception as error:  # of any kind: it is somebody else's code
             self._off = True
-            cause = without_credentials(f"{type(error).__name__}: {error}".strip())
+            cause = redact(f"{type(error).__name__}: {error}".strip())
             self._say(f"the tracker {self._name} is switched off, training is not: {cause[:500]}")
 
     def _next(self) -> list[Event] | None:
@@ -157,15 +143,13 @@ class _TrackerPosition:
             case RunEnded():
                 self._end = event
 
-    def ending(self, store: _TrackerStore, run: str) -> RunResult:
+    def ending(self, store: Store, run: str) -> RunResult:
         """How the driver let go."""
         paths = {"folder": run, "report": f"{run}/report.html"}
         if self._checkpoint:
             paths["checkpoint"] = f"{run}/{self._checkpoint}"
         state: Any = self._end.outcome
-        return RunResult(
-            state=state, links={name: without_credentials(store.uri_of(path)) for name, path in paths.items()}
-        )
+        return RunResult(state=state, links={name: redact(store.uri_of(path)) for name, path in paths.items()})
 
 
 def params_of(event: RunStarted) -> Mapping[str, str]:
@@ -175,12 +159,10 @@ def params_of(event: RunStarted) -> Mapping[str, str]:
     job = {
         f"job.{name}": str(value) for name, value in without_code_table(event.job).items() if str(value) not in _EMPTY
     }
-    return {
-        name: without_credentials(value) for name, value in {**job, **facts, "cluster": event.cluster}.items() if value
-    }
+    return {name: redact(value) for name, value in {**job, **facts, "cluster": event.cluster}.items() if value}
 
 
-def _identity(store: _TrackerStore, event: RunStarted) -> str:
+def _identity(store: Store, event: RunStarted) -> str:
     """Of the run since it was begun last: made by the driver that began it, found by all that went on with it."""
     folder = f"{event.run}/trackers/"
     tokens = [int(path.rpartition("/")[2]) for path, _ in store.list(folder)]

@@ -143,7 +143,7 @@ def test_a_driver_whose_clock_is_behind_goes_on_like_any_other(
     assert told(folder, "faulty", events.Formed)[-1].step == 10
     assert len(list((folder / "faulty" / "checkpoints").iterdir())) == 3, "retained by what the log names, not by age"
     history = read_history(open_store(str(folder)), "faulty")
-    assert history.state == "done" and [session.token for session in history.sessions] == [1, 5]
+    assert history.state == "done" and [session.token for session in history.summary.sessions] == [1, 5]
     assert [record.step for record in history.records] == list(range(1, 28))
     times = vars(history.totals)
     assert all(value >= 0 for value in times.values()) and history.totals.wall_s < 600, times

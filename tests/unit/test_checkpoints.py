@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointFile, CheckpointManifest, CheckpointRef, checkpoint_path
-from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError, StoreDown
 from trainwright.storage.checkpoints import (
     MANIFEST,
     CheckpointReader,
@@ -30,7 +30,7 @@ from trainwright.storage.checkpoints import (
     verify,
     write_manifest,
 )
-from trainwright.storage.object_store import Store, StoreDown, open_store
+from trainwright.storage.object_store import Store, open_store
 
 RUN = "digits"
 FILES = {"shard-0.bin": b"parameters" * 100, "optimizer/shard-0.bin": b"moments" * 50, "empty": b""}

@@ -225,9 +225,9 @@ def test_history_keeps_what_belongs_to_the_newest_plan_and_world_size() -> None:
     found = RunHistory.fold(told).phases
     assert found is not None and found.steps == 40
     again = RunHistory.fold([*told, started(token=2)])
-    assert len(again.measured) == 3, "the same plan goes on"
+    assert len(again.summary.measured) == 3, "the same plan goes on"
     other = dataclasses.replace(started(token=2), plan={**started().plan, "accumulation": 2})
-    assert not RunHistory.fold([*told, other]).measured
+    assert not RunHistory.fold([*told, other]).summary.measured
 
 
 def test_the_noise_scale_is_told_with_the_step_at_which_it_was_known() -> None:

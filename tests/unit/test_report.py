@@ -127,7 +127,7 @@ def test_time_parts_fill_the_bar() -> None:
 
 def test_predicted_and_measured_step_share_a_scale() -> None:
     history = RunHistory.fold(whole_run())
-    bars = step_bars(history, plan_from(history.start.plan))
+    bars = step_bars(history, plan_from(history.summary.start.plan))
     assert [name for name, _, _ in bars] == ["predicted", "measured, median"]
     predicted, measured = ([part.percent for part in parts] for _, _, parts in bars)
     assert sum(measured) == pytest.approx(100) and sum(predicted) == pytest.approx(14)
@@ -256,10 +256,8 @@ def test_tensorboard_leaves_out_what_is_no_number(tmp_path: Path) -> None:
 
 
 def test_what_users_see_imports_no_framework_and_no_ray() -> None:
-    modules = (
-        "storage.event_log", "tracking.tensorboard", "reporting.run_history", "reporting.progress_bar",
-        "reporting.html", "reporting.run_views", "reporting.plan_view",
-    )  # fmt: skip
+    modules = ("storage.event_log", "tracking.tensorboard", "tracking.tracker_thread", "reporting.run_history",
+               "reporting.progress_bar", "reporting.html", "reporting.run_views", "reporting.plan_view")  # fmt: skip
     imports = "; ".join(f"import trainwright.{name}" for name in modules)
     heavy = {"ray", "torch", "tensorflow", "keras", "tensorboardX", "pandas", "matplotlib"}
     code = f"import sys; import trainwright.lr_schedules; {imports}\nprint(sorted(sys.modules.keys() & {heavy}))"

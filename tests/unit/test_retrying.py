@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trainwright.core.errors import DataError
+from trainwright.core.retry import Backoff
 from trainwright.datasets.formats.file_system import is_transient, retry_transient
-from trainwright.storage.object_store import Backoff
 
 SLOW = "AWS Error SLOW_DOWN during GetObject operation: Please reduce your request rate. (HTTP status 503)"
 

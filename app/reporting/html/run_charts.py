@@ -66,7 +66,7 @@ def loss_chart(history: RunHistory) -> str:
             axes.plot(*zip(*points, strict=True), "o-", color=_COLOURS["series-2"], markersize=4, label="evaluation")
         _clip_outliers(axes, losses + [value for _, value in points])
         _mark_incidents(axes, history)
-        if points or history.failures:
+        if points or history.summary.failures:
             _legend(axes)
 
     return _svg("loss", _WIDE if wide else _HALF, draw, "step")
@@ -100,7 +100,7 @@ def small_charts(history: RunHistory) -> list[tuple[str, str]]:
     """Titles and figures of what is watched beside the loss; empty without steps."""
     if not history.records:
         return []
-    pace = _pace(history.records) if history.stale else {}
+    pace = _pace(history.records) if history.summary.stale else {}
     of: list[tuple[str, Callable[[StepRecord], float]]] = [
         ("Samples/s", lambda record: pace.get(record.step, record.samples_per_s)),
         ("Waiting for data, % of the step", lambda r: 100 * r.wait_s / r.step_s if r.step_s > 0 else math.nan),
@@ -137,7 +137,7 @@ def _small(name: str, history: RunHistory, value: Callable[[StepRecord], float])
 
 def staleness_chart(history: RunHistory) -> str:
     """How stale the updates were that workers which step alone made; empty where no update was."""
-    staleness = staleness_of(history.stale)
+    staleness = staleness_of(history.summary.stale)
     counts = sorted(staleness.counts.items())
     if len(counts) < 2:
         return ""
@@ -217,10 +217,10 @@ def _clip_outliers(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _mark_incidents(axes: Axes, history: RunHistory) -> None:
-    for number, failure in enumerate(history.failures):
+    for number, failure in enumerate(history.summary.failures):
         label = "failure" if number == 0 else None
         axes.axvline(failure.step, color=_COLOURS["bad"], linewidth=1.1, linestyle=(0, (3, 2)), label=label)
-    back = [recovery.formed.step for recovery in history.recoveries]
+    back = [recovery.formed.step for recovery in history.summary.recoveries]
     if back:
         colour, feet = _COLOURS["good"], [0.0] * len(back)
         foot = axes.get_xaxis_transform()

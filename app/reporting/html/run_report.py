@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,10 +71,11 @@ class _Incident(NamedTuple):
 
 def render_report(history: RunHistory, facts: ReportFacts) -> str:
     """The whole report as HTML: styles and figures inline, no scripts, nothing fetched."""
-    plan = plan_from(history.start.plan)
+    summary, start = history.summary, history.summary.start
+    plan = plan_from(start.plan)
     return render_template(
         "template.html.j2",
-        title=history.start.run or "run",
+        title=start.run or "run",
         state=history.state,
         headline=_headline(history, plan),
         error=history.error if history.state == "failed" else "",
@@ -85,26 +85,26 @@ def render_report(history: RunHistory, facts: ReportFacts) -> str:
         small=[(title, _markup(svg)) for title, svg in run_charts.small_charts(history)],
         plan_line=plan_line(plan) if plan else "",
         plan_rows=plan_rows(plan) if plan else [],
-        cluster=history.start.cluster,
-        mesh=mesh_table(plan, history.nodes) if plan else None,
+        cluster=start.cluster,
+        mesh=mesh_table(plan, summary.nodes) if plan else None,
         shown=SHOWN_ROWS,
-        timeline=sanitized_svg(history.start.timeline),
+        timeline=sanitized_svg(start.timeline),
         bars=step_bars(history, plan),
         comparison=[row.cells() for row in step_parts(history, plan)],
         timed=_timed_steps_text(history),
         noise=noise_text(history, plan),
-        staleness=staleness_text(staleness_of(history.stale)),
-        others=other_rows(history.start.rejected),
+        staleness=staleness_text(staleness_of(summary.stale)),
+        others=other_rows(start.rejected),
         time_parts=time_parts(history),
-        prefetch=prefetch_text(history.prefetch) if history.prefetch else "",
+        prefetch=prefetch_text(summary.prefetch) if summary.prefetch else "",
         incidents=_incidents(history),
-        notes=[note.text for note in history.notes],
-        configuration=sorted((name, str(value)) for name, value in without_code_table(history.start.job).items()),
-        versions=sorted(history.start.versions.items()),
+        notes=[note.text for note in summary.notes],
+        configuration=sorted((name, str(value)) for name, value in without_code_table(start.job).items()),
+        versions=sorted(start.versions.items()),
         uri=facts.uri,
-        made=_when(facts.now_s),
+        made=_utc(facts.now_s),
         duration=formatting.duration,
-        verdict=verdict_html(history.judged.verdict) if history.judged else "",
+        verdict=verdict_html(summary.judged.verdict) if summary.judged else "",
     )
 
 
@@ -112,7 +112,7 @@ def summary_html(history: RunHistory) -> str:
     """Outcome, key figures and the curves, for a notebook; inherits its colours."""
     return render_template(
         "summary.html.j2",
-        title=history.start.run or "run",
+        title=history.summary.start.run or "run",
         state=history.state,
         key_figures=_key_figures(history),
         loss=_markup(run_charts.loss_chart(history)),
@@ -149,7 +149,7 @@ class ReportListener:
         if self._started:
             # The driver ends here: where the events tell no outcome, nobody will add one.
             folding = read_run_summary(self._store, self._run)
-            history = RunHistory.of(folding, folding.state(owner_alive=False))
+            history = RunHistory(summary=folding, state=folding.state(owner_alive=False))
             write_report(self._store, self._run, history=history, clock=self._clock)
 
 
@@ -160,16 +160,20 @@ def _markup(svg: str) -> Markup:
 
 
 def _headline(history: RunHistory, plan: Plan | None) -> str:
-    start = history.start
-    steps = f"step {history.step:,} of {start.total_steps:,}"
-    epoch, last = epoch_of(history.step, start.steps_per_epoch), epoch_of(start.total_steps, start.steps_per_epoch)
+    summary, start = history.summary, history.summary.start
+    steps = f"step {summary.step:,} of {start.total_steps:,}"
+    epoch, last = (
+        epoch_of(summary.step, start.steps_per_epoch),
+        epoch_of(start.total_steps, start.steps_per_epoch),
+    )
     epochs = f"epoch {epoch} of {last}"
     how = f"{plan.strategy}, {formatting.count(plan.workers, 'worker')}" if plan else ""
-    return " · ".join(part for part in (how, steps, epochs, _when(start.time_s)) if part)
+    return " · ".join(part for part in (how, steps, epochs, _utc(start.time_s)) if part)
 
 
 def _key_figures(history: RunHistory) -> list[_KeyFigure]:
     """Metrics, loss, throughput, duration, recoveries: what one looks for first."""
+    summary = history.summary
     found = [
         _KeyFigure(name, formatting.metric(value), "evaluation") for name, value in sorted(history.metrics.items())
     ]
@@ -184,11 +188,11 @@ def _key_figures(history: RunHistory) -> list[_KeyFigure]:
                 note=f"{formatting.percent(waited)} waiting for data" if math.isfinite(waited) else "",
             )
         )
-    sessions = formatting.count(len(history.sessions), "session")
+    sessions = formatting.count(len(summary.sessions), "session")
     found.append(_KeyFigure("duration", formatting.duration(history.totals.wall_s), sessions))
     found.append(_KeyFigure("goodput", formatting.percent(history.totals.goodput), "of the time: steps that count"))
-    lost = f"{formatting.count(history.steps_lost, 'step')} lost"
-    found.append(_KeyFigure("recoveries", str(len(history.recoveries) + len(history.resumes)), lost))
+    lost = f"{formatting.count(summary.steps_lost, 'step')} lost"
+    found.append(_KeyFigure("recoveries", str(len(summary.recoveries) + len(summary.resumes)), lost))
     return found
 
 
@@ -236,26 +240,26 @@ def step_bars(history: RunHistory, plan: Plan | None) -> list[tuple[str, float, 
 
 def _timed_steps_text(history: RunHistory) -> str:
     """How many steps the medians of phases are over, and with how many workers."""
+    summary = history.summary
     steps = formatting.count(history.phases.steps if history.phases else 0, "timed step")
-    return f"{steps} with {formatting.count(history.measured[-1].workers, 'worker')}" if history.measured else steps
+    return f"{steps} with {formatting.count(summary.measured[-1].workers, 'worker')}" if summary.measured else steps
 
 
 def _incidents(history: RunHistory) -> list[_Incident]:
     """Failures, recoveries and resumes in order of time."""
+    summary = history.summary
     rows: list[tuple[float, _Incident]] = [
-        (failure.time_s, _Incident(_when(failure.time_s), failure.step, "failure", _failure(failure), failure.detail))
-        for failure in history.failures
+        (failure.time_s, _Incident(_utc(failure.time_s), failure.step, "failure", _failure(failure), failure.detail))
+        for failure in summary.failures
     ]
-    for formed in [recovery.formed for recovery in history.recoveries]:
-        rows.append(
-            (formed.time_s, _Incident(_when(formed.time_s), formed.step, "recovery", recovery_text(formed), ""))
-        )
-    for formed in history.resumes:
+    for formed in [recovery.formed for recovery in summary.recoveries]:
+        rows.append((formed.time_s, _Incident(_utc(formed.time_s), formed.step, "recovery", recovery_text(formed), "")))
+    for formed in summary.resumes:
         text = f"resumed from {source_text(formed)} after {formatting.duration(formed.seconds)}"
-        rows.append((formed.time_s, _Incident(_when(formed.time_s), formed.step, "resume", text, "")))
+        rows.append((formed.time_s, _Incident(_utc(formed.time_s), formed.step, "resume", text, "")))
     rows += [
-        (skip.time_s, _Incident(_when(skip.time_s), skip.step, "no checkpoint", skip.reason, ""))
-        for skip in history.skipped
+        (skip.time_s, _Incident(_utc(skip.time_s), skip.step, "no checkpoint", skip.reason, ""))
+        for skip in summary.skipped
     ]
     return [incident for _, incident in sorted(rows, key=lambda row: row[0])]
 
@@ -266,8 +270,8 @@ def _failure(failure: Failed) -> str:
     return f"{place}: {failure.cause}" if place else failure.cause
 
 
-def _when(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if time_s else ""
+def _utc(time_s: float) -> str:
+    return formatting.timestamp(time_s, utc=True) if time_s else ""
 
 
 # --- Students beside their teachers, as a part of the report ----------------------------------------------------------
