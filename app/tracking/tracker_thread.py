@@ -69,7 +69,7 @@ class TrackerThread:
             self._thread.start()
         if full and not self._lagging:
             self._lagging = True
-            self._say(f"the tracker {self._name} lags: it is not told of all steps, training goes on")
+            self._say(f"the tracker {self._name} is too slow: some steps are not sent to it; training continues")
 
     def close(self) -> None:
         """Wait for the tracker, but not for long."""
@@ -81,8 +81,8 @@ class TrackerThread:
         self._thread.join(self._patience_s)
         if self._thread.is_alive():
             self._off = True
-            left = f"within {self._patience_s:.0f} s of the end, and is left alone"
-            self._say(f"the tracker {self._name} did not take all that it was told {left}")
+            late = f"did not finish within {self._patience_s:.0f} s after the end of the run"
+            self._say(f"the tracker {self._name} {late}; its last rows may be missing")
 
     def _work(self) -> None:
         try:
@@ -92,7 +92,7 @@ class TrackerThread:
         except Exception as error:  # of any kind: it is somebody else's code
             self._off = True
             cause = redact(f"{type(error).__name__}: {error}".strip())
-            self._say(f"the tracker {self._name} is switched off, training is not: {cause[:500]}")
+            self._say(f"the tracker {self._name} failed and is switched off; training continues: {cause[:500]}")
 
     def _next(self) -> list[Event] | None:
         """What has come, once there is something; None at the end."""

@@ -159,7 +159,7 @@ def test_a_listener_that_raises_is_taken_off_and_said(store: FakeStore) -> None:
         writer.write(stepped([step], time_s=step))
     assert writer.close()
     notes = [event.text for event in ears.heard if isinstance(event, events.Noted)]
-    assert notes == ["Broken is switched off, training is not: OSError: disk full"]
+    assert notes == ["Broken failed and is switched off; training continues: OSError: disk full"]
 
 
 def test_many_threads_lose_nothing(store: FakeStore) -> None:

@@ -141,7 +141,7 @@ def test_one_that_fails_is_switched_off_once_and_tells_no_secret() -> None:
     broken = Broken()
     (note,) = drive(broken, whole_run())
     assert note.startswith(
-        "the tracker Broken is switched off, training is not: RuntimeError: no way to http://me:***@track"
+        "the tracker Broken failed and is switched off; training continues: RuntimeError: no way to http://me:***@track"
     )
     assert SECRET not in note and broken.calls == ["begin"]
 
@@ -154,14 +154,14 @@ def test_one_that_lags_holds_nobody_up() -> None:
         tracking.on(event)  # returns, though the tracker has not even begun
     closed.open.set()
     tracking.close()
-    assert notes == ["the tracker Closed lags: it is not told of all steps, training goes on"]
+    assert notes == ["the tracker Closed is too slow: some steps are not sent to it; training continues"]
     assert closed.steps == list(range(1, 11)) and closed.evaluations == [10, 20] and closed.ending.state == "done"
 
 
 def test_one_that_hangs_is_left_alone_at_the_end() -> None:
     closed = Closed()
     (note,) = drive(closed, whole_run(), patience_s=0.01)
-    assert note == "the tracker Closed did not take all that it was told within 0 s of the end, and is left alone"
+    assert note == "the tracker Closed did not finish within 0 s after the end of the run; its last rows may be missing"
     closed.open.set()
 
 

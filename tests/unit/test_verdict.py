@@ -187,7 +187,7 @@ def test_the_report_has_its_tables_and_pictures() -> None:
     page = verdict_html(verdict().facts())
     assert "<small>" not in page and "&lt;small&gt;" in page
     assert page.count('aria-label="soft targets') == 2 and 'aria-label="reliability"' in page
-    assert "0: 30.00% for 1" in page and "88.9%" in page
+    assert page.count(">30<") >= 1 and "88.9%" in page
 
 
 def test_values_have_neither_classes_nor_calibration() -> None:

@@ -9,6 +9,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core import formatting
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 _BINS, _BARS = 500, 60
 _COLOURS = {
     "ink": "#010101", "soft": "#020202", "grid": "#030303", "series-1": "#040404", "series-2": "#050505",
-    "series-3": "#060606", "series-4": "#070707", "bad": "#080808", "good": "#090909",
+    "series-3": "#060606", "series-4": "#070707", "bad": "#080808", "good": "#090909", "series-5": "#0a0a0a",
+    "series-6": "#0b0b0b", "series-7": "#0c0c0c", "card": "#0d0d0d", "paper": "#0e0e0e",
 }  # fmt: skip
 _SERIES = [_COLOURS[f"series-{number}"] for number in range(1, 5)]
 _SETTINGS = {
@@ -46,7 +48,10 @@ _SETTINGS = {
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
 }
-_WIDE, _HALF, _SMALL = (9.6, 3.3), (4.7, 2.7), (2.7, 1.5)
+_WIDE, _HALF, _SMALL, _SQUARE = (9.6, 3.3), (4.7, 2.7), (2.7, 1.5), (4.6, 4.2)
+_MOST_NUMBERED_CLASSES = 10  # with more classes the cells are too small for numbers
+_LEAST_SHARE = 0.01
+_QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def loss_chart(history: RunHistory) -> str:
@@ -89,7 +94,7 @@ def metrics_chart(history: RunHistory) -> str:
             points = [(e.step, e.metrics[name]) for e in history.evaluated if name in e.metrics]
             last = formatting.metric(points[-1][1])
             colour = _COLOURS[f"series-{number}"]
-            axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, label=f"{name}  {last}")
+            axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, label=_no_math(f"{name}  {last}"))
         axes.margins(y=0.15)
         _legend(axes)
 
@@ -174,6 +179,69 @@ def curves_chart(name: str, curves: Mapping[str, Sequence[tuple[float, float]]],
     return _svg(name, _WIDE, draw, xlabel, log=log)
 
 
+def soft_targets_chart(model: str, chances: Sequence[Sequence[float]], classes: Sequence[int]) -> str:
+    """Draw a model's mean probabilities: a row for each true class, a column for each predicted one.
+
+    The shade of a cell is the square root of its probability, so that small probabilities are visible too.
+    """
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.patches import Rectangle
+
+        look: dict[str, Any] = {"edgecolor": _COLOURS["paper"], "linewidth": 0.8, "clip_on": False}
+        axes.add_patch(Rectangle((0, 0), len(classes), len(chances), facecolor=_COLOURS["card"], **look))
+        for row, shares in enumerate(chances):
+            for column, share in enumerate(shares):
+                shade = math.sqrt(min(max(share, 0.0), 1.0))
+                axes.add_patch(Rectangle((column, row), 1, 1, facecolor=(_COLOURS["series-1"], shade), **look))
+                if share >= 0.005 and len(classes) <= _MOST_NUMBERED_CLASSES:
+                    ink, number = _COLOURS["paper" if shade > 0.6 else "ink"], f"{100 * share:.0f}"
+                    axes.text(column + 0.5, row + 0.52, number, color=ink, fontsize=8, ha="center", va="center")
+        places, names = [place + 0.5 for place in range(len(classes))], [str(number) for number in classes]
+        axes.set(xlim=(0, len(classes)), ylim=(len(classes), 0), xticks=places, yticks=places)
+        axes.set_xticklabels(names)
+        axes.set_yticklabels(names)
+        axes.xaxis.tick_top()
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.grid(visible=False)
+
+    side = 0.36 * len(classes) + 0.5
+    return _svg(f"soft targets of {model}", (side, side), draw, "", widest_px=round(72 * side))
+
+
+def reliability_chart(bins: Mapping[str, Sequence[Sequence[float]]]) -> str:
+    """Draw accuracy by confidence, a line for each model; a calibrated model is on the diagonal.
+
+    Args:
+        bins: by model, the mean confidence, the accuracy and the share of all units of each bin. Bins of less than a
+            hundredth of all units are left out.
+    """
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.ticker import PercentFormatter
+
+        axes.plot([0, 1], [0, 1], color=_COLOURS["soft"], linewidth=1.0, linestyle=(0, (4, 3)))
+        for (model, rows), number in zip(bins.items(), range(1, 8), strict=False):
+            shown = [row for row in rows if row[2] >= _LEAST_SHARE]
+            if shown:
+                confidences, accuracies, shares = zip(*shown, strict=True)
+                colour, sizes = _COLOURS[f"series-{number}"], [(3 + 12 * math.sqrt(share)) ** 2 for share in shares]
+                axes.plot(confidences, accuracies, color=colour, linewidth=1.6, label=_no_math(model))
+                axes.scatter(confidences, accuracies, s=sizes, color=colour, alpha=0.75, linewidth=0, clip_on=False)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(PercentFormatter(1.0))
+        axes.set(xlim=(0, 1), ylim=(0, 1), xticks=_QUARTERS, yticks=_QUARTERS, ylabel="accuracy")
+        _legend(axes)
+
+    return _svg("reliability", _SQUARE, draw, "confidence", widest_px=440)
+
+
+def _no_math(text: str) -> str:
+    """Return a text that matplotlib shows as it is."""
+    return text.replace("$", r"\$")
+
+
 def _binned(
     records: Sequence[StepRecord], value: Callable[[StepRecord], float], most: int = _BINS
 ) -> tuple[list[float], list[float]]:
@@ -232,9 +300,15 @@ def _legend(axes: Axes) -> None:
 
 
 def _svg(
-    name: str, inches: tuple[float, float], draw: Callable[[Axes], None], xlabel: str, *, log: bool = False
+    name: str,
+    inches: tuple[float, float],
+    draw: Callable[[Axes], None],
+    xlabel: str,
+    *,
+    log: bool = False,
+    widest_px: int | None = None,
 ) -> str:
-    """Draw one figure; ids carry its name, so that several figures live in one page."""
+    """Draw one figure. Its ids depend on its name, so that a page can hold several figures."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -253,18 +327,24 @@ def _svg(
         axes.set_xlabel(xlabel)
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata=_NO_METADATA)
-    return _themed(out.getvalue(), name)
+    return _themed(out.getvalue(), name, widest_px)
 
 
 _NO_METADATA: dict[str, Any] = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
-def _themed(svg: str, name: str) -> str:
+def _themed(svg: str, name: str, widest_px: int | None) -> str:
     """The bare <svg> element, sized by the page, with CSS variables for colours and the page's own font."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    opening = rf'<svg class="figure" viewBox="\1" role="img" aria-label="{name}">'
-    svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', opening, svg, count=1)
+    style = f' style="max-width:{widest_px}px"' if widest_px else ""
+    attributes = f'role="img" aria-label="{escape(name)}"{style}'
+    svg = re.sub(
+        r'<svg [^>]*?viewBox="([^"]*)"[^>]*>',
+        lambda found: f'<svg class="figure" viewBox="{found[1]}" {attributes}>',
+        svg,
+        count=1,
+    )
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', svg))
     svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
     svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
