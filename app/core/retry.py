@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 4.0
-_unseeded_random = random.SystemRandom().random  # each step seeds the global generator: all ranks would wait alike
+unseeded_random = random.SystemRandom().random  # each step seeds the global generator: all ranks would wait alike
 
 
 class Backoff:
@@ -33,7 +33,7 @@ class Backoff:
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        jitter: Callable[[], float] = _unseeded_random,
+        jitter: Callable[[], float] = unseeded_random,
     ) -> None:
         self._clock, self._sleep, self._jitter = clock, sleep, jitter
         self._start_s, self._total_s, self._bound_s = clock(), total_s, FIRST_PAUSE_S
