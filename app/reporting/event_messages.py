@@ -1,4 +1,4 @@
-"""What is worth a line to the user, and the figures of the progress bar. Pure: events in, words out."""
+"""Messages for events: the lines of a training run, one line for each event of `logs`, and the progress figures."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ class OutputLine:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressFigures:
-    """What the progress bar shows. NaN where nothing was measured yet in this session.
+    """The figures of the progress bar. NaN where nothing was measured yet in this session.
 
     Attributes:
-        epoch: from 1, of `epochs`.
+        epoch: from 1 to `epochs`.
         loss: mean of the last steps.
-        samples_per_s: over the last steps.
-        wait_share: of the last steps' time that waited for data, from 0 to 1; NaN too where workers step alone.
-        left_s: from the rate of this session alone, evaluations and checkpoints included.
-        activity: what happens instead of stepping; empty while it steps.
+        samples_per_s: of the last steps.
+        wait_share: share of the last steps' time that waited for data, 0 to 1; NaN for asynchronous workers.
+        left_s: remaining time at the rate of this session, with evaluations and checkpoints.
+        activity: what the run does instead of training steps; empty while it trains.
     """
 
     step: int = 0
@@ -76,7 +76,7 @@ class ProgressFigures:
     activity: str = ""
 
     def text(self) -> str:
-        """All of it in one plain line."""
+        """Return the figures as one line."""
         parts = [f"step {self.step:,}/{self.total:,}", f"epoch {self.epoch}/{self.epochs}"]
         if math.isfinite(self.samples_per_s):
             parts += [f"loss {formatting.metric(self.loss)}", formatting.throughput(self.samples_per_s)]
@@ -88,10 +88,10 @@ class ProgressFigures:
 
 
 class EventFormatter:
-    """Folds events into lines and figures.
+    """Turns events into lines and progress figures.
 
     Args:
-        verbose: also tell checkpoints, processes and whole tracebacks of failures that were recovered from.
+        verbose: also show checkpoints, processes, and the tracebacks of failures that the run recovered from.
     """
 
     def __init__(self, *, verbose: bool = False) -> None:
@@ -106,7 +106,7 @@ class EventFormatter:
 
     @property
     def figures(self) -> ProgressFigures:
-        """The state of the bar after the events so far."""
+        """The progress figures after the events so far."""
         total, per_epoch = self._start.total_steps, self._start.steps_per_epoch
         seconds = sum(row[2] for row in self._recent)
         measured = bool(self._recent) and seconds > 0
@@ -114,7 +114,7 @@ class EventFormatter:
         return ProgressFigures(
             step=self._step,
             total=total,
-            # Before the first step the epoch of the next one, then that of the last one.
+            # Before the first step the epoch of the next step, later that of the last step.
             epoch=epoch_of(self._step if self._recent else min(self._step + 1, total), per_epoch),
             epochs=epoch_of(total, per_epoch),
             loss=sum(row[0] for row in self._recent) / len(self._recent) if self._recent else math.nan,
@@ -193,20 +193,20 @@ class EventFormatter:
         if event.step:
             self._step, self._activity = event.step[-1], ""
             self._done += len(event.step)
-            # Time from the formation or the last news to this news, so that what lies between steps counts too.
+            # Time since the rendezvous or the previous event, so that time between steps counts too.
             self._stepping_s += max(event.time_s - self._stepping_since_s, 0.0)
             self._stepping_since_s = event.time_s
         return []
 
     def _tell_measured(self, event: Measured) -> list[OutputLine]:
-        """The noise scale, once it is known."""
+        """Show the measurement when the gradient noise scale is first known."""
         first = bool(event.noise) and not self._told_noise
         self._told_noise = self._told_noise or first
         return [OutputLine(text=_step_phases_text(event))] if first or self._verbose else []
 
     def _tell_failure(self, event: Failed) -> list[OutputLine]:
         self._activity = "recovering"
-        # The whole traceback comes with the error if the run ends; a failure that is recovered from is worth a line.
+        # If the run ends, the error has the traceback; a failure that the run recovers from gets one line.
         detail = event.detail if self._verbose else ""
         return [OutputLine(text=failure_text(event, self._pids), tone="bad", detail=detail)]
 
@@ -219,7 +219,7 @@ def _evaluation_text(event: Evaluated, steps_per_epoch: int) -> str:
 
 
 def prefetch_text(event: Prefetched) -> str:
-    """`data was read up to 128 steps ahead (2 chunks of 64 steps, 16 MiB at most)`."""
+    """`data is read up to 128 steps ahead (2 chunks of 64 steps, 16 MiB at most)`."""
     chunks = f"{formatting.count(event.chunks, 'chunk')} of {formatting.count(event.chunk_steps, 'step')}"
     held = formatting.size(event.chunks * event.chunk_bytes)
     return f"data is read up to {event.chunks * event.chunk_steps:,} steps ahead ({chunks}, {held} at most)"
@@ -248,7 +248,7 @@ def recovery_text(event: Formed) -> str:
 
 
 def source_text(event: Formed) -> str:
-    """Where a generation's state came from, in words."""
+    """Return where the state of a rendezvous came from, in words."""
     sources = {
         "replica": "a replica",
         "keeper": "a node's memory",
@@ -259,25 +259,25 @@ def source_text(event: Formed) -> str:
 
 
 def waiting_text(event: Waiting) -> str:
-    """`waiting for 2 GPU, at most 5 min 00 s`; `deadline_s` may be a time or a duration."""
+    """`waiting for 2 GPU, at most 5 min 00 s`; the event's `deadline_s` may be a time or a duration."""
     left_s = event.deadline_s - event.time_s if event.deadline_s > event.time_s else event.deadline_s
     return f"waiting for {event.what}" + (f", at most {formatting.duration(left_s)}" if left_s > 0 else "")
 
 
 def _end_line(event: RunEnded, start: RunStarted) -> OutputLine:
-    """How the run ended, and after how long when its start is known."""
+    """Return how the run ended, and after how long where its start is known."""
     seconds = f" after {formatting.duration(event.time_s - start.time_s)}" if start.time_s else ""
     steps = f"at step {event.step:,} of {start.total_steps:,}" if start.total_steps else f"at step {event.step:,}"
     if event.outcome == "done":
         return OutputLine(text=f"done: {formatting.count(event.step, 'step')}{seconds}", tone="good")
     if event.outcome == "stopped":
-        return OutputLine(text=f"stopped {steps}{seconds}; the same command goes on from here", tone="warning")
+        return OutputLine(text=f"stopped {steps}{seconds}; the same command continues from here", tone="warning")
     first = event.error.strip().splitlines()[0] if event.error.strip() else "see the error"
     return OutputLine(text=f"failed {steps}{seconds}: {first}", tone="bad")
 
 
 def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
-    """Any event as one line on its own, for `logs`."""
+    """Return one line for any event, independent of other events, for `logs`."""
     match event:
         case RunStarted():
             return OutputLine(

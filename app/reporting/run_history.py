@@ -1,4 +1,4 @@
-"""What a run has been through, folded from its events: the same events give the same history."""
+"""The history of a run for reports, views and `Run`: read from storage or from events."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class RunHistory:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the newest evaluation; empty before the first."""
+        """Metrics of the newest evaluation; empty before the first."""
         return dict(self.evaluated[-1].metrics) if self.evaluated else {}
 
     @property
@@ -89,20 +89,20 @@ class RunHistory:
 
     @property
     def samples_per_s(self) -> float:
-        """Throughput while stepping, over all steps that count; NaN before the first."""
+        """Throughput of all steps that count; NaN before the first."""
         seconds = sum(record.step_s for record in self.records)
         return sum(record.samples for record in self.records) / seconds if seconds > 0 else math.nan
 
     @property
     def wait_share(self) -> float:
-        """Share of the steps' time that waited for data, from 0 to 1; NaN where no step tells it."""
+        """Share of the steps' time that waited for data, 0 to 1; NaN where no step reports it."""
         told = [record for record in self.records if math.isfinite(record.wait_s)]
         seconds = sum(record.step_s for record in told)
         return sum(record.wait_s for record in told) / seconds if seconds > 0 else math.nan
 
     @property
     def median_step_s(self) -> float:
-        """Median duration of a step, which start-up and recovery do not bend; NaN before the first."""
+        """Median duration of a step; NaN before the first."""
         ordered = sorted((record.typical_s, record.count) for record in self.records)
         half, passed = sum(count for _, count in ordered) // 2, 0
         for seconds, count in ordered:
@@ -113,7 +113,7 @@ class RunHistory:
 
     @property
     def phases(self) -> PhaseTimes | None:
-        """Median seconds of a step's phases with the last world size; None where none were timed."""
+        """Median seconds of the phases of a step with the newest number of workers; None where none were timed."""
         alike = [item for item in self.summary.measured if item.workers == self.summary.measured[-1].workers]
         return merge_phase_times(
             [PhaseTimes(steps=item.steps, medians=item.phases, data_s=item.data_s) for item in alike]
@@ -121,13 +121,13 @@ class RunHistory:
 
     @property
     def noise(self) -> tuple[int, NoiseScale] | None:
-        """The step at which the gradient noise scale was last known, and what it was; None where it never was."""
+        """The newest known gradient noise scale and its step; None where it was never known."""
         found = ((event.step, noise_of(event)) for event in reversed(self.summary.measured))
         return next(((step, noise) for step, noise in found if noise is not None), None)
 
     @cached_property
     def evaluations(self) -> pandas.DataFrame:
-        """One row an evaluation: step, epoch, each metric by name, seconds."""
+        """One row for each evaluation: step, epoch, each metric by name, seconds."""
         import pandas
 
         names = sorted({name for evaluation in self.evaluated for name in evaluation.metrics})
@@ -141,7 +141,7 @@ class RunHistory:
 
 
 def read_history(store: Store, run: str) -> RunHistory:
-    """A run's history from storage, its state from the log. Raises StorageError."""
+    """Read the history of a run from storage. Raises StorageError."""
     head = RunLog(store, run).head()
     alive = owner_alive(store, run, head)
     folding = read_run_summary(store, run)
@@ -149,22 +149,22 @@ def read_history(store: Store, run: str) -> RunHistory:
 
 
 def state_of(folding: RunSummary, head: LogEntry | None, owner_alive: bool) -> RunState:
-    """The state of a run by its events, and by its log where that knows better.
+    """Return the state of a run by its events, or by its log where the log is newer.
 
     Args:
-        head: the newest entry of the log.
-        owner_alive: whether the driver that the entry names lives.
+        head: the newest entry of the run log.
+        owner_alive: whether the driver of this entry is alive.
     """
     state: RunState | None = None
     if head is not None and not head.owned:
         state = STATE_BY_OUTCOME.get(head.outcome)
     elif head is not None and head.token > folding.start.token:
-        state = "running" if owner_alive else "interrupted"  # a new driver, which has not written events yet
+        state = "running" if owner_alive else "interrupted"  # a new driver that has not written events yet
     return state or folding.state(owner_alive)
 
 
 def read_steps(store: Store, run: str) -> pandas.DataFrame:
-    """One row a completed step, in the order of `_STEP_COLUMNS`, from all events of the run. Raises StorageError."""
+    """Read one row for each completed step, with `_STEP_COLUMNS`, from all events of a run. Raises StorageError."""
     folding = RunSummary(most_rows=None)
     for event in EventReader(store, run).read():
         folding.add(event)
@@ -172,7 +172,7 @@ def read_steps(store: Store, run: str) -> pandas.DataFrame:
 
 
 def _step_frame(table: StepTable) -> pandas.DataFrame:
-    """One row a row of the table, in the order of `_STEP_COLUMNS`."""
+    """Return the table as a frame with `_STEP_COLUMNS`."""
     import numpy
     import pandas
 

@@ -1,8 +1,7 @@
-"""What `runs_view`, `run_view` and `log_lines` print: read from storage alone, with no Ray running and no framework
-imported.
+"""The views of the commands `runs`, `show` and `logs`, read from storage alone: without Ray and without frameworks.
 
-Each view is a rich renderable with its content as JSON-able `data`. The keys are stable: new ones may come, none goes.
-Times are seconds since the epoch, sizes bytes, durations seconds; what is not known is null.
+Each view is a rich renderable with its content as JSON-able `data`. The keys are stable: keys may be added, none is
+removed. Times are seconds since the epoch, sizes bytes, durations seconds; unknown values are null.
 
 `runs_view`: a list of {name, state, step, total_steps, loss, metrics, changed_s}.
 
@@ -12,9 +11,9 @@ dashboard: {url, job, node}, versions, job, checkpoints: [{step, path, size_byte
 node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing, data,
 start, recovery, checkpoint, evaluation, other}, step_parts: [{name, predicted_s, measured_s, note}], noise_scale:
 {step, scale, low, high, batch, count}, noise, staleness: {text, mean, counts, unit, dropped, again}, judged: fields of
-`distilling.verdict.Verdict`, waiting, notes, report, changed_s}.
+`reporting.scorecard.Scorecard`, waiting, notes, report, changed_s}.
 
-`log_lines`: one event a line as it is stored: {kind, time_s, ...}, see `trainwright.core.events`.
+`log_lines`: one stored event a line: {kind, time_s, ...}, see `trainwright.core.events`.
 """
 
 from __future__ import annotations
@@ -60,9 +59,9 @@ _COLOURS: dict[RunState, str] = {
     "running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red",
 }  # fmt: skip
 _REMEDIES: dict[RunState, str] = {
-    "interrupted": "the driver is gone: run the same command again, it goes on from the newest checkpoint",
-    "stopped": "run the same command again, it goes on from here",
-    "failed": "mend what the error names, then run the same command again",
+    "interrupted": "the driver is gone: run the same command again, it continues from the newest checkpoint",
+    "stopped": "run the same command again, it continues from here",
+    "failed": "correct the cause that the error names, then run the same command again",
 }
 _FOLLOW_S = 2.0
 _READERS = 32
@@ -71,7 +70,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """Something to print: `data` as JSON, or itself to a rich console."""
+    """Something to print: `data` as JSON, or `content` on a rich console."""
 
     data: Any
     content: RenderableType
@@ -81,10 +80,10 @@ class RunView:
 
 
 def runs_view(storage: str, *, wait: WaitFunction | None = None) -> RunView:
-    """All runs under a storage URI, the one that changed last on top. Raises StorageError.
+    """Return all runs under a storage URI, the newest change first. Raises StorageError.
 
     Args:
-        wait: waits for so many seconds, to see which drivers on other machines live.
+        wait: waits for some seconds, to find out which drivers on other machines are alive.
     """
     store = open_store(storage)
     with ThreadPoolExecutor(_READERS) as pool:
@@ -101,13 +100,13 @@ def runs_view(storage: str, *, wait: WaitFunction | None = None) -> RunView:
 
 
 def _look(store: Store, name: str) -> tuple[str, LogEntry, RunSummary] | None:
-    """A run with the newest entry of its log and its newest figures; None for a folder that is no run."""
+    """Return a run with its newest log entry and brief summary; None for a folder that is not a run."""
     head = RunLog(store, name).head() if _is_run(store, name) else None
     return None if head is None else (name, head, read_brief_summary(store, name).brief)
 
 
 def run_view(storage: str, run: str) -> RunView:
-    """One run. Raises StorageError, for a run that is not there too."""
+    """Return the view of one run. Raises StorageError, also where there is no such run."""
     store = open_store(storage)
     _check(store, run)
     history = read_history(store, run)
@@ -123,14 +122,14 @@ def log_lines(
     as_json: bool = False,
     wait: WaitFunction | None = None,
 ) -> Iterator[str]:
-    """What happened in a run, a line each; with `follow` until the run ends or its driver is gone.
+    """Yield one line for each event of a run; with `follow` until the run ends or its driver is gone.
 
     Args:
-        as_json: events as they are stored instead of words.
-        wait: waits for so many seconds before storage is read again.
+        as_json: yield events as stored, as JSON.
+        wait: waits for some seconds before storage is read again.
 
     Raises:
-        StorageError: the run is not there, or the store cannot be read.
+        StorageError: there is no such run, or the store cannot be read.
     """
     store = open_store(storage)
     _check(store, run)
@@ -140,7 +139,7 @@ def log_lines(
 def _lines(store: Store, run: str, *, follow: bool, as_json: bool, wait: WaitFunction) -> Iterator[str]:
     reader, log, per_epoch = EventReader(store, run), RunLog(store, run), 0
     while True:
-        # Asked before reading: a driver that ends in between has its last events read all the same.
+        # Checked before reading, so that the last events of a driver that ends in between are read too.
         alive = follow and owner_alive(store, run, log.head())
         for event in reader.read():
             per_epoch = event.steps_per_epoch if isinstance(event, RunStarted) else per_epoch
@@ -161,7 +160,7 @@ def _is_run(store: Store, name: str) -> bool:
 
 
 def _check(store: Store, run: str) -> None:
-    """Raise StorageError for a run that is not there, naming the nearest that is."""
+    """Raise StorageError where there is no such run, and name the run with the most similar name."""
     names = store.folders()
     if run not in names or not _is_run(store, run):
         others = [name for name in names if _is_run(store, name)]
@@ -170,12 +169,12 @@ def _check(store: Store, run: str) -> None:
 
 
 def _known(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Return None for NaN, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def _plain(value: Any) -> Any:
-    """The same as JSON has it, at any depth."""
+    """Return the value with None for NaN, at any depth."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -249,7 +248,7 @@ def _details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
 
 
 def _staleness(history: RunHistory) -> dict[str, Any] | None:
-    """Of what workers pushed that step alone; None for those that step together."""
+    """Return the staleness of asynchronous workers; None for synchronous ones."""
     found = staleness_of(history.summary.stale)
     if not found.counts:
         return None
@@ -257,7 +256,7 @@ def _staleness(history: RunHistory) -> dict[str, Any] | None:
 
 
 def _checkpoints(store: Store, run: str) -> list[dict[str, Any]]:
-    """Checkpoints that are stored and whole enough to have a manifest, with the size of all their files."""
+    """Return the checkpoints with a manifest, with the size of all their files."""
     sizes: dict[str, int] = {}
     whole: set[str] = set()
     for path, size_bytes in store.list(f"{run}/checkpoints"):
@@ -359,7 +358,7 @@ def _lists(data: dict[str, Any], history: RunHistory) -> list[tuple[str, list[st
     incidents += [(recovery.formed.time_s, recovery_text(recovery.formed)) for recovery in summary.recoveries]
     judged = Scorecard.read(summary.judged.verdict) if summary.judged else None
     return [
-        ("Students beside their teachers", str(judged).splitlines() if judged else []),
+        ("Students compared with their teachers", str(judged).splitlines() if judged else []),
         (
             "Checkpoints",
             [f"step {c['step']:,}  {formatting.size(c['size_bytes'])}  {c['path']}" for c in data["checkpoints"]],

@@ -85,7 +85,7 @@ def test_a_checkpoint_is_committed_read_and_retained(store: Store) -> None:
     head = RunLog(open_store(store.uri), "run").head()
     assert head is not None
     ref, notes = newest_intact(store, "run", head.checkpoints)
-    assert ref == refs[1] and "step 30 is passed over" in notes[0]
+    assert ref == refs[1] and "step 30 is skipped" in notes[0]
 
 
 # --- what can be wrong ------------------------------------------------------------------------------------------------

@@ -262,7 +262,7 @@ def test_a_driver_that_died_is_followed_by_a_session_that_resumes() -> None:
     resumed = events.Formed(time_s=205, step=10, source="checkpoint", checkpoint="checkpoints/00000010-1", seconds=5)
     again = [started(token=2, time_s=200), resumed, stepped(range(11, 21), time_s=206)]
     history = RunHistory.fold([*whole_run()[:8], *again])
-    assert [session.token for session in history.summary.sessions] == [1, 2]
+    assert [session.token for session in history.summary.time.sessions] == [1, 2]
     assert history.summary.resumes == [resumed] and not history.summary.recoveries
     assert history.totals.wall_s == pytest.approx(7.3 + 6)
     assert history.totals.start_s == pytest.approx(4 + 5)
@@ -272,7 +272,7 @@ def test_a_driver_that_died_is_followed_by_a_session_that_resumes() -> None:
 def test_a_fresh_start_forgets_what_was_before() -> None:
     history = RunHistory.fold([*whole_run(), started(token=9, time_s=300, fresh=True), events.Formed(time_s=301)])
     assert history.records == () and not history.summary.failures and history.summary.steps_lost == 0
-    assert [session.token for session in history.summary.sessions] == [9]
+    assert [session.token for session in history.summary.time.sessions] == [9]
     assert history.state == "running"
 
 

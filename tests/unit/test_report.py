@@ -106,7 +106,7 @@ def test_what_comes_from_the_job_is_escaped() -> None:
 
 
 def test_an_interrupted_run_names_its_remedy() -> None:
-    assert "same command goes on" in render_report(RunHistory.fold(whole_run()[:8], owner_alive=False), FACTS)
+    assert "same command continues" in render_report(RunHistory.fold(whole_run()[:8], owner_alive=False), FACTS)
 
 
 def test_a_long_run_stays_small() -> None:
@@ -225,7 +225,7 @@ def test_a_folder_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest
     board = TensorBoardWriter(open_store(str(tmp_path)), "demo")
     for event in whole_run()[:5]:
         board.on(event)
-    with pytest.raises(StorageError, match="does not answer, and too many records wait"):
+    with pytest.raises(StorageError, match="too many TensorBoard records wait"):
         board.on(whole_run()[7])
     answers.set()
     board.close()

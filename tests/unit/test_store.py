@@ -167,7 +167,7 @@ def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"), [(28, "no space left"), (122, "no space left"), (30, "read-only"), (13, "not allowed")]
+    ("code", "said"), [(28, "no space left"), (122, "no space left"), (30, "read-only"), (13, "permission denied")]
 )
 def test_a_full_or_forbidden_disk_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str

@@ -1,6 +1,7 @@
-"""Curves as SVG for a page that sets the colours: matplotlib draws with stand-in colours, CSS variables replace them.
+"""Charts of a run as SVG, for pages that set the colours.
 
-So one figure suits light and dark. Long runs are drawn in at most `_BINS` points, each the mean of its steps.
+matplotlib draws with placeholder colours, which CSS variables replace, so figures suit light and dark pages. Long
+runs are drawn with at most `_BINS` points, each the mean of several steps.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def loss_chart(history: RunHistory) -> str:
-    """Loss by step, smoothed over the raw one, with evaluations, failures and recoveries; empty without steps."""
+    """Draw the raw and the smoothed loss by step, with evaluations, failures and recoveries; empty without steps."""
     if not history.records:
         return ""
     wide = not _metrics_chart_names(history)
@@ -78,13 +79,13 @@ def loss_chart(history: RunHistory) -> str:
 
 
 def _metrics_chart_names(history: RunHistory) -> list[str]:
-    """Metrics that get a curve: all but the loss, at most four."""
+    """Return the metrics to draw: all but the loss, at most four."""
     names = sorted({name for evaluation in history.evaluated for name in evaluation.metrics})
     return [name for name in names if name != "loss"][:4]
 
 
 def metrics_chart(history: RunHistory) -> str:
-    """Metrics by step, each line labelled with its name and last value; empty without an evaluation."""
+    """Draw metrics by step, each line with its name and last value; empty without an evaluation."""
     names = _metrics_chart_names(history)
     if not names:
         return ""
@@ -102,7 +103,7 @@ def metrics_chart(history: RunHistory) -> str:
 
 
 def small_charts(history: RunHistory) -> list[tuple[str, str]]:
-    """Titles and figures of what is watched beside the loss; empty without steps."""
+    """Return titles and charts of throughput, waiting, learning rate, gradient norm and staleness."""
     if not history.records:
         return []
     pace = _pace(history.records) if history.summary.stale else {}
@@ -121,7 +122,7 @@ def small_charts(history: RunHistory) -> list[tuple[str, str]]:
 
 
 def _pace(records: Sequence[StepRecord]) -> dict[int, float]:
-    """Samples a second by step, over those around it: of workers that step alone, several end at once."""
+    """Return smoothed samples per second by step: steps of asynchronous workers may end at the same time."""
     window = max(5, len(records) // 25)
     samples = smooth([float(record.samples) for record in records], window)
     seconds = smooth([record.step_s for record in records], window)
@@ -141,7 +142,7 @@ def _small(name: str, history: RunHistory, value: Callable[[StepRecord], float])
 
 
 def staleness_chart(history: RunHistory) -> str:
-    """How stale the updates were that workers which step alone made; empty where no update was."""
+    """Draw the staleness of the updates of asynchronous workers; empty without different values."""
     staleness = staleness_of(history.summary.stale)
     counts = sorted(staleness.counts.items())
     if len(counts) < 2:
@@ -152,7 +153,7 @@ def staleness_chart(history: RunHistory) -> str:
         heights: dict[int, float] = {}
         for age, count in counts:
             heights[age // width] = heights.get(age // width, 0.0) + 100 * count / total
-        places = [(number + 0.5) * width for number in heights]  # a bar begins at its age: none is cut at 0
+        places = [(number + 0.5) * width for number in heights]  # a bar starts at its age, so that none is cut at 0
         axes.bar(places, list(heights.values()), width=0.86 * width, color=_COLOURS["series-1"])
         axes.axvline(
             staleness.mean + 0.5, color=_COLOURS["series-2"], linewidth=1.4, label=f"mean {staleness.mean:.1f}"
@@ -163,13 +164,13 @@ def staleness_chart(history: RunHistory) -> str:
 
 
 def curves_chart(name: str, curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str, *, log: bool) -> str:
-    """Curves with their names, such as of what was simulated; heights that are no numbers are left out."""
+    """Draw curves with their names; values that are not finite are left out."""
 
     def draw(axes: Axes) -> None:
         for number, (label, points) in enumerate(curves.items()):
             kept = [point for point in points if math.isfinite(point[1]) and (point[1] > 0 or not log)]
             if not kept:
-                continue  # it has its colour in another figure
+                continue  # it keeps its colour for other figures
             dashed = (0, (4, 2)) if number >= len(_SERIES) else "-"
             axes.plot(*zip(*kept, strict=True), color=_SERIES[number % len(_SERIES)], linestyle=dashed, label=label)
         if log:
@@ -245,7 +246,7 @@ def _no_math(text: str) -> str:
 def _binned(
     records: Sequence[StepRecord], value: Callable[[StepRecord], float], most: int = _BINS
 ) -> tuple[list[float], list[float]]:
-    """Steps and finite means of about `most` runs of as many steps at most; NaN where none is finite."""
+    """Return about `most` steps and means of groups of equally many steps; NaN where no value is finite."""
     size = max(1, math.ceil(sum(record.count for record in records) / most))
     steps, means, part = list[float](), list[float](), list[tuple[float, int]]()
     for record in records:
@@ -260,7 +261,7 @@ def _binned(
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the finite values in a window around each; centred, so that a falling curve does not lag."""
+    """Return the mean of the finite values in a centred window around each value."""
     sums, counts = [0.0], [0]
     for value in values:
         finite = math.isfinite(value)
@@ -275,7 +276,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def _clip_outliers(axes: Axes, values: Sequence[float]) -> None:
-    """Keep a few huge losses, at the very start mostly, from pressing the curve flat."""
+    """Limit the y axis so that a few huge losses, mostly at the start, do not flatten the curve."""
     ordered = sorted(value for value in values if math.isfinite(value))
     if len(ordered) >= 20:
         low, high = ordered[0], ordered[int(0.99 * (len(ordered) - 1))]
@@ -334,7 +335,7 @@ _NO_METADATA: dict[str, Any] = {"Date": None, "Creator": None, "Format": None, "
 
 
 def _themed(svg: str, name: str, widest_px: int | None) -> str:
-    """The bare <svg> element, sized by the page, with CSS variables for colours and the page's own font."""
+    """Return the <svg> element without size, with CSS variables for colours and the font of the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     style = f' style="max-width:{widest_px}px"' if widest_px else ""

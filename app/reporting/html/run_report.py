@@ -1,4 +1,4 @@
-"""What the report says: figures, tables and words, put into the template."""
+"""The report of a run: collects charts, tables and texts, and fills the template."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportFacts:
-    """What a report says that events do not hold.
+    """Facts for the report that are not in the events.
 
     Attributes:
-        uri: of the run's folder.
-        now_s: when the report is made, seconds since the epoch.
+        uri: URI of the run's folder.
+        now_s: time of the report, in seconds since the epoch.
     """
 
     uri: str = ""
@@ -42,7 +42,7 @@ class ReportFacts:
 
 
 class _KeyFigure(NamedTuple):
-    """A key figure: a name, a value and what stands small below it."""
+    """A key figure: a name, a value and a small note below it."""
 
     name: str
     value: str
@@ -108,7 +108,7 @@ def render_report(history: RunHistory, facts: ReportFacts) -> str:
 
 
 def summary_html(history: RunHistory) -> str:
-    """Outcome, key figures and the curves, for a notebook; inherits its colours."""
+    """Return outcome, key figures and charts as HTML for a notebook."""
     return render_template(
         "summary.html.j2",
         title=history.summary.start.run or "run",
@@ -122,10 +122,7 @@ def summary_html(history: RunHistory) -> str:
 def write_report(
     store: Store, run: str, *, history: RunHistory | None = None, clock: Callable[[], float] = time.time
 ) -> str:
-    """Write `<run>/report.html` from what storage says of the run, or from `history`, and return where it is.
-
-    Raises StorageError.
-    """
+    """Write `<run>/report.html` from storage, or from `history`, and return its URI. Raises StorageError."""
     path = f"{run}/report.html"
     facts = ReportFacts(uri=store.uri_of(run), now_s=clock())
     store.put(path, render_report(history or read_history(store, run), facts).encode())
@@ -133,20 +130,20 @@ def write_report(
 
 
 class ReportListener:
-    """A listener of the journal that writes the report when the run has ended, earlier sessions included."""
+    """An event listener that writes the report when the run has ended, with earlier sessions."""
 
     def __init__(self, store: Store, run: str, *, clock: Callable[[], float] = time.time) -> None:
         self._store, self._run, self._clock = store, run, clock
         self._started = False
 
     def on(self, event: Event) -> None:
-        """Notice that there is something to report."""
+        """Remember that the run has started."""
         self._started = self._started or isinstance(event, RunStarted)
 
     def close(self) -> None:
-        """Write the report; the journal has written its events by now. Raises StorageError."""
+        """Write the report; the events are in storage by now. Raises StorageError."""
         if self._started:
-            # The driver ends here: where the events tell no outcome, nobody will add one.
+            # The driver ends here: no later event will report an outcome.
             folding = read_run_summary(self._store, self._run)
             history = RunHistory(summary=folding, state=folding.state(owner_alive=False))
             write_report(self._store, self._run, history=history, clock=self._clock)
@@ -155,7 +152,7 @@ class ReportListener:
 def _markup(svg: str) -> Markup:
     from markupsafe import Markup
 
-    return Markup(svg)  # our own drawing; texts in it were escaped by the one who drew it
+    return Markup(svg)  # drawn by `run_charts`, which escapes texts
 
 
 def _headline(history: RunHistory, plan: Plan | None) -> str:
@@ -171,7 +168,7 @@ def _headline(history: RunHistory, plan: Plan | None) -> str:
 
 
 def _key_figures(history: RunHistory) -> list[_KeyFigure]:
-    """Metrics, loss, throughput, duration, recoveries: what one looks for first."""
+    """Return the key figures: metrics, loss, throughput, duration, goodput, recoveries."""
     summary = history.summary
     found = [
         _KeyFigure(name, formatting.metric(value), "evaluation") for name, value in sorted(history.metrics.items())
@@ -187,7 +184,7 @@ def _key_figures(history: RunHistory) -> list[_KeyFigure]:
                 note=f"{formatting.percent(waited)} waiting for data" if math.isfinite(waited) else "",
             )
         )
-    sessions = formatting.count(len(summary.sessions), "session")
+    sessions = formatting.count(len(summary.time.sessions), "session")
     found.append(_KeyFigure("duration", formatting.duration(history.totals.wall_s), sessions))
     found.append(_KeyFigure("goodput", formatting.percent(history.totals.goodput), "of the time: steps that count"))
     lost = f"{formatting.count(summary.steps_lost, 'step')} lost"
@@ -201,7 +198,7 @@ def _recent_loss(history: RunHistory) -> float:
 
 
 def time_parts(history: RunHistory) -> list[_BarPart]:
-    """Where the time of all sessions went, largest first; parts of no time are left out."""
+    """Return where the time of all sessions went, largest part first, without empty parts."""
     totals = history.totals
     parts = [
         ("computing steps", totals.computing_s, "series-1"),
@@ -218,7 +215,7 @@ def time_parts(history: RunHistory) -> list[_BarPart]:
 
 
 def step_bars(history: RunHistory, plan: Plan | None) -> list[tuple[str, float, list[_BarPart]]]:
-    """The predicted step by term above the measured one, on one scale; empty where one of them is missing."""
+    """Return the predicted step by term and the measured one, on one scale; empty where one is missing."""
     if plan is None or plan.estimate is None or not history.records:
         return []
     colours = ("series-1", "series-3", "series-2", "series-5", "soft")
@@ -238,14 +235,14 @@ def step_bars(history: RunHistory, plan: Plan | None) -> list[tuple[str, float, 
 
 
 def _timed_steps_text(history: RunHistory) -> str:
-    """How many steps the medians of phases are over, and with how many workers."""
+    """Return the number of steps behind the medians of phases, and the number of workers."""
     summary = history.summary
     steps = formatting.count(history.phases.steps if history.phases else 0, "timed step")
     return f"{steps} with {formatting.count(summary.measured[-1].workers, 'worker')}" if summary.measured else steps
 
 
 def _incidents(history: RunHistory) -> list[_Incident]:
-    """Failures, recoveries and resumes in order of time."""
+    """Return failures, recoveries, resumes and skipped checkpoints in order of time."""
     summary = history.summary
     rows: list[tuple[float, _Incident]] = [
         (failure.time_s, _Incident(_utc(failure.time_s), failure.step, "failure", _failure(failure), failure.detail))
@@ -273,11 +270,11 @@ def _utc(time_s: float) -> str:
     return formatting.timestamp(time_s, utc=True) if time_s else ""
 
 
-# --- Students beside their teachers, as a part of the report ----------------------------------------------------------
+# --- scorecard of distillation ----------------------------------------------------------------------------------------
 
 
 def verdict_html(facts: Mapping[str, Any]) -> Markup:
-    """The part of the report that a verdict makes, from what the event `Judged` holds."""
+    """Return the part of the report with a scorecard, from the facts of a `Judged` event."""
     from markupsafe import Markup
 
     verdict = Scorecard.read(facts)
