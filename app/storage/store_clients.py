@@ -1,6 +1,6 @@
 """How a store reaches its medium: a folder of this machine, or an object store through obstore's clients.
 
-`open_backend` returns a `LocalFolder` or `ObjectStoreClients`. Their methods do one attempt and raise the errors of
+`open_backend` returns a `_LocalFolder` or `_ObjectStoreClients`. Their methods do one attempt and raise the errors of
 obstore and of the operating system; `Store` turns these into StorageErrors and repeats what may succeed later.
 """
 
@@ -60,7 +60,7 @@ QUICK_POLICY = RetryPolicy(connect_s=2.0, silence_s=3.0, request_s=3.0, total_s=
 
 def open_backend(uri: str, endpoint: str, policy: RetryPolicy) -> StoreBackend:
     """Return the backend of a canonical URI. Nothing is created or contacted yet."""
-    return ObjectStoreClients(uri, endpoint, policy) if "://" in uri else LocalFolder(Path(uri))
+    return _ObjectStoreClients(uri, endpoint, policy) if "://" in uri else _LocalFolder(Path(uri))
 
 
 class StoreBackend(ABC):
@@ -113,7 +113,7 @@ class StoreBackend(ABC):
         """Remove what is left of a folder whose listed files were deleted."""
 
 
-class LocalFolder(StoreBackend):
+class _LocalFolder(StoreBackend):
     """A folder of this machine, which may be a network file system. It is created by the first write."""
 
     certain = True
@@ -171,7 +171,7 @@ class LocalFolder(StoreBackend):
             self._durable.add(folder)
 
 
-class ObjectStoreClients(StoreBackend):
+class _ObjectStoreClients(StoreBackend):
     """A bucket and prefix, or memory for tests. Three clients differ in how long they retry a request by themselves.
 
     Create-only writes are not retried by the client: after an unclear error `Store.create` reads the file back first.
