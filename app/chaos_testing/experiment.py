@@ -149,7 +149,11 @@ def _harden(job: Job, unbroken: ObservedRun, schedule: Sequence[ScheduledFault])
         fields["hang_deadline_s"] = round(max(_LEAST_HANG_S, _HANG_FACTOR * slowest_s), 1)
     history = chaos_report.run_history(unbroken)
     often = history.summary.start.total_steps // (2 * max(len(schedule), 1) + 2)
-    if schedule and not schedule[0].after_s and _checkpoint_steps(job, history.summary.start.steps_per_epoch) > max(often, 1):
+    if (
+        schedule
+        and not schedule[0].after_s
+        and _checkpoint_steps(job, history.summary.start.steps_per_epoch) > max(often, 1)
+    ):
         fields["checkpoint_steps"] = max(often, 1)
     changed = {name: value for name, value in fields.items() if getattr(job, name) != value}
     return job.replace(**changed), tuple(f"{name}={value}" for name, value in changed.items())
