@@ -13,7 +13,6 @@ from trainwright.core.frameworks import isolate_llvm
 if TYPE_CHECKING:
     from trainwright import datasets as datasets
     from trainwright import lr_schedules as schedules
-    from trainwright import trackers as trackers
     from trainwright.api import chaos as chaos
     from trainwright.api import distill as distill
     from trainwright.api import doctor as doctor
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from trainwright.strategies.cost_model.estimator import estimate as estimate
     from trainwright.strategies.cost_model.machine_model import Calibration as Calibration
     from trainwright.strategies.search.plan_ranking import rank as rank
+    from trainwright.tracking import experiment_trackers as trackers
 
 __version__ = "0.1.0"
 
@@ -96,7 +96,7 @@ _HOMES = {
 _MODULES = {
     "datasets": "trainwright.datasets",
     "schedules": "trainwright.lr_schedules",
-    "trackers": "trainwright.trackers",
+    "trackers": "trainwright.tracking.experiment_trackers",
 }
 
 __all__ = [

@@ -130,7 +130,7 @@ def soak(task: Task, storage: str, folder: Path) -> dict[str, Any]:
             wrong += miscounted(bench.storage, names[1], task) + uncommitted(bench.storage, names[1], broken)
     history = v.run_history(broken)
     found = v.ChaosReport(
-        job=made.name, seed=task.seed, steps=history.start.total_steps, differences=differing, since_step=since,
+        job=made.name, seed=task.seed, steps=history.summary.start.total_steps, differences=differing, since_step=since,
         costs=v.fault_costs(broken), missed=broken.missed, goodput=v.goodput(broken),
         unbroken_goodput=v.goodput(unbroken),
         seconds=v.elapsed_s(broken), unbroken_seconds=v.elapsed_s(unbroken),

@@ -95,7 +95,7 @@ def _compare(
     say: _Say,
 ) -> chaos_report.ChaosReport:
     history = chaos_report.run_history(unbroken)
-    schedule = _draw_schedule(faults, options, history.start.total_steps)
+    schedule = _draw_schedule(faults, options, history.summary.start.total_steps)
     hardened, changed = _harden(job, unbroken, schedule)
     say(f"the run under faults, seed {options.seed}: {', '.join(fault.name for fault in faults)}")
     before = HostSnapshot.now()
@@ -113,7 +113,7 @@ def _compare(
     return chaos_report.ChaosReport(
         job=job.name,
         seed=options.seed,
-        steps=history.start.total_steps,
+        steps=history.summary.start.total_steps,
         differences=found,
         since_step=since,
         repeatable=repeatable,
@@ -148,8 +148,12 @@ def _harden(job: Job, unbroken: ObservedRun, schedule: Sequence[ScheduledFault])
         )
         fields["hang_deadline_s"] = round(max(_LEAST_HANG_S, _HANG_FACTOR * slowest_s), 1)
     history = chaos_report.run_history(unbroken)
-    often = history.start.total_steps // (2 * max(len(schedule), 1) + 2)
-    if schedule and not schedule[0].after_s and _checkpoint_steps(job, history.start.steps_per_epoch) > max(often, 1):
+    often = history.summary.start.total_steps // (2 * max(len(schedule), 1) + 2)
+    if (
+        schedule
+        and not schedule[0].after_s
+        and _checkpoint_steps(job, history.summary.start.steps_per_epoch) > max(often, 1)
+    ):
         fields["checkpoint_steps"] = max(often, 1)
     changed = {name: value for name, value in fields.items() if getattr(job, name) != value}
     return job.replace(**changed), tuple(f"{name}={value}" for name, value in changed.items())

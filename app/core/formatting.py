@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime
 
 
 def duration(seconds: float) -> str:
@@ -67,3 +68,11 @@ def metric(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     return f"{value:.4g}" if value == 0 or abs(value) < 1e-3 or abs(value) >= 1 else f"{value:.4f}"
+
+
+def timestamp(time_s: float, *, utc: bool = False) -> str:
+    """A time in seconds since the epoch as `2026-11-24 14:17:05`, local or `... UTC`; `-` where it is 0 (not known)."""
+    if not time_s:
+        return "-"
+    moment = datetime.fromtimestamp(time_s, UTC if utc else None)
+    return moment.strftime("%Y-%m-%d %H:%M:%S UTC" if utc else "%Y-%m-%d %H:%M:%S")

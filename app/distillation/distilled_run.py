@@ -45,7 +45,7 @@ class DistilledRun(Run):
     @property
     def verdict(self) -> Scorecard | None:
         """The newest comparison of the students with their teachers; None where there is none."""
-        judged = self._read().judged
+        judged = self._read().summary.judged
         return None if judged is None else Scorecard.read(judged.verdict)
 
     def judge(self, *, verbose: bool = False) -> Scorecard:

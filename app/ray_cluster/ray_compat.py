@@ -8,7 +8,6 @@ no Ray.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 from urllib.parse import urlsplit
@@ -121,9 +120,6 @@ def exit_reason(error: BaseException | None) -> str:
 # --- Link to Ray's dashboard ------------------------------------------------------------------------------------------
 
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
 def dashboard_link() -> dict[str, str]:
     """Facts of the connected cluster: `url` of this job's page, number of the `job`, address of the head `node`.
 
@@ -144,17 +140,3 @@ def dashboard_facts(address: str, job: str, gcs_address: str) -> dict[str, str]:
     place = f"{host}:{parts.port}" if parts.port else host
     node = gcs_address.rpartition(":")[0]
     return {"url": f"{parts.scheme}://{place}{parts.path.rstrip('/')}/#/jobs/{job}", "job": job, "node": node}
-
-
-def dashboard_text(told: Mapping[str, str]) -> str:
-    """A line for people; empty where there is no dashboard.
-
-    `http://127.0.0.1:8265/#/jobs/01000000 on 10.0.0.5 (from elsewhere: ray dashboard cluster.yaml, or ssh -L ...)`.
-    """
-    if not told:
-        return ""
-    parts = urlsplit(told["url"])
-    if parts.hostname not in _LOOPBACK:
-        return told["url"]
-    tunnel = f"ssh -L {parts.port}:127.0.0.1:{parts.port} {told['node']}"
-    return f"{told['url']} on {told['node']} (from elsewhere: ray dashboard cluster.yaml, or {tunnel})"

@@ -1,4 +1,4 @@
-"""What is worth a line to the user, and the figures of the progress bar. Pure: events in, words out."""
+"""Messages for events: the lines of a training run, one line for each event of `logs`, and the progress figures."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ class OutputLine:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressFigures:
-    """What the progress bar shows. NaN where nothing was measured yet in this session.
+    """The figures of the progress bar. NaN where nothing was measured yet in this session.
 
     Attributes:
-        epoch: from 1, of `epochs`.
+        epoch: from 1 to `epochs`.
         loss: mean of the last steps.
-        samples_per_s: over the last steps.
-        wait_share: of the last steps' time that waited for data, from 0 to 1; NaN too where workers step alone.
-        left_s: from the rate of this session alone, evaluations and checkpoints included.
-        activity: what happens instead of stepping; empty while it steps.
+        samples_per_s: of the last steps.
+        wait_share: share of the last steps' time that waited for data, 0 to 1; NaN for asynchronous workers.
+        left_s: remaining time at the rate of this session, with evaluations and checkpoints.
+        activity: what the run does instead of training steps; empty while it trains.
     """
 
     step: int = 0
@@ -76,7 +76,7 @@ class ProgressFigures:
     activity: str = ""
 
     def text(self) -> str:
-        """All of it in one plain line."""
+        """Return the figures as one line."""
         parts = [f"step {self.step:,}/{self.total:,}", f"epoch {self.epoch}/{self.epochs}"]
         if math.isfinite(self.samples_per_s):
             parts += [f"loss {formatting.metric(self.loss)}", formatting.throughput(self.samples_per_s)]
@@ -88,10 +88,10 @@ class ProgressFigures:
 
 
 class EventFormatter:
-    """Folds events into lines and figures.
+    """Turns events into lines and progress figures.
 
     Args:
-        verbose: also tell checkpoints, processes and whole tracebacks of failures that were recovered from.
+        verbose: also show checkpoints, processes, and the tracebacks of failures that the run recovered from.
     """
 
     def __init__(self, *, verbose: bool = False) -> None:
@@ -106,7 +106,7 @@ class EventFormatter:
 
     @property
     def figures(self) -> ProgressFigures:
-        """The state of the bar after the events so far."""
+        """The progress figures after the events so far."""
         total, per_epoch = self._start.total_steps, self._start.steps_per_epoch
         seconds = sum(row[2] for row in self._recent)
         measured = bool(self._recent) and seconds > 0
@@ -114,7 +114,7 @@ class EventFormatter:
         return ProgressFigures(
             step=self._step,
             total=total,
-            # Before the first step the epoch of the next one, then that of the last one.
+            # Before the first step the epoch of the next step, later that of the last step.
             epoch=epoch_of(self._step if self._recent else min(self._step + 1, total), per_epoch),
             epochs=epoch_of(total, per_epoch),
             loss=sum(row[0] for row in self._recent) / len(self._recent) if self._recent else math.nan,
@@ -125,48 +125,32 @@ class EventFormatter:
         )
 
     def tell(self, event: Event) -> list[OutputLine]:
-        """The lines that this event is worth; usually none."""
+        """Return the lines to show for an event; none for most events."""
         match event:
             case RunStarted():
                 return self._tell_start(event)
             case Waiting():
                 return self._tell_waiting(event)
-            case Placed():
-                return self._tell_placed(event)
-            case Promoted():
-                return [OutputLine(text=_promoted_text(event))] if self._verbose else []
-            case Leaving() | Straggling():
-                return [OutputLine(text=event.text, tone="warning")]
-            case Resized():
-                return [_resized_line(event)]
-            case Replanned():
-                return [_replanned_line(event)]
-            case Probed() | Joined():
-                return [OutputLine(text=event.text, tone="good")]
             case Formed():
                 return self._tell_formed(event)
             case Steps():
                 return self._count(event)
             case Measured():
                 return self._tell_measured(event)
-            case Evaluated():
-                return [OutputLine(text=_evaluation_text(event, self._start.steps_per_epoch))]
-            case Checkpointed():
-                return [OutputLine(text=_checkpoint_text(event))] if self._verbose else []
-            case Kept():
-                return [OutputLine(text=_memory_checkpoint_text(event))] if self._verbose else []
-            case CheckpointSkipped():
-                return [OutputLine(text=f"no checkpoint at step {event.step:,}: {event.reason}", tone="warning")]
             case Failed():
                 return self._tell_failure(event)
-            case Printed():
-                return [] if self._verbose else [OutputLine(text=event.text)]  # Ray shows it then
-            case Noted():
-                return [OutputLine(text=f"note: {event.text}", tone="warning")]
             case RunEnded():
                 self._activity = ""
                 return [_end_line(event, self._start)]
-        return []
+            case Prefetched() | Stale() | Stacks() | Judged():
+                return []
+            case Printed() if self._verbose:
+                return []  # Ray already forwards the worker's output
+        if isinstance(event, Placed):
+            self._pids[event.worker] = event.pid
+        if isinstance(event, (Placed, Promoted, Checkpointed, Kept)) and not self._verbose:
+            return []
+        return [event_line(event, self._start.steps_per_epoch)]
 
     def _tell_start(self, event: RunStarted) -> list[OutputLine]:
         self._start, self._formed, self._activity = event, False, "starting"
@@ -181,10 +165,6 @@ class EventFormatter:
             return []
         self._waited_for = event.what
         return [OutputLine(text=waiting_text(event), tone="warning")]
-
-    def _tell_placed(self, event: Placed) -> list[OutputLine]:
-        self._pids[event.worker] = event.pid
-        return [OutputLine(text=_placed_text(event))] if self._verbose else []
 
     def _tell_formed(self, event: Formed) -> list[OutputLine]:
         again, self._formed, self._activity, self._waited_for = self._formed, True, "", ""
@@ -213,46 +193,22 @@ class EventFormatter:
         if event.step:
             self._step, self._activity = event.step[-1], ""
             self._done += len(event.step)
-            # Time from the formation or the last news to this news, so that what lies between steps counts too.
+            # Time since the rendezvous or the previous event, so that time between steps counts too.
             self._stepping_s += max(event.time_s - self._stepping_since_s, 0.0)
             self._stepping_since_s = event.time_s
         return []
 
     def _tell_measured(self, event: Measured) -> list[OutputLine]:
-        """The noise scale, once it is known."""
+        """Show the measurement when the gradient noise scale is first known."""
         first = bool(event.noise) and not self._told_noise
         self._told_noise = self._told_noise or first
         return [OutputLine(text=_step_phases_text(event))] if first or self._verbose else []
 
     def _tell_failure(self, event: Failed) -> list[OutputLine]:
         self._activity = "recovering"
-        # The whole traceback comes with the error if the run ends; a failure that is recovered from is worth a line.
+        # If the run ends, the error has the traceback; a failure that the run recovers from gets one line.
         detail = event.detail if self._verbose else ""
         return [OutputLine(text=failure_text(event, self._pids), tone="bad", detail=detail)]
-
-
-def _placed_text(event: Placed) -> str:
-    """`worker 2 is up as a spare: pid 1234 on node-a`."""
-    return f"worker {event.worker} is up{' as a spare' if event.spare else ''}: pid {event.pid} on {event.node}"
-
-
-def _promoted_text(event: Promoted) -> str:
-    """`worker 2, a spare on node-a, takes rank 1`."""
-    return f"worker {event.worker}, a spare{f' on {event.node}' if event.node else ''}, takes rank {event.rank}"
-
-
-def _resized_line(event: Resized) -> OutputLine:
-    """`going on with 3 workers instead of 4: no more started within 30 s; the global batch stays`."""
-    verb = "going on" if event.workers < event.former else "growing: going on"
-    text = f"{verb} with {formatting.count(event.workers, 'worker')} instead of {event.former}: {event.why}"
-    return OutputLine(
-        text=f"{text}; the global batch stays", tone="warning" if event.workers < event.former else "good"
-    )
-
-
-def _replanned_line(event: Replanned) -> OutputLine:
-    """`the layout changes from pipeline (pp=2) to one_device on 1 worker: ...`."""
-    return OutputLine(text=event.text, tone="warning" if event.why else "good")
 
 
 def _evaluation_text(event: Evaluated, steps_per_epoch: int) -> str:
@@ -262,23 +218,8 @@ def _evaluation_text(event: Evaluated, steps_per_epoch: int) -> str:
     return f"step {event.step:,} (epoch {epoch}): {metrics} ({formatting.duration(event.seconds)})"
 
 
-def _checkpoint_text(event: Checkpointed) -> str:
-    """`checkpoint at step 235: 1.2 MiB, steps waited 3 ms, stored in 120 ms`."""
-    return (
-        f"checkpoint at step {event.step:,}: {formatting.size(event.size_bytes)}, "
-        f"steps waited {formatting.duration(event.blocked_s)}, stored in {formatting.duration(event.seconds)}"
-    )
-
-
-def _memory_checkpoint_text(event: Kept) -> str:
-    """`state of step 235 kept in memory on node-a: 1.2 MiB, steps waited 3 ms`."""
-    where = f"on {', '.join(event.nodes)}" if event.nodes else ""
-    size, waited = formatting.size(event.size_bytes), formatting.duration(event.blocked_s)
-    return f"state of step {event.step:,} kept in memory {where}: {size}, steps waited {waited}"
-
-
 def prefetch_text(event: Prefetched) -> str:
-    """`data was read up to 128 steps ahead (2 chunks of 64 steps, 16 MiB at most)`."""
+    """`data is read up to 128 steps ahead (2 chunks of 64 steps, 16 MiB at most)`."""
     chunks = f"{formatting.count(event.chunks, 'chunk')} of {formatting.count(event.chunk_steps, 'step')}"
     held = formatting.size(event.chunks * event.chunk_bytes)
     return f"data is read up to {event.chunks * event.chunk_steps:,} steps ahead ({chunks}, {held} at most)"
@@ -307,7 +248,7 @@ def recovery_text(event: Formed) -> str:
 
 
 def source_text(event: Formed) -> str:
-    """Where a generation's state came from, in words."""
+    """Return where the state of a rendezvous came from, in words."""
     sources = {
         "replica": "a replica",
         "keeper": "a node's memory",
@@ -318,25 +259,25 @@ def source_text(event: Formed) -> str:
 
 
 def waiting_text(event: Waiting) -> str:
-    """`waiting for 2 GPU, at most 5 min 00 s`; `deadline_s` may be a time or a duration."""
+    """`waiting for 2 GPU, at most 5 min 00 s`; the event's `deadline_s` may be a time or a duration."""
     left_s = event.deadline_s - event.time_s if event.deadline_s > event.time_s else event.deadline_s
     return f"waiting for {event.what}" + (f", at most {formatting.duration(left_s)}" if left_s > 0 else "")
 
 
 def _end_line(event: RunEnded, start: RunStarted) -> OutputLine:
-    """How the run ended, and after how long when its start is known."""
+    """Return how the run ended, and after how long where its start is known."""
     seconds = f" after {formatting.duration(event.time_s - start.time_s)}" if start.time_s else ""
     steps = f"at step {event.step:,} of {start.total_steps:,}" if start.total_steps else f"at step {event.step:,}"
     if event.outcome == "done":
         return OutputLine(text=f"done: {formatting.count(event.step, 'step')}{seconds}", tone="good")
     if event.outcome == "stopped":
-        return OutputLine(text=f"stopped {steps}{seconds}; the same command goes on from here", tone="warning")
+        return OutputLine(text=f"stopped {steps}{seconds}; the same command continues from here", tone="warning")
     first = event.error.strip().splitlines()[0] if event.error.strip() else "see the error"
     return OutputLine(text=f"failed {steps}{seconds}: {first}", tone="bad")
 
 
 def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
-    """Any event as one line on its own, for `logs`."""
+    """Return one line for any event, independent of other events, for `logs`."""
     match event:
         case RunStarted():
             return OutputLine(
@@ -345,15 +286,17 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
         case Waiting():
             return OutputLine(text=waiting_text(event), tone="warning")
         case Placed():
-            return OutputLine(text=_placed_text(event))
+            role = " as a spare" if event.spare else ""
+            return OutputLine(text=f"worker {event.worker} is up{role}: pid {event.pid} on {event.node}")
         case Promoted():
-            return OutputLine(text=_promoted_text(event))
+            place = f" on {event.node}" if event.node else ""
+            return OutputLine(text=f"worker {event.worker}, a spare{place}, takes rank {event.rank}")
         case Leaving() | Straggling():
             return OutputLine(text=event.text, tone="warning")
         case Resized():
             return _resized_line(event)
         case Replanned():
-            return _replanned_line(event)
+            return OutputLine(text=event.text, tone="warning" if event.why else "good")
         case Probed() | Joined():
             return OutputLine(text=event.text, tone="good")
         case Formed():
@@ -381,7 +324,7 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
         case Failed():
             return OutputLine(text=failure_text(event), tone="bad", detail=event.detail)
         case Stacks():
-            return OutputLine(text=f"rank {event.rank} ({event.node}) stood at:", detail=event.text)
+            return OutputLine(text=f"stack of rank {event.rank} ({event.node}):", detail=event.text)
         case Printed():
             return OutputLine(text=event.text)
         case Noted():
@@ -389,8 +332,32 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
         case Judged():
             return OutputLine(text=event.text, tone="good")
         case RunEnded():
-            return OutputLine(text=_end_line(event, RunStarted()).text, tone=_end_line(event, RunStarted()).tone)
+            return _end_line(event, RunStarted())
     return OutputLine(text=event.kind)
+
+
+def _resized_line(event: Resized) -> OutputLine:
+    """`continuing with 3 workers instead of 4: no more started within 30 s; the global batch size does not change`."""
+    smaller = event.workers < event.former
+    verb = "continuing" if smaller else "growing: continuing"
+    workers = formatting.count(event.workers, "worker")
+    text = f"{verb} with {workers} instead of {event.former}: {event.why}; the global batch size does not change"
+    return OutputLine(text=text, tone="warning" if smaller else "good")
+
+
+def _checkpoint_text(event: Checkpointed) -> str:
+    """`checkpoint at step 235: 1.2 MiB, steps waited 3 ms, stored in 120 ms`."""
+    return (
+        f"checkpoint at step {event.step:,}: {formatting.size(event.size_bytes)}, "
+        f"steps waited {formatting.duration(event.blocked_s)}, stored in {formatting.duration(event.seconds)}"
+    )
+
+
+def _memory_checkpoint_text(event: Kept) -> str:
+    """`state of step 235 kept in memory on node-a: 1.2 MiB, steps waited 3 ms`."""
+    place = f" on {', '.join(event.nodes)}" if event.nodes else ""
+    size, waited = formatting.size(event.size_bytes), formatting.duration(event.blocked_s)
+    return f"state of step {event.step:,} kept in memory{place}: {size}, steps waited {waited}"
 
 
 def _steps_text(event: Steps) -> str:

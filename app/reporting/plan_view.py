@@ -1,4 +1,7 @@
-"""A plan as people read it: one line, a table in the terminal, HTML in notebooks and reports."""
+"""A plan as text and tables: one line, names and values, the decision with its alternatives, ranks by node.
+
+Tables are for the terminal (rich), HTML for notebooks.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ _Fact = TypeVar("_Fact")
 
 
 def compare_plans(plan: Plan, best: Plan) -> str:
-    """What a plan takes beside the best: by step, or where that is not all, to the same loss."""
+    """Return how much longer a plan takes than the best one: per step, or to the same loss where that differs."""
     own, other = plan.estimate, best.estimate
     assert own is not None and other is not None, "both were ranked"
     if not own.factors and not other.factors:
@@ -50,12 +53,12 @@ def compare_plans(plan: Plan, best: Plan) -> str:
 
 
 def _factors_of(estimate: Estimate) -> list[str]:
-    """By what the same loss takes longer: `staleness x 1.15`."""
+    """Return the factors by which the same loss takes longer: `staleness x 1.15`."""
     return [f"{name.replace('_', ' ')} x {factor:.2f}" for name, factor in estimate.factors.items()]
 
 
 def plan_line(plan: Plan) -> str:
-    """One line: strategy, workers, where, batch and predicted step time.
+    """Return a plan as one line: strategy, workers, devices, batch and predicted step time.
 
     Example: `data_parallel: 2 workers x 1 thread on CPU, batch 256 = 2 x 128, est. 14 ms/step`.
     """
@@ -68,14 +71,14 @@ def plan_line(plan: Plan) -> str:
 
 
 def plan_name(plan: Plan) -> str:
-    """Degrees and choices in words: `pipeline 8 x data 16 (ZeRO-1) x tensor 8, micro-batch 2, 1f1b, recompute full`."""
+    """Return degrees and choices: `pipeline 8 x data 16 (ZeRO-1) x tensor 8, micro-batch 2, 1f1b, recompute full`."""
     rows = plan.micro_batch or plan.micro_batches(plan.batch_size)[1]
     parts = [_degrees(plan) or "one device", f"micro-batch {rows}", *_choices(plan), *_server_parts(plan)]
     return ", ".join(filter(None, parts))
 
 
 def infeasible_name(misfit: InfeasiblePlan) -> str:
-    """What cannot be: the strategy, and the plan where there is one."""
+    """Return the name of an infeasible plan: the strategy, with degrees where they are known."""
     return f"{misfit.strategy}: {plan_name(misfit.plan)}" if misfit.plan else misfit.strategy
 
 
@@ -83,7 +86,7 @@ def plan_table(decision: Decision) -> RenderableType:
     """The decision for the terminal: the chosen plan and what it costs, then the others with reasons."""
     parts: list[RenderableType] = [
         Text.assemble(("Plan  ", "bold"), (plan_line(decision.chosen), "bold green")),
-        Padding(_facts_table(_context(decision) + plan_rows(decision.chosen)), (1, 0, 0, 2)),
+        Padding(facts_table(_context(decision) + plan_rows(decision.chosen)), (1, 0, 0, 2)),
     ]
     mesh = mesh_table(decision.chosen, planned_nodes(decision.chosen, decision.used))
     if mesh is not None:
@@ -122,7 +125,7 @@ def plan_html(decision: Decision) -> str:
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Names and values of a plan, in reading order, for tables."""
+    """Return names and values of a plan, for tables."""
     rows = [
         ("mesh", _degrees(plan) or "one device"),
         ("workers", _workers(plan)),
@@ -139,11 +142,11 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan.schedule:
         rows.append(("schedule", plan.schedule))
     if plan.sequence:
-        rows.append(("sequence parallel", "tokens divided between the layers that are"))
+        rows.append(("sequence parallel", "tokens divided between tensor-parallel layers"))
     if plan.offload:
-        rows.append(("in host memory", "parameters, gradients and the optimizer's state"))
+        rows.append(("in host memory", "parameters, gradients and optimizer state"))
     if plan.recompute != "none":
-        rows.append(("recomputed", {"full": "all activations", "selective": "attention's scores"}[plan.recompute]))
+        rows.append(("recomputed", {"full": "all activations", "selective": "attention scores"}[plan.recompute]))
     if plan.estimate is not None:
         low, high = formatting.duration(plan.estimate.low_s), formatting.duration(plan.estimate.high_s)
         rows.append(("step, predicted", f"{formatting.duration(plan.estimate.step_s)} ({low} to {high})"))
@@ -155,7 +158,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _server_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Of workers that step alone."""
+    """Return names and values of an asynchronous plan."""
     rows = [("servers", str(plan.servers)), ("consistency", plan.consistency)]
     if plan.wire != "full":
         rows.append(("on the wire", plan.wire))
@@ -165,7 +168,7 @@ def _server_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def memory_text(estimate: Estimate) -> str:
-    """What each stage takes, of what a device has: `1.2 GiB to 3.4 GiB of 80 GiB`."""
+    """Return the memory of the stages and of a device: `1.2 GiB to 3.4 GiB of 80 GiB`."""
     low, high = min(estimate.stage_memory_bytes), max(estimate.stage_memory_bytes)
     taken = formatting.size(high) if low == high else f"{formatting.size(low)} to {formatting.size(high)}"
     return f"{taken} of {formatting.size(estimate.device_memory_bytes)}" if estimate.device_memory_bytes else taken
@@ -189,7 +192,7 @@ def other_plans(decision: Decision) -> list[dict[str, str]]:
 
 
 def other_rows(facts: Sequence[Mapping[str, str]]) -> list[tuple[str, str, str]]:
-    """Strategy, `rejected` or `not possible`, and why, of each plan that was not chosen."""
+    """Return name, `rejected` or `not possible`, and the reason for each plan that was not chosen."""
     rows = []
     for fact in facts:
         verdict = "not possible" if fact.get("hint") else "rejected"
@@ -200,7 +203,7 @@ def other_rows(facts: Sequence[Mapping[str, str]]) -> list[tuple[str, str, str]]
 
 
 def plan_from(facts: Mapping[str, Any]) -> Plan | None:
-    """The plan of `RunStarted.plan` (its `asdict`), also after a trip through JSON; None when it holds no plan."""
+    """Rebuild the plan of `RunStarted.plan` (its `asdict`), also from JSON; None when there is none."""
     if not {"strategy", "engine", "mesh", "batch_size", "placement"} <= facts.keys():
         return None
     estimate = facts.get("estimate")
@@ -223,7 +226,7 @@ def plan_from(facts: Mapping[str, Any]) -> Plan | None:
 
 
 def _known(kind: type[_Fact], facts: Mapping[str, Any]) -> _Fact:
-    """An object of the fields that this version knows; a later version may have written more."""
+    """Return an object of the fields that this version knows; a later version may have written more."""
     names = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in facts.items() if name in names})
 
@@ -247,13 +250,13 @@ def _choices(plan: Plan) -> list[str]:
 
 
 def _layout(plan: Plan) -> list[str]:
-    """What the number of workers does not say."""
+    """Return degrees and choices of a plan that is not plain data parallel."""
     plain = plan.mesh == Mesh(data=plan.mesh.data)
     return [*([] if plain else [_degrees(plan)]), *_choices(plan)]
 
 
 def _server_parts(plan: Plan) -> list[str]:
-    """Of workers that step alone, in a few words."""
+    """Return servers, consistency and local steps of an asynchronous plan."""
     if not plan.servers:
         return []
     found = [formatting.count(plan.servers, "server"), plan.consistency]
@@ -287,7 +290,8 @@ def _batch(plan: Plan) -> str:
     return f"batch {plan.batch_size} = {' x '.join(pieces)} x {f'{each} or {each + 1}' if rest else each}"
 
 
-def _facts_table(rows: Sequence[tuple[str, str]]) -> Table:
+def facts_table(rows: Sequence[tuple[str, str]]) -> Table:
+    """Return names and values as a table for the terminal."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -297,7 +301,7 @@ def _facts_table(rows: Sequence[tuple[str, str]]) -> Table:
 
 
 def estimate_table(estimate: Estimate) -> Table:
-    """Terms with their seconds as bars."""
+    """Return the terms of an estimate with their seconds as bars."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -345,11 +349,11 @@ def _others_html(rows: Sequence[tuple[str, str, str]]) -> str:
     return f"<p class='tw-head'>Not chosen</p><table>{body}</table>"
 
 
-# --- Which rank holds which part of the model and of the batch, and on which node -------------------------------------
+# --- ranks by node ----------------------------------------------------------------------------------------------------
 
 
-_NAMED_NODES = 3  # nodes of one row whose names are all told
-SHOWN_ROWS = 16  # rows in a terminal, and in a page before the others are asked for
+_NAMED_NODES = 3  # so many nodes of one row are all named
+SHOWN_ROWS = 16  # rows in a terminal, and in a page before the folded ones
 
 _Coordinates = tuple[int, ...]  # coordinates of a rank, by dimension
 _CoordinateBox = tuple[tuple[int, ...], ...]  # all points whose coordinates are among these
@@ -357,11 +361,11 @@ _CoordinateBox = tuple[tuple[int, ...], ...]  # all points whose coordinates are
 
 @dataclass(frozen=True, kw_only=True)
 class MeshTable:
-    """Rows of nodes.
+    """The ranks of a plan on nodes.
 
     Attributes:
-        columns: `node`, `ranks`, and the dimensions of more than one; where there are servers, `node` and the roles.
-        rows: cells; nodes that hold the same of each replica are one row.
+        columns: `node`, `ranks`, and the mesh dimensions larger than 1; for a plan with servers, `node` and the roles.
+        rows: cells; nodes with the same part of each replica are one row.
     """
 
     columns: tuple[str, ...]
@@ -369,9 +373,9 @@ class MeshTable:
 
 
 def planned_nodes(plan: Plan, cluster: Cluster) -> dict[str, str]:
-    """The ranks that each node is to hold where nobody else is, as `core.arranging.ranges_of` tells them.
+    """Return the ranks of a plan for each node of an empty cluster, as `core.plan.ranks_by_node` writes them.
 
-    Empty where they do not fit, and where there are servers, which Ray places.
+    Empty where they do not fit, and for a plan with servers, which Ray places.
     """
     if plan.servers:
         return {}
@@ -389,10 +393,10 @@ def planned_nodes(plan: Plan, cluster: Cluster) -> dict[str, str]:
 
 
 def mesh_table(plan: Plan, nodes: Mapping[str, str]) -> MeshTable | None:
-    """Who holds what; None of a single worker, or where the nodes hold other ranks than the plan's.
+    """Return the part of model and batch on each node; None for a single worker, or where the ranks do not match.
 
     Args:
-        nodes: the ranks of the workers on each node, as `core.arranging.ranges_of` tells them.
+        nodes: the ranks of the workers on each node, as `core.plan.ranks_by_node` writes them.
     """
     if plan.servers:
         return _roles(plan, nodes)
@@ -415,7 +419,7 @@ def mesh_table(plan: Plan, nodes: Mapping[str, str]) -> MeshTable | None:
 
 
 def _roles(plan: Plan, nodes: Mapping[str, str]) -> MeshTable | None:
-    """The ranks of each role, of which all workers hold the same; None where no node is known."""
+    """Return the ranks of each role by node; None where no node is known."""
     roles = tuple(dict.fromkeys(plan.role_of(rank) for rank in range(plan.processes)))
     rows = [
         (node, *(format_ranges(rank for rank in parse_ranges(ranks) if plan.role_of(rank) == role) for role in roles))
@@ -425,7 +429,7 @@ def _roles(plan: Plan, nodes: Mapping[str, str]) -> MeshTable | None:
 
 
 def _points(plan: Plan, workers: Iterable[int]) -> frozenset[_Coordinates]:
-    """Coordinates (data, stage, shard, tensor) of all ranks of these workers."""
+    """Return the coordinates (data, stage, shard, tensor) of all ranks of these workers."""
     mesh, devices = plan.mesh, plan.devices_per_worker
     ranks = (rank for worker in workers for rank in range(worker * devices, (worker + 1) * devices))
     return frozenset(_point(mesh, rank) for rank in ranks)
@@ -437,13 +441,13 @@ def _point(mesh: Mesh, rank: int) -> _Coordinates:
 
 
 def _ranks(mesh: Mesh, box: _CoordinateBox) -> Iterable[int]:
-    """Of all points of a box: how `Mesh` numbers them."""
+    """Yield the ranks of all points of a box, as `Mesh` numbers them."""
     for data, stage, shard, tensor in product(*box):
         yield ((stage * mesh.data + data) * mesh.shard + shard) * mesh.tensor + tensor
 
 
 def _boxes(points: frozenset[_Coordinates]) -> list[_CoordinateBox]:
-    """The points as few boxes: coordinates with the same rest are one."""
+    """Combine points to few boxes: coordinates with the same rest become one."""
     if () in points:
         return [()]
     rests: dict[int, set[_Coordinates]] = {}
@@ -456,7 +460,7 @@ def _boxes(points: frozenset[_Coordinates]) -> list[_CoordinateBox]:
 
 
 def _group_equal_nodes(parts: Sequence[tuple[str, _CoordinateBox]]) -> list[list[tuple[str, _CoordinateBox]]]:
-    """Those of nodes that hold the same of as many replicas, and nothing else, together."""
+    """Group nodes whose only part is the same part of equally many replicas."""
     alone = {node for node, some in groupby(parts, key=lambda part: part[0]) if len(list(some)) == 1}
     found: dict[object, list[tuple[str, _CoordinateBox]]] = {}
     for number, (node, box) in enumerate(parts):
@@ -472,7 +476,7 @@ def _node_names(nodes: Sequence[str]) -> str:
 
 
 def mesh_text(table: MeshTable) -> Table:
-    """For the terminal: the first rows, and how many more there are."""
+    """Return the table for the terminal: the first rows, and the number of further ones."""
     text = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     for name in table.columns:
         text.add_column(name, overflow="fold")
@@ -484,7 +488,7 @@ def mesh_text(table: MeshTable) -> Table:
 
 
 def mesh_html(table: MeshTable) -> str:
-    """For notebooks: all rows, those after the first ones folded away."""
+    """Return the table as HTML for notebooks; rows after the first ones are folded."""
     head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
     rows = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table.rows]
     shown, more = ("".join(f"<tr>{row}</tr>" for row in some) for some in (rows[:SHOWN_ROWS], rows[SHOWN_ROWS:]))

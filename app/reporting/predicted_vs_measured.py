@@ -1,4 +1,4 @@
-"""A plan's predicted step beside the measured one, in the finest parts that both can tell. Pure."""
+"""The predicted and the measured step of a plan, compared in the smallest parts that both can distinguish."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _WHERE: Mapping[str, frozenset[str]] = {
     "optimizer": frozenset({"optimizer"}),
     "other": frozenset({"other"}),
 }
-_ANYWHERE = frozenset({"forward", "backward"})  # of compute, and of what goes on amid it
+_ANYWHERE = frozenset({"forward", "backward"})  # compute, and communication during it
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPart:
-    """One part of a step; None where it was not predicted, or not measured.
+    """One part of a step. Its seconds are None where they were not predicted, or not measured.
 
     Attributes:
-        name: the predicted terms and the measured phases that it is made of.
+        name: the predicted terms and the measured phases of this part.
     """
 
     name: str
@@ -39,13 +39,13 @@ class StepPart:
 
     @property
     def ratio(self) -> float | None:
-        """Predicted by measured."""
+        """Predicted divided by measured."""
         if self.predicted_s is None or not self.measured_s:
             return None
         return self.predicted_s / self.measured_s
 
     def cells(self) -> tuple[str, str, str, str, str]:
-        """Name, predicted, measured, ratio and note as texts."""
+        """Return name, predicted, measured, ratio and note as texts."""
         seconds = [
             formatting.duration(math.nan if value is None else value) for value in (self.predicted_s, self.measured_s)
         ]
@@ -53,9 +53,9 @@ class StepPart:
 
 
 def compare_step(estimate: Estimate | None, phases: PhaseTimes, step_s: float) -> list[StepPart]:
-    """The parts of a step in its order, then waiting for data, then the whole.
+    """Return the parts of a step in order, then waiting for data, then the whole step.
 
-    A term may be spread over several phases, and a phase may hold several terms; what cannot be told apart is one part.
+    A term may be spread over several phases, and a phase may have several terms; what cannot be separated is one part.
 
     Args:
         step_s: median of the measured steps.
@@ -80,13 +80,13 @@ def compare_step(estimate: Estimate | None, phases: PhaseTimes, step_s: float) -
 
 
 def step_parts(history: RunHistory, plan: Plan | None) -> list[StepPart]:
-    """The same for a run; empty where no phase was timed."""
+    """Return the parts of a run's steps; empty where no phase was timed."""
     phases = history.phases
     return compare_step(plan.estimate if plan else None, phases, history.median_step_s) if phases else []
 
 
 def _connected_phases(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
-    """The places of a step that hang together, in its order."""
+    """Merge the sets that share a phase; return them in the order of the step."""
     found: list[frozenset[str]] = []
     for one in sets:
         meeting = [other for other in found if one & other]
@@ -101,7 +101,7 @@ def _name(terms: list[str], phases: list[str]) -> str:
 
 
 def _parts(terms: Mapping[str, float], medians: Mapping[str, float], timed: list[str]) -> str:
-    """What a part is made of, where that is more than its name says."""
+    """Return the seconds of the terms and phases of a part that has several."""
     notes = []
     if len(terms) > 1:
         notes.append(
@@ -129,22 +129,23 @@ def _whole(estimate: Estimate | None, step_s: float) -> StepPart:
 
 
 def noise_text(history: RunHistory, plan: Plan | None) -> str:
-    """What is known of the gradient noise scale, or why it is not; empty before anything was measured."""
-    if not history.measured:
+    """Return the gradient noise scale or why it is unknown; empty before anything was measured."""
+    summary = history.summary
+    if not summary.measured:
         return ""
     if history.noise is not None:
         step, noise = history.noise
-        since = "" if history.measured[-1].noise else "; since then the estimates scatter too much to tell"
+        since = "" if summary.measured[-1].noise else "; the estimates since then vary too much"
         return (
             f"{noise.text} at step {step:,}{since} ({noise.count:,} steps were sampled; a batch has {noise.batch:,.0f})"
         )
     if plan is not None and plan.servers:
-        return ""  # nobody sees the gradients of all shares of a step beside their sum
-    sampled = history.measured[-1].sampled
+        return ""  # no process has both the gradients of all shares of a step and their sum
+    sampled = summary.measured[-1].sampled
     if plan is not None and plan.mesh.data_ranks * plan.micro_batches(plan.batch_size)[0] == 1:
-        return "cannot be measured: a batch that is not divided does not tell it; accumulation=2 divides it"
+        return "cannot be measured: the batch is not divided; accumulation=2 divides it"
     if not sampled:
         return "not known: no step was sampled"
     if sampled < LEAST_NOISE_SAMPLES:
-        return f"not known: {sampled} steps were sampled, it takes {LEAST_NOISE_SAMPLES}"
-    return f"not known: the estimates of {sampled:,} steps scatter too much"
+        return f"not known: {sampled} steps were sampled, {LEAST_NOISE_SAMPLES} are needed"
+    return f"not known: the estimates of {sampled:,} steps vary too much"

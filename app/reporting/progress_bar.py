@@ -1,4 +1,4 @@
-"""Progress on stderr, fed by the run's events: a bar in a terminal, plain lines elsewhere, one line in a notebook."""
+"""Progress on stderr: a bar in a terminal, plain lines in files and pipes, one changing output in a notebook."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ _NOTEBOOK_S = 0.5
 
 
 class ProgressDisplay(Protocol):
-    """Where lines and figures are shown."""
+    """Shows lines and progress figures."""
 
     def line(self, line: OutputLine) -> None:
         """Show a line that stays."""
 
     def show(self, figures: ProgressFigures, *, news: bool) -> None:
-        """Show the figures; with `news` even if the last ones are recent."""
+        """Show the figures; with `news` even where the last ones are recent."""
 
     def close(self) -> None:
-        """Take the bar away; lines stay."""
+        """Remove the bar; lines stay."""
 
 
 class RunProgress:
-    """Shows a run while it goes. A listener of the journal, and a context manager that closes itself.
+    """An event listener that shows the progress of a run. Use as a context manager, or call `close`.
 
     Args:
-        decision: its plan is the first line, what is to be known of it the next ones.
-        verbose: also checkpoints, processes and the tracebacks of failures that were recovered from.
-        console: where to write; stderr by default, so that stdout is left for data.
+        decision: the plan and its notes are the first lines.
+        verbose: also show checkpoints, processes, and the tracebacks of failures that the run recovered from.
+        console: where to write; stderr by default, so that stdout is free for data.
         surface: shows lines and figures; by default the one that suits the console.
     """
 
@@ -60,7 +60,7 @@ class RunProgress:
         console: Console | None = None,
         surface: ProgressDisplay | None = None,
     ) -> None:
-        self._narrator = EventFormatter(verbose=verbose)
+        self._formatter = EventFormatter(verbose=verbose)
         self._surface = surface or display_for(console or Console(file=sys.stderr))
         self._first = [] if decision is None else _plan_lines(decision.chosen)
 
@@ -73,30 +73,30 @@ class RunProgress:
     def on(self, event: Event) -> None:
         """Take one event."""
         first, self._first = self._first, []
-        lines = self._narrator.tell(event)
+        lines = self._formatter.tell(event)
         for line in (*first, *lines):
             self._surface.line(line)
         if isinstance(event, (Steps, Formed)) or lines:
-            self._surface.show(self._narrator.figures, news=isinstance(event, Formed))
+            self._surface.show(self._formatter.figures, news=isinstance(event, Formed))
 
     def close(self) -> None:
-        """Take the bar away; a second call does nothing."""
+        """Remove the bar; a second call does nothing."""
         self._surface.close()
 
 
 def _plan_lines(plan: Plan) -> list[OutputLine]:
-    """The plan, and what the user should know about it."""
+    """Return the plan and its notes as lines."""
     notes = [OutputLine(text=f"  note: {note}") for note in plan.notes]
     return [OutputLine(text=f"plan {plan_line(plan)}", tone="good"), *notes]
 
 
 def print_status(text: str, tone: Tone = "plain") -> None:
-    """A line on stderr that belongs to no run alone."""
+    """Print a line on stderr."""
     _print(Console(file=sys.stderr), OutputLine(text=text, tone=tone))
 
 
 def display_for(console: Console) -> ProgressDisplay:
-    """A bar for a terminal, one line that changes for a notebook, plain lines for everything else."""
+    """Return the display that suits the console: terminal, notebook, or plain text."""
     if _in_notebook():
         return NotebookDisplay()
     if console.is_terminal and not console.is_dumb_terminal:
@@ -105,14 +105,14 @@ def display_for(console: Console) -> ProgressDisplay:
 
 
 def _in_notebook() -> bool:
-    """Whether this process is a notebook's kernel; asks only what is imported already."""
+    """Return whether this process is the kernel of a notebook, without importing IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return type(shell).__name__ == "ZMQInteractiveShell"
 
 
 class TerminalDisplay:
-    """A rich bar at the bottom of the terminal, lines above it."""
+    """A bar at the bottom of the terminal, with lines above it."""
 
     def __init__(self, console: Console) -> None:
         self._bar = RichProgress(
@@ -133,7 +133,7 @@ class TerminalDisplay:
         _print(self._bar.console, line)
 
     def show(self, figures: ProgressFigures, *, news: bool) -> None:
-        """Redraw the bar; it appears with the first figures."""
+        """Update the bar; the first figures make it visible."""
         self._bar.start()
         head = f"step {figures.step:,}/{figures.total:,}  epoch {figures.epoch}/{figures.epochs}"
         total, tail = figures.total or None, _tail(figures)
@@ -153,11 +153,11 @@ def _tail(figures: ProgressFigures) -> str:
 
 
 class PlainTextDisplay:
-    """Lines for files and pipes: the figures after each tenth of the run, at most one in ten seconds.
+    """Lines for files and pipes: the figures after each tenth of the run, and every ten seconds while steps progress.
 
     Args:
-        head: of each line, such as the run's name where several run side by side.
-        clock: seconds that only grow.
+        head: start of each line, such as the run's name where several runs print.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, console: Console, *, head: str = "", clock: Callable[[], float] = time.monotonic) -> None:
@@ -166,13 +166,13 @@ class PlainTextDisplay:
         self._shown_s = -math.inf
 
     def line(self, line: OutputLine) -> None:
-        """Print."""
+        """Print the line."""
         _print(self._console, replace(line, text=self._head + line.text))
 
     def show(self, figures: ProgressFigures, *, news: bool) -> None:
         """Print the figures when they are due."""
         if news or self._shown_step is None:
-            # A recovery may have gone back: the next tenth counts from here.
+            # After a recovery the step may be smaller: the next tenth counts from here.
             self._shown_step, self._shown_s = figures.step, self._clock()
             return
         far = figures.step - self._shown_step >= max(_PLAIN_SHARE * figures.total, 1)
@@ -182,15 +182,15 @@ class PlainTextDisplay:
             self._shown_step, self._shown_s = figures.step, self._clock()
 
     def close(self) -> None:
-        """Nothing to take away."""
+        """Do nothing."""
 
 
 class NotebookDisplay:
-    """One output that changes in place: the lines so far and a bar. Does not flood the notebook.
+    """One notebook output that changes in place: the lines so far and a bar.
 
     Args:
-        display: shows HTML and returns a handle with `update`; IPython's own by default.
-        clock: seconds that only grow.
+        display: shows HTML and returns a function that replaces it; IPython's by default.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class NotebookDisplay:
 
 
 def _ipython_display(body: str) -> Callable[[str], Any]:
-    """Show HTML; returns the function that replaces it."""
+    """Show HTML. Returns the function that replaces it."""
     from IPython.display import HTML, display
 
     handle: Any = display(HTML(body), display_id=True)  # type: ignore[no-untyped-call]
@@ -246,15 +246,15 @@ def _print(console: Console, line: OutputLine) -> None:
         console.print(Text("\n".join(f"    {row}" for row in line.detail.rstrip().splitlines())), soft_wrap=True)
 
 
-# --- How far a prediction has come, on stderr -------------------------------------------------------------------------
+# --- rows of predictions ----------------------------------------------------------------------------------------------
 
 
 class RowProgress:
-    """Rows done on stderr: a bar in a terminal, elsewhere a line after each tenth of the rows and every ten seconds.
+    """Progress of a prediction: a bar in a terminal, elsewhere a line each tenth of the rows and every ten seconds.
 
     Args:
-        total: rows.
-        done: rows that were there at the start.
+        total: number of rows.
+        done: rows that are done already at the start.
     """
 
     def __init__(self, total: int, done: int) -> None:
@@ -264,7 +264,7 @@ class RowProgress:
         self._console = Console(file=sys.stderr)
         self._total, self._done, self._shown = total, done, done
         self._shown_s = time.monotonic()
-        self._first: tuple[int, float] | None = None  # rows and time of the first news: starting up is no rate
+        self._first: tuple[int, float] | None = None  # rows and time of the first call of `add`
         self._bar: Progress | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=None))
@@ -281,7 +281,7 @@ class RowProgress:
             self._bar.stop()
 
     def add(self, rows: int) -> None:
-        """Rows were computed, or, where negative, lost again."""
+        """Count computed rows; negative where rows were lost."""
         self._done += rows
         now = time.monotonic()
         self._first = self._first or (self._done, now)
@@ -292,7 +292,7 @@ class RowProgress:
             self.note(self._text())
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _text(self) -> str:

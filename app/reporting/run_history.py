@@ -1,33 +1,22 @@
-"""What a run has been through, folded from its events: the same events give the same history."""
+"""The history of a run for reports, views and `Run`: read from storage or from events."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from trainwright.core.data import NoiseScale, PhaseTimes, merge_phase_times
 from trainwright.core.events import (
-    CheckpointSkipped,
     Evaluated,
     Event,
-    Failed,
-    Formed,
-    Judged,
-    Measured,
-    Noted,
-    Placed,
-    Prefetched,
-    RunStarted,
-    Stale,
-    Waiting,
 )
-from trainwright.storage.event_files import EventReader, ReadableStore, read_run_summary
+from trainwright.storage.event_files import EventReader, read_run_summary
 from trainwright.storage.object_store import Store
 from trainwright.storage.run_log import LogEntry, RunLog, owner_alive
-from trainwright.storage.run_records import DriverSession, Recovery, StepRecord, StepTable, TimeTotals, noise_of
+from trainwright.storage.run_records import StepRecord, StepTable, TimeTotals, noise_of
 from trainwright.storage.run_summary import STATE_BY_OUTCOME, RunState, RunSummary, epoch_of
 
 if TYPE_CHECKING:
@@ -41,81 +30,56 @@ _TABLE_COLUMNS = ("step", "epoch", "loss", "learning_rate", "gradient_norm", "ge
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """A run as its readers need it.
+    """What reports and views need to know of a run: the summary of its events, its state, and figures of both.
 
     Attributes:
-        start: what the newest driver said of job, plan and versions.
-        records: the last record of each step, in order; steps that were lost are gone until they are done again. In a
-            run of more than some thousand steps the older ones are merged, see `steptable`; `read_steps` gives each.
-        evaluated: the last evaluation of each step, in order.
-        failures: all, in order of time.
-        recoveries: each formation after a failure.
-        resumes: the first formation of each session that did not begin at step 0, or began from a checkpoint.
-        nodes: the ranks that each node holds, as last told; see `core.arranging.ranges_of`.
-        processes: the workers that are up, by number; a worker that takes a failed one's rank has a new number.
-        prefetch: how far data is read ahead, as last told; None before the first segment has ended.
-        measured: what the steps of the newest plan took, in order of time; of many, every second one or fewer.
-        waiting: what the run waits for at this moment; None while it steps.
-        steps_lost: completed steps that had to be done again.
-        stale: what workers that step alone pushed, in order of steps.
-        judged: what was said last of students beside their teachers; None where nothing was.
-        last_s: time of the newest event, seconds since the epoch.
+        summary: of all events of the run. It must not change after the history was made.
+        state: of the run, by its events and its log.
     """
 
-    start: RunStarted = field(default_factory=RunStarted)
+    summary: RunSummary = field(default_factory=RunSummary)
     state: RunState = "running"
-    step: int = 0
-    records: tuple[StepRecord, ...] = ()
-    evaluated: tuple[Evaluated, ...] = ()
-    failures: tuple[Failed, ...] = ()
-    recoveries: tuple[Recovery, ...] = ()
-    resumes: tuple[Formed, ...] = ()
-    skipped: tuple[CheckpointSkipped, ...] = ()
-    notes: tuple[Noted, ...] = ()
-    nodes: Mapping[str, str] = field(default_factory=dict)
-    processes: tuple[Placed, ...] = ()
-    sessions: tuple[DriverSession, ...] = ()
-    prefetch: Prefetched | None = None
-    measured: tuple[Measured, ...] = ()
-    waiting: Waiting | None = None
-    error: str = ""
-    steps_lost: int = 0
-    stale: tuple[Stale, ...] = ()
-    judged: Judged | None = None
-    totals: TimeTotals = field(default_factory=TimeTotals)
-    last_s: float = 0.0
 
     @classmethod
     def fold(cls, events: Iterable[Event], *, owner_alive: bool = True, state: RunState | None = None) -> RunHistory:
-        """Fold events in order.
+        """Summarize events, given in order.
 
         Args:
-            owner_alive: tells a running driver from one that died without a word.
-            state: what the run's log says of the state, where it knows better than the events.
+            owner_alive: whether the driver lives; tells a running driver from one that was killed.
+            state: the state by the run log, where the log knows better than the events.
         """
-        folding = RunSummary()
+        summary = RunSummary()
         for event in events:
-            folding.add(event)
-        return cls.of(folding, state or folding.state(owner_alive))
+            summary.add(event)
+        return cls(summary=summary, state=state or summary.state(owner_alive))
 
-    @classmethod
-    def of(cls, folding: RunSummary, state: RunState) -> RunHistory:
-        """What has been folded so far."""
-        evaluations, processes, end = folding.evaluations, folding.processes, folding.end
-        return cls(
-            start=folding.start, state=state, step=folding.step, steps_lost=folding.steps_lost,
-            records=folding.steps.records, evaluated=tuple(evaluations[step] for step in sorted(evaluations)),
-            failures=tuple(folding.failures), recoveries=tuple(folding.recoveries), resumes=tuple(folding.resumes),
-            skipped=tuple(folding.skipped), notes=tuple(folding.notes), nodes=folding.nodes,
-            processes=tuple(processes[worker] for worker in sorted(processes)), sessions=tuple(folding.sessions),
-            prefetch=folding.prefetch, measured=tuple(folding.measured), stale=tuple(folding.stale),
-            waiting=folding.waiting, error=end.error if end else "", judged=folding.judged, totals=folding.totals(),
-            last_s=folding.last_s,
-        )  # fmt: skip
+    @cached_property
+    def records(self) -> tuple[StepRecord, ...]:
+        """The last record of each step, in order.
+
+        Steps lost in a failure are missing until they are repeated. A run of more than some thousand steps has its
+        older steps merged (see `StepTable`); `read_steps` returns each of them.
+        """
+        return self.summary.steps.records
+
+    @cached_property
+    def evaluated(self) -> tuple[Evaluated, ...]:
+        """The last evaluation of each step, in order."""
+        return tuple(event for _, event in sorted(self.summary.evaluations.items()))
+
+    @cached_property
+    def totals(self) -> TimeTotals:
+        """Where the time of all sessions went."""
+        return self.summary.totals()
+
+    @property
+    def error(self) -> str:
+        """The error that ended the run; empty where there is none."""
+        return self.summary.end.error if self.summary.end else ""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the newest evaluation; empty before the first."""
+        """Metrics of the newest evaluation; empty before the first."""
         return dict(self.evaluated[-1].metrics) if self.evaluated else {}
 
     @property
@@ -125,20 +89,20 @@ class RunHistory:
 
     @property
     def samples_per_s(self) -> float:
-        """Throughput while stepping, over all steps that count; NaN before the first."""
+        """Throughput of all steps that count; NaN before the first."""
         seconds = sum(record.step_s for record in self.records)
         return sum(record.samples for record in self.records) / seconds if seconds > 0 else math.nan
 
     @property
     def wait_share(self) -> float:
-        """Share of the steps' time that waited for data, from 0 to 1; NaN where no step tells it."""
+        """Share of the steps' time that waited for data, 0 to 1; NaN where no step reports it."""
         told = [record for record in self.records if math.isfinite(record.wait_s)]
         seconds = sum(record.step_s for record in told)
         return sum(record.wait_s for record in told) / seconds if seconds > 0 else math.nan
 
     @property
     def median_step_s(self) -> float:
-        """Median duration of a step, which start-up and recovery do not bend; NaN before the first."""
+        """Median duration of a step; NaN before the first."""
         ordered = sorted((record.typical_s, record.count) for record in self.records)
         half, passed = sum(count for _, count in ordered) // 2, 0
         for seconds, count in ordered:
@@ -149,27 +113,27 @@ class RunHistory:
 
     @property
     def phases(self) -> PhaseTimes | None:
-        """Median seconds of a step's phases with the last world size; None where none were timed."""
-        alike = [item for item in self.measured if item.workers == self.measured[-1].workers]
+        """Median seconds of the phases of a step with the newest number of workers; None where none were timed."""
+        alike = [item for item in self.summary.measured if item.workers == self.summary.measured[-1].workers]
         return merge_phase_times(
             [PhaseTimes(steps=item.steps, medians=item.phases, data_s=item.data_s) for item in alike]
         )
 
     @property
     def noise(self) -> tuple[int, NoiseScale] | None:
-        """The step at which the gradient noise scale was last known, and what it was; None where it never was."""
-        found = ((event.step, noise_of(event)) for event in reversed(self.measured))
+        """The newest known gradient noise scale and its step; None where it was never known."""
+        found = ((event.step, noise_of(event)) for event in reversed(self.summary.measured))
         return next(((step, noise) for step, noise in found if noise is not None), None)
 
     @cached_property
     def evaluations(self) -> pandas.DataFrame:
-        """One row an evaluation: step, epoch, each metric by name, seconds."""
+        """One row for each evaluation: step, epoch, each metric by name, seconds."""
         import pandas
 
         names = sorted({name for evaluation in self.evaluated for name in evaluation.metrics})
         columns: dict[str, list[float]] = {
             "step": [e.step for e in self.evaluated],
-            "epoch": [epoch_of(e.step, self.start.steps_per_epoch) for e in self.evaluated],
+            "epoch": [epoch_of(e.step, self.summary.start.steps_per_epoch) for e in self.evaluated],
             **{name: [e.metrics.get(name, math.nan) for e in self.evaluated] for name in names},
             "seconds": [e.seconds for e in self.evaluated],
         }
@@ -177,30 +141,30 @@ class RunHistory:
 
 
 def read_history(store: Store, run: str) -> RunHistory:
-    """A run's history from storage, its state from the log. Raises StorageError."""
+    """Read the history of a run from storage. Raises StorageError."""
     head = RunLog(store, run).head()
     alive = owner_alive(store, run, head)
     folding = read_run_summary(store, run)
-    return RunHistory.of(folding, state_of(folding, head, alive))
+    return RunHistory(summary=folding, state=state_of(folding, head, alive))
 
 
 def state_of(folding: RunSummary, head: LogEntry | None, owner_alive: bool) -> RunState:
-    """The state of a run by its events, and by its log where that knows better.
+    """Return the state of a run by its events, or by its log where the log is newer.
 
     Args:
-        head: the newest entry of the log.
-        owner_alive: whether the driver that the entry names lives.
+        head: the newest entry of the run log.
+        owner_alive: whether the driver of this entry is alive.
     """
     state: RunState | None = None
     if head is not None and not head.owned:
         state = STATE_BY_OUTCOME.get(head.outcome)
     elif head is not None and head.token > folding.start.token:
-        state = "running" if owner_alive else "interrupted"  # a new driver, which has not written events yet
+        state = "running" if owner_alive else "interrupted"  # a new driver that has not written events yet
     return state or folding.state(owner_alive)
 
 
-def read_steps(store: ReadableStore, run: str) -> pandas.DataFrame:
-    """One row a completed step, in the order of `_STEP_COLUMNS`, from all events of the run. Raises StorageError."""
+def read_steps(store: Store, run: str) -> pandas.DataFrame:
+    """Read one row for each completed step, with `_STEP_COLUMNS`, from all events of a run. Raises StorageError."""
     folding = RunSummary(most_rows=None)
     for event in EventReader(store, run).read():
         folding.add(event)
@@ -208,7 +172,7 @@ def read_steps(store: ReadableStore, run: str) -> pandas.DataFrame:
 
 
 def _step_frame(table: StepTable) -> pandas.DataFrame:
-    """One row a row of the table, in the order of `_STEP_COLUMNS`."""
+    """Return the table as a frame with `_STEP_COLUMNS`."""
     import numpy
     import pandas
 

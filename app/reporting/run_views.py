@@ -1,8 +1,7 @@
-"""What `runs_view`, `run_view` and `log_lines` print: read from storage alone, with no Ray running and no framework
-imported.
+"""The views of the commands `runs`, `show` and `logs`, read from storage alone: without Ray and without frameworks.
 
-Each view is a rich renderable with its content as JSON-able `data`. The keys are stable: new ones may come, none goes.
-Times are seconds since the epoch, sizes bytes, durations seconds; what is not known is null.
+Each view is a rich renderable with its content as JSON-able `data`. The keys are stable: keys may be added, none is
+removed. Times are seconds since the epoch, sizes bytes, durations seconds; unknown values are null.
 
 `runs_view`: a list of {name, state, step, total_steps, loss, metrics, changed_s}.
 
@@ -12,21 +11,21 @@ dashboard: {url, job, node}, versions, job, checkpoints: [{step, path, size_byte
 node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing, data,
 start, recovery, checkpoint, evaluation, other}, step_parts: [{name, predicted_s, measured_s, note}], noise_scale:
 {step, scale, low, high, batch, count}, noise, staleness: {text, mean, counts, unit, dropped, again}, judged: fields of
-`distilling.verdict.Verdict`, waiting, notes, report, changed_s}.
+`reporting.scorecard.Scorecard`, waiting, notes, report, changed_s}.
 
-`log_lines`: one event a line as it is stored: {kind, time_s, ...}, see `trainwright.core.events`.
+`log_lines`: one stored event a line: {kind, time_s, ...}, see `trainwright.core.events`.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -37,9 +36,16 @@ from trainwright.core import formatting
 from trainwright.core.errors import StorageError, escape_control_characters, nearest
 from trainwright.core.events import Event, RunStarted
 from trainwright.planning.code_fingerprint import without_code_table
-from trainwright.ray_cluster.ray_compat import dashboard_text
 from trainwright.reporting.event_messages import event_line, failure_text, recovery_text, waiting_text
-from trainwright.reporting.plan_view import MeshTable, mesh_table, mesh_text, other_rows, plan_from, plan_line
+from trainwright.reporting.plan_view import (
+    MeshTable,
+    facts_table,
+    mesh_table,
+    mesh_text,
+    other_rows,
+    plan_from,
+    plan_line,
+)
 from trainwright.reporting.predicted_vs_measured import StepPart, noise_text, step_parts
 from trainwright.reporting.run_history import RunHistory, read_history, state_of
 from trainwright.reporting.scorecard import Scorecard
@@ -53,17 +59,18 @@ _COLOURS: dict[RunState, str] = {
     "running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red",
 }  # fmt: skip
 _REMEDIES: dict[RunState, str] = {
-    "interrupted": "the driver is gone: run the same command again, it goes on from the newest checkpoint",
-    "stopped": "run the same command again, it goes on from here",
-    "failed": "mend what the error names, then run the same command again",
+    "interrupted": "the driver is gone: run the same command again, it continues from the newest checkpoint",
+    "stopped": "run the same command again, it continues from here",
+    "failed": "correct the cause that the error names, then run the same command again",
 }
 _FOLLOW_S = 2.0
 _READERS = 32
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """Something to print: `data` as JSON, or itself to a rich console."""
+    """Something to print: `data` as JSON, or `content` on a rich console."""
 
     data: Any
     content: RenderableType
@@ -73,17 +80,19 @@ class RunView:
 
 
 def runs_view(storage: str, *, wait: WaitFunction | None = None) -> RunView:
-    """All runs under a storage URI, the one that changed last on top. Raises StorageError.
+    """Return all runs under a storage URI, the newest change first. Raises StorageError.
 
     Args:
-        wait: waits for so many seconds, to see which drivers on other machines live.
+        wait: waits for some seconds, to find out which drivers on other machines are alive.
     """
     store = open_store(storage)
     with ThreadPoolExecutor(_READERS) as pool:
         found = [row for row in pool.map(partial(_look, store), store.folders()) if row is not None]
     alive = owners_alive(store, {name: head for name, head, _ in found}, wait=wait)
     rows = [
-        _summary(escape_control_characters(name), RunHistory.of(folding, state_of(folding, head, name in alive)))
+        _summary(
+            escape_control_characters(name), RunHistory(summary=folding, state=state_of(folding, head, name in alive))
+        )
         for name, head, folding in found
     ]
     rows.sort(key=lambda row: -row["changed_s"])
@@ -91,13 +100,13 @@ def runs_view(storage: str, *, wait: WaitFunction | None = None) -> RunView:
 
 
 def _look(store: Store, name: str) -> tuple[str, LogEntry, RunSummary] | None:
-    """A run with the newest entry of its log and its newest figures; None for a folder that is no run."""
+    """Return a run with its newest log entry and brief summary; None for a folder that is not a run."""
     head = RunLog(store, name).head() if _is_run(store, name) else None
     return None if head is None else (name, head, read_brief_summary(store, name).brief)
 
 
 def run_view(storage: str, run: str) -> RunView:
-    """One run. Raises StorageError, for a run that is not there too."""
+    """Return the view of one run. Raises StorageError, also where there is no such run."""
     store = open_store(storage)
     _check(store, run)
     history = read_history(store, run)
@@ -113,14 +122,14 @@ def log_lines(
     as_json: bool = False,
     wait: WaitFunction | None = None,
 ) -> Iterator[str]:
-    """What happened in a run, a line each; with `follow` until the run ends or its driver is gone.
+    """Yield one line for each event of a run; with `follow` until the run ends or its driver is gone.
 
     Args:
-        as_json: events as they are stored instead of words.
-        wait: waits for so many seconds before storage is read again.
+        as_json: yield events as stored, as JSON.
+        wait: waits for some seconds before storage is read again.
 
     Raises:
-        StorageError: the run is not there, or the store cannot be read.
+        StorageError: there is no such run, or the store cannot be read.
     """
     store = open_store(storage)
     _check(store, run)
@@ -130,7 +139,7 @@ def log_lines(
 def _lines(store: Store, run: str, *, follow: bool, as_json: bool, wait: WaitFunction) -> Iterator[str]:
     reader, log, per_epoch = EventReader(store, run), RunLog(store, run), 0
     while True:
-        # Asked before reading: a driver that ends in between has its last events read all the same.
+        # Checked before reading, so that the last events of a driver that ends in between are read too.
         alive = follow and owner_alive(store, run, log.head())
         for event in reader.read():
             per_epoch = event.steps_per_epoch if isinstance(event, RunStarted) else per_epoch
@@ -143,7 +152,7 @@ def _lines(store: Store, run: str, *, follow: bool, as_json: bool, wait: WaitFun
 def _log_text(event: Event, steps_per_epoch: int) -> str:
     line = event_line(event, steps_per_epoch)
     detail = "".join(f"\n    {row}" for row in line.detail.rstrip().splitlines())
-    return f"{_when(event.time_s)}  {line.text}{detail}"
+    return f"{formatting.timestamp(event.time_s)}  {line.text}{detail}"
 
 
 def _is_run(store: Store, name: str) -> bool:
@@ -151,7 +160,7 @@ def _is_run(store: Store, name: str) -> bool:
 
 
 def _check(store: Store, run: str) -> None:
-    """Raise StorageError for a run that is not there, naming the nearest that is."""
+    """Raise StorageError where there is no such run, and name the run with the most similar name."""
     names = store.folders()
     if run not in names or not _is_run(store, run):
         others = [name for name in names if _is_run(store, name)]
@@ -160,12 +169,12 @@ def _check(store: Store, run: str) -> None:
 
 
 def _known(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Return None for NaN, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def _plain(value: Any) -> Any:
-    """The same as JSON has it, at any depth."""
+    """Return the value with None for NaN, at any depth."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -174,33 +183,35 @@ def _plain(value: Any) -> Any:
 
 
 def _summary(name: str, history: RunHistory) -> dict[str, Any]:
+    summary = history.summary
     return {
         "name": name,
         "state": history.state,
-        "step": history.step,
-        "total_steps": history.start.total_steps,
+        "step": summary.step,
+        "total_steps": summary.start.total_steps,
         "loss": _known(history.loss),
         "metrics": {name: _known(value) for name, value in history.metrics.items()},
-        "changed_s": history.last_s,
+        "changed_s": summary.last_s,
     }
 
 
 def _details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
-    start, plan, report = history.start, plan_from(history.start.plan), f"{run}/report.html"
-    mesh = mesh_table(plan, history.nodes) if plan else None
+    summary, start = history.summary, history.summary.start
+    plan, report = plan_from(start.plan), f"{run}/report.html"
+    mesh = mesh_table(plan, summary.nodes) if plan else None
     return {
         **_summary(run, history),
         "uri": store.uri_of(run),
         "remedy": _REMEDIES.get(history.state, ""),
         "error": history.error,
-        "epoch": epoch_of(history.step, start.steps_per_epoch),
+        "epoch": epoch_of(summary.step, start.steps_per_epoch),
         "epochs": epoch_of(start.total_steps, start.steps_per_epoch),
         "samples_per_s": _known(history.samples_per_s),
         "wait_share": _known(history.wait_share),
         "plan": start.plan,
         "plan_line": plan_line(plan) if plan else "",
         "mesh": [dict(zip(mesh.columns, row, strict=True)) for row in mesh.rows] if mesh else [],
-        "nodes": dict(history.nodes),
+        "nodes": dict(summary.nodes),
         "others": start.rejected,
         "cluster": start.cluster,
         "dashboard": start.dashboard or None,
@@ -209,7 +220,7 @@ def _details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
         "checkpoints": _checkpoints(store, run),
         "failures": [
             {"time_s": f.time_s, "step": f.step, "worker": f.worker, "node": f.node, "cause": f.cause}
-            for f in history.failures
+            for f in summary.failures
         ],
         "recoveries": [
             {
@@ -220,32 +231,32 @@ def _details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
                 "seconds": recovery.formed.seconds,
                 "steps_lost": recovery.formed.steps_lost,
             }
-            for recovery in history.recoveries
+            for recovery in summary.recoveries
         ],
         "goodput": _known(history.totals.goodput),
-        "steps_lost": history.steps_lost,
+        "steps_lost": summary.steps_lost,
         "seconds": {name.removesuffix("_s"): value for name, value in asdict(history.totals).items()},
         "step_parts": [asdict(row) for row in step_parts(history, plan)],
         "noise_scale": {"step": history.noise[0], **asdict(history.noise[1])} if history.noise else None,
         "noise": noise_text(history, plan),
         "staleness": _staleness(history),
-        "judged": _plain(history.judged.verdict) if history.judged else None,
-        "waiting": waiting_text(history.waiting) if history.waiting and history.state == "running" else "",
-        "notes": [note.text for note in history.notes],
+        "judged": _plain(summary.judged.verdict) if summary.judged else None,
+        "waiting": waiting_text(summary.waiting) if summary.waiting and history.state == "running" else "",
+        "notes": [note.text for note in summary.notes],
         "report": store.uri_of(report) if store.exists(report) else None,
     }
 
 
 def _staleness(history: RunHistory) -> dict[str, Any] | None:
-    """Of what workers pushed that step alone; None for those that step together."""
-    found = staleness_of(history.stale)
+    """Return the staleness of asynchronous workers; None for synchronous ones."""
+    found = staleness_of(history.summary.stale)
     if not found.counts:
         return None
     return {"text": staleness_text(found), "mean": found.mean, **asdict(found)}
 
 
 def _checkpoints(store: Store, run: str) -> list[dict[str, Any]]:
-    """Checkpoints that are stored and whole enough to have a manifest, with the size of all their files."""
+    """Return the checkpoints with a manifest, with the size of all their files."""
     sizes: dict[str, int] = {}
     whole: set[str] = set()
     for path, size_bytes in store.list(f"{run}/checkpoints"):
@@ -278,7 +289,7 @@ def _runs_table(rows: list[dict[str, Any]]) -> Table:
             f"{row['step']:,}/{row['total_steps']:,}",
             _figure(row["loss"]),
             _metrics(row["metrics"]),
-            _when(row["changed_s"]),
+            formatting.timestamp(row["changed_s"]),
         )
     return table
 
@@ -290,7 +301,7 @@ def _show_page(data: dict[str, Any], history: RunHistory) -> RenderableType:
         parts.append(Text(f"-> {data['remedy']}", style="yellow"))
     if data["error"] and data["state"] == "failed":
         parts.append(Padding(Text(data["error"], style="red"), (1, 0, 0, 2)))
-    parts.append(Padding(_pairs(_facts(data)), (1, 0, 0, 2)))
+    parts.append(Padding(facts_table(_facts(data)), (1, 0, 0, 2)))
     if data["mesh"]:
         columns, rows = tuple(data["mesh"][0]), tuple(tuple(row.values()) for row in data["mesh"])
         table = mesh_text(MeshTable(columns=columns, rows=rows))
@@ -327,17 +338,32 @@ def _facts(data: dict[str, Any]) -> list[tuple[str, str]]:
     return [(name, value) for name, value in rows if value]
 
 
+def dashboard_text(facts: Mapping[str, str]) -> str:
+    """Return the dashboard's address as one line; empty where there is no dashboard.
+
+    `http://127.0.0.1:8265/#/jobs/01000000 on 10.0.0.5 (from elsewhere: ray dashboard cluster.yaml, or ssh -L ...)`.
+    """
+    if not facts:
+        return ""
+    parts = urlsplit(facts["url"])
+    if parts.hostname not in _LOOPBACK:
+        return facts["url"]
+    tunnel = f"ssh -L {parts.port}:127.0.0.1:{parts.port} {facts['node']}"
+    return f"{facts['url']} on {facts['node']} (from elsewhere: ray dashboard cluster.yaml, or {tunnel})"
+
+
 def _lists(data: dict[str, Any], history: RunHistory) -> list[tuple[str, list[str]]]:
-    incidents = [(f.time_s, f"{_when(f.time_s)}  {failure_text(f)}") for f in history.failures]
-    incidents += [(r.formed.time_s, f"{_when(r.formed.time_s)}  {recovery_text(r.formed)}") for r in history.recoveries]
-    judged = Scorecard.read(history.judged.verdict) if history.judged else None
+    summary = history.summary
+    incidents = [(failure.time_s, failure_text(failure)) for failure in summary.failures]
+    incidents += [(recovery.formed.time_s, recovery_text(recovery.formed)) for recovery in summary.recoveries]
+    judged = Scorecard.read(summary.judged.verdict) if summary.judged else None
     return [
-        ("Students beside their teachers", str(judged).splitlines() if judged else []),
+        ("Students compared with their teachers", str(judged).splitlines() if judged else []),
         (
             "Checkpoints",
             [f"step {c['step']:,}  {formatting.size(c['size_bytes'])}  {c['path']}" for c in data["checkpoints"]],
         ),
-        ("Failures and recoveries", [text for _, text in sorted(incidents)]),
+        ("Failures and recoveries", [f"{formatting.timestamp(time_s)}  {text}" for time_s, text in sorted(incidents)]),
         ("Notes", data["notes"]),
         ("Plans not chosen", [f"{name} ({verdict}): {why}" for name, verdict, why in other_rows(data["others"])]),
     ]
@@ -349,15 +375,6 @@ def _step_table(data: dict[str, Any]) -> Table:
         table.add_column(name, justify="right" if name in ("predicted", "measured", "ratio") else "left")
     for part in data["step_parts"]:
         table.add_row(*map(Text, StepPart(**part).cells()))
-    return table
-
-
-def _pairs(rows: list[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, Text(value))
     return table
 
 
@@ -375,8 +392,3 @@ def _speed(data: dict[str, Any]) -> str:
     waited = data["wait_share"]
     waiting = f", waiting for data {formatting.percent(waited)}" if waited is not None else ""
     return formatting.throughput(data["samples_per_s"]) + waiting
-
-
-def _when(time_s: float) -> str:
-    """Local time, as terminals show it."""
-    return datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S") if time_s else "-"

@@ -1,4 +1,4 @@
-"""What is to be said of students beside their teachers: figures by name, and plain sentences. Pure."""
+"""The scorecard of a distillation: scores of students and teachers, their comparison, and sentences about it."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any, Self
 
 from trainwright.core import formatting
 
-MAIN_SCORE = {"regression": "R2"}  # the score that tells how much was kept; of all others the first
+MAIN_SCORE = {"regression": "R2"}  # the score that is compared; top-1 for all other kinds
 _TOP = "top-1"
 _UNITS = {"classification": "samples", "multi_label": "labels", "language_model": "tokens", "regression": "samples"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelScore:
-    """What one model is worth.
+    """The scores of one model.
 
     Attributes:
-        name: of the student or teacher.
-        student: whether it is one.
-        metrics: of the student's job, of what this model says: its `loss` is the hard one.
-        scores: `top-1` (share that is right), `NLL` (nats) and `ECE` of units; `RMSE` and `R2` in regression.
-        reliability: of each bin of confidence: its mean, the accuracy, the share of all units.
-        parameters: how many; 0 where that is not known, as of several teachers together.
-        size_bytes: of the parameters.
-        latency_s: seconds of a call by rows in it; none where it was not measured.
-        soft: for each class shown as the true one, the mean chances of those.
+        name: name of the student or teacher.
+        student: whether the model is a student.
+        metrics: the metrics of the student's job for this model's outputs; `loss` is the loss against labels.
+        scores: `top-1` (accuracy), `NLL` (nats) and `ECE` of units; `RMSE` and `R2` in regression.
+        reliability: for each bin of confidence its mean, the accuracy and the share of all units.
+        parameters: number of parameters; 0 where it is not known, as of several teachers together.
+        size_bytes: size of the parameters.
+        latency_s: seconds of a call, by number of rows; empty where it was not measured.
+        soft: for each true class shown, the mean probabilities of the classes shown.
     """
 
     name: str
@@ -43,12 +43,12 @@ class ModelScore:
 
 @dataclass(frozen=True, kw_only=True)
 class StudentTeacherScore:
-    """A student beside one of its teachers.
+    """A student compared with one of its teachers.
 
     Attributes:
-        scores: `agreement` (share of units of which both say the same) and `KL` (teacher || student, nats, at
-            temperature 1); `RMSE between` in regression.
-        kept: the student's main score as a share of the teacher's; None where that says nothing.
+        scores: `agreement` (share of units with equal predictions) and `KL` (teacher || student, nats, at temperature
+            1); `RMSE between` in regression.
+        kept: the student's main score as a share of the teacher's; None where it has no meaning.
     """
 
     student: str
@@ -59,21 +59,22 @@ class StudentTeacherScore:
 
 @dataclass(frozen=True, kw_only=True)
 class Scorecard:
-    """Students beside their teachers, on the evaluation set.
+    """Scores of students and teachers on the evaluation set.
 
     Attributes:
-        kind: of the loss: what is a unit.
-        rows: of the evaluation set that were looked at, of so many.
-        units: samples, labels or tokens of them, weighted.
-        step: of the run, at which the students were judged.
-        tokens: of a row; 1 where it is one thing.
-        device: on which latencies were measured.
-        classes: those in the picture of soft targets.
-        commonest: the class that most units are of, and its share; None where there are none.
-        marks: of the students, then of the teachers, last of all teachers together where there are several.
-        pairs: of each student with its teachers.
-        notes: what could not be said, and why.
-        seconds: that it took.
+        kind: kind of the loss, which decides what a unit is.
+        rows: number of evaluated rows.
+        of_rows: number of rows of the evaluation set.
+        units: weighted number of samples, labels or tokens.
+        step: step of the run at which the students were evaluated.
+        tokens: tokens of a row; 1 where a row is one unit.
+        device: device on which latencies were measured.
+        classes: the classes in the chart of soft targets.
+        commonest: the most frequent class and its share; None where there are no classes.
+        marks: scores of the students, then of the teachers, last of all teachers together where there are several.
+        pairs: each student with each of its teachers.
+        notes: what could not be evaluated, and why.
+        seconds: duration of the evaluation.
     """
 
     kind: str
@@ -92,7 +93,7 @@ class Scorecard:
 
     @classmethod
     def read(cls, facts: Mapping[str, Any]) -> Self:
-        """What `facts` gave, from storage too."""
+        """Rebuild a scorecard from its `facts`."""
         marks, pairs = (
             [ModelScore(**each) for each in facts["marks"]],
             [StudentTeacherScore(**each) for each in facts["pairs"]],
@@ -100,27 +101,27 @@ class Scorecard:
         return cls(**{**facts, "marks": marks, "pairs": pairs})
 
     def facts(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the scorecard as JSON values."""
         return asdict(self)
 
     @property
     def main(self) -> str:
-        """The score that tells how much was kept."""
+        """The score that is compared."""
         return MAIN_SCORE.get(self.kind, _TOP)
 
     def mark(self, name: str) -> ModelScore:
-        """Of a student or teacher. Raises KeyError."""
+        """Return the scores of a student or teacher. Raises KeyError."""
         found = [mark for mark in self.marks if mark.name == name]
         if not found:
             raise KeyError(name)
         return found[0]
 
     def students(self) -> list[ModelScore]:
-        """Their marks."""
+        """Return the scores of the students."""
         return [mark for mark in self.marks if mark.student]
 
     def sentences(self) -> list[str]:
-        """What it comes to, in plain words."""
+        """Return the comparison in sentences, then the notes."""
         return [line for mark in self.students() for line in self._of(mark)] + self.notes
 
     def _of(self, mark: ModelScore) -> Iterator[str]:
@@ -132,19 +133,19 @@ class Scorecard:
         name, share = self.commonest or (0, math.nan)
         if self.kind in ("classification", "language_model") and own <= share:
             yield (
-                f"{mark.name} is no better than always saying class {name:.0f}, which is right for {share:.1%} of the "
-                f"{_UNITS[self.kind]}"
+                f"{mark.name} is no better than always predicting class {name:.0f}, which is right for {share:.1%} "
+                f"of the {_UNITS[self.kind]}"
             )
 
     def header(self) -> list[str]:
-        """Of the table."""
+        """Return the header of `table`."""
         scores = dict.fromkeys(name for mark in self.marks for name in mark.scores)
         metrics = dict.fromkeys(name for mark in self.marks for name in mark.metrics)
         kept = ["kept"] if self._kept() else []
         return ["", *metrics, *scores, *kept, "parameters", "size", *dict.fromkeys(self._times(None))]
 
     def table(self) -> list[list[str]]:
-        """A row for each model: metrics, scores, the share kept of the best teacher's, size, seconds of a call."""
+        """Return a row for each model: metrics, scores, kept share of the best teacher's score, size, latencies."""
         columns = self.header()
         return [self._row(mark, columns) for mark in self.marks]
 
@@ -161,7 +162,7 @@ class Scorecard:
         return [cells.get(name, "") for name in columns]
 
     def _times(self, one: ModelScore | None) -> dict[str, float]:
-        """Seconds of one model's calls, or of anyone's, by column; of a token in the call with most rows."""
+        """Return latencies by column, of one model or of all; also per token for the call with most rows."""
         found: dict[str, float] = {}
         for mark in self.marks if one is None else [one]:
             found |= {
@@ -173,16 +174,16 @@ class Scorecard:
         return found
 
     def _kept(self) -> dict[str, float]:
-        """Of each student the least share that it keeps of a teacher's score: that of the best teacher."""
+        """Return for each student the smallest kept share, which is that of the best teacher."""
         told = [(pair.student, pair.kept) for pair in self.pairs if pair.kept is not None]
         return {name: min(kept for each, kept in told if each == name) for name, _ in told}
 
     def pair_header(self) -> list[str]:
-        """Of the table of pairs."""
+        """Return the header of `pair_table`."""
         return ["student", "teacher", *dict.fromkeys(name for pair in self.pairs for name in pair.scores), "kept"]
 
     def pair_table(self) -> list[list[str]]:
-        """A row for each student and teacher: agreement and distance."""
+        """Return a row for each student and teacher: agreement and distance."""
         names = self.pair_header()[2:-1]
         rows = []
         for pair in self.pairs:
@@ -194,7 +195,7 @@ class Scorecard:
 
     @property
     def scope(self) -> str:
-        """What was looked at: `10,000 rows of the evaluation set (98,310 tokens)`."""
+        """The evaluated data: `10,000 rows of the evaluation set (98,310 tokens)`."""
         rows = (
             formatting.count(self.rows, "row")
             if self.rows == self.of_rows
@@ -213,20 +214,20 @@ class Scorecard:
             ).rstrip()
             for row in rows
         ]
-        return "\n".join([f"judged on {self.scope}", *lines, *self.sentences()])
+        return "\n".join([f"evaluated on {self.scope}", *lines, *self.sentences()])
 
 
 def retained_share(own: float, theirs: float) -> float | None:
-    """A score as a share of another; None where that says nothing."""
+    """Return a score as a share of another; None where it has no meaning."""
     told = math.isfinite(own) and math.isfinite(theirs) and own >= 0 and theirs > 0
     return own / theirs if told else None
 
 
 def _compared(mark: ModelScore, best: ModelScore, pair: StudentTeacherScore, own: float, main: str) -> str:
-    """A student beside the best of its teachers."""
+    """Return a sentence that compares a student with the best of its teachers."""
     theirs = best.scores.get(main, math.nan)
     if not (math.isfinite(own) and math.isfinite(theirs)):
-        text = f"{mark.name} beside {best.name}: there are no labels to judge by"
+        text = f"{mark.name} and {best.name} cannot be compared: there are no labels"
     elif own > theirs:
         text = f"{mark.name} is better than {best.name}: {main} {own:.4f} against {theirs:.4f}"
     elif pair.kept is None:
@@ -236,4 +237,4 @@ def _compared(mark: ModelScore, best: ModelScore, pair: StudentTeacherScore, own
     if mark.parameters and best.parameters:
         text += f", with {mark.parameters / best.parameters:.1%} of its parameters"
     agreed = pair.scores.get("agreement")
-    return text + (f"; both say the same of {agreed:.1%}" if agreed is not None else "")
+    return text + (f"; their predictions agree on {agreed:.1%}" if agreed is not None else "")

@@ -1,9 +1,9 @@
-"""Checkpoints in storage: files with sizes and checksums, a manifest of them, and the log's reference to the manifest.
+"""Checkpoints in storage: writing, verification, choice of the newest intact one, and deletion of old ones.
 
-    <run>/checkpoints/00001200-<token>/MANIFEST.json and the engine's own files
+    <run>/checkpoints/00001200-<token>/MANIFEST.json and the files of the engine
 
-A checkpoint exists when the log names it, so that files may be written in any order and by many workers before. The log
-holds the manifest's SHA-256 and the manifest those of the files: what was torn or altered later is seen by readers.
+A checkpoint exists when the run log names it; before, many workers may write its files in any order. The log has the
+SHA-256 of the manifest, and the manifest has those of the files, so readers notice torn and altered files.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from dataclasses import asdict
 
 from trainwright.core.data import Cursor
 from trainwright.core.engine import OPTIMIZER_PREFIX, CheckpointFile, CheckpointManifest, CheckpointRef
-from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError
-from trainwright.storage.object_store import MissingFile, Store, StoreDown
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError, StoreDown
+from trainwright.storage.object_store import Store
+from trainwright.storage.store_errors import MissingFile
 
 MANIFEST = "MANIFEST.json"
 _FORMAT = 1
 _PARALLEL_READS = 4  # files at a time; each has up to 64 MiB in memory
 _FOLDER = re.compile(r"(\d{8,})-(\d+)(?:\.(\d+))?")
-_REMEDY = "training goes on from the checkpoint before it; to use this one, restore the file from a copy"
+_REMEDY = "training continues from the checkpoint before it; to use this one, restore the file from a copy"
 
 
 class CheckpointWriter:
-    """Writes the files of one checkpoint and remembers their sizes and checksums. Implements `core.checkpoint.Writer`.
+    """Writes the files of one checkpoint and records their sizes and checksums. Implements `core.checkpoint.Writer`.
 
     Args:
         path: the checkpoint's folder within the run.
@@ -42,13 +43,14 @@ class CheckpointWriter:
         self._entries: dict[str, CheckpointFile | None] = {}  # None: it is being written
 
     def write(self, name: str, *pieces: bytes | memoryview) -> None:
-        """Store one file of pieces, of which no other of this checkpoint has the name. From any thread.
+        """Store one file, given in pieces. May be called from any thread.
 
-        Its checksum is made in a thread of its own while the store takes the pieces, so that neither waits. Where the
-        store cannot take it for good, such as a full one, it gets back what the files before it took.
+        Its checksum is computed in another thread while the store takes the pieces. After an error that retries cannot
+        help, such as a full store, the files written so far are deleted.
 
         Raises:
-            StorageError: the checkpoint will not be whole.
+            StorageError: the checkpoint stays incomplete.
+            ValueError: the checkpoint has a file of this name already.
         """
         flat = [_flat(memoryview(piece)) for piece in pieces]
         with self._lock:
@@ -66,7 +68,7 @@ class CheckpointWriter:
         try:
             self._store.put(f"{self._folder}/{name}", *pieces)
         except StoreDown:
-            raise  # it would not take the deletions either
+            raise  # it would not delete either
         except StorageError as error:
             self._take_back(error)
             raise
@@ -77,11 +79,11 @@ class CheckpointWriter:
         try:
             self._store.delete(f"{self._folder}/{name}" for name in names)
         except StorageError as second:
-            error.detail += f"what was written of the checkpoint is still there: {second.what}"
+            error.detail += f"the incomplete checkpoint could not be deleted: {second.what}"
 
     @property
     def entries(self) -> tuple[CheckpointFile, ...]:
-        """The files that are written, by name. Complete when every `write` has come back without an error."""
+        """The written files, by name. Complete when every `write` has returned without an error."""
         with self._lock:
             return tuple(entry for _, entry in sorted(self._entries.items()) if entry is not None)
 
@@ -90,8 +92,8 @@ class CheckpointReader:
     """Reads the files of one checkpoint and verifies them. Implements `core.checkpoint.Reader`.
 
     Args:
-        manifest: of the checkpoint, as `read_manifest` gives it.
-        weights_only: the model will not be trained further.
+        manifest: of the checkpoint, from `read_manifest`.
+        weights_only: whether the model will not be trained further.
     """
 
     def __init__(
@@ -106,10 +108,10 @@ class CheckpointReader:
         return tuple(self._files)
 
     def read(self, name: str) -> bytearray:
-        """One file, verified; its checksum is made while further portions of it arrive.
+        """Read and verify one file. The checksum is computed while further chunks arrive.
 
         Raises:
-            CheckpointError: it is missing, torn or altered, or the checkpoint never had it.
+            CheckpointError: the file is missing, torn or altered, or the checkpoint never had it.
             StorageError: the store cannot be read.
         """
         place = f"{self._folder}/{name}"
@@ -122,7 +124,7 @@ class CheckpointReader:
         return data
 
     def verify(self, name: str) -> None:
-        """Read one file and keep nothing of it. Raises as `read`."""
+        """Read one file without keeping it. Raises the errors of `read`."""
         for _ in _portions(self._store, f"{self._folder}/{name}", self._files[name]):
             pass
 
@@ -131,15 +133,15 @@ class CheckpointReader:
 
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
-    """The manifest as it is stored. `facts` may hold None, bools, numbers, strings, lists, and mappings of strings."""
+    """Return the stored form of a manifest. `facts` may have None, bools, numbers, strings, lists and mappings."""
     return json.dumps({"format": _FORMAT, **asdict(manifest)}, indent=1, sort_keys=True).encode()
 
 
 def decode_manifest(data: bytes) -> CheckpointManifest:
-    """Read a manifest. Raises ValueError, TypeError or KeyError for anything else."""
+    """Parse a manifest. Raises ValueError, TypeError or KeyError for anything else."""
     fields = json.loads(data)
     if fields.pop("format") != _FORMAT:
-        raise ValueError("of another version")
+        raise ValueError("another format version")
     cursor = fields.pop("cursor")
     return CheckpointManifest(
         cursor=Cursor(**{**cursor, "carry": tuple(cursor["carry"])}),
@@ -149,17 +151,17 @@ def decode_manifest(data: bytes) -> CheckpointManifest:
 
 
 def write_manifest(store: Store, run: str, path: str, manifest: CheckpointManifest) -> str:
-    """Write a checkpoint's manifest, after all its files. Returns its SHA-256 for the log; raises StorageError."""
+    """Write the manifest of a checkpoint, after all its files. Returns its SHA-256 for the run log."""
     data = encode_manifest(manifest)
     store.put(f"{run}/{path}/{MANIFEST}", data)
     return hashlib.sha256(data).hexdigest()
 
 
 def read_manifest(store: Store, run: str, ref: CheckpointRef) -> CheckpointManifest:
-    """The manifest of a checkpoint that the log names.
+    """Read the manifest of a checkpoint that the run log names.
 
     Raises:
-        CheckpointError: it is missing, or is not the one that was committed.
+        CheckpointError: the manifest is missing, or is not the one that was committed.
         StorageError: the store cannot be read.
     """
     place = f"{run}/{ref.path}/{MANIFEST}"
@@ -178,14 +180,14 @@ def read_manifest(store: Store, run: str, ref: CheckpointRef) -> CheckpointManif
 def verify(
     store: Store, run: str, ref: CheckpointRef, *, checksums: bool = False, weights_only: bool = False
 ) -> CheckpointManifest:
-    """Make sure that a checkpoint is whole: its manifest, and every file with its size.
+    """Check that a checkpoint is complete: its manifest, and every file with its size.
 
     Args:
-        checksums: read every file and compare its checksum too; some files at a time, in bounded memory.
-        weights_only: not of the files with the optimizer's state.
+        checksums: also read every file and compare its checksum; a few files at a time, in bounded memory.
+        weights_only: do not read the files with optimizer state.
 
     Raises:
-        CheckpointError: it is not; says which file.
+        CheckpointError: the checkpoint is damaged; the message names the file.
         StorageError: the store cannot be read.
     """
     manifest = read_manifest(store, run, ref)
@@ -207,18 +209,18 @@ def verify(
 def newest_intact(
     store: Store, run: str, refs: Sequence[CheckpointRef], *, checksums: bool = True, weights_only: bool = False
 ) -> tuple[CheckpointRef | None, list[str]]:
-    """The newest checkpoint whose every file is as it was written, and a note on each one that was passed over.
+    """Find the newest intact checkpoint, and return it with a note on each newer one that was skipped.
 
     Args:
-        refs: as an entry of the log holds them, newest last.
-        checksums: read every file; else whoever loads it verifies it.
-        weights_only: as of `verify`.
+        refs: from an entry of the run log, newest last.
+        checksums: read every file; otherwise the files are verified when they are loaded.
+        weights_only: see `verify`.
 
     Returns:
-        None and the notes when none is whole: then the run's state is lost, unless the caller has it elsewhere.
+        None and the notes when no checkpoint is intact.
 
     Raises:
-        StorageError: the store cannot be read, which says nothing of the checkpoints.
+        StorageError: the store cannot be read; the checkpoints may be intact.
     """
     notes: list[str] = []
     for ref in reversed(refs):
@@ -232,24 +234,27 @@ def newest_intact(
 
 
 def damage_note(ref: CheckpointRef, error: CheckpointError) -> str:
-    """A line for the user on a damaged checkpoint."""
-    return f"the checkpoint of step {ref.step} is passed over: {error.what} ({error.where})"
+    """Return a line for the user about a damaged checkpoint."""
+    return f"the checkpoint of step {ref.step} is skipped: {error.what} ({error.where})"
 
 
 def delete_unreferenced(
     store: Store, run: str, keep: Sequence[CheckpointRef], *, writing: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Delete the checkpoint folders that the log does not name: older ones, and what dead drivers left half written.
+    """Delete the checkpoint folders that the run log does not name: old ones, and incomplete ones of dead drivers.
 
-    Folders that are newer than the newest kept, by token, then by step, are left: they are uploads under way, of this
-    driver or of one that has taken over since.
+    Folders newer than the newest kept one, by token and then by step, stay: they are uploads in progress, of this
+    driver or of one that took over.
 
     Args:
-        keep: those of the log's last entry, newest last; when empty, nothing is deleted.
+        keep: the checkpoints of the newest log entry, newest last; when empty, nothing is deleted.
         writing: further folders within the run that are being written.
 
     Returns:
-        The folders deleted, within the run. Raises StorageError.
+        The deleted folders, relative to the run.
+
+    Raises:
+        StorageError: the store cannot be used.
     """
     if not keep:
         return ()
@@ -266,23 +271,23 @@ def delete_unreferenced(
 
 
 def _folder_order(path: str) -> tuple[int, int, int]:
-    """Token, step and try of a checkpoint's folder."""
+    """Return token, step and attempt of a checkpoint folder."""
     found = _FOLDER.fullmatch(path.rpartition("/")[2])
     if not found:
-        raise ValueError(f"{path!r} is no checkpoint's folder")
+        raise ValueError(f"{path!r} is not a checkpoint folder")
     return int(found.group(2)), int(found.group(1)), int(found.group(3) or 0)
 
 
-# --- inside -----------------------------------------------------------------------------------------------------------
+# --- helpers ----------------------------------------------------------------------------------------------------------
 
 
 def _flat(data: memoryview) -> memoryview:
-    """The same memory as plain bytes; a copy where it is not contiguous."""
+    """Return the same memory as plain bytes; a copy where it is not contiguous."""
     return data.cast("B") if data.c_contiguous else memoryview(data.tobytes())
 
 
 def _sha256(pieces: Sequence[memoryview]) -> str:
-    """Of pieces, one after the other."""
+    """Return the checksum of pieces, one after the other."""
     found = hashlib.sha256()
     for piece in pieces:
         found.update(piece)
@@ -297,7 +302,7 @@ def _get(store: Store, place: str) -> bytes:
 
 
 def _portions(store: Store, place: str, entry: CheckpointFile) -> Iterator[memoryview]:
-    """A file's portions; raises CheckpointError where it is not what the manifest says, before the last one ends."""
+    """Yield a file in chunks. Raises CheckpointError at the end where it is not the file of the manifest."""
     found, taken = hashlib.sha256(), 0
     try:
         for portion in store.stream(place):

@@ -1,16 +1,14 @@
-"""Files of a run's events, and how they are read.
+"""Event files of a run: reading, appending, compaction and stored summaries.
 
     <run>/events/<token>-<number>.jsonl               a batch of JSON lines, written by the driver of that token
-    <run>/events/<token>-<first>-<last>.jsonl.gz      the same bytes of several batches, each a gzip member
-    <run>/events/SUMMARY.json, BRIEF.json             what the events up to some batch fold to, see `summary`
+    <run>/events/<token>-<first>-<last>.jsonl.gz      a packed file: the bytes of several batches, each a gzip member
+    <run>/events/SUMMARY.json, BRIEF.json             a `RunSummary` of the events up to some batch of each driver
 
-Batches of a token are numbered from 0 without gaps and never change. A packed file is written whole before the batches
-that it covers are deleted, so that each batch is always in at least one file. Of files that cover the same batch,
-readers take it from one.
+Batches of a token are numbered from 0 without gaps and never change. A packed file is written before the batches that
+it covers are deleted, so each batch is always in at least one file. Readers take a batch from one of the files.
 
-`SUMMARY.json` holds what the events up to some batch of each driver fold to, `BRIEF.json` the little of it that a list
-of runs shows. Both may be old, torn or missing: readers fold what came since, or all. So neither a driver that is
-killed at any moment nor one that was fenced and writes an old summary over a newer one does harm.
+`BRIEF.json` holds only what a list of runs shows. Both summaries may be old, torn or missing: readers then add the
+newer events, or all. So a killed driver does no harm, nor does a fenced one that overwrites a newer summary.
 """
 
 from __future__ import annotations
@@ -23,42 +21,26 @@ import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from trainwright.core.events import Event, Formed, Noted, from_json
+from trainwright.storage.object_store import Store
 from trainwright.storage.run_summary import RunSummary
 from trainwright.storage.store_errors import MissingFile
 
 _READERS, _AHEAD_BYTES = 16, 64 << 20
-_FEW_FILES = 4  # files that are quicker read one after the other than by threads of their own
-_TRIES = 8  # to list again where a listed file is gone, which compaction does seldom
+_FEW_FILES = 4  # so many files are read faster without threads
+_TRIES = 8  # compaction deletes a listed file before it is read; this is rare
 _NAME = re.compile(r"(\d+)-(\d+)(?:\.jsonl|-(\d+)\.jsonl\.gz)")
 _PIECE_BYTES = 1 << 16
-_LOST_NOTE = "the events there are lost, training is not"
+_LOST_NOTE = "these events are lost; training is not affected"
 _CoveredBatches = Mapping[int, int]
-"""By token, the number of the first batch that is not covered."""
-
-
-class ReadableStore(Protocol):
-    """What readers of events ask of a store."""
-
-    def get(self, path: str) -> bytes:
-        """A whole file; raises MissingFile and other StorageErrors."""
-
-    def list(self, prefix: str) -> Iterable[tuple[str, int]]:
-        """Paths below a prefix, with sizes in bytes; raises StorageError."""
-
-
-class _AppendableStore(ReadableStore, Protocol):
-    """What `append_event` asks of a store."""
-
-    def create(self, path: str, data: bytes) -> bool:
-        """Write a whole file unless there is one; raises StorageError."""
+"""By token, the number of the first batch that was not read yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _EventFile:
-    """A file with the batches `first` to `last`, both included, of the driver `token`."""
+    """A file with the batches `first` to `last`, `last` included, of the driver `token`."""
 
     path: str
     token: int
@@ -69,7 +51,7 @@ class _EventFile:
 
 
 class _EventBatch(NamedTuple):
-    """The bytes of a batch, and where they were read."""
+    """The bytes of a batch and the file that it was read from; `error` where it is lost."""
 
     path: str
     token: int
@@ -79,24 +61,24 @@ class _EventBatch(NamedTuple):
 
 
 def events_folder(run: str) -> str:
-    """Where a run's events are."""
+    """Return the folder of a run's events."""
     return f"{run}/events/"
 
 
 def batch_path(run: str, token: int, number: int) -> str:
-    """Path of one batch."""
+    """Return the path of one batch."""
     return f"{events_folder(run)}{token:08d}-{number:06d}.jsonl"
 
 
 def _packed_path(run: str, token: int, first: int, last: int) -> str:
-    """Path of a packed file."""
+    """Return the path of a packed file."""
     return f"{events_folder(run)}{token:08d}-{first:06d}-{last:06d}.jsonl.gz"
 
 
-def find_event_files(store: ReadableStore, run: str) -> list[_EventFile]:
-    """All event files of a run in order of (token, first batch), the one that covers most first. Raises StorageError.
+def find_event_files(store: Store, run: str) -> list[_EventFile]:
+    """List the event files of a run by token and first batch, those with most batches first.
 
-    Files of other names are left out.
+    Files with other names are ignored. Raises StorageError.
     """
     found = []
     for path, size_bytes in store.list(events_folder(run)):
@@ -111,7 +93,7 @@ def find_event_files(store: ReadableStore, run: str) -> list[_EventFile]:
 
 
 def _files_to_read(files: Iterable[_EventFile], covered: _CoveredBatches) -> list[_EventFile]:
-    """The files that hold what is not covered, each batch in one of them only; `files` as of `find_event_files`."""
+    """Return the files needed for the batches not read yet, each batch in one of them; `files` as listed."""
     found, upto = [], dict(covered)
     for file in files:
         if file.last >= upto.get(file.token, 0):
@@ -121,12 +103,12 @@ def _files_to_read(files: Iterable[_EventFile], covered: _CoveredBatches) -> lis
 
 
 def _gzip_member(data: bytes) -> bytes:
-    """A batch as a member of a packed file; packed files are joined by putting their bytes one after the other."""
-    return gzip.compress(data, 1, mtime=0)  # level 6 saves 5 % of it and takes five times as long
+    """Compress a batch to a member of a packed file. Packed files are merged by concatenation."""
+    return gzip.compress(data, 1, mtime=0)  # level 6 saves 5 % and takes five times as long
 
 
 def _gzip_members(data: bytes) -> Iterator[bytes]:
-    """The batches of a packed file. Raises ValueError after the last one before damage."""
+    """Yield the batches of a packed file. Raises ValueError at the first damaged one."""
     view, place = memoryview(data), 0
     while place < len(view):
         member, parts = zlib.decompressobj(31), list[bytes]()
@@ -143,27 +125,27 @@ def _gzip_members(data: bytes) -> Iterator[bytes]:
 
 
 class EventReader:
-    """Reads a run's events from storage, each of them once: call `read` again for what came since.
+    """Reads each event of a run once. Call `read` again for newer events.
 
     Args:
-        covered: batches that are not read.
+        covered: batches to skip.
     """
 
-    def __init__(self, store: ReadableStore, run: str, covered: _CoveredBatches | None = None) -> None:
+    def __init__(self, store: Store, run: str, covered: _CoveredBatches | None = None) -> None:
         self._store, self._run = store, run
         self.covered: dict[int, int] = dict(covered or {})
 
     def read(self) -> Iterator[Event]:
-        """Events of the batches that are new, in order of (token, number of the batch).
+        """Yield the events of new batches, by token and batch number.
 
-        A batch that is torn, which the last one of a dead driver may be, gives the events before the tear and a
-        Noted event that says so. Raises StorageError when the store cannot be read.
+        A torn batch (the last one of a killed driver may be torn) yields the events before the tear and a Noted event
+        that reports it. Raises StorageError when the store cannot be read.
         """
         for batch in self.batches():
             yield from _parse_batch(batch)
 
     def batches(self) -> Iterator[_EventBatch]:
-        """The same as bytes. What a damaged packed file has lost is read from other files that have it still."""
+        """Yield new batches as bytes. Batches of a damaged packed file are read from other files where possible."""
         damaged: dict[_EventFile, str] = {}
         for again in range(_TRIES):
             try:
@@ -175,7 +157,7 @@ class EventReader:
                     raise
 
     def _pass(self, damaged: dict[_EventFile, str]) -> Generator[_EventBatch, None, bool]:
-        """New batches from files that are not known to be damaged; True where one more of them is, and is known now."""
+        """Yield new batches of the files not known to be damaged. Returns True where another damaged file was found."""
         sound = [file for file in find_event_files(self._store, self._run) if file not in damaged]
         for file, data in _read_files(self._store, _files_to_read(sound, self.covered)):
             yield from self._lost(damaged, file.token, file.first)
@@ -188,7 +170,7 @@ class EventReader:
         return False
 
     def _new(self, file: _EventFile, data: bytes) -> Iterator[_EventBatch]:
-        """Batches of one file that are not covered; they are from then on. Raises ValueError where it is damaged."""
+        """Yield the new batches of one file and mark them as read. Raises ValueError where the file is damaged."""
         number = file.first
         for part in _gzip_members(data) if file.packed else (data,):
             if number >= self.covered.get(file.token, 0):
@@ -199,7 +181,7 @@ class EventReader:
             raise ValueError("the file is torn")
 
     def _lost(self, damaged: Mapping[_EventFile, str], *upto: int) -> Iterator[_EventBatch]:
-        """What damaged files alone had, before a batch given as (token, number), or all of it."""
+        """Yield errors for batches that only damaged files have, up to a batch given as (token, number), or all."""
         for file, error in sorted(damaged.items(), key=lambda item: (item[0].token, item[0].first)):
             ahead = not upto or file.token < upto[0]
             stop = file.last + 1 if ahead else min(file.last + 1, upto[1] if file.token == upto[0] else 0)
@@ -209,8 +191,8 @@ class EventReader:
                 yield _EventBatch(file.path, file.token, number, b"", error)
 
 
-def _read_files(store: ReadableStore, files: list[_EventFile]) -> Iterator[tuple[_EventFile, bytes]]:
-    """Files with their bytes, in order; several are read at the same time, but not too many bytes."""
+def _read_files(store: Store, files: list[_EventFile]) -> Iterator[tuple[_EventFile, bytes]]:
+    """Yield files with their bytes, in order. Several are read at the same time, within a limit of bytes."""
     if len(files) <= _FEW_FILES:
         yield from ((file, store.get(file.path)) for file in files)
         return
@@ -227,7 +209,7 @@ def _read_files(store: ReadableStore, files: list[_EventFile]) -> Iterator[tuple
 
 
 def _parse_batch(batch: _EventBatch) -> list[Event]:
-    """Events of one batch, up to the first line that cannot be read."""
+    """Return the events of one batch, up to the first unreadable line."""
     events: list[Event] = []
     if batch.error:
         return [Noted(text=f"{batch.path} cannot be read from batch {batch.number} on: {batch.error}; {_LOST_NOTE}")]
@@ -243,69 +225,59 @@ def _parse_batch(batch: _EventBatch) -> list[Event]:
     return events
 
 
-def read_events(store: ReadableStore, run: str) -> list[Event]:
-    """All events of a run, of all its drivers, in order; see `EventReader.read`."""
+def read_events(store: Store, run: str) -> list[Event]:
+    """Return all events of all drivers of a run, in order; see `EventReader.read`."""
     return list(EventReader(store, run).read())
 
 
-def append_event(store: _AppendableStore, run: str, event: Event) -> Event:
-    """Add what came to light after a run ended to what its last driver told. Raises StorageError."""
+def append_event(store: Store, run: str, event: Event) -> Event:
+    """Append an event to a run that has ended, after the events of its last driver. Raises StorageError."""
     stamped = event if event.time_s else replace(event, time_s=time.time())
     line = f"{stamped.to_json()}\n".encode()
     while True:
         token, number = max(((file.token, file.last + 1) for file in find_event_files(store, run)), default=(0, 0))
         if not store.create(batch_path(run, token, number), line):
-            continue  # another process was quicker
+            continue  # another process took this number
         packed = [file for file in find_event_files(store, run) if file.packed and file.token == token]
         if not any(file.first <= number <= file.last for file in packed):
-            return stamped  # else another's event of this number was packed since, and counts in its place
+            return stamped  # else another process packed an event of this number, which counts
 
 
 # --- Summaries of a run's events, and their compaction ----------------------------------------------------------------
 
 
 SUMMARY_FILE, BRIEF_FILE = "SUMMARY.json", "BRIEF.json"
-_PACKED_BYTES = 8 << 20  # the most that a packed file has, but for a single batch that has more
-_GRACE_S = 60.0  # for readers that have listed a file to read it
-
-
-class _WritableStore(ReadableStore, Protocol):
-    """What compaction asks of a store."""
-
-    def put(self, path: str, data: bytes) -> None:
-        """Write a whole file; raises StorageError."""
-
-    def delete(self, paths: Iterable[str]) -> None:
-        """Delete files, also those that are not there; raises StorageError."""
+_PACKED_BYTES = 8 << 20  # limit of a packed file; only a single batch may be larger
+_GRACE_S = 60.0  # readers that listed a file have this long to read it
 
 
 class _StoredSummary(NamedTuple):
-    """What events fold to, and by token the first batch that is not in it."""
+    """A summary, and by token the first batch that is not part of it."""
 
     folding: RunSummary
     covered: Mapping[int, int]
 
 
-def read_run_summary(store: ReadableStore, run: str) -> RunSummary:
-    """What all events of a run fold to. Raises StorageError."""
+def read_run_summary(store: Store, run: str) -> RunSummary:
+    """Return the summary of all events of a run. Raises StorageError."""
     return _read_summary(store, run).folding
 
 
-def _read_summary(store: ReadableStore, run: str) -> _StoredSummary:
-    """The same, and which batches that is. Raises StorageError."""
+def _read_summary(store: Store, run: str) -> _StoredSummary:
+    """Return the summary of all events, and the batches it covers. Raises StorageError."""
     stored = _stored(store, run, SUMMARY_FILE)
     reader = EventReader(store, run, stored.covered)
     newest = max(stored.covered, default=0)
     for batch in reader.batches():
-        if batch.token < newest:  # of a driver that lost the run before, told late: it belongs in between
+        if batch.token < newest:  # a late batch of an older driver belongs before later ones
             return _summarize_all(store, run)
         for event in _parse_batch(batch):
             stored.folding.add(event)
     return _StoredSummary(stored.folding, reader.covered)
 
 
-def read_brief_summary(store: ReadableStore, run: str) -> RunSummary:
-    """What the events of a run fold to, as far as a list of runs shows it. Raises StorageError."""
+def read_brief_summary(store: Store, run: str) -> RunSummary:
+    """Return the summary of a run with at least what a list of runs shows. Raises StorageError."""
     brief = _stored(store, run, BRIEF_FILE)
     if not brief.covered:
         return read_run_summary(store, run)
@@ -318,8 +290,8 @@ def read_brief_summary(store: ReadableStore, run: str) -> RunSummary:
     return brief.folding
 
 
-def _stored(store: ReadableStore, run: str, name: str) -> _StoredSummary:
-    """A summary as it is stored; one of nothing where there is none that can be used."""
+def _stored(store: Store, run: str, name: str) -> _StoredSummary:
+    """Read a stored summary; an empty one where there is none or it cannot be used."""
     try:
         facts = json.loads(store.get(events_folder(run) + name))
         covered = {int(token): int(number) for token, number in facts["covered"].items()}
@@ -328,8 +300,8 @@ def _stored(store: ReadableStore, run: str, name: str) -> _StoredSummary:
         return _StoredSummary(RunSummary(), {})
 
 
-def _summarize_all(store: ReadableStore, run: str) -> _StoredSummary:
-    """All events folded, from the first."""
+def _summarize_all(store: Store, run: str) -> _StoredSummary:
+    """Summarize all events, from the first."""
     folding, reader = RunSummary(), EventReader(store, run)
     for event in reader.read():
         folding.add(event)
@@ -337,22 +309,22 @@ def _summarize_all(store: ReadableStore, run: str) -> _StoredSummary:
 
 
 class EventCompactor:
-    """Packs the batches of a run's events into few files, and stores the summaries.
+    """Packs the event batches of a run into few files, and stores the summaries.
 
-    A packed file takes in the ones before it that are no larger, so that their number grows with the logarithm of the
-    batches, and each byte is written again as often. What packed files cover is deleted a minute later.
+    A new packed file includes the preceding ones that are not larger. So the number of files, and how often each byte
+    is rewritten, grow with the logarithm of the number of batches. Covered files are deleted a minute later.
 
     Args:
-        clock: seconds, from any origin.
+        clock: returns seconds, from any origin.
     """
 
-    def __init__(self, store: _WritableStore, run: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: Store, run: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store, self._run, self._clock = store, run, clock
         self._doomed: dict[str, float] = {}  # covered files, and when they were seen to be
         self._sound: set[str] = set()  # packed files that this process has written or read to the end
 
     def compact(self) -> None:
-        """Do all of it. Raises StorageError, after which everything is still there to be read."""
+        """Pack, store the summaries, delete. Raises StorageError, after which all events can still be read."""
         files = _files_to_read(self._trusted(find_event_files(self._store, self._run)), {})
         for loose in _consecutive_files([file for file in files if not file.packed]):
             self._pack(loose, [file for file in files if file.packed and file.token == loose[0].token])
@@ -363,7 +335,7 @@ class EventCompactor:
         self._delete()
 
     def _pack(self, loose: Sequence[_EventFile], packed: Sequence[_EventFile]) -> None:
-        """Make few files of batches that follow each other, and of the packed files right before them."""
+        """Pack consecutive batches, and the packed files directly before them, into few files."""
         token, first, parts, size_bytes = loose[0].token, loose[0].first, list[bytes](), 0
         for file in loose:
             parts.append(_gzip_member(self._store.get(file.path)))
@@ -381,7 +353,7 @@ class EventCompactor:
                 first, parts, size_bytes = file.last + 1, [], 0
 
     def _trusted(self, files: Sequence[_EventFile]) -> list[_EventFile]:
-        """The same without damaged files whose batches others may have still: a power cut tears the last write."""
+        """Leave out damaged files whose batches others may still have: a power cut tears the last write."""
         return [file for file in files if not (file.packed and self._is_doubtful(file, files))]
 
     def _is_doubtful(self, file: _EventFile, files: Sequence[_EventFile]) -> bool:
@@ -389,7 +361,7 @@ class EventCompactor:
         return shared and file.path not in self._sound and self._whole(file) is None
 
     def _whole(self, file: _EventFile) -> bytes | None:
-        """A packed file's bytes; None where they are damaged, so that the damage is not carried on."""
+        """Return a packed file's bytes; None where they are damaged, so that the damage is not copied."""
         data = self._store.get(file.path)
         try:
             if sum(1 for _ in _gzip_members(data)) != file.last - file.first + 1:
@@ -412,17 +384,17 @@ class EventCompactor:
 
 
 def _overlap(file: _EventFile, other: _EventFile) -> bool:
-    """Whether two files have a batch in common."""
+    """Return whether two files have a batch in common."""
     return other.token == file.token and other.first <= file.last and other.last >= file.first
 
 
 def _contains(file: _EventFile, other: _EventFile) -> bool:
-    """Whether a file has all batches of another."""
+    """Return whether a file has all batches of another."""
     return other.token == file.token and file.first <= other.first and file.last >= other.last
 
 
 def _consecutive_files(files: Iterable[_EventFile]) -> list[list[_EventFile]]:
-    """Files of one driver that follow each other, together; the files are in order."""
+    """Group consecutive files of one driver; the files are in order."""
     found: list[list[_EventFile]] = []
     for file in files:
         before = found[-1][-1] if found else None

@@ -1,8 +1,8 @@
-"""Events on their way to storage.
+"""The event log of a driver, and the buffer of events that wait for storage.
 
-One driver writes batches of JSON lines (`eventfiles`), which never change once they are written. A batch that could not
-be written is kept and written again under the same number with the same bytes, so that a put which timed out and landed
-after all does no harm. What happens meanwhile waits in memory, within the bounds of a `EventBuffer`.
+A driver writes batches of JSON lines (`event_files`), which never change. A batch that could not be written is written
+again under the same number with the same bytes, so that a put which timed out but succeeded does no harm. Later events
+wait in memory meanwhile, within the limits of an `EventBuffer`.
 """
 
 from __future__ import annotations
@@ -27,23 +27,29 @@ from trainwright.core.events import (
 )
 from trainwright.core.redaction import redact_json
 from trainwright.storage.event_files import batch_path
+from trainwright.storage.object_store import Store
 
 _MOST_STEP_RECORDS, _MOST_MINOR_EVENTS = 100_000, 10_000
-_MINOR_EVENTS = (CheckpointSkipped, Measured, Prefetched, Printed, Stacks, Waiting)  # others say as much
-_RECORDS_PER_EVENT = 1_000  # records of one event
+_MINOR_EVENTS = (CheckpointSkipped, Measured, Prefetched, Printed, Stacks, Waiting)  # later ones replace them
+_RECORDS_PER_EVENT = 1_000
+# Age of a batch when it is written: a few seconds at first, so that readers see a young run progress, then a hundredth
+# of the run's age, so that a long run has few files.
+_FLUSH_S, _FLUSH_MOST_S, _FLUSH_SHARE = 3.0, 30.0, 0.01
+# Batches or bytes from which on files are compacted: after a checkpoint, and at any time.
+_FEW, _FEW_BYTES, _MANY, _MANY_BYTES = 8, 64 << 10, 64, 4 << 20
 
 
 class EventBuffer:
-    """A list of events. One thread at a time.
+    """A bounded list of events. Not thread-safe.
 
-    Records of steps (about 300 bytes each) are thinned when there are more than `most_steps`: every second one goes,
-    the older ones again each time. Of events that matter less, the older half goes when there are more than
-    `most_lesser`. All others are kept: there are few in any outage.
+    When there are more than `most_steps` records of steps (about 300 bytes each), every second one is dropped. When
+    there are more than `most_lesser` less important events, the older half of these is dropped. All other events are
+    kept: an outage brings few of them.
 
     Attributes:
-        items: in the order they were added.
-        steps_dropped: records of steps that went, since the last `take`.
-        lesser_dropped: other events that went, since the last `take`.
+        items: the events in the order they were added.
+        steps_dropped: records of steps dropped since the last `take`.
+        lesser_dropped: other events dropped since the last `take`.
     """
 
     def __init__(self, *, most_steps: int = _MOST_STEP_RECORDS, most_lesser: int = _MOST_MINOR_EVENTS) -> None:
@@ -54,11 +60,11 @@ class EventBuffer:
 
     @property
     def dropping(self) -> bool:
-        """Whether any went."""
+        """Whether events were dropped since the last `take`."""
         return bool(self.steps_dropped or self.lesser_dropped)
 
     def add(self, event: Event) -> None:
-        """One more event; drops older ones where that is needed."""
+        """Add an event; drop older ones where there are too many."""
         self.items.append(event)
         if isinstance(event, Steps):
             self._steps += len(event.step)
@@ -70,7 +76,7 @@ class EventBuffer:
                 self._drop_lesser()
 
     def take(self) -> list[Event]:
-        """All events, which are no longer here."""
+        """Return all events and remove them."""
         taken, self.items = self.items, []
         self._steps = self._lesser = self.steps_dropped = self.lesser_dropped = 0
         return taken
@@ -90,7 +96,7 @@ class EventBuffer:
 
 
 def thin_steps(events: Iterable[Event]) -> list[Event]:
-    """The same events with every second record of steps, the newest one included, in few events."""
+    """Return the events with every second record of steps, the newest one included, joined into few events."""
     found: list[Event] = []
     odd = False  # whether the record before was dropped, from the newest one back
     for event in reversed(list(events)):
@@ -109,51 +115,34 @@ def thin_steps(events: Iterable[Event]) -> list[Event]:
     return found[::-1]
 
 
-# --- Event log --------------------------------------------------------------------------------------------------------
-
-
-# A batch is at most this old when it is written: seconds at first, so that a reader sees a young run move, then a
-# hundredth of the run's age, so that a long run has few files.
-_FLUSH_S, _FLUSH_MOST_S, _FLUSH_SHARE = 3.0, 30.0, 0.01
-# So many batches or bytes are compacted: at a checkpoint, and at any time.
-_FEW, _FEW_BYTES, _MANY, _MANY_BYTES = 8, 64 << 10, 64, 4 << 20
-
-
-class _PutStore(Protocol):
-    """What a journal asks of a store."""
-
-    def put(self, path: str, data: bytes) -> None:
-        """Write a whole file; raises StorageError."""
-
-
 class EventListener(Protocol):
-    """Hears every event of the run, in order, on the thread that writes it."""
+    """Receives every event of the run, in order, on the thread that writes it."""
 
     def on(self, event: Event) -> None:
-        """Take one event; must be quick."""
+        """Take one event. Must return quickly."""
 
     def close(self) -> None:
         """The run has ended."""
 
 
 class EventLog:
-    """One driver's events: kept for listeners, written to storage in batches by a thread of its own.
+    """The events of one driver: passed to listeners, and written to storage in batches by a background thread.
 
-    Until `open` names the driver's token nothing is written. Use as a context manager or call `close`. All methods
-    may be called from any thread.
+    Nothing is written to storage before `open` sets the driver's fencing token. Use as a context manager or call
+    `close`. All methods may be called from any thread.
 
     Args:
-        store: where to write; only `put` is used.
+        store: where to write.
         run: name of the run.
-        clock: seconds since the epoch.
+        clock: returns seconds since the epoch.
         flush_s: seconds between batches of a young run.
-        backlog: makes a list of events that is bounded.
-        compact: makes few files of the many in storage; it is called now and then, on the thread that writes.
+        backlog: makes an `EventBuffer`.
+        compact: merges the files in storage into few; called on the background thread.
     """
 
     def __init__(
         self,
-        store: _PutStore,
+        store: Store,
         run: str,
         *,
         clock: Callable[[], float] = time.time,
@@ -162,22 +151,21 @@ class EventLog:
         compact: Callable[[], object] = lambda: None,
     ) -> None:
         self._store, self._run, self._clock, self._flush_s = store, run, clock, flush_s
-        self._token = 0
+        self._token = self._sequence = 0
         self._events, self._pending = backlog(), backlog()
-        self._listeners: list[EventListener] = []
-        self._sealed: bytes | None = None
-        self._compact, self._committed = compact, False
-        self._sequence = self._compacted = self._loose_bytes = 0
-        self._failing = self._dropping = self._uncompacted = False
-        self._lost_steps = self._lost_lesser = 0  # dropped before the batch that is on its way
-        # Guards the lists; re-entrant, because a listener may write. The second lock keeps batches in order.
+        self._sealed: bytes | None = None  # the batch that is to be written next
+        self._listeners = _Listeners(self._note)
+        self._compaction = _CompactionSchedule(compact, self._note)
+        self._failing = self._dropping = self._committed = False
+        self._lost_steps = self._lost_lesser = 0  # dropped before the batch that is to be written next
+        # The first lock guards the lists. It is re-entrant: a listener may write. The second keeps batches in order.
         self._lock, self._flushing = threading.RLock(), threading.Lock()
         self._closed, self._wake = threading.Event(), threading.Event()
-        self._began_s = clock()
-        self._thread = threading.Thread(target=self._flush_now_and_then, name="trainwright-journal", daemon=True)
+        self._start_s = clock()
+        self._thread = threading.Thread(target=self._flush_periodically, name="trainwright-journal", daemon=True)
 
     def open(self, token: int) -> None:
-        """The log is ours: write to storage from now on, what was kept until here included."""
+        """Start to write to storage, with the events so far. Called when the driver has acquired the run."""
         self._token = token
         self._thread.start()
 
@@ -189,54 +177,42 @@ class EventLog:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """All events of this driver so far; of a long run, steps are sparse."""
+        """All events of this driver so far; a long run keeps only some of its steps."""
         with self._lock:
             return tuple(self._events.items)
 
     def listen(self, listener: EventListener) -> None:
-        """Call `listener.on` with each event, those already written first.
+        """Call `listener.on` with each event, the events so far included.
 
-        A listener that raises is taken off, and a Noted event says so: what watches a run must not end it.
+        A listener that raises is removed, and a Noted event reports it: an observer must not end the run.
         """
         with self._lock:
-            self._listeners.append(listener)
-            for event in tuple(self._events.items):
-                self._tell(listener, event)
+            self._listeners.add(listener, self._events.items)
 
     def write(self, event: Event) -> Event:
-        """Keep an event for the next batch and tell the listeners; returns it with its time filled in."""
+        """Add an event to the next batch and pass it to the listeners. Returns it with its time filled in."""
         with self._lock:
             stamped = event if event.time_s else replace(event, time_s=self._clock())
             self._events.add(stamped)
             self._pending.add(stamped)
-            for listener in tuple(self._listeners):
-                self._tell(listener, stamped)
-            self._say_dropping()
+            self._listeners.tell(stamped)
+            self._report_dropping()
             return stamped
 
-    def _tell(self, listener: EventListener, event: Event) -> None:
-        if listener in self._listeners:
-            try:
-                listener.on(event)
-            except Exception as error:
-                self._take_off(listener, error)
-
-    def _take_off(self, listener: EventListener, error: Exception) -> None:
-        self._listeners.remove(listener)
-        cause = f"{type(error).__name__}: {error}"
-        self.write(Noted(text=f"{type(listener).__name__} is switched off, training is not: {cause}"))
+    def _note(self, text: str) -> None:
+        self.write(Noted(text=text))
 
     def flush_soon(self, *, committed: bool = False) -> None:
-        """Let the thread write what is pending, now, and return at once.
+        """Wake the background thread to write the pending events, and return at once.
 
         Args:
-            committed: the log names a new checkpoint: a good moment to compact what is in storage.
+            committed: the run log names a new checkpoint, which is a good moment to compact the files in storage.
         """
         self._committed = self._committed or committed
         self._wake.set()
 
     def flush(self) -> bool:
-        """Write what is pending and return when it is there. False: it could not be, and is kept."""
+        """Write the pending events and return True; False where storage fails and the events stay pending."""
         if not self._token:
             return not self._pending.items
         with self._flushing:
@@ -244,16 +220,16 @@ class EventLog:
                 try:
                     self._store.put(batch_path(self._run, self._token, self._sequence), self._sealed or b"")
                 except (StorageError, OSError) as error:
-                    self._say_failing(error)
+                    self._report_failing(error)
                     return False
-                self._loose_bytes += len(self._sealed or b"")
+                self._compaction.count(len(self._sealed or b""))
                 self._sealed = None
                 self._sequence += 1
-                self._say_mended()
+                self._report_recovery()
             return True
 
     def _seal(self) -> bool:
-        """Make the next batch, if none is waiting to be written again; False when there is nothing to write."""
+        """Make the next batch, unless one waits to be written again. Returns False when there is nothing to write."""
         with self._lock:
             if self._sealed is None and self._pending.items:
                 self._lost_steps += self._pending.steps_dropped
@@ -262,89 +238,146 @@ class EventLog:
                 self._sealed = "".join(f"{line}\n" for line in lines).encode()
             return self._sealed is not None
 
-    def _say_failing(self, error: Exception) -> None:
+    def _report_failing(self, error: Exception) -> None:
         if not self._failing:
             self._failing = True
-            what = error.what if isinstance(error, TrainwrightError) else str(error)
-            self.write(Noted(text=f"events cannot be written to storage: {what}; they are kept and tried again"))
+            self._note(f"events cannot be written to storage: {_reason(error)}; they are kept and tried again")
 
-    def _say_dropping(self) -> None:
-        """Said once, when it begins; what went is said when the store takes events again."""
+    def _report_dropping(self) -> None:
+        """Report once that events are dropped; how many is reported when storage works again."""
         if not self._dropping and self._pending.dropping:
             self._dropping = True
-            self.write(Noted(text="too many events wait for storage: of these steps only some are kept in the records"))
+            self._note("too many events wait for storage: only some of these steps are kept in the records")
 
-    def _say_mended(self) -> None:
-        """A batch is there. Where events were dropped, the one they are missing from is still to come."""
+    def _report_recovery(self) -> None:
+        """Report that a batch was written after failures, once the last batch with missing events was written."""
         with self._lock:
             if (self._failing or self._dropping) and not self._pending.dropping:
                 lost = _loss_message(self._lost_steps, self._lost_lesser)
                 self._failing = self._dropping = False
                 self._lost_steps = self._lost_lesser = 0
-                self.write(Noted(text=f"events are written to storage again; {lost}"))
+                self._note(f"events are written to storage again; {lost}")
 
-    def _flush_now_and_then(self) -> None:
+    def _flush_periodically(self) -> None:
         while not self._closed.is_set():
             self._wake.wait(self._interval_s())
             self._wake.clear()
             if not self._closed.is_set():
                 committed, self._committed = self._committed, False
                 if self.flush():
-                    self._compact_if_due(at_leisure=committed)
-
-    def _compact_if_due(self, *, at_leisure: bool) -> None:
-        count, most_bytes = (_FEW, _FEW_BYTES) if at_leisure else (_MANY, _MANY_BYTES)
-        if self._sequence - self._compacted >= count or self._loose_bytes >= most_bytes:
-            self._compacted, self._loose_bytes = self._sequence, 0
-            try:
-                self._compact()
-            except (StorageError, OSError) as error:
-                if not self._uncompacted:
-                    self._uncompacted = True
-                    what = error.what if isinstance(error, TrainwrightError) else str(error)
-                    self.write(Noted(text=f"events in storage cannot be compacted: {what}; they stay as they are"))
+                    self._compaction.run_if_due(early=committed)
 
     def _interval_s(self) -> float:
-        age_s = self._clock() - self._began_s
+        age_s = self._clock() - self._start_s
         return max(self._flush_s, min(_FLUSH_MOST_S, age_s * _FLUSH_SHARE))
 
     def close(self, *, patience_s: float = 10.0) -> bool:
         """Write the rest, then close the listeners; a failing store is tried again for `patience_s`.
 
-        False: some events could not be written, and are lost when the process ends; listeners are told. A second call
-        does nothing new.
+        Returns False where some events could not be written: they are lost when the process ends, and listeners are
+        told so. A second call repeats only what failed.
         """
         self._closed.set()
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
-        written = self._flush_patiently(patience_s)
+        written = self._flush_until(patience_s)
         if written:
-            self._compact_if_due(at_leisure=True)
+            self._compaction.run_if_due(early=True)
         elif self._token:
-            self._say_lost()
-        for listener in tuple(self._listeners):
-            try:
-                listener.close()
-                self._listeners.remove(listener)
-            except Exception as error:
-                self._take_off(listener, error)
+            with self._lock:
+                count = len(self._pending.items) + (self._sealed or b"").count(b"\n")
+            self._note(f"the last {count:,} events could not be written to storage and are lost")
+        self._listeners.close()
         return written and self.flush()
 
-    def _say_lost(self) -> None:
-        with self._lock:
-            count = len(self._pending.items) + (self._sealed or b"").count(b"\n")
-        self.write(Noted(text=f"the last {count:,} events could not be written to storage and are lost"))
-
-    def _flush_patiently(self, patience_s: float) -> bool:
+    def _flush_until(self, patience_s: float) -> bool:
         deadline_s, pause = time.monotonic() + patience_s, threading.Event()
         while not (written := self.flush()) and self._token and time.monotonic() < deadline_s:
             pause.wait(min(0.5, patience_s))
         return written
 
 
+class _Listeners:
+    """The listeners of an event log. One that raises is removed.
+
+    Args:
+        note: reports a line in the run.
+    """
+
+    def __init__(self, note: Callable[[str], object]) -> None:
+        self._listeners: list[EventListener] = []
+        self._note = note
+
+    def add(self, listener: EventListener, events: Iterable[Event]) -> None:
+        """Add a listener and pass it the events so far."""
+        self._listeners.append(listener)
+        for event in tuple(events):
+            self._tell(listener, event)
+
+    def tell(self, event: Event) -> None:
+        """Pass an event to all listeners."""
+        for listener in tuple(self._listeners):
+            self._tell(listener, event)
+
+    def close(self) -> None:
+        """Close and remove all listeners."""
+        for listener in tuple(self._listeners):
+            try:
+                listener.close()
+                self._listeners.remove(listener)
+            except Exception as error:
+                self._remove(listener, error)
+
+    def _tell(self, listener: EventListener, event: Event) -> None:
+        if listener in self._listeners:
+            try:
+                listener.on(event)
+            except Exception as error:
+                self._remove(listener, error)
+
+    def _remove(self, listener: EventListener, error: Exception) -> None:
+        self._listeners.remove(listener)
+        cause = f"{type(error).__name__}: {error}"
+        self._note(f"{type(listener).__name__} failed and is switched off; training continues: {cause}")
+
+
+class _CompactionSchedule:
+    """Compacts the files in storage when many batches or bytes were written since the last time.
+
+    Args:
+        compact: does it; its storage errors are reported once.
+        note: reports a line in the run.
+    """
+
+    def __init__(self, compact: Callable[[], object], note: Callable[[str], object]) -> None:
+        self._compact, self._note = compact, note
+        self._batches = self._bytes = 0
+        self._failed = False
+
+    def count(self, size_bytes: int) -> None:
+        """Count a batch that was written."""
+        self._batches, self._bytes = self._batches + 1, self._bytes + size_bytes
+
+    def run_if_due(self, *, early: bool) -> None:
+        """Compact when there is enough to compact; with `early` when there is at least something."""
+        batches, most_bytes = (_FEW, _FEW_BYTES) if early else (_MANY, _MANY_BYTES)
+        if self._batches >= batches or self._bytes >= most_bytes:
+            self._batches = self._bytes = 0
+            try:
+                self._compact()
+            except (StorageError, OSError) as error:
+                if not self._failed:
+                    self._failed = True
+                    self._note(f"events in storage cannot be compacted: {_reason(error)}; they stay as they are")
+
+
+def _reason(error: Exception) -> str:
+    return error.what if isinstance(error, TrainwrightError) else str(error)
+
+
 def _loss_message(steps: int, lesser: int) -> str:
-    """What was dropped, in words."""
+    """`the records of 12 steps and 3 lesser events did not fit into memory and are lost`."""
     parts = [f"the records of {steps:,} steps"] if steps else []
     parts += [f"{lesser:,} lesser events"] if lesser else []
     return f"{' and '.join(parts)} did not fit into memory and are lost" if parts else "none was lost"

@@ -1,11 +1,11 @@
-"""Copies of the state in a node's shared memory, which outlive the processes that wrote them.
+"""In-memory checkpoints: copies of the state in a node's shared memory, which outlive the processes that wrote them.
 
-    /dev/shm/trainwright-<user>-<run>/GUARD       the process that the copies live with
-    /dev/shm/trainwright-<user>-<run>/<version>/  the engine's own files
+    /dev/shm/trainwright-<user>-<run>/GUARD       the process whose end makes the copies stale
+    /dev/shm/trainwright-<user>-<run>/<version>/  the files of the engine
 
-A folder lives as long as its guard, the process that started its writer (under Ray the node's raylet): whoever opens a
-shelf removes those whose guard is gone. Everybody may create entries in /dev/shm, so a folder is used only where it is
-this user's own and open to nobody else; then no other user can put anything into it or in its place.
+The guard is the process that started the writer, under Ray the node's raylet. Every writer removes the folders whose
+guard is gone. All users may create entries in /dev/shm, so a folder is used only where it belongs to this user and is
+closed to all others: then no other user can write into it or replace it.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from trainwright.storage.run_owner import Owner, provably_dead
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX, GUARD_FILE = "trainwright-", "GUARD"
-_HEADROOM = 1.1  # of the state's size, which the shared memory must have free
+_HEADROOM = 1.1  # shared memory must have this multiple of the state's size free
 
-FetchFile = Callable[[str, int, str], bytes]  # (node, version, name) -> the file, from another node's keeper
+FetchFile = Callable[[str, int, str], bytes]  # (node, version, name) -> the file, from another node
 
 
 def fetch_unavailable(node: str, version: int, name: str) -> bytes:
-    """Where no other node can be reached."""
+    """Raise StorageError: used where no other node can be reached."""
     raise StorageError(f"the memory of {node} cannot be reached", where=f"{version}/{name}")
 
 
 class MemoryCheckpointStore:
-    """The copies of one run on one node.
+    """The in-memory checkpoints of one run on one node.
 
     Args:
         uri: of the run.
-        memory: a folder in memory.
+        memory: folder of a file system in memory.
     """
 
     def __init__(self, uri: str, memory: Path = SHARED_MEMORY) -> None:
         self.folder = memory / f"{FOLDER_PREFIX}{os.geteuid()}-{hashlib.sha256(uri.encode()).hexdigest()[:12]}"
 
     def write(self, version: int, size_bytes: int, hold: Iterable[int]) -> _MemoryCheckpointWriter:
-        """Begin a version; older ones that are not in `hold` are removed first. Raises StorageError."""
+        """Start a version. Older versions that are not in `hold` are removed first. Raises StorageError."""
         remove_stale_copies(self.folder.parent)
         if os.path.lexists(self.folder):
             _make_private(self.folder)
         for entry in self.folder.glob("[0-9]*"):
-            if int(entry.name) < version and int(entry.name) not in hold:  # an order that comes late spares newer ones
+            if int(entry.name) < version and int(entry.name) not in hold:  # a late call keeps newer versions
                 shutil.rmtree(entry, ignore_errors=True)
         try:
             free_bytes = shutil.disk_usage(self.folder.parent).free
@@ -72,7 +72,7 @@ class MemoryCheckpointStore:
         return _MemoryCheckpointWriter(place)
 
     def read(self, version: int, name: str) -> bytes:
-        """A file. Raises StorageError when it is not there, or another user could have put it there."""
+        """Read a file. Raises StorageError when it is missing, or another user could have written it."""
         place = self.folder / str(version) / name
         try:
             _make_private(self.folder)
@@ -82,7 +82,7 @@ class MemoryCheckpointStore:
             raise _unreadable_copy(place, str(error)) from error
 
     def remove(self) -> None:
-        """Let go of everything; what is another user's cannot be removed, and stays."""
+        """Remove all versions; what belongs to another user stays."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -94,7 +94,7 @@ class _MemoryCheckpointWriter:
         self.entries: tuple[CheckpointFile, ...] = ()
 
     def write(self, name: str, *pieces: bytes | memoryview) -> None:
-        """Store one file of pieces. Raises StorageError when memory runs out."""
+        """Store one file, given in pieces. Raises StorageError when memory runs out."""
         try:
             size_bytes, sha256 = _write(self._folder / name, *pieces)
         except OSError as error:
@@ -103,10 +103,10 @@ class _MemoryCheckpointWriter:
 
 
 class MemoryCheckpointReader:
-    """Reads a state from this node's memory, or through `fetch` from another's. Implements `core.checkpoint.Reader`."""
+    """Reads a version from the memory of this node, or with `fetch` of another. Implements `core.checkpoint.Reader`."""
 
-    def __init__(self, shelf: MemoryCheckpointStore, kept: MemoryCheckpoint, node: str, fetch: FetchFile) -> None:
-        self._shelf, self._version, self._node, self._fetch = shelf, kept.version, node, fetch
+    def __init__(self, store: MemoryCheckpointStore, kept: MemoryCheckpoint, node: str, fetch: FetchFile) -> None:
+        self._store, self._version, self._node, self._fetch = store, kept.version, node, fetch
         self.weights_only = False
         self._files: dict[str, dict[str, CheckpointFile]] = {}
         for item in kept.files:
@@ -117,13 +117,13 @@ class MemoryCheckpointReader:
         return tuple(self._files)
 
     def read(self, name: str) -> bytes:
-        """One file, from the nearest node that has it whole. Raises StorageError when none does."""
+        """Read a file from the nearest node that has it intact. Raises StorageError when none has."""
         nodes = sorted(self._files[name], key=lambda node: node != self._node)
         troubles = []
         for node in nodes:
             try:
                 here = node == self._node
-                data = self._shelf.read(self._version, name) if here else self._fetch(node, self._version, name)
+                data = self._store.read(self._version, name) if here else self._fetch(node, self._version, name)
             except StorageError as error:
                 troubles.append(f"{node}: {error.what}")
                 continue
@@ -131,16 +131,16 @@ class MemoryCheckpointReader:
             if len(data) != entry.size_bytes:
                 troubles.append(f"{node}: {len(data):,} bytes, not {entry.size_bytes:,}")
             elif hashlib.sha256(data).hexdigest() != entry.sha256:
-                troubles.append(f"{node}: other bytes than were written (SHA-256)")
+                troubles.append(f"{node}: altered (SHA-256 differs)")
             else:
                 return data
-        raise _unreadable_copy(self._shelf.folder / str(self._version) / name, "; ".join(troubles))
+        raise _unreadable_copy(self._store.folder / str(self._version) / name, "; ".join(troubles))
 
 
 def remove_stale_copies(memory: Path = SHARED_MEMORY) -> None:
-    """Remove this user's shelves whose guard is gone. Nothing of another user's is opened: it may block (a FIFO)."""
+    """Remove this user's folders whose guard is gone. Files of other users are not opened: a FIFO would block."""
     for folder in memory.glob(f"{FOLDER_PREFIX}*"):
-        with suppress(OSError, ValueError, TypeError):  # another process removes it at the same time, or has begun it
+        with suppress(OSError, ValueError, TypeError):  # another process removes or creates it right now
             about = folder.lstat()
             if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022:
                 continue
@@ -151,10 +151,10 @@ def remove_stale_copies(memory: Path = SHARED_MEMORY) -> None:
 
 
 def _write(place: Path, *pieces: bytes | memoryview) -> tuple[int, str]:
-    """Write a new file that only this user can read; its size and SHA-256. Raises OSError."""
+    """Write a new file that only this user can read. Returns its size and SHA-256. Raises OSError."""
     digest, size_bytes = hashlib.sha256(), 0
     with suppress(FileNotFoundError):
-        place.unlink()  # of a writer that was ended in between
+        place.unlink()  # left by a killed writer
     with open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
         for piece in pieces:
             size_bytes += file.write(piece)
@@ -163,16 +163,16 @@ def _write(place: Path, *pieces: bytes | memoryview) -> tuple[int, str]:
 
 
 def _open_regular_file(path: str, flags: int) -> int:
-    """An opener for `open` that follows no link and waits for nobody. Raises OSError where it is no regular file."""
+    """Open a file as opener of `open`, without following links or blocking. Raises OSError for special files."""
     found = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(found).st_mode):
         os.close(found)
-        raise OSError(f"{path} is no regular file")
+        raise OSError(f"{path} is not a regular file")
     return found
 
 
 def _make_private(folder: Path) -> None:
-    """Close a folder of this user's to all others. Raises StorageError where it is a link or another user's."""
+    """Close a folder to all other users. Raises StorageError where it is a link or belongs to another user."""
     try:
         found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -191,9 +191,9 @@ def _make_private(folder: Path) -> None:
 
 def _unsafe_folder(folder: Path, why: str) -> StorageError:
     return StorageError(
-        f"copies of the state in memory are not safe here: {why}",
+        f"in-memory checkpoints are not safe in this folder: {why}",
         where=str(folder),
-        remedy="remove it, or have its owner remove it; until then the run goes on with its checkpoints alone",
+        remedy="remove the folder, or ask its owner to; until then the run uses only its checkpoints in storage",
     )
 
 
@@ -207,7 +207,7 @@ def _no_room(folder: Path, why: str) -> StorageError:
 
 def _unreadable_copy(place: Path, why: str) -> StorageError:
     return StorageError(
-        f"a copy of the state in memory cannot be read: {why}",
+        f"an in-memory checkpoint cannot be read: {why}",
         where=str(place),
-        remedy="nothing: the run goes on from its newest checkpoint",
+        remedy="none needed: the run continues from its newest checkpoint",
     )

@@ -1,14 +1,14 @@
-"""A run's log: numbered entries, each written by a create-only put, so that two drivers cannot both go on.
+"""The run log: numbered entries, each written by a create-only put, so that only one driver can continue a run.
 
-    <run>/log/00000017.json     acquire | commit | release; each carries the full small state, none is ever deleted
-    <run>/log/HINT              a number near the end, to begin listing from; may be stale, torn or missing
-    <run>/owner/<token>.json    the owner's counter
+    <run>/log/00000017.json     acquire | commit | release; each has the complete small state, none is ever deleted
+    <run>/log/HINT              a number near the end, where listing starts; may be stale, torn or missing
+    <run>/owner/<token>.json    the owner's heartbeat counter
 
-The token of a driver is the number of its acquire entry. Whoever wants to write number n and finds it taken reads on: a
-higher token there means that another driver has the run, and this one must stop.
+The fencing token of a driver is the number of its acquire entry. A driver that finds the number of its next entry taken
+reads that entry: a higher token means that another driver has the run, and this one must stop.
 
-A power cut may leave the entry that was being written empty or torn. Such a number is passed over by everybody: the
-entry was never acknowledged to its writer, and the next one takes the next number.
+A power cut may leave the newest entry empty or torn. All readers skip such a number: its writer never got an
+acknowledgement, and the next entry takes the next number.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from functools import partial
 from typing import Any, Literal
 
+from trainwright.core import formatting
 from trainwright.core.engine import CheckpointRef
 from trainwright.core.errors import FencedError, OwnedError, RunConflict, StorageError
-from trainwright.storage.object_store import MissingFile, Store
+from trainwright.storage.object_store import Store
 from trainwright.storage.run_owner import HEARTBEAT_S, Heartbeat, Owner, heartbeat_path, provably_dead
+from trainwright.storage.store_errors import MissingFile
 
 __all__ = ["Heartbeat", "Owner", "RunLog", "provably_dead"]
 
@@ -44,17 +45,17 @@ Outcome = Literal["", "done", "stopped", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class LogEntry:
-    """One entry, which is also the whole state of the run after it.
+    """One entry. It contains the complete state of the run after it.
 
     Attributes:
         number: from 1, without gaps.
-        token: number of the acquire entry of the driver that wrote it.
-        time_s: seconds since the epoch on that driver's clock; for people only.
-        job: the job's description.
-        checkpoints: those retained, each the parent of the next, newest last.
-        outcome: of the last release; empty while the run is owned.
+        token: number of the acquire entry of the driver that wrote this entry.
+        time_s: seconds since the epoch on that driver's clock; only for messages.
+        job: description of the job.
+        checkpoints: the retained ones, each the parent of the next, newest last.
+        outcome: of the last release; empty while a driver owns the run.
         owner: the driver's process.
-        nonce: a random number, by which a writer knows its own entry again.
+        nonce: a random number by which a writer recognizes its own entry.
     """
 
     number: int
@@ -69,18 +70,18 @@ class LogEntry:
 
     @property
     def owned(self) -> bool:
-        """Whether a driver has the run, alive or not."""
+        """Whether a driver owns the run, alive or not."""
         return self.kind != "release"
 
     def to_json(self) -> bytes:
-        """The entry as it is stored."""
+        """Return the entry as it is stored."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
 
     @classmethod
     def of(cls, fields: Any) -> LogEntry:
-        """The entry of a parsed file. Raises ValueError, TypeError, KeyError or AttributeError for anything else."""
+        """Parse an entry. Raises ValueError, TypeError, KeyError or AttributeError for anything else."""
         if fields.pop("format") != _FORMAT:
-            raise ValueError("of another version")
+            raise ValueError("another format version")
         fields["checkpoints"] = tuple(CheckpointRef(**item) for item in fields["checkpoints"])
         fields["owner"] = Owner(**fields["owner"])
         entry = cls(**fields)
@@ -90,18 +91,19 @@ class LogEntry:
 
 
 class RunLog:
-    """The log of one run. One thread at a time.
+    """The log of one run. Not thread-safe.
 
     Attributes:
-        torn: numbers above that of the newest entry whose files are torn.
+        torn: numbers after the newest entry whose files are torn.
+        hint_error: why the last hint could not be written; None where it was.
 
     Args:
         store: where the run lives.
         run: its name.
-        clock: monotonic seconds, for patience.
-        sleep: waits so many seconds.
-        now: seconds since the epoch, for people.
-        dead: whether an owner is provably dead.
+        clock: returns monotonic seconds, for time limits.
+        sleep: waits for some seconds.
+        now: returns seconds since the epoch, for messages.
+        dead: returns whether an owner is provably dead.
     """
 
     def __init__(
@@ -118,16 +120,16 @@ class RunLog:
         self._clock, self._sleep, self._now, self._dead = clock, sleep, now, dead
         self._last: LogEntry | None = None
         self.torn: tuple[int, ...] = ()
-        self._top = 0  # the highest number seen, those of torn entries included
+        self._top = 0  # the highest number seen, torn entries included
         self.hint_error: StorageError | None = None
 
     # --- reading ------------------------------------------------------------------------------------------
 
     def head(self) -> LogEntry | None:
-        """The newest entry; None for a run that has none.
+        """Return the newest entry; None for a run that has none.
 
         Raises:
-            RunConflict: there are files of that name that are no run.
+            RunConflict: the folder of that name has files, but no run log.
             StorageError: the store cannot be read, or an entry was altered.
         """
         numbers = self._numbers(self._hint()) or self._numbers(0)
@@ -135,24 +137,24 @@ class RunLog:
             stranger = next(self._store.list(self._run), None)
             if stranger is None:
                 return None
-            numbers = self._numbers(0)  # of a driver that began just now, log first
+            numbers = self._numbers(0)  # a driver started just now and wrote its log first
             if not numbers:
                 raise self._no_run(stranger[0])
         return self._newest(numbers) or self._newest(self._numbers(0))
 
     def entries(self) -> list[LogEntry]:
-        """All entries that can be read, in order. Raises StorageError."""
+        """Return all readable entries, in order. Raises StorageError."""
         with ThreadPoolExecutor(_READERS) as pool:
             return [entry for entry in pool.map(self._read, self._numbers(0)) if entry is not None]
 
     def confirm(self, token: int) -> None:
-        """Make sure that no other driver has taken the run over. Raises FencedError, StorageError."""
+        """Check that no other driver has taken the run over. Raises FencedError, StorageError."""
         head = self.head()
         if head is not None:
             self._refuse_if_fenced(head, token)
 
     def _newest(self, numbers: Sequence[int]) -> LogEntry | None:
-        """The newest entry of these that is no torn one."""
+        """Return the newest of these entries that is not torn."""
         self._top = max(self._top, *numbers)
         torn: list[int] = []
         for number in reversed(numbers):
@@ -168,7 +170,7 @@ class RunLog:
         return int(hint) if re.fullmatch(rb"\d{1,8}", hint) else 0
 
     def _numbers(self, start: int) -> list[int]:
-        """Numbers of the entries from `start` on."""
+        """Return the numbers of the entries from `start` on."""
         after = self._path(start - 1) if start > 1 else None
         names = (path.rpartition("/")[2] for path, _ in self._store.list(f"{self._run}/log", after))
         stems = (name.removesuffix(".json") for name in names if name.endswith(".json"))
@@ -176,13 +178,13 @@ class RunLog:
 
     def _no_run(self, file: str) -> RunConflict:
         return RunConflict(
-            f"the folder of run {self._run!r} holds files but no log, such as {file}: it is no run",
+            f"the folder of run {self._run!r} has files, such as {file}, but no run log: it is not a run",
             where=self._store.uri_of(self._run),
             remedy="give the job another name= or storage=, or move those files away",
         )
 
     def _read(self, number: int) -> LogEntry | None:
-        """An entry; None for one that was torn while it was written."""
+        """Read an entry; None for a torn one."""
         path = self._path(number)
         try:
             fields = json.loads(self._store.get(path))
@@ -191,12 +193,12 @@ class RunLog:
         try:
             entry = LogEntry.of(fields)
             if entry.number != number:
-                raise ValueError("of another number")
+                raise ValueError("another number")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise StorageError(
-                "an entry of the log cannot be read: it was altered after it was written, or is of another version",
+                "an entry of the run log is not valid: it was altered, or another version of trainwright wrote it",
                 where=self._store.uri_of(path),
-                remedy="restore this file from a copy, or begin under another name",
+                remedy="restore this file from a copy, or give the job another name=",
             ) from error
         return entry
 
@@ -208,16 +210,16 @@ class RunLog:
     def acquire(
         self, owner: Owner, job: Mapping[str, Any], *, patience_s: float = _TAKEOVER_WAIT_S, fresh: bool = False
     ) -> LogEntry:
-        """Take the run; the new entry's token must go with every later write.
+        """Acquire the run. Every later write needs the token of the new entry.
 
-        Takes over at once from a driver that is provably dead, else after having seen no heartbeat for `patience_s`.
+        A provably dead driver is replaced at once, another one when its heartbeat did not change for `patience_s`.
 
         Args:
-            fresh: begin again, naming none of the checkpoints that are there.
+            fresh: start again from step 0, without the existing checkpoints.
 
         Raises:
-            OwnedError: another driver has it and lives.
-            RunConflict: there are files of that name that are no run.
+            OwnedError: another driver has the run and is alive.
+            RunConflict: the folder of that name has files, but no run log.
             StorageError: the store cannot be used.
         """
         watched: LogEntry | None = None
@@ -235,16 +237,16 @@ class RunLog:
                 return entry
 
     def commit(self, token: int, checkpoint: CheckpointRef, keep: int) -> LogEntry:
-        """Name a checkpoint: from now on it exists. Its folder must be complete.
+        """Write an entry that names a checkpoint; from then on the checkpoint exists. Its folder must be complete.
 
-        What the log named after the checkpoint's parent was passed over as damaged and is named no longer.
+        Checkpoints after this one's parent were skipped as damaged: the new entry does not name them.
 
         Args:
-            keep: how many checkpoints stay named, this one included; at least 1.
+            keep: how many checkpoints the entry names, this one included; at least 1.
 
         Raises:
             FencedError: another driver has the run; nothing was written.
-            StorageError: the store cannot be used; whether the entry was written shows when the next one is.
+            StorageError: the store cannot be used. The next entry shows whether this one was written.
         """
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1")
@@ -256,11 +258,11 @@ class RunLog:
         return self._write(token, "commit", state)
 
     def release(self, token: int, outcome: Outcome) -> LogEntry:
-        """Give the run back; doing it again changes nothing. Raises like `commit`."""
+        """Release the run; a second call changes nothing. Raises the errors of `commit`."""
         return self._write(token, "release", lambda _: {"outcome": outcome})
 
     def _write(self, token: int, kind: _EntryKind, state: Callable[[LogEntry], dict[str, Any]]) -> LogEntry:
-        """Append as the owner `token`, after whatever is there by now."""
+        """Append an entry of the owner `token` after the entries that exist by now."""
         last = self._last or self.head()
         number = last.number + 1 if last else 0
         while last is not None:
@@ -280,14 +282,14 @@ class RunLog:
 
     def _refuse_if_fenced(self, last: LogEntry, token: int) -> None:
         if last.token < token:
-            raise ValueError(f"{token} is no token of run {self._run!r}")
+            raise ValueError(f"run {self._run!r} has no token {token}")
         if last.token > token or not last.owned:
             raise FencedError(
-                f"run {self._run!r} was taken over by {last.owner} at {_when(last)}"
+                f"run {self._run!r} was taken over by {last.owner} at {formatting.timestamp(last.time_s)}"
                 if last.token > token
                 else f"run {self._run!r} was released already",
                 where=self._store.uri_of(self._path(last.number)),
-                remedy="nothing is lost: the run goes on from its last checkpoint in the other driver",
+                remedy="none needed: the other driver continues the run from its newest checkpoint",
             )
 
     def _entry(self, number: int, kind: _EntryKind, token: int, **state: Any) -> LogEntry:
@@ -295,20 +297,20 @@ class RunLog:
         return LogEntry(number=number, kind=kind, token=token, time_s=self._now(), nonce=nonce, **state)
 
     def _append(self, entry: LogEntry) -> bool:
-        """Write an entry; False when its number is taken."""
+        """Write an entry. Returns False when its number is taken."""
         if not self._store.create(self._path(entry.number), entry.to_json()):
             return False
         self._last = entry
         try:
             self._store.put(f"{self._run}/log/HINT", str(entry.number).encode(), sync=False)
-        except StorageError as error:  # without a new hint, finding the head takes longer, no more
+        except StorageError as error:  # without a new hint only finding the newest entry takes longer
             self.hint_error = error
         return True
 
-    # --- patience -----------------------------------------------------------------------------------------
+    # --- takeover -----------------------------------------------------------------------------------------
 
     def _outwait(self, head: LogEntry, patience_s: float) -> None:
-        """Watch the owner's counter, timed by this process's own clock; raises OwnedError as soon as it changes."""
+        """Watch the owner's heartbeat for `patience_s` by this process's clock. Raises OwnedError when it changes."""
         path = heartbeat_path(self._run, head.token)
         seen = self._store.find(path)
         until_s = self._clock() + patience_s
@@ -318,24 +320,21 @@ class RunLog:
                 raise self._owned(head)
 
     def _owned(self, head: LogEntry) -> OwnedError:
+        acquired = self._read(head.token) or head
         return OwnedError(
-            f"run {self._run!r} is being trained by {head.owner}, since {_when(self._read(head.token) or head)}",
+            f"run {self._run!r} is in use by {head.owner}, since {formatting.timestamp(acquired.time_s)}",
             where=self._store.uri_of(self._run),
             remedy="wait for it, stop it with Ctrl-C there, or give the job another name=",
         )
 
 
 def _up_to(chain: tuple[CheckpointRef, ...], parent: str) -> tuple[CheckpointRef, ...]:
-    """The chain that ends with `parent`; none when it is not there."""
+    """Return the part of the chain that ends with `parent`; empty where `parent` is not part of it."""
     paths = [item.path for item in chain]
     return chain[: paths.index(parent) + 1] if parent in paths else ()
 
 
-def _when(entry: LogEntry) -> str:
-    return datetime.fromtimestamp(entry.time_s).astimezone().isoformat(sep=" ", timespec="seconds")
-
-
-# --- Whether the drivers that own runs are alive, as far as a reader of storage can tell ------------------------------
+# --- whether owners are alive -----------------------------------------------------------------------------------------
 
 
 _HEARTBEAT_WATCH_S = 4 * HEARTBEAT_S
@@ -354,10 +353,10 @@ def owner_alive(
     patience_s: float = _HEARTBEAT_WATCH_S,
     wait: WaitFunction | None = None,
 ) -> bool:
-    """Whether somebody owns the run and lives; see `owners_alive`.
+    """Return whether the run's owner is alive; see `owners_alive`.
 
     Args:
-        head: the newest entry of the run's log; None for a run that has none.
+        head: the newest entry of the run log; None for a run that has none.
     """
     heads = {} if head is None else {run: head}
     return run in owners_alive(store, heads, patience_s=patience_s, wait=wait)
@@ -370,15 +369,15 @@ def owners_alive(
     patience_s: float = _HEARTBEAT_WATCH_S,
     wait: WaitFunction | None = None,
 ) -> set[str]:
-    """The runs that somebody owns who lives.
+    """Return the runs whose owner is alive.
 
-    A driver of this machine is known by its process. One elsewhere is known by its counter, which is watched for up to
-    `patience_s`, that of all runs at the same time: no clock of another machine is trusted, but for a counter that was
-    last written more than an hour ago.
+    A driver of this machine is looked up by its process. For drivers elsewhere the heartbeat counters of all runs are
+    watched together for up to `patience_s`: clocks of other machines are not trusted. Only a counter last written more
+    than an hour ago counts as dead at once.
 
     Args:
-        heads: the newest entry of each run's log.
-        wait: waits for so many seconds.
+        heads: by run, the newest entry of its log.
+        wait: waits for some seconds.
     """
     owned = {run: head for run, head in heads.items() if head.owned and not provably_dead(head.owner)}
     alive = {run for run, head in owned.items() if _is_here(head.owner)}
@@ -387,14 +386,14 @@ def owners_alive(
 
 
 def _is_here(owner: Owner) -> bool:
-    """Whether the owner is a process of this machine; it lives, for it is not provably dead."""
+    """Return whether an owner that is not provably dead is a process of this machine, and so alive."""
     here = Owner.here()
     known = bool(owner.boot and owner.namespace and owner.pid and owner.started)
     return known and (owner.boot, owner.namespace) == (here.boot, here.namespace)
 
 
 def _runs_with_heartbeat(store: Store, paths: Mapping[str, str], patience_s: float, pause: WaitFunction) -> set[str]:
-    """The runs whose counters, which are at these paths, go on."""
+    """Return the runs whose heartbeat counters, at these paths, change."""
     alive: set[str] = set()
     with ThreadPoolExecutor(min(_HEARTBEAT_READERS, len(paths))) as pool:
         first = dict(zip(paths, pool.map(store.find, paths.values()), strict=True))
@@ -409,7 +408,7 @@ def _runs_with_heartbeat(store: Store, paths: Mapping[str, str], patience_s: flo
 
 
 def _is_old(store: Store, path: str) -> bool:
-    """Whether a counter was written last long ago; False where there is none: its owner may be about to start."""
+    """Return whether a counter was last written long ago; False where there is none: its owner may just start."""
     try:
         return time.time() - store.modified_s(path) > _STALE_HEARTBEAT_S
     except MissingFile:

@@ -1,4 +1,4 @@
-"""Who owns a run: facts by which another driver can prove a death, and the heartbeat by which it sees life."""
+"""The owner of a run: facts that prove that its driver is dead, and the heartbeat that shows that it is alive."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from trainwright.core import formatting
 from trainwright.core.errors import FencedError, StorageError
 from trainwright.storage.object_store import Store
 
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # runs on while the machine is suspended
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # also counts while the machine is suspended
 HEARTBEAT_S = 1.0
-LEASE_S = 5.0  # after a heartbeat nobody takes the run over for at least this long: others wait for 10 s
-CONFIRM_S = 15.0  # a heartbeat that may be under way, and one more
+LEASE_S = 5.0  # after a heartbeat the run is not taken over for at least this long: others wait for 10 s
+CONFIRM_S = 15.0  # a heartbeat under way and one more
 
 
 def boottime_s() -> float:
-    """Seconds from any origin, which also count while the process or the machine is stopped."""
+    """Return seconds from any origin, which also count while the process or the machine is stopped."""
     return time.clock_gettime(_CLOCK)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Facts about a driver's process. Empty or 0 where the platform does not tell.
+    """Facts about a driver's process. Empty or 0 where the platform does not provide them.
 
     Attributes:
-        host: name of the machine, for people.
+        host: name of the machine, for messages.
         boot: id of the machine's boot.
-        namespace: of process ids; the same number means another process in another one.
+        namespace: namespace of process ids; in another one the same id means another process.
         pid: process id.
         started: when the process started, in the kernel's clock ticks since boot.
         ray_job: Ray's id of the job; empty outside of one.
@@ -50,12 +50,12 @@ class Owner:
 
     @classmethod
     def here(cls, *, ray_job: str = "") -> Owner:
-        """This process."""
+        """Return the facts of this process."""
         return cls._of(os.getpid(), ray_job)
 
     @classmethod
     def parent(cls) -> Owner:
-        """The process that started this one."""
+        """Return the facts of the process that started this one."""
         return cls._of(os.getppid(), "")
 
     @classmethod
@@ -74,9 +74,9 @@ class Owner:
 
 
 def provably_dead(owner: Owner) -> bool:
-    """Whether that process is surely gone: same boot, same namespace, and no such process of that start time.
+    """Return whether the process certainly ended: same boot and namespace, but no process with its id and start time.
 
-    False means that nothing is known; then its heartbeat tells.
+    False means that nothing is known; then the heartbeat decides.
     """
     if not (owner.boot and owner.namespace and owner.pid and owner.started):
         return False
@@ -89,7 +89,7 @@ def provably_dead(owner: Owner) -> bool:
 
 
 def _may_exist(pid: int) -> bool:
-    """Whether there may be such a process; /proc hides those of other users where it is mounted with hidepid."""
+    """Return whether such a process may exist; with hidepid /proc hides the processes of other users."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -114,7 +114,7 @@ def _namespace() -> str:
 
 
 def process_start_ticks(pid: int) -> int | None:
-    """Start time of a living process; None when there is none, or only its unburied rest (a zombie)."""
+    """Return the start time of a running process; None when there is none or it is a zombie."""
     try:
         return _ticks(_stat(pid))
     except OSError:
@@ -131,25 +131,25 @@ def _ticks(stat: str) -> int | None:
 
 
 def heartbeat_path(run: str, token: int) -> str:
-    """Where the owner with this token counts."""
+    """Return the path of the heartbeat counter of the owner with this token."""
     return f"{run}/owner/{token}.json"
 
 
 class Heartbeat:
-    """Overwrite a counter in storage every second, so that other drivers see that its owner lives.
+    """Overwrites a counter in storage every second, so that other drivers see that the owner is alive.
 
-    A heartbeat that fails does not end the run: the error is kept in `error`, and the next one tries again. Other
-    drivers take the run over when they have seen no change for their patience. The heartbeat is also the first to
-    notice that the store cannot be reached, and that it is back: it reports each once.
+    A failed heartbeat does not end the run: the error is kept in `error`, and the next heartbeat tries again. Other
+    drivers take the run over when the counter does not change for some time. The heartbeat also notices first that the
+    store cannot be reached, and that it can be reached again: it reports each once.
 
     Args:
         note: takes a line for the user; called from the heartbeat's thread.
-        confirm: raises FencedError where the log names another owner. Called before a heartbeat that comes so late
-            that another driver may have taken the run over.
-        clock: seconds, from any origin, which also count while the process or the machine is stopped.
+        confirm: raises FencedError where the log names another owner. Called before a heartbeat that is so late that
+            another driver may have taken the run over.
+        clock: returns seconds from any origin, which also count while the process or the machine is stopped.
 
     Attributes:
-        error: why the last heartbeat failed; None when it did not.
+        error: why the last heartbeat failed; None when it succeeded.
     """
 
     def __init__(
@@ -169,32 +169,31 @@ class Heartbeat:
         self._count = 0
         self._stopped = threading.Event()
         self._turn = threading.Condition()  # guards what follows
-        self._beaten_s = self._tried_s = clock()  # when the last heartbeat that was stored, or tried, began
-        self._hung_behind_s: float | None = None  # `_tried_s`, where the heartbeat after it was waited for in vain
+        self._beaten_s = self._tried_s = clock()  # start of the last stored heartbeat, and of the last attempt
+        self._hung_behind_s: float | None = None  # `_tried_s` of a heartbeat whose successor did not come
         self._fenced: FencedError | None = None
         self._thread = threading.Thread(target=self._beat_on, name="trainwright-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Send a heartbeat now and from now on."""
+        """Send a heartbeat now, and then regularly."""
         self._thread.start()
 
     def stop(self, *, patience_s: float = 5.0) -> None:
-        """Stop; waits up to `patience_s` for a heartbeat under way. Safe to call twice or before `start`."""
+        """Stop, and wait up to `patience_s` for a heartbeat under way. Safe to call twice or before `start`."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(patience_s)
 
     def beat(self) -> None:
-        """Increase the counter, once. Raises StorageError."""
+        """Increase the counter once. Raises StorageError."""
         self._count += 1
         self._store.put(self._path, json.dumps({"count": self._count}).encode(), sync=False)
 
     def assure(self) -> bool:
-        """Return whether the run is known to be still this driver's.
+        """Return whether this driver certainly still owns the run.
 
-        Returns at once while heartbeats arrive. After a stall of this process it waits for the next heartbeat, which
-        asks the log first. False means that the store cannot tell: it is not reached, or it hangs, which is waited for
-        and reported once.
+        Returns at once while heartbeats succeed. After a stall of this process it waits for the next heartbeat, which
+        checks the log first. False means unknown: the store cannot be reached, or it hangs, which is reported once.
 
         Raises:
             FencedError: another driver has taken the run over.
@@ -212,7 +211,7 @@ class Heartbeat:
         if hung:
             self._note(
                 f"a heartbeat has not been answered for {formatting.duration(self._clock() - self._tried_s)}: the "
-                "store hangs. Training goes on from memory; no checkpoint is written before it answers"
+                "store hangs. Training continues in memory; no checkpoint is written before the store answers"
             )
         return sure
 
@@ -244,7 +243,7 @@ class Heartbeat:
             self._fenced = error
         except StorageError as error:
             return error
-        except Exception as error:  # the thread goes on: without it another driver would take a sound run over
+        except Exception as error:  # without this thread another driver would take over a healthy run
             return StorageError(f"cannot write: {type(error).__name__}: {error}", detail=traceback.format_exc())
         return None
 
@@ -252,11 +251,10 @@ class Heartbeat:
         since = datetime.now().astimezone() - timedelta(seconds=self._clock() - since_s)
         cause = error.what.removeprefix("cannot write: ")
         self._note(
-            f"since {since:%H:%M:%S} the store takes nothing from the driver: {cause}. Training goes on from memory; "
-            "checkpoints that fall due are tried, and events are kept, until it is back"
+            f"since {since:%H:%M:%S} the driver cannot write to the store: {cause}. Training continues in memory; "
+            "due checkpoints are tried and events are kept until the store answers"
         )
 
     def _say_back(self, since_s: float) -> None:
-        self._note(
-            f"the store is back, after {formatting.duration(self._clock() - since_s)}; checkpoints are written again"
-        )
+        down = formatting.duration(self._clock() - since_s)
+        self._note(f"the store answers again, after {down}; checkpoints are written again")

@@ -1,4 +1,7 @@
-"""The completed steps of a run in a bounded number of rows: the newest one by one, older ones merged."""
+"""Records that the events of a run are summarized to: the table of steps, sessions, recoveries, time totals.
+
+The table of steps has a bounded number of rows: the newest steps one by one, older ones merged.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Literal, Self
 
 from trainwright.core import formatting
 from trainwright.core.data import NoiseScale
-from trainwright.core.events import Failed, Formed, Measured, Stale, Steps
+from trainwright.core.errors import escape_control_characters
+from trainwright.core.events import Event, Failed, Formed, Measured, RunEnded, Stale, Steps
 from trainwright.core.topology import StalenessCounts
 
 MOST_ROWS = 8192
-_RECENT, _OLD = 1024, 4096  # rows of one step that stay, and the most rows of older steps after a merge
+_RECENT, _OLD = 1024, 4096  # newest rows, never merged; most rows of older steps after a merge
 _TYPES = {
     "first": "q", "step": "q", "count": "q", "epoch": "q", "loss": "d", "learning_rate": "d", "gradient_norm": "d",
     "samples": "q", "step_s": "d", "wait_s": "d", "generation": "q", "typical_s": "d",
@@ -24,14 +28,14 @@ _TYPES = {
 
 
 class StepTable:
-    """Columns of completed steps, in order of steps; at about 100 bytes a row.
+    """Columns of completed steps, in order of steps; about 100 bytes a row.
 
-    With more than `most_rows`, all but the newest 1,024 rows are merged with their neighbours. A merged row holds the
+    With more than `most_rows` rows, all but the newest 1,024 are merged with their neighbours. A merged row has the
     sums of samples and seconds, the means of losses, learning rates and gradient norms, and the seconds of one of its
-    steps, for medians. What the table holds depends on the steps that were added alone, not on when it was stored.
+    steps, for medians. The contents depend only on the added steps, not on when the table was stored.
 
     Args:
-        most_rows: None keeps each step as a row.
+        most_rows: limit of rows; None keeps one row for each step.
     """
 
     def __init__(self, most_rows: int | None = MOST_ROWS) -> None:
@@ -42,7 +46,7 @@ class StepTable:
         return len(self._columns["step"])
 
     def column(self, name: str) -> Sequence[Any]:
-        """One column, by the names of `StepRecord`; a missing gradient norm is NaN."""
+        """Return one column, by the names of `StepRecord`; a missing gradient norm is NaN."""
         return self._columns[name]
 
     @property
@@ -62,21 +66,21 @@ class StepTable:
 
     @property
     def seconds(self) -> float:
-        """Of all steps."""
+        """Seconds of all steps."""
         return math.fsum(self._columns["step_s"])
 
     @property
     def waited_s(self) -> float:
-        """Seconds that steps waited for data, of those that tell it."""
+        """Seconds that steps waited for data, where they report it."""
         return math.fsum(value for value in self._columns["wait_s"] if math.isfinite(value))
 
     # --- changes ------------------------------------------------------------------------------------------
 
     def add(self, event: Steps, epochs: Sequence[int]) -> None:
-        """Add steps; one that is there already is replaced, or where it is part of a merged row, left.
+        """Add steps. A step that exists is replaced; one that is part of a merged row is ignored.
 
         Args:
-            epochs: of each of the steps.
+            epochs: the epoch of each step.
         """
         if not event.step:
             return
@@ -99,9 +103,9 @@ class StepTable:
             self._merge()
 
     def cut(self, step: int) -> tuple[int, float]:
-        """Forget the steps after `step`; returns how many these were, and their seconds.
+        """Remove the steps after `step`. Returns their number and seconds.
 
-        Of a row that is cut in two, a share of its sums is forgotten.
+        A merged row that contains `step` keeps a proportional share of its sums.
         """
         columns = self._columns
         start = bisect_right(columns["step"], step)
@@ -121,7 +125,7 @@ class StepTable:
         return count, seconds
 
     def _replace(self, new: int) -> None:
-        """Put the rows from place `new` on where they belong, in place of older ones of the same step."""
+        """Sort the rows from place `new` on into the table; they replace older rows of the same step."""
         columns = self._columns
         merged = [(columns["first"][row], columns["step"][row]) for row in range(new) if columns["count"][row] > 1]
         places: dict[int, int] = {}
@@ -133,7 +137,7 @@ class StepTable:
             self._columns[name] = array(_TYPES[name], [column[row] for row in order])
 
     def _merge(self) -> None:
-        """Merge the older rows into ones of as many steps, twice as many where there would be too many rows."""
+        """Merge the older rows, `width` steps each; double the width where there would be too many rows."""
         old = len(self) - _RECENT
         groups = self._groups(old)
         while len(groups) > _OLD:
@@ -144,7 +148,7 @@ class StepTable:
             self._columns[name][alone:old] = array(_TYPES[name], values)
 
     def _groups(self, old: int) -> list[slice]:
-        """Rows to be merged: neighbours of `width` steps together, which all tell of their waiting or do not."""
+        """Return the rows to merge: neighbours of `width` steps together, all with or all without waiting times."""
         counts, told = self._columns["count"], self._columns["wait_s"]
         groups, start, held = list[slice](), 0, 0
         for row in range(old):
@@ -169,20 +173,20 @@ class StepTable:
                 found[name].append(part[name][0] if len(counts) == 1 else math.fsum(part[name]))
             for name in ("loss", "learning_rate", "gradient_norm"):
                 found[name].append(part[name][0] if len(counts) == 1 else _mean(part[name], counts))
-            # Any of them, but not always one in the same place: every thousandth step may be a slow one.
+            # A pseudo-random one of them: with a fixed place, regularly slow steps could distort the medians.
             found["typical_s"].append(part["typical_s"][part["step"][-1] * 40_503 % 65_537 % len(counts)])
         return found
 
     # --- storage ------------------------------------------------------------------------------------------
 
     def facts(self, newest: int | None = None) -> dict[str, Any]:
-        """The table, or its newest rows, as JSON holds it."""
+        """Return the table, or its newest rows, as JSON values."""
         start = 0 if newest is None else max(0, len(self) - newest)
         return {"width": self._width, **{name: column[start:].tolist() for name, column in self._columns.items()}}
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self:
-        """The table that gave these facts. Raises KeyError, TypeError or ValueError for anything else."""
+        """Rebuild a table from its `facts`. Raises KeyError, TypeError or ValueError for anything else."""
         found = cls()
         found._width = int(facts["width"])
         found._columns = {name: array(kind, facts[name]) for name, kind in _TYPES.items()}
@@ -192,28 +196,29 @@ class StepTable:
 
 
 def _mean(values: Sequence[float], counts: Sequence[int]) -> float:
-    """Of the finite ones, each counted so often; NaN where there is none."""
+    """Return the weighted mean of the finite values; NaN where there is none."""
     finite = [(value, count) for value, count in zip(values, counts, strict=True) if math.isfinite(value)]
     whole = sum(count for _, count in finite)
     return math.fsum(value * count for value, count in finite) / whole if whole else math.nan
 
 
-# --- What a run's history is made of ----------------------------------------------------------------------------------
+# --- records ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One completed step, or in a long run several older ones: then sums of samples and seconds, and means.
+    """One completed step; in a long run also several older steps with sums of samples and seconds, and means.
 
     Attributes:
-        step: from 1, this one included; of several, the last.
+        step: number of the step, from 1; the last of several.
         epoch: from 1.
-        generation: number of the formation that made it, within its driver.
+        generation: rendezvous epoch in which the step was made, within its driver.
         gradient_norm: global norm before clipping; None when the job does not clip.
         samples: real samples in the global batch.
-        step_s: the whole step; `wait_s` of it waited for data, NaN where that is not told (`core.events.Steps`).
-        count: of the steps.
-        typical_s: seconds of one of them, for medians.
+        step_s: duration of the step.
+        wait_s: part of it that waited for data; NaN where it is not reported (`core.events.Steps`).
+        count: number of steps.
+        typical_s: duration of one of the steps, for medians.
     """
 
     step: int
@@ -230,13 +235,13 @@ class StepRecord:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples of the global batch by seconds of the step; NaN where the step took no time."""
+        """Samples of the global batch per second of the step; NaN where the step took no time."""
         return self.samples / self.step_s if self.step_s > 0 else math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriverSession:
-    """One driver's life: from the time it took the run until it let go, or until its last event."""
+    """The session of one driver: from acquiring the run to releasing it, or to its last event."""
 
     token: int
     started_s: float
@@ -246,7 +251,7 @@ class DriverSession:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """The group formed again after a failure. `failure` is the first cause, None where it was not told."""
+    """A rendezvous after a failure. `failure` is the first cause; None where no cause was reported."""
 
     formed: Formed
     failure: Failed | None = None
@@ -257,12 +262,12 @@ class TimeTotals:
     """Where the time of all sessions went, in seconds. The parts add up to `wall_s`.
 
     Attributes:
-        wall_s: sessions together; time between two sessions is not counted.
-        computing_s: steps that count, without their waiting for data where that is told.
+        wall_s: all sessions; time between two sessions is not counted.
+        computing_s: steps that count, without waiting for data where that is reported.
         data_s: waiting for data in steps that count.
-        start_s: from taking the run to the first step being possible, in every session.
-        recovery_s: from each failure to the group being formed again, and steps that had to be done again.
-        checkpoint_s: what the steps lost to checkpoints and copies in memory.
+        start_s: from acquiring the run to the first rendezvous, in every session.
+        recovery_s: from each failure to the next rendezvous, and repeated steps.
+        checkpoint_s: time that steps waited for checkpoints and in-memory checkpoints.
         evaluation_s: evaluations.
         other_s: the rest.
     """
@@ -278,12 +283,62 @@ class TimeTotals:
 
     @property
     def goodput(self) -> float:
-        """Share of the time spent computing steps that count; NaN before any time passed."""
+        """Share of the time that computed steps that count; NaN before any time passed."""
         return self.computing_s / self.wall_s if self.wall_s > 0 else math.nan
 
 
+@dataclass(kw_only=True)
+class TimeAccount:
+    """Sessions of drivers, and seconds of them by what they were spent on; see `TimeTotals`."""
+
+    sessions: list[DriverSession] = field(default_factory=list)
+    start_s: float = 0.0
+    recovery_s: float = 0.0
+    checkpoint_s: float = 0.0
+    evaluation_s: float = 0.0
+
+    def extend_session(self, event: Event) -> None:
+        """Let the newest session last at least until an event."""
+        if self.sessions:
+            last = self.sessions[-1]
+            outcome = event.outcome if isinstance(event, RunEnded) else last.outcome
+            self.sessions[-1] = replace(last, ended_s=max(last.ended_s, event.time_s), outcome=outcome)
+
+    def start_up_s(self, *, formed: bool) -> float:
+        """Return the seconds of start-up. A newest session without a rendezvous (`formed`) counts as start-up."""
+        if formed or not self.sessions:
+            return self.start_s
+        return self.start_s + self.sessions[-1].ended_s - self.sessions[-1].started_s
+
+    def totals(self, steps: StepTable, *, formed: bool) -> TimeTotals:
+        """Return where the time of all sessions went so far."""
+        wall_s = sum(session.ended_s - session.started_s for session in self.sessions)
+        parts_s = {
+            "data_s": steps.waited_s,
+            "computing_s": steps.seconds - steps.waited_s,
+            "start_s": self.start_up_s(formed=formed),
+            "recovery_s": self.recovery_s,
+            "checkpoint_s": self.checkpoint_s,
+            "evaluation_s": self.evaluation_s,
+        }
+        spent_s = sum(parts_s.values())
+        return TimeTotals(wall_s=max(wall_s, spent_s), other_s=max(wall_s - spent_s, 0.0), **parts_s)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the account as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Self:
+        """Rebuild an account from `facts`, which may have other keys too. Raises KeyError or TypeError."""
+        sessions = [DriverSession(**escape_control_characters(session)) for session in facts["sessions"]]
+        return cls(
+            sessions=sessions, **{item.name: facts[item.name] for item in fields(cls) if item.name != "sessions"}
+        )
+
+
 def noise_of(event: Measured) -> NoiseScale | None:
-    """The noise scale that an event tells; None where it was not known."""
+    """Return the gradient noise scale of an event; None where it is not known."""
     if not event.noise:
         return None
     told = dict(event.noise)
@@ -291,7 +346,7 @@ def noise_of(event: Measured) -> NoiseScale | None:
 
 
 def staleness_of(events: Iterable[Stale]) -> StalenessCounts:
-    """How stale what was pushed was, over all of them."""
+    """Return the staleness counts of all events together."""
     whole = StalenessCounts()
     for event in events:
         counts = {int(age): int(count) for age, count in event.counts}
@@ -301,7 +356,7 @@ def staleness_of(events: Iterable[Stale]) -> StalenessCounts:
 
 
 def staleness_text(staleness: StalenessCounts) -> str:
-    """`mean 6.8 updates, at most 19; 3 pushes dropped, 2 units handed out again`; empty where nothing was pushed."""
+    """`mean 6.8 updates, at most 19; 3 pushes dropped, 2 units handed out again`; empty without pushes."""
     if not staleness.counts:
         return ""
     most = max(staleness.counts)

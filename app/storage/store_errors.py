@@ -1,4 +1,4 @@
-"""What went wrong with a store, in the words of a StorageError: what, where, remedy, and never a secret."""
+"""Errors of obstore and of the operating system as StorageErrors: what, where, remedy, and never a secret."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from trainwright.core.redaction import redact
 
 
 class MissingFile(StorageError):
-    """There is no file at this path; the store itself answers."""
+    """There is no file at this path, although the store answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ErrorCause:
-    """A cause.
+    """The cause of a store error.
 
     Attributes:
-        certain: the write that met it was not carried out, so that trying again is of no use.
-        passing: it may pass by itself, so that trying again is.
+        what: what happened.
+        remedy: what the user can do.
+        certain: a write with this error certainly did nothing, and a retry would fail too.
+        passing: the error may pass by itself, so a retry may succeed.
     """
 
     what: str
@@ -32,8 +34,10 @@ class _ErrorCause:
     passing: bool = False
 
 
-_FULL = _ErrorCause(what="there is no space left", remedy="free space or give another storage=", certain=True)
-_WRITE = _ErrorCause(what="it is not allowed", remedy="check the owner and rights of the folder", certain=True)
+_FULL = _ErrorCause(
+    what="no space left on the device or in its quota", remedy="free space or give another storage=", certain=True
+)
+_WRITE = _ErrorCause(what="permission denied", remedy="check the owner and permissions of the folder", certain=True)
 _BLOCKED = _ErrorCause(
     what="a part of the path is a file, not a folder", remedy="give the path of a folder as storage=", certain=True
 )
@@ -53,8 +57,10 @@ _BY_NUMBER: Mapping[int, _ErrorCause] = {
     errno.ENAMETOOLONG: _ErrorCause(
         what="the name is too long", remedy="give a shorter name= or storage=", certain=True
     ),
-    errno.ENOENT: _ErrorCause(what="the folder cannot be made", remedy="give another storage=", certain=True),
-    errno.EISDIR: _ErrorCause(what="a folder has the name of the file", remedy="move that folder away", certain=True),
+    errno.ENOENT: _ErrorCause(what="the folder cannot be created", remedy="give another storage=", certain=True),
+    errno.EISDIR: _ErrorCause(
+        what="a folder has the name of the file", remedy="move or rename that folder", certain=True
+    ),
     **dict.fromkeys(
         (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.EAGAIN),
         _NOT_RESPONDING,
@@ -73,13 +79,13 @@ _REFUSED = _ErrorCause(
     certain=True,
 )
 _NO_BUCKET = _ErrorCause(
-    what="the bucket does not exist", remedy="create it, or mend its name in storage=", certain=True
+    what="the bucket does not exist", remedy="create it, or correct its name in storage=", certain=True
 )
 _REGION = _ErrorCause(
     what="the bucket is in another region", remedy="set AWS_REGION to the region of the bucket", certain=True
 )
 _CLOCK_SKEW = _ErrorCause(
-    what="the clock of this machine is off: the store refuses requests that are signed with a wrong time",
+    what="the clock of this machine is wrong: the store refuses requests signed with a wrong time",
     remedy="set the clock, with chrony or systemd-timesyncd for instance, here and on every node",
     certain=True,
 )
@@ -93,19 +99,19 @@ _UNREACHABLE = _ErrorCause(
     passing=True,
 )
 _THROTTLED = _ErrorCause(
-    what="the store turns requests away for now: it throttles or is overloaded (it answers {})",
+    what="the store throttles requests or is overloaded (HTTP status {})",
     remedy="let fewer runs share the bucket or prefix, checkpoint less often, or raise the limit of the store",
     passing=True,
 )
 _SERVER_ERROR = _ErrorCause(
-    what="the store failed inside and answers {}", remedy="see the store's own log or state", passing=True
+    what="the store has an internal error (HTTP status {})", remedy="see the store's own log or state", passing=True
 )
 _CONNECTION_BROKEN = _ErrorCause(
-    what="the connection to the store broke off", remedy="check the network and the store's own state", passing=True
+    what="the connection to the store was lost", remedy="check the network and the store's own state", passing=True
 )
 _CONFLICT = _ErrorCause(
     what="the store reports a conflict with another write",
-    remedy="see whether anything else writes the same files",
+    remedy="check whether another process writes the same files",
     passing=True,
 )
 _BY_TEXT: tuple[tuple[re.Pattern[str], _ErrorCause], ...] = (
@@ -113,7 +119,7 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], _ErrorCause], ...] = (
     (re.compile(r"ExpiredToken|TokenRefreshRequired|RequestExpired|Request has expired"), _EXPIRED),
     (re.compile(r"169\.254\.169\.254|metadata\.google\.internal|Account must be specified"), _NO_CREDENTIALS),
     (re.compile(r"InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|status: 40[13]\b"), _REFUSED),
-    (re.compile(r"NoSuchUpload"), _CONNECTION_BROKEN),  # its parts are joined or deleted
+    (re.compile(r"NoSuchUpload"), _CONNECTION_BROKEN),  # the parts of the upload were joined or deleted
     (re.compile(r"NoSuchBucket|ContainerNotFound|status: 404\b"), _NO_BUCKET),
     (re.compile(r"PermanentRedirect|redirect without LOCATION|AuthorizationHeaderMalformed"), _REGION),
     (re.compile(r"status: 507\b|InsufficientStorage|StorageFull|QuotaExceeded"), _FULL),
@@ -127,7 +133,7 @@ _LONGEST = 200
 
 
 def classify_error(error: Exception) -> _ErrorCause:
-    """The cause of an obstore or operating system error."""
+    """Return the cause of an obstore or operating system error."""
     text, number = str(error), _os_error_number(error)
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) and number:
         return _WRITE
@@ -149,12 +155,12 @@ def classify_error(error: Exception) -> _ErrorCause:
 
 
 def is_missing_file(error: Exception) -> bool:
-    """Whether the store answered that this one file is not there."""
+    """Return whether the store answered that this one file does not exist."""
     return isinstance(error, FileNotFoundError) and not re.search(r"NoSuchBucket|ContainerNotFound", str(error))
 
 
 def storage_error_for(error: Exception, *, doing: str, where: str) -> StorageError:
-    """A StorageError for an obstore or operating system error; a StoreDown where it may pass by itself.
+    """Return the StorageError for an obstore or operating system error; a StoreDown where it may pass by itself.
 
     Args:
         doing: what failed, such as `cannot write`.
@@ -166,13 +172,13 @@ def storage_error_for(error: Exception, *, doing: str, where: str) -> StorageErr
 
 
 def _status(text: str) -> str:
-    """The code of an HTTP answer in the error's text."""
+    """Return the HTTP status in the error's text."""
     found = re.search(r"status: (\d{3})\b", text)
-    return found.group(1) if found else "with an error"
+    return found.group(1) if found else "unknown"
 
 
 def _os_error_number(error: Exception) -> int:
-    """The operating system's error number; 0 when it has none."""
+    """Return the operating system's error number; 0 when there is none."""
     found = re.search(r"\(os error (\d+)\)", str(error))
     if found:
         return int(found.group(1))
@@ -180,7 +186,7 @@ def _os_error_number(error: Exception) -> int:
 
 
 def _first_line_without_secrets(text: str) -> str:
-    """The first line, short, without the value of any secret in the environment and without a reply's body."""
+    """Return the first line, shortened, without secrets of the environment and without the body of a response."""
     line = text.partition("\n")[0].partition("<")[0].strip(" :.")
     line = re.sub(r"//[^/@\s]*@", "//", redact(line))
     return line[:_LONGEST] or "the store failed and gave no reason"

@@ -1,1 +1,1 @@
-"""Watching a run from outside: metrics for Prometheus, a link to Ray's dashboard, trackers of experiments."""
+"""Send a run's metrics to other systems: Prometheus, TensorBoard, MLflow, Weights & Biases, own trackers."""

@@ -1,29 +1,29 @@
-"""What a tracker of experiments is: three calls, made from a thread of its own."""
+"""Experiment trackers, public as `tw.trackers`: the protocol of own ones, and those for MLflow and Weights & Biases.
+
+A tracker has three methods, which are called from a thread of their own (`tracker_thread`).
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from trainwright.core.errors import JobError
-
-_USER = re.compile(r"//[^/@\s]+@")  # user and password of a URI
-_SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "DATABRICKS_TOKEN")
+from trainwright.core.redaction import redact
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """The run that a tracker is told of.
+    """The run that a tracker records.
 
     Attributes:
-        name: of the run.
-        id: of what the tracker keeps of it: the same for every driver that goes on with the run, another one after
-            `--fresh`. Letters, digits, dots, dashes and underscores.
-        total_steps: of the whole run.
+        name: name of the run.
+        id: identity of the tracker's record: the same for every driver that continues the run, another one after
+            `--fresh`. It has letters, digits, dots, dashes and underscores.
+        total_steps: steps of the whole run.
     """
 
     name: str
@@ -33,7 +33,7 @@ class TrackedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What is known of one step, named as in TensorBoard; of an evaluation, its metrics.
+    """The values of one step, with names as in TensorBoard, or the metrics of one evaluation.
 
     Attributes:
         step: completed steps, counted from 1.
@@ -48,11 +48,11 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a driver let go of the run.
+    """How the session of a driver ended.
 
     Attributes:
-        state: `done`, `stopped` or `failed`; `failed` too where the driver ended without a word.
-        links: URIs by what they lead to: `folder`, `report`, and `checkpoint`, the newest, where there is one.
+        state: `done`, `stopped` or `failed`; also `failed` where the driver did not report an end.
+        links: URIs of the `folder`, the `report`, and the newest `checkpoint` where there is one.
     """
 
     state: Literal["done", "stopped", "failed"]
@@ -60,34 +60,34 @@ class RunResult:
 
 
 class Tracker(Protocol):
-    """Who is told of a run while it goes.
+    """Records a run while it trains.
 
-    It must survive pickling before `begin`, for a driver in the cluster. Each call comes from one and the same thread,
-    which may wait as long as it likes: training does not. Whatever a call raises switches the tracker off for the rest
-    of this driver's life, with a note in the run. Where it has a method `check()`, that is called before anything is
-    started, in the process of the caller; what it raises refuses the job.
+    A tracker must be picklable before `begin`, for a driver in the cluster. All calls come from the same thread and may
+    block: training does not wait for them. An exception switches the tracker off for this driver, with a note in the
+    run. An optional method `check()` is called before anything starts, in the process of the caller; its exception
+    rejects the job.
     """
 
     def begin(self, run: TrackedRun, params: Mapping[str, str]) -> int:
-        """Open what is kept of the run, or go on with it; returns the last step that it holds, 0 for none.
+        """Create or continue the record of the run. Returns the last recorded step, 0 for none.
 
         Args:
-            run: which one.
+            run: the run to record.
             params: facts of job and plan.
         """
 
     def log(self, rows: Sequence[Row]) -> None:
-        """Take rows, each step once, in order, however often it was done again after a failure.
+        """Record rows in order. Each step comes once, even when it was repeated after a failure.
 
-        The rows are all those that came since the last call returned. An evaluation is a row of its own.
+        The rows are all new ones since the last call returned. An evaluation is a row of its own.
         """
 
     def end(self, ending: RunResult) -> None:
-        """The driver lets go. After `stopped` or `failed` another one may `begin` again."""
+        """Finish the session. After `stopped` or `failed` another driver may call `begin` again."""
 
 
 def check_trackers(trackers: Iterable[Any]) -> None:
-    """Ask those that can tell whether they can begin. Raises JobError, or what they raise."""
+    """Call `check()` of the trackers that have it. Raises JobError or their exceptions."""
     for tracker in trackers:
         asked = getattr(tracker, "check", None)
         if asked is not None:
@@ -95,7 +95,7 @@ def check_trackers(trackers: Iterable[Any]) -> None:
 
 
 def import_optional(name: str, package: str, tracker: str) -> Any:
-    """An optional package. Raises JobError that says how to install it."""
+    """Import an optional package. Raises a JobError that says how to install it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -106,31 +106,23 @@ def import_optional(name: str, package: str, tracker: str) -> Any:
         raise JobError([problem]) from error
 
 
-def without_credentials(text: str) -> str:
-    """The same without what may be a secret in it: users in URIs, keys and tokens of the environment."""
-    for name in _SECRETS:
-        value = os.environ.get(name)
-        text = text.replace(value, f"<{name}>") if value else text
-    return _USER.sub("//", text)
+# --- MLflow -----------------------------------------------------------------------------------------------------------
 
 
-# --- MLflow, by its client alone --------------------------------------------------------------------------------------
-
-
-_RUN_ID_TAG = "trainwright.id"  # the tag by which a run is found again
-_STEP_METRIC = "trainwright/step"  # the metric that says what is held; the last one of its batch
-_MOST_METRICS, _MOST_PARAMS, _LONGEST = 900, 90, 5000  # of a batch and of a value, below what every server takes
+_RUN_ID_TAG = "trainwright.id"  # the tag that identifies a run
+_STEP_METRIC = "trainwright/step"  # the metric that holds the last recorded step
+_MOST_METRICS, _MOST_PARAMS, _LONGEST = 900, 90, 5000  # limits of a batch and of a value, below those of all servers
 _STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 @dataclass(kw_only=True)
 class MLflow:
-    """Tells an MLflow server, or a database such as `sqlite:///mlflow.db`. Needs `mlflow-skinny` or `mlflow`.
+    """Records a run on an MLflow server, or in `sqlite:///mlflow.db`. Needs `mlflow-skinny` or `mlflow`.
 
     Args:
-        uri: of the tracking server; by default that of `MLFLOW_TRACKING_URI`. Leave users and passwords to MLflow's own
-            variables (`MLFLOW_TRACKING_USERNAME`, ...), which the driver must have.
-        experiment: made where there is none of this name.
+        uri: of the tracking server; by default `MLFLOW_TRACKING_URI`. Put user and password into MLflow's own variables
+            (`MLFLOW_TRACKING_USERNAME`, ...) in the environment of the driver.
+        experiment: name of the experiment; created where it does not exist.
     """
 
     uri: str | None = None
@@ -142,11 +134,11 @@ class MLflow:
         return _rebuild_mlflow, (self.uri, self.experiment)
 
     def check(self) -> None:
-        """Raises JobError where MLflow is not installed."""
+        """Raise JobError where MLflow is not installed."""
         import_optional("mlflow", "mlflow-skinny", "MLflow")
 
     def begin(self, run: TrackedRun, params: Mapping[str, str]) -> int:
-        """See `Tracker.begin`. A fact that has changed since becomes a tag, as MLflow's parameters are written once."""
+        """See `Tracker.begin`. A changed fact becomes a tag: MLflow does not overwrite parameters."""
         tracking = import_optional("mlflow.tracking", "mlflow-skinny", "MLflow")
         self._client = tracking.MlflowClient(tracking_uri=self.uri)
         experiment = self._experiment()
@@ -196,7 +188,7 @@ def _rebuild_mlflow(uri: str | None, experiment: str) -> MLflow:
     return MLflow(uri=uri, experiment=experiment)
 
 
-# --- Weights & Biases, by a run object of its own ---------------------------------------------------------------------
+# --- Weights & Biases -------------------------------------------------------------------------------------------------
 
 
 _WandBMode = Literal["online", "offline", "disabled"]
@@ -204,15 +196,15 @@ _WandBMode = Literal["online", "offline", "disabled"]
 
 @dataclass(kw_only=True)
 class WandB:
-    """Tells Weights & Biases. Needs `wandb`, and for `online` a key: `wandb login`, or WANDB_API_KEY on the driver.
+    """Records a run in Weights & Biases. Needs `wandb`, and for `online` a key: `wandb login` or WANDB_API_KEY.
 
     Args:
-        project: to which the run belongs.
+        project: name of the project.
         entity: user or team; by default that of the key.
-        mode: `offline` writes below `folder` what `wandb sync` sends later, `disabled` nothing; by default that of
+        mode: `offline` writes files below `folder` for `wandb sync`; `disabled` writes nothing. The default is
             WANDB_MODE, else `online`.
-        folder: for its files; by default that of WANDB_DIR, else the working folder.
-        tags: of the run.
+        folder: for the files of wandb; by default WANDB_DIR, else the working folder.
+        tags: tags of the run.
     """
 
     project: str
@@ -227,7 +219,7 @@ class WandB:
         return _rebuild_wandb, (self.project, self.entity, self.mode, self.folder, self.tags)
 
     def check(self) -> None:
-        """Raises JobError where it is not installed, or has no key; in a terminal it asks for one."""
+        """Raise JobError where wandb is not installed or has no key; in a terminal wandb asks for one."""
         wandb = import_optional("wandb", "wandb", "WandB")
         if (self.mode or os.environ.get("WANDB_MODE") or "online") != "online":
             return
@@ -235,7 +227,7 @@ class WandB:
             known = wandb.login()
         except Exception as error:  # of many kinds
             raise JobError(
-                [f"trackers= has WandB, which has no key: {without_credentials(str(error))}; run: wandb login"]
+                [f"trackers= has WandB, which has no key: {redact(str(error))}; run: wandb login"]
             ) from error
         if not known:
             raise JobError(["trackers= has WandB, which has no key: run wandb login, or set WANDB_API_KEY"])
@@ -248,11 +240,11 @@ class WandB:
             id=run.id, name=run.name, config=dict(params), resume="allow", allow_val_change=True, reinit="create_new",
             settings=wandb.Settings(silent=True, console="off"),
         )  # fmt: skip
-        self._last = max(int(self._run.step) - 1, 0)  # W&B tells the next one
+        self._last = max(int(self._run.step) - 1, 0)  # W&B returns the next step
         return self._last
 
     def log(self, rows: Sequence[Row]) -> None:
-        """See `Tracker.log`. W&B takes no step before the last one: what is told of it late counts as of the last."""
+        """See `Tracker.log`. W&B takes no step before the last one, so late rows are recorded at the last step."""
         for row in rows:
             self._last = max(self._last, row.step)
             self._run.log(dict(row.values), step=self._last)

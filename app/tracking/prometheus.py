@@ -1,4 +1,7 @@
-"""A run's metrics at Ray's own Prometheus endpoint."""
+"""Metrics of a run for Prometheus, exported by Ray's metrics agent.
+
+`METRICS` lists all of them; `MetricCollector` computes their values from events.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +30,21 @@ from trainwright.storage.run_summary import RunSummary
 
 
 class _MetricSink(Protocol):
-    """Takes values of metrics."""
+    """Records values of metrics."""
 
     def record(self, metric: MetricSpec, value: float, labels: Mapping[str, str]) -> None:
         """Set a gauge, add to a counter or to a histogram; NaN ends the series of a gauge."""
 
 
 class PrometheusListener:
-    """A listener that tells Ray's metrics agent of this node, which Prometheus scrapes.
+    """An event listener that records metrics with Ray's metrics agent of this node, which Prometheus scrapes.
 
-    It costs the driver microseconds an event and no call: Ray sends what was recorded every 10 s
-    (`metrics_report_interval_ms`). The gauges of a run end with it, its counters stay until the cluster ends, as
-    counters must; those of a driver that died are dropped by Ray after two reports.
+    It takes microseconds an event and makes no call: Ray sends the values every 10 s (`metrics_report_interval_ms`).
+    The gauges of a run end with the run. Its counters stay until the cluster ends, as counters must. Ray drops the
+    metrics of a dead driver after two reports.
 
     Args:
-        sink: takes the values; by default Ray.
+        sink: records the values; by default Ray.
     """
 
     def __init__(self, sink: _MetricSink | None = None) -> None:
@@ -50,10 +53,10 @@ class PrometheusListener:
         self._gauges: dict[str, Mapping[str, str]] = {}
 
     def on(self, event: Event) -> None:
-        """Record what one event changes."""
+        """Record the metrics that one event changes."""
         readings, strategy = list(self._readings.take(event)), self._readings.strategy
         if not self._readings.run:
-            return  # nothing is told before the run has begun
+            return  # the run has not started
         if any(labels["strategy"] != strategy for labels in self._gauges.values()):
             self._end_gauges()
         for reading in readings:
@@ -70,7 +73,7 @@ class PrometheusListener:
         self._sink.record(metric, reading.value, labels)
 
     def close(self) -> None:
-        """End the gauges: a run that has ended has no throughput, and no worker."""
+        """End the gauges: a finished run has neither throughput nor workers."""
         self._end_gauges()
 
     def _end_gauges(self) -> None:
@@ -80,10 +83,10 @@ class PrometheusListener:
 
 
 class _RayMetrics:
-    """Ray's own metrics of this process; made once, whatever number of runs records into them."""
+    """Ray's metrics of this process. They are created once and shared by all runs."""
 
     def record(self, metric: MetricSpec, value: float, labels: Mapping[str, str]) -> None:
-        """See `Sink.record`. Ray 2.60 exports a gauge no more that is not a number."""
+        """See `_MetricSink.record`. Ray 2.60 does not export a gauge whose value is NaN."""
         made = _ray_metric(metric.name)
         match metric.kind:
             case "gauge":
@@ -106,15 +109,15 @@ def _ray_metric(name: str) -> Any:
     return kind(metric.full_name, **options)
 
 
-# --- What a run's events come to in metrics ---------------------------------------------------------------------------
+# --- values from events -----------------------------------------------------------------------------------------------
 
 
-GOODPUT_INTERVAL_S = 10.0  # between sums over all of them, which take milliseconds
+GOODPUT_INTERVAL_S = 10.0  # between computations of goodput, which take milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class _MetricSample:
-    """A value of a metric of the catalogue: set for a gauge, added for others. `source` only of recoveries."""
+    """A value of a metric: set for a gauge, added for other kinds. `source` is only set for recoveries."""
 
     name: str
     value: float
@@ -122,26 +125,26 @@ class _MetricSample:
 
 
 class MetricCollector:
-    """Folds one driver's events, which come in order.
+    """Computes metrics from the events of one driver, given in order.
 
-    Loss, throughput and waiting are those of the progress bar, goodput is the report's of what this driver did.
+    Loss, throughput and waiting are those of the progress bar. Goodput is that of the report, for this driver alone.
 
     Attributes:
-        run, strategy: labels of all readings; empty before the run has started.
+        run, strategy: labels of all samples; empty before the run has started.
     """
 
     def __init__(self) -> None:
         self.run = self.strategy = ""
-        self._narrator, self._folding, self._crew = EventFormatter(), RunSummary(), _WorkerCount()
+        self._formatter, self._folding, self._workers = EventFormatter(), RunSummary(), _WorkerCount()
         self._goodput_s = -math.inf
 
     def take(self, event: Event) -> Iterator[_MetricSample]:
-        """What one event changes. Exhaust it before the next."""
+        """Yield the metrics that one event changes. Exhaust the iterator before the next event."""
         folding = self._folding
         lost, recovered = folding.steps_lost, len(folding.recoveries)
-        self._narrator.tell(event)
+        self._formatter.tell(event)
         folding.add(event)
-        self._crew.take(event)
+        self._workers.take(event)
         match event:
             case RunStarted():
                 self.run, self.strategy = event.run, str(event.plan.get("strategy", ""))
@@ -162,21 +165,21 @@ class MetricCollector:
 
     def _gauges(self, event: Event) -> Iterator[_MetricSample]:
         if isinstance(event, Steps | Formed):
-            figures = self._narrator.figures
+            figures = self._formatter.figures
             yield _MetricSample(name="step", value=figures.step)
             yield _MetricSample(name="loss", value=figures.loss)
             yield _MetricSample(name="samples_per_second", value=figures.samples_per_s)
             yield _MetricSample(name="data_wait_share", value=figures.wait_share)
         if isinstance(event, RunStarted | Formed | Failed | Joined | Resized | Replanned | Probed):
-            yield _MetricSample(name="workers", value=self._crew.workers)
-            yield _MetricSample(name="workers_wanted", value=self._crew.wanted)
+            yield _MetricSample(name="workers", value=self._workers.workers)
+            yield _MetricSample(name="workers_wanted", value=self._workers.wanted)
         if isinstance(event, RunEnded) or event.time_s >= self._goodput_s + GOODPUT_INTERVAL_S:
             self._goodput_s = event.time_s
             yield _MetricSample(name="goodput", value=self._folding.totals().goodput)
 
 
 class _WorkerCount:
-    """Who takes part."""
+    """Counts the workers that take part and those that the plan asks for."""
 
     def __init__(self) -> None:
         self.wanted = self._formed = self._more = 0
@@ -184,7 +187,7 @@ class _WorkerCount:
 
     @property
     def workers(self) -> int:
-        """That take part now."""
+        """Workers that take part now."""
         return max(self._formed - len(self._down) + self._more, 0)
 
     def take(self, event: Event) -> None:
@@ -220,10 +223,10 @@ def _checkpoint_samples(event: Checkpointed) -> Iterator[_MetricSample]:
     yield _MetricSample(name="checkpoint_blocked_seconds", value=event.blocked_s)
 
 
-# --- Every metric of a run --------------------------------------------------------------------------------------------
+# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
-LABELS = ("run", "strategy")  # of every metric
+LABELS = ("run", "strategy")  # every metric has these
 _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
@@ -232,10 +235,10 @@ class MetricSpec:
     """One metric.
 
     Attributes:
-        name: without what comes before it.
-        kind: a gauge is the value now, a counter only grows, a histogram counts values by size.
-        text: its meaning, units included.
-        labels: beside those of every metric.
+        name: the name without prefix.
+        kind: a gauge is the current value, a counter only grows, a histogram counts values by size.
+        text: the description, with units.
+        labels: in addition to those of every metric.
     """
 
     name: str
@@ -245,12 +248,12 @@ class MetricSpec:
 
     @property
     def full_name(self) -> str:
-        """As it is given to Ray."""
+        """The name for Ray."""
         return f"trainwright_{self.name}"
 
     @property
     def exported(self) -> tuple[str, ...]:
-        """Names of the series that Prometheus scrapes."""
+        """The names of the series that Prometheus scrapes."""
         endings = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
         return tuple(f"ray_{self.full_name}{ending}" for ending in endings[self.kind])
 
@@ -270,22 +273,20 @@ METRICS = {
         MetricSpec(
             name="goodput", kind="gauge", text="Share of this driver's time spent computing steps that count, 0 to 1"
         ),
-        MetricSpec(name="workers", kind="gauge", text="Workers that take part now, without those that are lost"),
-        MetricSpec(name="workers_wanted", kind="gauge", text="Workers that the plan wants"),
+        MetricSpec(name="workers", kind="gauge", text="Workers that take part now, without lost ones"),
+        MetricSpec(name="workers_wanted", kind="gauge", text="Workers of the plan"),
         MetricSpec(name="checkpoint_bytes", kind="gauge", text="Size of the newest checkpoint in bytes"),
-        MetricSpec(name="steps", kind="counter", text="Steps done, those done again included"),
-        MetricSpec(name="samples", kind="counter", text="Samples trained on, those of steps done again included"),
+        MetricSpec(name="steps", kind="counter", text="Steps done, repeated ones included"),
+        MetricSpec(name="samples", kind="counter", text="Samples trained on, those of repeated steps included"),
         MetricSpec(name="data_wait_seconds", kind="counter", text="Seconds of steps that waited for data"),
         MetricSpec(name="failures", kind="counter", text="Failures"),
         MetricSpec(
             name="recoveries", kind="counter", text="Recoveries by where the state came from", labels=("source",)
         ),
-        MetricSpec(
-            name="recovery_seconds", kind="counter", text="Seconds from failures to the group being formed again"
-        ),
-        MetricSpec(name="steps_lost", kind="counter", text="Completed steps that had to be done again"),
+        MetricSpec(name="recovery_seconds", kind="counter", text="Seconds from failures to the next rendezvous"),
+        MetricSpec(name="steps_lost", kind="counter", text="Completed steps that had to be repeated"),
         MetricSpec(name="checkpoints", kind="counter", text="Checkpoints committed"),
-        MetricSpec(name="checkpoint_seconds", kind="counter", text="Seconds that checkpoints took to be stored"),
+        MetricSpec(name="checkpoint_seconds", kind="counter", text="Seconds that it took to store checkpoints"),
         MetricSpec(name="checkpoint_blocked_seconds", kind="counter", text="Seconds that steps waited for checkpoints"),
         MetricSpec(name="step_seconds", kind="histogram", text="Seconds of a step"),
     )

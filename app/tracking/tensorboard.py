@@ -1,7 +1,7 @@
-"""TensorBoard files, written from events.
+"""TensorBoard files, written from the events of a run.
 
-The files are records of protocol buffers, few and simple enough to be written here: the writers that exist import
-torch or TensorFlow when they are imported, which would load a framework into the driver of every job.
+The files are records of a few simple protocol buffers. Existing writers import torch or TensorFlow, which would load a
+framework into the driver of every job.
 
 Formats: records as in TensorFlow's `tfrecord` (length, masked CRC-32C of it, data, masked CRC-32C of that); messages
 as in `tensorflow/core/util/event.proto` and `tensorflow/core/framework/summary.proto`.
@@ -16,37 +16,27 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 from trainwright.core.errors import StorageError
 from trainwright.core.events import Checkpointed, Evaluated, Event, Formed, Measured, RunEnded, RunStarted, Steps
+from trainwright.storage.object_store import Store
 
-MAX_WAITING_BYTES = 64 << 20  # that wait for the store
-
-
-class _TensorBoardStore(Protocol):
-    """What TensorBoard files ask of a store."""
-
-    def put(self, path: str, data: bytes) -> None:
-        """Write a whole file; raises StorageError."""
-
-    def uri_of(self, path: str) -> str:
-        """Where a path is: a path of this machine, or a URI."""
+MAX_WAITING_BYTES = 64 << 20  # limit of bytes that wait for the store
 
 
 class TensorBoardWriter:
-    """A listener that writes scalars to `<run>/tensorboard`.
+    """An event listener that writes scalars to `<run>/tensorboard`.
 
-    In a folder the file grows as the run does. In an object store, which cannot append, each checkpoint and the end
-    add one more file; TensorBoard reads a directory's files in order of their names. After a resume or a recovery the
-    curves go on from the step that was taken up, without doubled points.
+    In a folder one file grows during the run. An object store cannot append, so each checkpoint and the end add a file;
+    TensorBoard reads the files of a directory in order of their names. After a resume or a recovery the curves continue
+    at the resumed step, without repeated points.
 
     Args:
-        store: where the run lives.
+        store: where the run is stored.
         run: name of the run.
     """
 
-    def __init__(self, store: _TensorBoardStore, run: str) -> None:
+    def __init__(self, store: Store, run: str) -> None:
         self._store, self._prefix = store, f"{run}/tensorboard"
         self._folder = _folder(store.uri_of(self._prefix))
         self._token = self._part = 0
@@ -57,7 +47,7 @@ class TensorBoardWriter:
         self._waiting_bytes = 0
 
     def on(self, event: Event) -> None:
-        """Take one event; files are written by a thread of their own: a network folder may never answer."""
+        """Take one event. Files are written by a separate thread: a network folder may block."""
         self._last_s = event.time_s
         match event:
             case RunStarted():
@@ -76,7 +66,7 @@ class TensorBoardWriter:
             self._write()
 
     def close(self) -> None:
-        """Write the rest and wait for it."""
+        """Write the rest and wait until it is written."""
         wait(self._writes)
         self._write()
         self._thread.shutdown()
@@ -86,11 +76,11 @@ class TensorBoardWriter:
         self._buffer += _record(message)
 
     def _write(self) -> None:
-        """Have the buffer written behind what is being written. Raises what an earlier write did."""
+        """Queue the buffer for writing. Raises the error of an earlier write."""
         while self._writes and self._writes[0].done():
-            self._waiting_bytes -= self._writes.popleft().result()  # an error has the journal drop this listener
+            self._waiting_bytes -= self._writes.popleft().result()  # after an error the event log removes this listener
         if self._waiting_bytes > MAX_WAITING_BYTES:
-            raise StorageError("the store does not answer, and too many records wait for it", where=self._prefix)
+            raise StorageError("the store does not answer; too many TensorBoard records wait", where=self._prefix)
         if not self._buffer:
             return
         data, name = bytes(self._buffer), f"events.out.tfevents.{self._token:010d}.{self._part:06d}"
@@ -108,7 +98,7 @@ class TensorBoardWriter:
 
 
 def _folder(uri: str) -> Path | None:
-    """The folder that a URI names on this machine; None for an object store."""
+    """Return the folder of a URI on this machine; None for an object store."""
     path = uri.removeprefix("file://")
     return None if "://" in path else Path(path)
 
@@ -121,7 +111,7 @@ def _append(path: Path, data: bytes, time_s: float) -> int:
 
 
 def step_scalars(event: Steps) -> list[tuple[int, dict[str, float]]]:
-    """Scalars of each step; what is not a number is left out."""
+    """Return the scalars of each step; those that are not finite are left out."""
     rows = []
     norms = event.gradient_norm or [None] * len(event.step)
     for index, step in enumerate(event.step):
@@ -138,17 +128,17 @@ def step_scalars(event: Steps) -> list[tuple[int, dict[str, float]]]:
 
 
 def _version_event(time_s: float) -> bytes:
-    """The `Event` that every file begins with."""
+    """Return the `Event` at the start of every file."""
     return _double(1, time_s) + _bytes(3, b"brain.Event:2")
 
 
 def _session_start(step: int, time_s: float) -> bytes:
-    """The `Event` at which readers forget all points from `step` on (`SessionLog.START`)."""
+    """Return the `Event` after which readers drop all points from `step` on (`SessionLog.START`)."""
     return _double(1, time_s) + _varint_field(2, step) + _bytes(7, _varint_field(1, 1))
 
 
 def _scalar_event(step: int, time_s: float, scalars: Mapping[str, float]) -> bytes:
-    """The `Event` of some scalars at a step."""
+    """Return the `Event` with scalars of a step."""
     values = b"".join(
         _bytes(1, _bytes(1, tag.encode()) + _key(2, 5) + struct.pack("<f", value)) for tag, value in scalars.items()
     )
@@ -156,7 +146,7 @@ def _scalar_event(step: int, time_s: float, scalars: Mapping[str, float]) -> byt
 
 
 def _record(data: bytes) -> bytes:
-    """One record of an event file."""
+    """Return one record of an event file."""
     length = struct.pack("<Q", len(data))
     return length + _masked_crc(length) + data + _masked_crc(data)
 

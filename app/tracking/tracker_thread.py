@@ -1,57 +1,43 @@
-"""A run told to a tracker, from a thread of its own: a slow or failing one neither slows nor ends training."""
+"""Sends a run to a tracker from a separate thread: a slow or failing tracker neither slows nor ends training."""
 
 from __future__ import annotations
 
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from trainwright.core.events import Checkpointed, Evaluated, Event, RunEnded, RunStarted, Steps
+from trainwright.core.redaction import redact
 from trainwright.planning.code_fingerprint import without_code_table
 from trainwright.reporting.plan_view import plan_from
-from trainwright.tracking.experiment_trackers import Row, RunResult, TrackedRun, Tracker, without_credentials
+from trainwright.storage.object_store import Store
+from trainwright.tracking.experiment_trackers import Row, RunResult, TrackedRun, Tracker
 from trainwright.tracking.tensorboard import step_scalars
 
-_MOST_WAITING_STEPS = 10_000  # that wait for a tracker which lags
-_CLOSE_TIMEOUT_S = 30.0  # for what waits when the run has ended
+_MOST_WAITING_STEPS = 10_000  # steps that wait for a slow tracker
+_CLOSE_TIMEOUT_S = 30.0  # for the last rows when the run has ended
 _EMPTY = ("", "()", "None")
 _RELEVANT_EVENTS = (RunStarted, Steps, Evaluated, Checkpointed, RunEnded)
 
 
-class _TrackerStore(Protocol):
-    """What is asked of a store."""
-
-    def get(self, path: str) -> bytes:
-        """A whole file; raises StorageError."""
-
-    def create(self, path: str, data: bytes) -> bool:
-        """Write a whole file unless there is one; raises StorageError."""
-
-    def list(self, prefix: str) -> Iterable[tuple[str, int]]:
-        """Paths below a prefix, with sizes in bytes; raises StorageError."""
-
-    def uri_of(self, path: str) -> str:
-        """Where a path is."""
-
-
 class TrackerThread:
-    """A listener that tells one tracker.
+    """An event listener that sends the run to one tracker.
 
     Args:
-        tracker: whom.
-        store: where the run lives; holds the number by which a tracker finds it again.
+        tracker: the tracker.
+        store: where the run is stored; also keeps the identity of the tracker's record.
         run: name of the run.
-        say: tells a line in the run.
-        room_steps: that wait at most; what comes beyond is left out, and said so.
-        patience_s: to wait for the tracker when the run has ended.
+        say: reports a line in the run.
+        room_steps: limit of steps that wait; further steps are dropped, which is reported.
+        patience_s: how long to wait for the tracker when the run has ended.
     """
 
     def __init__(
         self,
         tracker: Tracker,
-        store: _TrackerStore,
+        store: Store,
         run: str,
         *,
         say: Callable[[str], object],
@@ -69,7 +55,7 @@ class TrackerThread:
         self._thread = threading.Thread(target=self._work, name=f"trainwright-{self._name}", daemon=True)
 
     def on(self, event: Event) -> None:
-        """Keep an event for the thread."""
+        """Queue an event for the thread."""
         if self._off or not isinstance(event, _RELEVANT_EVENTS):
             return
         with self._change:
@@ -83,33 +69,33 @@ class TrackerThread:
             self._thread.start()
         if full and not self._lagging:
             self._lagging = True
-            self._say(f"the tracker {self._name} lags: it is not told of all steps, training goes on")
+            self._say(f"the tracker {self._name} is too slow: some steps are not sent to it; training continues")
 
     def close(self) -> None:
-        """Wait for the tracker, but not for long."""
+        """Wait for the tracker, for a limited time."""
         with self._change:
             self._closing = True
             self._change.notify()
         if self._thread.ident is None:
-            return  # the run did not begin
+            return  # the run did not start
         self._thread.join(self._patience_s)
         if self._thread.is_alive():
             self._off = True
-            left = f"within {self._patience_s:.0f} s of the end, and is left alone"
-            self._say(f"the tracker {self._name} did not take all that it was told {left}")
+            late = f"did not finish within {self._patience_s:.0f} s after the end of the run"
+            self._say(f"the tracker {self._name} {late}; its last rows may be missing")
 
     def _work(self) -> None:
         try:
             while (events := self._next()) is not None:
                 self._tell(events)
             self._tracker.end(self._taken.ending(self._store, self._run))
-        except Exception as error:  # of any kind: it is somebody else's code
+        except Exception as error:  # a tracker may raise any exception
             self._off = True
-            cause = without_credentials(f"{type(error).__name__}: {error}".strip())
-            self._say(f"the tracker {self._name} is switched off, training is not: {cause[:500]}")
+            cause = redact(f"{type(error).__name__}: {error}".strip())
+            self._say(f"the tracker {self._name} failed and is switched off; training continues: {cause[:500]}")
 
     def _next(self) -> list[Event] | None:
-        """What has come, once there is something; None at the end."""
+        """Wait for events and return them; None at the end."""
         with self._change:
             self._change.wait_for(lambda: self._waiting or self._closing)
             events = list(self._waiting)
@@ -129,7 +115,7 @@ class TrackerThread:
 
 
 class _TrackerPosition:
-    """What a tracker holds, so that each step is told once, and what it is told at the end."""
+    """What a tracker has recorded, so that each step is sent once, and the result for the end."""
 
     def __init__(self) -> None:
         self._step = self._evaluated = 0
@@ -137,11 +123,11 @@ class _TrackerPosition:
         self._checkpoint = ""
 
     def begin(self, step: int | None) -> None:
-        """It holds this step. An evaluation comes after its step: that of the last one may be missing."""
+        """Set the last recorded step. The evaluation after this step may be missing."""
         self._step, self._evaluated = step or 0, (step or 0) - 1
 
     def rows(self, event: Event) -> Iterator[Row]:
-        """What is new in an event."""
+        """Yield the rows of an event that are not recorded yet."""
         match event:
             case Steps():
                 for step, values in step_scalars(event):
@@ -157,34 +143,30 @@ class _TrackerPosition:
             case RunEnded():
                 self._end = event
 
-    def ending(self, store: _TrackerStore, run: str) -> RunResult:
-        """How the driver let go."""
+    def ending(self, store: Store, run: str) -> RunResult:
+        """Return how the session of the driver ended."""
         paths = {"folder": run, "report": f"{run}/report.html"}
         if self._checkpoint:
             paths["checkpoint"] = f"{run}/{self._checkpoint}"
         state: Any = self._end.outcome
-        return RunResult(
-            state=state, links={name: without_credentials(store.uri_of(path)) for name, path in paths.items()}
-        )
+        return RunResult(state=state, links={name: redact(store.uri_of(path)) for name, path in paths.items()})
 
 
 def params_of(event: RunStarted) -> Mapping[str, str]:
-    """Facts of job and plan that say something."""
+    """Return the facts of job and plan that are not empty."""
     plan = plan_from(event.plan)
     facts = {"plan": plan.name, "workers": str(plan.workers)} if plan else {}
     job = {
         f"job.{name}": str(value) for name, value in without_code_table(event.job).items() if str(value) not in _EMPTY
     }
-    return {
-        name: without_credentials(value) for name, value in {**job, **facts, "cluster": event.cluster}.items() if value
-    }
+    return {name: redact(value) for name, value in {**job, **facts, "cluster": event.cluster}.items() if value}
 
 
-def _identity(store: _TrackerStore, event: RunStarted) -> str:
-    """Of the run since it was begun last: made by the driver that began it, found by all that went on with it."""
+def _identity(store: Store, event: RunStarted) -> str:
+    """Return the identity of a run since its last fresh start: created by the first driver, read by later ones."""
     folder = f"{event.run}/trackers/"
     tokens = [int(path.rpartition("/")[2]) for path, _ in store.list(folder)]
     token = event.token if event.fresh else max(tokens, default=event.token)
     path = f"{folder}{token:08d}"
-    store.create(path, f"{event.run}-{uuid.uuid4().hex[:8]}".encode())  # unless another tracker's thread has
+    store.create(path, f"{event.run}-{uuid.uuid4().hex[:8]}".encode())  # unless the thread of another tracker did
     return store.get(path).decode()

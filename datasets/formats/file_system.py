@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from trainwright.core.errors import DataError
+from trainwright.core.retry import Backoff, unseeded_random
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 UNPACKED_BYTES = 256 << 20
@@ -155,8 +155,6 @@ def _changed_error(file: str, how: str) -> DataError:
 _Value = TypeVar("_Value")
 
 _DEADLINE_S = 60.0
-_FIRST_S, _LONGEST_S = 0.1, 5.0
-_jitter = random.SystemRandom().random  # a step seeds the global generator
 _TRANSIENT_ERRNOS = {
     errno.EAGAIN,
     errno.EINTR,
@@ -199,39 +197,35 @@ def retry_transient(
     deadline_s: float = _DEADLINE_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-    jitter: Callable[[], float] = _jitter,
+    jitter: Callable[[], float] = unseeded_random,
 ) -> _Value:
-    """read(), again after growing pauses while it raises transient errors; other errors are raised as they come.
+    """Return `read()`, which is repeated after growing pauses while it raises transient errors.
 
     Args:
         read: may be called many times.
         where: what is read, for the message.
-        deadline_s: no attempt begins later than this after the first.
-        clock: seconds, from any origin.
-        sleep: waits some seconds.
-        jitter: numbers in [0, 1), so that workers that were throttled together do not come back together.
+        deadline_s: no attempt starts later than this after the first.
+        clock: returns seconds, from any origin.
+        sleep: waits for some seconds.
+        jitter: returns numbers in [0, 1); see `core.retry`.
 
     Raises:
-        DataError: the deadline passed; it says for how long was tried and what the last error was.
+        DataError: the deadline passed. The message has the time, the number of attempts and the last error.
     """
-    began_s, pause_s, attempts = clock(), _FIRST_S, 0
+    pauses = Backoff(deadline_s, clock=clock, sleep=sleep, jitter=jitter)
     while True:
         try:
             return read()
         except OSError as error:
             if not is_transient(error):
                 raise
-            attempts += 1
-            tried_s = clock() - began_s
-            wait_s = pause_s * (0.5 + jitter() / 2)
-            if tried_s + wait_s > deadline_s:
+            tried_s = pauses.elapsed_s
+            if not pauses.wait():
                 raise DataError(
-                    f"the store gave no answer in {tried_s:.1f} s and {attempts} attempts; the last: {error}",
+                    f"the store gave no answer in {tried_s:.1f} s and {pauses.attempts} attempts; the last: {error}",
                     where=where,
-                    remedy="see whether the store is up and throttles, then run again: it goes on from its checkpoint",
+                    remedy="check whether the store is up and throttles; the same command continues from a checkpoint",
                 ) from error
-        sleep(wait_s)
-        pause_s = min(2 * pause_s, _LONGEST_S)
 
 
 # --- Finding files ----------------------------------------------------------------------------------------------------

@@ -19,8 +19,10 @@ from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.errors import StorageError
 from trainwright.storage.checkpoints import CheckpointWriter, delete_unreferenced, newest_intact, write_manifest
-from trainwright.storage.object_store import MissingFile, RetryPolicy, Store, open_store
+from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import Owner, RunLog
+from trainwright.storage.store_clients import RetryPolicy
+from trainwright.storage.store_errors import MissingFile
 
 
 @pytest.fixture
@@ -83,7 +85,7 @@ def test_a_checkpoint_is_committed_read_and_retained(store: Store) -> None:
     head = RunLog(open_store(store.uri), "run").head()
     assert head is not None
     ref, notes = newest_intact(store, "run", head.checkpoints)
-    assert ref == refs[1] and "step 30 is passed over" in notes[0]
+    assert ref == refs[1] and "step 30 is skipped" in notes[0]
 
 
 # --- what can be wrong ------------------------------------------------------------------------------------------------

@@ -17,16 +17,17 @@ from tests.support.run_logs import FAR, JOB
 from tests.support.s3_server import S3Server
 from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
-from trainwright.core.errors import StorageError
+from trainwright.core.errors import StorageError, StoreDown
 from trainwright.core.events import Noted
 from trainwright.driver import messages as m
-from trainwright.storage import object_store
+from trainwright.storage import store_clients
 from trainwright.storage.checkpoints import CheckpointWriter, delete_unreferenced, newest_intact, write_manifest
 from trainwright.storage.event_files import read_events
 from trainwright.storage.event_log import EventLog
-from trainwright.storage.object_store import RetryPolicy, Store, StoreDown, open_store
+from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import Heartbeat, RunLog
 from trainwright.storage.run_store import RunStore
+from trainwright.storage.store_clients import RetryPolicy
 
 SHORT = RetryPolicy(connect_s=0.5, silence_s=0.45, request_s=5.0, total_s=6.0)
 SHARD = os.urandom(300_000)
@@ -105,10 +106,9 @@ _numbers = itertools.count()
 @pytest.fixture
 def scene(clean: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Scene:
     """A run with two checkpoints; pauses are a tenth of the usual ones, parts a third."""
-    for module in ("storage.object_store", "storage.retry"):
-        monkeypatch.setattr(f"trainwright.{module}.FIRST_S", 0.02)
-        monkeypatch.setattr(f"trainwright.{module}.LONGEST_S", 0.2)
-    monkeypatch.setattr(object_store, "CHUNK_BYTES", PART)
+    monkeypatch.setattr("trainwright.core.retry.FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr("trainwright.core.retry.LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setattr(store_clients, "CHUNK_BYTES", PART)
     uri = f"{clean}/{next(_numbers)}"
     direct = open_store(uri)
     made = Scene(proxy=proxy, direct=direct, store=through(proxy, uri, SHORT))
@@ -317,9 +317,9 @@ def test_two_clients_do_not_pause_alike(clean: str, proxy: FaultyProxy) -> None:
 @pytest.mark.parametrize(
     ("status", "body", "said", "remedy"),
     [
-        (403, SKEWED, "the clock of this machine is off", "set the clock"),
+        (403, SKEWED, "the clock of this machine is wrong", "set the clock"),
         (400, "<Error><Code>ExpiredToken</Code></Error>", "the credentials have expired", "renew them"),
-        (507, "<Error><Code>XMinioStorageFull</Code></Error>", "there is no space left", "free space"),
+        (507, "<Error><Code>XMinioStorageFull</Code></Error>", "no space left", "free space"),
     ],
 )
 def test_what_does_not_pass_is_told_as_such(scene: Scene, status: int, body: str, said: str, remedy: str) -> None:
@@ -332,7 +332,7 @@ def test_what_does_not_pass_is_told_as_such(scene: Scene, status: int, body: str
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [(503, "turns requests away for now"), (429, "turns requests away"), (500, "answers 500")]
+    ("status", "said"), [(503, "throttles requests"), (429, "throttles requests"), (500, "HTTP status 500")]
 )
 def test_what_may_pass_is_a_kind_of_its_own(scene: Scene, status: int, said: str) -> None:
     scene.proxy.add(Fault(kind="answer", status=status))
@@ -359,8 +359,8 @@ def test_an_outage_is_told_once_when_it_begins_and_once_when_it_ends(scene: Scen
     assert back.wait(10)
     heart.stop()
     assert len(notes) == 2
-    assert "Training goes on from memory" in notes[0] and ("be reached" in notes[0] or "broke off" in notes[0])
-    assert notes[1].startswith("the store is back, after ")
+    assert "Training continues in memory" in notes[0] and ("be reached" in notes[0] or "was lost" in notes[0])
+    assert notes[1].startswith("the store answers again, after ")
 
 
 def test_a_run_that_cannot_be_given_back_is_over_all_the_same(scene: Scene) -> None:
@@ -373,6 +373,8 @@ def test_a_run_that_cannot_be_given_back_is_over_all_the_same(scene: Scene) -> N
     assert ledger.chain() == ()
     scene.proxy.add(Fault(kind="answer", status=500))
     ledger.release(m.ReleaseLease(outcome="done", step=30))
-    assert any("does not say that the run is over" in note and "No checkpoint is lost" in note for note in notes)
+    assert any(
+        "the release of the run could not be written" in note and "No checkpoint is lost" in note for note in notes
+    )
     scene.proxy.clear()
     assert RunLog(scene.direct, "other", dead=lambda owner: True).acquire(FAR, JOB).token == 2

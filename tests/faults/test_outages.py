@@ -106,17 +106,17 @@ def test_training_goes_on_while_the_store_is_away_and_loses_nothing(
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.address)
         with training(tmp_path, s3_bucket.uri) as process:
             reached = {f"rank {rank}": (tmp_path / f"reached-{rank}").exists for rank in range(2)}
-            lines = ("Training goes on from memory", "no checkpoint at step 5: ")
+            lines = ("Training continues in memory", "no checkpoint at step 5: ")
             heard = {line: (lambda line=line: line in said.read_text()) for line in lines}
             await_all({**reached, **heard}, said)
             away_s = time.time()
             proxy.mend()
-            await_all({"back": lambda: "the store is back, after " in said.read_text()}, said)
+            await_all({"back": lambda: "the store answers again, after " in said.read_text()}, said)
             (tmp_path / "over").touch()
             assert process.wait(150) == 0, said.read_text()
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_bucket.server.endpoint)
     text = said.read_text()
-    assert text.count("the store is back, after ") == text.count("Training goes on from memory") == 1
+    assert text.count("the store answers again, after ") == text.count("Training continues in memory") == 1
     assert final_state(s3_bucket.uri, "faulty") == unbroken(2)
     steps = [step for event in told(s3_bucket.uri, "faulty", events.Steps) for step in event.step]
     assert steps == list(range(1, 28)), "each step once: nothing was done again and no record is lost"
@@ -143,7 +143,7 @@ def test_a_driver_whose_clock_is_behind_goes_on_like_any_other(
     assert told(folder, "faulty", events.Formed)[-1].step == 10
     assert len(list((folder / "faulty" / "checkpoints").iterdir())) == 3, "retained by what the log names, not by age"
     history = read_history(open_store(str(folder)), "faulty")
-    assert history.state == "done" and [session.token for session in history.sessions] == [1, 5]
+    assert history.state == "done" and [session.token for session in history.summary.time.sessions] == [1, 5]
     assert [record.step for record in history.records] == list(range(1, 28))
     times = vars(history.totals)
     assert all(value >= 0 for value in times.values()) and history.totals.wall_s < 600, times

@@ -232,7 +232,7 @@ def test_a_full_disk_costs_checkpoints_and_the_run_goes_on_where_space_is_made(
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, env=environment, timeout=150, capture_output=True, text=True)
     assert ended.returncode == 0, f"this test mounts a disk of its own in a user namespace: {ended.stderr}"
-    assert "there is no space left" in ended.stdout and "free space or give another storage=" in ended.stdout
+    assert "no space left" in ended.stdout and "free space or give another storage=" in ended.stdout
     state = final_state(kept, "faulty")
     assert state.step in (5, 10) and f"it goes on from step {state.step}" in ended.stdout + ended.stderr
     assert final_state(done, "faulty") == unbroken(2)

@@ -110,7 +110,7 @@ def test_several_students_on_one_pass_are_each_as_alone(taught: tw.Teacher, tmp_
         assert mark.scores["top-1"] == pytest.approx(metrics[f"{name}/accuracy"], abs=1e-12)
         assert mark.metrics["accuracy"] == mark.scores["top-1"] and mark.parameters
     assert verdict.mark("big").scores["top-1"] > verdict.mark("student").scores["top-1"]
-    assert "Students beside their teachers" in Path(run.report).read_text()
+    assert "Students compared with their teachers" in Path(run.report).read_text()
     again = tw.students(both)["student"]
     assert again.export(str(tmp_path / "small.safetensors")).endswith("small.safetensors")
     assert load_file(tmp_path / "small.safetensors").keys() == alone.keys()

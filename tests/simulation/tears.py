@@ -240,8 +240,10 @@ def _check_folded(code: Code, store: Store, found: list[str]) -> None:
 
 def _row(folding: RunSummary) -> str:
     """What a list of runs shows."""
-    history = RunHistory.of(folding, folding.state(owner_alive=True))
-    return repr((history.state, history.step, history.start.total_steps, history.loss, history.last_s))
+    history = RunHistory(summary=folding, state=folding.state(owner_alive=True))
+    return repr(
+        (history.state, history.summary.step, history.summary.start.total_steps, history.loss, history.summary.last_s)
+    )
 
 
 def _go_on(code: Code, store: Store, found: list[str]) -> None:

@@ -71,7 +71,7 @@ def test_a_journal_that_waits_too_long_says_what_it_dropped() -> None:
     assert [event.cause for event in read if isinstance(event, events.Failed)] == ["a worker died"]
     notes = [event.text for event in ears.heard if isinstance(event, events.Noted)]
     assert notes == [event.text for event in read if isinstance(event, events.Noted)]
-    assert len(notes) == 3 and "cannot be written" in notes[0] and "only some are kept" in notes[1]
+    assert len(notes) == 3 and "cannot be written" in notes[0] and "only some of these steps are kept" in notes[1]
     assert f"the records of {201 - len(left)} steps did not fit into memory and are lost" in notes[2]
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointFile, CheckpointManifest, CheckpointRef, checkpoint_path
-from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError, StoreDown
 from trainwright.storage.checkpoints import (
     MANIFEST,
     CheckpointReader,
@@ -30,7 +30,7 @@ from trainwright.storage.checkpoints import (
     verify,
     write_manifest,
 )
-from trainwright.storage.object_store import Store, StoreDown, open_store
+from trainwright.storage.object_store import Store, open_store
 
 RUN = "digits"
 FILES = {"shard-0.bin": b"parameters" * 100, "optimizer/shard-0.bin": b"moments" * 50, "empty": b""}
@@ -179,7 +179,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_note(store: Store, kind: str
     assert caught.value.where == store.uri_of(place) and caught.value.remedy
     ref, notes = newest_intact(store, RUN, refs)
     assert ref == refs[1]
-    assert len(notes) == 1 and "step 30 is passed over" in notes[0] and name.rpartition("/")[2] in notes[0]
+    assert len(notes) == 1 and "step 30 is skipped" in notes[0] and name.rpartition("/")[2] in notes[0]
 
 
 def test_a_manifest_torn_at_any_byte_costs_its_checkpoint_and_no_more() -> None:
@@ -192,7 +192,7 @@ def test_a_manifest_torn_at_any_byte_costs_its_checkpoint_and_no_more() -> None:
         for left in (whole[:length], whole[:length].ljust(len(whole), b"\0")):
             store.put(place, left)
             ref, notes = newest_intact(store, RUN, refs, checksums=False)
-            assert ref == refs[0] and "step 20 is passed over: the manifest is torn" in notes[0]
+            assert ref == refs[0] and "step 20 is skipped: the manifest is torn" in notes[0]
 
 
 @pytest.mark.parametrize("kind", ["truncated shard", "altered shard", "missing shard"])

@@ -37,7 +37,7 @@ def test_what_comes_to_light_after_a_run_follows_what_its_last_driver_told(store
     assert told[-2:] == [judged, again] and judged.time_s > 0
     assert len(told) == 2 * len(whole_run()) + 2
     history = RunHistory.fold(told)
-    assert history.judged == again and history.state == "done"
+    assert history.summary.judged == again and history.state == "done"
     assert history.totals == RunHistory.fold(told[:-2]).totals  # it took nothing of the run's time
 
 
@@ -159,7 +159,7 @@ def test_a_listener_that_raises_is_taken_off_and_said(store: FakeStore) -> None:
         writer.write(stepped([step], time_s=step))
     assert writer.close()
     notes = [event.text for event in ears.heard if isinstance(event, events.Noted)]
-    assert notes == ["Broken is switched off, training is not: OSError: disk full"]
+    assert notes == ["Broken failed and is switched off; training continues: OSError: disk full"]
 
 
 def test_many_threads_lose_nothing(store: FakeStore) -> None:
@@ -222,12 +222,12 @@ def test_a_step_done_again_replaces_the_earlier_one() -> None:
     assert [record.step for record in history.records] == list(range(1, 21))
     assert [history.records[place].loss for place in (9, 10, 11)] == [0.1, 0.05, 0.05]
     assert {record.generation for record in history.records[10:]} == {2}
-    assert history.steps_lost == 2
+    assert history.summary.steps_lost == 2
 
 
 def test_after_a_recovery_lost_steps_are_gone_until_they_are_done_again() -> None:
     history = RunHistory.fold(whole_run()[:10])
-    assert history.step == 10 and len(history.records) == 10
+    assert history.summary.step == 10 and len(history.records) == 10
 
 
 def test_an_evaluation_of_a_lost_step_is_lost_with_it() -> None:
@@ -262,17 +262,17 @@ def test_a_driver_that_died_is_followed_by_a_session_that_resumes() -> None:
     resumed = events.Formed(time_s=205, step=10, source="checkpoint", checkpoint="checkpoints/00000010-1", seconds=5)
     again = [started(token=2, time_s=200), resumed, stepped(range(11, 21), time_s=206)]
     history = RunHistory.fold([*whole_run()[:8], *again])
-    assert [session.token for session in history.sessions] == [1, 2]
-    assert history.resumes == (resumed,) and not history.recoveries
+    assert [session.token for session in history.summary.time.sessions] == [1, 2]
+    assert history.summary.resumes == [resumed] and not history.summary.recoveries
     assert history.totals.wall_s == pytest.approx(7.3 + 6)
     assert history.totals.start_s == pytest.approx(4 + 5)
-    assert history.steps_lost == 2
+    assert history.summary.steps_lost == 2
 
 
 def test_a_fresh_start_forgets_what_was_before() -> None:
     history = RunHistory.fold([*whole_run(), started(token=9, time_s=300, fresh=True), events.Formed(time_s=301)])
-    assert history.records == () and history.failures == () and history.steps_lost == 0
-    assert [session.token for session in history.sessions] == [9]
+    assert history.records == () and not history.summary.failures and history.summary.steps_lost == 0
+    assert [session.token for session in history.summary.time.sessions] == [9]
     assert history.state == "running"
 
 

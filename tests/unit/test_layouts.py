@@ -137,11 +137,11 @@ def test_what_was_measured_is_shown_in_the_place_of_what_was_predicted() -> None
     _, event = before.measured({0: 0.5, 1: 0.1}, {})
     start = RunStarted(run="r", token=1, rejected=[{"strategy": before.plans[1].strategy, "reason": "predicted"}])
     history = RunHistory.fold([start, event])
-    assert history.start.plan["strategy"] == before.plans[1].strategy
-    assert [item["plan"] for item in history.start.rejected if "takes 500 ms" in item["reason"]] == [
+    assert history.summary.start.plan["strategy"] == before.plans[1].strategy
+    assert [item["plan"] for item in history.summary.start.rejected if "takes 500 ms" in item["reason"]] == [
         before.plans[0].name
     ]
-    assert isinstance(event, Probed) and history.notes[0].text == event.text
+    assert isinstance(event, Probed) and history.summary.notes[0].text == event.text
 
 
 def test_the_first_plan_is_kept_as_long_as_it_can_be() -> None:

@@ -101,7 +101,7 @@ def test_files_that_the_driver_cannot_see_are_no_checkpoint(tmp_path: Path) -> N
     owner.acquire()
     elsewhere = CheckpointFile(name="state", size_bytes=3, sha256="0" * 64)
     wanted = m.CommitCheckpoint(step=5, path=checkpoint_path(5, 1), files=(elsewhere,), parent="", layout="replicated")
-    with pytest.raises(StorageError, match="does not see the file state") as caught:
+    with pytest.raises(StorageError, match="cannot find the file state") as caught:
         owner.commit(wanted)
     assert "all nodes share" in str(caught.value)
     owner.give_up()
@@ -116,7 +116,7 @@ def test_a_run_with_no_whole_checkpoint_is_not_begun_again_by_itself(tmp_path: P
     owner.release(m.ReleaseLease(outcome="stopped", step=5))
     shard = tmp_path / "run" / path / "state"
     shard.write_bytes(b"torn")
-    with pytest.raises(CheckpointError, match="no checkpoint of the run is whole"):
+    with pytest.raises(CheckpointError, match="no checkpoint of the run is complete"):
         taken = ledger(tmp_path, notes)
         taken.acquire()
         taken.chain()

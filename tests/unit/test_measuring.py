@@ -221,9 +221,9 @@ def test_history_keeps_what_belongs_to_the_newest_plan_and_world_size() -> None:
     found = RunHistory.fold(told).phases
     assert found is not None and found.steps == 40
     again = RunHistory.fold([*told, started(token=2)])
-    assert len(again.measured) == 3, "the same plan goes on"
+    assert len(again.summary.measured) == 3, "the same plan goes on"
     other = dataclasses.replace(started(token=2), plan={**started().plan, "accumulation": 2})
-    assert not RunHistory.fold([*told, other]).measured
+    assert not RunHistory.fold([*told, other]).summary.measured
 
 
 def test_the_noise_scale_is_told_with_the_step_at_which_it_was_known() -> None:
@@ -231,13 +231,13 @@ def test_the_noise_scale_is_told_with_the_step_at_which_it_was_known() -> None:
     assert history.noise == (100, NOISE)
     assert noise_text(history, PLAN).startswith("310 samples, 250 to 400 at step 100 (36 steps")
     later = RunHistory.fold(ran(measured(noise=vars(NOISE)), measured(step=300, sampled=50)))
-    assert "at step 100; since then" in noise_text(later, PLAN)
+    assert "at step 100; the estimates since then" in noise_text(later, PLAN)
 
 
 def test_why_the_noise_scale_is_not_known() -> None:
     none, few, many = (RunHistory.fold(ran(measured(sampled=count))) for count in (0, 3, 300))
     assert noise_text(none, PLAN) == "not known: no step was sampled"
-    assert "it takes 12" in noise_text(few, PLAN) and "scatter too much" in noise_text(many, PLAN)
+    assert "12 are needed" in noise_text(few, PLAN) and "vary too much" in noise_text(many, PLAN)
     assert "cannot be measured" in noise_text(many, dataclasses.replace(PLAN, mesh=Mesh()))
     assert noise_text(RunHistory.fold(ran()), PLAN) == ""
 

@@ -410,18 +410,18 @@ STORAGE_MUTANTS = (
 LINKS = (
     Mutant(
         name="names an entry before the disk has it",
-        module="trainwright.storage.object_store",
+        module="trainwright.storage.store_clients",
         pattern="file.flush()\nos.fsync(file.fileno())",
     ),
     Mutant(
         name="forgets the folder of an entry",
-        module="trainwright.storage.object_store",
-        function="_create_once",
+        module="trainwright.storage.store_clients",
+        function="create",
         pattern="self._sync(path)",
     ),
     Mutant(
         name="replaces what another wrote",
-        module="trainwright.storage.object_store",
+        module="trainwright.storage.store_clients",
         pattern="os.link(unnamed, place)",
         replacement="place.unlink(missing_ok=True)\nos.link(unnamed, place)",
     ),

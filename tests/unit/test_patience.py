@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tests.support.run_logs import Clock
-from trainwright.storage.object_store import FIRST_PAUSE_S, LONGEST_PAUSE_S, Backoff
+from trainwright.core.retry import FIRST_PAUSE_S, LONGEST_PAUSE_S, Backoff
 
 
 def pauses_of(total_s: float, jitter: object) -> list[float]:

@@ -70,7 +70,7 @@ def test_waiting_is_said_once_with_its_deadline() -> None:
 @pytest.mark.parametrize(
     ("outcome", "text"),
     [
-        ("stopped", "stopped at step 12 of 20 after 5.0 s; the same command goes on from here"),
+        ("stopped", "stopped at step 12 of 20 after 5.0 s; the same command continues from here"),
         ("failed", "failed at step 12 of 20 after 5.0 s: it broke"),
     ],
 )

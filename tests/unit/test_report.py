@@ -106,7 +106,7 @@ def test_what_comes_from_the_job_is_escaped() -> None:
 
 
 def test_an_interrupted_run_names_its_remedy() -> None:
-    assert "same command goes on" in render_report(RunHistory.fold(whole_run()[:8], owner_alive=False), FACTS)
+    assert "same command continues" in render_report(RunHistory.fold(whole_run()[:8], owner_alive=False), FACTS)
 
 
 def test_a_long_run_stays_small() -> None:
@@ -127,7 +127,7 @@ def test_time_parts_fill_the_bar() -> None:
 
 def test_predicted_and_measured_step_share_a_scale() -> None:
     history = RunHistory.fold(whole_run())
-    bars = step_bars(history, plan_from(history.start.plan))
+    bars = step_bars(history, plan_from(history.summary.start.plan))
     assert [name for name, _, _ in bars] == ["predicted", "measured, median"]
     predicted, measured = ([part.percent for part in parts] for _, _, parts in bars)
     assert sum(measured) == pytest.approx(100) and sum(predicted) == pytest.approx(14)
@@ -225,7 +225,7 @@ def test_a_folder_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest
     board = TensorBoardWriter(open_store(str(tmp_path)), "demo")
     for event in whole_run()[:5]:
         board.on(event)
-    with pytest.raises(StorageError, match="does not answer, and too many records wait"):
+    with pytest.raises(StorageError, match="too many TensorBoard records wait"):
         board.on(whole_run()[7])
     answers.set()
     board.close()
@@ -256,10 +256,8 @@ def test_tensorboard_leaves_out_what_is_no_number(tmp_path: Path) -> None:
 
 
 def test_what_users_see_imports_no_framework_and_no_ray() -> None:
-    modules = (
-        "storage.event_log", "tracking.tensorboard", "reporting.run_history", "reporting.progress_bar",
-        "reporting.html", "reporting.run_views", "reporting.plan_view",
-    )  # fmt: skip
+    modules = ("storage.event_log", "tracking.tensorboard", "tracking.tracker_thread", "reporting.run_history",
+               "reporting.progress_bar", "reporting.html", "reporting.run_views", "reporting.plan_view")  # fmt: skip
     imports = "; ".join(f"import trainwright.{name}" for name in modules)
     heavy = {"ray", "torch", "tensorflow", "keras", "tensorboardX", "pandas", "matplotlib"}
     code = f"import sys; import trainwright.lr_schedules; {imports}\nprint(sorted(sys.modules.keys() & {heavy}))"

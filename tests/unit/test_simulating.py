@@ -158,7 +158,7 @@ def test_a_run_tells_how_stale_it_was() -> None:
         Stale(step=30, counts=[[9, 100]]), Formed(step=20),
     ]  # fmt: skip
     history = RunHistory.fold(told)
-    found = staleness_of(history.stale)
+    found = staleness_of(history.summary.stale)
     assert found.counts == {0: 4, 3: 16, 5: 4} and (found.dropped, found.again) == (1, 2), "what was lost is not told"
     text = staleness_text(found)
     assert text == "mean 2.8 updates, at most 5; 1 push dropped, 2 units handed out again"

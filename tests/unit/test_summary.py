@@ -41,10 +41,11 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-class Memory:
+class Memory(Store):
     """A store in memory that counts requests and bytes, and that ends its user before one of its changes."""
 
     def __init__(self, files: dict[str, bytes] | None = None) -> None:
+        super().__init__(f"memory://{uuid.uuid4().hex}")
         self.files = dict(files or {})
         self.requests: Counter[str] = Counter()
         self.read_bytes = self.changes = 0
@@ -58,9 +59,9 @@ class Memory:
             raise Killed
         self.changes += 1
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, *pieces: bytes | memoryview, sync: bool = True) -> None:
         self._change("put", path)
-        self.files[path] = data
+        self.files[path] = b"".join(pieces)
 
     def create(self, path: str, data: bytes) -> bool:
         self._change("create", path)
@@ -79,7 +80,7 @@ class Memory:
         self.read_bytes += len(self.files[path])
         return self.files[path]
 
-    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+    def list(self, prefix: str = "", after: str | None = None) -> Iterator[tuple[str, int]]:
         self.requests["list"] += 1
         return iter([(path, len(data)) for path, data in sorted(self.files.items()) if path.startswith(prefix)])
 
@@ -117,7 +118,7 @@ def compact(store: Memory, at_s: float = 0.0, compactor: EventCompactor | None =
     return made
 
 
-def told(store: Memory | Store) -> list[str]:
+def told(store: Store) -> list[str]:
     return [event.to_json() for event in read_events(store, RUN)]
 
 
@@ -130,9 +131,16 @@ def folded(lines: Iterable[str]) -> RunSummary:
 
 def row(folding: RunSummary) -> tuple[object, ...]:
     """What a list of runs shows."""
-    history = RunHistory.of(folding, folding.state(owner_alive=True))
+    history = RunHistory(summary=folding, state=folding.state(owner_alive=True))
     loss = None if history.loss != history.loss else history.loss
-    return history.state, history.step, history.start.total_steps, loss, history.metrics, history.last_s
+    return (
+        history.state,
+        history.summary.step,
+        history.summary.start.total_steps,
+        loss,
+        history.metrics,
+        history.summary.last_s,
+    )
 
 
 # --- the same as before -----------------------------------------------------------------------------------------------
@@ -166,9 +174,9 @@ def test_a_folding_goes_on_from_its_facts_though_old_steps_are_merged() -> None:
             parted.add(event)
         assert parted.facts() == whole.facts()
     assert len(whole.steps) < 8192 and sum(whole.steps.column("count")) == 40_011
-    history = RunHistory.of(whole, "running")
+    history = RunHistory(summary=whole, state="running")
     assert history.samples_per_s == pytest.approx(2560) and history.wait_share == pytest.approx(0.2)
-    assert history.median_step_s == 0.1 and history.steps_lost == 29_900 + 100 - 21_111
+    assert history.median_step_s == 0.1 and history.summary.steps_lost == 29_900 + 100 - 21_111
     assert history.totals.computing_s == pytest.approx(40_011 * 0.08)
     assert history.totals.recovery_s == pytest.approx((30_000 - 21_111) * 0.1)
     assert history.loss == 1 / 40_011

@@ -306,7 +306,7 @@ def test_a_store_that_hangs_is_waited_for_once_and_told(monkeypatch: pytest.Monk
     assert "a heartbeat has not been answered for 5.0 s: the store hangs" in told
     answers.set()
     wait_for(lambda: len(notes) == 2)
-    assert "the store is back" in notes[1] and heart.assure()
+    assert "the store answers again" in notes[1] and heart.assure()
     heart.stop()
 
 
@@ -323,4 +323,4 @@ def test_a_heartbeat_outlives_an_error_that_nobody_expected(memory: Store, monke
     heart.start()
     wait_for(lambda: len(notes) == 2)
     heart.stop()
-    assert "ZeroDivisionError: a bug" in notes[0] and "the store is back" in notes[1] and heart.error is None
+    assert "ZeroDivisionError: a bug" in notes[0] and "the store answers again" in notes[1] and heart.error is None

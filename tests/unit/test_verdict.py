@@ -170,11 +170,11 @@ def verdict(own: float = 0.8, theirs: float = 0.9, **fields: Any) -> Scorecard:
 def test_the_verdict_is_told_in_plain_words() -> None:
     (kept,) = verdict().sentences()
     assert "keeps 88.9% of the top-1 of big (0.8000 of 0.9000), with 10.0% of its parameters" in kept
-    assert "both say the same of 75.0%" in kept
+    assert "their predictions agree on 75.0%" in kept
     (better,) = verdict(own=0.95).sentences()
     assert "<small> is better than big" in better
     poor = verdict(own=0.4).sentences()
-    assert "no better than always saying class 1, which is right for 50.0%" in poor[1]
+    assert "no better than always predicting class 1, which is right for 50.0%" in poor[1]
     assert "no labels" in verdict(own=math.nan).sentences()[0]
     assert "big (teacher)" in str(verdict()) and "10 rows" in str(verdict())
 
@@ -187,7 +187,7 @@ def test_the_report_has_its_tables_and_pictures() -> None:
     page = verdict_html(verdict().facts())
     assert "<small>" not in page and "&lt;small&gt;" in page
     assert page.count('aria-label="soft targets') == 2 and 'aria-label="reliability"' in page
-    assert "0: 30.00% for 1" in page and "88.9%" in page
+    assert page.count(">30<") >= 1 and "88.9%" in page
 
 
 def test_values_have_neither_classes_nor_calibration() -> None:

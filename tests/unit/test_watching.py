@@ -16,9 +16,10 @@ import pytest
 from tests.support.run_views import printed, record, storage
 from tests.support.sample_run import started, stepped, whole_run
 from trainwright.core import events
-from trainwright.ray_cluster.ray_compat import dashboard_facts, dashboard_text
+from trainwright.ray_cluster.ray_compat import dashboard_facts
 from trainwright.reporting import run_views as views
 from trainwright.reporting.run_history import RunHistory
+from trainwright.reporting.run_views import dashboard_text
 from trainwright.storage.run_records import MOST_ROWS
 from trainwright.tracking import prometheus
 from trainwright.tracking.prometheus import LABELS, METRICS, MetricSpec, PrometheusListener

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing else, made from the run's events alone."""
+"""The report of a run: one self-contained HTML file, made from the events of the run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Curves as SVG for a page that sets the colours: matplotlib draws with stand-in colours, CSS variables replace them.
+"""Charts of a run as SVG, for pages that set the colours.
 
-So one figure suits light and dark. Long runs are drawn in at most `_BINS` points, each the mean of its steps.
+matplotlib draws with placeholder colours, which CSS variables replace, so figures suit light and dark pages. Long
+runs are drawn with at most `_BINS` points, each the mean of several steps.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core import formatting
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 _BINS, _BARS = 500, 60
 _COLOURS = {
     "ink": "#010101", "soft": "#020202", "grid": "#030303", "series-1": "#040404", "series-2": "#050505",
-    "series-3": "#060606", "series-4": "#070707", "bad": "#080808", "good": "#090909",
+    "series-3": "#060606", "series-4": "#070707", "bad": "#080808", "good": "#090909", "series-5": "#0a0a0a",
+    "series-6": "#0b0b0b", "series-7": "#0c0c0c", "card": "#0d0d0d", "paper": "#0e0e0e",
 }  # fmt: skip
 _SERIES = [_COLOURS[f"series-{number}"] for number in range(1, 5)]
 _SETTINGS = {
@@ -46,11 +49,14 @@ _SETTINGS = {
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
 }
-_WIDE, _HALF, _SMALL = (9.6, 3.3), (4.7, 2.7), (2.7, 1.5)
+_WIDE, _HALF, _SMALL, _SQUARE = (9.6, 3.3), (4.7, 2.7), (2.7, 1.5), (4.6, 4.2)
+_MOST_NUMBERED_CLASSES = 10  # with more classes the cells are too small for numbers
+_LEAST_SHARE = 0.01
+_QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def loss_chart(history: RunHistory) -> str:
-    """Loss by step, smoothed over the raw one, with evaluations, failures and recoveries; empty without steps."""
+    """Draw the raw and the smoothed loss by step, with evaluations, failures and recoveries; empty without steps."""
     if not history.records:
         return ""
     wide = not _metrics_chart_names(history)
@@ -66,20 +72,20 @@ def loss_chart(history: RunHistory) -> str:
             axes.plot(*zip(*points, strict=True), "o-", color=_COLOURS["series-2"], markersize=4, label="evaluation")
         _clip_outliers(axes, losses + [value for _, value in points])
         _mark_incidents(axes, history)
-        if points or history.failures:
+        if points or history.summary.failures:
             _legend(axes)
 
     return _svg("loss", _WIDE if wide else _HALF, draw, "step")
 
 
 def _metrics_chart_names(history: RunHistory) -> list[str]:
-    """Metrics that get a curve: all but the loss, at most four."""
+    """Return the metrics to draw: all but the loss, at most four."""
     names = sorted({name for evaluation in history.evaluated for name in evaluation.metrics})
     return [name for name in names if name != "loss"][:4]
 
 
 def metrics_chart(history: RunHistory) -> str:
-    """Metrics by step, each line labelled with its name and last value; empty without an evaluation."""
+    """Draw metrics by step, each line with its name and last value; empty without an evaluation."""
     names = _metrics_chart_names(history)
     if not names:
         return ""
@@ -89,7 +95,7 @@ def metrics_chart(history: RunHistory) -> str:
             points = [(e.step, e.metrics[name]) for e in history.evaluated if name in e.metrics]
             last = formatting.metric(points[-1][1])
             colour = _COLOURS[f"series-{number}"]
-            axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, label=f"{name}  {last}")
+            axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, label=_no_math(f"{name}  {last}"))
         axes.margins(y=0.15)
         _legend(axes)
 
@@ -97,10 +103,10 @@ def metrics_chart(history: RunHistory) -> str:
 
 
 def small_charts(history: RunHistory) -> list[tuple[str, str]]:
-    """Titles and figures of what is watched beside the loss; empty without steps."""
+    """Return titles and charts of throughput, waiting, learning rate, gradient norm and staleness."""
     if not history.records:
         return []
-    pace = _pace(history.records) if history.stale else {}
+    pace = _pace(history.records) if history.summary.stale else {}
     of: list[tuple[str, Callable[[StepRecord], float]]] = [
         ("Samples/s", lambda record: pace.get(record.step, record.samples_per_s)),
         ("Waiting for data, % of the step", lambda r: 100 * r.wait_s / r.step_s if r.step_s > 0 else math.nan),
@@ -116,7 +122,7 @@ def small_charts(history: RunHistory) -> list[tuple[str, str]]:
 
 
 def _pace(records: Sequence[StepRecord]) -> dict[int, float]:
-    """Samples a second by step, over those around it: of workers that step alone, several end at once."""
+    """Return smoothed samples per second by step: steps of asynchronous workers may end at the same time."""
     window = max(5, len(records) // 25)
     samples = smooth([float(record.samples) for record in records], window)
     seconds = smooth([record.step_s for record in records], window)
@@ -136,8 +142,8 @@ def _small(name: str, history: RunHistory, value: Callable[[StepRecord], float])
 
 
 def staleness_chart(history: RunHistory) -> str:
-    """How stale the updates were that workers which step alone made; empty where no update was."""
-    staleness = staleness_of(history.stale)
+    """Draw the staleness of the updates of asynchronous workers; empty without different values."""
+    staleness = staleness_of(history.summary.stale)
     counts = sorted(staleness.counts.items())
     if len(counts) < 2:
         return ""
@@ -147,7 +153,7 @@ def staleness_chart(history: RunHistory) -> str:
         heights: dict[int, float] = {}
         for age, count in counts:
             heights[age // width] = heights.get(age // width, 0.0) + 100 * count / total
-        places = [(number + 0.5) * width for number in heights]  # a bar begins at its age: none is cut at 0
+        places = [(number + 0.5) * width for number in heights]  # a bar starts at its age, so that none is cut at 0
         axes.bar(places, list(heights.values()), width=0.86 * width, color=_COLOURS["series-1"])
         axes.axvline(
             staleness.mean + 0.5, color=_COLOURS["series-2"], linewidth=1.4, label=f"mean {staleness.mean:.1f}"
@@ -158,13 +164,13 @@ def staleness_chart(history: RunHistory) -> str:
 
 
 def curves_chart(name: str, curves: Mapping[str, Sequence[tuple[float, float]]], xlabel: str, *, log: bool) -> str:
-    """Curves with their names, such as of what was simulated; heights that are no numbers are left out."""
+    """Draw curves with their names; values that are not finite are left out."""
 
     def draw(axes: Axes) -> None:
         for number, (label, points) in enumerate(curves.items()):
             kept = [point for point in points if math.isfinite(point[1]) and (point[1] > 0 or not log)]
             if not kept:
-                continue  # it has its colour in another figure
+                continue  # it keeps its colour for other figures
             dashed = (0, (4, 2)) if number >= len(_SERIES) else "-"
             axes.plot(*zip(*kept, strict=True), color=_SERIES[number % len(_SERIES)], linestyle=dashed, label=label)
         if log:
@@ -174,10 +180,73 @@ def curves_chart(name: str, curves: Mapping[str, Sequence[tuple[float, float]]],
     return _svg(name, _WIDE, draw, xlabel, log=log)
 
 
+def soft_targets_chart(model: str, chances: Sequence[Sequence[float]], classes: Sequence[int]) -> str:
+    """Draw a model's mean probabilities: a row for each true class, a column for each predicted one.
+
+    The shade of a cell is the square root of its probability, so that small probabilities are visible too.
+    """
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.patches import Rectangle
+
+        look: dict[str, Any] = {"edgecolor": _COLOURS["paper"], "linewidth": 0.8, "clip_on": False}
+        axes.add_patch(Rectangle((0, 0), len(classes), len(chances), facecolor=_COLOURS["card"], **look))
+        for row, shares in enumerate(chances):
+            for column, share in enumerate(shares):
+                shade = math.sqrt(min(max(share, 0.0), 1.0))
+                axes.add_patch(Rectangle((column, row), 1, 1, facecolor=(_COLOURS["series-1"], shade), **look))
+                if share >= 0.005 and len(classes) <= _MOST_NUMBERED_CLASSES:
+                    ink, number = _COLOURS["paper" if shade > 0.6 else "ink"], f"{100 * share:.0f}"
+                    axes.text(column + 0.5, row + 0.52, number, color=ink, fontsize=8, ha="center", va="center")
+        places, names = [place + 0.5 for place in range(len(classes))], [str(number) for number in classes]
+        axes.set(xlim=(0, len(classes)), ylim=(len(classes), 0), xticks=places, yticks=places)
+        axes.set_xticklabels(names)
+        axes.set_yticklabels(names)
+        axes.xaxis.tick_top()
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        axes.grid(visible=False)
+
+    side = 0.36 * len(classes) + 0.5
+    return _svg(f"soft targets of {model}", (side, side), draw, "", widest_px=round(72 * side))
+
+
+def reliability_chart(bins: Mapping[str, Sequence[Sequence[float]]]) -> str:
+    """Draw accuracy by confidence, a line for each model; a calibrated model is on the diagonal.
+
+    Args:
+        bins: by model, the mean confidence, the accuracy and the share of all units of each bin. Bins of less than a
+            hundredth of all units are left out.
+    """
+
+    def draw(axes: Axes) -> None:
+        from matplotlib.ticker import PercentFormatter
+
+        axes.plot([0, 1], [0, 1], color=_COLOURS["soft"], linewidth=1.0, linestyle=(0, (4, 3)))
+        for (model, rows), number in zip(bins.items(), range(1, 8), strict=False):
+            shown = [row for row in rows if row[2] >= _LEAST_SHARE]
+            if shown:
+                confidences, accuracies, shares = zip(*shown, strict=True)
+                colour, sizes = _COLOURS[f"series-{number}"], [(3 + 12 * math.sqrt(share)) ** 2 for share in shares]
+                axes.plot(confidences, accuracies, color=colour, linewidth=1.6, label=_no_math(model))
+                axes.scatter(confidences, accuracies, s=sizes, color=colour, alpha=0.75, linewidth=0, clip_on=False)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(PercentFormatter(1.0))
+        axes.set(xlim=(0, 1), ylim=(0, 1), xticks=_QUARTERS, yticks=_QUARTERS, ylabel="accuracy")
+        _legend(axes)
+
+    return _svg("reliability", _SQUARE, draw, "confidence", widest_px=440)
+
+
+def _no_math(text: str) -> str:
+    """Return a text that matplotlib shows as it is."""
+    return text.replace("$", r"\$")
+
+
 def _binned(
     records: Sequence[StepRecord], value: Callable[[StepRecord], float], most: int = _BINS
 ) -> tuple[list[float], list[float]]:
-    """Steps and finite means of about `most` runs of as many steps at most; NaN where none is finite."""
+    """Return about `most` steps and means of groups of equally many steps; NaN where no value is finite."""
     size = max(1, math.ceil(sum(record.count for record in records) / most))
     steps, means, part = list[float](), list[float](), list[tuple[float, int]]()
     for record in records:
@@ -192,7 +261,7 @@ def _binned(
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the finite values in a window around each; centred, so that a falling curve does not lag."""
+    """Return the mean of the finite values in a centred window around each value."""
     sums, counts = [0.0], [0]
     for value in values:
         finite = math.isfinite(value)
@@ -207,7 +276,7 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def _clip_outliers(axes: Axes, values: Sequence[float]) -> None:
-    """Keep a few huge losses, at the very start mostly, from pressing the curve flat."""
+    """Limit the y axis so that a few huge losses, mostly at the start, do not flatten the curve."""
     ordered = sorted(value for value in values if math.isfinite(value))
     if len(ordered) >= 20:
         low, high = ordered[0], ordered[int(0.99 * (len(ordered) - 1))]
@@ -217,10 +286,10 @@ def _clip_outliers(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _mark_incidents(axes: Axes, history: RunHistory) -> None:
-    for number, failure in enumerate(history.failures):
+    for number, failure in enumerate(history.summary.failures):
         label = "failure" if number == 0 else None
         axes.axvline(failure.step, color=_COLOURS["bad"], linewidth=1.1, linestyle=(0, (3, 2)), label=label)
-    back = [recovery.formed.step for recovery in history.recoveries]
+    back = [recovery.formed.step for recovery in history.summary.recoveries]
     if back:
         colour, feet = _COLOURS["good"], [0.0] * len(back)
         foot = axes.get_xaxis_transform()
@@ -232,9 +301,15 @@ def _legend(axes: Axes) -> None:
 
 
 def _svg(
-    name: str, inches: tuple[float, float], draw: Callable[[Axes], None], xlabel: str, *, log: bool = False
+    name: str,
+    inches: tuple[float, float],
+    draw: Callable[[Axes], None],
+    xlabel: str,
+    *,
+    log: bool = False,
+    widest_px: int | None = None,
 ) -> str:
-    """Draw one figure; ids carry its name, so that several figures live in one page."""
+    """Draw one figure. Its ids depend on its name, so that a page can hold several figures."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -253,18 +328,24 @@ def _svg(
         axes.set_xlabel(xlabel)
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata=_NO_METADATA)
-    return _themed(out.getvalue(), name)
+    return _themed(out.getvalue(), name, widest_px)
 
 
 _NO_METADATA: dict[str, Any] = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
-def _themed(svg: str, name: str) -> str:
-    """The bare <svg> element, sized by the page, with CSS variables for colours and the page's own font."""
+def _themed(svg: str, name: str, widest_px: int | None) -> str:
+    """Return the <svg> element without size, with CSS variables for colours and the font of the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    opening = rf'<svg class="figure" viewBox="\1" role="img" aria-label="{name}">'
-    svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', opening, svg, count=1)
+    style = f' style="max-width:{widest_px}px"' if widest_px else ""
+    attributes = f'role="img" aria-label="{escape(name)}"{style}'
+    svg = re.sub(
+        r'<svg [^>]*?viewBox="([^"]*)"[^>]*>',
+        lambda found: f'<svg class="figure" viewBox="{found[1]}" {attributes}>',
+        svg,
+        count=1,
+    )
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', svg))
     svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
     svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)

@@ -1,13 +1,11 @@
-"""What the report says: figures, tables and words, put into the template."""
+"""The report of a run: collects charts, tables and texts, and fills the template."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.core import formatting
@@ -20,7 +18,7 @@ from trainwright.reporting.html.templates import render_template, sanitized_svg
 from trainwright.reporting.plan_view import SHOWN_ROWS, mesh_table, other_rows, plan_from, plan_line, plan_rows
 from trainwright.reporting.predicted_vs_measured import noise_text, step_parts
 from trainwright.reporting.run_history import RunHistory, read_history
-from trainwright.reporting.scorecard import ModelScore, Scorecard
+from trainwright.reporting.scorecard import Scorecard
 from trainwright.storage.event_files import read_run_summary
 from trainwright.storage.object_store import Store
 from trainwright.storage.run_records import staleness_of, staleness_text
@@ -32,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportFacts:
-    """What a report says that events do not hold.
+    """Facts for the report that are not in the events.
 
     Attributes:
-        uri: of the run's folder.
-        now_s: when the report is made, seconds since the epoch.
+        uri: URI of the run's folder.
+        now_s: time of the report, in seconds since the epoch.
     """
 
     uri: str = ""
@@ -44,7 +42,7 @@ class ReportFacts:
 
 
 class _KeyFigure(NamedTuple):
-    """A key figure: a name, a value and what stands small below it."""
+    """A key figure: a name, a value and a small note below it."""
 
     name: str
     value: str
@@ -72,10 +70,11 @@ class _Incident(NamedTuple):
 
 def render_report(history: RunHistory, facts: ReportFacts) -> str:
     """The whole report as HTML: styles and figures inline, no scripts, nothing fetched."""
-    plan = plan_from(history.start.plan)
+    summary, start = history.summary, history.summary.start
+    plan = plan_from(start.plan)
     return render_template(
         "template.html.j2",
-        title=history.start.run or "run",
+        title=start.run or "run",
         state=history.state,
         headline=_headline(history, plan),
         error=history.error if history.state == "failed" else "",
@@ -85,34 +84,34 @@ def render_report(history: RunHistory, facts: ReportFacts) -> str:
         small=[(title, _markup(svg)) for title, svg in run_charts.small_charts(history)],
         plan_line=plan_line(plan) if plan else "",
         plan_rows=plan_rows(plan) if plan else [],
-        cluster=history.start.cluster,
-        mesh=mesh_table(plan, history.nodes) if plan else None,
+        cluster=start.cluster,
+        mesh=mesh_table(plan, summary.nodes) if plan else None,
         shown=SHOWN_ROWS,
-        timeline=sanitized_svg(history.start.timeline),
+        timeline=sanitized_svg(start.timeline),
         bars=step_bars(history, plan),
         comparison=[row.cells() for row in step_parts(history, plan)],
         timed=_timed_steps_text(history),
         noise=noise_text(history, plan),
-        staleness=staleness_text(staleness_of(history.stale)),
-        others=other_rows(history.start.rejected),
+        staleness=staleness_text(staleness_of(summary.stale)),
+        others=other_rows(start.rejected),
         time_parts=time_parts(history),
-        prefetch=prefetch_text(history.prefetch) if history.prefetch else "",
+        prefetch=prefetch_text(summary.prefetch) if summary.prefetch else "",
         incidents=_incidents(history),
-        notes=[note.text for note in history.notes],
-        configuration=sorted((name, str(value)) for name, value in without_code_table(history.start.job).items()),
-        versions=sorted(history.start.versions.items()),
+        notes=[note.text for note in summary.notes],
+        configuration=sorted((name, str(value)) for name, value in without_code_table(start.job).items()),
+        versions=sorted(start.versions.items()),
         uri=facts.uri,
-        made=_when(facts.now_s),
+        made=_utc(facts.now_s),
         duration=formatting.duration,
-        verdict=verdict_html(history.judged.verdict) if history.judged else "",
+        verdict=verdict_html(summary.judged.verdict) if summary.judged else "",
     )
 
 
 def summary_html(history: RunHistory) -> str:
-    """Outcome, key figures and the curves, for a notebook; inherits its colours."""
+    """Return outcome, key figures and charts as HTML for a notebook."""
     return render_template(
         "summary.html.j2",
-        title=history.start.run or "run",
+        title=history.summary.start.run or "run",
         state=history.state,
         key_figures=_key_figures(history),
         loss=_markup(run_charts.loss_chart(history)),
@@ -123,10 +122,7 @@ def summary_html(history: RunHistory) -> str:
 def write_report(
     store: Store, run: str, *, history: RunHistory | None = None, clock: Callable[[], float] = time.time
 ) -> str:
-    """Write `<run>/report.html` from what storage says of the run, or from `history`, and return where it is.
-
-    Raises StorageError.
-    """
+    """Write `<run>/report.html` from storage, or from `history`, and return its URI. Raises StorageError."""
     path = f"{run}/report.html"
     facts = ReportFacts(uri=store.uri_of(run), now_s=clock())
     store.put(path, render_report(history or read_history(store, run), facts).encode())
@@ -134,42 +130,46 @@ def write_report(
 
 
 class ReportListener:
-    """A listener of the journal that writes the report when the run has ended, earlier sessions included."""
+    """An event listener that writes the report when the run has ended, with earlier sessions."""
 
     def __init__(self, store: Store, run: str, *, clock: Callable[[], float] = time.time) -> None:
         self._store, self._run, self._clock = store, run, clock
         self._started = False
 
     def on(self, event: Event) -> None:
-        """Notice that there is something to report."""
+        """Remember that the run has started."""
         self._started = self._started or isinstance(event, RunStarted)
 
     def close(self) -> None:
-        """Write the report; the journal has written its events by now. Raises StorageError."""
+        """Write the report; the events are in storage by now. Raises StorageError."""
         if self._started:
-            # The driver ends here: where the events tell no outcome, nobody will add one.
+            # The driver ends here: no later event will report an outcome.
             folding = read_run_summary(self._store, self._run)
-            history = RunHistory.of(folding, folding.state(owner_alive=False))
+            history = RunHistory(summary=folding, state=folding.state(owner_alive=False))
             write_report(self._store, self._run, history=history, clock=self._clock)
 
 
 def _markup(svg: str) -> Markup:
     from markupsafe import Markup
 
-    return Markup(svg)  # our own drawing; texts in it were escaped by the one who drew it
+    return Markup(svg)  # drawn by `run_charts`, which escapes texts
 
 
 def _headline(history: RunHistory, plan: Plan | None) -> str:
-    start = history.start
-    steps = f"step {history.step:,} of {start.total_steps:,}"
-    epoch, last = epoch_of(history.step, start.steps_per_epoch), epoch_of(start.total_steps, start.steps_per_epoch)
+    summary, start = history.summary, history.summary.start
+    steps = f"step {summary.step:,} of {start.total_steps:,}"
+    epoch, last = (
+        epoch_of(summary.step, start.steps_per_epoch),
+        epoch_of(start.total_steps, start.steps_per_epoch),
+    )
     epochs = f"epoch {epoch} of {last}"
     how = f"{plan.strategy}, {formatting.count(plan.workers, 'worker')}" if plan else ""
-    return " · ".join(part for part in (how, steps, epochs, _when(start.time_s)) if part)
+    return " · ".join(part for part in (how, steps, epochs, _utc(start.time_s)) if part)
 
 
 def _key_figures(history: RunHistory) -> list[_KeyFigure]:
-    """Metrics, loss, throughput, duration, recoveries: what one looks for first."""
+    """Return the key figures: metrics, loss, throughput, duration, goodput, recoveries."""
+    summary = history.summary
     found = [
         _KeyFigure(name, formatting.metric(value), "evaluation") for name, value in sorted(history.metrics.items())
     ]
@@ -184,11 +184,11 @@ def _key_figures(history: RunHistory) -> list[_KeyFigure]:
                 note=f"{formatting.percent(waited)} waiting for data" if math.isfinite(waited) else "",
             )
         )
-    sessions = formatting.count(len(history.sessions), "session")
+    sessions = formatting.count(len(summary.time.sessions), "session")
     found.append(_KeyFigure("duration", formatting.duration(history.totals.wall_s), sessions))
     found.append(_KeyFigure("goodput", formatting.percent(history.totals.goodput), "of the time: steps that count"))
-    lost = f"{formatting.count(history.steps_lost, 'step')} lost"
-    found.append(_KeyFigure("recoveries", str(len(history.recoveries) + len(history.resumes)), lost))
+    lost = f"{formatting.count(summary.steps_lost, 'step')} lost"
+    found.append(_KeyFigure("recoveries", str(len(summary.recoveries) + len(summary.resumes)), lost))
     return found
 
 
@@ -198,7 +198,7 @@ def _recent_loss(history: RunHistory) -> float:
 
 
 def time_parts(history: RunHistory) -> list[_BarPart]:
-    """Where the time of all sessions went, largest first; parts of no time are left out."""
+    """Return where the time of all sessions went, largest part first, without empty parts."""
     totals = history.totals
     parts = [
         ("computing steps", totals.computing_s, "series-1"),
@@ -215,7 +215,7 @@ def time_parts(history: RunHistory) -> list[_BarPart]:
 
 
 def step_bars(history: RunHistory, plan: Plan | None) -> list[tuple[str, float, list[_BarPart]]]:
-    """The predicted step by term above the measured one, on one scale; empty where one of them is missing."""
+    """Return the predicted step by term and the measured one, on one scale; empty where one is missing."""
     if plan is None or plan.estimate is None or not history.records:
         return []
     colours = ("series-1", "series-3", "series-2", "series-5", "soft")
@@ -235,27 +235,27 @@ def step_bars(history: RunHistory, plan: Plan | None) -> list[tuple[str, float, 
 
 
 def _timed_steps_text(history: RunHistory) -> str:
-    """How many steps the medians of phases are over, and with how many workers."""
+    """Return the number of steps behind the medians of phases, and the number of workers."""
+    summary = history.summary
     steps = formatting.count(history.phases.steps if history.phases else 0, "timed step")
-    return f"{steps} with {formatting.count(history.measured[-1].workers, 'worker')}" if history.measured else steps
+    return f"{steps} with {formatting.count(summary.measured[-1].workers, 'worker')}" if summary.measured else steps
 
 
 def _incidents(history: RunHistory) -> list[_Incident]:
-    """Failures, recoveries and resumes in order of time."""
+    """Return failures, recoveries, resumes and skipped checkpoints in order of time."""
+    summary = history.summary
     rows: list[tuple[float, _Incident]] = [
-        (failure.time_s, _Incident(_when(failure.time_s), failure.step, "failure", _failure(failure), failure.detail))
-        for failure in history.failures
+        (failure.time_s, _Incident(_utc(failure.time_s), failure.step, "failure", _failure(failure), failure.detail))
+        for failure in summary.failures
     ]
-    for formed in [recovery.formed for recovery in history.recoveries]:
-        rows.append(
-            (formed.time_s, _Incident(_when(formed.time_s), formed.step, "recovery", recovery_text(formed), ""))
-        )
-    for formed in history.resumes:
+    for formed in [recovery.formed for recovery in summary.recoveries]:
+        rows.append((formed.time_s, _Incident(_utc(formed.time_s), formed.step, "recovery", recovery_text(formed), "")))
+    for formed in summary.resumes:
         text = f"resumed from {source_text(formed)} after {formatting.duration(formed.seconds)}"
-        rows.append((formed.time_s, _Incident(_when(formed.time_s), formed.step, "resume", text, "")))
+        rows.append((formed.time_s, _Incident(_utc(formed.time_s), formed.step, "resume", text, "")))
     rows += [
-        (skip.time_s, _Incident(_when(skip.time_s), skip.step, "no checkpoint", skip.reason, ""))
-        for skip in history.skipped
+        (skip.time_s, _Incident(_utc(skip.time_s), skip.step, "no checkpoint", skip.reason, ""))
+        for skip in summary.skipped
     ]
     return [incident for _, incident in sorted(rows, key=lambda row: row[0])]
 
@@ -266,28 +266,25 @@ def _failure(failure: Failed) -> str:
     return f"{place}: {failure.cause}" if place else failure.cause
 
 
-def _when(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC") if time_s else ""
+def _utc(time_s: float) -> str:
+    return formatting.timestamp(time_s, utc=True) if time_s else ""
 
 
-# --- Students beside their teachers, as a part of the report ----------------------------------------------------------
-
-
-_CELL, _MARGIN = 26, 30
-_MOST_NUMBERED_CLASSES = 10  # classes of which each cell has room for its number
-_PLOT = 220
-_SHARE = 0.01  # of all units that a bin has at least
-_COLOURS = tuple(f"var(--series-{number})" for number in range(1, 8))
+# --- scorecard of distillation ----------------------------------------------------------------------------------------
 
 
 def verdict_html(facts: Mapping[str, Any]) -> Markup:
-    """The part of the report that a verdict makes, from what the event `Judged` holds."""
+    """Return the part of the report with a scorecard, from the facts of a `Judged` event."""
     from markupsafe import Markup
 
     verdict = Scorecard.read(facts)
     ordered = sorted(verdict.marks, key=lambda mark: mark.student)  # teachers first
-    pictures = [(mark.name, Markup(_soft_targets_svg(mark, verdict.classes))) for mark in ordered if mark.soft]
-    sure = [mark for mark in ordered if mark.reliability]
+    pictures = [
+        (mark.name, _markup(run_charts.soft_targets_chart(mark.name, mark.soft, verdict.classes)))
+        for mark in ordered
+        if mark.soft
+    ]
+    reliability = {mark.name: mark.reliability for mark in ordered if mark.reliability}
     return Markup(
         render_template(
             "verdict.html.j2",
@@ -302,79 +299,7 @@ def verdict_html(facts: Mapping[str, Any]) -> Markup:
             pairs=verdict.pair_table(),
             pictures=pictures,
             labels=verdict.kind == "multi_label",
-            reliability=Markup(_reliability_svg(sure)) if sure else "",
-            names=[(mark.name, colour) for mark, colour in zip(sure, _COLOURS, strict=False)],
+            reliability=_markup(run_charts.reliability_chart(reliability)) if reliability else "",
             seconds=formatting.duration(verdict.seconds),
         )
     )
-
-
-def _soft_targets_svg(mark: ModelScore, classes: Sequence[int]) -> str:
-    """What a model says on the mean of each class: a row for each true one, darker the more chance there is."""
-    count = len(classes)
-    side = count * _CELL
-    parts = [_label(classes, along, number) for along in (True, False) for number in range(count)]
-    for row, chances in enumerate(mark.soft):
-        for column, chance in enumerate(chances):
-            parts += _cell(row, column, chance, classes, numbered=count <= _MOST_NUMBERED_CLASSES)
-    box = f"0 0 {side + _MARGIN + 2} {side + _MARGIN + 2}"
-    name = escape(f"soft targets of {mark.name}")
-    width = f"max-width:{side + _MARGIN + 2}px"
-    return f'<svg class="figure" style="{width}" viewBox="{box}" role="img" aria-label="{name}">{"".join(parts)}</svg>'
-
-
-def _reliability_svg(marks: Sequence[ModelScore]) -> str:
-    """Accuracy by confidence, a line for each model; on the diagonal a model is right as often as it is sure."""
-    box = f"-40 -10 {_PLOT + 60} {_PLOT + 50}"
-    parts = list(_axes())
-    for mark, colour in zip(marks, _COLOURS, strict=False):
-        shown = [row for row in mark.reliability if row[2] >= _SHARE]
-        line = " ".join(f"{sure * _PLOT:.1f},{(1 - right) * _PLOT:.1f}" for sure, right, _ in shown)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
-        for sure, right, share in shown:
-            x, y = sure * _PLOT, (1 - right) * _PLOT
-            told = escape(f"{mark.name}: {sure:.0%} sure, {right:.1%} right, {share:.1%} of all")
-            radius = 1.5 + 6 * math.sqrt(share)
-            parts.append(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" fill="{colour}" fill-opacity=".75">'
-                f"<title>{told}</title></circle>"
-            )
-    style = f"max-width:{2 * _PLOT}px"
-    svg = f'<svg class="figure" style="{style}" viewBox="{box}" role="img" aria-label="reliability">'
-    return f"{svg}{''.join(parts)}</svg>"
-
-
-def _axes() -> Iterator[str]:
-    for number in range(5):
-        at, share = number * _PLOT / 4, number / 4
-        yield f'<path d="M0 {_PLOT - at:g}H{_PLOT}" stroke="var(--grid)" stroke-width=".8"/>'
-        yield _text(-8, _PLOT - at + 3.5, f"{share:.0%}", anchor="end")
-        yield _text(at, _PLOT + 16, f"{share:.0%}")
-    yield f'<path d="M0 {_PLOT}L{_PLOT} 0" stroke="var(--soft)" stroke-width="1" stroke-dasharray="4 3"/>'
-    yield _text(_PLOT / 2, _PLOT + 32, "how sure it is")
-    yield f'<g transform="translate(-34 {_PLOT / 2}) rotate(-90)">{_text(0, 0, "how often it is right")}</g>'
-
-
-def _cell(row: int, column: int, chance: float, classes: Sequence[int], *, numbered: bool) -> Iterator[str]:
-    shade = math.sqrt(max(chance, 0.0))  # so that what is unlikely is seen too
-    x, y = _MARGIN + column * _CELL, _MARGIN + row * _CELL
-    told = f"{classes[row]}: {chance:.2%} for {classes[column]}"
-    yield f'<rect x="{x}" y="{y}" width="{_CELL - 1}" height="{_CELL - 1}" fill="var(--card)"/>'
-    yield (
-        f'<rect x="{x}" y="{y}" width="{_CELL - 1}" height="{_CELL - 1}" fill="var(--series-1)" '
-        f'fill-opacity="{shade:.3f}"><title>{told}</title></rect>'
-    )
-    if numbered and chance >= 0.005:
-        ink = "var(--paper)" if shade > 0.6 else "var(--ink)"
-        yield _text(x + _CELL / 2 - 0.5, y + _CELL / 2 + 2.5, f"{100 * chance:.0f}", fill=ink)
-
-
-def _label(classes: Sequence[int], along: bool, number: int) -> str:
-    middle = _MARGIN + number * _CELL + _CELL / 2
-    x, y = (middle, _MARGIN - 8) if along else (_MARGIN - 6, middle + 3)
-    return _text(x, y, str(classes[number]), anchor="middle" if along else "end")
-
-
-def _text(x: float, y: float, text: str, *, anchor: str = "middle", fill: str = "var(--soft)") -> str:
-    at = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="9.5"'
-    return f'<text {at} fill="{fill}">{escape(text)}</text>'

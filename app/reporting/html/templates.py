@@ -1,7 +1,8 @@
-"""The templates of pages: styles and pictures inline, no scripts, nothing fetched, which the pages' policy enforces.
+"""Templates of the HTML pages, and the sanitizer of stored SVG.
 
-It is parsed, and what is on the list is written anew; the rest is left out. What a page's parser and ours take
-differently, such as comments, never reaches the page.
+Pages have inline styles and pictures, no scripts, and fetch nothing; their content security policy enforces this. The
+sanitizer parses a drawing and writes only allowed elements and attributes again, so nothing that parsers may read
+differently, such as a comment, reaches the page.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def render_template(name: str, **values: Any) -> str:
-    """A template of this folder with its values; texts are escaped, pictures come as markup."""
+    """Fill a template of this folder; texts are escaped, pictures are given as Markup."""
     return _environment().get_template(name).render(**values)
 
 
@@ -33,7 +34,7 @@ def _environment() -> Environment:
     )
 
 
-# --- A drawing that was stored, for a page ----------------------------------------------------------------------------
+# --- stored SVG -------------------------------------------------------------------------------------------------------
 
 
 _TAGS = frozenset({"svg", "g", "path", "rect", "text", "title"})
@@ -50,11 +51,11 @@ _STYLES = frozenset(
     }
 )  # fmt: skip
 _STYLE = re.compile(r"\s*([a-z-]+)\s*:\s*(?:var\(--[\w-]+(?:,[\w#]+)?\)|[\w#%. -]+)\s*")
-_DEEPEST = 8  # of ours: 3
+_DEEPEST = 8  # levels; our drawings have 3
 
 
 def sanitized_svg(svg: str) -> Markup:
-    """The shapes and words of a stored SVG as markup; empty where it is none, or declares entities."""
+    """Return the shapes and texts of a stored SVG; empty where it is not SVG, or declares entities."""
     from markupsafe import Markup
 
     try:
@@ -67,7 +68,7 @@ def sanitized_svg(svg: str) -> Markup:
 
 
 def _allowed_copy(element: ElementTree.Element, deepest: int) -> ElementTree.Element:
-    """A copy of an element without what is not on the list."""
+    """Copy an element with its allowed attributes and children."""
     kept = {name: value for name, value in element.attrib.items() if name in _ATTRIBUTES}
     if "style" in kept:
         kept["style"] = ";".join(part for part in kept["style"].split(";") if _is_allowed_style(part))
@@ -78,7 +79,7 @@ def _allowed_copy(element: ElementTree.Element, deepest: int) -> ElementTree.Ele
 
 
 def _name(element: ElementTree.Element) -> str:
-    """The tag without its namespace, which a page does not need."""
+    """Return the tag without its namespace."""
     return element.tag.rpartition("}")[2]
 
 
