@@ -22,7 +22,6 @@ from trainwright.strategies.distillation.teacher_outputs import TeacherOutputs, 
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.evaluation import flat_outputs
 from trainwright.strategies.torch.training.train_state import AUTOCAST_DTYPES
-from trainwright.strategies.torch.training.train_state import preserve_rng as kept
 
 FRAMEWORK, LOOKS = "torch", True
 
@@ -30,12 +29,6 @@ FRAMEWORK, LOOKS = "torch", True
 def still(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """Return an optimizer without state, for a model that is not trained."""
     return torch.optim.SGD(parameters, lr=0.0)
-
-
-def random_kept() -> AbstractContextManager[None]:
-    """Restore torch's random state afterwards."""
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return kept(torch.device("cuda" if on_gpu else "cpu"))
 
 
 def thawed(model: nn.Module) -> nn.Module:

@@ -197,11 +197,11 @@ class StageShards:
         try:
             yield
         except BaseException:
-            self.released()
+            self.reshard()
             raise
 
-    def released(self) -> None:
-        """Hold this rank's parts alone."""
+    def reshard(self) -> None:
+        """Keep only this rank's parts."""
         reshard_model(self._stage)
 
     def reduce(self, replica: TorchReplica, place: MeshGroups) -> None:

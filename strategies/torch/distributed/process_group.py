@@ -251,13 +251,6 @@ def _foreign_epolls() -> frozenset[int]:
     return epoll_instances()
 
 
-def world_group() -> distributed.ProcessGroup:
-    """The group of all ranks."""
-    group = distributed.group.WORLD
-    assert group is not None, "this process has joined a group"
-    return group
-
-
 def all_gather_ints(own: list[int], device: torch.device) -> list[list[int]]:
     """Whole numbers of every rank, in the order of the ranks. All of them call it."""
     numbers = torch.tensor(own, device=device)

@@ -23,7 +23,7 @@ from trainwright.strategies.torch.training.batch_losses import GroupFactory
 from trainwright.strategies.torch.training.batch_tensors import copy_batch
 from trainwright.strategies.torch.training.objective import JobFunctions, Objective
 from trainwright.strategies.torch.training.torch_errors import TorchUserCode, clear_frames
-from trainwright.strategies.torch.training.train_state import TorchReplica, preserve_rng
+from trainwright.strategies.torch.training.train_state import TorchReplica
 from trainwright.strategies.torch.training.train_step import GradientNoiseProbe, StepRunner
 
 Result = TypeVar("Result")
@@ -231,7 +231,7 @@ class TorchEngine:
         replica = self.replica
         _, share = train_step.micro_batches_of(feed, muted=True)[0]
         share = replace(share, batch=copy_batch(share.batch), wish=False)
-        with replica.attempt(), preserve_rng(self._device), runner.objective.checking():
+        with replica.attempt(), random_state.preserve_generators(self._device), runner.objective.checking():
             replica.reseed(0)
             with replica.finding_last() if runner.tells_own else nullcontext():
                 train_step.run_micro_batch(runner, share)

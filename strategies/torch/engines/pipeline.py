@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, distributed, nn
 
+from trainwright.core import random_state
 from trainwright.core.data import Columns, Feed, MetricSums, StepReport
 from trainwright.core.engine import ModelSpec, StateSnapshot
 from trainwright.core.errors import JobError, NonFiniteLoss
@@ -34,7 +35,7 @@ from trainwright.strategies.torch.training.batch_losses import GroupFactory
 from trainwright.strategies.torch.training.batch_tensors import copy_batch
 from trainwright.strategies.torch.training.model_blocks import compile_blocks
 from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective
-from trainwright.strategies.torch.training.train_state import TorchReplica, preserve_rng
+from trainwright.strategies.torch.training.train_state import TorchReplica
 from trainwright.strategies.torch.training.train_step import GradientNoiseProbe, StepRunner, micro_batches_of
 
 
@@ -296,7 +297,7 @@ class Pipeline(ShardedModelEngine):
             (micro, replace(share, batch=copy_batch(share.batch)))
             for micro, share in micro_batches_of(feed, muted=True)
         ]
-        with self.replica.attempt(), preserve_rng(self._device), runner.objective.checking():
+        with self.replica.attempt(), random_state.preserve_generators(self._device), runner.objective.checking():
             if runner.objective.caller.autocast:
                 with self._gathering():
                     runner.pipe.rehearse(given[0][1])
@@ -330,7 +331,7 @@ class Pipeline(ShardedModelEngine):
             return
         with self._shards.gathered():
             yield
-        self._shards.released()
+        self._shards.reshard()
 
     def _shared(self) -> tuple[tuple[nn.Parameter, distributed.ProcessGroup, bool], ...]:
         """This stage's parameters that others have too. Every rank makes every group."""

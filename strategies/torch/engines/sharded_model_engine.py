@@ -23,7 +23,8 @@ from trainwright.strategies.torch.checkpoint.shard_layout import WHOLE_MODEL, Mo
 from trainwright.strategies.torch.distributed.mesh_groups import MeshGroups
 from trainwright.strategies.torch.distributed.process_group import all_gather_ints, check_same_start
 from trainwright.strategies.torch.engines.process_group_engine import ProcessGroupEngine
-from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelGroup, TensorParallelPlan, shard_layers
+from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan, shard_layers
+from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorParallelGroup
 from trainwright.strategies.torch.training.batch_norm import batch_norms
 from trainwright.strategies.torch.training.objective import JobFunctions
 from trainwright.strategies.torch.training.train_state import AUTOCAST_DTYPES, TorchReplica
@@ -46,7 +47,7 @@ class ShardedModelEngine(ProcessGroupEngine):
         self._place: MeshGroups | None = None
         self._part: ModelPart = WHOLE_MODEL
         self._job: tuple[ModelSpec, Plan] | None = None
-        self._ring: TensorParallelGroup | None = None
+        self._tensor_group: TensorParallelGroup | None = None
         self._held: _KeptState | None = None
         self._checksum = 0
 
@@ -209,8 +210,10 @@ class ShardedModelEngine(ProcessGroupEngine):
         if place.tensors is None:
             return {}
         index, of = self._part.tensor, place.mesh.tensor
-        self._ring = TensorParallelGroup(index=index, of=of, group=place.tensors, sequence=split.sequence)
-        return shard_layers(model, split, self._ring, self._where)
+        self._tensor_group = TensorParallelGroup(
+            index=index, size=of, process_group=place.tensors, sequence=split.sequence
+        )
+        return shard_layers(model, split, self._tensor_group, self._where)
 
     def verify(self) -> None:
         """Make sure that ranks hold the same where they should; every rank calls it, between two steps.
@@ -243,8 +246,8 @@ class ShardedModelEngine(ProcessGroupEngine):
     def _release(self) -> None:
         """Hold nothing of the group's any more."""
         self._runner = self._place = None
-        if self._ring is not None:
-            self._ring.group = None
+        if self._tensor_group is not None:
+            self._tensor_group.process_group = None
         if self._bound:
             self._keep()
             self._let_go()
@@ -268,8 +271,8 @@ class ShardedModelEngine(ProcessGroupEngine):
         before = self._part
         self._settle(plan)
         if self._replica is not None and self._part == before:
-            if self._ring is not None:
-                self._ring.group = self._placed.tensors
+            if self._tensor_group is not None:
+                self._tensor_group.process_group = self._placed.tensors
             return
         held, self._held = self._held, None
         if held is not None and (held.state.step is None or held.state.part != self._part):

@@ -16,14 +16,15 @@ from trainwright.core.model_profile import LayerCost, ModelProfile, append_loss,
 from trainwright.strategies.torch.checkpoint.safetensors_files import export, take_weights
 from trainwright.strategies.torch.pipeline.call_trace import ForwardTracer, meta_copy
 from trainwright.strategies.torch.profiling.meta_values import MetaValueMode, MetaValues
-from trainwright.strategies.torch.profiling.op_trace import ForwardTrace, ModuleCalls, OpTracer, storage_key
+from trainwright.strategies.torch.profiling.op_trace import ForwardTrace, ModuleCalls, OpTracer
 from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan
 from trainwright.strategies.torch.tensor_parallel.plan_search import TensorParallelPlanner
+from trainwright.strategies.torch.torch_compat import storage_key
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training import lazy_dynamo
 from trainwright.strategies.torch.training.batch_norm import batch_norms
 from trainwright.strategies.torch.training.model_blocks import checkpointed_buffers
-from trainwright.strategies.torch.training.torch_errors import TorchUserCode
+from trainwright.strategies.torch.training.torch_errors import TorchUserCode, summarize_error
 from trainwright.strategies.torch.training.train_state import sparse_problems
 
 __all__ = ["export", "profile_model", "take_weights", "weight_bytes"]
@@ -151,7 +152,7 @@ def _first_traced(
         try:
             return trace_model(model.to(dtype), given, call, step, whole)
         except Exception as error:
-            stopped.append(f"{type(error).__name__}: {' '.join(str(error).split())[:_REASON]}")
+            stopped.append(summarize_error(error, limit=_REASON))
     return stopped[0]
 
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from trainwright.strategies.torch.profiling.meta_values import MetaValues
-from trainwright.strategies.torch.torch_compat import TorchDispatchMode, tree_leaves
+from trainwright.strategies.torch.torch_compat import TorchDispatchMode, storage_key, tree_leaves
 
 _aten = torch.ops.aten
 _LINEAR = (_aten.mm, _aten.addmm)
@@ -81,7 +81,7 @@ class _DivisionAnalysis:
 
     def of(self, tensor: Tensor) -> _LayerTags:
         """The linear layers that must be divided for this tensor to be."""
-        found = self._tags.get(tensor.untyped_storage()._cdata)
+        found = self._tags.get(storage_key(tensor))
         return found[1] if found else _NO_LAYERS
 
     def see(self, func: Any, args: Any, outputs: Any, share: _ShardableWork, *, scores: bool) -> None:
@@ -91,12 +91,12 @@ class _DivisionAnalysis:
         made = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
         tags = _NO_LAYERS.union(*map(self.of, given))
         if packet in _LINEAR and self._held(args[-1]):
-            self._linear(args[-2], made[0], args[-1].untyped_storage()._cdata, share)
+            self._linear(args[-2], made[0], storage_key(args[-1]), share)
         elif packet in _BATCHED_PRODUCTS:
             first = _BATCHED_PRODUCTS[packet]
             self.attended((args[first], args[first + 1]), made[0], share)
         elif packet is _aten.embedding and self._held(args[0]):
-            table = args[0].untyped_storage()._cdata
+            table = storage_key(args[0])
             if table not in self._kept:
                 share.table = max(share.table, args[0].numel())
                 self._tables[table] = args[0].numel()
@@ -186,29 +186,28 @@ class _DivisionAnalysis:
 
     def _mark(self, made: list[Tensor], tags: _LayerTags) -> None:
         for each in made:
-            self._tags[each.untyped_storage()._cdata] = each, tags
+            self._tags[storage_key(each)] = each, tags
 
     def _held(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._parameters
+        return storage_key(tensor) in self._parameters
 
 
 # --- What one forward pass of a module does ---------------------------------------------------------------------------
 
 
-_trace_aten = torch.ops.aten
 _FREE_OPS = (
-    _trace_aten._unsafe_view,
-    _trace_aten.empty,
-    _trace_aten.empty_like,
-    _trace_aten.new_empty,
-    _trace_aten.empty_strided,
-    _trace_aten.detach,
+    _aten._unsafe_view,
+    _aten.empty,
+    _aten.empty_like,
+    _aten.new_empty,
+    _aten.empty_strided,
+    _aten.detach,
 )
 _GATHER_OPS = (
-    _trace_aten.embedding,
-    _trace_aten.index_select,
-    _trace_aten.gather,
-    _trace_aten.index,
+    _aten.embedding,
+    _aten.index_select,
+    _aten.gather,
+    _aten.index,
 )  # read as much as they write
 _FUSED_ATTENTION_COST = (
     1.5  # times the operations of two products: it computes scores twice and is slower (core.profile says the same)
@@ -472,12 +471,6 @@ class _FusedAttention(torch.autograd.Function):
         return (*(torch.empty_like(each) for each in ctx.saved_tensors[:3]), None, None)
 
 
-def storage_key(tensor: Tensor) -> int:
-    """What tensors that share memory have in common, on the meta device too."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
 def count_elements(outputs: Any) -> int:
     """Elements of tensors, however they are nested."""
     if isinstance(outputs, Tensor):
@@ -496,11 +489,6 @@ def _size(tensor: Tensor) -> float:
 
 
 # --- Attention detection ----------------------------------------------------------------------------------------------
-
-
-_attention_aten = torch.ops.aten
-_ATTENTION_PRODUCTS = {_attention_aten.bmm: 0, _attention_aten.baddbmm: 1}  # with the place of their first factor
-_ATTENTION_SOFTMAX = (_attention_aten._softmax, _attention_aten._safe_softmax)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -541,8 +529,8 @@ class _AttentionScores:
 
     def see(self, packet: Any, args: Any, outputs: Any) -> None:
         """One operation that is no view."""
-        if packet in _ATTENTION_PRODUCTS:
-            first = _ATTENTION_PRODUCTS[packet]
+        if packet in _BATCHED_PRODUCTS:
+            first = _BATCHED_PRODUCTS[packet]
             self._multiplied(args[first], args[first + 1], outputs)
             return
         made = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
@@ -552,11 +540,11 @@ class _AttentionScores:
         chain = next(filter(None, map(self._chain, given)), None)
         if chain is None:
             return
-        if packet in _ATTENTION_SOFTMAX and args[1] % made.ndim == made.ndim - 1:
+        if packet in _SOFTMAX and args[1] % made.ndim == made.ndim - 1:
             chain.normalised = True
         for each in outputs if isinstance(outputs, tuple | list) else (made,):
             if isinstance(each, Tensor) and each.numel() == made.numel():
-                self._chains[_attention_storage_key(each)] = each, chain
+                self._chains[storage_key(each)] = each, chain
 
     def follows(self, tensor: Tensor) -> bool:
         """Whether it comes from a batch of products, number by number."""
@@ -574,18 +562,12 @@ class _AttentionScores:
                 chain.used = True
                 self._note(made.shape[0] // self._rows, one.shape[-2] if self._chain(one) else other.shape[-1])
         if not weights:
-            self._chains[_attention_storage_key(made)] = made, _ScoreChain()
+            self._chains[storage_key(made)] = made, _ScoreChain()
 
     def _chain(self, tensor: Tensor) -> _ScoreChain | None:
-        found = self._chains.get(_attention_storage_key(tensor))
+        found = self._chains.get(storage_key(tensor))
         return found[1] if found else None
 
     def _note(self, heads: int, tokens: int) -> None:
         self.heads = math.gcd(self.heads, heads)
         self.tokens = max(self.tokens, tokens)
-
-
-def _attention_storage_key(tensor: Tensor) -> int:
-    """What tensors that share memory have in common."""
-    key: int = tensor.untyped_storage()._cdata
-    return key

@@ -9,18 +9,17 @@ time: that a pipeline drains, or that what was begun of a step is dropped and do
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from trainwright.core import random_state
 from trainwright.core.data import fold_seed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
@@ -166,9 +165,7 @@ class TorchReplica:
 
     def reseed(self, seed: int) -> None:
         """Make what torch, NumPy and Python draw next a function of `seed` alone, also on the replica's device."""
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        random_state.seed_generators(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
@@ -266,18 +263,6 @@ class TorchReplica:
             self.optimizer.step()
         self.step = step + 1
         self.sound = True
-
-
-@contextmanager
-def preserve_rng(device: torch.device) -> Iterator[None]:
-    """Afterwards torch, NumPy and Python draw what they would have drawn."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def add_gradient_hook(parameter: nn.Parameter, told: Callable[[Tensor], None]) -> RemovableHandle:
