@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.strategies.torch.checkpoint.shard_layout import ShardSlice
+from trainwright.strategies.torch.shard_layout import ShardSlice
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import ShardedTensor
 from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorParallelGroup
 

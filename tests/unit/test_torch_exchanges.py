@@ -14,7 +14,7 @@ from tests.support.conformance.language_model import WIDTH, Language
 from tests.support.split_model import split
 from tests.support.tensor_parallel_threads import ThreadGroup, on_ranks
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.checkpoint.shard_layout import ShardSlice
+from trainwright.strategies.torch.shard_layout import ShardSlice
 from trainwright.strategies.torch.tensor_parallel.layers import (
     GatheredTokens,
     TensorParallelPlan,

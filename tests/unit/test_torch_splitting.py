@@ -206,7 +206,9 @@ def test_tables_and_last_layers_are_divided_where_they_are_called(kind: str, rol
 @pytest.mark.parametrize(("index", "wrong"), [(0, -1), (1, 5)])
 def test_what_is_not_in_the_vocabulary_is_refused_as_on_one_device(index: int, wrong: int) -> None:
     model = nn.Sequential(nn.Embedding(5, 2))
-    shard_layers(model, TensorParallelPlan(roles={"0": "vocabulary"}), TensorParallelGroup(index=index, size=2), "rank 0")
+    shard_layers(
+        model, TensorParallelPlan(roles={"0": "vocabulary"}), TensorParallelGroup(index=index, size=2), "rank 0"
+    )
     with pytest.raises(IndexError):
         model(torch.tensor([wrong]))
 

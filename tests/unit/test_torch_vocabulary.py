@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.tensor_parallel_threads import ThreadGroup, on_ranks
-from trainwright.strategies.torch.checkpoint.shard_layout import ShardSlice
+from trainwright.strategies.torch.shard_layout import ShardSlice
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import ShardedTensor, from_local, full_tensor
 
 ROWS, TOKENS, WIDTH = 3, 4, 7

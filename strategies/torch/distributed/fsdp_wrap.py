@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.checkpoint.shard_layout import hook_problem, is_dtensor
 from trainwright.strategies.torch.distributed.mesh_groups import MeshGroups
+from trainwright.strategies.torch.shard_layout import hook_problem, is_dtensor
 from trainwright.strategies.torch.torch_compat import (
     FsdpState,
     forget_gradient,

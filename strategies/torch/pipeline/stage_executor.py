@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import JobError
-from trainwright.core.plan import loss_stage, section_of, stage_of_section
+from trainwright.core.plan import Plan, loss_stage, section_of, stage_of_section
 from trainwright.strategies.cost_model.pipeline_schedules import Operation, stage_operations
 from trainwright.strategies.torch.pipeline.p2p import Direction, StageLinks
 from trainwright.strategies.torch.pipeline.split import SplitModel
@@ -27,8 +27,8 @@ from trainwright.strategies.torch.torch_compat import (
     graph_consumers,
     graph_node,
 )
+from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective, accumulate_gradients
-from trainwright.strategies.torch.training.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.train_state import TorchReplica
 
 _AHEAD = 8  # operations whose messages are awaited at once: they come while others are computed, in fewer turns
@@ -78,6 +78,22 @@ class StageExecutor:
     _types: dict[int, list[torch.dtype]] = field(default_factory=dict)
     _halved: dict[int, bool] = field(default_factory=dict)
     _begun: int | None = None  # the step whose first forwards were done in the one before
+
+    @classmethod
+    def of(
+        cls, plan: Plan, cut: SplitModel, links: StageLinks, objective: Objective, replica: TorchReplica
+    ) -> StageExecutor:
+        """Return the executor of a rank's stage."""
+        return cls(
+            cut=cut,
+            links=links,
+            stage=links.stage,
+            stages=len(links.column),
+            chunks=plan.chunks,
+            schedule=plan.schedule,
+            objective=objective,
+            replica=replica,
+        )
 
     @property
     def last(self) -> bool:
@@ -156,14 +172,14 @@ class StageExecutor:
         for chunk in range(self.chunks):
             operation = Operation("forward", 0, chunk)
             section = self._section(operation)
-            if section and self.objective.caller.autocast and (before := self._at(section - 1)) != self.stage:
+            if section and self.objective.caller.autocast and (before := self.stage_of(section - 1)) != self.stage:
                 self._types[section] = self.links.hear(len(self.cut.taken(section, share.batch.rows)), before)
             self._expect(operation, [(0, share)])
             outputs = self._run(operation, share, self._received(operation))
             if not self._ends(operation):
                 if self.objective.caller.autocast:
                     self._types[section + 1] = [each.dtype for each in outputs]
-                    if (after := self._at(section + 1)) != self.stage:
+                    if (after := self.stage_of(section + 1)) != self.stage:
                         self.links.tell(self._types[section + 1], after)
                 self._send(outputs, operation)
         self._settle()
@@ -301,12 +317,12 @@ class StageExecutor:
         forward = operation.kind == "forward"
         share = shares[operation.micro_batch][1]
         source = self._section(operation) + (-1 if forward else 1)
-        if not 0 <= source < self.cut.sections or self._at(source) == self.stage:
+        if not 0 <= source < self.cut.sections or self.stage_of(source) == self.stage:
             return
         metas = self._taken(operation, share) if forward else self._sloped(operation, share)
         buffers = [torch.empty(meta.shape, dtype=meta.dtype, device=self.links.device) for meta in metas]
         way: Direction = "forward" if forward else "backward"
-        self.links.coming[operation] = self.links.receive(buffers, self._at(source), way)
+        self.links.coming[operation] = self.links.receive(buffers, self.stage_of(source), way)
 
     def _received(self, operation: Operation) -> list[Tensor]:
         """What an operation needs, once it is there."""
@@ -368,7 +384,7 @@ class StageExecutor:
     def _section(self, operation: Operation) -> int:
         return section_of(self.schedule, stage=self.stage, stages=self.stages, chunk=operation.chunk)
 
-    def _at(self, section: int) -> int:
+    def stage_of(self, section: int) -> int:
         """The stage that holds a section."""
         return stage_of_section(self.schedule, section=section, stages=self.stages)[0]
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.checkpoint.shard_layout import ShardSlice, hook_problem
+from trainwright.strategies.torch.shard_layout import ShardSlice, hook_problem
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import (
     ShardedTensor,
     check_first_order,

@@ -25,9 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.checkpoint.shard_layout import ShardSlice
-from trainwright.strategies.torch.pipeline.call_trace import meta_copy
-from trainwright.strategies.torch.profiling.op_trace import ForwardTrace
+from trainwright.strategies.torch.shard_layout import ShardSlice
 from trainwright.strategies.torch.tensor_parallel.layers import (
     ROLES,
     TensorParallelPlan,
@@ -37,7 +35,9 @@ from trainwright.strategies.torch.tensor_parallel.layers import (
 )
 from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorParallelGroup
 from trainwright.strategies.torch.torch_compat import TorchDispatchMode, storage_key, tree_leaves
-from trainwright.strategies.torch.training.torch_errors import summarize_error
+from trainwright.strategies.torch.torch_errors import summarize_error
+from trainwright.strategies.torch.tracing.call_trace import meta_copy
+from trainwright.strategies.torch.tracing.op_trace import ForwardTrace
 
 _MOST = 3  # attributes of a block that are changed together
 _RunOnMeta = Callable[[nn.Module], object]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from trainwright.core.data import fold_seed
-from trainwright.strategies.torch.checkpoint.shard_layout import ShardSlice
+from trainwright.strategies.torch.shard_layout import ShardSlice
 from trainwright.strategies.torch.torch_compat import generator_of
 
 _InputKey = tuple[Callable[..., Any], int, bool]

@@ -15,7 +15,7 @@ from trainwright.core.data import Batch, Terms
 from trainwright.core.errors import JobError
 from trainwright.core.loss_api import gather_with
 from trainwright.strategies.torch.torch_compat import generator_of, tree_leaves, tree_map
-from trainwright.strategies.torch.training.torch_errors import TorchUserCode
+from trainwright.strategies.torch.torch_errors import TorchUserCode
 
 BATCH_LOSS = "batch_loss"  # in a job's inexact=
 _Function = Callable[[Any, Any], Any]

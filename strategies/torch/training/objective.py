@@ -25,9 +25,11 @@ from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.loss_api import gather_with, outputs_first
+from trainwright.core.plan import Plan
 from trainwright.strategies.common.user_code_errors import loss_broadcast_problem
 from trainwright.strategies.torch import torch_compat
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import full_tensor
+from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.batch_losses import (
     BATCH_LOSS,
@@ -38,7 +40,7 @@ from trainwright.strategies.torch.training.batch_losses import (
     check_samples_independent,
 )
 from trainwright.strategies.torch.training.selective_recompute import SelectiveRecompute
-from trainwright.strategies.torch.training.torch_errors import TorchUserCode
+from trainwright.strategies.torch.training.train_state import AUTOCAST_DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,12 @@ class JobFunctions:
     group: GroupFactory | None = None
     checking: bool = False
 
+    @classmethod
+    def on_host(cls, spec: ModelSpec, plan: Plan, where: str) -> JobFunctions:
+        """Return the functions as they are called in host memory, before there is a replica."""
+        autocast = AUTOCAST_DTYPES.get(plan.precision)
+        return cls(spec=spec, device=torch.device("cpu"), autocast=autocast, where=where)
+
     def precision(self) -> AbstractContextManager[Any]:
         """The context of forward and loss."""
         return torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext()
@@ -110,11 +118,6 @@ class JobFunctions:
         if self.spec.keywords:
             return model(**dict(zip(self.spec.keywords, given, strict=True)))
         return model(*given)
-
-    def precisely(self, model: nn.Module, given: Sequence[Tensor]) -> Any:
-        """The same in the context of forward and loss."""
-        with self.precision():
-            return self.called(model, given)
 
     def outputs(self, model: nn.Module, columns: batches.Tensors) -> Any:
         """The model's outputs for the input columns, whatever they are."""

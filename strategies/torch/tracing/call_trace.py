@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.profiling.meta_values import MetaValueMode
 from trainwright.strategies.torch.torch_compat import (
     TreeSpec,
     pop_mode_temporarily,
@@ -30,7 +29,8 @@ from trainwright.strategies.torch.torch_compat import (
     tree_flatten,
     tree_leaves,
 )
-from trainwright.strategies.torch.training.torch_errors import summarize_error
+from trainwright.strategies.torch.torch_errors import summarize_error
+from trainwright.strategies.torch.tracing.meta_values import MetaValueMode
 
 ForwardFunction = Callable[[nn.Module, Sequence[Tensor]], Any]
 

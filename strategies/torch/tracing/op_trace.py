@@ -9,7 +9,7 @@ stay divided, as a vocabulary's do, and so may the largest table of what is look
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from trainwright.strategies.torch.profiling.meta_values import MetaValues
 from trainwright.strategies.torch.torch_compat import TorchDispatchMode, storage_key, tree_leaves
+from trainwright.strategies.torch.tracing.meta_values import MetaValueMode, MetaValues
 
 _aten = torch.ops.aten
 _LINEAR = (_aten.mm, _aten.addmm)
@@ -40,6 +40,7 @@ _OVER_LAST = (
 )
 _LayerTags = frozenset[int]
 _NO_LAYERS: _LayerTags = frozenset()
+CallNames = tuple[tuple[str, ...], tuple[str, ...]]  # input columns, and the model's arguments that they are given as
 
 
 @dataclass(kw_only=True)
@@ -262,7 +263,7 @@ class ForwardTrace:
     asks: bool = False
 
 
-class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up each module's own operations, and what autograd saves for backward.
 
     Args:
@@ -423,7 +424,7 @@ class _FusedKernels(TorchFunctionMode):
     So attention's scores are never written, and of dropout a mask is kept.
     """
 
-    def __init__(self, tracer: OpTracer) -> None:
+    def __init__(self, tracer: _OpTracer) -> None:
         super().__init__()
         self._tracer = tracer
         whole = nn.functional.multi_head_attention_forward
@@ -571,3 +572,51 @@ class _AttentionScores:
     def _note(self, heads: int, tokens: int) -> None:
         self.heads = math.gcd(self.heads, heads)
         self.tokens = max(self.tokens, tokens)
+
+
+# --- Runs of a model on the meta device -------------------------------------------------------------------------------
+
+
+def trace_model(
+    model: nn.Module, tensors: Mapping[str, Tensor], call: CallNames, step: Any, whole: frozenset[int] = frozenset()
+) -> ForwardTrace:
+    """One forward pass of a model on the meta device. Raises whatever that raises.
+
+    Args:
+        call: inputs and keywords.
+        whole: storages of the parameters that tensor parallelism does not divide, whatever is found.
+    """
+    on = {name: value.to("meta") for name, value in tensors.items()}
+    rows = max((len(value) for value in tensors.values()), default=1)
+    held = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers(), *on.values())}
+    parameters = {storage_key(each) for each in model.parameters()}
+    values = MetaValues([(on[name], value) for name, value in tensors.items()])
+    tracer = _OpTracer(held, parameters, values, rows, whole)
+    with tracer.watching(model):
+        call_model(model, on, call, step)
+    return tracer.found()
+
+
+def call_model(model: nn.Module, on: Mapping[str, Tensor], call: CallNames, step: Any) -> Any:
+    """What a model, or a step of the job's own, makes of columns that are where it is."""
+    inputs, keywords = call
+    if keywords:
+        return model(**{keyword: on[name] for keyword, name in zip(keywords, inputs, strict=True)})
+    if inputs or step is None:
+        return model(*[on[name] for name in inputs])
+    return step(model, on)
+
+
+def meta_runner(columns: Mapping[str, Tensor], call: CallNames, step: Any, least: int = 1) -> Callable[..., Any]:
+    """Calls a model on the meta device with `rows` rows of columns, by default as few as it takes.
+
+    What it asks of values that follow from the inputs is answered by the columns'.
+    """
+
+    def run(bones: nn.Module, rows: int = least) -> Any:
+        real = {name: value[torch.arange(rows) % len(value)].cpu() for name, value in columns.items()}
+        given = {name: value.to("meta") for name, value in real.items()}
+        with MetaValueMode((given[name], value) for name, value in real.items()), torch.device("meta"):
+            return call_model(bones, given, call, step)
+
+    return run
