@@ -114,11 +114,11 @@ class StageRunner(MeshRunner):
 def _shared_parameters(pipe: StageExecutor, rank: int) -> tuple[SharedParameter, ...]:
     """Return this stage's parameters that other stages use too. Every rank makes every group."""
     names = {name: parameter for parameter, name in pipe.replica.names.items()}
-    columns = pipe.links.columns
+    columns = pipe.messages.links.columns
     found = []
     for name, sections in sorted(pipe.cut.shared.items()):
-        stages = sorted({pipe.stage_of(section) for section in sections})
-        groups = [pipe.links.group([column[stage] for stage in stages]) for column in columns]
+        stages = sorted({pipe.messages.stage_of(section) for section in sections})
+        groups = [pipe.messages.links.group([column[stage] for stage in stages]) for column in columns]
         if len(stages) > 1 and name in names:
             found.append((names[name], groups[rank % len(columns)], pipe.stage == stages[0]))
     return tuple(found)
