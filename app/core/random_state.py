@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,18 +24,39 @@ def seed_generators(number: int) -> None:
         torch.default_generator.manual_seed(number)
 
 
-def save_generators() -> Callable[[], None]:
-    """Remember their states; what it returns sets them again, as often as it is called."""
+def save_generators(device: Any = "cuda") -> Callable[[], None]:
+    """Remember the states of the generators.
+
+    Args:
+        device: a torch device; the state of a GPU is remembered too, once the process uses GPUs.
+
+    Returns:
+        A function that restores the states, as often as it is called.
+    """
     python, numpy, torch = random.getstate(), np.random.get_state(), _torch()
     state = torch.get_rng_state() if torch else None
+    on_gpu = torch and torch.device(device).type == "cuda" and torch.cuda.is_initialized()
+    gpu_state = torch.cuda.get_rng_state(device) if on_gpu else None
 
-    def again() -> None:
+    def restore() -> None:
         random.setstate(python)
         np.random.set_state(numpy)
         if torch:
             torch.set_rng_state(state)
+        if on_gpu:
+            torch.cuda.set_rng_state(gpu_state, device)
 
-    return again
+    return restore
+
+
+@contextmanager
+def preserve_generators(device: Any = "cuda") -> Iterator[None]:
+    """Restore the states of the generators at the end; see `save_generators`."""
+    restore = save_generators(device)
+    try:
+        yield
+    finally:
+        restore()
 
 
 def generator_states() -> tuple[object, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from trainwright.core import random_state
 from trainwright.core.errors import CheckpointError, StorageError
 from trainwright.core.frameworks import load_module
 from trainwright.core.job import Job
@@ -106,19 +107,6 @@ def _unread(uri: str, what: str) -> CheckpointError:
     return CheckpointError(f"the file of weights {what}", where=uri, remedy=remedy)
 
 
-@contextmanager
-def preserve_rng_state() -> Iterator[None]:
-    """Restore the random state afterwards: the step of another model may be running."""
-    torch = load_module(f"{_STRATEGIES}.torch.distillation.teacher_backend") if "torch" in sys.modules else None
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random_kept() if torch else nullcontext():
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-
-
 _log = logging.getLogger(__name__)
 
 
@@ -148,7 +136,7 @@ def output_signature(job: Job, index: Index, layers: Mapping[str, str] | None = 
         UserCodeError, JobError: the model cannot be built, or has no such layer.
         DataError: a column is missing.
     """
-    with preserve_rng_state():
+    with random_state.preserve_generators():
         model = build_model(job.model)
         teaching = teacher_backend_of(model)
         sample = job.collation(job.train.row(index, job.columns))

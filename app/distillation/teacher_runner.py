@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from trainwright.core import random_state
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.data import Batch, Columns
 from trainwright.core.errors import JobError
@@ -23,7 +24,6 @@ from trainwright.distillation.teacher_model import (
     TeacherModelBuilder,
     frozen_optimizer,
     local_weights,
-    preserve_rng_state,
     teacher_backend_of,
 )
 from trainwright.inference.inference_model import InferenceModel, no_loss
@@ -128,7 +128,7 @@ class TeacherRunner:
         Raises:
             JobError, CheckpointError: there is no such model or layer, or the weights do not fit.
         """
-        with preserve_rng_state():
+        with random_state.preserve_generators():
             model = _builder(self, {})()
             return teacher_backend_of(model).inside(model, self.teacher.lesson)
 
@@ -140,7 +140,7 @@ class TeacherRunner:
             raise JobError([f'{problem}: add it to what the job\'s collate= gives, or use way="offline" or "online"'])
         build = self.teacher.model if self.teacher.job is None else self.teacher.job.model
         assert build is not None, "it has a job or a model"
-        with preserve_rng_state():
+        with random_state.preserve_generators():
             model = build_model(build)
         keywords = self.teacher.lesson.keywords
         profile: ModelProfile = profiler_of(model).profile_model(model, sample, self.wanted, keywords=keywords)
@@ -181,7 +181,7 @@ class TeacherRunner:
         job = (subject.single_process_job or subject.job).alone(accelerator="auto")
         plan = choose(profile_job(job.replace(model=subject.architecture), data, index), _here(), job).chosen
         spec = job.model_spec(1, partial(data.row, index, job.columns))
-        with preserve_rng_state():
+        with random_state.preserve_generators():
             return LoadedTeacher(
                 local_outputs(spec, plan, None if subject.single_process_job else subject.weights, guest=True)
             )

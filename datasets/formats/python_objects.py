@@ -13,8 +13,7 @@ from __future__ import annotations
 import hashlib
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -445,7 +444,7 @@ class _RowRandomness:
         """What `one` gives for each row; or `many` for all of them, where none draws a random number."""
         found: list[Any] = []
         while len(found) < len(rows):
-            with _global_generators():
+            with random_state.GENERATORS_LOCK, random_state.preserve_generators():
                 found += self._some(rows[len(found) :], one, many)
         return found
 
@@ -476,14 +475,3 @@ def _until(until: float, rows: Sequence[int], one: Callable[[int], Any]) -> list
         if time.monotonic() > until:
             break
     return found
-
-
-@contextmanager
-def _global_generators() -> Iterator[None]:
-    """The generators are this thread's, and afterwards as they were."""
-    with random_state.GENERATORS_LOCK:
-        again = random_state.save_generators()
-        try:
-            yield
-        finally:
-            again()

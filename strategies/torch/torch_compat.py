@@ -59,6 +59,20 @@ def wrapper_subclass(kind: type[Tensor], like: Tensor, device: torch.device) -> 
     )
 
 
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that tensors sharing memory have in common, also on the meta device."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return the global random generator of a device."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
 def assert_on_device(condition: Tensor) -> None:
     """Raise in a later call of the device where a condition is false, without a wait of the host."""
     torch._assert_async(condition)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from trainwright.strategies.torch.profiling.model_profile import meta_runner, trace_model
 from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan
 from trainwright.strategies.torch.tensor_parallel.plan_search import TensorParallelPlanner
+from trainwright.strategies.torch.tracing.op_trace import meta_runner, trace_model
 
 GIVEN = torch.zeros(1, 6)
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.strategies.torch.checkpoint.shard_layout import ShardSlice
-from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelGroup
+from trainwright.strategies.torch.shard_layout import ShardSlice
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import ShardedTensor
+from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorParallelGroup
 
 
 @dataclass(kw_only=True)
@@ -36,8 +36,8 @@ class Meeting:
 
 
 @dataclass(kw_only=True)
-class ThreadRing(TensorParallelGroup):
-    """A ring over threads.
+class ThreadGroup(TensorParallelGroup):
+    """A group of threads.
 
     Attributes:
         calls, numbers: its collectives, and what this rank puts into them.
@@ -56,8 +56,8 @@ class ThreadRing(TensorParallelGroup):
         self.numbers[name] += tensor.numel()
         return self.meeting.exchange(self.index, tensor.detach().clone())
 
-    def summed(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self._exchanged("summed", tensor)).sum(0)
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._exchanged("all_reduce", tensor)).sum(0)
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Autograd saves it: a plain tensor of so many numbers."""
@@ -65,27 +65,27 @@ class ThreadRing(TensorParallelGroup):
             self.kept.add(tensor.numel())
         return tensor
 
-    def asked(self, func: Any) -> None:
+    def before_gather(self, func: Any) -> None:
         self.asks.append(str(func._overloadpacket))
 
-    def highest(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self._exchanged("highest", tensor)).amax(0)
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._exchanged("all_reduce_max", tensor)).amax(0)
 
-    def joined(self, tensor: Tensor, width: int, along: int = -1) -> Tensor:
-        return torch.cat(self._exchanged("joined", tensor), dim=along)
+    def all_gather(self, tensor: Tensor, width: int, dim: int = -1) -> Tensor:
+        return torch.cat(self._exchanged("all_gather", tensor), dim=dim)
 
-    def scattered(self, tensor: Tensor, along: int) -> Tensor:
-        box = ShardSlice.share((tensor.shape[along],), 0, self.index, self.of)
-        return torch.stack(self._exchanged("scattered", tensor)).sum(0).narrow(along, box.start[0], box.count)
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        box = ShardSlice.share((tensor.shape[dim],), 0, self.index, self.size)
+        return torch.stack(self._exchanged("reduce_scatter", tensor)).sum(0).narrow(dim, box.start[0], box.count)
 
 
-def on_ranks(of: int, run: Callable[[ThreadRing], Any], *, sequence: bool = False) -> list[Any]:
+def on_ranks(of: int, run: Callable[[ThreadGroup], Any], *, sequence: bool = False) -> list[Any]:
     """What each of so many ranks gives."""
     meeting = Meeting(of=of)
 
     def one(index: int) -> Any:
         try:
-            return run(ThreadRing(index=index, of=of, meeting=meeting, sequence=sequence))
+            return run(ThreadGroup(index=index, size=of, meeting=meeting, sequence=sequence))
         except BaseException:
             meeting.barrier.abort()
             raise

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.strategies.torch.profiling.model_profile import profile_model
-from trainwright.strategies.torch.profiling.op_trace import count_elements
+from trainwright.strategies.torch.tracing.op_trace import count_elements
 
 Pair = tuple[Tensor, Tensor]
 

@@ -141,7 +141,7 @@ def test_a_symbol_that_is_gone_is_named_with_library_version_and_users(monkeypat
     monkeypatch.delattr(torch.overrides, "_pop_mode_temporarily")
     (line,) = missing("strategies/torch/torch_compat.py")
     assert line.startswith(f"torch.overrides._pop_mode_temporarily is not in torch {version('torch')}; used in ")
-    assert "strategies/torch/torch_compat.py:" in line and "strategies/torch/pipeline/call_trace.py" in line
+    assert "strategies/torch/torch_compat.py:" in line and "strategies/torch/tracing/call_trace.py" in line
 
 
 def test_only_compat_modules_name_private_symbols() -> None:

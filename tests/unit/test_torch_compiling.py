@@ -11,7 +11,7 @@ from trainwright.core.errors import JobError
 from trainwright.core.topology import Capabilities
 from trainwright.strategies.cost_model.plan_constraints import invalid_compile
 from trainwright.strategies.torch.profiling.model_profile import profile_model
-from trainwright.strategies.torch.training.torch_errors import TorchUserCode
+from trainwright.strategies.torch.torch_errors import TorchUserCode
 
 
 class InductorError(RuntimeError):

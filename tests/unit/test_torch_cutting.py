@@ -17,7 +17,8 @@ from tests.support.conformance.staged_model import Deep
 from tests.support.split_model import split
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.pipeline.split import SplitModel
-from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelGroup, shard_layers
+from trainwright.strategies.torch.tensor_parallel.layers import shard_layers
+from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorParallelGroup
 
 NAMES = [
     "blocks.0", "blocks.0.lift", "blocks.0.back", "blocks.1", "blocks.1.norm", "blocks.1.back", "blocks.2",
@@ -125,7 +126,7 @@ class Within(nn.Module):
 class Alone(TensorParallelGroup):
     """The first of two ranks, of which the other one has nothing to add."""
 
-    def summed(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
 
 
@@ -151,7 +152,7 @@ def test_a_block_that_tensor_parallelism_divides_may_be_cut_beside_its_attention
     cuts = {}
     for own in map(frozenset, owned):
         model = blocks()
-        parted = partial(shard_layers, split=found, ring=Alone(index=0, of=2), where="rank 0")
+        parted = partial(shard_layers, split=found, group=Alone(index=0, size=2), where="rank 0")
         cuts[own] = (
             SplitModel(model, entries, own, [inputs], called, "rank 0", lambda each, _, parted=parted: parted(each)),
             model,

@@ -22,11 +22,11 @@ from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.plan import Plan
 from trainwright.strategies.torch.checkpoint import safetensors_files
 from trainwright.strategies.torch.checkpoint.host_state import HostState
-from trainwright.strategies.torch.checkpoint.shard_layout import ModelPart, ShardSlice
 from trainwright.strategies.torch.distributed.fsdp_wrap import fully_shard_model
 from trainwright.strategies.torch.engines.fsdp import Sharded
 from trainwright.strategies.torch.engines.pipeline import Pipeline
 from trainwright.strategies.torch.engines.sharded_model_engine import ShardedModelEngine
+from trainwright.strategies.torch.shard_layout import ModelPart, ShardSlice
 from trainwright.strategies.torch.training.model_blocks import repeated_blocks
 from trainwright.strategies.torch.training.train_state import TorchReplica
 

@@ -206,24 +206,26 @@ def test_tables_and_last_layers_are_divided_where_they_are_called(kind: str, rol
 @pytest.mark.parametrize(("index", "wrong"), [(0, -1), (1, 5)])
 def test_what_is_not_in_the_vocabulary_is_refused_as_on_one_device(index: int, wrong: int) -> None:
     model = nn.Sequential(nn.Embedding(5, 2))
-    shard_layers(model, TensorParallelPlan(roles={"0": "vocabulary"}), TensorParallelGroup(index=index, of=2), "rank 0")
+    shard_layers(
+        model, TensorParallelPlan(roles={"0": "vocabulary"}), TensorParallelGroup(index=index, size=2), "rank 0"
+    )
     with pytest.raises(IndexError):
         model(torch.tensor([wrong]))
 
 
 def test_a_part_keeps_what_a_parameter_is_marked_with_and_its_hooks_are_refused() -> None:
-    roles, ring, model = (
+    roles, group, model = (
         TensorParallelPlan(roles={"up": "column", "down": "row"}),
-        TensorParallelGroup(index=1, of=2),
+        TensorParallelGroup(index=1, size=2),
         Pair(),
     )
     model.up.weight.plain = True  # type: ignore[assignment]
-    shard_layers(model, roles, ring, "rank 0")
+    shard_layers(model, roles, group, "rank 0")
     assert model.up.weight.shape == (4, 6) and model.up.weight.plain is True
     model = Pair()
     model.down.weight.register_post_accumulate_grad_hook(lambda _: None)
     with pytest.raises(JobError, match=r"'down\.weight' has a hook"):
-        shard_layers(model, roles, ring, "rank 0")
+        shard_layers(model, roles, group, "rank 0")
 
 
 class Beside(Pair):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.tensor_parallel_threads import ThreadRing, on_ranks
-from trainwright.strategies.torch.checkpoint.shard_layout import ShardSlice
+from tests.support.tensor_parallel_threads import ThreadGroup, on_ranks
+from trainwright.strategies.torch.shard_layout import ShardSlice
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import ShardedTensor, from_local, full_tensor
 
 ROWS, TOKENS, WIDTH = 3, 4, 7
@@ -26,7 +26,7 @@ def flat(logits: Tensor, **options: Any) -> Tensor:
     return loss
 
 
-def learned(loss: Loss, of: int) -> tuple[list[tuple[Tensor, Tensor]], list[ThreadRing]]:
+def learned(loss: Loss, of: int) -> tuple[list[tuple[Tensor, Tensor]], list[ThreadGroup]]:
     """What a loss gives each rank, the gradient of its part of a head's outputs, and what was exchanged."""
     start = torch.randn(ROWS, TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     slopes = torch.linspace(0.1, 1.0, 64, dtype=torch.float64)
@@ -40,20 +40,20 @@ def learned(loss: Loss, of: int) -> tuple[list[tuple[Tensor, Tensor]], list[Thre
     backward(expected)
     assert whole.grad is not None
 
-    def run(ring: ThreadRing) -> tuple[Tensor, Tensor, ThreadRing]:
-        box = ShardSlice.share((WIDTH,), 0, ring.index, ring.of)
+    def run(group: ThreadGroup) -> tuple[Tensor, Tensor, ThreadGroup]:
+        box = ShardSlice.share((WIDTH,), 0, group.index, group.size)
         part = start[..., box.start[0] : box.stop[0]].clone().requires_grad_()
-        value = loss(from_local(part, ring, WIDTH))
+        value = loss(from_local(part, group, WIDTH))
         backward(value)
         assert part.grad is not None and not isinstance(part.grad, ShardedTensor)
-        return full_tensor(value.detach()), part.grad, ring
+        return full_tensor(value.detach()), part.grad, group
 
     found = on_ranks(of, run)
     for index, (value, gradient, _) in enumerate(found):
         box = ShardSlice.share((WIDTH,), 0, index, of)
         torch.testing.assert_close(value, expected.detach(), rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(gradient, whole.grad[..., box.start[0] : box.stop[0]], rtol=1e-9, atol=1e-12)
-    return [(value, gradient) for value, gradient, _ in found], [ring for _, _, ring in found]
+    return [(value, gradient) for value, gradient, _ in found], [group for _, _, group in found]
 
 
 def doubled(logits: Tensor) -> Tensor:
@@ -134,23 +134,23 @@ WHOLE: dict[str, Loss] = {
 @pytest.mark.parametrize("name", APART)
 def test_cross_entropy_of_parts_is_that_of_one_device_and_gathers_nothing(name: str, of: int) -> None:
     _, rings = learned(APART[name], of)
-    for ring in rings:
-        assert not ring.calls["joined"], "logits were gathered"
-        assert max(ring.numbers.values()) <= 6 * ROWS * TOKENS, "more than a few numbers of each token"
+    for group in rings:
+        assert not group.calls["all_gather"], "logits were gathered"
+        assert max(group.numbers.values()) <= 6 * ROWS * TOKENS, "more than a few numbers of each token"
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_needs_all_logits_is_given_them(name: str) -> None:
     _, rings = learned(WHOLE[name], 2)
-    assert all(ring.calls["joined"] for ring in rings)
+    assert all(group.calls["all_gather"] for group in rings)
 
 
 @pytest.mark.parametrize("wrong", [WIDTH, -1])
 def test_a_target_that_is_not_in_the_vocabulary_is_refused_as_on_one_device(wrong: int) -> None:
-    def run(ring: ThreadRing) -> None:
-        part = torch.zeros(1, ShardSlice.share((WIDTH,), 0, ring.index, ring.of).count)
+    def run(group: ThreadGroup) -> None:
+        part = torch.zeros(1, ShardSlice.share((WIDTH,), 0, group.index, group.size).count)
         with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
-            cross_entropy(from_local(part, ring, WIDTH), torch.tensor([wrong]))
+            cross_entropy(from_local(part, group, WIDTH), torch.tensor([wrong]))
 
     on_ranks(2, run)
 
@@ -159,10 +159,10 @@ def test_a_byte_is_a_target_also_where_it_wraps_to_the_ignored_one() -> None:
     targets = torch.tensor([156, 3], dtype=torch.uint8)  # -100 as a byte is 156
     whole = torch.arange(400.0).view(2, 200)
 
-    def run(ring: ThreadRing) -> Tensor:
-        box = ShardSlice.share((200,), 0, ring.index, ring.of)
+    def run(group: ThreadGroup) -> Tensor:
+        box = ShardSlice.share((200,), 0, group.index, group.size)
         part = whole[:, box.start[0] : box.stop[0]]
-        return full_tensor(cross_entropy(from_local(part, ring, 200), targets, reduction="none"))
+        return full_tensor(cross_entropy(from_local(part, group, 200), targets, reduction="none"))
 
     for found in on_ranks(2, run):
         torch.testing.assert_close(found, cross_entropy(whole, targets.long(), reduction="none"))
@@ -170,9 +170,9 @@ def test_a_byte_is_a_target_also_where_it_wraps_to_the_ignored_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_added_up_in_single(dtype: torch.dtype) -> None:
-    def run(ring: ThreadRing) -> Tensor:
+    def run(group: ThreadGroup) -> Tensor:
         part = torch.full((1, 2000), 3.0, dtype=dtype)
-        return full_tensor(cross_entropy(from_local(part, ring, 4000), torch.tensor([3999]), reduction="none"))
+        return full_tensor(cross_entropy(from_local(part, group, 4000), torch.tensor([3999]), reduction="none"))
 
     for found in on_ranks(2, run):
         expected = cross_entropy(torch.full((1, 4000), 3.0, dtype=dtype), torch.tensor([3999]), reduction="none")

@@ -20,8 +20,8 @@ from torch import Tensor, distributed, nn
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.checkpoint import host_state
-from trainwright.strategies.torch.checkpoint.shard_layout import to_local
 from trainwright.strategies.torch.distributed.process_group import all_gather_ints
+from trainwright.strategies.torch.shard_layout import to_local
 from trainwright.strategies.torch.training.train_state import TorchReplica, group_settings
 
 _UNCHECKED = "replicas"  # in a job's `inexact=`: replicas may drift apart

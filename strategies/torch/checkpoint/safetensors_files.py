@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from trainwright.core.engine import StateReader, StateWriter
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
 from trainwright.strategies.torch.checkpoint.host_state import HostState, OptimizerSlots
-from trainwright.strategies.torch.checkpoint.local_state import DataRank, LocalState, local_state_file
-from trainwright.strategies.torch.checkpoint.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice
+from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice
+from trainwright.strategies.torch.training.local_state import DataRank, LocalState, local_state_file
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _FILE, _STATE = "{}{}.safetensors", "state{}.json"

@@ -22,7 +22,6 @@ from trainwright.strategies.distillation.teacher_outputs import TeacherOutputs, 
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.evaluation import flat_outputs
 from trainwright.strategies.torch.training.train_state import AUTOCAST_DTYPES
-from trainwright.strategies.torch.training.train_state import preserve_rng as kept
 
 FRAMEWORK, LOOKS = "torch", True
 
@@ -30,12 +29,6 @@ FRAMEWORK, LOOKS = "torch", True
 def still(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """Return an optimizer without state, for a model that is not trained."""
     return torch.optim.SGD(parameters, lr=0.0)
-
-
-def random_kept() -> AbstractContextManager[None]:
-    """Restore torch's random state afterwards."""
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return kept(torch.device("cuda" if on_gpu else "cpu"))
 
 
 def thawed(model: nn.Module) -> nn.Module:
@@ -111,7 +104,7 @@ def shapes(
     model = model.to("meta").eval()
     with torch.no_grad():
         found = model(**dict(zip(keywords, given, strict=True))) if keywords else model(*given)
-    return {name: (None, *value.shape[1:]) for name, value in flat_outputs("", found) if isinstance(value, Tensor)}
+    return {name: (None, *value.shape[1:]) for name, value in flat_outputs(found) if isinstance(value, Tensor)}
 
 
 class _TorchInlineTeacher(nn.Module):
@@ -146,7 +139,7 @@ class _TorchInlineTeacher(nn.Module):
                 found = self.model(**dict(zip(self._lesson.keywords, given, strict=True)))
             else:
                 found = self.model(*given)
-        told = self._lesson.told(dict(flat_outputs("", found)), log_odds, self._look)
+        told = self._lesson.told(dict(flat_outputs(found)), log_odds, self._look)
         self._look = None
         return {name: value.float() if value.itemsize < 4 else value for name, value in told.items()}
 
@@ -172,7 +165,7 @@ def _begin(taps: LayerHooks, module: nn.Module, given: Any) -> None:
 
 def _tell(taps: LayerHooks, layers: Mapping[str, str], module: nn.Module, given: Any, outputs: Any) -> dict[str, Any]:
     heard = taps.take()
-    return {**dict(flat_outputs("", outputs)), **{output: heard[layer] for output, layer in layers.items()}}
+    return {**dict(flat_outputs(outputs)), **{output: heard[layer] for output, layer in layers.items()}}
 
 
 inside = _TorchInlineTeacher

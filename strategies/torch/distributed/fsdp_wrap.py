@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.checkpoint.shard_layout import hook_problem, is_dtensor
 from trainwright.strategies.torch.distributed.mesh_groups import MeshGroups
+from trainwright.strategies.torch.shard_layout import hook_problem, is_dtensor
 from trainwright.strategies.torch.torch_compat import (
     FsdpState,
     forget_gradient,
@@ -197,11 +197,11 @@ class StageShards:
         try:
             yield
         except BaseException:
-            self.released()
+            self.reshard()
             raise
 
-    def released(self) -> None:
-        """Hold this rank's parts alone."""
+    def reshard(self) -> None:
+        """Keep only this rank's parts."""
         reshard_model(self._stage)
 
     def reduce(self, replica: TorchReplica, place: MeshGroups) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Mesh
 from trainwright.core.topology import Group
-from trainwright.strategies.torch.checkpoint.shard_layout import ModelPart, to_local
+from trainwright.strategies.torch.shard_layout import ModelPart, to_local
 from trainwright.strategies.torch.training.train_state import TorchReplica
 
 _BUCKET_BYTES = 25 * 2**20  # of gradients in one all-reduce, as in DDP
@@ -69,12 +69,12 @@ class MeshGroups:
         return replace(self, replicas=replicas, shards=shards, tensors=tensors)
 
     @property
-    def others(self) -> tuple[ProcessGroup, ...]:
+    def data_groups(self) -> tuple[ProcessGroup, ...]:
         """Groups of ranks that hold this stage, and this part of its layers, and are given other data."""
         return tuple(group for group in (self.shards, self.replicas) if group is not None)
 
     @property
-    def kin(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    def comparison_keys(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """By rank: its stage and its part of layers, and these with its shard."""
         at = [tuple(int(each) for each in (self._ranks == rank).nonzero()[0]) for rank in range(self.mesh.size)]
         return tuple(((stage, tensor), (stage, shard, tensor)) for stage, _, shard, tensor in at)
@@ -108,13 +108,13 @@ class MeshGroups:
             tensors=mesh.tensor,
         )
 
-    def told(self, carried: Tensor) -> Tensor:
+    def scaled_sums(self, carried: Tensor) -> Tensor:
         """What this rank adds to the sums over all ranks: of what its whole tensor-parallel group knows, a share."""
         sums = carried.double()
         sums[[*range(2), *range(3, len(sums))]] /= self.mesh.tensor  # all but the wish, which one rank may have alone
         return sums
 
-    def square(self, replica: TorchReplica, others: Collection[Tensor] = ()) -> Tensor:
+    def squared_norm(self, replica: TorchReplica, others: Collection[Tensor] = ()) -> Tensor:
         """What this rank adds to the square of the norm of the whole model's gradient.
 
         Args:

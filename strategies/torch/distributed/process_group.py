@@ -35,7 +35,7 @@ from trainwright.core.errors import JobError, PeerLost
 from trainwright.core.topology import Address, Group
 from trainwright.strategies.common.host_address import LOOPBACK, bind_with_loopback, own_host
 from trainwright.strategies.torch.torch_compat import process_groups, reset_group_count
-from trainwright.strategies.torch.training.torch_errors import clear_frames
+from trainwright.strategies.torch.torch_errors import clear_frames
 
 _GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>
@@ -251,13 +251,6 @@ def _foreign_epolls() -> frozenset[int]:
     return epoll_instances()
 
 
-def world_group() -> distributed.ProcessGroup:
-    """The group of all ranks."""
-    group = distributed.group.WORLD
-    assert group is not None, "this process has joined a group"
-    return group
-
-
 def all_gather_ints(own: list[int], device: torch.device) -> list[list[int]]:
     """Whole numbers of every rank, in the order of the ranks. All of them call it."""
     numbers = torch.tensor(own, device=device)
@@ -267,8 +260,13 @@ def all_gather_ints(own: list[int], device: torch.device) -> list[list[int]]:
     return answers
 
 
-def check_same_start(checksums: list[int], where: str) -> None:
-    """Raise JobError, on every rank, where the ranks' first parameters differ."""
+def check_same_start(checksum: int, device: torch.device, where: str) -> None:
+    """Compare the checksums of the ranks' initial parameters; every rank calls it.
+
+    Raises:
+        JobError: on every rank, where some differ.
+    """
+    checksums = [each for (each,) in all_gather_ints([checksum], device)]
     differing = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
     if differing:
         raise JobError(

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+from torch import distributed
+
 from trainwright.core.data import Feed
 from trainwright.core.topology import Capabilities, StateTag, StateTransfer
 from trainwright.strategies.torch.checkpoint import host_state, replica_digests
-from trainwright.strategies.torch.distributed.process_group import all_gather_ints, world_group
+from trainwright.strategies.torch.distributed.process_group import all_gather_ints
 from trainwright.strategies.torch.engines.process_group_engine import ProcessGroupEngine
 from trainwright.strategies.torch.torch_compat import ddp_without_buffer_sync
 from trainwright.strategies.torch.training.train_step import StepRunner, batch_layout
@@ -60,9 +62,9 @@ class DataParallel(ProcessGroupEngine):
         parallel = ddp_without_buffer_sync(
             alone.objective, gradient_as_bucket_view=True, find_unused_parameters=not every_used
         )
-        runner = replace(
-            alone, reduced=parallel, local=parallel.no_sync, every_used=every_used, others=(world_group(),)
-        )
+        world = distributed.group.WORLD
+        assert world is not None, "form() comes first"
+        runner = replace(alone, reduced=parallel, local=parallel.no_sync, every_used=every_used, others=(world,))
         if self._group.size != 2:
             self._throwaway(runner, feed)
         if replica.synchronized is not None:

@@ -19,7 +19,6 @@ from trainwright.core.data import Columns, Feed, MetricSums
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
-from trainwright.strategies.torch.checkpoint.shard_layout import WHOLE_MODEL, ShardSlice
 from trainwright.strategies.torch.distributed.fsdp_wrap import (
     BlockCalls,
     fsdp_modules,
@@ -27,8 +26,10 @@ from trainwright.strategies.torch.distributed.fsdp_wrap import (
     reshard_model,
     run_step_with_freezing,
 )
-from trainwright.strategies.torch.engines.sharded_model_engine import ShardedModelEngine
-from trainwright.strategies.torch.engines.tensor_parallel import MeshRunner
+from trainwright.strategies.torch.distributed.mesh_runner import MeshRunner
+from trainwright.strategies.torch.distributed.process_group import check_same_start
+from trainwright.strategies.torch.engines.sharded_model_engine import ShardedModelEngine, plan_layers
+from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ShardSlice
 from trainwright.strategies.torch.torch_compat import queue_backward_callback
 from trainwright.strategies.torch.training.model_blocks import compile_blocks
 from trainwright.strategies.torch.training.objective import Objective
@@ -53,20 +54,20 @@ class _ShardedRunner(MeshRunner):
     def ending(self) -> Iterator[None]:
         """The last backward of a step ends by telling, before FSDP2 waits for the gradients of the first layers."""
         carry = self.objective.carry  # its gradient comes before FSDP2 queues what it does at the end
-        hook = carry.register_post_accumulate_grad_hook(lambda _: queue_backward_callback(self.tell))  # type: ignore[no-untyped-call]
+        hook = carry.register_post_accumulate_grad_hook(lambda _: queue_backward_callback(self.start_sums))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             hook.remove()
 
-    def tell(self) -> None:
+    def start_sums(self) -> None:
         """Begin to add up what travels, of all ranks."""
         order, used = self.calls.take()
         carried = self.objective.carry.grad
         assert carried is not None, "carry is part of every objective"
         facts = torch.tensor([order, order**2, *(name in used for name in self.calls.names)], dtype=torch.float64)
-        sums = torch.cat((self.place.told(carried) / self.objective.world, facts.to(carried.device)))
-        self.telling.append((sums, distributed.all_reduce(sums, async_op=True)))
+        sums = torch.cat((self.place.scaled_sums(carried) / self.objective.world, facts.to(carried.device)))
+        self.pending_sums.append((sums, distributed.all_reduce(sums, async_op=True)))
 
     def reduce(self, replica: TorchReplica) -> None:
         """FSDP2 has reduced every gradient.
@@ -74,7 +75,7 @@ class _ShardedRunner(MeshRunner):
         Raises:
             JobError: on every rank, where they did not run the same blocks.
         """
-        sums, work = self.telling.pop()
+        sums, work = self.pending_sums.pop()
         assert work is not None, "this rank is in the group"
         work.wait()
         told = len(sums) - len(self.calls.names)
@@ -90,7 +91,7 @@ class _ShardedRunner(MeshRunner):
         for parameter, count in zip(replica.trainable, sums[told:].tolist(), strict=True):
             if not count:
                 parameter.grad = None  # as on one device: the optimizer passes it by
-        self.telling.append((sums[: told - 2], work))
+        self.pending_sums.append((sums[: told - 2], work))
 
 
 class Sharded(ShardedModelEngine):
@@ -99,6 +100,7 @@ class Sharded(ShardedModelEngine):
     def __init__(self) -> None:
         super().__init__()
         self._calls: BlockCalls | None = None
+        self._modules_hold_group = True
 
     # --- steps --------------------------------------------------------------------------------------------
 
@@ -114,10 +116,6 @@ class Sharded(ShardedModelEngine):
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    @property
-    def _bound(self) -> bool:
-        return True
-
     def _let_go(self) -> None:
         self._calls = None
         super()._let_go()
@@ -129,7 +127,7 @@ class Sharded(ShardedModelEngine):
         return replica
 
     def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
-        boxes = self._divide(model, self._split(spec, plan, model))
+        boxes = self._layers.shard(model, plan_layers(self._layers, spec, plan, model, self._where))
         if spec.compile == "inductor":
             compile_blocks(model, self._device)
         mesh = self._placed.device_mesh(self._device)
@@ -141,7 +139,7 @@ class Sharded(ShardedModelEngine):
         if self._part == WHOLE_MODEL:
             return super()._warmed(feed)
         assert self._calls is not None, "build() comes first"
-        self._check_start()
+        check_same_start(0 if self.replica.step else self._checksum, self._device, self._where)
         self.verify()
         place = self._placed
         objective = Objective(self.replica.model, self._caller(), world=place.mesh.data_ranks)
@@ -152,7 +150,7 @@ class Sharded(ShardedModelEngine):
             local=self._unreplicated,
             calls=self._calls,
             place=place,
-            others=place.others,
+            others=place.data_groups,
         )
         self._throwaway(runner, feed)
         self._calls.take()

@@ -36,12 +36,12 @@ from trainwright.strategies.ps.parameter_client import ParameterClient
 from trainwright.strategies.ps.server_roles import FollowerServer, LeadServer
 from trainwright.strategies.ps.shard_server import ShardServer
 from trainwright.strategies.ps.update_applier import ServerConfig
-from trainwright.strategies.torch.checkpoint.shard_layout import ModelPart
 from trainwright.strategies.torch.engines.base import TorchEngine
 from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
 from trainwright.strategies.torch.ps.parameter_transfer import SPARSE_REFUSED
 from trainwright.strategies.torch.ps.parameter_worker import ParameterWorker
 from trainwright.strategies.torch.ps.shard_store import ServedReplica, TorchShardStore, server_shards
+from trainwright.strategies.torch.shard_layout import ModelPart
 from trainwright.strategies.torch.training.train_state import TorchReplica
 from trainwright.strategies.torch.training.train_step import StepRunner
 

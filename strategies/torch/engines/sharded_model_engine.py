@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,23 +18,42 @@ from trainwright.core.plan import Plan
 from trainwright.core.topology import Group, StateTag, StateTransfer
 from trainwright.strategies.torch.checkpoint import host_state, replica_digests
 from trainwright.strategies.torch.checkpoint.host_state import HostState
-from trainwright.strategies.torch.checkpoint.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice
 from trainwright.strategies.torch.distributed.mesh_groups import MeshGroups
-from trainwright.strategies.torch.distributed.process_group import all_gather_ints, check_same_start
 from trainwright.strategies.torch.engines.process_group_engine import ProcessGroupEngine
-from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelGroup, TensorParallelPlan, shard_layers
+from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice
+from trainwright.strategies.torch.tensor_parallel.layer_sharding import LayerSharding
+from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan
 from trainwright.strategies.torch.training.batch_norm import batch_norms
 from trainwright.strategies.torch.training.objective import JobFunctions
-from trainwright.strategies.torch.training.train_state import AUTOCAST_DTYPES, TorchReplica
+from trainwright.strategies.torch.training.train_state import TorchReplica, is_elementwise
 
 
 @dataclass(frozen=True, kw_only=True)
 class _KeptState:
-    """What this rank held when it left a group; tensors and nothing of the group's."""
+    """What this rank held when it left a group: tensors, and nothing that belongs to the group."""
 
     state: HostState
     buffers: Mapping[str, Tensor]
     sound: bool
+
+    @classmethod
+    def of(cls, replica: TorchReplica) -> _KeptState | None:
+        """Return the state of a replica; None where the optimizer's state cannot be saved."""
+        try:
+            state = host_state.state_of(replica)
+        except CheckpointError:
+            return None
+        return cls(state=state, buffers=dict(replica.named_buffers()), sound=replica.sound)
+
+    def fits(self, part: ModelPart) -> bool:
+        """Whether it is the state after some step of this part of the model."""
+        return self.state.step is not None and self.state.part == part
+
+    def restore_into(self, replica: TorchReplica) -> None:
+        """Give a fresh replica of the same part this state."""
+        host_state.restore(replica, self.state)
+        replica.sound = self.sound
+        replica.take_buffers(self.buffers)
 
 
 class ShardedModelEngine(ProcessGroupEngine):
@@ -46,7 +64,9 @@ class ShardedModelEngine(ProcessGroupEngine):
         self._place: MeshGroups | None = None
         self._part: ModelPart = WHOLE_MODEL
         self._job: tuple[ModelSpec, Plan] | None = None
-        self._ring: TensorParallelGroup | None = None
+        self._layers = LayerSharding(0, 1, None, "")
+        self._modules_hold_group = False  # so that they cannot outlive it
+        self._layout = WHOLE_MODEL.layout
         self._held: _KeptState | None = None
         self._checksum = 0
 
@@ -114,11 +134,6 @@ class ShardedModelEngine(ProcessGroupEngine):
     # --- for the engines ----------------------------------------------------------------------------------
 
     @property
-    def _bound(self) -> bool:
-        """Whether the modules know the group, so that they cannot outlive it."""
-        return False
-
-    @property
     def _placed(self) -> MeshGroups:
         assert self._place is not None, "form() and build() come first"
         return self._place
@@ -130,16 +145,14 @@ class ShardedModelEngine(ProcessGroupEngine):
         pieces = frozenset({part.name})
         return StateTag(step=plain.step, layout=self._layout, pieces=pieces, total=part.total, sound=plain.sound)
 
-    @property
-    def _layout(self) -> str:
-        return self._part.layout
-
     def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
         """Model and optimizer, this rank's part of both; makes the groups where there are none."""
         if self._place is None:
             self._settle(plan)
         if self._part == WHOLE_MODEL:
             return super()._made(spec, plan)
+        part = self._part
+        self._layers = LayerSharding(part.tensor, part.tensors, self._placed.tensors, self._where)
         problems = [*self._problems(spec, plan)]
         if self._part.tensors > 1 and spec.compile == "inductor":
             problems.append('compile="inductor" was not tried with tensor parallelism: leave it out, or use tp=1')
@@ -167,51 +180,6 @@ class ShardedModelEngine(ProcessGroupEngine):
         """The same, in an engine's own way."""
         raise NotImplementedError
 
-    def _split(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> TensorParallelPlan:
-        """How tensor-parallel ranks divide a whole model's layers. Raises JobError where that is not possible."""
-        degree = self._placed.mesh.tensor
-        if degree == 1:
-            return TensorParallelPlan()
-        from trainwright.strategies.torch.profiling.model_profile import meta_runner, trace_model
-        from trainwright.strategies.torch.tensor_parallel.plan_search import (
-            TensorParallelPlanner,
-            sequence_parallel_problem,
-        )
-
-        assert spec.sample is not None, "a job brings a sample"
-        caller = self._caller_for(spec, plan)
-        columns, call = caller.tensors(spec.sample()), (spec.inputs, spec.keywords)
-        least = 2 if batch_norms(model) else 1  # rows that it takes
-        columns = {name: torch.cat([column] * least) for name, column in columns.items()}
-        given = columns if spec.step else {name: columns[name] for name in spec.inputs}
-        run = meta_runner(given, call, spec.step, least)
-        splitter = TensorParallelPlanner(model, run, degree, self._where)
-        if spec.tensor_plan:
-            split = splitter.planned(spec.tensor_plan)
-        else:
-            split = splitter.found(lambda bones: trace_model(bones, given, call, spec.step))
-        if plan.sequence and (why := sequence_parallel_problem(model, split, run, degree, self._where)):
-            raise JobError(
-                [f"sequence=1: the model's tokens cannot be divided between layers that are: {why}; leave it out"],
-                where=self._where,
-            )
-        return replace(split, sequence=plan.sequence)
-
-    def _caller_for(self, spec: ModelSpec, plan: Plan) -> JobFunctions:
-        """How the job's functions are called in host memory, before there is a replica."""
-        return JobFunctions(
-            spec=spec, device=torch.device("cpu"), autocast=AUTOCAST_DTYPES.get(plan.precision), where=self._where
-        )
-
-    def _divide(self, model: nn.Module, split: TensorParallelPlan) -> dict[str, ShardSlice]:
-        """Keep this rank's part of each layer that is divided. Raises JobError where it has hooks."""
-        place = self._placed
-        if place.tensors is None:
-            return {}
-        index, of = self._part.tensor, place.mesh.tensor
-        self._ring = TensorParallelGroup(index=index, of=of, group=place.tensors, sequence=split.sequence)
-        return shard_layers(model, split, self._ring, self._where)
-
     def verify(self) -> None:
         """Make sure that ranks hold the same where they should; every rank calls it, between two steps.
 
@@ -221,13 +189,10 @@ class ShardedModelEngine(ProcessGroupEngine):
         """
         if self._replica is not None and self._placed.mesh.size > 1:
             self._guarded(
-                lambda: replica_digests.check_replicas(self.replica, self._placed.kin, self._device, self._where)
+                lambda: replica_digests.check_replicas(
+                    self.replica, self._placed.comparison_keys, self._device, self._where
+                )
             )
-
-    def _check_start(self) -> None:
-        """Raise JobError, on every rank, where the ranks' first parameters differ."""
-        answers = all_gather_ints([0 if self.replica.step else self._checksum], self._device)
-        check_same_start([checksum for (checksum,) in answers], self._where)
 
     def _made_group(self) -> ProcessGroup:
         return self._placed.batch_group()
@@ -237,27 +202,18 @@ class ShardedModelEngine(ProcessGroupEngine):
         assert self._group is not None, "form() comes first"
         self._place = MeshGroups.of(plan.mesh, self._group, self._where).joined()
         self._part = self._place.part
+        self._layout = self._part.layout
 
     # --- inside -------------------------------------------------------------------------------------------
 
     def _release(self) -> None:
         """Hold nothing of the group's any more."""
         self._runner = self._place = None
-        if self._ring is not None:
-            self._ring.group = None
-        if self._bound:
-            self._keep()
+        self._layers.set_process_group(None)
+        if self._modules_hold_group:
+            if self._replica is not None:
+                self._held = _KeptState.of(self._replica)
             self._let_go()
-
-    def _keep(self) -> None:
-        """Keep the tensors of this rank's part, which outlive all that knows the group."""
-        replica = self._replica
-        if replica is not None:
-            self._held = None
-            with suppress(CheckpointError):  # an optimizer's state that cannot be saved cannot be carried over either
-                self._held = _KeptState(
-                    state=host_state.state_of(replica), buffers=dict(replica.named_buffers()), sound=replica.sound
-                )
 
     def _let_go(self) -> None:
         """Hold no model any more."""
@@ -268,34 +224,25 @@ class ShardedModelEngine(ProcessGroupEngine):
         before = self._part
         self._settle(plan)
         if self._replica is not None and self._part == before:
-            if self._ring is not None:
-                self._ring.group = self._placed.tensors
+            self._layers.set_process_group(self._placed.tensors)
             return
         held, self._held = self._held, None
-        if held is not None and (held.state.step is None or held.state.part != self._part):
+        if held is not None and not held.fits(self._part):
             held = None
         self._let_go()
         gc.collect()  # there may be no room for the model of another part beside the next one
         self._replica = self._made(spec, plan)
         if held is not None:
-            host_state.restore(self._replica, held.state)
-            self._replica.sound = held.sound
-            self._replica.take_buffers(held.buffers)
+            held.restore_into(self._replica)
 
 
-def is_elementwise(spec: ModelSpec) -> bool:
-    """Whether an optimizer does to parts of a parameter what it does to all of it; True where it cannot be tried."""
-    assert spec.optimizer is not None, "only a job with run='fit' may leave it out"
-    start = torch.linspace(-1.0, 2.0, 16).view(4, 4)
-    whole = [nn.Parameter(start.clone())]
-    parts = [nn.Parameter(start[:2].clone()), nn.Parameter(start[2:].clone())]
-    try:
-        for given in (whole, parts):
-            optimizer = spec.optimizer(list(given))
-            for step in (1.0, 3.0):
-                for parameter, slope in zip(given, (start.cos() * step).chunk(len(given)), strict=True):
-                    parameter.grad = slope.clone()
-                optimizer.step()
-    except Exception:
-        return True
-    return torch.allclose(whole[0], torch.cat((parts[0], parts[1])), rtol=1e-5, atol=1e-7)
+def plan_layers(layers: LayerSharding, spec: ModelSpec, plan: Plan, model: nn.Module, where: str) -> TensorParallelPlan:
+    """Choose how tensor-parallel ranks divide the layers of a whole model. Raises JobError where that is impossible."""
+    rows = 2 if batch_norms(model) else 1  # a batch norm refuses a single row
+
+    def columns() -> Mapping[str, Tensor]:
+        assert spec.sample is not None, "a job has a sample"
+        found = JobFunctions.on_host(spec, plan, where).tensors(spec.sample())
+        return {name: torch.cat([column] * rows) for name, column in found.items()}
+
+    return layers.plan(model, spec, columns, rows=rows, sequence=plan.sequence)

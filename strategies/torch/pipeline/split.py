@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.pipeline.call_trace import (
+from trainwright.strategies.torch.torch_compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from trainwright.strategies.torch.tracing.call_trace import (
     CallListener,
     ForwardFunction,
     ForwardRoute,
@@ -26,8 +27,7 @@ from trainwright.strategies.torch.pipeline.call_trace import (
     meta_copy,
     meta_tensor,
 )
-from trainwright.strategies.torch.profiling.meta_values import MetaValueMode
-from trainwright.strategies.torch.torch_compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from trainwright.strategies.torch.tracing.meta_values import MetaValueMode
 from trainwright.strategies.torch.training.objective import evaluation_mode
 
 _HeldNumber = tuple[nn.Module, str, int]  # a number, and where a module holds it

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import JobError
-from trainwright.core.plan import loss_stage, section_of, stage_of_section
+from trainwright.core.plan import Plan, loss_stage
 from trainwright.strategies.cost_model.pipeline_schedules import Operation, stage_operations
-from trainwright.strategies.torch.pipeline.p2p import Direction, StageLinks
+from trainwright.strategies.torch.pipeline.p2p import StageLinks
 from trainwright.strategies.torch.pipeline.split import SplitModel
-from trainwright.strategies.torch.tensor_parallel.sharded_tensor import full_tensor
+from trainwright.strategies.torch.pipeline.stage_messages import StageMessages
 from trainwright.strategies.torch.torch_compat import (
     backward_of_inputs,
     backward_of_parameters,
@@ -27,8 +27,8 @@ from trainwright.strategies.torch.torch_compat import (
     graph_consumers,
     graph_node,
 )
+from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective, accumulate_gradients
-from trainwright.strategies.torch.training.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.train_state import TorchReplica
 
 _AHEAD = 8  # operations whose messages are awaited at once: they come while others are computed, in fewer turns
@@ -57,7 +57,7 @@ class StageExecutor:
 
     Attributes:
         cut: the model.
-        links: to the other stages.
+        messages: from and to the other stages.
         stage, stages: this rank's place.
         chunks: sections of the stage.
         schedule: names the order.
@@ -66,7 +66,7 @@ class StageExecutor:
     """
 
     cut: SplitModel
-    links: StageLinks
+    messages: StageMessages
     stage: int
     stages: int
     chunks: int
@@ -74,10 +74,24 @@ class StageExecutor:
     objective: Objective
     replica: TorchReplica
     _flights: dict[tuple[int, int], _MicroBatchInFlight] = field(default_factory=dict)
-    _handed: dict[Operation, list[Tensor]] = field(default_factory=dict)  # from section to section on this stage
-    _types: dict[int, list[torch.dtype]] = field(default_factory=dict)
     _halved: dict[int, bool] = field(default_factory=dict)
     _begun: int | None = None  # the step whose first forwards were done in the one before
+
+    @classmethod
+    def of(
+        cls, plan: Plan, cut: SplitModel, links: StageLinks, objective: Objective, replica: TorchReplica
+    ) -> StageExecutor:
+        """Return the executor of a rank's stage."""
+        return cls(
+            cut=cut,
+            messages=StageMessages(cut=cut, links=links, schedule=plan.schedule, laps=replica.laps),
+            stage=links.stage,
+            stages=len(links.column),
+            chunks=plan.chunks,
+            schedule=plan.schedule,
+            objective=objective,
+            replica=replica,
+        )
 
     @property
     def last(self) -> bool:
@@ -119,17 +133,16 @@ class StageExecutor:
         )
         try:
             self._work(todo, [*shares, *following], own, step, losses_done)
-            self._settle()
+            self.messages.settle()
         finally:
             self._use(before=False)
-        self._count_from(own)
+        self._flights = {(micro - own, chunk): flight for (micro, chunk), flight in self._flights.items()}
+        self.messages.renumber(own)
         self._begun = step + 1 if following else None
 
     def recall(self) -> None:
         """Drop what was done of the next step; what was sent for it is taken first, so that nothing is on its way."""
-        for message in self.links.coming.values():
-            self.links.take(message)
-        self.links.settle()
+        self.messages.take_early()
         self._forget()
 
     @property
@@ -139,9 +152,9 @@ class StageExecutor:
 
     def outputs(self, share: MicroBatchShare) -> Any:
         """The model's outputs for a micro-batch, on the stage that ends it; None elsewhere. Computes no gradients."""
-        types = dict(self._types)
+        dtypes = dict(self.messages.dtypes)
         outputs = self._passed(share)
-        self._types = types  # of training
+        self.messages.dtypes = dtypes  # of training
         return outputs if self.last else None
 
     def rehearse(self, share: MicroBatchShare) -> None:
@@ -155,18 +168,15 @@ class StageExecutor:
         outputs: Any = None
         for chunk in range(self.chunks):
             operation = Operation("forward", 0, chunk)
-            section = self._section(operation)
-            if section and self.objective.caller.autocast and (before := self._at(section - 1)) != self.stage:
-                self._types[section] = self.links.hear(len(self.cut.taken(section, share.batch.rows)), before)
-            self._expect(operation, [(0, share)])
-            outputs = self._run(operation, share, self._received(operation))
-            if not self._ends(operation):
+            if self.objective.caller.autocast:
+                self.messages.receive_dtypes(operation, share.batch.rows)
+            self.messages.expect(operation, [(0, share)])
+            outputs = self._run(operation, share, self.messages.received(operation))
+            if not self._ends_model(operation):
                 if self.objective.caller.autocast:
-                    self._types[section + 1] = [each.dtype for each in outputs]
-                    if (after := self._at(section + 1)) != self.stage:
-                        self.links.tell(self._types[section + 1], after)
-                self._send(outputs, operation)
-        self._settle()
+                    self.messages.send_dtypes(operation, outputs)
+                self.messages.send(outputs, operation)
+        self.messages.settle()
         return outputs
 
     # --- operations ---------------------------------------------------------------------------------------
@@ -189,17 +199,19 @@ class StageExecutor:
         if len(shares) > own:  # of what the stage before sends in this step one is for the next
             coming.append(Operation("forward", own + self.stages - 1 - self.stage))
         for each in coming[: _AHEAD - 1]:
-            self._expect(each, shares)
+            self.messages.expect(each, shares)
         for number, operation in enumerate(todo):
             for each in coming[number + _AHEAD - 1 : number + _AHEAD]:
-                self._expect(each, shares)
+                self.messages.expect(each, shares)
             micro, share = shares[operation.micro_batch]
             later = operation.micro_batch // own
             self._use(before=not later)
             if operation.kind == "forward":
                 if later and self.replica.begun is None:
                     self.replica.begin_next()
-                seed = fold_seed(self.replica.spec.seed, step + later, micro, share.data_rank, self._section(operation))
+                seed = fold_seed(
+                    self.replica.spec.seed, step + later, micro, share.data_rank, self.messages.section(operation)
+                )
                 self.replica.reseed(seed)
                 self._forward(operation, share, ahead=bool(later))
                 self.replica.laps.forward()
@@ -214,38 +226,31 @@ class StageExecutor:
         if self.replica.versions is not None:
             self.replica.versions.use(before=before)
 
-    def _count_from(self, number: int) -> None:
-        """Micro-batches of the next step count from 0 in it."""
-        self._flights = {(micro - number, chunk): flight for (micro, chunk), flight in self._flights.items()}
-        coming = [(each._replace(micro_batch=each.micro_batch - number), it) for each, it in self.links.coming.items()]
-        self.links.coming.clear()
-        self.links.coming.update(coming)
-
     def _forward(self, operation: Operation, share: MicroBatchShare, *, ahead: bool) -> None:
-        metas = self._taken(operation, share)
-        received = self._received(operation)
+        metas = self.messages.input_metas(operation, share.batch.rows)
+        received = self.messages.received(operation)
         given = [each.requires_grad_(meta.requires_grad) for each, meta in zip(received, metas, strict=True)]
         made = self._run(operation, share, given)
-        if self._ends(operation):
+        if self._ends_model(operation):
             pull = self.objective.pulled(share, made)
             self.objective.tell(pull)
             flight = _MicroBatchInFlight(given=given, roots=[pull.values], slopes=[pull.slopes])
         else:
             self._check(operation, share, made)
-            self._send(made, operation, ahead=ahead)
+            self.messages.send(made, operation, ahead=ahead)
             flight = _MicroBatchInFlight(given=given, roots=[each for each in made if each.requires_grad])
         self._flights[operation.micro_batch, operation.chunk] = flight
 
     def _backward(self, operation: Operation) -> None:
         flight = self._flights[operation.micro_batch, operation.chunk]
         if operation.kind != "weights" and flight.slopes is None:
-            flight.slopes = self._received(operation)
+            flight.slopes = self.messages.received(operation)
         with TorchUserCode("the backward pass", self.objective.caller.where):
             self._differentiate(operation, flight)
         if operation.kind != "weights":
             wanted = [each for each in flight.given if each.requires_grad]
             back = [torch.zeros_like(each) if each.grad is None else each.grad for each in wanted]
-            self._send(back, operation)
+            self.messages.send(back, operation)
         if operation.kind != "inputs":
             del self._flights[operation.micro_batch, operation.chunk]
 
@@ -268,7 +273,7 @@ class StageExecutor:
 
     def _check(self, operation: Operation, share: MicroBatchShare, made: Sequence[Tensor]) -> None:
         """Raise JobError where a section gives on other values than when it was cut, which the next could not take."""
-        metas = self._given_on(operation, share)
+        metas = self.messages.output_metas(operation, share.batch.rows)
         for each, meta in zip(made, metas, strict=True):
             if (each.shape, each.dtype, each.layout) != (meta.shape, meta.dtype, meta.layout):
                 raise self._changed(
@@ -286,102 +291,21 @@ class StageExecutor:
 
     def _run(self, operation: Operation, share: MicroBatchShare, given: list[Tensor]) -> Any:
         """The section's forward."""
-        section, caller = self._section(operation), self.objective.caller
+        section, caller = self.messages.section(operation), self.objective.caller
         columns = caller.inputs(share.batch) if section == 0 else None
         inputs = None if columns is None else [columns[name] for name in caller.spec.inputs]
         with TorchUserCode("the model", caller.where), caller.keeping():
             return self.cut.run(section, given, rows=share.batch.rows, inputs=inputs)
 
-    # --- messages -----------------------------------------------------------------------------------------
-
-    def _expect(self, operation: Operation, shares: Sequence[tuple[int, MicroBatchShare]]) -> None:
-        """Begin to receive what an operation needs, once."""
-        if operation.kind == "weights" or operation in self.links.coming:
-            return
-        forward = operation.kind == "forward"
-        share = shares[operation.micro_batch][1]
-        source = self._section(operation) + (-1 if forward else 1)
-        if not 0 <= source < self.cut.sections or self._at(source) == self.stage:
-            return
-        metas = self._taken(operation, share) if forward else self._sloped(operation, share)
-        buffers = [torch.empty(meta.shape, dtype=meta.dtype, device=self.links.device) for meta in metas]
-        way: Direction = "forward" if forward else "backward"
-        self.links.coming[operation] = self.links.receive(buffers, self._at(source), way)
-
-    def _received(self, operation: Operation) -> list[Tensor]:
-        """What an operation needs, once it is there."""
-        if operation not in self.links.coming:
-            return self._handed.pop(operation, [])  # nothing is given to the first section
-        buffers = self.links.take(self.links.coming[operation])
-        del self.links.coming[operation]  # only now: an error may leave it on its way
-        self.replica.laps.wait()
-        return buffers
-
-    def _taken(self, operation: Operation, share: MicroBatchShare) -> list[Tensor]:
-        """What a section is given, without data."""
-        section = self._section(operation)
-        metas = self.cut.taken(section, share.batch.rows) if section else []
-        types = self._types.get(section)
-        return metas if types is None else _with_dtypes(metas, types)
-
-    def _sloped(self, operation: Operation, share: MicroBatchShare) -> list[Tensor]:
-        """What comes back of that which a section gives on, without data."""
-        return [meta for meta in self._given_on(operation, share) if meta.requires_grad]
-
-    def _given_on(self, operation: Operation, share: MicroBatchShare) -> list[Tensor]:
-        """What a section gives on, without data."""
-        section = self._section(operation) + 1
-        metas, types = self.cut.taken(section, share.batch.rows), self._types.get(section)
-        return metas if types is None else _with_dtypes(metas, types)
-
-    def _send(self, tensors: Sequence[Tensor], operation: Operation, *, ahead: bool = False) -> None:
-        """Give what an operation made to the section that needs it; none does what the first makes of gradients.
-
-        What is sent ahead of its step may be on its way while parameters change, of which it may be a view.
-        """
-        way: Direction = "forward" if operation.kind == "forward" else "backward"
-        target = self._section(operation) + (1 if way == "forward" else -1)
-        if target < 0:
-            return
-        stage, chunk = stage_of_section(self.schedule, section=target, stages=self.stages)
-        sent = [full_tensor(each.detach()).resolve_conj().resolve_neg().contiguous() for each in tensors]
-        if stage == self.stage:
-            self._handed[Operation(operation.kind, operation.micro_batch, chunk)] = sent
-        else:
-            self.links.send([each.clone() for each in sent] if ahead else sent, stage, way, ahead=ahead)
-
-    def _settle(self) -> None:
-        """Wait until all has been sent."""
-        self.links.settle()
-        self.replica.laps.wait()
-
     def _forget(self) -> None:
         """What an error may have left."""
         self._flights.clear()
-        self._handed.clear()
-        self.links.forget()
+        self.messages.clear()
         self._begun = None
         self.cut.look()
 
-    # --- places -------------------------------------------------------------------------------------------
-
-    def _section(self, operation: Operation) -> int:
-        return section_of(self.schedule, stage=self.stage, stages=self.stages, chunk=operation.chunk)
-
-    def _at(self, section: int) -> int:
-        """The stage that holds a section."""
-        return stage_of_section(self.schedule, section=section, stages=self.stages)[0]
-
-    def _ends(self, operation: Operation) -> bool:
-        return self._section(operation) == self.cut.sections - 1
-
-
-def _with_dtypes(metas: Sequence[Tensor], types: Sequence[torch.dtype]) -> list[Tensor]:
-    """The same of other types."""
-    return [
-        torch.empty_like(meta, dtype=dtype, requires_grad=meta.requires_grad)
-        for meta, dtype in zip(metas, types, strict=True)
-    ]
+    def _ends_model(self, operation: Operation) -> bool:
+        return self.messages.section(operation) == self.cut.sections - 1
 
 
 # --- A backward in two halves, for zero-bubble orders -----------------------------------------------------------------

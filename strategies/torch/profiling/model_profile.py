@@ -14,16 +14,23 @@ from torch import Tensor, nn
 from trainwright.core.errors import JobError
 from trainwright.core.model_profile import LayerCost, ModelProfile, append_loss, merge_plain_layers
 from trainwright.strategies.torch.checkpoint.safetensors_files import export, take_weights
-from trainwright.strategies.torch.pipeline.call_trace import ForwardTracer, meta_copy
-from trainwright.strategies.torch.profiling.meta_values import MetaValueMode, MetaValues
-from trainwright.strategies.torch.profiling.op_trace import ForwardTrace, ModuleCalls, OpTracer, storage_key
 from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan
 from trainwright.strategies.torch.tensor_parallel.plan_search import TensorParallelPlanner
+from trainwright.strategies.torch.torch_compat import storage_key
+from trainwright.strategies.torch.torch_errors import TorchUserCode, summarize_error
+from trainwright.strategies.torch.tracing.call_trace import ForwardTracer, meta_copy
+from trainwright.strategies.torch.tracing.op_trace import (
+    CallNames,
+    ForwardTrace,
+    ModuleCalls,
+    call_model,
+    meta_runner,
+    trace_model,
+)
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training import lazy_dynamo
 from trainwright.strategies.torch.training.batch_norm import batch_norms
 from trainwright.strategies.torch.training.model_blocks import checkpointed_buffers
-from trainwright.strategies.torch.training.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.train_state import sparse_problems
 
 __all__ = ["export", "profile_model", "take_weights", "weight_bytes"]
@@ -32,7 +39,6 @@ _log = logging.getLogger(__name__)
 lazy_dynamo.postpone()
 _REASON = 300  # letters of an error that is shown
 _Sample = Mapping[str, npt.NDArray[Any]]
-_CallNames = tuple[tuple[str, ...], tuple[str, ...]]  # inputs, and the model's arguments that they are given as
 _Sizes = Mapping[str, tuple[int, int]]  # of each parameter: how many numbers, how many bytes
 
 
@@ -95,12 +101,12 @@ def profile_model(
     return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens, indivisible=indivisible, uncut=uncut)
 
 
-def _pipeline_problem(model: nn.Module, tensors: batches.Tensors, call: _CallNames) -> str:
+def _pipeline_problem(model: nn.Module, tensors: batches.Tensors, call: CallNames) -> str:
     """Why a pipeline's stages cannot follow a forward: it asks for values of its inputs. Empty where they can."""
     inputs, _ = call
 
     def forward(bones: nn.Module, given: Sequence[Tensor]) -> Any:
-        return _call_model(bones, dict(zip(inputs, given, strict=True)), call, None)
+        return call_model(bones, dict(zip(inputs, given, strict=True)), call, None)
 
     try:
         ForwardTracer(meta_copy(model), (), forward, "").route([tensors[name].to("meta") for name in inputs])
@@ -142,7 +148,7 @@ def _built(build: Callable[[], Any]) -> nn.Module:
 
 
 def _first_traced(
-    model: nn.Module, tensors: batches.Tensors, call: _CallNames, step: Any, whole: frozenset[int] = frozenset()
+    model: nn.Module, tensors: batches.Tensors, call: CallNames, step: Any, whole: frozenset[int] = frozenset()
 ) -> ForwardTrace | str:
     """A trace in the model's own types, or in bfloat16 where a kernel takes nothing else; or what stopped the first."""
     stopped = []
@@ -151,7 +157,7 @@ def _first_traced(
         try:
             return trace_model(model.to(dtype), given, call, step, whole)
         except Exception as error:
-            stopped.append(f"{type(error).__name__}: {' '.join(str(error).split())[:_REASON]}")
+            stopped.append(summarize_error(error, limit=_REASON))
     return stopped[0]
 
 
@@ -165,53 +171,8 @@ def _tokens(tensors: batches.Tensors) -> int:
     return max((value[0].numel() for value in named), default=1)
 
 
-def trace_model(
-    model: nn.Module, tensors: batches.Tensors, call: _CallNames, step: Any, whole: frozenset[int] = frozenset()
-) -> ForwardTrace:
-    """One forward pass of a model on the meta device. Raises whatever that raises.
-
-    Args:
-        call: inputs and keywords.
-        whole: storages of the parameters that tensor parallelism does not divide, whatever is found.
-    """
-    on = {name: value.to("meta") for name, value in tensors.items()}
-    rows = max((len(value) for value in tensors.values()), default=1)
-    held = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers(), *on.values())}
-    parameters = {storage_key(each) for each in model.parameters()}
-    values = MetaValues([(on[name], value) for name, value in tensors.items()])
-    tracer = OpTracer(held, parameters, values, rows, whole)
-    with tracer.watching(model):
-        _call_model(model, on, call, step)
-    return tracer.found()
-
-
-def _call_model(model: nn.Module, on: batches.Tensors, call: _CallNames, step: Any) -> Any:
-    """What a model, or a step of the job's own, makes of columns that are where it is."""
-    inputs, keywords = call
-    if keywords:
-        return model(**{keyword: on[name] for keyword, name in zip(keywords, inputs, strict=True)})
-    if inputs or step is None:
-        return model(*[on[name] for name in inputs])
-    return step(model, on)
-
-
-def meta_runner(columns: batches.Tensors, call: _CallNames, step: Any, least: int = 1) -> Callable[..., Any]:
-    """Calls a model on the meta device with `rows` rows of columns, by default as few as it takes.
-
-    What it asks of values that follow from the inputs is answered by the columns'.
-    """
-
-    def run(bones: nn.Module, rows: int = least) -> Any:
-        real = {name: value[torch.arange(rows) % len(value)].cpu() for name, value in columns.items()}
-        given = {name: value.to("meta") for name, value in real.items()}
-        with MetaValueMode((given[name], value) for name, value in real.items()), torch.device("meta"):
-            return _call_model(bones, given, call, step)
-
-    return run
-
-
 def _planned_split(
-    model: nn.Module, tensors: batches.Tensors, call: _CallNames, step: Any, least: int
+    model: nn.Module, tensors: batches.Tensors, call: CallNames, step: Any, least: int
 ) -> tuple[TensorParallelPlan, str]:
     """What tensor parallelism divides of a model as it is written; why nothing, where that is so."""
     splitter = TensorParallelPlanner(model, meta_runner(tensors, call, step, least), None, "profile")

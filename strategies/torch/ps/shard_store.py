@@ -21,10 +21,14 @@ from trainwright.core.topology import OuterOptimizer
 from trainwright.strategies.ps import parameter_shards
 from trainwright.strategies.ps.parameter_shards import GradientPush, ParameterShard, TensorKind
 from trainwright.strategies.torch.checkpoint.host_state import OUTER_MOMENTUM
-from trainwright.strategies.torch.checkpoint.shard_layout import ModelPart, ShardSlice
-from trainwright.strategies.torch.engines.sharded_model_engine import is_elementwise
 from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
-from trainwright.strategies.torch.training.train_state import TorchReplica, group_settings, set_group_option
+from trainwright.strategies.torch.shard_layout import ModelPart, ShardSlice
+from trainwright.strategies.torch.training.train_state import (
+    TorchReplica,
+    group_settings,
+    is_elementwise,
+    set_group_option,
+)
 
 
 class TorchShardStore:

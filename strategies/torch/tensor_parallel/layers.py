@@ -20,28 +20,27 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
-from trainwright.core.data import fold_seed
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.checkpoint.shard_layout import ShardSlice, hook_problem
+from trainwright.strategies.torch.shard_layout import ShardSlice, hook_problem
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import (
     ShardedTensor,
-    ShardedTensorBase,
     check_first_order,
     from_local,
 )
+from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorParallelGroup
 
 
-def reduce_scatter_tokens(partial: Tensor, ring: TensorParallelGroup) -> Tensor:
+def reduce_scatter_tokens(partial: Tensor, group: TensorParallelGroup) -> Tensor:
     """This rank's tokens of the sum over the ranks, to be taken for all of it."""
-    made: Tensor = _ReduceScatterTokens.apply(partial, ring)  # type: ignore[no-untyped-call]
+    made: Tensor = _ReduceScatterTokens.apply(partial, group)  # type: ignore[no-untyped-call]
     return made
 
 
 def _is_token_sharded(tensor: Tensor) -> bool:
     """Whether each rank holds some of its tokens, and not of its last dimension."""
-    return isinstance(tensor, ShardedTensorBase) and tensor.apart and tensor.along != tensor.dim() - 1
+    return isinstance(tensor, ShardedTensor) and tensor.is_sharded and tensor.shard_dim != tensor.dim() - 1
 
 
 @dataclass(kw_only=True)
@@ -50,20 +49,20 @@ class _BackwardGather:
 
     Attributes:
         width: tokens of all ranks.
-        along: their dimension.
+        shard_dim: their dimension.
         layers: how many will ask.
     """
 
-    ring: TensorParallelGroup
+    group: TensorParallelGroup
     width: int
-    along: int
+    shard_dim: int
     layers: int = 0
     _asked: int = 0
     _whole: Tensor | None = None
 
     def of(self, part: Tensor) -> Tensor:
         """All tokens, of which this rank has a part; kept until the last of the layers has asked."""
-        whole = self.ring.joined(part, self.width, self.along) if self._whole is None else self._whole
+        whole = self.group.all_gather(part, self.width, self.shard_dim) if self._whole is None else self._whole
         self._asked += 1
         self._whole = whole if self._asked % self.layers else None
         return whole
@@ -84,15 +83,15 @@ class GatheredTokens:
     again: _BackwardGather
 
     @classmethod
-    def of(cls, given: Tensor, ring: TensorParallelGroup) -> GatheredTokens:
+    def of(cls, given: Tensor, group: TensorParallelGroup) -> GatheredTokens:
         """In the type that linear layers compute in."""
         kind = given.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind) and given.dtype != torch.float64:
             given = given.to(torch.get_autocast_dtype(kind))
-        assert isinstance(given, ShardedTensorBase), "each rank holds some of the tokens"
-        whole: Tensor = _AllGatherTokens.apply(given, ring)  # type: ignore[no-untyped-call]
-        again = _BackwardGather(ring=ring, width=given.shape[given.along], along=given.along)
-        return cls(whole=whole, part=given.held, again=again)
+        assert isinstance(given, ShardedTensor), "each rank holds some of the tokens"
+        whole: Tensor = _AllGatherTokens.apply(given, group)  # type: ignore[no-untyped-call]
+        again = _BackwardGather(group=group, width=given.shape[given.shard_dim], shard_dim=given.shard_dim)
+        return cls(whole=whole, part=given.local, again=again)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Some outputs of a linear layer; `weight` is (outputs, inputs)."""
@@ -101,20 +100,20 @@ class GatheredTokens:
 
 
 def _full_gradient(gradient: Tensor) -> Tensor:
-    return gradient.whole() if isinstance(gradient, ShardedTensorBase) else gradient
+    return gradient.whole() if isinstance(gradient, ShardedTensor) else gradient
 
 
-def _local_tokens(partial: Tensor, ring: TensorParallelGroup, along: int) -> Tensor:
+def _local_tokens(partial: Tensor, group: TensorParallelGroup, along: int) -> Tensor:
     claim = torch.empty(partial.shape, dtype=partial.dtype, device="meta")
-    return ShardedTensor.of(ring.scattered(partial, along), ring, along, claim)
+    return ShardedTensor.of(group.reduce_scatter(partial, along), group, along, claim)
 
 
 class _ReduceScatterTokens(torch.autograd.Function):
     """Each rank has a part of a sum, and then some tokens of it."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, ring: TensorParallelGroup) -> Tensor:
-        return _local_tokens(partial, ring, max(partial.dim() - 2, 0))
+    def forward(ctx: Any, partial: Tensor, group: TensorParallelGroup) -> Tensor:
+        return _local_tokens(partial, group, max(partial.dim() - 2, 0))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -126,14 +125,14 @@ class _AllGatherTokens(torch.autograd.Function):
     """Each rank has some tokens, and then all, and gives a part of their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, given: ShardedTensorBase, ring: TensorParallelGroup) -> Tensor:
-        ctx.ring, ctx.along = ring, given.along
-        return ring.joined(given.held, given.shape[given.along], given.along)
+    def forward(ctx: Any, given: ShardedTensor, group: TensorParallelGroup) -> Tensor:
+        ctx.group, ctx.shard_dim = group, given.shard_dim
+        return group.all_gather(given.local, given.shape[given.shard_dim], given.shard_dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         check_first_order()
-        return _local_tokens(gradients[0], ctx.ring, ctx.along), None
+        return _local_tokens(gradients[0], ctx.group, ctx.shard_dim), None
 
 
 class _TokenShardedLinear(torch.autograd.Function):
@@ -167,7 +166,6 @@ class _TokenShardedLinear(torch.autograd.Function):
 # --- Layers -----------------------------------------------------------------------------------------------------------
 
 
-_Key = tuple[Callable[..., Any], int, bool]
 ROLES = ("column", "row", "gathered", "vocabulary")
 
 
@@ -203,109 +201,8 @@ class TensorParallelPlan:
         )
 
 
-@dataclass(kw_only=True)
-class TensorParallelGroup:
-    """The ranks that hold a layer together.
-
-    Attributes:
-        index, of: this one's place.
-        group: in which they communicate; another one after each formation.
-        sequence: each holds some of the tokens between divided regions, in training.
-    """
-
-    index: int
-    of: int
-    group: distributed.ProcessGroup | None = None
-    sequence: bool = False
-    _shared: list[tuple[torch.device, Tensor]] | None = None
-    _copies: dict[_Key, tuple[Tensor, int, Any]] = field(default_factory=dict)  # what was given, and its version then
-
-    def copied(self, tensor: Tensor) -> Tensor:
-        """The tensor, whose gradient is the sum over the ranks.
-
-        Layers that are given the same tensor share it until a row ends their block: autograd adds up on each rank, and
-        the ranks once.
-        """
-        if not (torch.is_grad_enabled() and tensor.requires_grad):
-            return tensor
-        copy: Tensor = self._once(_CopyToGroup.apply, tensor)
-        return copy
-
-    def streamed(self, tensor: Tensor) -> GatheredTokens | None:
-        """All tokens of what each rank holds some of; likewise shared. None where this rank has all of them."""
-        if not _is_token_sharded(tensor):
-            return None
-        found: GatheredTokens = self._once(GatheredTokens.of, tensor)
-        return found
-
-    def _once(self, make: Callable[[Tensor, TensorParallelGroup], Any], tensor: Tensor) -> Any:
-        """What was made of a tensor, with a graph or without one, as long as nobody has changed it."""
-        key = make, id(tensor), torch.is_grad_enabled()
-        _, version, made = self._copies.get(key, (None, -1, None))
-        if version != tensor._version:
-            made = make(tensor, self)
-            self._copies[key] = tensor, tensor._version, made
-        return made
-
-    def forget(self) -> None:
-        """What was shared is not asked for any more."""
-        self._copies.clear()
-
-    def summed(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks."""
-        total = tensor.contiguous().clone()
-        distributed.all_reduce(total, group=self.group)
-        return total
-
-    def highest(self, tensor: Tensor) -> Tensor:
-        """The highest of all ranks, number by number."""
-        top = tensor.contiguous().clone()
-        distributed.all_reduce(top, distributed.ReduceOp.MAX, group=self.group)
-        return top
-
-    def joined(self, tensor: Tensor, width: int, along: int = -1) -> Tensor:
-        """What the ranks hold along a dimension, one after the other."""
-        own = _padded(tensor, -(-width // self.of), along).contiguous()
-        pieces = [torch.empty_like(own) for _ in range(self.of)]
-        distributed.all_gather(pieces, own, group=self.group)
-        return torch.cat(pieces, dim=along).narrow(along, 0, width)
-
-    def scattered(self, tensor: Tensor, along: int) -> Tensor:
-        """This rank's share, along a dimension, of the sum over the ranks."""
-        width = tensor.shape[along]
-        each = -(-width // self.of)
-        whole = _padded(tensor, each * self.of, along).movedim(along, 0).contiguous()
-        own = whole.new_empty((each, *whole.shape[1:]))
-        distributed.reduce_scatter_tensor(own, whole, group=self.group)
-        return own[: ShardSlice.share((width,), 0, self.index, self.of).count].movedim(0, along)
-
-    def asked(self, func: Any) -> None:
-        """An operation is about to gather what is held apart."""
-
-    def enter(self, device: torch.device) -> None:
-        """From here on each rank draws its own random numbers: what it computes no other rank does."""
-        devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]
-        seed = int(torch.randint(2**62, ()))
-        self._shared = [(one, _rng_state(one)) for one in devices]
-        for one, _ in self._shared:
-            _generator(one).manual_seed(fold_seed(seed, self.index))
-
-    def leave(self) -> None:
-        """All draw the same again."""
-        for device, state in self._shared or ():
-            _generator(device).set_state(state)
-        self._shared = None
-
-
-def _padded(tensor: Tensor, width: int, along: int) -> Tensor:
-    """With zeros up to a width along a dimension."""
-    shape = [*tensor.shape]
-    shape[along] = width - shape[along]
-    return torch.cat((tensor, tensor.new_zeros(shape)), dim=along) if shape[along] else tensor
-
-
 def shard_layers(
-    model: nn.Module, split: TensorParallelPlan, ring: TensorParallelGroup, where: str
+    model: nn.Module, split: TensorParallelPlan, group: TensorParallelGroup, where: str
 ) -> dict[str, ShardSlice]:
     """Keep this rank's part of each layer that is divided, and let their forwards communicate.
 
@@ -334,14 +231,14 @@ def shard_layers(
             if whole is not None and whole not in parts:
                 if problem := hook_problem(f"{name}.{key}", whole):
                     raise JobError([problem], where=where)
-                box = ShardSlice.share(whole.shape, dimension, ring.index, ring.of)
+                box = ShardSlice.share(whole.shape, dimension, group.index, group.size)
                 held = whole.detach()[box.inside(ShardSlice.all_of(whole.shape))].clone(
                     memory_format=torch.contiguous_format
                 )
                 part = nn.Parameter(held, requires_grad=whole.requires_grad)
                 part.__dict__.update(whole.__dict__)  # what an optimizer may ask for
                 parts[whole] = part, box
-        forward: Callable[..., Tensor] = partial(_FORWARDS[role], ring, module, weight_is_transposed(module))
+        forward: Callable[..., Tensor] = partial(_FORWARDS[role], group, module, weight_is_transposed(module))
         module.forward = partial(forward, opens=name in split.random) if role == "column" else forward
     boxes = {}
     for path, owner, key, parameter in _parameter_sites(model):
@@ -402,40 +299,60 @@ def _without_fast_path(model: nn.Module, split: TensorParallelPlan) -> None:
             parent.activation_relu_or_gelu = 0
 
 
-def _column(ring: TensorParallelGroup, module: Any, turned: bool, given: Tensor, *, opens: bool) -> Tensor:
+def _column(group: TensorParallelGroup, module: Any, turned: bool, given: Tensor, *, opens: bool) -> Tensor:
     """Some of the outputs of a linear layer."""
     if opens and module.training:
-        ring.enter(given.device)
-    return _outputs(ring, module, turned, given)
+        group.fork_rng(given.device)
+    return _outputs(group, module, turned, given)
 
 
-def _outputs(ring: TensorParallelGroup, module: Any, turned: bool, given: Tensor) -> Tensor:
+def copy_to_group(group: TensorParallelGroup, tensor: Tensor) -> Tensor:
+    """Return the tensor; its gradient is the sum over the ranks.
+
+    Layers that are given the same tensor share the result until a row layer ends their block: autograd adds up their
+    gradients on each rank, and the ranks communicate once.
+    """
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return tensor
+    copy: Tensor = group.once(_CopyToGroup.apply, tensor)
+    return copy
+
+
+def gather_tokens(group: TensorParallelGroup, tensor: Tensor) -> GatheredTokens | None:
+    """Return all tokens of a tensor of which each rank holds some, shared likewise; None where it is not divided so."""
+    if not _is_token_sharded(tensor):
+        return None
+    found: GatheredTokens = group.once(GatheredTokens.of, tensor)
+    return found
+
+
+def _outputs(group: TensorParallelGroup, module: Any, turned: bool, given: Tensor) -> Tensor:
     """Of a linear layer of which each rank has some outputs."""
-    if (stream := ring.streamed(given)) is not None:
+    if (stream := gather_tokens(group, given)) is not None:
         return stream.linear(module.weight.T if turned else module.weight, module.bias)
-    return _linear(ring.copied(given), module.weight, module.bias, turned)
+    return _linear(copy_to_group(group, given), module.weight, module.bias, turned)
 
 
-def _row(ring: TensorParallelGroup, module: Any, turned: bool, given: Tensor) -> Tensor:
+def _row(group: TensorParallelGroup, module: Any, turned: bool, given: Tensor) -> Tensor:
     """A linear layer of which each rank is given some of the inputs."""
-    ring.leave()
-    ring.forget()
-    made = _reduce_output(ring, _linear(given, module.weight, None, turned))
+    group.restore_rng()
+    group.clear_shared_inputs()
+    made = _reduce_output(group, _linear(given, module.weight, None, turned))
     return made if module.bias is None else made + module.bias.to(made.dtype)
 
 
-def _gathered(ring: TensorParallelGroup, module: Any, turned: bool, given: Tensor) -> Tensor:
+def _gathered(group: TensorParallelGroup, module: Any, turned: bool, given: Tensor) -> Tensor:
     """A linear layer whose outputs are wanted whole; in training they are gathered by who needs them so."""
-    part = _outputs(ring, module, turned, given)
-    ring.forget()
+    part = _outputs(group, module, turned, given)
+    group.clear_shared_inputs()
     if torch.is_grad_enabled():
-        return from_local(part, ring, module.out_features)
-    return ring.joined(part, module.out_features)
+        return from_local(part, group, module.out_features)
+    return group.all_gather(part, module.out_features)
 
 
-def _vocabulary(ring: TensorParallelGroup, module: Any, _turned: bool, given: Tensor) -> Tensor:
+def _vocabulary(group: TensorParallelGroup, module: Any, _turned: bool, given: Tensor) -> Tensor:
     """A table of which each rank has some of the rows."""
-    first = ShardSlice.share((module.num_embeddings,), 0, ring.index, ring.of).start[0]
+    first = ShardSlice.share((module.num_embeddings,), 0, group.index, group.size).start[0]
     count = len(module.weight)
     places = given - first
     # What no rank has the first or the last one looks up, which raises as on one device.
@@ -447,14 +364,14 @@ def _vocabulary(ring: TensorParallelGroup, module: Any, _turned: bool, given: Te
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
     else:
         found = module.weight.new_zeros(*given.shape, module.embedding_dim) + module.weight.sum()
-    return _reduce_output(ring, found)
+    return _reduce_output(group, found)
 
 
-def _reduce_output(ring: TensorParallelGroup, partial: Tensor) -> Tensor:
+def _reduce_output(group: TensorParallelGroup, partial: Tensor) -> Tensor:
     """The sum over the ranks: all of it, or this rank's tokens of it."""
-    if ring.sequence and torch.is_grad_enabled():
-        return reduce_scatter_tokens(partial, ring)
-    whole: Tensor = _ReduceFromGroup.apply(partial, ring)  # type: ignore[no-untyped-call]
+    if group.sequence and torch.is_grad_enabled():
+        return reduce_scatter_tokens(partial, group)
+    whole: Tensor = _ReduceFromGroup.apply(partial, group)  # type: ignore[no-untyped-call]
     return whole
 
 
@@ -474,34 +391,24 @@ class _CopyToGroup(torch.autograd.Function):
     """Every rank has it, and each gives a part of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ring: TensorParallelGroup) -> Tensor:
-        ctx.ring = ring
+    def forward(ctx: Any, tensor: Tensor, group: TensorParallelGroup) -> Tensor:
+        ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         check_first_order()
-        return ctx.ring.summed(gradients[0]), None
+        return ctx.group.all_reduce(gradients[0]), None
 
 
 class _ReduceFromGroup(torch.autograd.Function):
     """Each rank has a part of it, and every one has its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ring: TensorParallelGroup) -> Tensor:
-        return ring.summed(tensor)
+    def forward(ctx: Any, tensor: Tensor, group: TensorParallelGroup) -> Tensor:
+        return group.all_reduce(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         check_first_order()
         return gradients[0], None
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
-
-
-def _rng_state(device: torch.device) -> Tensor:
-    return _generator(device).get_state()

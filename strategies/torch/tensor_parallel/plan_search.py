@@ -25,18 +25,19 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.checkpoint.shard_layout import ShardSlice
-from trainwright.strategies.torch.pipeline.call_trace import meta_copy
-from trainwright.strategies.torch.profiling.op_trace import ForwardTrace, storage_key
+from trainwright.strategies.torch.shard_layout import ShardSlice
 from trainwright.strategies.torch.tensor_parallel.layers import (
     ROLES,
-    TensorParallelGroup,
     TensorParallelPlan,
     shard_dims,
     shard_layers,
     weight_is_transposed,
 )
-from trainwright.strategies.torch.torch_compat import TorchDispatchMode, tree_leaves
+from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorParallelGroup
+from trainwright.strategies.torch.torch_compat import TorchDispatchMode, storage_key, tree_leaves
+from trainwright.strategies.torch.torch_errors import summarize_error
+from trainwright.strategies.torch.tracing.call_trace import meta_copy
+from trainwright.strategies.torch.tracing.op_trace import ForwardTrace
 
 _MOST = 3  # attributes of a block that are changed together
 _RunOnMeta = Callable[[nn.Module], object]
@@ -109,7 +110,7 @@ class TensorParallelPlanner:
         try:
             trace = traced(self._bones)
         except Exception as error:
-            what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            what = summarize_error(error)
             raise JobError(
                 [f"the model cannot be divided by layers: followed without data, its forward raised {what}"],
                 where=self._where,
@@ -274,7 +275,7 @@ class TensorParallelPlanner:
                     return f"module {next(iter(roles.keys() - recorder.called))!r} is not called by the forward"
                 found.append(recorder.events)
         except Exception as error:
-            return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return summarize_error(error)
         finally:
             for module, training in modes:
                 module.training = training
@@ -567,23 +568,23 @@ def _sequence_run_problem(
     model: nn.Module, split: TensorParallelPlan, run: Callable[[nn.Module], object], degree: int, where: str
 ) -> str:
     """The same of one run."""
-    bones, ring = meta_copy(model).train(), _MetaGroup(index=0, of=degree, sequence=True)
-    shard_layers(bones, split, ring, where)
+    bones, group = meta_copy(model).train(), _MetaGroup(index=0, size=degree, sequence=True)
+    shard_layers(bones, split, group, where)
     try:
         with torch.enable_grad():
             run(bones)
     except Exception as error:
-        return f"without data it raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    if ring.shortest < degree:
-        return f"there are {ring.shortest} tokens, and {degree} ranks to divide them"
-    if not ring.scatters:
+        return f"without data it raised {summarize_error(error)}"
+    if group.shortest < degree:
+        return f"there are {group.shortest} tokens, and {degree} ranks to divide them"
+    if not group.scatters:
         return "no divided layer ends with a sum over the ranks"
-    return next((f"it needs all for {what}" for what, before in ring.asks if 0 < before < ring.scatters), "")
+    return next((f"it needs all for {what}" for what, before in group.asks if 0 < before < group.scatters), "")
 
 
 @dataclass(kw_only=True)
 class _MetaGroup(TensorParallelGroup):
-    """A ring of which no other rank is there, on the meta device.
+    """A group of which no other rank is there, on the meta device.
 
     Attributes:
         asks: what gathered tokens, and after how many sums.
@@ -595,26 +596,26 @@ class _MetaGroup(TensorParallelGroup):
     scatters: int = 0
     shortest: int = 2**62
 
-    def summed(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
-    def highest(self, tensor: Tensor) -> Tensor:
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
-    def joined(self, tensor: Tensor, width: int, along: int = -1) -> Tensor:
+    def all_gather(self, tensor: Tensor, width: int, dim: int = -1) -> Tensor:
         shape = [*tensor.shape]
-        shape[along] = width
+        shape[dim] = width
         return tensor.new_empty(shape)
 
-    def scattered(self, tensor: Tensor, along: int) -> Tensor:
-        self.scatters, self.shortest = self.scatters + 1, min(self.shortest, tensor.shape[along])
-        return tensor.narrow(along, 0, ShardSlice.share((tensor.shape[along],), 0, self.index, self.of).count).clone()
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        self.scatters, self.shortest = self.scatters + 1, min(self.shortest, tensor.shape[dim])
+        return tensor.narrow(dim, 0, ShardSlice.share((tensor.shape[dim],), 0, self.index, self.size).count).clone()
 
-    def enter(self, device: torch.device) -> None:
+    def fork_rng(self, device: torch.device) -> None:
         """Random numbers of nobody."""
 
-    def leave(self) -> None:
+    def restore_rng(self) -> None:
         """Random numbers of nobody."""
 
-    def asked(self, func: Any) -> None:
+    def before_gather(self, func: Any) -> None:
         self.asks.append((str(func._overloadpacket), self.scatters))

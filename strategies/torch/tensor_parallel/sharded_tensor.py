@@ -16,13 +16,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.checkpoint.shard_layout import ShardSlice
+from trainwright.strategies.torch.shard_layout import ShardSlice
+from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorParallelGroup
 from trainwright.strategies.torch.torch_compat import (
     DisableTorchFunctionSubclass,
     assert_on_device,
@@ -30,112 +31,136 @@ from trainwright.strategies.torch.torch_compat import (
     wrapper_subclass,
 )
 
-if TYPE_CHECKING:
-    from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelGroup
-
 _View = Callable[[Tensor], Tensor]
 
 
 @dataclass(kw_only=True, eq=False)
 class _ShardStorage:
-    """What tensors hold together that are views of each other.
+    """The memory that a sharded tensor and its views share.
 
     Attributes:
-        ring: the ranks that hold it.
-        claim: shape, strides and type of the whole, on the meta device.
-        along: the dimension of which each rank has some.
-        part: this rank's; None once it was gathered.
-        whole: all of it; None before that. From then on it stays so: what changes it in place changes all views.
+        group: the ranks that hold it.
+        global_meta: shape, strides and type of the whole, on the meta device.
+        shard_dim: the dimension along which the ranks hold parts.
+        local: this rank's part; None once it was gathered.
+        whole: all of it; None before it was gathered. It stays gathered, so that changes in place reach all views.
     """
 
-    ring: TensorParallelGroup
-    claim: Tensor
-    along: int
-    part: Tensor | None
+    group: TensorParallelGroup
+    global_meta: Tensor
+    shard_dim: int
+    local: Tensor | None
     whole: Tensor | None = None
 
     def gathered(self) -> Tensor:
-        """All of it; every rank calls it."""
+        """Return the whole tensor; every rank calls it."""
         if self.whole is None:
-            assert self.part is not None, "one of the two is there"
-            joined = self.ring.joined(self.part, self.claim.shape[self.along], self.along)
-            if joined.stride() != self.claim.stride():
-                shape, strides = self.claim.shape, self.claim.stride()
+            assert self.local is not None, "one of the two is set"
+            shape, strides = self.global_meta.shape, self.global_meta.stride()
+            joined = self.group.all_gather(self.local, shape[self.shard_dim], self.shard_dim)
+            if joined.stride() != strides:
                 joined = torch.empty_strided(shape, strides, dtype=joined.dtype, device=joined.device).copy_(joined)
-            self.part, self.whole = None, joined
+            self.local, self.whole = None, joined
         return self.whole
 
 
-class ShardedTensorBase(Tensor):
-    """A tensor that is to be taken for whole, of which this rank holds a part along one dimension."""
+class ShardedTensor(Tensor):
+    """A tensor with the shape of the whole, of which this rank holds a part along one dimension.
 
-    numbers: _ShardStorage
+    An operation with a rule in `_RULES` computes on the part; every other one gathers the tensor first.
+
+    Attributes:
+        shard_storage: the memory, shared with views.
+        global_meta: shape, strides and type of this view, on the meta device.
+        shard_dim: the dimension of this view along which the ranks hold parts.
+    """
+
+    shard_storage: _ShardStorage
     _views: tuple[_View, ...]
-    claim: Tensor
-    along: int
+    global_meta: Tensor
+    shard_dim: int
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What is learned and plain meets it through a node of the graph that gives it a plain gradient."""
+        """Put a node into the graph before plain tensors with a gradient, which gives them a plain gradient."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if torch.is_grad_enabled() and not (name.startswith("__") or name.endswith("_")):
             args, kwargs = tree_map(_with_full_gradient, (args, kwargs))
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        packet = func._overloadpacket
+        rule = _RULES.get(packet)
+        if rule is None and torch.Tag.pointwise in func.tags and "out" not in kwargs:
+            rule = _in_place_rule if func._schema.is_mutable else _pointwise_rule
+        made = rule(func, args, kwargs) if rule else None
+        return _run_on_full(func, args, kwargs) if made is None else made
+
     @staticmethod
     def __new__(
-        cls: type[ShardedTensorBase], numbers: _ShardStorage, views: tuple[_View, ...], claim: Tensor, along: int
-    ) -> ShardedTensorBase:
-        """A view of numbers; `claim` and `along` are its own."""
-        device = (numbers.part if numbers.whole is None else numbers.whole).device  # type: ignore[union-attr]
-        made: ShardedTensorBase = wrapper_subclass(cls, claim, device)
-        made.numbers, made._views, made.claim, made.along = numbers, views, claim, along
+        cls: type[ShardedTensor],
+        shard_storage: _ShardStorage,
+        views: tuple[_View, ...],
+        global_meta: Tensor,
+        shard_dim: int,
+    ) -> ShardedTensor:
+        """Make a view of the memory."""
+        held = shard_storage.local if shard_storage.whole is None else shard_storage.whole
+        made: ShardedTensor = wrapper_subclass(cls, global_meta, held.device)  # type: ignore[union-attr]
+        made.shard_storage, made._views, made.global_meta, made.shard_dim = shard_storage, views, global_meta, shard_dim
         return made
 
     @classmethod
-    def of(cls, part: Tensor, ring: TensorParallelGroup, along: int, claim: Tensor) -> ShardedTensorBase:
-        """This rank's part of what is in no other tensor's memory."""
-        strides = claim.stride()
-        order = sorted(range(claim.dim()), key=lambda each: -strides[each])  # in memory, so that views are alike
-        part = part.permute(order).contiguous().permute([order.index(each) for each in range(claim.dim())])
-        return cls(_ShardStorage(ring=ring, claim=claim, along=along, part=part), (), claim, along)
+    def of(cls, local: Tensor, group: TensorParallelGroup, shard_dim: int, global_meta: Tensor) -> ShardedTensor:
+        """Return a sharded tensor of this rank's part, in memory of its own."""
+        strides = global_meta.stride()
+        order = sorted(range(global_meta.dim()), key=lambda each: -strides[each])  # in memory, so that views are alike
+        local = local.permute(order).contiguous().permute([order.index(each) for each in range(global_meta.dim())])
+        storage = _ShardStorage(group=group, global_meta=global_meta, shard_dim=shard_dim, local=local)
+        return cls(storage, (), global_meta, shard_dim)
 
     @property
-    def apart(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether it has not been gathered."""
-        return self.numbers.whole is None
+        return self.shard_storage.whole is None
 
     @property
-    def held(self) -> Tensor:
+    def local(self) -> Tensor:
         """This rank's part; all of it once it was gathered."""
-        made = self.numbers.part if self.apart else self.numbers.whole
+        made = self.shard_storage.local if self.is_sharded else self.shard_storage.whole
         assert made is not None, "one of the two is there"
         for view in self._views:
             made = view(made)
         return made
 
     @property
-    def box(self) -> tuple[int, int]:
+    def local_range(self) -> tuple[int, int]:
         """The first number of this rank along that dimension, and how many it has."""
-        box = ShardSlice.share((self.shape[self.along],), 0, self.numbers.ring.index, self.numbers.ring.of)
+        box = ShardSlice.share(
+            (self.shape[self.shard_dim],), 0, self.shard_storage.group.index, self.shard_storage.group.size
+        )
         return box.start[0], box.count
 
     def whole(self) -> Tensor:
         """All of it, without a graph; every rank calls it."""
-        self.numbers.gathered()
-        return self.held
+        self.shard_storage.gathered()
+        return self.local
 
-    def viewed(self, view: _View, claim: Tensor, along: int) -> ShardedTensorBase:
+    def viewed(self, view: _View, claim: Tensor, along: int) -> ShardedTensor:
         """A view of it."""
-        return type(self)(self.numbers, (*self._views, view), claim, along)
+        return ShardedTensor(self.shard_storage, (*self._views, view), claim, along)
 
-    def like(self, part: Tensor, claim: Tensor, along: int | None = None) -> ShardedTensorBase:
+    def like(self, part: Tensor, claim: Tensor, along: int | None = None) -> ShardedTensor:
         """This rank's part of something else that is held alike."""
-        return type(self).of(part, self.numbers.ring, self.along if along is None else along, claim)
+        return ShardedTensor.of(part, self.shard_storage.group, self.shard_dim if along is None else along, claim)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # gathers nothing
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, apart={self.apart})"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, apart={self.is_sharded})"
 
     def _plain(self) -> Tensor:
         return self.whole().detach().requires_grad_(self.requires_grad)
@@ -184,29 +209,29 @@ class _FullGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         check_first_order()
         (gradient,) = gradients
-        return gradient.whole() if isinstance(gradient, ShardedTensorBase) else gradient
+        return gradient.whole() if isinstance(gradient, ShardedTensor) else gradient
 
 
 def _with_full_gradient(each: Any) -> Any:
-    if isinstance(each, ShardedTensorBase) or not isinstance(each, Tensor) or not each.requires_grad:
+    if isinstance(each, ShardedTensor) or not isinstance(each, Tensor) or not each.requires_grad:
         return each
     made = _FullGradient.apply(each)  # type: ignore[no-untyped-call]
     made.met = True
     return made
 
 
-def _local_operand(tensor: ShardedTensorBase, other: Tensor) -> Tensor | None:
+def _local_operand(tensor: ShardedTensor, other: Tensor) -> Tensor | None:
     """What a rank needs of a tensor that meets its part of another one; None where it cannot be."""
-    width, place = tensor.shape[tensor.along], other.dim() - tensor.dim() + tensor.along
-    if isinstance(other, ShardedTensorBase):
-        if other.apart:
-            return other.held if place == other.along and other.shape[place] == width else None
+    width, place = tensor.shape[tensor.shard_dim], other.dim() - tensor.dim() + tensor.shard_dim
+    if isinstance(other, ShardedTensor):
+        if other.is_sharded:
+            return other.local if place == other.shard_dim and other.shape[place] == width else None
         other = other.whole()
     if place < 0 or other.shape[place] == 1:
         return other
     if other.requires_grad and torch.is_grad_enabled() and not hasattr(other, "met"):
         return None  # its gradient has to be a plain tensor
-    return other.narrow(place, *tensor.box)
+    return other.narrow(place, *tensor.local_range)
 
 
 # --- Vocab cross entropy ----------------------------------------------------------------------------------------------
@@ -218,12 +243,12 @@ _MEAN, _SUM = 1, 2  # reductions, as torch numbers them
 def _log_softmax_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """Over the vocabulary: the largest logit and the sum of exponentials are those of all ranks."""
     tensor, dimension, wider = args
-    if not tensor.apart or dimension % tensor.dim() != tensor.along:
+    if not tensor.is_sharded or dimension % tensor.dim() != tensor.shard_dim:
         return None
-    along, ring, numbers = tensor.along, tensor.numbers.ring, _at_least_fp32(tensor.held)
+    along, group, numbers = tensor.shard_dim, tensor.shard_storage.group, _at_least_fp32(tensor.local)
     least = numbers.new_full((*numbers.shape[:along], 1, *numbers.shape[along + 1 :]), -math.inf)
-    numbers = numbers - ring.highest(numbers.amax(along, keepdim=True) if numbers.shape[along] else least)
-    made = numbers - ring.summed(numbers.exp().sum(along, keepdim=True)).log()
+    numbers = numbers - group.all_reduce_max(numbers.amax(along, keepdim=True) if numbers.shape[along] else least)
+    made = numbers - group.all_reduce(numbers.exp().sum(along, keepdim=True)).log()
     claim = torch.empty(tensor.shape, dtype=torch.float32 if wider else tensor.dtype, device="meta")
     return tensor.like(made.to(claim.dtype), claim)
 
@@ -231,14 +256,14 @@ def _log_softmax_rule(func: Any, args: Any, kwargs: Any) -> Any:
 def _log_softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
     """Its gradient."""
     gradient, tensor, dimension, kind = args
-    if not (isinstance(tensor, ShardedTensorBase) and tensor.apart) or dimension % tensor.dim() != tensor.along:
+    if not (isinstance(tensor, ShardedTensor) and tensor.is_sharded) or dimension % tensor.dim() != tensor.shard_dim:
         return None
     slopes = _local_operand(tensor, gradient)
     if slopes is None:
         return None
-    slopes, along = _at_least_fp32(slopes), tensor.along
-    whole = tensor.numbers.ring.summed(slopes.sum(along, keepdim=True))
-    made = slopes - _at_least_fp32(tensor.held).exp() * whole
+    slopes, along = _at_least_fp32(slopes), tensor.shard_dim
+    whole = tensor.shard_storage.group.all_reduce(slopes.sum(along, keepdim=True))
+    made = slopes - _at_least_fp32(tensor.local).exp() * whole
     return tensor.like(made.to(kind), torch.empty(tensor.shape, dtype=kind, device="meta"))
 
 
@@ -246,18 +271,18 @@ def _nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
     """The targets' log-probabilities, each from the rank that has it."""
     tensor, targets, weight, reduction, ignored = args
     along = min(tensor.dim() - 1, 1)
-    if not isinstance(tensor, ShardedTensorBase) or not tensor.apart or tensor.along != along:
+    if not isinstance(tensor, ShardedTensor) or not tensor.is_sharded or tensor.shard_dim != along:
         return None
     targets = targets.long()  # bytes have no -100, and index as a mask
     _check_targets(targets, tensor.shape[along], ignored)
     counts, here, places = _target_positions(tensor, targets, ignored)
-    held = tensor.held if tensor.box[1] else tensor.held.new_zeros(_with_size(tensor.shape, along, 1))
+    held = tensor.local if tensor.local_range[1] else tensor.local.new_zeros(_with_size(tensor.shape, along, 1))
     found = held.gather(along, places.unsqueeze(along)).squeeze(along).masked_fill(~here, 0.0)
     weights = _target_weights(tensor, weight, targets, counts)
-    values = -tensor.numbers.ring.summed(found) * weights
+    values = -tensor.shard_storage.group.all_reduce(found) * weights
     values = values.masked_fill(~counts, 0.0)
     if reduction not in (_MEAN, _SUM) and tensor.dim() > 1:
-        return values, tensor.held.new_zeros(())
+        return values, tensor.local.new_zeros(())
     total = weights.sum()
     return (values.sum() / total if reduction == _MEAN else values.sum()), total
 
@@ -266,26 +291,26 @@ def _nll_loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
     """Its gradient."""
     gradient, tensor, targets, weight, reduction, ignored, total = args
     along = min(tensor.dim() - 1, 1)
-    if not isinstance(tensor, ShardedTensorBase) or not tensor.apart or tensor.along != along:
+    if not isinstance(tensor, ShardedTensor) or not tensor.is_sharded or tensor.shard_dim != along:
         return None
     targets = targets.long()
     counts, here, places = _target_positions(tensor, targets, ignored)
     slopes = -gradient * _target_weights(tensor, weight, targets, counts) / (total if reduction == _MEAN else 1.0)
-    made = torch.zeros_like(tensor.held, memory_format=torch.contiguous_format)
-    if tensor.box[1]:
+    made = torch.zeros_like(tensor.local, memory_format=torch.contiguous_format)
+    if tensor.local_range[1]:
         made.scatter_(along, places.unsqueeze(along), slopes.masked_fill(~here, 0.0).to(made.dtype).unsqueeze(along))
     return tensor.like(made, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
 
 
-def _target_positions(tensor: ShardedTensorBase, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
+def _target_positions(tensor: ShardedTensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
     """Which targets count, which of these are this rank's, and where in its part; 0 of all others."""
-    first, count = tensor.box
+    first, count = tensor.local_range
     counts = targets != ignored
     here = counts & (targets >= first) & (targets < first + count)
     return counts, here, (targets - first).masked_fill(~here, 0)
 
 
-def _target_weights(tensor: ShardedTensorBase, weight: Tensor | None, targets: Tensor, counts: Tensor) -> Tensor:
+def _target_weights(tensor: ShardedTensor, weight: Tensor | None, targets: Tensor, counts: Tensor) -> Tensor:
     """Of each target; 0 where it does not count."""
     if weight is None:
         return counts.to(tensor.dtype)
@@ -320,24 +345,25 @@ def _with_size(shape: Sequence[int], place: int, size: int) -> list[int]:
 def _layer_norm_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """Over what a rank has whole: layer norm and RMS norm, with what their backward asks for."""
     tensor, over, *rest = args
-    if not _norm_is_local(tensor, over) or any(isinstance(each, ShardedTensorBase) for each in rest):
+    if not _norm_is_local(tensor, over) or any(isinstance(each, ShardedTensor) for each in rest):
         return None
-    made = func(tensor.held, over, *rest, **kwargs)
+    made = func(tensor.local, over, *rest, **kwargs)
     return tuple(_sharded_like(tensor, each) for each in made)
 
 
 def _layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
     """Its gradient; that of what is learned is added up over the ranks."""
     gradient, tensor, over, *rest = args
-    if not isinstance(tensor, ShardedTensorBase) or not _norm_is_local(tensor, over):
+    if not isinstance(tensor, ShardedTensor) or not _norm_is_local(tensor, over):
         return None
     given = [_local_operand(tensor, each) if isinstance(each, Tensor) else each for each in (gradient, *rest)]
     if any(each is None and other is not None for each, other in zip(given, (gradient, *rest), strict=True)):
         return None
-    made, *learned = func(given[0], tensor.held, over, *given[1:], **kwargs)
-    ring = tensor.numbers.ring
+    made, *learned = func(given[0], tensor.local, over, *given[1:], **kwargs)
+    group = tensor.shard_storage.group
     sums = [
-        each if each is None else ring.summed(each if tensor.box[1] else torch.zeros_like(each)) for each in learned
+        each if each is None else group.all_reduce(each if tensor.local_range[1] else torch.zeros_like(each))
+        for each in learned
     ]
     return (None if made is None else _sharded_like(tensor, made), *sums)
 
@@ -345,26 +371,26 @@ def _layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
 def _dropout_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """The numbers that are drawn are those of one device."""
     tensor, share, training = args
-    if not tensor.apart:
+    if not tensor.is_sharded:
         return None
     ones = torch.ones((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape).contiguous()
     _, mask = func(ones, share, training, **kwargs)
-    mask = mask.narrow(tensor.along, *tensor.box).contiguous()
+    mask = mask.narrow(tensor.shard_dim, *tensor.local_range).contiguous()
     scale = 0.0 if share == 1.0 else 1.0 / (1.0 - share)
-    return _sharded_like(tensor, tensor.held * mask * scale if training else tensor.held.clone()), _sharded_like(
+    return _sharded_like(tensor, tensor.local * mask * scale if training else tensor.local.clone()), _sharded_like(
         tensor, mask
     )
 
 
-def _norm_is_local(tensor: ShardedTensorBase, over: Any) -> bool:
+def _norm_is_local(tensor: ShardedTensor, over: Any) -> bool:
     """Whether a rank has all of the dimensions that come last."""
-    return tensor.apart and tensor.along < tensor.dim() - len(over)
+    return tensor.is_sharded and tensor.shard_dim < tensor.dim() - len(over)
 
 
-def _sharded_like(tensor: ShardedTensorBase, part: Tensor) -> Tensor:
+def _sharded_like(tensor: ShardedTensor, part: Tensor) -> Tensor:
     """What is held as another tensor is; other dimensions may be longer or shorter."""
     shape = [*part.shape]
-    shape[tensor.along] = tensor.shape[tensor.along]
+    shape[tensor.shard_dim] = tensor.shape[tensor.shard_dim]
     return tensor.like(part, torch.empty(shape, dtype=part.dtype, device="meta"))
 
 
@@ -384,25 +410,9 @@ _NEW_TENSOR_OPS = (
 )  # fmt: skip
 
 
-class ShardedTensor(ShardedTensorBase):
-    """Does with its part what can be done with it, and gathers it for all else."""
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        packet = func._overloadpacket
-        rule = _RULES.get(packet)
-        if rule is None and torch.Tag.pointwise in func.tags and "out" not in kwargs:
-            rule = _in_place_rule if func._schema.is_mutable else _pointwise_rule
-        made = rule(func, args, kwargs) if rule else None
-        return _run_on_full(func, args, kwargs) if made is None else made
-
-
-def from_local(part: Tensor, ring: TensorParallelGroup, width: int) -> Tensor:
+def from_local(part: Tensor, group: TensorParallelGroup, width: int) -> Tensor:
     """What a rank has of `width` numbers along the last dimension, to be taken for all of them."""
-    made: Tensor = _FromLocal.apply(part, ring, width)  # type: ignore[no-untyped-call]
+    made: Tensor = _FromLocal.apply(part, group, width)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -416,20 +426,20 @@ class _FromLocal(torch.autograd.Function):
     """A part is taken for the whole."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ring: TensorParallelGroup, width: int) -> Tensor:
-        ctx.ring, ctx.width = ring, width
+    def forward(ctx: Any, part: Tensor, group: TensorParallelGroup, width: int) -> Tensor:
+        ctx.group, ctx.width = group, width
         claim = torch.empty((*part.shape[:-1], width), dtype=part.dtype, device="meta")
-        return ShardedTensor.of(part.detach(), ring, part.dim() - 1, claim)
+        return ShardedTensor.of(part.detach(), group, part.dim() - 1, claim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         check_first_order()
         (gradient,) = gradients
         if isinstance(gradient, ShardedTensor):
-            if gradient.apart and gradient.along == gradient.dim() - 1:
-                return gradient.held, None, None
+            if gradient.is_sharded and gradient.shard_dim == gradient.dim() - 1:
+                return gradient.local, None, None
             gradient = gradient.whole()
-        box = ShardSlice.share((ctx.width,), 0, ctx.ring.index, ctx.ring.of)
+        box = ShardSlice.share((ctx.width,), 0, ctx.group.index, ctx.group.size)
         return gradient[..., box.start[0] : box.stop[0]].contiguous(), None, None
 
 
@@ -457,8 +467,8 @@ def _run_on_full(func: Any, args: Any, kwargs: Any) -> Any:
     def opened(each: Any) -> Any:
         if not isinstance(each, ShardedTensor):
             return each
-        if each.apart:
-            each.numbers.ring.asked(func)
+        if each.is_sharded:
+            each.shard_storage.group.before_gather(func)
         whole = each.whole()
         held[id(whole)] = each
         return whole
@@ -474,10 +484,10 @@ def _global_meta(func: Any, args: Any, kwargs: Any, width: int | None = None) ->
     def bare(each: Any) -> Any:
         if isinstance(each, ShardedTensor):
             if width is None:
-                return each.claim
+                return each.global_meta
             shape = [*each.shape]
-            shape[each.along] = width
-            return each.claim.new_empty(shape)
+            shape[each.shard_dim] = width
+            return each.global_meta.new_empty(shape)
         return torch.empty_like(each, device="meta") if isinstance(each, Tensor) else each
 
     given = tree_map(bare, (args, {**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
@@ -487,9 +497,9 @@ def _global_meta(func: Any, args: Any, kwargs: Any, width: int | None = None) ->
 def _view_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """A view that leaves the vocabulary's dimension as it is, or moves it."""
     tensor = args[0]
-    if not tensor.apart:
+    if not tensor.is_sharded:
         return None
-    claim, width = _global_meta(func, args, kwargs), tensor.shape[tensor.along]
+    claim, width = _global_meta(func, args, kwargs), tensor.shape[tensor.shard_dim]
     other = _global_meta(func, args, kwargs, width - 1)
     differing = [each for each, sizes in enumerate(zip(claim.shape, other.shape, strict=True)) if len({*sizes}) > 1]
     if len(differing) != 1 or (claim.shape[differing[0]], other.shape[differing[0]]) != (width, width - 1):
@@ -500,9 +510,9 @@ def _view_rule(func: Any, args: Any, kwargs: Any) -> Any:
 def _reshape_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """Another shape in which the vocabulary still has a dimension of its own."""
     tensor = args[0]
-    if not tensor.apart:
+    if not tensor.is_sharded:
         return None
-    claim, along, width = _global_meta(func, args, kwargs), tensor.along, tensor.shape[tensor.along]
+    claim, along, width = _global_meta(func, args, kwargs), tensor.shard_dim, tensor.shape[tensor.shard_dim]
     before = math.prod(tensor.shape[:along])
     found = (each for each, size in enumerate(claim.shape) if (math.prod(claim.shape[:each]), size) == (before, width))
     place = next(found, None)
@@ -521,13 +531,13 @@ def _reshape_rule(func: Any, args: Any, kwargs: Any) -> Any:
 def _expand_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """Longer or more dimensions beside that of which each rank has some."""
     tensor, claim = args[0], _global_meta(func, args, kwargs)
-    place = claim.dim() - tensor.dim() + tensor.along
-    if not tensor.apart or claim.shape[place] != tensor.shape[tensor.along] or claim.shape[place] == 1:
+    place = claim.dim() - tensor.dim() + tensor.shard_dim
+    if not tensor.is_sharded or claim.shape[place] != tensor.shape[tensor.shard_dim] or claim.shape[place] == 1:
         return None
 
     def seen(held: Tensor) -> Tensor:
         shape = [*claim.shape]
-        shape[place] = held.shape[tensor.along]
+        shape[place] = held.shape[tensor.shard_dim]
         return held.expand(shape)
 
     return tensor.viewed(seen, claim, place)
@@ -537,17 +547,17 @@ def _copy_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """Another type or order in memory."""
     (tensor, *_), claim = args, _global_meta(func, args, kwargs)
     moved = kwargs.get("device") not in (None, tensor.device) or not claim.is_floating_point()
-    if not tensor.apart or moved:
+    if not tensor.is_sharded or moved:
         return None
-    return tensor.like(func(tensor.held, *args[1:], **kwargs), claim)
+    return tensor.like(func(tensor.local, *args[1:], **kwargs), claim)
 
 
 def _index_select_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """Rows by number, along another dimension than the vocabulary's."""
     tensor, dimension, *_ = args
-    if not isinstance(tensor, ShardedTensor) or not tensor.apart or dimension % tensor.dim() == tensor.along:
+    if not isinstance(tensor, ShardedTensor) or not tensor.is_sharded or dimension % tensor.dim() == tensor.shard_dim:
         return None
-    return tensor.like(func(tensor.held, *args[1:], **kwargs), _global_meta(func, args, kwargs))
+    return tensor.like(func(tensor.local, *args[1:], **kwargs), _global_meta(func, args, kwargs))
 
 
 def _new_tensor_rule(func: Any, args: Any, kwargs: Any) -> Any:
@@ -560,7 +570,7 @@ def _pointwise_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """Number by number, also with plain tensors, of which each rank takes its part."""
     flat: list[Any] = []
     tree_map(flat.append, (args, kwargs))
-    tensor = next((each for each in flat if isinstance(each, ShardedTensor) and each.apart), None)
+    tensor = next((each for each in flat if isinstance(each, ShardedTensor) and each.is_sharded), None)
     if tensor is None:
         return None
     parts = {id(each): _local_operand(tensor, each) for each in flat if isinstance(each, Tensor)}
@@ -570,52 +580,52 @@ def _pointwise_rule(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(claim, Tensor) or not claim.is_floating_point():
         return None
     given = tree_map(lambda each: parts.get(id(each), each), (args, kwargs))
-    return tensor.like(func(*given[0], **given[1]), claim, claim.dim() - tensor.dim() + tensor.along)
+    return tensor.like(func(*given[0], **given[1]), claim, claim.dim() - tensor.dim() + tensor.shard_dim)
 
 
 def _in_place_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """Number by number, in the place of what is held."""
     tensor, *rest = args
-    if not isinstance(tensor, ShardedTensor) or not tensor.apart:
+    if not isinstance(tensor, ShardedTensor) or not tensor.is_sharded:
         return None
     given = [_local_operand(tensor, each) if isinstance(each, Tensor) else each for each in rest]
     if any(each is None and other is not None for each, other in zip(given, rest, strict=True)):
         return None
-    func(tensor.held, *given, **kwargs)
+    func(tensor.local, *given, **kwargs)
     return tensor
 
 
 def _reduction_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """Over the vocabulary too, or not."""
     tensor = args[0]
-    if not tensor.apart:
+    if not tensor.is_sharded:
         return None
     over = [each % tensor.dim() for each in (args[1] if len(args) > 1 and args[1] else range(tensor.dim()))]
-    if tensor.along in over and func._overloadpacket is _aten.mean:
+    if tensor.shard_dim in over and func._overloadpacket is _aten.mean:
         return None
-    made = func(tensor.held, *args[1:], **kwargs)
-    if tensor.along in over:
-        return tensor.numbers.ring.summed(made)
+    made = func(tensor.local, *args[1:], **kwargs)
+    if tensor.shard_dim in over:
+        return tensor.shard_storage.group.all_reduce(made)
     kept = len(args) > 2 and args[2]
     return tensor.like(
         made,
         _global_meta(func, args, kwargs),
-        tensor.along - (0 if kept else sum(each < tensor.along for each in over)),
+        tensor.shard_dim - (0 if kept else sum(each < tensor.shard_dim for each in over)),
     )
 
 
 def _select_backward_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """The gradient of what was picked along another dimension, in zeros."""
     gradient, sizes, dimension, *rest = args
-    along = gradient.along if func._overloadpacket is _aten.slice_backward else None
+    along = gradient.shard_dim if func._overloadpacket is _aten.slice_backward else None
     dimension %= len(sizes)
     if along is None:
-        along = gradient.along + (dimension <= gradient.along)
-    if not gradient.apart or along == dimension:
+        along = gradient.shard_dim + (dimension <= gradient.shard_dim)
+    if not gradient.is_sharded or along == dimension:
         return None
     part = [*sizes]
-    part[along] = gradient.box[1]
-    return gradient.like(func(gradient.held, part, dimension, *rest), _global_meta(func, args, kwargs), along)
+    part[along] = gradient.local_range[1]
+    return gradient.like(func(gradient.local, part, dimension, *rest), _global_meta(func, args, kwargs), along)
 
 
 _RULES: Mapping[Any, Callable[[Any, Any, Any], Any]] = {

@@ -14,8 +14,8 @@ from trainwright.core import random_state
 from trainwright.core.data import Batch, Terms
 from trainwright.core.errors import JobError
 from trainwright.core.loss_api import gather_with
-from trainwright.strategies.torch.torch_compat import tree_leaves, tree_map
-from trainwright.strategies.torch.training.torch_errors import TorchUserCode
+from trainwright.strategies.torch.torch_compat import generator_of, tree_leaves, tree_map
+from trainwright.strategies.torch.torch_errors import TorchUserCode
 
 BATCH_LOSS = "batch_loss"  # in a job's inexact=
 _Function = Callable[[Any, Any], Any]
@@ -206,7 +206,7 @@ def _random_state(given: Any) -> object:
     """Of all generators that a function of these may draw from."""
     devices = {leaf.device for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.is_cuda}
     return random_state.generator_states(), [
-        torch.cuda.get_rng_state(device).numpy().tobytes() for device in sorted(devices, key=str)
+        generator_of(device).get_state().numpy().tobytes() for device in sorted(devices, key=str)
     ]
 
 

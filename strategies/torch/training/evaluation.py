@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.data import Batch, Columns, Feed, MetricSums, Terms
-from trainwright.core.errors import JobError, nearest
+from trainwright.core.errors import JobError
+from trainwright.strategies.common.result_checks import NO_INPUTS, missing_output_problem, named_outputs
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.batch_losses import BatchLayout
 from trainwright.strategies.torch.training.objective import JobFunctions, evaluation_mode
@@ -58,15 +59,13 @@ def predict(model: nn.Module, caller: JobFunctions, feed: Feed, through: Outputs
         UserCodeError, JobError: the model raised, or returned something other than one output per sample.
     """
     if not caller.spec.inputs:
-        raise JobError(
-            ["inputs= is missing: name the columns given to the model to predict with it"], where=caller.where
-        )
+        raise JobError([NO_INPUTS], where=caller.where)
     found: dict[str, list[npt.NDArray[Any]]] = {}
     with evaluation_mode(model), torch.no_grad():
         for batch, _ in _batches(feed):
             with caller.precision():
                 outputs = through(batch) if through else caller.outputs(model, caller.inputs(batch))
-            chosen = {} if outputs is None else _chosen(dict(flat_outputs("", outputs)), caller)
+            chosen = {} if outputs is None else _chosen(dict(flat_outputs(outputs)), caller)
             for name, value in _checked(chosen, batch, caller).items():
                 found.setdefault(name, []).append(value)
     return {name: np.concatenate(parts) for name, parts in found.items()}
@@ -97,16 +96,9 @@ def _batches(feed: Feed) -> Iterator[tuple[Batch, BatchLayout]]:
         yield from ((batch, layout) for batch in part)
 
 
-def flat_outputs(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Every output by name, those inside others too."""
-    parts = _parts(value)
-    if parts is None:
-        if value is not None:
-            yield name or "output", value
-        return
-    outer = name if isinstance(parts, Mapping) else name or "output"
-    for key, part in parts.items() if isinstance(parts, Mapping) else enumerate(parts):
-        yield from flat_outputs(f"{outer}_{key}" if outer else str(key), part)
+def flat_outputs(value: Any) -> Iterator[tuple[str, Any]]:
+    """Give each output of a model by name, those inside others too."""
+    return named_outputs(value, _parts)
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | tuple[Any, ...] | None:
@@ -130,7 +122,7 @@ def _chosen(outputs: Mapping[str, Any], caller: JobFunctions) -> Mapping[str, An
     """The outputs that are wanted."""
     for name in caller.spec.outputs:
         if name not in outputs:
-            raise JobError([f"the model has no output {name!r}: {nearest(name, outputs)}"], where=caller.where)
+            raise JobError([missing_output_problem(name, outputs)], where=caller.where)
     return {name: outputs[name] for name in caller.spec.outputs} if caller.spec.outputs else outputs
 
 

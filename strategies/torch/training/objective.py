@@ -25,9 +25,10 @@ from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.loss_api import gather_with, outputs_first
+from trainwright.core.plan import Plan
 from trainwright.strategies.common.user_code_errors import loss_broadcast_problem
 from trainwright.strategies.torch import torch_compat
-from trainwright.strategies.torch.tensor_parallel.sharded_tensor import full_tensor
+from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.batch_losses import (
     BATCH_LOSS,
@@ -37,8 +38,9 @@ from trainwright.strategies.torch.training.batch_losses import (
     GroupFactory,
     check_samples_independent,
 )
+from trainwright.strategies.torch.training.loss_terms import loss_terms
 from trainwright.strategies.torch.training.selective_recompute import SelectiveRecompute
-from trainwright.strategies.torch.training.torch_errors import TorchUserCode
+from trainwright.strategies.torch.training.train_state import AUTOCAST_DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,12 @@ class JobFunctions:
     group: GroupFactory | None = None
     checking: bool = False
 
+    @classmethod
+    def on_host(cls, spec: ModelSpec, plan: Plan, where: str) -> JobFunctions:
+        """Return the functions as they are called in host memory, before there is a replica."""
+        autocast = AUTOCAST_DTYPES.get(plan.precision)
+        return cls(spec=spec, device=torch.device("cpu"), autocast=autocast, where=where)
+
     def precision(self) -> AbstractContextManager[Any]:
         """The context of forward and loss."""
         return torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext()
@@ -111,11 +119,6 @@ class JobFunctions:
             return model(**dict(zip(self.spec.keywords, given, strict=True)))
         return model(*given)
 
-    def precisely(self, model: nn.Module, given: Sequence[Tensor]) -> Any:
-        """The same in the context of forward and loss."""
-        with self.precision():
-            return self.called(model, given)
-
     def outputs(self, model: nn.Module, columns: batches.Tensors) -> Any:
         """The model's outputs for the input columns, whatever they are."""
         with TorchUserCode("the model", self.where):
@@ -132,7 +135,8 @@ class JobFunctions:
         """The loss terms of a micro-batch, sample weights included; weights never require a gradient."""
         with self.precision(), self.keeping():
             if self.spec.step:
-                return self.terms("step=", self._stepped(model, columns, batch, layout), batch)
+                result = self._stepped(model, columns, batch, layout)
+                return loss_terms("step=", result, batch, self.where)
             outputs = self.outputs(model, columns)
             return self.loss_of(outputs, columns, batch, layout)
 
@@ -141,11 +145,13 @@ class JobFunctions:
     ) -> Terms:
         """The terms of a metric."""
         what = f"metric {name!r}"
-        return self.terms(what, self._judged(what, outputs, columns, batch, layout), batch)
+        result = self._judged(what, outputs, columns, batch, layout)
+        return loss_terms(what, result, batch, self.where)
 
     def loss_of(self, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH) -> Terms:
         """The loss terms of outputs that are there already."""
-        return self.terms("loss=", self._judged("loss=", outputs, columns, batch, layout), batch)
+        result = self._judged("loss=", outputs, columns, batch, layout)
+        return loss_terms("loss=", result, batch, self.where)
 
     @cached_property
     def _functions(self) -> dict[str, Callable[[Any, Any], Any]]:
@@ -195,56 +201,7 @@ class JobFunctions:
         if all(isinstance(each, Tensor) for each in given):
             problem = loss_broadcast_problem(what, *(each.shape for each in given))
             if problem:
-                raise self._wrong(problem)
-
-    def terms(self, what: str, result: Any, batch: Batch) -> Terms:
-        """What a loss or metric returned, checked, with the feed's sample weights multiplied in.
-
-        Values of weight 0 do not count, whatever they are: not even if they are not finite.
-
-        Raises:
-            JobError: it is no tensor, it was reduced, or its first dimension is not the batch.
-        """
-        values = result.values if isinstance(result, Terms) else result
-        self._check(what, values, batch.rows)
-        values = full_tensor(values)
-        values = values if values.dtype in (torch.float32, torch.float64) else values.float()
-        weights = batches.to_tensor("weights", batch.weights, values.device).to(values.dtype)
-        if values.dim() > 1:
-            weights = _rowwise(weights, values).expand_as(values)
-        if isinstance(result, Terms):
-            own = full_tensor(torch.as_tensor(result.weights, device=values.device).detach()).to(values.dtype)
-            weights = weights * self._fitted(what, own, values)
-        if isinstance(result, Terms) or not batch.weights.all():
-            values = values.masked_fill(weights == 0.0, 0.0)
-        return Terms(values, weights)
-
-    def _check(self, what: str, values: Any, rows: int) -> None:
-        if not isinstance(values, Tensor):
-            raise self._wrong(f"{what} returned {type(values).__name__}: return a tensor with one value per sample")
-        if values.dim() == 0:
-            loss = 'one loss per sample: use reduction="none"'
-            wanted = "one value per sample, without mean()" if what.startswith("metric") else loss
-            raise self._wrong(f"{what} returned a single number: return {wanted}, or Terms(values, weights)")
-        if values.shape[0] != rows:
-            raise self._wrong(
-                f"{what} returned shape {tuple(values.shape)} for a batch of {rows} rows: the first dimension must be "
-                "the batch, one loss per sample; for tokens or pixels return (samples, k) or Terms(values, weights)"
-            )
-
-    def _fitted(self, what: str, weights: Tensor, values: Tensor) -> Tensor:
-        """The user's weights in the shape of the values."""
-        leading = weights.shape == values.shape[: weights.dim()]
-        try:
-            return (_rowwise(weights, values) if leading else weights).expand_as(values)
-        except RuntimeError:
-            raise self._wrong(
-                f"{what} returned weights of shape {tuple(weights.shape)} for values of shape {tuple(values.shape)}: "
-                "give each value its weight"
-            ) from None
-
-    def _wrong(self, problem: str) -> JobError:
-        return JobError([problem], where=self.where)
+                raise JobError([problem], where=self.where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,11 +330,6 @@ class Objective(nn.Module):
         sums = torch.stack((weight.to(kind), loss.to(kind), self._wishes[share.wish], *news)).mul_(self.world)
         factor = 0.0 if share.muted else self.scale * self.world / max(share.rows, 1)
         return BackwardRoots(values=values, slopes=weights * factor, carry=carry, sums=sums)
-
-
-def _rowwise(weights: Tensor, values: Tensor) -> Tensor:
-    """Weights of the leading dimensions, with dimensions of 1 appended until they broadcast against the values."""
-    return weights.reshape(*weights.shape, *(1 for _ in range(values.dim() - weights.dim())))
 
 
 def _carried_type(model: nn.Module) -> torch.dtype:

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trainwright.strategies.torch.torch_compat import tree_map
+from trainwright.strategies.torch.torch_compat import generator_of, storage_key, tree_map
 
 _F = nn.functional
 _PRODUCTS = frozenset(
@@ -111,7 +111,7 @@ class _RecordedCall:
             lambda each: given[each] if isinstance(each, _RecordedCall) else each, (self.args, self.kwargs)
         )
         if self.drawn is not None:
-            _set_random(self.device, self.drawn)
+            generator_of(self.device).set_state(self.drawn)
         enabled, dtype = self.autocast
         with torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=False):
             return self.function(*args, **kwargs)
@@ -144,10 +144,10 @@ class SelectiveRecompute(TorchFunctionMode):
         if not (before or fused or batched) or given[0].is_meta:
             return func(*args, **kwargs)
         call = self._call(func, args, kwargs, given, before)
-        state = _random(call.device)
+        state = generator_of(call.device).get_state()
         with saved_tensors_hooks(call.save, _SavedTensor.taken):
             made = func(*args, **kwargs)
-        if not torch.equal(state, _random(call.device)):
+        if not torch.equal(state, generator_of(call.device).get_state()):
             call.drawn = state
         if (product and any(each.normalised for each in before)) or (
             fused and _writes_scores(call, args, kwargs, made)
@@ -209,12 +209,12 @@ def _extends_scores(call: _RecordedCall, given: Sequence[Tensor], known: Sequenc
 def _drop(last: _RecordedCall) -> None:
     """Let go of all that the calls up to a second product have saved and that is not kept outside anyway."""
     recipe = _recipe(last)
-    outside = {_memory(tensor) for call in recipe for tensor, _ in call.outside}
+    outside = {storage_key(tensor) for call in recipe for tensor, _ in call.outside}
     for call in recipe:
         for saved in filter(None, (each() for each in call.saved)):
             if saved.recipe or saved.tensor is None or saved.tensor._version != saved.version:
                 continue  # what was changed since is left for `taken` to tell
-            if _memory(saved.tensor) not in outside:
+            if storage_key(saved.tensor) not in outside:
                 saved.recipe, saved.tensor = recipe, None
 
 
@@ -264,9 +264,9 @@ def _refill_hook(call: _RecordedCall, *, last: bool) -> _Hook:
 def _writes_scores(call: _RecordedCall, args: Any, kwargs: Any, made: Tensor) -> bool:
     """Whether attention was not computed by a fused kernel: it saved a number for each query and key."""
     query, key = (args[place] if place < len(args) else kwargs[name] for place, name in _FACTORS)
-    kept = {_memory(tensor) for tensor in (*_tensors((*args, *kwargs.values())), made)}
+    kept = {storage_key(tensor) for tensor in (*_tensors((*args, *kwargs.values())), made)}
     saved = [each.tensor for each in (one() for one in call.saved) if each is not None and each.tensor is not None]
-    return any(each.shape[-2:] == (query.shape[-2], key.shape[-2]) and _memory(each) not in kept for each in saved)
+    return any(each.shape[-2:] == (query.shape[-2], key.shape[-2]) and storage_key(each) not in kept for each in saved)
 
 
 def _in_place(function: Any) -> bool:
@@ -281,26 +281,6 @@ def _tensors(given: Sequence[Any]) -> Iterator[Tensor]:
             yield each
         elif isinstance(each, list | tuple):
             yield from _tensors(each)
-
-
-def _memory(tensor: Tensor) -> int:
-    """What tensors that share memory have in common."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
-def _random(device: torch.device) -> Tensor:
-    """The state of a device's random numbers."""
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
-
-
-def _set_random(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
 
 
 _multi_head = _F.multi_head_attention_forward

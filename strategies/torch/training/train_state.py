@@ -9,30 +9,29 @@ time: that a pipeline drains, or that what was begun of a step is dropped and do
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from trainwright.core import random_state
 from trainwright.core.data import fold_seed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
 from trainwright.strategies.cost_model.plan_constraints import invalid_compile
-from trainwright.strategies.torch.checkpoint.local_state import DataRank, local_buffers
-from trainwright.strategies.torch.checkpoint.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice, fsdp_slice
+from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice, fsdp_slice
 from trainwright.strategies.torch.torch_compat import foreach_copy, preserve_version_counter
+from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.batch_norm import SyncedBatchNorms, batch_norms, running_norms
+from trainwright.strategies.torch.training.local_state import DataRank, local_buffers
 from trainwright.strategies.torch.training.model_blocks import checkpoint_blocks, checkpointed_buffers, compile_model
 from trainwright.strategies.torch.training.phase_timer import PhaseTimer
-from trainwright.strategies.torch.training.torch_errors import TorchUserCode
 
 _BufferCopies = dict[str, tuple[Tensor, Tensor]]  # by full name: a buffer, and a copy of what it held
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
@@ -166,9 +165,7 @@ class TorchReplica:
 
     def reseed(self, seed: int) -> None:
         """Make what torch, NumPy and Python draw next a function of `seed` alone, also on the replica's device."""
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        random_state.seed_generators(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
@@ -268,22 +265,28 @@ class TorchReplica:
         self.sound = True
 
 
-@contextmanager
-def preserve_rng(device: torch.device) -> Iterator[None]:
-    """Afterwards torch, NumPy and Python draw what they would have drawn."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
 def add_gradient_hook(parameter: nn.Parameter, told: Callable[[Tensor], None]) -> RemovableHandle:
     """Call a function with the gradient of a parameter whenever a backward has computed it, before DDP sees it."""
     handle: RemovableHandle = parameter.register_hook(told)  # type: ignore[no-untyped-call]
     return handle
+
+
+def is_elementwise(spec: ModelSpec) -> bool:
+    """Whether an optimizer does to parts of a parameter what it does to all of it; True where it cannot be tried."""
+    assert spec.optimizer is not None, "only a job with run='fit' may leave it out"
+    start = torch.linspace(-1.0, 2.0, 16).view(4, 4)
+    whole = [nn.Parameter(start.clone())]
+    parts = [nn.Parameter(start[:2].clone()), nn.Parameter(start[2:].clone())]
+    try:
+        for given in (whole, parts):
+            optimizer = spec.optimizer(list(given))
+            for step in (1.0, 3.0):
+                for parameter, slope in zip(given, (start.cos() * step).chunk(len(given)), strict=True):
+                    parameter.grad = slope.clone()
+                optimizer.step()
+    except Exception:
+        return True
+    return torch.allclose(whole[0], torch.cat((parts[0], parts[1])), rtol=1e-5, atol=1e-7)
 
 
 def group_settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from trainwright.core.data import Feed, GradientScatter, StepReport, fold_seed, 
 from trainwright.core.errors import JobError
 from trainwright.strategies.common.user_code_errors import format_samples, non_finite_error, nonfinite_columns_hint
 from trainwright.strategies.torch.torch_compat import foreach_multiply
+from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.batch_losses import BatchLayout
 from trainwright.strategies.torch.training.batch_norm import average_statistics, sample_rows
 from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective
-from trainwright.strategies.torch.training.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.train_state import MIN_LOSS_SCALE, TorchReplica, add_gradient_hook
 
 

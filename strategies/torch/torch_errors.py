@@ -48,6 +48,11 @@ class TorchUserCode(UserCode):
         return super().remedy(error)
 
 
+def summarize_error(error: Exception, limit: int = 200) -> str:
+    """Return type and message of an exception in one line; the message is cut at `limit` characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:limit]}"
+
+
 def clear_frames(error: BaseException) -> None:
     """Forget the frames of an exception and of those behind it.
 

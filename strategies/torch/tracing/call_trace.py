@@ -22,8 +22,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.profiling.meta_values import MetaValueMode
-from trainwright.strategies.torch.torch_compat import TreeSpec, pop_mode_temporarily, tree_flatten, tree_leaves
+from trainwright.strategies.torch.torch_compat import (
+    TreeSpec,
+    pop_mode_temporarily,
+    storage_key,
+    tree_flatten,
+    tree_leaves,
+)
+from trainwright.strategies.torch.torch_errors import summarize_error
+from trainwright.strategies.torch.tracing.meta_values import MetaValueMode
 
 ForwardFunction = Callable[[nn.Module, Sequence[Tensor]], Any]
 
@@ -248,7 +255,7 @@ class ForwardTracer:
         except JobError:
             raise
         except Exception as error:
-            what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            what = summarize_error(error, limit=300)
             raise self._wrong(
                 f"the model cannot be cut: followed without data, its forward raised {what}: let it not look at the "
                 "values of its inputs (a model of Hugging Face's looks at its mask unless it is loaded with "
@@ -377,8 +384,8 @@ class _ValueRecorder(CallListener):
     def _changed(self, taken: Sequence[ValueKey], begin: Mapping[ValueKey, tuple[int, Tensor]]) -> frozenset[ValueKey]:
         """What is changed in place since. Raises JobError where another value that goes along would change with it."""
         changed = frozenset(key for key in taken if self._values[key]._version != begin[key][0])
-        memories = Counter(self._values[key].untyped_storage()._cdata for key in taken)
-        if any(memories[self._values[key].untyped_storage()._cdata] > 1 for key in changed):
+        memories = Counter(storage_key(self._values[key]) for key in taken)
+        if any(memories[storage_key(self._values[key])] > 1 for key in changed):
             raise self._wrong("it changes a value in place of which two views are needed from there on")
         return changed
 

@@ -9,7 +9,7 @@ stay divided, as a vocabulary's do, and so may the largest table of what is look
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from trainwright.strategies.torch.profiling.meta_values import MetaValues
-from trainwright.strategies.torch.torch_compat import TorchDispatchMode, tree_leaves
+from trainwright.strategies.torch.torch_compat import TorchDispatchMode, storage_key, tree_leaves
+from trainwright.strategies.torch.tracing.meta_values import MetaValueMode, MetaValues
 
 _aten = torch.ops.aten
 _LINEAR = (_aten.mm, _aten.addmm)
@@ -40,6 +40,7 @@ _OVER_LAST = (
 )
 _LayerTags = frozenset[int]
 _NO_LAYERS: _LayerTags = frozenset()
+CallNames = tuple[tuple[str, ...], tuple[str, ...]]  # input columns, and the model's arguments that they are given as
 
 
 @dataclass(kw_only=True)
@@ -81,7 +82,7 @@ class _DivisionAnalysis:
 
     def of(self, tensor: Tensor) -> _LayerTags:
         """The linear layers that must be divided for this tensor to be."""
-        found = self._tags.get(tensor.untyped_storage()._cdata)
+        found = self._tags.get(storage_key(tensor))
         return found[1] if found else _NO_LAYERS
 
     def see(self, func: Any, args: Any, outputs: Any, share: _ShardableWork, *, scores: bool) -> None:
@@ -91,12 +92,12 @@ class _DivisionAnalysis:
         made = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
         tags = _NO_LAYERS.union(*map(self.of, given))
         if packet in _LINEAR and self._held(args[-1]):
-            self._linear(args[-2], made[0], args[-1].untyped_storage()._cdata, share)
+            self._linear(args[-2], made[0], storage_key(args[-1]), share)
         elif packet in _BATCHED_PRODUCTS:
             first = _BATCHED_PRODUCTS[packet]
             self.attended((args[first], args[first + 1]), made[0], share)
         elif packet is _aten.embedding and self._held(args[0]):
-            table = args[0].untyped_storage()._cdata
+            table = storage_key(args[0])
             if table not in self._kept:
                 share.table = max(share.table, args[0].numel())
                 self._tables[table] = args[0].numel()
@@ -186,29 +187,28 @@ class _DivisionAnalysis:
 
     def _mark(self, made: list[Tensor], tags: _LayerTags) -> None:
         for each in made:
-            self._tags[each.untyped_storage()._cdata] = each, tags
+            self._tags[storage_key(each)] = each, tags
 
     def _held(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._parameters
+        return storage_key(tensor) in self._parameters
 
 
 # --- What one forward pass of a module does ---------------------------------------------------------------------------
 
 
-_trace_aten = torch.ops.aten
 _FREE_OPS = (
-    _trace_aten._unsafe_view,
-    _trace_aten.empty,
-    _trace_aten.empty_like,
-    _trace_aten.new_empty,
-    _trace_aten.empty_strided,
-    _trace_aten.detach,
+    _aten._unsafe_view,
+    _aten.empty,
+    _aten.empty_like,
+    _aten.new_empty,
+    _aten.empty_strided,
+    _aten.detach,
 )
 _GATHER_OPS = (
-    _trace_aten.embedding,
-    _trace_aten.index_select,
-    _trace_aten.gather,
-    _trace_aten.index,
+    _aten.embedding,
+    _aten.index_select,
+    _aten.gather,
+    _aten.index,
 )  # read as much as they write
 _FUSED_ATTENTION_COST = (
     1.5  # times the operations of two products: it computes scores twice and is slower (core.profile says the same)
@@ -263,7 +263,7 @@ class ForwardTrace:
     asks: bool = False
 
 
-class OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up each module's own operations, and what autograd saves for backward.
 
     Args:
@@ -424,7 +424,7 @@ class _FusedKernels(TorchFunctionMode):
     So attention's scores are never written, and of dropout a mask is kept.
     """
 
-    def __init__(self, tracer: OpTracer) -> None:
+    def __init__(self, tracer: _OpTracer) -> None:
         super().__init__()
         self._tracer = tracer
         whole = nn.functional.multi_head_attention_forward
@@ -472,12 +472,6 @@ class _FusedAttention(torch.autograd.Function):
         return (*(torch.empty_like(each) for each in ctx.saved_tensors[:3]), None, None)
 
 
-def storage_key(tensor: Tensor) -> int:
-    """What tensors that share memory have in common, on the meta device too."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
 def count_elements(outputs: Any) -> int:
     """Elements of tensors, however they are nested."""
     if isinstance(outputs, Tensor):
@@ -496,11 +490,6 @@ def _size(tensor: Tensor) -> float:
 
 
 # --- Attention detection ----------------------------------------------------------------------------------------------
-
-
-_attention_aten = torch.ops.aten
-_ATTENTION_PRODUCTS = {_attention_aten.bmm: 0, _attention_aten.baddbmm: 1}  # with the place of their first factor
-_ATTENTION_SOFTMAX = (_attention_aten._softmax, _attention_aten._safe_softmax)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -541,8 +530,8 @@ class _AttentionScores:
 
     def see(self, packet: Any, args: Any, outputs: Any) -> None:
         """One operation that is no view."""
-        if packet in _ATTENTION_PRODUCTS:
-            first = _ATTENTION_PRODUCTS[packet]
+        if packet in _BATCHED_PRODUCTS:
+            first = _BATCHED_PRODUCTS[packet]
             self._multiplied(args[first], args[first + 1], outputs)
             return
         made = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
@@ -552,11 +541,11 @@ class _AttentionScores:
         chain = next(filter(None, map(self._chain, given)), None)
         if chain is None:
             return
-        if packet in _ATTENTION_SOFTMAX and args[1] % made.ndim == made.ndim - 1:
+        if packet in _SOFTMAX and args[1] % made.ndim == made.ndim - 1:
             chain.normalised = True
         for each in outputs if isinstance(outputs, tuple | list) else (made,):
             if isinstance(each, Tensor) and each.numel() == made.numel():
-                self._chains[_attention_storage_key(each)] = each, chain
+                self._chains[storage_key(each)] = each, chain
 
     def follows(self, tensor: Tensor) -> bool:
         """Whether it comes from a batch of products, number by number."""
@@ -574,10 +563,10 @@ class _AttentionScores:
                 chain.used = True
                 self._note(made.shape[0] // self._rows, one.shape[-2] if self._chain(one) else other.shape[-1])
         if not weights:
-            self._chains[_attention_storage_key(made)] = made, _ScoreChain()
+            self._chains[storage_key(made)] = made, _ScoreChain()
 
     def _chain(self, tensor: Tensor) -> _ScoreChain | None:
-        found = self._chains.get(_attention_storage_key(tensor))
+        found = self._chains.get(storage_key(tensor))
         return found[1] if found else None
 
     def _note(self, heads: int, tokens: int) -> None:
@@ -585,7 +574,49 @@ class _AttentionScores:
         self.tokens = max(self.tokens, tokens)
 
 
-def _attention_storage_key(tensor: Tensor) -> int:
-    """What tensors that share memory have in common."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
+# --- Runs of a model on the meta device -------------------------------------------------------------------------------
+
+
+def trace_model(
+    model: nn.Module, tensors: Mapping[str, Tensor], call: CallNames, step: Any, whole: frozenset[int] = frozenset()
+) -> ForwardTrace:
+    """One forward pass of a model on the meta device. Raises whatever that raises.
+
+    Args:
+        call: inputs and keywords.
+        whole: storages of the parameters that tensor parallelism does not divide, whatever is found.
+    """
+    on = {name: value.to("meta") for name, value in tensors.items()}
+    rows = max((len(value) for value in tensors.values()), default=1)
+    held = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers(), *on.values())}
+    parameters = {storage_key(each) for each in model.parameters()}
+    values = MetaValues([(on[name], value) for name, value in tensors.items()])
+    tracer = _OpTracer(held, parameters, values, rows, whole)
+    with tracer.watching(model):
+        call_model(model, on, call, step)
+    return tracer.found()
+
+
+def call_model(model: nn.Module, on: Mapping[str, Tensor], call: CallNames, step: Any) -> Any:
+    """What a model, or a step of the job's own, makes of columns that are where it is."""
+    inputs, keywords = call
+    if keywords:
+        return model(**{keyword: on[name] for keyword, name in zip(keywords, inputs, strict=True)})
+    if inputs or step is None:
+        return model(*[on[name] for name in inputs])
+    return step(model, on)
+
+
+def meta_runner(columns: Mapping[str, Tensor], call: CallNames, step: Any, least: int = 1) -> Callable[..., Any]:
+    """Calls a model on the meta device with `rows` rows of columns, by default as few as it takes.
+
+    What it asks of values that follow from the inputs is answered by the columns'.
+    """
+
+    def run(bones: nn.Module, rows: int = least) -> Any:
+        real = {name: value[torch.arange(rows) % len(value)].cpu() for name, value in columns.items()}
+        given = {name: value.to("meta") for name, value in real.items()}
+        with MetaValueMode((given[name], value) for name, value in real.items()), torch.device("meta"):
+            return call_model(bones, given, call, step)
+
+    return run

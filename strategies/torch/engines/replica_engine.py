@@ -1,0 +1,181 @@
+"""The state of one rank's engine: build, snapshot, restore, save and load of its replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import ClassVar, TypeVar
+
+import torch
+
+from trainwright.core import random_state
+from trainwright.core.engine import ModelSpec, StateReader, StateSnapshot, StateWriter
+from trainwright.core.errors import TrainwrightError
+from trainwright.core.plan import Plan
+from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
+from trainwright.strategies.common.user_code_errors import peer_lost_error
+from trainwright.strategies.torch.checkpoint import host_state, safetensors_files
+from trainwright.strategies.torch.torch_errors import TorchUserCode, clear_frames
+from trainwright.strategies.torch.training.local_state import DataRank
+from trainwright.strategies.torch.training.train_state import TorchReplica
+from trainwright.strategies.torch.training.train_step import StepRunner
+
+Result = TypeVar("Result")
+
+
+class ReplicaEngine:
+    """Holds a replica and moves its state; `TorchEngine` adds the steps.
+
+    `trainwright.core.engine.Engine` says who calls what, and when.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        reform="in_place", topology="collective", devices_per_worker=1, inductor=True
+    )
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+        self._replica: TorchReplica | None = None
+        self._runner: StepRunner | None = None
+        self._device = torch.device("cpu")
+        self._copies = host_state.HostStateCopier()
+
+    # --- the group ----------------------------------------------------------------------------------------
+
+    def reserve(self, generation: Generation, role: Role) -> Address:
+        """Nobody has to reach this rank: no port is bound."""
+        return Address(host="127.0.0.1", port=0)
+
+    def form(self, group: Group) -> StateTag:
+        """Take threads and device; says what state this rank holds. Raises PeerLost."""
+        self._runner = None
+        self._group = group
+        self._device = torch.device(group.devices[0])
+        if group.threads:
+            torch.set_num_threads(group.threads)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        if self._replica is not None:
+            self._replica.move(self._device)
+        return self._tag()
+
+    def leave(self) -> None:
+        """The group ends, the process lives on with its state. Safe to call at any time, twice too."""
+        self._runner = None
+
+    def interrupt(self, deadline_s: float) -> bool:
+        """False: nothing that one rank does by itself can be made to raise from another thread."""
+        return False
+
+    # --- the state ----------------------------------------------------------------------------------------
+
+    def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
+        """Make model and optimizer, the same on every rank for one seed.
+
+        Raises:
+            JobError: the model cannot be trained, or not with this plan.
+            UserCodeError: the user's code raised.
+        """
+        spec.check(self.capabilities)
+        self._replica = self._guarded(lambda: self._made(spec, plan))
+        self._runner = None
+        return self._tag()
+
+    def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
+        """Nothing to send within one rank. A fresh build stands at step 0 from then on."""
+        self._stand(self.replica)
+        return self._tag()
+
+    def snapshot(self) -> StateSnapshot:
+        """Copy the state to host memory. Training may go on at once.
+
+        Of data ranks with local state only the first copies what all have, the others what they keep as their own.
+        """
+        held = host_state.state_of(self.replica)
+        if held.local is not None and held.local.seat.rank:
+            held = replace(held, model={}, slots={}, boxes={}, trained=())
+        copy = self._copies.of(held)
+        return StateSnapshot(step=copy.step or 0, size_bytes=copy.size_bytes, state=copy)
+
+    def restore(self, copy: StateSnapshot) -> StateTag:
+        """Take a state copied by `snapshot`. Raises CheckpointError where it does not fit, with nothing changed."""
+        host_state.restore(self.replica, copy.state)
+        return self._tag()
+
+    @staticmethod
+    def save(copy: StateSnapshot, writer: StateWriter) -> None:
+        """Write a snapshot's files; may run in another thread, after the engine is gone. Raises StorageError."""
+        safetensors_files.write(copy.state, writer)
+
+    def load(self, reader: StateReader) -> StateTag:
+        """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
+        replica, seat = self.replica, self._seat
+        own = safetensors_files.read_local(reader, seat) if replica.local else None
+        host_state.restore(replica, replace(safetensors_files.read(reader, replica.wanted, replica.part), local=own))
+        replica.seat = seat
+        return self._tag()
+
+    def verify(self) -> None:
+        """Nothing: no other rank holds what this one does."""
+
+    # --- for the engines ----------------------------------------------------------------------------------
+
+    def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
+        """Model and optimizer, fresh."""
+        return TorchReplica(spec, plan, self._device, self._where)
+
+    @property
+    def replica(self) -> TorchReplica:
+        """Model, optimizer and step of this rank; `build` comes first."""
+        assert self._replica is not None, "build() comes first"
+        return self._replica
+
+    @property
+    def _rank(self) -> int:
+        return self._group.rank if self._group else 0
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self._rank}"
+
+    @property
+    def _seat(self) -> DataRank:
+        """This rank, as a data rank."""
+        return DataRank(rank=self._rank, ranks=self._group.size if self._group else 1)
+
+    def _stand(self, replica: TorchReplica) -> None:
+        """A fresh build stands at step 0 from now on."""
+        if replica.step is None:
+            replica.step, replica.seat = 0, self._seat
+
+    def _tag(self) -> StateTag:
+        """What this rank holds; with local state only in its own seat, since no other rank can take that over."""
+        replica, seat = self._replica, self._seat
+        if replica is None:
+            return StateTag(step=None)
+        if not replica.local:
+            return StateTag(step=replica.step, sound=replica.sound)
+        return StateTag(
+            step=replica.step,
+            pieces=frozenset({"state", seat.piece}),
+            total=seat.ranks + 1,
+            sound=replica.sound and (replica.step is None or replica.seat == seat),
+        )
+
+    def _guarded(self, work: Callable[[], Result]) -> Result:
+        """Do work; errors leave without the frames that would keep a process group's sockets open.
+
+        Meanwhile no other thread draws from the global generators of random numbers.
+        """
+        try:
+            with random_state.GENERATORS_LOCK:
+                return work()
+        except TrainwrightError as error:
+            failure = error
+        except RuntimeError as error:
+            if not TorchUserCode.lost_peer(error):
+                raise
+            failure = peer_lost_error(error, self._where)
+            clear_frames(error)
+        clear_frames(failure)
+        raise failure
