@@ -399,9 +399,9 @@ def _spec(task: TrialTask) -> ModelSpec:
 def _engine_of(job: Job, spec: ModelSpec, framework: str, rows: int) -> Engine:
     """The engine of one device for a model of this framework, built on one CPU. Raises as `Engine.build`."""
     name = "tf_one_device" if framework == "tensorflow" else "one_device"
-    module = STRATEGIES[name]
+    strategy = STRATEGIES[name]
     plan = Plan(
-        strategy=name, engine=module.FIT if job.run == "fit" else module.ENGINES[framework], mesh=Mesh(),
+        strategy=name, engine=strategy.fit if job.run == "fit" else strategy.engines[framework], mesh=Mesh(),
         batch_size=rows, placement=WorkerResources(cpus=1.0), precision="bf16" if job.precision == "bf16" else "fp32",
     )  # fmt: skip
     replace(spec, compile=job.compile).check(engine_class(plan).capabilities)
