@@ -9,6 +9,7 @@ from typing import Any
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
 from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.first_row import first_batch
 from trainwright.distillation.distillation_spec import Distillation, Teacher, TeacherRunner
 from trainwright.distillation.target_cache import stored_targets
 from trainwright.distillation.teacher_runner import OutputSignature, compared_shape, output_signature
@@ -162,7 +163,7 @@ def _model(
     job, students = distillation.student, student_builder(distillation, loss)
     if not isinstance(students, StudentModels) or not loss.soft.matches:
         return students
-    row = train.row(train.index())
+    row = first_batch(train, train.index())
     told = {name: each for inline in loss.inline for name, each in lecturers[inline].teach(row.columns).items()}
     return students.fitted({**job.collation(row), **told}, job.arguments, job.keywords)
 
@@ -191,7 +192,7 @@ def check_compatibility(
         raise JobError(problems)
     for name in loss.inline:
         if not known[name].looks:
-            lecturers[name].teach(job.train.row(index).columns)
+            lecturers[name].teach(first_batch(job.train, index).columns)
 
 
 def _compared(loss: DistillationLoss, shapes: Mapping[str, Shape], name: str) -> Shape | None:

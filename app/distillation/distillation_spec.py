@@ -23,6 +23,7 @@ from trainwright.core.soft_loss import SoftLoss
 from trainwright.core.strict_model import StrictModel
 from trainwright.datasets.data_source import Arrays, TableSource
 from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.first_row import first_batch
 from trainwright.datasets.formats.file_system import absolute_path
 from trainwright.distillation.target_encoding import TargetEncoding
 from trainwright.distillation.teacher_runner import (
@@ -417,7 +418,7 @@ class TeacherRunner:
         subject, index = self.teacher.bound(data, self), data.index()
         job = (subject.lone or subject.job).alone(accelerator="auto")
         plan = choose(profile_job(job.replace(model=subject.outline), data, index), _here(), job).chosen
-        spec = job.model_spec(1, partial(data.row, index, job.columns))
+        spec = job.model_spec(1, partial(first_batch, data, index, job.columns))
         with preserve_rng_state():
             return LoadedTeacher(local_outputs(spec, plan, None if subject.lone else subject.weights, guest=True))
 

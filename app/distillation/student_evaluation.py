@@ -18,9 +18,9 @@ from trainwright.core.errors import JobError, UserCodeError
 from trainwright.core.frameworks import load_module
 from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
+from trainwright.datasets.data_source import Rows
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.ops.row_transforms import Counters
-from trainwright.datasets.sample_order import Rows
 from trainwright.distillation.distillation_job import teachers_with_layers
 from trainwright.distillation.distillation_spec import STUDENT, Distillation, LoadedTeacher, Teacher, TeacherRunner
 from trainwright.distillation.output_metrics import (

@@ -19,6 +19,7 @@ from trainwright.core.errors import CheckpointError, StorageError
 from trainwright.core.frameworks import load_module
 from trainwright.core.job import Job
 from trainwright.datasets.data_source import Index
+from trainwright.datasets.first_row import first_batch
 from trainwright.inference.prediction_worker import CheckpointWeights
 from trainwright.planning.profiler import build_model, framework_of, profiler_of
 from trainwright.storage.object_store import open_store
@@ -154,7 +155,7 @@ def output_signature(job: Job, index: Index, layers: Mapping[str, str] | None = 
     with preserve_rng_state():
         model = build_model(job.model)
         teaching = teacher_backend_of(model)
-        sample = job.collation(job.train.row(index, job.columns))
+        sample = job.collation(first_batch(job.train, index, job.columns))
         tapped = teaching.tap(model, layers or {})
         try:
             shapes = teaching.shapes(tapped, sample, job.arguments, job.keywords)

@@ -17,6 +17,7 @@ from trainwright.core.errors import StorageError
 from trainwright.core.frameworks import package_versions
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Capabilities
+from trainwright.datasets.first_row import first_batch
 from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.datasets.sample_order import StepSchedule
 from trainwright.driver import messages as m
@@ -93,7 +94,7 @@ class RunController:
             tell=self.flush,
         )
         # First: the feeder's actors take what a look at a row needs.
-        self._row = job.train.row(prepared.train, job.columns) if job.train.stateful else None
+        self._row = first_batch(job.train, prepared.train, job.columns) if job.train.stateful else None
         self._feeding = self._fed()
         self._journal.listen(self._feeding)
         if decision.cluster.grows:

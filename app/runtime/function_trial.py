@@ -39,6 +39,7 @@ from trainwright.core.job import Job
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Dataset, Index, table
+from trainwright.datasets.first_row import first_row
 from trainwright.inference.trained_model import single_rank_engine
 from trainwright.planning.job_preparation import PreparedJob
 from trainwright.planning.planner import Decision
@@ -183,7 +184,7 @@ def first_rows(job: Job, data: Dataset, index: Index) -> Batch:
         columns = None
     if columns is None:
         rows[:] = 0
-        columns = {name: array[rows] for name, array in data.sample(index, job.columns).items()}
+        columns = {name: array[rows] for name, array in first_row(data, index, job.columns).items()}
     return Batch(columns=columns, weights=np.ones(len(rows)), samples=rows)
 
 

@@ -17,10 +17,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from trainwright.core.errors import DataError, UserCodeError
-from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, hash_parts
+from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, Rows, hash_parts
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.formats.python_objects import hash_values, object_array
-from trainwright.datasets.sample_order import Rows
 
 _SAMPLED_ROWS = 64  # rows that are read twice
 _BLOCK_ROWS = 256
