@@ -112,7 +112,7 @@ def _propose_tensor_parallel(strategy: Strategy, request: PlanRequest) -> Propos
         yield refusal
         return
     sharded = _FSDP if engine else ""
-    found = [degree for degree in tensor_degrees(request) if degree > 1 and not ranks % degree]
+    found = [degree for degree in _tensor_degrees(request) if degree > 1 and not ranks % degree]
     if not found:
         yield request.refuse_single_rank(name) or _no_degree_refusal(strategy, request)
     for tensor in found:
@@ -131,7 +131,7 @@ def _propose_tensor_parallel(strategy: Strategy, request: PlanRequest) -> Propos
                 yield request.plan(name, sharded, pinned, zero=3)
 
 
-def tensor_degrees(request: PlanRequest) -> Iterator[int]:
+def _tensor_degrees(request: PlanRequest) -> Iterator[int]:
     """Yield the tensor degrees that the model, its compiler and a node allow."""
     profile = request.profile
     if request.compile == "inductor" or profile.indivisible or not any(layer.splits for layer in profile.layers):
@@ -222,7 +222,7 @@ def _schedules(request: PlanRequest) -> Iterator[tuple[str, int]]:
 def _stage_meshes(request: PlanRequest) -> Iterator[Mesh]:
     """Yield the meshes with several stages over all ranks."""
     ranks, layers = request.ranks, request.profile.most_stages
-    for tensor in tensor_degrees(request):
+    for tensor in _tensor_degrees(request):
         for stages in divisors(ranks // tensor):
             if 1 < stages <= layers and not ranks % (tensor * stages):
                 yield Mesh(pipeline=stages, data=ranks // tensor // stages, tensor=tensor)
