@@ -12,11 +12,10 @@ import numpy as np
 import pyarrow.parquet as pq
 from alone import Crew, Ended, Setup
 from delayed import accuracy_of
-from fashion_table import write_splits
+from fashion_table import Splits, fashion_mnist, write_splits
 from figures import Figure, compare, deviation, shortfall
 
 from trainwright.core.data import Columns
-from trainwright.datasets.fashion_mnist import Splits, fashion_mnist
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "fashion-mnist"
 TRIED = Path(__file__).resolve().parent / "results" / "asynchronous_rates.json"  # written by `tune`

@@ -1,15 +1,19 @@
-"""Random images in the form of Fashion-MNIST, in parquet."""
+"""Fashion-MNIST, and random images in its form, as parquet files."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainwright.datasets.fashion_mnist import Splits
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+import sample_data
+from sample_data import Splits, fashion_mnist
 
+__all__ = ["Splits", "fashion_mnist", "sample_data", "write_splits"]
 GROUP_ROWS = 1250
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fashion_table import write_splits
+from fashion_table import Splits, fashion_mnist, write_splits
 from figures import Figure, deviation, shortfall
 from machine import ray_cluster, settle
 
 import trainwright as tw
-from trainwright.datasets.fashion_mnist import Splits, fashion_mnist
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "fashion-mnist"
 WORKERS, SERVERS, BATCH_SIZE, EPOCHS, SEEDS = 2, 2, 256, 5, 3

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainwright.datasets.corpora import king_james
     from trainwright.datasets.dataset import Dataset, parquet, table
-    from trainwright.datasets.fashion_mnist import fashion_mnist
     from trainwright.datasets.formats.arrow_ipc import arrow
     from trainwright.datasets.formats.image_folder import decode_image, images
     from trainwright.datasets.formats.python_objects import from_huggingface, from_torch
@@ -27,14 +25,12 @@ __all__ = [
     "arrow",
     "csv",
     "decode_image",
-    "fashion_mnist",
     "from_huggingface",
     "from_ray",
     "from_tf",
     "from_torch",
     "images",
     "json_lines",
-    "king_james",
     "mix",
     "parquet",
     "split",
@@ -49,14 +45,12 @@ _HOMES = {
     "csv": "formats.text_formats",
     "Dataset": "dataset",
     "decode_image": "formats.image_folder",
-    "fashion_mnist": "fashion_mnist",
     "from_huggingface": "formats.python_objects",
     "from_ray": "formats.ray_dataset",
     "from_tf": "formats.tf_data",
     "from_torch": "formats.python_objects",
     "images": "formats.image_folder",
     "json_lines": "formats.text_formats",
-    "king_james": "corpora",
     "mix": "ops.weighted_mix",
     "parquet": "dataset",
     "split": "ops.hash_split",

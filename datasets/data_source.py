@@ -117,6 +117,8 @@ def hash_parts(parts: Iterable[object]) -> str:
 
 
 Arrays = dict[str, npt.NDArray[Any]]
+Rows = npt.NDArray[np.int64]
+"""Row numbers, or byte offsets: (count,)."""
 _LISTS = (
     pa.types.is_list,
     pa.types.is_large_list,
@@ -136,6 +138,14 @@ class Field(NamedTuple):
     def row_bytes(self) -> int:
         """Size of one row; of an object, its reference only."""
         return int(self.dtype.itemsize * np.prod(self.shape, dtype=np.int64))
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def schema_of(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, Field]:
+    """Return the fields of columns in memory: arrays (rows, *shape)."""
+    return {name: Field(array.dtype, array.shape[1:]) for name, array in arrays.items()}
 
 
 def field_of(kind: pa.DataType) -> Field:
@@ -240,7 +250,7 @@ class TableSource:
     def index(self) -> Index:
         """Count the rows and sum the bytes."""
         rows = len(next(iter(self.arrays.values())))
-        fields = {name: Field(array.dtype, array.shape[1:]) for name, array in self.arrays.items()}
+        fields = schema_of(self.arrays)
         return Index(
             rows=rows,
             groups=(RowGroup(file="", number=0, rows=rows, first=0),),

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.core.data import Batch
-from trainwright.core.errors import DataError, TrainwrightError, UserCodeError
+from trainwright.core.errors import DataError
 from trainwright.datasets.data_source import (
     Arrays,
     Field,
     Index,
     RowAccess,
+    Rows,
     Source,
     TableSource,
     arrays_from_table,
@@ -49,12 +49,9 @@ from trainwright.datasets.ops.row_transforms import (
 )
 from trainwright.datasets.ops.zip_columns import zip_datasets
 from trainwright.datasets.row_reader import RowReader
-from trainwright.datasets.sample_order import MEMORY_BYTES, Rows
+from trainwright.datasets.sample_order import MEMORY_BYTES
 
 __all__ = ["Dataset", "Field", "Index", "parquet", "table"]
-
-
-_TRIED = 4  # rows, when the first one cannot be read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +162,8 @@ class Dataset:
             DataError: a data set has no rows by number; when they are read: a row is missing in the other, comes twice
                 or is one too many, or both have a column of one name.
         """
-        return zip_datasets(self, other)
+        source, transforms = zip_datasets(self, other)
+        return replace(self, source=source, transforms=transforms)
 
     def need_rows_by_number(self, word: str) -> None:
         """Raise DataError, naming the operation, where rows come in an order of their own only."""
@@ -214,40 +212,6 @@ class Dataset:
     def index(self) -> Index:
         """Look at the source: rows, row groups, columns. Raises DataError for anything wrong with it."""
         return self.source.index()
-
-    def fields(self, index: Index) -> Mapping[str, Field]:
-        """Columns after the transforms; with transforms, one row is read and transformed: the first that can be."""
-        if not self.transforms:
-            return index.schema
-        return {name: Field(array.dtype, array.shape[1:]) for name, array in self.sample(index).items()}
-
-    def sample(self, index: Index, columns: Iterable[str] | None = None) -> Arrays:
-        """One transformed row to look at: the first, or where that cannot be read another.
-
-        Where a transform is slow to open, a task of Ray computes it, if Ray is there: see `rays.sample_of`.
-
-        Raises DataError, UserCodeError: as the first row did, where none of a few can be read.
-        """
-        if self.stateful:
-            from trainwright.datasets.ray_data.ray_fetcher import sample_on_ray
-
-            return sample_on_ray(self, index, columns)
-        return self.sample_here(index, columns)
-
-    def sample_here(self, index: Index, columns: Iterable[str] | None = None) -> Arrays:
-        """As `sample`, in this process."""
-        failure: TrainwrightError | None = None
-        for row in dict.fromkeys([0, *np.linspace(0, index.rows - 1, _TRIED).astype(np.int64).tolist()]):
-            try:
-                return self.read(index, [row], columns)
-            except (DataError, UserCodeError) as error:
-                failure = failure or error
-        assert failure is not None, "an index has a row"
-        raise failure
-
-    def row(self, index: Index, columns: Iterable[str] | None = None) -> Batch:
-        """The same row as a batch of its own. Raises as `sample`."""
-        return Batch(columns=self.sample(index, columns), weights=np.ones(1), samples=np.zeros(1, dtype=np.int64))
 
     def source_columns(self, index: Index, columns: Iterable[str] | None) -> tuple[str, ...]:
         """Columns to read so that `columns` can be given; DataError for one that is not there."""

@@ -13,8 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
-from trainwright.datasets.data_source import Arrays, Index, Loader
-from trainwright.datasets.sample_order import MEMORY_BYTES, Rows
+from trainwright.datasets.data_source import Arrays, Index, Loader, Rows
+from trainwright.datasets.sample_order import MEMORY_BYTES
 
 _MAX_THREADS = 4
 _DECODE_MEMORY_SHARE = 8  # row groups that threads decode at the same time take at most an eighth of the memory

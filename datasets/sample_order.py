@@ -21,11 +21,11 @@ import numpy.typing as npt
 
 from trainwright.core.data import Cursor, fold_seed
 from trainwright.core.errors import DataError
+from trainwright.datasets.data_source import Rows
 
 if TYPE_CHECKING:
     from trainwright.datasets.data_source import Arrays
 
-Rows = npt.NDArray[np.int64]
 
 MEMORY_BYTES = 512 << 20
 HIGHLY_COMPOSITE = (1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 
 import numpy as np
+import sample_data
 import torch
 from torch import nn
 from torch.nn import functional
@@ -21,7 +22,7 @@ import trainwright as tw
 
 LABELS, VALIDATION, UNITS = 6_000, 1_000, 16
 UNKNOWN = -1  # of a label
-data = tw.datasets.fashion_mnist("data/fashion-mnist")
+data = sample_data.fashion_mnist("data/fashion-mnist")
 images = tw.datasets.parquet(data.train)
 
 

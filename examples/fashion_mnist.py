@@ -7,13 +7,14 @@ Two worker actors on a machine without accelerators, one for each accelerator ot
 
 from __future__ import annotations
 
+import sample_data
 import torch
 from torch import nn
 from torch.nn import functional
 
 import trainwright as tw
 
-data = tw.datasets.fashion_mnist("data/fashion-mnist")
+data = sample_data.fashion_mnist("data/fashion-mnist")
 
 
 class Scale(nn.Module):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import sample_data
+
 import trainwright as tw
 
-data = tw.datasets.fashion_mnist("data/fashion-mnist")
+data = sample_data.fashion_mnist("data/fashion-mnist")
 
 
 def build_model() -> Any:

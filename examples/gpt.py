@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import sample_data
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
@@ -258,7 +259,7 @@ class Muon(torch.optim.Optimizer):
 def job(size: Literal["tiny", "third", "small", "laptop", "cluster"] = "laptop") -> tw.Job:
     """Of one of the sizes: `--set size=cluster`."""
     chosen = SIZES[size]
-    text = tw.datasets.king_james(FOLDER)
+    text = sample_data.king_james(FOLDER)
     learnt = tokenizer(text.train, chosen.vocabulary)
     first, rest = (np.array(learnt.encode(Path(part).read_text(encoding="ascii")).ids) for part in text)
     known, new = 3 * chosen.context // 4, chosen.context // 4  # of each sequence that judges

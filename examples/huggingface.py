@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import sample_data
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,7 +19,7 @@ from torch.nn import functional
 import trainwright as tw
 
 CONTEXT = 128
-text = tw.datasets.king_james("data/king-james")
+text = sample_data.king_james("data/king-james")
 
 
 def build_model() -> nn.Module:

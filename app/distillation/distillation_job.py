@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
 from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.first_row import first_batch
 from trainwright.datasets.ray_data.actor_pools import allocate_actors
 from trainwright.datasets.ray_data.ray_fetcher import make_pipeline_spec
 from trainwright.distillation.distillation_spec import Distillation, Teacher
@@ -198,7 +199,7 @@ def _model(
     job, students = distillation.student, student_builder(distillation, loss)
     if not isinstance(students, StudentModels) or not loss.soft.matches:
         return students
-    row = train.row(train.index())
+    row = first_batch(train, train.index())
     told = {name: each for inline in loss.inline for name, each in runners[inline].teach(row.columns).items()}
     return students.fitted({**job.collation(row), **told}, job.arguments, job.keywords)
 
@@ -227,7 +228,7 @@ def check_compatibility(
         raise JobError(problems)
     for name in loss.inline:
         if not known[name].looks:
-            runners[name].teach(job.train.row(index).columns)
+            runners[name].teach(first_batch(job.train, index).columns)
 
 
 def _compared(loss: DistillationLoss, shapes: Mapping[str, Shape], name: str) -> Shape | None:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import random
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from trainwright.core import random_state
 from trainwright.core.errors import CheckpointError, StorageError
 from trainwright.core.frameworks import load_module
 from trainwright.core.job import Job
 from trainwright.datasets.data_source import Index
+from trainwright.datasets.first_row import first_batch
 from trainwright.inference.prediction_worker import CheckpointWeights
 from trainwright.planning.profiler import build_model, framework_of, profiler_of
 from trainwright.storage.object_store import open_store
@@ -139,7 +136,7 @@ def output_signature(job: Job, index: Index, layers: Mapping[str, str] | None = 
     with random_state.preserve_generators():
         model = build_model(job.model)
         teaching = teacher_backend_of(model)
-        sample = job.collation(job.train.row(index, job.columns))
+        sample = job.collation(first_batch(job.train, index, job.columns))
         tapped = teaching.tap(model, layers or {})
         try:
             shapes = teaching.shapes(tapped, sample, job.arguments, job.keywords)

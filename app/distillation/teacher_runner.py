@@ -19,6 +19,7 @@ from trainwright.core.job import ColumnNames
 from trainwright.core.model_profile import ModelProfile
 from trainwright.datasets.data_source import TableSource
 from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.first_row import first_batch
 from trainwright.distillation.distillation_spec import Teacher
 from trainwright.distillation.teacher_model import (
     TeacherModelBuilder,
@@ -180,7 +181,7 @@ class TeacherRunner:
         subject, index = teacher_inference_model(self, data), data.index()
         job = (subject.single_process_job or subject.job).alone(accelerator="auto")
         plan = choose(profile_job(job.replace(model=subject.architecture), data, index), _here(), job).chosen
-        spec = job.model_spec(1, partial(data.row, index, job.columns))
+        spec = job.model_spec(1, partial(first_batch, data, index, job.columns))
         with random_state.preserve_generators():
             return LoadedTeacher(
                 local_outputs(spec, plan, None if subject.single_process_job else subject.weights, guest=True)

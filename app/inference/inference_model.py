@@ -13,6 +13,7 @@ from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan
 from trainwright.datasets.data_source import Index
 from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.first_row import transformed_fields
 from trainwright.inference.inference_plan import fit_plan, single_replica, trained_plan
 from trainwright.inference.prediction_files import SAMPLE
 from trainwright.inference.prediction_worker import CheckpointWeights
@@ -56,7 +57,7 @@ class InferenceModel:
 
     def check(self, index: Index, keep: tuple[str, ...]) -> None:
         """Raise JobError for a column that is not in the data."""
-        fields = self.job.train.fields(index)
+        fields = transformed_fields(self.job.train, index)
         problems = [
             f"{what}={name!r} is no column of the data: {nearest(name, fields)}"
             for what, names in (("inputs", self.job.input_columns), ("keep", keep))

@@ -17,7 +17,7 @@ from trainwright.ray_cluster.discovery import connect, discover
 from trainwright.reporting.plan_view import plan_from
 from trainwright.storage.event_files import read_run_summary
 from trainwright.storage.object_store import open_store
-from trainwright.strategies import data_parallel, one_device, tf_one_device
+from trainwright.strategies import STRATEGIES
 from trainwright.strategies.search.plan_request import placement_for, worker_capacity
 
 
@@ -32,10 +32,9 @@ def trained_plan(job: Job) -> Plan | None:
 
 def serving_plan(plan: Plan) -> Plan | None:
     """Return a plan of replicas on as many workers, or of one. Any layout can load a checkpoint."""
-    for module, data in ((data_parallel, plan.mesh.data), (one_device, 1), (tf_one_device, 1)):
-        for framework, engine in module.ENGINES.items():
+    for name, data in (("data_parallel", plan.mesh.data), ("one_device", 1), ("tf_one_device", 1)):
+        for framework, engine in STRATEGIES[name].engines.items():
             if f".{framework}." in plan.engine:
-                name = module.__name__.rpartition(".")[2]
                 return replace(
                     plan, strategy=name, engine=engine, mesh=Mesh(data=data), topology="collective", servers=0,
                     consistency="", wire="full", local_steps=1, outer="",

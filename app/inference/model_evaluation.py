@@ -13,6 +13,7 @@ from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.datasets.data_source import Index
 from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.first_row import first_batch
 from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.inference.inference_plan import plan_on_cluster, trained_plan
 from trainwright.planning.planner import choose
@@ -46,7 +47,9 @@ def _evaluate_on(plan: Plan, job: Job, step: int | None, verbose: bool) -> dict[
 def _evaluate_here(job: Job, step: int | None) -> dict[str, float]:
     """Evaluate in this process on one device. The number of threads stays as it is."""
     alone, index, plan = local_plan(job, job.evaluate)
-    engine = single_rank_engine(alone.model_spec(1, partial(job.evaluate.row, index, job.columns)), plan, guest=True)
+    engine = single_rank_engine(
+        alone.model_spec(1, partial(first_batch, job.evaluate, index, job.columns)), plan, guest=True
+    )
     with_checkpoint(job, step, engine.load)
     stream = BatchLoader(
         job.evaluate, index, batch_size=job.batch_size, epochs=1, seed=job.seed, shuffle=False, drop_last=False,

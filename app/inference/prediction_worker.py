@@ -24,6 +24,7 @@ from trainwright.core.errors import TrainwrightError
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.datasets.data_source import Index
+from trainwright.datasets.first_row import first_batch
 from trainwright.datasets.loading.prefetch import ReadAhead
 from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.inference.prediction_files import Range, concatenate_outputs, part_table
@@ -106,7 +107,7 @@ OutputFunction = Callable[[Batch], Sequence[Columns]]
 def order_outputs(order: PredictorConfig) -> OutputFunction:
     """Return the configured model in this process. Raises as `local_outputs`."""
     job = unpickle_job(order.job)
-    spec = job.model_spec(1, partial(job.train.row, order.index, _names(job, order)))
+    spec = job.model_spec(1, partial(first_batch, job.train, order.index, _names(job, order)))
     return local_outputs(replace(spec, outputs=order.outputs), order.plan, order.weights)
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from trainwright.core.data import Batch, Columns
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
+from trainwright.datasets.first_row import first_batch
 from trainwright.driver.messages import PredictRequest
 from trainwright.inference.inference_plan import plan_on_cluster, single_replica, split_into_feeds, trained_plan
 from trainwright.inference.model_evaluation import local_plan
@@ -93,7 +94,7 @@ def generate(
     if problems:
         raise JobError(problems)
     index = job.train.index()
-    column = _column(job, job.train.row(index, job.columns))
+    column = _column(job, first_batch(job.train, index, job.columns))
     _cast(given, column.dtype)
     outputs = () if output is None else (output,)
     plan = None if here else trained_plan(job)
@@ -118,7 +119,7 @@ def generate(
 def _ask_here(job: Job, step: int | None, outputs: tuple[str, ...]) -> _Ask:
     """Return the model in this process, on one device."""
     alone, index, plan = local_plan(job, job.train)
-    spec = alone.model_spec(1, partial(job.train.row, index, job.columns))
+    spec = alone.model_spec(1, partial(first_batch, job.train, index, job.columns))
     engine = single_rank_engine(replace(spec, outputs=outputs), plan)
     with_checkpoint(job, step, engine.load)
 

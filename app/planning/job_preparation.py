@@ -16,6 +16,7 @@ from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan, RejectedPlan
 from trainwright.datasets.dataset import Index
+from trainwright.datasets.first_row import transformed_fields
 from trainwright.datasets.metadata_cache import MetadataContext, metadata_context
 from trainwright.datasets.ops.row_transforms import function_name
 from trainwright.datasets.sample_order import steps_per_epoch
@@ -244,10 +245,10 @@ def _check_weights(job: Job, profile: ModelProfile) -> None:
 
 def _check_columns(job: Job, train: Index, evaluate: Index | None) -> tuple[str, ...]:
     """Columns of the training set that nothing uses. Raises JobError for those that are missing, or must be used."""
-    names = list(job.train.fields(train))
+    names = list(transformed_fields(job.train, train))
     problems = [*_missing(job, "train", names), *_unweighted(job, "train", train, names)]
     if evaluate is not None:
-        judged = list(job.evaluate.fields(evaluate))
+        judged = list(transformed_fields(job.evaluate, evaluate))
         problems += [*_missing(job, "evaluate", judged), *_unweighted(job, "evaluate", evaluate, judged)]
     if problems:
         raise JobError(problems)

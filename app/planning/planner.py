@@ -153,13 +153,13 @@ def _names(job: Job, framework: str, pins: PlanConstraints) -> Collection[str]:
         raise PlanError(f"strategy={job.strategy!r} is not known", remedy=nearest(job.strategy, STRATEGIES))
     suited = strategies_for(framework)
     if job.strategy not in suited:
-        others = ", ".join(STRATEGIES[job.strategy].FRAMEWORKS)
+        others = ", ".join(STRATEGIES[job.strategy].engines)
         raise PlanError(
             f"strategy={job.strategy!r} is for models of {others}, and this one is of {framework}",
             remedy=f"use {', '.join(suited)}",
         )
-    if _asks_async(pins) and not hasattr(STRATEGIES[job.strategy], "ALONE"):
-        others = " or ".join(name for name, module in suited.items() if hasattr(module, "ALONE"))
+    if _asks_async(pins) and not STRATEGIES[job.strategy].asynchronous:
+        others = " or ".join(name for name, strategy in suited.items() if strategy.asynchronous)
         raise PlanError(
             f"{pins} is for workers that step alone, and strategy={job.strategy!r} has them step together",
             where="strategy",

@@ -16,6 +16,7 @@ from trainwright.core.frameworks import load_module, missing_framework
 from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
 from trainwright.datasets.dataset import Dataset, Index
+from trainwright.datasets.first_row import first_batch
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ def profile_job(job: Job, dataset: Dataset, index: Index) -> ModelProfile:
         UserCodeError: `model()` raised.
         JobError: `model()` returned something that no engine knows.
     """
-    sample = job.collation(dataset.row(index, job.columns))
+    sample = job.collation(first_batch(dataset, index, job.columns))
     model = build_model(job.model)
     profile: ModelProfile = profiler_of(model).profile_model(
         model, sample, job.arguments, keywords=job.keywords, step=job.step

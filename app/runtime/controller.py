@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from trainwright.core import events
 from trainwright.core.errors import StorageError
+from trainwright.datasets.first_row import first_batch
 from trainwright.driver import messages as m
 from trainwright.driver.state_machine import begin_run, decide
 from trainwright.planning.job_preparation import PreparedJob, store_metadata
@@ -72,7 +73,7 @@ class RunController:
             tell=self.flush,
         )
         # First: the feeder's actors take what a look at a row needs.
-        row = job.train.row(prepared.train, job.columns) if job.train.stateful else None
+        row = first_batch(job.train, prepared.train, job.columns) if job.train.stateful else None
         self._feeding = self._setup.start_feeder()
         self._journal.listen(self._feeding)
         if decision.cluster.grows:

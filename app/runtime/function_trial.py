@@ -39,6 +39,7 @@ from trainwright.core.job import Job
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Dataset, Index, table
+from trainwright.datasets.first_row import first_row
 from trainwright.planning.job_preparation import PreparedJob
 from trainwright.planning.planner import Decision
 from trainwright.planning.profiler import build_model, framework_of, profiler_of
@@ -183,7 +184,7 @@ def first_rows(job: Job, data: Dataset, index: Index) -> Batch:
         columns = None
     if columns is None:
         rows[:] = 0
-        columns = {name: array[rows] for name, array in data.sample(index, job.columns).items()}
+        columns = {name: array[rows] for name, array in first_row(data, index, job.columns).items()}
     return Batch(columns=columns, weights=np.ones(len(rows)), samples=rows)
 
 
@@ -399,9 +400,9 @@ def _spec(task: TrialTask) -> ModelSpec:
 def _engine_of(job: Job, spec: ModelSpec, framework: str, rows: int) -> Engine:
     """The engine of one device for a model of this framework, built on one CPU. Raises as `Engine.build`."""
     name = "tf_one_device" if framework == "tensorflow" else "one_device"
-    module = STRATEGIES[name]
+    strategy = STRATEGIES[name]
     plan = Plan(
-        strategy=name, engine=module.FIT if job.run == "fit" else module.ENGINES[framework], mesh=Mesh(),
+        strategy=name, engine=strategy.fit if job.run == "fit" else strategy.engines[framework], mesh=Mesh(),
         batch_size=rows, placement=WorkerResources(cpus=1.0), precision="bf16" if job.precision == "bf16" else "fp32",
     )  # fmt: skip
     replace(spec, compile=job.compile).check(engine_class(plan).capabilities)

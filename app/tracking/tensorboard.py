@@ -1,38 +1,49 @@
-"""TensorBoard files, written from the events of a run.
+"""TensorBoard files, written from events.
 
-The files are records of a few simple protocol buffers. Existing writers import torch or TensorFlow, which would load a
-framework into the driver of every job.
-
-Formats: records as in TensorFlow's `tfrecord` (length, masked CRC-32C of it, data, masked CRC-32C of that); messages
-as in `tensorflow/core/util/event.proto` and `tensorflow/core/framework/summary.proto`.
+The files are TFRecord files of messages of `tensorflow/core/util/event.proto` and `.../framework/summary.proto`. The
+existing writers import torch or TensorFlow, which would load a framework into the driver of every job.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from trainwright.core.errors import StorageError
 from trainwright.core.events import Checkpointed, Evaluated, Event, Formed, Measured, RunEnded, RunStarted, Steps
+from trainwright.core.tfrecord_framing import frame, message_class
 from trainwright.storage.object_store import Store
 
-MAX_WAITING_BYTES = 64 << 20  # limit of bytes that wait for the store
+MAX_WAITING_BYTES = 64 << 20  # that wait for the store
+_START = 1  # SessionLog.START
+_SCHEMA = {
+    "Value": {"tag": (1, "string"), "simple_value": (2, "oneof float")},
+    "Summary": {"value": (1, "repeated Value")},
+    "SessionLog": {"status": (1, "int32")},
+    "Event": {
+        "wall_time": (1, "double"),
+        "step": (2, "int64"),
+        "file_version": (3, "oneof string"),
+        "summary": (5, "oneof Summary"),
+        "session_log": (7, "oneof SessionLog"),
+    },
+}
 
 
 class TensorBoardWriter:
-    """An event listener that writes scalars to `<run>/tensorboard`.
+    """A listener that writes scalars to `<run>/tensorboard`.
 
-    In a folder one file grows during the run. An object store cannot append, so each checkpoint and the end add a file;
-    TensorBoard reads the files of a directory in order of their names. After a resume or a recovery the curves continue
-    at the resumed step, without repeated points.
+    In a folder the file grows as the run does. In an object store, which cannot append, each checkpoint and the end
+    add one more file; TensorBoard reads a directory's files in order of their names. After a resume or a recovery the
+    curves go on from the step that was taken up, without doubled points.
 
     Args:
-        store: where the run is stored.
+        store: where the run lives.
         run: name of the run.
     """
 
@@ -47,7 +58,7 @@ class TensorBoardWriter:
         self._waiting_bytes = 0
 
     def on(self, event: Event) -> None:
-        """Take one event. Files are written by a separate thread: a network folder may block."""
+        """Take one event; files are written by a thread of their own: a network folder may never answer."""
         self._last_s = event.time_s
         match event:
             case RunStarted():
@@ -66,21 +77,21 @@ class TensorBoardWriter:
             self._write()
 
     def close(self) -> None:
-        """Write the rest and wait until it is written."""
+        """Write the rest and wait for it."""
         wait(self._writes)
         self._write()
         self._thread.shutdown()
         self._write()
 
     def _add(self, message: bytes) -> None:
-        self._buffer += _record(message)
+        self._buffer += frame(message)
 
     def _write(self) -> None:
-        """Queue the buffer for writing. Raises the error of an earlier write."""
+        """Have the buffer written behind what is being written. Raises what an earlier write did."""
         while self._writes and self._writes[0].done():
-            self._waiting_bytes -= self._writes.popleft().result()  # after an error the event log removes this listener
+            self._waiting_bytes -= self._writes.popleft().result()  # an error has the journal drop this listener
         if self._waiting_bytes > MAX_WAITING_BYTES:
-            raise StorageError("the store does not answer; too many TensorBoard records wait", where=self._prefix)
+            raise StorageError("the store does not answer, and too many records wait for it", where=self._prefix)
         if not self._buffer:
             return
         data, name = bytes(self._buffer), f"events.out.tfevents.{self._token:010d}.{self._part:06d}"
@@ -93,12 +104,12 @@ class TensorBoardWriter:
             self._part += 1
 
     def _put(self, path: str, data: bytes, time_s: float) -> int:
-        self._store.put(path, _record(_version_event(time_s)) + data)
+        self._store.put(path, frame(_version_event(time_s)) + data)
         return len(data)
 
 
 def _folder(uri: str) -> Path | None:
-    """Return the folder of a URI on this machine; None for an object store."""
+    """The folder that a URI names on this machine; None for an object store."""
     path = uri.removeprefix("file://")
     return None if "://" in path else Path(path)
 
@@ -106,12 +117,12 @@ def _folder(uri: str) -> Path | None:
 def _append(path: Path, data: bytes, time_s: float) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
-        file.write((_record(_version_event(time_s)) if file.tell() == 0 else b"") + data)
+        file.write((frame(_version_event(time_s)) if file.tell() == 0 else b"") + data)
     return len(data)
 
 
 def step_scalars(event: Steps) -> list[tuple[int, dict[str, float]]]:
-    """Return the scalars of each step; those that are not finite are left out."""
+    """Scalars of each step; what is not a number is left out."""
     rows = []
     norms = event.gradient_norm or [None] * len(event.step)
     for index, step in enumerate(event.step):
@@ -128,68 +139,26 @@ def step_scalars(event: Steps) -> list[tuple[int, dict[str, float]]]:
 
 
 def _version_event(time_s: float) -> bytes:
-    """Return the `Event` at the start of every file."""
-    return _double(1, time_s) + _bytes(3, b"brain.Event:2")
+    """The `Event` that every file begins with."""
+    return _event(time_s, file_version="brain.Event:2")
 
 
 def _session_start(step: int, time_s: float) -> bytes:
-    """Return the `Event` after which readers drop all points from `step` on (`SessionLog.START`)."""
-    return _double(1, time_s) + _varint_field(2, step) + _bytes(7, _varint_field(1, 1))
+    """The `Event` at which readers forget all points from `step` on (`SessionLog.START`)."""
+    return _event(time_s, step=step, session_log={"status": _START})
 
 
 def _scalar_event(step: int, time_s: float, scalars: Mapping[str, float]) -> bytes:
-    """Return the `Event` with scalars of a step."""
-    values = b"".join(
-        _bytes(1, _bytes(1, tag.encode()) + _key(2, 5) + struct.pack("<f", value)) for tag, value in scalars.items()
-    )
-    return _double(1, time_s) + _varint_field(2, step) + _bytes(5, values)
+    """The `Event` of some scalars at a step."""
+    values = [{"tag": tag, "simple_value": value} for tag, value in scalars.items()]
+    return _event(time_s, step=step, summary={"value": values})
 
 
-def _record(data: bytes) -> bytes:
-    """Return one record of an event file."""
-    length = struct.pack("<Q", len(data))
-    return length + _masked_crc(length) + data + _masked_crc(data)
-
-
-def _key(field: int, kind: int) -> bytes:
-    return _varint(field << 3 | kind)
-
-
-def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*out, number])
-
-
-def _varint_field(field: int, number: int) -> bytes:
-    return _key(field, 0) + _varint(number)
-
-
-def _double(field: int, value: float) -> bytes:
-    return _key(field, 1) + struct.pack("<d", value)
-
-
-def _bytes(field: int, data: bytes) -> bytes:
-    return _key(field, 2) + _varint(len(data)) + data
-
-
-def _masked_crc(data: bytes) -> bytes:
-    """CRC-32C (Castagnoli), rotated and offset as TensorFlow does."""
-    table, crc = _crc_table(), 0xFFFFFFFF
-    for byte in data:
-        crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+def _event(time_s: float, **fields: Any) -> bytes:
+    serialized: bytes = _event_class()(wall_time=time_s, **fields).SerializeToString()
+    return serialized
 
 
 @cache
-def _crc_table() -> tuple[int, ...]:
-    table = []
-    for byte in range(256):
-        crc = byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-        table.append(crc)
-    return tuple(table)
+def _event_class() -> Any:
+    return message_class("Event", _SCHEMA)

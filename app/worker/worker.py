@@ -30,6 +30,7 @@ from trainwright.core.events import Steps
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Generation, Group, Peer, Role, StalenessCounts, StateTag
+from trainwright.datasets.first_row import first_batch
 from trainwright.driver.messages import (
     EvaluateRequest,
     MemoryCopyRequest,
@@ -146,7 +147,7 @@ class Worker:
 
     def _row(self) -> Batch:
         """One of the training set."""
-        return self._order.row or self._job.train.row(self._order.train, self._job.columns)
+        return self._order.row or first_batch(self._job.train, self._order.train, self._job.columns)
 
     @cached_property
     def _job(self) -> Job:

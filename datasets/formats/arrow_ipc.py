@@ -1,18 +1,17 @@
-"""Arrow IPC as a source: files (Feather version 2) and streams, a group for each record batch.
+"""Arrow IPC files (Feather version 2) and streams as a data source, with a row group for each record batch.
 
-pyarrow tells neither where in a file its record batches lie nor how many rows they have without reading them, so the
-messages are walked here by their framing (https://arrow.apache.org/docs/format/Columnar.html, "Encapsulated message
-format"): 0xFFFFFFFF, int32 size of the metadata, the metadata as a flatbuffer (format/Message.fbs), the body.
+The first pass reads each file once: pyarrow says neither where the record batches of a stream are nor how many rows
+they have without reading them.
 """
 
 from __future__ import annotations
 
+import io
 import os
-import struct
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
@@ -23,16 +22,7 @@ from trainwright.datasets.formats.file_system import RandomAccessFile, absolute_
 from trainwright.datasets.formats.scanned_files import FileSource, FileSurvey, GroupLocation, RecordRange, table_arrays
 
 _MAGIC, _FEATHER_1 = b"ARROW1\0\0", b"FEA1"
-_CONTINUATION = b"\xff\xff\xff\xff"
-_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
-_LONGEST_METADATA = 64 << 20
-
-
-class _Message(NamedTuple):
-    kind: int
-    start: int
-    stop: int
-    rows: int
+_PADDING_BYTES = 64  # that a writer may leave after the last message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,34 +34,25 @@ class _ArrowFormat:
     suffixes = (".arrow", ".feather", ".ipc", ".arrows")
 
     def survey(self, data: RandomAccessFile) -> FileSurvey:
-        """Walk over the messages; no body is read but dictionaries'."""
-        if not data.size_bytes:
-            raise _damaged_file_error("it is empty", data.file)
-        pieces: list[RecordRange] = []
-        head = 0
-        for message in _messages(data):
-            if message.kind == _BATCH:
-                pieces.append(RecordRange(message.start, message.stop, message.rows))
-            elif pieces:
-                raise DataError(
-                    "a dictionary or schema comes after the first record batch, so no batch can be read alone",
-                    where=data.file,
-                    remedy="write the file with one dictionary a column (unify_dictionaries=True), or as parquet",
-                )
-            else:
-                head = message.stop
-        schema = _schema(data.read(0, head), data.file)
+        """Read all record batches and note where they are. Raises DataError for a damaged file."""
+        start = _stream_start(data)
+        try:
+            first = _first_batch_start(data, start)
+            pieces = _record_batches(data, start, first)
+        except (OSError, StopIteration, pa.ArrowException) as error:
+            raise _damaged_file_error(str(error) or "it has no schema", data.file) from error
+        schema = _schema(data.read(0, first), data.file)
         return FileSurvey(
             pieces=tuple(piece for piece in pieces if piece.rows),
             traits=dict(zip(unique_names(schema.names, data.file), schema.types, strict=True)),
         )
 
     def merge(self, one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-        """Types must be the same."""
+        """Return the type where both are the same."""
         return one if one == other else None
 
     def field(self, trait: pa.DataType) -> Field:
-        """What arrays of a column look like."""
+        """Return dtype and shape of the column."""
         return field_of(trait)
 
     def pack(self, trait: pa.DataType) -> str:
@@ -83,7 +64,7 @@ class _ArrowFormat:
         return pa.ipc.read_schema(pa.py_buffer(b64decode(stored, validate=True))).types[0]
 
     def decode(self, head: bytes, body: bytes, traits: Mapping[str, pa.DataType], place: GroupLocation) -> Arrays:
-        """Columns of one record batch, which is checked in full: a damaged one must not be followed into memory."""
+        """Return the columns of one record batch, after full validation: damaged offsets must not reach memory."""
         schema = _schema(head, place.file)
         options = pa.ipc.IpcReadOptions(
             included_fields=[schema.get_field_index(name) for name in traits], use_threads=False
@@ -100,68 +81,86 @@ class _ArrowFormat:
         return table_arrays(table, tuple(traits), place)
 
 
-def _messages(data: RandomAccessFile) -> Iterator[_Message]:
-    """All messages of a file or stream. Raises DataError where one is not whole."""
+class _InputStream(io.RawIOBase):
+    """The content of a file as a stream, from a byte on."""
+
+    def __init__(self, data: RandomAccessFile, start: int) -> None:
+        self._data, self._position = data, start
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """Return up to `size` bytes. Raises DataError."""
+        stop = self._data.size_bytes if size < 0 else min(self._position + size, self._data.size_bytes)
+        content = self._data.read(self._position, stop)
+        self._position = stop
+        return content
+
+    def tell(self) -> int:
+        """Return the position in the file."""
+        return self._position
+
+
+def _stream_start(data: RandomAccessFile) -> int:
+    """Return where the first message starts: behind the magic word of a file, or at the first byte of a stream."""
+    if not data.size_bytes:
+        raise _damaged_file_error("it is empty", data.file)
     start = data.read(0, min(len(_MAGIC), data.size_bytes))
     if start.startswith(_FEATHER_1):
         raise DataError(
-            "the file is Feather version 1", where=data.file, remedy="write it anew: pyarrow.feather.write_feather"
+            "the file is Feather version 1", where=data.file, remedy="write it again: pyarrow.feather.write_feather"
         )
-    at = len(_MAGIC) if start == _MAGIC else 0
-    if at and data.read(max(data.size_bytes - 6, at), data.size_bytes) != _MAGIC[:6]:
+    if start != _MAGIC:
+        return 0
+    if data.read(max(data.size_bytes - 6, len(_MAGIC)), data.size_bytes) != _MAGIC[:6]:
         raise _damaged_file_error("the file has no end", data.file)
-    while at + 8 <= data.size_bytes:
-        prefix = data.read(at, at + 8)
-        if prefix[:4] != _CONTINUATION:
-            raise _damaged_file_error(f"no message begins at byte {at}", data.file)
-        size = int.from_bytes(prefix[4:], "little", signed=True)
-        if size == 0:
-            return
-        if not 0 < size <= _LONGEST_METADATA or at + 8 + size > data.size_bytes:
-            raise _damaged_file_error(f"the message at byte {at} is not whole", data.file)
-        try:
-            kind, body_bytes, rows = _metadata(data.read(at + 8, at + 8 + size))
-        except (struct.error, ValueError) as error:
-            raise _damaged_file_error(f"the message at byte {at} cannot be read: {error}", data.file) from error
-        stop = at + 8 + size + body_bytes
-        if stop > data.size_bytes:
-            raise _damaged_file_error(
-                f"the message at byte {at} needs {stop} bytes and there are {data.size_bytes}", data.file
-            )
-        yield _Message(kind, at, stop, rows)
-        at = stop
-    if at != data.size_bytes or at == len(start):
-        raise _damaged_file_error(f"{data.size_bytes - at} bytes are left after the last message", data.file)
+    return len(_MAGIC)
 
 
-def _metadata(buffer: bytes) -> tuple[int, int, int]:
-    """Type of the header, size of the body and, for a record batch, its rows, from a Message flatbuffer."""
-    table = _integer("<I", buffer, 0)
-    kind = _integer("<B", buffer, _flatbuffer_field(buffer, table, 1))
-    body_bytes = _integer("<q", buffer, _flatbuffer_field(buffer, table, 3))
-    if kind not in (_SCHEMA, _DICTIONARY, _BATCH):
-        raise ValueError(f"header of type {kind}")
-    rows = 0
-    if kind == _BATCH:
-        header = _flatbuffer_field(buffer, table, 2)
-        batch = (header or 0) + _integer("<I", buffer, header)
-        rows = _integer("<q", buffer, _flatbuffer_field(buffer, batch, 0))
-    if body_bytes < 0 or rows < 0:
-        raise ValueError("a negative size")
-    return kind, body_bytes, rows
+def _first_batch_start(data: RandomAccessFile, start: int) -> int:
+    """Return where the first record batch starts: behind the schema and the dictionaries."""
+    stream = _InputStream(data, start)
+    reader = pa.ipc.MessageReader.open_stream(pa.PythonFile(stream, "r"))
+    reader.read_next_message()  # the schema
+    end = stream.tell()
+    for message in reader:
+        if message.type == "record batch":
+            break
+        end = stream.tell()
+    return end
 
 
-def _flatbuffer_field(buffer: bytes, table: int, field: int) -> int | None:
-    """Where a field of a flatbuffer's table lies; None where it has its default, 0."""
-    vtable = table - _integer("<i", buffer, table)
-    if vtable < 0 or 4 + 2 * field >= _integer("<H", buffer, vtable):
-        return None
-    offset = _integer("<H", buffer, vtable + 4 + 2 * field)
-    return table + offset if offset else None
+def _record_batches(data: RandomAccessFile, start: int, first: int) -> list[RecordRange]:
+    """Return the bytes and rows of each record batch.
 
-
-def _integer(form: str, buffer: bytes, at: int | None) -> int:
-    return 0 if at is None else int(struct.unpack_from(form, buffer, at)[0])
+    Args:
+        data: the file.
+        start: where the first message starts.
+        first: where the first record batch starts.
+    """
+    stream, end = _InputStream(data, start), first
+    options = pa.ipc.IpcReadOptions(included_fields=[0], use_threads=False)  # of the others no body is decompressed
+    pieces: list[RecordRange] = []
+    dictionaries = None
+    with pa.ipc.open_stream(pa.PythonFile(stream, "r"), options=options) as reader:
+        for batch in reader:
+            pieces.append(RecordRange(end, stream.tell(), batch.num_rows))
+            end, count = stream.tell(), reader.stats.num_dictionary_batches
+            if dictionaries not in (None, count):
+                raise DataError(
+                    "a dictionary comes after the first record batch, so no batch can be read alone",
+                    where=data.file,
+                    remedy="write the file with one dictionary a column (unify_dictionaries=True), or as parquet",
+                )
+            dictionaries = count
+    # A damaged message may look like the end of the stream.
+    footer_bytes = int.from_bytes(data.read(data.size_bytes - 10, data.size_bytes - 6), "little") + 10 if start else 0
+    unread_bytes = data.size_bytes - footer_bytes - stream.tell()
+    if unread_bytes > _PADDING_BYTES:
+        raise _damaged_file_error(f"{unread_bytes} bytes at byte {stream.tell()} are no message", data.file)
+    return pieces
 
 
 def _schema(head: bytes, file: str) -> pa.Schema:
@@ -172,16 +171,16 @@ def _schema(head: bytes, file: str) -> pa.Schema:
 
 
 def _stream_of(head: bytes) -> bytes:
-    """A file is a stream between a magic word and a footer."""
+    """Return a stream: a file is one between a magic word and a footer."""
     return head.removeprefix(_MAGIC)
 
 
 def _damaged_file_error(how: str, where: str) -> DataError:
-    return DataError(f"the Arrow data is damaged: {how}", where=where, remedy="write the file anew, or leave it out")
+    return DataError(f"the Arrow data is damaged: {how}", where=where, remedy="write the file again, or leave it out")
 
 
 def arrow(path: str | os.PathLike[str], columns: Iterable[str] | None = None) -> Dataset:
-    """Rows of Arrow IPC files, Feather files (version 2) and IPC streams; a group is a record batch.
+    """Read rows of Arrow IPC files, Feather files (version 2) and IPC streams; a group is a record batch.
 
     Args:
         path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `abfs://`).

@@ -103,7 +103,7 @@ class _ObjectSource:
         found = {_field_of(sample[name]) for sample in samples}
         if len(found) > 1 and len({(field.dtype, len(field.shape)) for field in found}) > 1:
             raise DataError(
-                f"the column is {' and '.join(sorted(map(_shown, found)))} in different rows",
+                f"the column is {' and '.join(sorted(map(str, found)))} in different rows",
                 where=where,
                 remedy="give every row the same type and the same number of dimensions",
             )
@@ -378,7 +378,7 @@ def _column(name: str, values: Sequence[Any] | npt.NDArray[Any], field: Field, g
     for row, value in enumerate(values, group.first):
         if _field_of([value]) != field:
             raise DataError(
-                f"the column is {_shown(_field_of([value]))} here and {_shown(field)} in the rows looked at first",
+                f"the column is {_field_of([value])} here and {field} in the rows looked at first",
                 where=f"{group.file}, row {row}, column {name!r}",
                 remedy="give every row the same type and shape: convert, crop, resize or pad",
             )
@@ -395,10 +395,6 @@ def _require_same_names(samples: Sequence[Mapping[str, Any]], where: str) -> Non
             )
 
 
-def _shown(field: Field) -> str:
-    return f"{field.dtype} {list(field.shape)}"
-
-
 def _size(value: Any) -> int:
     if isinstance(value, np.ndarray | np.generic):
         return int(value.nbytes)
@@ -411,7 +407,7 @@ def hash_values(samples: Iterable[_Values]) -> str:
     for sample in samples:
         for name, values in sorted(sample.items()):
             array = np.asarray(values[0])
-            sums.update(f"{name} {_shown(Field(array.dtype, array.shape))}\n".encode())
+            sums.update(f"{name} {Field(array.dtype, array.shape)}\n".encode())
             sums.update(repr(values[0]).encode() if array.dtype.kind in "OUS" else array.tobytes())
     return sums.hexdigest()
 

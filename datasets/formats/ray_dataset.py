@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 
 from trainwright.core.errors import DataError
-from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, hash_parts, select_columns
+from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, hash_parts, schema_of, select_columns
 from trainwright.datasets.dataset import Dataset, parquet
 from trainwright.datasets.formats.parquet_writer import is_complete, write_shards
 from trainwright.datasets.formats.python_objects import arrow_array
@@ -190,7 +190,7 @@ def _block_info(block: Any, number: int) -> _BlockInfo:
     sums = hashlib.sha256()
     for name, array in sorted(ends.items()):
         sums.update(repr((name, array.tolist())).encode())
-    schema = {name: Field(array.dtype, array.shape[1:]) for name, array in ends.items()}
+    schema = schema_of(ends)
     return _BlockInfo(rows=rows, size_bytes=table.nbytes, schema=schema, ends=sums.hexdigest())
 
 
@@ -206,4 +206,4 @@ def _arrays(table: pa.Table, columns: Sequence[str], where: str) -> Arrays:
 
 
 def _shown(schema: Mapping[str, Field]) -> str:
-    return ", ".join(f"{name} {field.dtype} {list(field.shape)}" for name, field in schema.items())
+    return ", ".join(f"{name} {field}" for name, field in schema.items())

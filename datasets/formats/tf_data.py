@@ -17,10 +17,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from trainwright.core.errors import DataError, UserCodeError
-from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, hash_parts
+from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, Rows, hash_parts
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.formats.python_objects import hash_values, object_array
-from trainwright.datasets.sample_order import Rows
 
 _SAMPLED_ROWS = 64  # rows that are read twice
 _BLOCK_ROWS = 256
@@ -123,7 +122,7 @@ class _PipelineSource:
 
     def _schema(self, spec: Any) -> dict[str, Field]:
         """Columns as the pipeline declares them; values whose shape differs from row to row are objects."""
-        columns = named_components(spec, self.describe())
+        columns = _named_components(spec, self.describe())
         shapes = [component.shape for component in columns.values()]
         if len(shapes) > 1 and all(shape.rank and shape[0] is None for shape in shapes):
             raise DataError(
@@ -255,7 +254,7 @@ def read_blocks(pipeline: Any, schema: Mapping[str, Field], where: str, first: i
                     where=f"{where}, rows {first} to {first + _BLOCK_ROWS}",
                     remedy="mend the data or the function, or append .ignore_errors() and pass rows=",
                 ) from error
-            columns = named_components(element, where)
+            columns = _named_components(element, where)
             block = {name: _array(columns[name], field) for name, field in schema.items()}
             first += _rows(block)
             yield block
@@ -274,7 +273,7 @@ def _close_iterator(held: list[Any]) -> None:
     end.join(END_S)
 
 
-def named_components(element: Any, where: str) -> dict[str, Any]:
+def _named_components(element: Any, where: str) -> dict[str, Any]:
     """The parts of an element by column name."""
     if isinstance(element, Mapping):
         return dict(element)

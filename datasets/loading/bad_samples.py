@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.errors import DataError, TrainwrightError, UserCodeError
-from trainwright.datasets.data_source import Arrays, Field
-from trainwright.datasets.sample_order import Rows
+from trainwright.datasets.data_source import Arrays, Field, Rows, schema_of
 
 _Read = Callable[[Rows], Arrays]
 _Parts = list[tuple[Rows, Arrays | None]]
@@ -81,7 +80,7 @@ class SkippingReader:
 
     def _alike(self, arrays: Arrays, samples: Rows) -> Arrays:
         """The columns as they are. Raises DataError where they differ from those of the good row."""
-        difference = "" if self._row is None else _difference(_schema(arrays), _schema(self._row))
+        difference = "" if self._row is None else _difference(schema_of(arrays), schema_of(self._row))
         if difference:
             remedy = "give every row the same columns, types and shapes"
             raise DataError(difference, where=f"sample {samples[0]}", remedy=remedy)
@@ -93,16 +92,16 @@ class SkippingReader:
         examples: dict[frozenset[tuple[str, Field]], Arrays] = {}
         for part, arrays in found:
             if arrays is not None:
-                kind = frozenset(_schema(arrays).items())
+                kind = frozenset(schema_of(arrays).items())
                 rows[kind] += len(part)
                 examples.setdefault(kind, arrays)
         if not rows:
             return found
         self._row = _first_row(examples[rows.most_common(1)[0][0]])
-        schema = _schema(self._row)
+        schema = schema_of(self._row)
         parts: _Parts = []
         for part, arrays in found:
-            same = arrays is None or _schema(arrays) == schema
+            same = arrays is None or schema_of(arrays) == schema
             # a part may differ because of one row, where a batch transform widens the type of all
             parts += [(part, arrays)] if same else self._parts(read, part)
         return parts
@@ -159,10 +158,6 @@ def _spread(columns: Arrays, good: npt.NDArray[np.bool_]) -> Arrays:
     return {name: array[take] for name, array in columns.items()}
 
 
-def _schema(columns: Arrays) -> dict[str, Field]:
-    return {name: Field(array.dtype, array.shape[1:]) for name, array in columns.items()}
-
-
 def _difference(here: dict[str, Field], others: dict[str, Field]) -> str:
     """What differs first, in words; empty where nothing does."""
     for name, field in others.items():
@@ -173,7 +168,7 @@ def _difference(here: dict[str, Field], others: dict[str, Field]) -> str:
                 f"column {name!r} is {own.dtype} of shape {own.shape} here "
                 f"and {field.dtype} of shape {field.shape} in the other rows"
             )
-    return next((f"it has a column {name!r} that the other rows lack" for name in here if name not in others), "")
+    return next((f"it has the column {name!r}, missing in the other rows" for name in here if name not in others), "")
 
 
 def _first_row(columns: Arrays) -> Arrays:

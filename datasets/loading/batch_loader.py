@@ -15,7 +15,7 @@ import numpy.typing as npt
 from trainwright.core.data import Batch, Cursor, Feed, FeedAssignment, PrefetchDepth, zero_weight
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.core.topology import WorkUnit
-from trainwright.datasets.data_source import Arrays, Index, RowAccess
+from trainwright.datasets.data_source import Arrays, Index, RowAccess, Rows
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.loading.bad_samples import SkippingReader
 from trainwright.datasets.loading.prefetch import ReadAhead
@@ -23,7 +23,6 @@ from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.datasets.sample_order import (
     MEMORY_BYTES,
     RankShare,
-    Rows,
     SampleOrder,
     StepSchedule,
     apply_by_pass,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,16 +26,33 @@ from trainwright.datasets.data_source import (
     Index,
     Loader,
     RowGroup,
+    Rows,
+    Source,
     hash_parts,
+    schema_of,
     select_columns,
     stack_rows,
 )
 from trainwright.datasets.metadata_cache import current_context, first_pass, run_cached
 from trainwright.datasets.ops.row_transforms import Counters, call_user_function, copy_objects
-from trainwright.datasets.sample_order import Rows
 
-if TYPE_CHECKING:
-    from trainwright.datasets.dataset import Dataset
+
+class _BaseDataset(Protocol):
+    """The data set that rows are derived from."""
+
+    @property
+    def source(self) -> Source: ...
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]: ...
+
+    def index(self) -> Index:
+        """As `Dataset.index`."""
+
+    def source_columns(self, index: Index, columns: Iterable[str] | None) -> tuple[str, ...]:
+        """As `Dataset.source_columns`."""
+
+    def transform(self, arrays: Arrays, samples: Rows, counters: Counters, columns: Iterable[str] | None) -> Arrays:
+        """As `Dataset.transform`."""
 
 
 class Derivation(Protocol):
@@ -62,7 +79,7 @@ class DerivedSource:
         derivation: what is done to each row group.
     """
 
-    base: Dataset
+    base: _BaseDataset
     derivation: Derivation
 
     def describe(self) -> str:
@@ -175,7 +192,7 @@ class _CountTask:
 
     def __call__(self, number: int) -> _GroupCount:
         arrays = self._deriving.derived(number)
-        return _GroupCount(_rows(arrays), _schema(arrays), sum(array.nbytes for array in arrays.values()))
+        return _GroupCount(_rows(arrays), schema_of(arrays), sum(array.nbytes for array in arrays.values()))
 
     @cached_property
     def _deriving(self) -> _Deriver:
@@ -208,23 +225,15 @@ def _rows(arrays: Arrays) -> int:
     return len(next(iter(arrays.values()))) if arrays else 0
 
 
-def _schema(arrays: Arrays) -> dict[str, Field]:
-    return {name: Field(array.dtype, array.shape[1:]) for name, array in arrays.items()}
-
-
 def _check_schema(first: Mapping[str, Field], found: Mapping[str, Field], group: RowGroup, where: str) -> None:
     for name in sorted({*first, *found}):
         if first.get(name) != found.get(name):
-            here, there = _shown(found.get(name)), _shown(first.get(name))
+            here, there = found.get(name, "missing"), first.get(name, "missing")
             raise DataError(
                 f"column {name!r} is {here} in one row group and {there} in another",
                 where=f"{where}, {group.file}, row group {group.number}",
                 remedy="give every row the same columns, types and shapes",
             )
-
-
-def _shown(field: Field | None) -> str:
-    return "missing" if field is None else f"{field.dtype} {list(field.shape)}"
 
 
 # --- What derived data sets are made by -------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, TrainwrightError, UserCodeError
-from trainwright.datasets.data_source import Arrays, stack_rows
-from trainwright.datasets.sample_order import Rows
+from trainwright.datasets.data_source import Arrays, Rows, stack_rows
 
 RowFunction = Callable[[dict[str, Any], np.random.Generator], Mapping[str, Any]]
 BatchFunction = Callable[[Arrays], Mapping[str, Any]]

@@ -21,10 +21,11 @@ import numpy.typing as npt
 
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, nearest
-from trainwright.datasets.data_source import Arrays, Field, Index, RowAccess, RowGroup, hash_parts
+from trainwright.datasets.data_source import Arrays, Field, Index, RowAccess, RowGroup, Rows, hash_parts
 from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.first_row import transformed_fields
 from trainwright.datasets.ops.row_transforms import Counters
-from trainwright.datasets.sample_order import MEMORY_BYTES, Rows
+from trainwright.datasets.sample_order import MEMORY_BYTES
 
 _TAG = "source"
 _PERIOD = 1 << 14  # at most; weights that need a longer one are rounded to it
@@ -183,11 +184,11 @@ class _MixedSource:
 
     def _schema(self, indexes: tuple[Index, ...]) -> Mapping[str, Field]:
         names = [name for name, _ in self.parts]
-        found = [dataset.fields(index) for (_, dataset), index in zip(self.parts, indexes, strict=True)]
+        found = [transformed_fields(dataset, index) for (_, dataset), index in zip(self.parts, indexes, strict=True)]
         for name, fields in zip(names, found, strict=True):
             for column in sorted({*found[0], *fields}):
                 if found[0].get(column) != fields.get(column):
-                    here, there = _shown(fields.get(column)), _shown(found[0].get(column))
+                    here, there = fields.get(column, "missing"), found[0].get(column, "missing")
                     raise DataError(
                         f"column {column!r} is {here} in {name!r} and {there} in {names[0]!r}",
                         where=self.describe(),
@@ -257,10 +258,10 @@ class _MixedLoader:
         return self._readers[part, columns]
 
     def _fitting(self, part: int, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        field = self._index.schema[name]
-        if Field(array.dtype, array.shape[1:]) != field:
+        field, found = self._index.schema[name], Field(array.dtype, array.shape[1:])
+        if found != field:
             raise DataError(
-                f"column {name!r} is {array.dtype} {list(array.shape[1:])} here and {_shown(field)} in the first row",
+                f"column {name!r} is {found} here and {field} in the first row",
                 where=f"part {self._source.parts[part][0]!r} of a mixture",
                 remedy="give every row the same type and shape",
             )
@@ -328,7 +329,3 @@ def _check_weights(parts: Iterable[str], weights: Mapping[str, float]) -> None:
                 where="weights=",
                 remedy="leave the part out, or give it a weight above 0",
             )
-
-
-def _shown(field: Field | None) -> str:
-    return "missing" if field is None else f"{field.dtype} {list(field.shape)}"

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.errors import DataError
-from trainwright.datasets.data_source import Arrays, Field, Index, Loader, Source, hash_parts
+from trainwright.datasets.data_source import Arrays, Field, Index, Loader, Rows, Source, hash_parts
 from trainwright.datasets.ops.row_transforms import BatchMap, RowMap, Transform, function_name
 from trainwright.datasets.row_reader import RowReader
-from trainwright.datasets.sample_order import MEMORY_BYTES, Rows
-
-if TYPE_CHECKING:
-    from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.sample_order import MEMORY_BYTES
 
 _KEY = "sample"
 _MEMORY_SHARE = 4  # of the memory of a reader goes to the second data set's row groups
@@ -255,8 +252,20 @@ class _MergeColumns:
         return {**first, **second}
 
 
-def zip_datasets(first: Dataset, second: Dataset) -> Dataset:
-    """See `trainwright.datasets.dataset.Dataset.beside`."""
+class _SideDataset(Protocol):
+    """One of the two data sets."""
+
+    @property
+    def source(self) -> Source: ...
+    @property
+    def transforms(self) -> tuple[Transform, ...]: ...
+
+    def need_rows_by_number(self, word: str) -> None:
+        """As `Dataset.need_rows_by_number`."""
+
+
+def zip_datasets(first: _SideDataset, second: _SideDataset) -> tuple[Source, tuple[Transform, ...]]:
+    """Return source and transforms of two data sets side by side; see `Dataset.beside`."""
     if not hasattr(second, "need_rows_by_number"):
         raise DataError(
             f"beside takes a data set, and this is a {type(second).__name__}",
@@ -266,15 +275,13 @@ def zip_datasets(first: Dataset, second: Dataset) -> Dataset:
         dataset.need_rows_by_number("beside")
     source = _ZippedSource(base=first.source, other=second.source)
     if not first.transforms and not second.transforms:
-        return replace(first, source=source)
-    source = replace(source, prefix=f"beside-{len(first.transforms)}/")  # another one where it is done again
+        return source, ()
+    source = replace(source, prefix=f"beside-{len(first.transforms)}/")  # another prefix where it is called again
     together = _MergeColumns(prefix=source.prefix, where=source.describe())
-    return replace(
-        first, source=source, transforms=(*_side_transforms(first, second, source.prefix), BatchMap(function=together))
-    )
+    return source, (*_side_transforms(first, second, source.prefix), BatchMap(function=together))
 
 
-def _side_transforms(first: Dataset, second: Dataset, prefix: str) -> Iterator[Transform]:
+def _side_transforms(first: _SideDataset, second: _SideDataset, prefix: str) -> Iterator[Transform]:
     for side, dataset in enumerate((first, second)):
         for step in dataset.transforms:
             aside = _SideTransform(function=step.function, prefix=prefix, second=side == 1)

@@ -247,7 +247,7 @@ class DatasetDelivery:
                 else:  # those who wait for the pipeline that runs are served first
                     await self._wait(until, None)
         except TimeoutError:
-            return ShareReply(error=share_timeout_error(step, rank, deadline_s, self._given()))
+            return ShareReply(error=_share_timeout_error(step, rank, deadline_s, self._given()))
         finally:
             self._tell()
 
@@ -374,7 +374,7 @@ class DatasetDelivery:
         return int(chunks * self._recipe.length)
 
 
-def share_timeout_error(step: int, rank: int, deadline_s: float, given: str = "") -> HangError:
+def _share_timeout_error(step: int, rank: int, deadline_s: float, given: str = "") -> HangError:
     """A share did not come in time."""
     return HangError(
         f"Ray Data{f' with {given}' if given else ''} delivered nothing within {deadline_s:g} s",

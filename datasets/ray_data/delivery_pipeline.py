@@ -35,11 +35,11 @@ from ray.data.block import BlockMetadata
 
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.pickling import loads
-from trainwright.datasets.data_source import Arrays, Index, RowAccess, select_columns
+from trainwright.datasets.data_source import Arrays, Index, RowAccess, Rows, select_columns
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.loading.batch_loader import make_reader
 from trainwright.datasets.ops.row_transforms import BatchMap, Counters, StatefulFunction, apply, function_name
-from trainwright.datasets.sample_order import Rows, StepSchedule, apply_by_pass
+from trainwright.datasets.sample_order import StepSchedule, apply_by_pass
 
 PART_ROWS = 128
 READING = "reading"  # as a stage: with the light transforms before the first heavy one

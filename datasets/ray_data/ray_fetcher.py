@@ -17,12 +17,11 @@ from ray.exceptions import (
     ObjectLostError,
     RayActorError,
     RayError,
-    RayTaskError,
 )
 
-from trainwright.core.errors import DataError, HangError, TrainwrightError
-from trainwright.core.pickling import dumps, loads
-from trainwright.datasets.data_source import Arrays, Index, select_columns
+from trainwright.core.errors import DataError, HangError
+from trainwright.core.pickling import dumps
+from trainwright.datasets.data_source import Arrays, Index
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.datasets.sample_order import StepSchedule
@@ -38,8 +37,6 @@ _DEAD_ACTOR_S = 5.0  # for a feeder that Ray does not start again, as when its d
 _SLACK_S = 30.0  # a consumer waits this much longer than the feeder, which knows more about the reason
 _CLOSE_S = 10.0
 _DEADLINE_SHARE = 0.5  # an actor may take for a piece, so that there is time for another one to open and compute it
-_SAMPLE_S = 600.0  # to open what transforms hold, and compute a row
-_SAMPLES: dict[tuple[Any, ...], Arrays] = {}  # of this process
 
 
 class RayFetcher:
@@ -228,51 +225,3 @@ def start_dataset_delivery(
     return start_delivery(
         [make_pipeline_spec(dataset, index, **ordering)], cpus=cpus, gpus=gpus, deadline_s=deadline_s
     )[0]
-
-
-def sample_on_ray(dataset: Dataset, index: Index, columns: Iterable[str] | None) -> Arrays:
-    """One transformed row of a data set with a transform that is slow to open, computed once for this process.
-
-    Where Ray is connected, a task computes it that has what the transforms ask for, and whose process ends with it.
-
-    Raises:
-        DataError, UserCodeError: as `Dataset.sample`, or what holds it cannot be opened.
-        HangError: no process computed it in time.
-    """
-    key = (index.hash, repr(dataset), *(getattr(step.function, "key", id(step)) for step in dataset.transforms))
-    if key not in _SAMPLES:
-        _SAMPLES[key] = _run_sample_task(dataset, index) if ray.is_initialized() else dataset.sample_here(index)
-    found = _SAMPLES[key]
-    return {name: found[name] for name in select_columns(found, columns, repr(dataset))}
-
-
-def _run_sample_task(dataset: Dataset, index: Index) -> Arrays:
-    needs = dataset.needs
-    task: Any = ray.remote(num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_calls=1)(_sample)
-    packed = dumps((dataset, index))
-    try:
-        found: Arrays | TrainwrightError = ray.get(task.remote(packed), timeout=_SAMPLE_S)
-    except GetTimeoutError as error:
-        asked = ", ".join(f"{number:g} {name}s" for name, number in needs.items() if number)
-        raise HangError(
-            f"no process with {asked} computed the first row of {dataset!r} within {_SAMPLE_S:g} s",
-            remedy="see what holds them, or declare less",
-        ) from error
-    except RayTaskError as error:
-        raise DataError(
-            f"{dataset!r} cannot be opened where Ray Data runs",
-            remedy="install what its functions import on every node",
-            detail=str(error),
-        ) from error
-    if isinstance(found, TrainwrightError):
-        raise found
-    return found
-
-
-def _sample(packed: bytes) -> Arrays | TrainwrightError:
-    dataset, index = loads(packed)
-    try:
-        found: Arrays = dataset.sample_here(index)
-    except TrainwrightError as error:
-        return error
-    return found

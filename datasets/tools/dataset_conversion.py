@@ -114,7 +114,7 @@ def convert(
 
     def pieces() -> Iterator[Arrays]:
         rows = 0
-        for arrays in transformed_batches(dataset, index):
+        for arrays in _transformed_batches(dataset, index):
             yield arrays
             rows += len(next(iter(arrays.values())))
             report(ConversionProgress(rows=rows, total=index.rows))
@@ -122,7 +122,7 @@ def convert(
     return write_shards(pieces(), out, rows=index.rows, rows_per_group=rows_per_group, shard_bytes=shard_bytes)
 
 
-def transformed_batches(dataset: Dataset, index: Index) -> Iterator[Arrays]:
+def _transformed_batches(dataset: Dataset, index: Index) -> Iterator[Arrays]:
     """All rows in order, as they are stored, transformed with the random numbers of seed 0 and epoch 0."""
     loader, names = dataset.source.open(index), dataset.source_columns(index, None)
     for number, group in enumerate(index.groups):

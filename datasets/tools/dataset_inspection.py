@@ -13,11 +13,11 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from trainwright.core.errors import DataError
-from trainwright.datasets.data_source import Arrays, Field, Index, Loader, RowGroup
+from trainwright.datasets.data_source import Arrays, Field, Index, Loader, RowGroup, Rows, schema_of
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.formats.file_system import resolve_file_system
 from trainwright.datasets.formats.parquet import ParquetSource
-from trainwright.datasets.sample_order import Rows, SampleOrder, choose_lanes
+from trainwright.datasets.sample_order import SampleOrder, choose_lanes
 
 _COUNTED_ROWS = 1_000_000
 _SHUFFLED_ROWS = 2_000_000  # of larger data the shuffle takes too long to measure
@@ -159,7 +159,7 @@ def _samples(
     except DataError as error:
         problems.append(f"the first rows cannot be read: {error.summary}")
         return index.schema, ()
-    fields = {name: Field(array.dtype, array.shape[1:]) for name, array in found.items()}
+    fields = schema_of(found)
     shown = ({name: _value(array[row]) for name, array in found.items()} for row in range(min(rows, index.rows)))
     return fields, tuple(shown)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import tensorflow as tf
 
-from trainwright.datasets import fashion_mnist
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from sample_data import fashion_mnist
 
 BATCH, EPOCHS, FOLDER = 128, 3, Path("runs/by-hand")
 

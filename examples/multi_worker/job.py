@@ -6,11 +6,16 @@ worker that dies is replaced while the others wait a second or two.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import trainwright as tw
 
-data = tw.datasets.fashion_mnist("data/fashion-mnist")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from sample_data import fashion_mnist
+
+data = fashion_mnist("data/fashion-mnist")
 
 
 def build_model() -> Any:

@@ -81,15 +81,6 @@ def required_operation(
     return place, Operation("forward" if last else kind, micro_batch, there)
 
 
-def max_in_flight(operations: list[Operation]) -> int:
-    """The most micro-batches, counted by chunk, whose activations a stage holds at once under an order."""
-    held = most = 0
-    for kind, _, _ in operations:
-        held += {"forward": 1, "backward": -1, "inputs": 0, "weights": -1}[kind]
-        most = max(most, held)
-    return most
-
-
 def _gpipe(stage: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Operation]:
     """All forwards, then all backwards, the last micro-batch first."""
     yield from (Operation("forward", number) for number in range(micro_batches))

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan, chunk_problem, section_of, stage_of_section
 from trainwright.strategies.cost_model.machine_model import Vector
+from trainwright.strategies.cost_model.pipeline_schedules import SPLIT_BACKWARD
 
 
 def sum_by_stage(values: Vector, schedule: str, stages: int) -> Vector:
@@ -81,15 +82,12 @@ def invalid_staging(profile: ModelProfile, plan: Plan, batch_size: int) -> tuple
 # --- Which ways of dividing and computing a model do not go together, for planner and engines alike -------------------
 
 
-_SPLIT_BACKWARD_SCHEDULES = ("zero_bubble", "zbv")  # orders that compute gradients of parameters later
-
-
 def invalid_combination(plan: Plan) -> tuple[str, str] | None:
     """Why what a plan combines cannot be right, and what can; None where it can."""
     mesh = plan.mesh
     if mesh.pipeline == 1 or mesh.shard == 1:
         return None
-    if plan.schedule in _SPLIT_BACKWARD_SCHEDULES:
+    if plan.schedule in SPLIT_BACKWARD:
         reason = f"with FSDP2, schedule={plan.schedule} gives wrong losses without an error in torch (off by 7e-2)"
         return reason, "use schedule=1f1b, gpipe or interleaved, or dp in the place of fsdp"
     if plan.streamed:

@@ -1,4 +1,4 @@
-"""Layers divided into contiguous stages so that the slowest is as quick as can be, with or without replicas."""
+"""Divide layers into contiguous stages so that the slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -141,61 +141,3 @@ def _range_maximum(values: Sequence[float]) -> Callable[[int, int], float]:
         return max(row[begin], row[end - 2 ** ((end - begin).bit_length() - 1)])  # type: ignore[no-any-return]
 
     return peak
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicatedStage:
-    """Layers `begin` to `end` (exclusive) on so many replicas."""
-
-    begin: int
-    end: int
-    replicas: int
-
-
-def replicated_partition(
-    seconds: Sequence[float],
-    weight_bytes: Sequence[float],
-    output_bytes: Sequence[float],
-    devices: int,
-    bytes_per_s: float,
-) -> tuple[ReplicatedStage, ...]:
-    """Stages of a pipeline that is never flushed, with replicas: the slowest takes the least time for one micro-batch.
-
-    The dynamic programme of PipeDream (Narayanan et al., 2019, section 3.1) on devices joined by links of one speed: m
-    replicas of a stage do m micro-batches in the time of one, or of a ring all-reduce of their weights if it is longer;
-    a cut costs its activations and their gradients. A device that would make nothing quicker is not used.
-
-    Args:
-        seconds: forward and backward of each layer.
-        weight_bytes: of each layer.
-        output_bytes: what travels if the cut is behind the layer.
-        devices: how many.
-        bytes_per_s: of each link.
-
-    Raises:
-        ValueError: there is no layer or no device.
-    """
-    count = len(seconds)
-    if not count or devices < 1:
-        raise ValueError("there must be a layer and a device")
-    time, weight = (np.concatenate(([0.0], np.cumsum(values))) for values in (seconds, weight_bytes))
-    cut = 2 * np.array([0.0, *output_bytes[:-1], 0.0]) / bytes_per_s
-    best = np.full((count + 1, devices + 1), np.inf)
-    chosen: dict[tuple[int, int], tuple[int, int]] = {}
-    best[0, 0] = 0.0
-    for end in range(1, count + 1):
-        for used in range(1, devices + 1):
-            for replicas in range(1, used + 1):
-                compute = (time[end] - time[:end]) / replicas
-                reduced = 2 * (replicas - 1) * (weight[end] - weight[:end]) / (replicas**2 * bytes_per_s)
-                slowest = np.maximum(np.maximum(compute, reduced), np.maximum(best[:end, used - replicas], cut[:end]))
-                begin = int(np.argmin(slowest))
-                if slowest[begin] < best[end, used]:
-                    best[end, used], chosen[end, used] = slowest[begin], (begin, replicas)
-    stages: list[ReplicatedStage] = []
-    end, used = count, int(np.argmin(best[count].round(12)))
-    while end:
-        begin, replicas = chosen[end, used]
-        stages.append(ReplicatedStage(begin=begin, end=end, replicas=replicas))
-        end, used = begin, used - replicas
-    return tuple(reversed(stages))

@@ -31,6 +31,7 @@ from trainwright.strategies.cost_model.step_work import (
     HOST_BYTES_PER_S,
     LAUNCHES_BACK,
     UPDATE_BYTES,
+    LayerWork,
     LossModelWork,
     StepWork,
 )
@@ -45,11 +46,11 @@ def step_terms(work: StepWork, rates: _Rates) -> dict[str, float]:
     """Seconds by name; they add up to the step."""
     forward, backward = _compute(work, rates)
     reduced = _tensor(work, rates)
-    again = work.again * (forward + reduced)
+    again = work.layers.again * (forward + reduced)
     spent = {
-        "compute": work.by_stage(work.counts @ (forward + backward)),
-        "recompute": work.by_stage(work.counts @ again),
-        "tensor_parallel": work.by_stage(work.counts @ ((2 + work.regathered) * reduced)),
+        "compute": work.by_stage(work.layers.counts @ (forward + backward)),
+        "recompute": work.by_stage(work.layers.counts @ again),
+        "tensor_parallel": work.by_stage(work.layers.counts @ ((2 + work.layers.regathered) * reduced)),
     }
     if work.guests:
         spent["teachers"] = work.by_stage(_loss_models(work, rates))
@@ -57,17 +58,19 @@ def step_terms(work: StepWork, rates: _Rates) -> dict[str, float]:
     slowest, count = int(np.argmax(whole)), work.micro_batches
     found = {name: float(each[slowest]) * count for name, each in spent.items()}
     bubble = _bubble(work) * float(whole.sum() - whole[slowest])
-    back = float(work.by_stage(work.counts @ (backward + again))[slowest])
+    back = float(work.by_stage(work.layers.counts @ (backward + again))[slowest])
     found |= {
         "bubble": bubble,
         "transfers": _transfers(work, rates, float(whole[slowest])),
         "parameters": (_gathered(work, rates, float(whole[slowest])) + _collective_latency(work, rates)) * count,
         "offload": _offloaded(work, float(whole[slowest])) * count,
         "gradients": _gradients(work, rates, back),
-        "optimizer": float(work.update_s) / rates["update"],
+        "optimizer": float(work.state.update_s) / rates["update"],
         "other": rates["step_s"] * work.machine.device.host,
     }
-    found = asynchronous_terms(work, rates, found, back) if work.servers else _synchronous_terms(work, found)
+    found = (
+        _asynchronous_terms(work, rates, found, back) if work.asynchronous.servers else _synchronous_terms(work, found)
+    )
     return {name: float(seconds) for name, seconds in found.items() if seconds}
 
 
@@ -118,9 +121,9 @@ def stage_times(work: StepWork, rates: _Rates) -> StageTimes:
     """The same seconds that `step_terms` adds up, before anything waits for anything."""
     forward, backward = _compute(work, rates)
     reduced = _tensor(work, rates)
-    again = work.counts @ (work.again * (forward + reduced))
-    ahead = work.counts @ (forward + reduced) + _loss_models(work, rates)
-    back = work.counts @ (backward + (1 + work.regathered) * reduced)
+    again = work.layers.counts @ (work.layers.again * (forward + reduced))
+    ahead = work.layers.counts @ (forward + reduced) + _loss_models(work, rates)
+    back = work.layers.counts @ (backward + (1 + work.layers.regathered) * reduced)
     whole = float(work.by_stage(ahead + back + again).max())
     return StageTimes(
         forward=ahead,
@@ -128,8 +131,8 @@ def stage_times(work: StepWork, rates: _Rates) -> StageTimes:
         recompute=again,
         send=_sent(work, work.sent_bytes, rates) * (work.sent_bytes > 0),
         gather=_gathered(work, rates, whole) + _collective_latency(work, rates) + _offloaded(work, whole),
-        reduction=_reduction(work, rates, work.gradient_bytes),
-        optimizer=work.update_s / rates["update"] * work.parameters / work.parameters.max(),
+        reduction=_reduction(work, rates, work.state.gradient_bytes),
+        optimizer=work.state.update_s / rates["update"] * work.state.parameters / work.state.parameters.max(),
         other=rates["step_s"] * work.machine.device.host,
     )
 
@@ -139,7 +142,7 @@ def layer_seconds(work: StepWork) -> Vector:
     rates = DEFAULT.efficiencies
     forward, backward = _compute(work, rates)
     reduced = _tensor(work, rates)
-    found: Vector = forward + backward + 2 * reduced + work.again * (forward + reduced)
+    found: Vector = forward + backward + 2 * reduced + work.layers.again * (forward + reduced)
     return found
 
 
@@ -151,21 +154,23 @@ def send_seconds(work: StepWork, sent_bytes: Vector) -> Vector:
 
 def _compute(work: StepWork, rates: _Rates) -> tuple[Vector, Vector]:
     """Forward and backward of each distinct layer."""
-    device, told, weights = _loss_model_forward(work, rates)
-    return _soft_maximum(device, told), _soft_maximum(BACKWARD * device + work.passes * weights, LAUNCHES_BACK * told)
+    device, told, weights = _forward_parts(work.layers, rates)
+    return _soft_maximum(device, told), _soft_maximum(
+        BACKWARD * device + work.layers.passes * weights, LAUNCHES_BACK * told
+    )
 
 
 def _loss_models(work: StepWork, rates: _Rates) -> Vector:
     """Forward of the models in the loss, for one micro-batch: in the last section."""
-    found = np.zeros(len(work.counts))
+    found = np.zeros(len(work.layers.counts))
     for guest in work.guests:
-        device, told, _ = _loss_model_forward(guest, rates)
+        device, told, _ = _forward_parts(guest, rates)
         found[-1] += float(guest.counts @ _soft_maximum(device, told))
     return found
 
 
-def _loss_model_forward(of: StepWork | LossModelWork, rates: _Rates) -> tuple[Vector, Vector, Vector]:
-    """What forward takes the device, what it takes to tell it, and one pass over the parameters."""
+def _forward_parts(of: LayerWork | LossModelWork, rates: _Rates) -> tuple[Vector, Vector, Vector]:
+    """Return the seconds of forward on the device, of launching it, and of one pass over the parameters."""
     weights = of.weights_s / rates["traffic"]
     product = _soft_maximum(of.flops_s / rates["matmul"], weights * (of.flops_s > 0)) + of.matmuls * rates["matmul_s"]
     device = product + (of.traffic_s + of.scores_s * rates["scores"]) / rates["traffic"]
@@ -180,10 +185,10 @@ def _soft_maximum(one: Vector, other: Vector) -> Vector:
 def _tensor(work: StepWork, rates: _Rates) -> Vector:
     """All-reduces of each layer's forward; those of backward are as many."""
     if work.tensor.size == 1:
-        return np.zeros_like(work.flops_s)
+        return np.zeros_like(work.layers.flops_s)
     seconds = _all_reduce(work, work.tensor, rates, "tensor", np.ones(1))[0]
-    messages = work.reductions * _messages(work.tensor, rates)
-    found: Vector = work.reduced_bytes * seconds + messages
+    messages = work.layers.reductions * _messages(work.tensor, rates)
+    found: Vector = work.layers.reduced_bytes * seconds + messages
     return found
 
 
@@ -225,7 +230,7 @@ def _gathered(work: StepWork, rates: _Rates, compute_s: float) -> float:
     """ZeRO-3: parameters gathered for forward and for backward, gradients scattered: what compute does not hide."""
     if work.zero < 3 or work.shard.size == 1:
         return 0.0
-    size = np.array([work.gradient_bytes.max()])
+    size = np.array([work.state.gradient_bytes.max()])
     spent = 1.5 * float(_all_reduce(work, work.shard, rates, "reduce", size)[0])
     return _exposed_seconds(spent, compute_s)
 
@@ -237,14 +242,14 @@ def _collective_latency(work: StepWork, rates: _Rates) -> float:
 
 def _offloaded(work: StepWork, compute_s: float) -> float:
     """Parameters from the host, for ZeRO-3 twice, and gradients to it: what compute does not hide."""
-    return _exposed_seconds(work.offloaded_bytes / _PCIE_BYTES_PER_S, compute_s)
+    return _exposed_seconds(work.state.offloaded_bytes / _PCIE_BYTES_PER_S, compute_s)
 
 
 def _gradients(work: StepWork, rates: _Rates, backward_s: float) -> float:
     """Their reduction over the data ranks, once a step, less what is hidden under the last backward."""
-    if work.servers:
+    if work.asynchronous.servers:
         return 0.0  # none: see `apart`
-    spent = float(_reduction(work, rates, np.array([work.gradient_bytes.max()]))[0])
+    spent = float(_reduction(work, rates, np.array([work.state.gradient_bytes.max()]))[0])
     return _exposed_seconds(spent, rates["overlap"] * backward_s)
 
 
@@ -280,7 +285,7 @@ def _synchronous_terms(work: StepWork, found: Mapping[str, float]) -> dict[str, 
     return {**own, "stragglers": waited}
 
 
-def asynchronous_terms(
+def _asynchronous_terms(
     work: StepWork, rates: _Rates, found: Mapping[str, float], backward_s: float
 ) -> dict[str, float]:
     """Seconds of a step of workers that step alone, from those of the slowest without communication.
@@ -291,28 +296,28 @@ def asynchronous_terms(
         found: seconds by term, of a worker on the slowest device.
         backward_s: under which gradients are pushed, as they appear.
     """
-    mean, rule = _mean_speed(work), work.consistency
+    mean, rule = _mean_speed(work), work.asynchronous.consistency
     together = rule.bound == 0  # servers work while workers wait
     link_s, served_s, applied_s = _link(work, rates), _server_transfer(work, rates), _server_updates(work)
     sent_s = max(link_s, served_s) if together else link_s
     own = {name: seconds / mean if name in _COMPUTED else seconds for name, seconds in found.items()}
-    if work.local_steps == 1:
+    if work.asynchronous.local_steps == 1:
         own["optimizer"] = 0.0  # the servers'
-    hidden_s = rates["overlap"] * backward_s / mean if work.local_steps == 1 else 0.0
-    own["gradients"] = (_exposed_seconds(sent_s, hidden_s) + 2 * rates["message_s"]) / work.local_steps
+    hidden_s = rates["overlap"] * backward_s / mean if work.asynchronous.local_steps == 1 else 0.0
+    own["gradients"] = (_exposed_seconds(sent_s, hidden_s) + 2 * rates["message_s"]) / work.asynchronous.local_steps
     step_s = sum(own.values())
     own["stragglers"] = _straggler_wait(work, found, step_s)
     if together:
-        return {**own, "servers": applied_s / work.local_steps}
-    rest_s = (served_s + applied_s) / work.local_steps - step_s - own["stragglers"]
+        return {**own, "servers": applied_s / work.asynchronous.local_steps}
+    rest_s = (served_s + applied_s) / work.asynchronous.local_steps - step_s - own["stragglers"]
     return {**own, "servers": max(rest_s, 0.0)}
 
 
 def convergence_factors(work: StepWork) -> dict[str, float]:
     """By what the same loss takes longer than so many steps, by name; nothing where it does not."""
     found = {
-        "staleness": 1 + _CURVATURE_SHARE * _staleness(work) if work.servers else 1.0,
-        "local_steps": 1 + _DRIFT_COST * math.log2(work.local_steps),
+        "staleness": 1 + _CURVATURE_SHARE * _staleness(work) if work.asynchronous.servers else 1.0,
+        "local_steps": 1 + _DRIFT_COST * math.log2(work.asynchronous.local_steps),
         "preemptions": 1 + _preemptible_nodes(work) * _RESTART_S / _PREEMPTED_S,
     }
     return {name: factor for name, factor in found.items() if factor >= _LEAST_FACTOR}
@@ -326,7 +331,7 @@ def _exposed_seconds(spent_s: float, hidden_s: float) -> float:
 
 
 def _mean_speed(work: StepWork) -> float:
-    return sum(work.speeds) / len(work.speeds)
+    return sum(work.asynchronous.speeds) / len(work.asynchronous.speeds)
 
 
 def _straggler_wait(work: StepWork, found: Mapping[str, float], step_s: float) -> float:
@@ -335,7 +340,7 @@ def _straggler_wait(work: StepWork, found: Mapping[str, float], step_s: float) -
     One that takes longer than two of a usual worker is copied by who is done (`servers.book`). Of backup workers the
     slowest are not waited for, and what they did is done again.
     """
-    rule, speeds = work.consistency, work.speeds
+    rule, speeds = work.asynchronous.consistency, work.asynchronous.speeds
     if rule.bound is None:
         return 0.0
     least, mean = speeds[min(rule.backup, len(speeds) - 1)], sum(speeds) / len(speeds)
@@ -347,13 +352,13 @@ def _straggler_wait(work: StepWork, found: Mapping[str, float], step_s: float) -
 
 def _link(work: StepWork, rates: _Rates) -> float:
     """What a worker pushes and pulls, through its own link."""
-    return (1 + work.pushed) * float(work.gradient_bytes.max()) / _server_bandwidth(work, rates)
+    return (1 + work.asynchronous.pushed) * float(work.state.gradient_bytes.max()) / _server_bandwidth(work, rates)
 
 
 def _server_transfer(work: StepWork, rates: _Rates) -> float:
     """What all workers push and pull, through the servers' links: a node's, which servers of one node share."""
-    nodes = min(work.servers, work.machine.nodes)
-    size = (1 + work.pushed) * float(work.gradient_bytes.max()) * work.mesh.data_ranks
+    nodes = min(work.asynchronous.servers, work.machine.nodes)
+    size = (1 + work.asynchronous.pushed) * float(work.state.gradient_bytes.max()) * work.mesh.data_ranks
     return size / (nodes * _server_bandwidth(work, rates) * work.machine.per_node)
 
 
@@ -367,15 +372,15 @@ def _server_bandwidth(work: StepWork, rates: _Rates) -> float:
 
 def _server_updates(work: StepWork) -> float:
     """What the servers' updates of one step take: one of all units added up, or each unit's own."""
-    parameters, ranks = float(work.parameters.max()), work.mesh.data_ranks
+    parameters, ranks = float(work.state.parameters.max()), work.mesh.data_ranks
     each = UPDATE_BYTES[4]
-    visited = each + _ADDED_BYTES * ranks if work.consistency.waits else each * ranks
-    return parameters * visited / (work.servers * HOST_BYTES_PER_S)
+    visited = each + _ADDED_BYTES * ranks if work.asynchronous.consistency.waits else each * ranks
+    return parameters * visited / (work.asynchronous.servers * HOST_BYTES_PER_S)
 
 
 def _staleness(work: StepWork) -> float:
     """Mean, in steps."""
-    rule, ranks = work.consistency, work.mesh.data_ranks
+    rule, ranks = work.asynchronous.consistency, work.mesh.data_ranks
     if rule.bound is None:
         return (ranks - 1) / ranks
     if not rule.bound:
@@ -387,5 +392,9 @@ def _staleness(work: StepWork) -> float:
 def _preemptible_nodes(work: StepWork) -> int:
     """Nodes that may be taken back and whose loss all ranks wait for: of all of them, or of servers alone."""
     machine = work.machine
-    used = min(work.servers, machine.nodes) if work.servers else -(-work.mesh.size // machine.per_node)
+    used = (
+        min(work.asynchronous.servers, machine.nodes)
+        if work.asynchronous.servers
+        else -(-work.mesh.size // machine.per_node)
+    )
     return min(max(used - machine.steady, 0), machine.preemptible)

@@ -43,8 +43,7 @@ NUMBER_BYTES = {"fp16": 2, "bf16": 2}  # 4 in all other precisions
 
 @dataclass(frozen=True, kw_only=True)
 class LossModelWork:
-    """A model that runs forward in the loss, on each rank whole. Vectors as in `StepWork`; `counts` "
-    "are of its layers."""
+    """A model that runs forward in the loss, complete on each rank. Vectors as in `LayerWork`."""
 
     counts: Vector
     flops_s: Vector
@@ -56,49 +55,24 @@ class LossModelWork:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepWork:
-    """One step. Vectors are by distinct layer, of one micro-batch on one rank, forward.
+class LayerWork:
+    """The work of each distinct layer, of one micro-batch on one rank, forward.
 
     Attributes:
-        machine: that does it.
-        mesh: degrees.
-        counts: (sections, layers): how many of each layer stand in each section.
+        counts: (sections, layers): how many of each layer are in each section.
         flops_s: seconds at the peak rate.
         matmuls: matrix products.
-        weights_s: seconds of one pass over the parameters at the memory's full bandwidth; of a backward, so many more
-            go over their gradients.
-        passes: see `weights_s`.
-        traffic_s: of all other operations, at the memory's full bandwidth.
-        scores_s: likewise, for attention's scores.
+        weights_s: seconds of one pass over the parameters at the full memory bandwidth.
+        passes: how many more of these passes backward makes, over the gradients.
+        traffic_s: of all other operations, at the full memory bandwidth.
+        scores_s: the same for attention scores.
         launches: operations.
-        reduced_bytes: of tensor parallelism's all-reduces.
-        reductions: their number.
+        reduced_bytes: of the all-reduces of tensor parallelism.
+        reductions: number of these all-reduces.
         again: share of forward that backward computes again.
-        regathered: share of forward's reductions that backward makes once more: inputs that are gathered again.
-        parameters: of each stage, on one rank.
-        gradient_bytes: of each stage, on one rank.
-        update_s: of the optimizer at the memory's full bandwidth, slowest stage.
-        offloaded_bytes: of one micro-batch between device and host.
-        sent_bytes: over each cut between sections, of one micro-batch; 0 where both are on one stage.
-        micro_batches: of a data rank.
-        schedule: of the pipeline.
-        chunks: of each stage.
-        zero: what is sharded.
-        gathers: collectives of ZeRO for each micro-batch.
-        speeds: of the ranks' devices, in those of the slowest, from that up.
-        servers: that hold the parameters, where ranks step alone.
-        consistency: of those.
-        pushed: of the gradients' bytes, what these send.
-        local_steps: that they take by themselves.
-        tensor, data, shard: who reduces with whom.
-        remote: whether the next stage is on another node.
-        guests: models that run in the loss.
-        shape: see `Shape`.
-        kind: of work that can be compared.
+        regathered: share of forward's reductions that backward repeats, to gather inputs again.
     """
 
-    machine: MachineModel
-    mesh: Mesh
     counts: Vector
     flops_s: Vector
     matmuls: Vector
@@ -111,21 +85,78 @@ class StepWork:
     reductions: Vector
     again: Vector
     regathered: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateWork:
+    """The work on parameters, gradients and optimizer state.
+
+    Attributes:
+        parameters: of each stage, on one rank.
+        gradient_bytes: of each stage, on one rank.
+        update_s: of the optimizer at the full memory bandwidth, slowest stage.
+        offloaded_bytes: of one micro-batch between device and host.
+    """
+
     parameters: Vector
     gradient_bytes: Vector
     update_s: float
     offloaded_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsynchronousWork:
+    """What asynchronous ranks send.
+
+    Attributes:
+        speeds: of the ranks' devices, ascending, relative to the slowest.
+        servers: that hold the parameters; 0 where ranks step together.
+        consistency: between the ranks.
+        pushed: share of the gradient bytes that is sent.
+        local_steps: between two pushes.
+    """
+
+    speeds: tuple[float, ...]
+    servers: int
+    consistency: Consistency
+    pushed: float
+    local_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """The work of one step.
+
+    Attributes:
+        machine: that does it.
+        mesh: degrees.
+        layers: by distinct layer.
+        state: on parameters, gradients and optimizer state.
+        asynchronous: of ranks that push to servers.
+        sent_bytes: over each cut between sections, of one micro-batch; 0 where both are on one stage.
+        micro_batches: of a data rank.
+        schedule: of the pipeline.
+        chunks: of each stage.
+        zero: what is sharded.
+        gathers: collectives of ZeRO for each micro-batch.
+        tensor, data, shard: the groups that reduce with each other.
+        remote: whether the next stage is on another node.
+        guests: models that run in the loss.
+        shape: see `Shape`.
+        kind: of work that can be compared.
+    """
+
+    machine: MachineModel
+    mesh: Mesh
+    layers: LayerWork
+    state: StateWork
+    asynchronous: AsynchronousWork
     sent_bytes: Vector
     micro_batches: int
     schedule: str
     chunks: int
     zero: int
     gathers: float
-    speeds: tuple[float, ...]
-    servers: int
-    consistency: Consistency
-    pushed: float
-    local_steps: int
     tensor: RankGroup
     data: RankGroup
     shard: RankGroup
@@ -247,26 +278,32 @@ def compute_step_work(
     return StepWork(
         machine=machine,
         mesh=mesh,
-        counts=counts,
-        **_layer_work(profile, machine.device, precision, mesh.tensor, rows),
-        passes=_passes(profile, micro_batches),
-        again=layers.again(plan.recompute),
-        regathered=plan.sequence / 2,
-        parameters=parameters,
-        gradient_bytes=parameters * own,
-        update_s=update_bytes / (HOST_BYTES_PER_S if offload else memory),
-        offloaded_bytes=visits * own * parameters.max() / sharded if offload else 0.0,
+        layers=LayerWork(
+            counts=counts,
+            **_layer_work(profile, machine.device, precision, mesh.tensor, rows),
+            passes=_passes(profile, micro_batches),
+            again=layers.again(plan.recompute),
+            regathered=plan.sequence / 2,
+        ),
+        state=StateWork(
+            parameters=parameters,
+            gradient_bytes=parameters * own,
+            update_s=update_bytes / (HOST_BYTES_PER_S if offload else memory),
+            offloaded_bytes=visits * own * parameters.max() / sharded if offload else 0.0,
+        ),
+        asynchronous=AsynchronousWork(
+            speeds=machine.speeds(mesh.size, precision),
+            servers=plan.servers,
+            consistency=Consistency.parse(plan.consistency or "sync"),
+            pushed=GradientCompression.parse(plan.wire).part,
+            local_steps=plan.local_steps,
+        ),
         sent_bytes=rows * width * layers.sent(sizes) * crossing / mesh.tensor,
         micro_batches=micro_batches,
         schedule=plan.schedule,
         chunks=plan.chunks,
         zero=plan.zero,
         gathers=plan.zero * fsdp_units(profile) / mesh.pipeline if plan.zero >= 2 and sharded > 1 else 0.0,
-        speeds=machine.speeds(mesh.size, precision),
-        servers=plan.servers,
-        consistency=Consistency.parse(plan.consistency or "sync"),
-        pushed=GradientCompression.parse(plan.wire).part,
-        local_steps=plan.local_steps,
         tensor=rank_group(machine, mesh.tensor, 1),
         data=rank_group(machine, mesh.data, mesh.size // mesh.data),
         shard=rank_group(machine, mesh.shard, mesh.tensor),
@@ -281,7 +318,7 @@ def compute_step_work(
 def _layer_work(
     profile: ModelProfile, device: Accelerator, precision: str, tensor: int, rows: int
 ) -> Mapping[str, Vector]:
-    """What of `StepWork` is by distinct layer and has nothing to do with where the layers stand."""
+    """Return the fields of `LayerWork` that do not depend on where the layers are."""
     layers, width = layer_vectors(profile), NUMBER_BYTES.get(precision, 4)
     over, shared, memory = layers.over(tensor), layers.shared_traffic, device.memory_bytes_per_s
     traffic = layers.traffic_numbers * (shared + (1 - shared) / over)

@@ -18,6 +18,7 @@ from trainwright.strategies.cost_model.plan_constraints import invalid_combinati
 from trainwright.strategies.cost_model.step_time import convergence_factors
 from trainwright.strategies.cost_model.step_work import compute_step_work, invalid_plan
 from trainwright.strategies.search.plan_request import PlanRequest
+from trainwright.strategies.search.registry import strategies_for
 from trainwright.strategies.search.stage_cuts import cut_tensor_layer, section_entries, stage_sizes
 
 USABLE = 0.92  # of a device's memory: the rest is the framework's, and lost between blocks
@@ -65,20 +66,8 @@ def rank(
     Raises:
         ResourceError: nothing is known of an accelerator.
     """
-    return list(ranking(profile, cluster, batch_size=batch_size, precision=precision, calibration=calibration).plans)
-
-
-def ranking(
-    profile: ModelProfile,
-    cluster: Cluster,
-    *,
-    batch_size: int,
-    precision: str,
-    calibration: Calibration | None = None,
-) -> Ranking:
-    """As `rank`, with what does not fit."""
     question = PlanRequest(profile=profile, cluster=cluster, batch_size=batch_size, precision=precision)
-    return search_plans(question, calibration)
+    return list(search_plans(question, calibration).plans)
 
 
 def search_plans(question: PlanRequest, calibration: Calibration | None = None) -> Ranking:
@@ -192,24 +181,21 @@ def _complexity(plan: Plan) -> tuple[int, ...]:
 
 
 def _proposals(question: PlanRequest) -> Iterator[Plan | InfeasiblePlan]:
-    """What the strategies propose that have an engine for whose steps the job wants."""
-    from trainwright.strategies import strategies_for
-
+    """Yield what the strategies for the model's framework propose."""
     for name, strategy in strategies_for(question.profile.framework).items():
-        refused = question.needs_replicas(name)
+        refused = question.refuse_divided_model(name)
         if refused is not None:
             yield refused
-        elif question.run == "fit" and not hasattr(strategy, "FIT"):
+        elif question.run == "fit" and not strategy.fit:
             framework = question.profile.framework
             no_fit = "and it has no such strategy" if framework == "tensorflow" else f"and this model is of {framework}"
-            reason = getattr(strategy, "NO_FIT", f'run="fit" is Keras\' own, {no_fit}')
-            hint = "leave run= out: trainwright's steps train any model"
-            yield InfeasiblePlan(strategy=name, reason=reason, hint=hint)
-        elif not question.offload or hasattr(strategy, "OFFLOADS"):
-            yield from strategy.propose(question)
+            reason = strategy.no_fit or f'run="fit" is Keras\' own, {no_fit}'
+            yield strategy.refusal(reason, "leave run= out: trainwright's steps train any model")
+        elif not question.offload or strategy.offloads:
+            yield from strategy.proposals(question)
         else:
             hint = "leave offload out, or use a strategy that divides the model's state"
-            yield InfeasiblePlan(strategy=name, reason="it keeps the model's state on the device", hint=hint)
+            yield strategy.refusal("it keeps the model's state on the device", hint)
 
 
 _RecomputeChoices = tuple[str, ...]  # of recomputation, from the quickest on

@@ -1,4 +1,4 @@
-"""What a plan is asked for, and what every strategy needs to answer."""
+"""The request for a plan: a model, a cluster and the choices of the job, with the checks that strategies share."""
 
 from __future__ import annotations
 
@@ -184,8 +184,8 @@ class PlanRequest:
         found = self.inexact_parts
         return tuple(f"{item}: computed over each device's own share, as the job accepts" for item in found)
 
-    def unequal(self, strategy: str, data_ranks: int) -> InfeasiblePlan | None:
-        """Why so many data ranks cannot do what one device does; None where they can, or the job accepts that."""
+    def refuse_inexact(self, strategy: str, data_ranks: int) -> InfeasiblePlan | None:
+        """Return why this many data ranks differ from one device; None where they do not, or the job accepts that."""
         if self.batch_size < data_ranks:
             reason = f"batch_size={self.batch_size} is smaller than the {data_ranks} data ranks"
             return InfeasiblePlan(strategy=strategy, reason=reason, hint=f"set batch_size={data_ranks} or more")
@@ -199,8 +199,8 @@ class PlanRequest:
             return InfeasiblePlan(strategy=strategy, reason=reason, hint=hint)
         return None
 
-    def needs_replicas(self, strategy: str) -> InfeasiblePlan | None:
-        """Why a strategy cannot do what the job asks of replicas; None where it can."""
+    def refuse_divided_model(self, strategy: str) -> InfeasiblePlan | None:
+        """Return why a strategy cannot do what the job asks of replicas; None where it can."""
         own = strategy in _REPLICATED and self.profile.framework in ("torch", "")
         if own or not (self.together or self.seated):
             return None
@@ -211,8 +211,8 @@ class PlanRequest:
         reason = f"{asked} needs all of the model on each worker"
         return InfeasiblePlan(strategy=strategy, reason=reason, hint=f"use {_REPLICATED[-1]}")
 
-    def without_engine(self, strategy: str) -> InfeasiblePlan | None:
-        """A framework or strategy that cannot be run on TPUs; only a job's own cluster is asked about that."""
+    def refuse_tpu(self, strategy: str) -> InfeasiblePlan | None:
+        """Return why the model cannot run on TPUs in any strategy but tf_tpu; None elsewhere."""
         if self.cluster.accelerator != "TPU" or not self.profile.framework:
             return None
         if self.profile.framework == "tensorflow":
@@ -222,8 +222,8 @@ class PlanRequest:
         reason = f"there is no engine for {self.profile.framework} on TPU yet"
         return InfeasiblePlan(strategy=strategy, reason=reason, hint="use GPU or CPU")
 
-    def alone(self, strategy: str) -> InfeasiblePlan | None:
-        """Why there are not several ranks, and what would make it possible; None where there are."""
+    def refuse_single_rank(self, strategy: str) -> InfeasiblePlan | None:
+        """Return why there is only one rank, and how to have more; None where there are several."""
         if self.ranks > 1 or self.elastic:
             return None
         why = "workers=1 is pinned" if self.workers else "there is room for one worker only"
@@ -277,8 +277,3 @@ def placement_for(cluster: Cluster, workers: int, devices: int = 1) -> WorkerRes
 def divisors(number: int) -> Iterator[int]:
     """All of them, from 1 up."""
     yield from (each for each in range(1, number + 1) if number % each == 0)
-
-
-def engine_for(engines: Mapping[str, str], question: PlanRequest) -> str:
-    """The engine for a model's framework; empty where there is none yet."""
-    return engines.get(question.profile.framework, "")

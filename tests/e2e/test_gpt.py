@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sample_data
 import torch
 from tokenizers import Tokenizer
 
 import trainwright as tw
-from trainwright.datasets import corpora
 from trainwright.planning.job_file import load_job
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(corpora, "SHA256", hashlib.sha256("".join(PARTS.values()).encode()).hexdigest())
+    monkeypatch.setattr(sample_data, "KING_JAMES_SHA256", hashlib.sha256("".join(PARTS.values()).encode()).hexdigest())
 
 
 def test_every_character_counts_once(folder: Path) -> None:

@@ -11,19 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
+from sample_data import fashion_mnist
 
 from tests.hosts import lan, packages, ssh, store
 from tests.hosts.lan import HOME, Host
 from tests.support import processes
 from tests.support.processes import ROOT
-from trainwright.datasets import fashion_mnist
 
 CLUSTER = ("head", "one", "two")
 ROWS = {"train": 4096, "test": 256}
 ENV_FILE = HOME / ".trainwright" / "storage.env"
 CHECKOUT = HOME / "checkout"
 EXAMPLE = ROOT / "examples" / "fashion_mnist.py"
-OWN_DATA = 'tw.datasets.fashion_mnist("data/fashion-mnist")'
+OWN_DATA = 'sample_data.fashion_mnist("data/fashion-mnist")'
+IMPORT = "import sample_data\n"
 # What a user changes: where the data is. The test adds: slower steps, no dropout, which depends on the layout, and
 # float64, in which sums of other shares differ by 1e-16; Adam's first steps would still make much of such a last bit.
 DATA = f'type("Splits", (), {{"train": "s3://{store.BUCKET}/data/train", "test": "s3://{store.BUCKET}/data/test"}})'
@@ -108,8 +109,8 @@ def world(shared: Path) -> Iterator[World]:
 def job_text(**fields: object) -> str:
     """The main example with its data in the store."""
     text = EXAMPLE.read_text()
-    assert OWN_DATA in text
-    return text.replace(OWN_DATA, DATA) + CHANGES.format(storage=store.STORAGE, fields=fields)
+    assert OWN_DATA in text and IMPORT in text
+    return text.replace(IMPORT, "").replace(OWN_DATA, DATA) + CHANGES.format(storage=store.STORAGE, fields=fields)
 
 
 def checkout(folder: Path) -> None:

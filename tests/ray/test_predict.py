@@ -18,6 +18,7 @@ from tests.support.prediction_jobs import RANGE, ROWS, Strike, check, columns_of
 from tests.support.torch_engines import loss
 from trainwright.core.data import Batch
 from trainwright.core.errors import ResourceError, RunConflict, UserCodeError, WorkerLost
+from trainwright.datasets.first_row import transformed_fields
 from trainwright.inference import batch_inference as predicting
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -46,7 +47,7 @@ def test_one_and_three_workers_predict_what_a_plain_loop_does(
     check(three.uri, expected)
     assert read(three.uri)["id"].to_pylist() == table()["id"].tolist()
     found = three.dataset()
-    assert found.index().rows == ROWS and list(found.fields(found.index())) == ["sample", "id", "output"]
+    assert found.index().rows == ROWS and list(transformed_fields(found, found.index())) == ["sample", "id", "output"]
     again = tw.predict(chosen, data, to=one.uri, range_rows=RANGE)
     assert again.computed == 0 and again.parts == 10
 

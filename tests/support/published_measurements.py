@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import csv
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +18,6 @@ from trainwright.strategies.cost_model.step_work import StepWork, compute_step_w
 
 FOLDER = Path(__file__).parents[1] / "reference" / "planner"
 VTRAIN_SMALL, VTRAIN_LARGE = "vtrain_a100_up_to_4_gpus", "vtrain_a100_up_to_512_gpus"
-_NUMBER = re.compile(r"[\d.]+")
-_NODE = re.compile(
-    r"forward_compute_time=([\d.]+), backward_compute_time=([\d.]+), activation_size=(.+), parameter_size=([\d.]+)"
-)
 _CLUSTERS = {
     "a100_40gb": "{}x8xA100-40GB@1600Gb",
     "a100_80gb": "{}x8xA100-80GB@800Gb",
@@ -47,41 +41,6 @@ def vtrain(name: str) -> tuple[tw.Measurement, ...]:
 def mosaicml(gpu: str) -> tuple[tw.Measurement, ...]:
     """MPT models under FSDP on one kind of GPU."""
     return tuple(_mosaicml(row) for row in table("mosaicml_mpt") if row["gpu"] == gpu)
-
-
-@dataclass(frozen=True)
-class Profiled:
-    """A model as PipeDream profiled it, in topological order: seconds and bytes of each layer, for its micro-batch."""
-
-    seconds: tuple[float, ...]
-    weight_bytes: tuple[float, ...]
-    output_bytes: tuple[float, ...]  # of all edges that a cut behind the layer crosses
-
-
-@cache
-def pipedream(name: str) -> Profiled:
-    """Read a published profile: nodes with their costs, then edges."""
-    nodes: dict[str, tuple[float, float, float]] = {}
-    edges: list[tuple[str, str]] = []
-    for line in (FOLDER / "pipedream" / f"{name}.txt").read_text().splitlines():
-        if line.startswith("\t"):
-            source, _, target = line.strip().partition(" -- ")
-            edges.append((source, target))
-        elif found := _NODE.search(line):
-            forward, backward, outputs, weights = found.groups()
-            size = sum(map(float, _NUMBER.findall(outputs)))
-            nodes[line.split(" -- ")[0]] = (float(forward) + float(backward), size, float(weights))
-    order = list(TopologicalSorter({node: [a for a, b in edges if b == node] for node in nodes}).static_order())
-    place = {node: number for number, node in enumerate(order)}
-    crossing = [
-        sum(nodes[node][1] for node in order[: end + 1] if any(a == node and place[b] > end for a, b in edges))
-        for end in range(len(order))
-    ]
-    return Profiled(
-        seconds=tuple(nodes[node][0] / 1000 for node in order),
-        weight_bytes=tuple(nodes[node][2] for node in order),
-        output_bytes=tuple(crossing),
-    )
 
 
 def error(measured: Sequence[tw.Measurement], calibration: tw.Calibration | None = None) -> float:

@@ -4,21 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import struct
 import tarfile
 from pathlib import Path
-
-import numpy as np
-
-from trainwright.datasets.formats.tfrecord import crc32c, masked_crc
-
-
-def frame(payload: bytes) -> bytes:
-    def summed(data: bytes) -> bytes:
-        return struct.pack("<I", int(masked_crc(crc32c(data, np.array([0]), np.array([len(data)])))[0]))
-
-    length = struct.pack("<Q", len(payload))
-    return length + summed(length) + payload + summed(payload)
 
 
 def field(number: int, wire: int, content: bytes) -> bytes:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import mix, parquet, split, table
+from trainwright.datasets.first_row import transformed_fields
 from trainwright.datasets.loading.batch_loader import BatchLoader, make_schedule
 from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec
 
@@ -174,7 +175,7 @@ def test_a_torn_part_and_what_is_no_prediction_are_refused(tmp_path: Path) -> No
         table_of(30).beside(twice).index()
     late = table_of(30).map(jitter).beside(twice)
     with pytest.raises(DataError, match="both data sets have a column 'id'"):
-        late.fields(late.index())
+        transformed_fields(late, late.index())
 
 
 def test_errors_name_the_users_own_function(tmp_path: Path) -> None:

@@ -83,14 +83,12 @@ def test_public_names_are_these() -> None:
         "arrow",
         "csv",
         "decode_image",
-        "fashion_mnist",
         "from_huggingface",
         "from_ray",
         "from_tf",
         "from_torch",
         "images",
         "json_lines",
-        "king_james",
         "mix",
         "parquet",
         "split",
@@ -101,13 +99,3 @@ def test_public_names_are_these() -> None:
     ]
     assert sorted(ours.__all__) == dir(ours) == names
     assert all(callable(getattr(ours, name)) for name in ours.__all__)
-
-
-def test_the_name_fashion_mnist_can_be_called_however_it_was_imported() -> None:
-    program = (
-        "import trainwright.datasets.fashion_mnist as module\n"
-        "import trainwright.datasets as ours\n"
-        "try:\n    ours.fashion_mnist(3)\nexcept TypeError as error:\n    print(type(error).__name__)\n"
-        "print(callable(module), callable(ours.fashion_mnist))"
-    )
-    assert run(program) == "TypeError\nTrue True"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -17,13 +15,12 @@ from trainwright.core.cluster import ACCELERATORS, Accelerator, find_accelerator
 from trainwright.core.errors import PlanError, ResourceError
 from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.core.plan import InfeasiblePlan, Mesh, PlanConstraints
-from trainwright.strategies import STRATEGIES, tensor_parallel
+from trainwright.strategies import STRATEGIES
 from trainwright.strategies.cost_model.machine_model import MachineModel, RankGroup, rank_group
 from trainwright.strategies.cost_model.memory_estimate import layer_memory, micro_batches_in_flight, stage_memory
 from trainwright.strategies.cost_model.plan_constraints import invalid_compile
-from trainwright.strategies.cost_model.stage_partition import replicated_partition
 from trainwright.strategies.cost_model.step_work import StepWork, compute_step_work, even_partition, layer_vectors
-from trainwright.strategies.search.plan_ranking import ranking, search_plans
+from trainwright.strategies.search.plan_ranking import Ranking, search_plans
 from trainwright.strategies.search.plan_request import PlanRequest
 
 GPT = tw.transformer_profile(hidden=2048, layers=24, heads=16, sequence=1024, vocabulary=51_200)
@@ -112,31 +109,6 @@ def test_a_transformer_from_numbers() -> None:
     assert untied.parameters - tied.parameters == 6400 and untied.flops == tied.flops
     with pytest.raises(ValueError, match="do not divide"):
         tw.transformer_profile(hidden=64, layers=2, heads=5, sequence=8, vocabulary=100)
-
-
-@given(layers=st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=5), devices=st.integers(1, 4))
-def test_replicated_stages_are_as_quick_as_can_be(layers: list[tuple[int, int, int]], devices: int) -> None:
-    seconds, weights, outputs = ([layer[part] for layer in layers] for part in range(3))
-    found = replicated_partition(seconds, weights, outputs, devices, 2.0)
-    assert [stage.begin for stage in found] == [0, *(stage.end for stage in found[:-1])]
-    assert found[-1].end == len(layers) and sum(stage.replicas for stage in found) <= devices
-
-    def slowest(begin: int, left: int) -> float:
-        """The best that can be made of the layers from there on so many devices, by trying everything."""
-        if begin == len(layers):
-            return 0.0
-        tried = [math.inf]
-        for end, count in product(range(begin + 1, len(layers) + 1), range(1, left + 1)):
-            cut = outputs[end - 1] if end < len(layers) else 0.0
-            tried.append(max(_stage_s(begin, end, count), cut, slowest(end, left - count)))
-        return min(tried)
-
-    def _stage_s(begin: int, end: int, count: int) -> float:
-        return max(sum(seconds[begin:end]), (count - 1) / count * sum(weights[begin:end])) / count
-
-    cuts = [outputs[stage.end - 1] for stage in found[:-1]]
-    own = max([_stage_s(stage.begin, stage.end, stage.replicas) for stage in found] + cuts)
-    assert own == pytest.approx(slowest(0, devices))
 
 
 def test_blocks_are_divided_as_people_do_it() -> None:
@@ -260,8 +232,13 @@ def test_plans_that_cannot_be(plan: str, batch: int, said: str) -> None:
     assert said in str(raised.value)
 
 
+def ranked(profile: tw.ModelProfile, cluster: tw.Cluster, *, batch_size: int, precision: str) -> Ranking:
+    """As `tw.rank`, with the plans that do not fit."""
+    return search_plans(PlanRequest(profile=profile, cluster=cluster, batch_size=batch_size, precision=precision))
+
+
 def test_the_ranking_is_sorted_fits_and_says_why_the_others_do_not() -> None:
-    found = ranking(GPT, NODE, batch_size=64, precision="bf16")
+    found = ranked(GPT, NODE, batch_size=64, precision="bf16")
     alone = [plan for plan in found.plans if plan.topology == "independent"]
     steps = [plan.estimate.step_s for plan in found.plans if plan.estimate]
     together = steps[: len(steps) - len(alone)]
@@ -275,7 +252,7 @@ def test_the_ranking_is_sorted_fits_and_says_why_the_others_do_not() -> None:
     strategies = {plan.strategy for plan in found.plans}
     near = {"local_sgd"}  # of which the nodes are too near to propose it
     assert strategies == {name for name in STRATEGIES if not name.startswith("tf_")} - near
-    small = ranking(GPT, tw.Cluster.parse("8xT4"), batch_size=64, precision="fp16")
+    small = ranked(GPT, tw.Cluster.parse("8xT4"), batch_size=64, precision="fp16")
     full = [one for one in small.misfits if one.missing_bytes]
     assert "one_device" not in {plan.strategy for plan in small.plans}
     assert full and "out of memory by" in full[0].reason and "on stage" in full[0].reason
@@ -284,7 +261,7 @@ def test_the_ranking_is_sorted_fits_and_says_why_the_others_do_not() -> None:
 
 def test_a_model_that_fits_nowhere() -> None:
     trillion = tw.transformer_profile(hidden=25600, layers=128, heads=160, sequence=2048, vocabulary=51_200)
-    found = ranking(trillion, NODE, batch_size=64, precision="bf16")
+    found = ranked(trillion, NODE, batch_size=64, precision="bf16")
     assert not found.plans and found.misfits[0].missing_bytes > 10**12
 
 
@@ -326,7 +303,7 @@ def test_a_tensor_group_that_is_larger_than_a_node_is_refused_with_the_reason() 
         precision="bf16",
         pins=PlanConstraints.parse("tp=8"),
     )
-    (found,) = tensor_parallel.propose(question)
+    (found,) = STRATEGIES["tensor_parallel"].proposals(question)
     assert isinstance(found, InfeasiblePlan) and found.reason == "tp=8 is more than the 4 devices of a node"
     assert "tp=4 or less" in found.hint
 
@@ -340,7 +317,7 @@ def test_what_no_engine_does_with_a_compiled_model_is_not_proposed() -> None:
         plans = [*found.plans, *(one.plan for one in found.misfits if one.plan)]
         assert ("selective" in {plan.recompute for plan in plans}) is not wanted
         assert ({plan.mesh.tensor for plan in plans} == {1}) is wanted
-    (told,) = tensor_parallel.propose(asked.free)
+    (told,) = STRATEGIES["tensor_parallel"].proposals(asked.free)
     assert isinstance(told, InfeasiblePlan) and told.reason == 'compile="inductor" was not tried with it'
 
 

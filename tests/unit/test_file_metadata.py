@@ -18,10 +18,10 @@ import pytest
 
 from tests.support.file_formats import FORMATS, frame
 from tests.support.record_files import field, message
-from tests.support.record_files import frame as record
 from tests.support.record_files import sample as webdataset_sample
 from tests.support.record_files import write as webdataset_shard
 from tests.support.slow_s3_server import slow_store
+from trainwright.core.tfrecord_framing import frame as record
 from trainwright.datasets import Dataset, csv, metadata_cache, parquet, text, tfrecord, webdataset
 from trainwright.datasets.formats import parquet as files
 from trainwright.datasets.formats.parquet import Footer

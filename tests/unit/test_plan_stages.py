@@ -11,7 +11,7 @@ import trainwright as tw
 from tests.support.planner_cases import DEEP, LAPTOP, LAYERS, decide
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import PlanError
-from trainwright.strategies.pipeline import STALE
+from trainwright.strategies.search.torch_strategies import STALE_WEIGHTS
 
 PIPELINE = "trainwright.strategies.torch.engines.pipeline:Pipeline"
 
@@ -71,14 +71,14 @@ def test_stale_gradients_are_never_chosen_unasked() -> None:
     asked = decide(profile=DEEP, plan="pp=2,schedule=pipedream,accumulation=4").chosen
     drained = decide(profile=DEEP, plan="pp=2,schedule=1f1b,accumulation=4").chosen
     assert asked.engine == PIPELINE and asked.streamed and asked.estimate and drained.estimate
-    assert ("note", STALE) in _rows(asked) and "one step stale" in STALE
+    assert ("note", STALE_WEIGHTS) in _rows(asked) and "one step stale" in STALE_WEIGHTS
     assert asked.estimate.step_s < drained.estimate.step_s  # so that it would be, were it offered
     added = zip(asked.estimate.stage_memory_bytes, drained.estimate.stage_memory_bytes, strict=True)
     assert [one - other for one, other in added] == [4 * 100_000 * 4] * 2
     for plan in ("pp=2,accumulation=4", "pp=2", None):
         decision = decide(profile=DEEP, plan=plan, strategy="pipeline")
         offered = [decision.chosen, *(each.plan for each in decision.rejected)]
-        assert not any(each.streamed or STALE in each.notes for each in offered)
+        assert not any(each.streamed or STALE_WEIGHTS in each.notes for each in offered)
     assert not any(plan.streamed for plan in tw.rank(DEEP, LAPTOP, batch_size=64, precision="fp32"))
 
 
@@ -86,8 +86,8 @@ def test_stale_gradients_are_never_chosen_unasked() -> None:
     ("changes", "words"),
     [
         ({"loss": None, "step": max, "inputs": ()}, "step= calls the model as a whole"),
-        ({"profile": replace(DEEP, untraced="ValueError: no")}, "cannot be followed.*ValueError: no"),
-        ({"profile": replace(DEEP, keras_backend="torch")}, "Keras calls its layers"),
+        ({"profile": replace(DEEP, untraced="ValueError: no")}, "cannot be traced.*ValueError: no"),
+        ({"profile": replace(DEEP, keras_backend="torch")}, "the calls of Keras layers"),
         ({"workers": 1}, "workers=1 is pinned"),
         ({"plan": "pp=2,dp=2", "workers": 2, "strategy": None}, "multiply to 4, and the job has workers=2.*workers=4"),
         ({"plan": "pp=9", "strategy": None}, "pipeline: 9 stages for 8 layers .use pp=8 or fewer"),

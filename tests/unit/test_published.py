@@ -14,7 +14,6 @@ from tests.support.published_measurements import (
     estimated,
     gpipe,
     mosaicml,
-    pipedream,
     regret,
     split,
     table,
@@ -23,7 +22,6 @@ from tests.support.published_measurements import (
 )
 from tests.support.torchgpipe_models import amoebanet, layered, resnet101, unet
 from trainwright.strategies.cost_model.memory_estimate import model_state_bytes
-from trainwright.strategies.cost_model.stage_partition import ReplicatedStage, replicated_partition
 
 
 def test_zeros_table_of_model_states() -> None:
@@ -106,19 +104,3 @@ def test_torchgpipes_networks_are_what_they_say() -> None:
         assert len(profile.layers) == layers
         if millions:
             assert profile.parameters / 1e6 == pytest.approx(millions, rel=0.02)
-
-
-def test_pipedreams_shapes() -> None:
-    """Table 1 of Narayanan et al. (2019) for 16 devices at 10 Gb/s, from their own profiles."""
-    front, tail = _stages("vgg16")
-    assert (front.replicas, tail.replicas) == (15, 1)
-    weights = pipedream("vgg16").weight_bytes
-    assert sum(weights[tail.begin :]) > 0.85 * sum(weights), "the tail is the dense layers"
-    assert [stage.replicas for stage in _stages("resnet50")] == [16]
-    straight = _stages("gnmt")
-    assert len(straight) > 4 and all(stage.replicas == 1 for stage in straight)
-
-
-def _stages(name: str) -> tuple[ReplicatedStage, ...]:
-    found = pipedream(name)
-    return replicated_partition(found.seconds, found.weight_bytes, found.output_bytes, 16, 10e9 / 8)

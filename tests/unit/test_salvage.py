@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError
 from trainwright.datasets import table
-from trainwright.datasets.data_source import Arrays
+from trainwright.datasets.data_source import Arrays, Rows
 from trainwright.datasets.loading.bad_samples import SkippedSample, SkippingReader
 from trainwright.datasets.loading.batch_loader import BatchLoader
-from trainwright.datasets.sample_order import Rows
 
 
 def reading(bad: set[int], calls: list[int]) -> Any:
@@ -83,7 +82,7 @@ ODD: list[tuple[dict[str, Any], str]] = [
     ({"y": 1.5}, r"column 'y' is float64 of shape \(\) here and int64 of shape \(\) in the other rows"),
     ({"y": np.zeros(3, dtype=np.int64)}, r"column 'y' is int64 of shape \(3,\) here and int64 of shape \(\) in"),
     ({"z": 1}, "no column 'y'"),
-    ({"y": 1, "z": 2}, "a column 'z' that the other rows lack"),
+    ({"y": 1, "z": 2}, "the column 'z', missing in the other rows"),
 ]
 
 

@@ -16,6 +16,7 @@ from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import Dataset, parquet, table
 from trainwright.datasets.data_source import Field
+from trainwright.datasets.first_row import transformed_fields
 from trainwright.datasets.row_reader import RowReader
 
 
@@ -308,7 +309,10 @@ def test_transforms_change_columns() -> None:
         .map(lambda row, rng: {"pair": np.array([row["x"], row["y"]]), "name": f"number {row['x']}"})
     )
     index = data.index()
-    assert data.fields(index) == {"pair": Field(np.dtype(np.float64), (2,)), "name": Field(np.dtype(object), ())}
+    assert transformed_fields(data, index) == {
+        "pair": Field(np.dtype(np.float64), (2,)),
+        "name": Field(np.dtype(object), ()),
+    }
     read = data.read(index, [5, 1])
     assert read["pair"].tolist() == [[10, 5], [2, 1]]
     assert read["name"].tolist() == ["number 10", "number 2"]

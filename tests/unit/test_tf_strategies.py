@@ -11,6 +11,7 @@ import pytest
 
 import trainwright as tw
 from tests.support.planner_cases import job
+from tests.support.reference import registration as registration
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import JobError, PlanError
 from trainwright.core.model_profile import LayerCost, ModelProfile
@@ -43,7 +44,7 @@ def test_a_keras_model_is_offered_the_strategies_of_tensorflow_alone() -> None:
     names = {"tf_one_device", "tf_mirrored", "tf_multi_worker_mirrored", "tf_central_storage", "tf_parameter_server"}
     names |= {"tf_tpu"}
     assert set(planned(decide())) == names
-    with pytest.raises(PlanError, match="is for models of torch, and this one is of tensorflow") as caught:
+    with pytest.raises(PlanError, match=r"is for models of torch.*, and this one is of tensorflow") as caught:
         decide(strategy="data_parallel")
     assert all(name in str(caught.value) for name in names)
     with pytest.raises(PlanError, match="is for models of tensorflow"):
@@ -282,7 +283,7 @@ def test_the_name_of_a_tpu_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -
         (slice_of(2), {}, "found by the slice's name"),
         (slice_of(4), {"tpu": "my-tpu", "workers": 2}, "the slice has 4 hosts"),
         (slice_of(1, "TPU-V3"), {}, "two devices to TensorFlow"),
-        (slice_of(1), {"min_workers": 1}, "as many hosts as it has"),
+        (slice_of(1), {"min_workers": 1}, "the number of hosts of a slice is fixed"),
     ],
     ids=["none", "unnamed", "some", "two-cores", "elastic"],
 )

@@ -37,7 +37,7 @@ from trainwright.reporting.plan_view import plan_name
 from trainwright.strategies.cost_model.machine_model import MachineModel
 from trainwright.strategies.cost_model.step_timeline import timeline
 from trainwright.strategies.cost_model.step_work import compute_step_work
-from trainwright.strategies.search.plan_ranking import estimate_of, ranking
+from trainwright.strategies.search.plan_ranking import estimate_of
 
 GPT = tw.transformer_profile(hidden=4096, layers=32, heads=32, sequence=2048, vocabulary=51_200)
 JOB = """
@@ -115,7 +115,7 @@ def test_a_small_model_is_quickest_on_a_part_of_the_cluster() -> None:
 @pytest.mark.parametrize("kind", ["A100-40GB", "T4"])
 def test_the_smallest_is_what_looking_at_every_size_finds(kind: str) -> None:
     cluster = tw.Cluster.parse(f"4x4x{kind}")
-    every = (size for size in every_size(cluster) if ranking(GPT, size, batch_size=512, precision="bf16").plans)
+    every = (size for size in every_size(cluster) if tw.rank(GPT, size, batch_size=512, precision="bf16"))
     assert asked(f"4x4x{kind}", aim="smallest").chosen.accelerators == next(every).accelerators
 
 

@@ -13,6 +13,7 @@ from tests.support.conformance.rank import Files
 from trainwright.core.data import Feed, MetricSums, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.datasets.first_row import first_batch
 from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.strategies.common.single_rank import single_rank_engine
 
@@ -58,7 +59,7 @@ def plan_of(job: tw.Job, devices: int = 1) -> Plan:
 def spec_of(job: tw.Job, steps: int) -> ModelSpec:
     """What a worker gives its engine."""
     validation = partial(_validation, job) if job.run == "fit" and job.evaluate is not None else None
-    return job.model_spec(steps, partial(job.train.row, job.train.index(), job.columns), validation)
+    return job.model_spec(steps, partial(first_batch, job.train, job.train.index(), job.columns), validation)
 
 
 def _validation(job: tw.Job) -> list[Feed]:

@@ -6,23 +6,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from trainwright.planning import profiler
-from trainwright.strategies import data_parallel, local_sgd, one_device, parameter_server
+from trainwright.strategies import STRATEGIES
 
 FRAMEWORK, PACKAGE = "reference", __name__.rpartition(".")[0]
 COLLECTIVE, INDEPENDENT = f"{PACKAGE}.collective:Reference", f"{PACKAGE}.independent:Independent"
 _ENGINES = {
-    data_parallel: COLLECTIVE,
-    one_device: COLLECTIVE,
-    parameter_server: INDEPENDENT,
-    local_sgd: INDEPENDENT,
+    "data_parallel": COLLECTIVE,
+    "one_device": COLLECTIVE,
+    "parameter_server": INDEPENDENT,
+    "local_sgd": INDEPENDENT,
 }
+
+
+def _engines_of(strategy: str) -> dict[str, str]:
+    engines = STRATEGIES[strategy].engines
+    assert isinstance(engines, dict), "what the product declares"
+    return engines
 
 
 def register() -> None:
     """Register the framework until the process ends."""
-    for strategy, engine in _ENGINES.items():
-        strategy.FRAMEWORKS = ("torch", FRAMEWORK)
-        strategy.ENGINES[FRAMEWORK] = engine
+    for name, engine in _ENGINES.items():
+        _engines_of(name)[FRAMEWORK] = engine
     profiler._FRAMEWORKS[PACKAGE] = f"{PACKAGE}.reference_engine"
 
 
@@ -31,7 +36,6 @@ def registered() -> Iterator[None]:
     """Register the framework until the block is left."""
     register()
     yield
-    for strategy in _ENGINES:
-        strategy.FRAMEWORKS = ("torch",)
-        strategy.ENGINES.pop(FRAMEWORK, None)  # two strategies share a table
+    for name in _ENGINES:
+        _engines_of(name).pop(FRAMEWORK, None)  # two strategies share a table
     del profiler._FRAMEWORKS[PACKAGE]
