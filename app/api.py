@@ -92,7 +92,7 @@ def plan(
         return what_if(
             profile_of(prepared),
             Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
-            batch_size=prepared.job.batch_size, precision=prepared.job.precision, steps=prepared.total_steps,
+            batch_size=prepared.job.batch_size, precision=prepared.job.training.precision, steps=prepared.total_steps,
             aim=aim, price=price, mtbf_hours=mtbf_hours, critical_batch=critical_batch, batch_sizes=batch_sizes,
         )  # fmt: skip
     connect()

@@ -16,7 +16,8 @@ from trainwright.core.cluster import Cluster, Node
 from trainwright.core.data import Batch, Columns
 from trainwright.core.engine import Pad
 from trainwright.core.errors import JobError
-from trainwright.core.job import ColumnNames, Job
+from trainwright.core.job import Job
+from trainwright.core.job_options import ColumnNames
 from trainwright.core.loss_api import name_problems, teacher_column
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.soft_loss import SoftLoss

@@ -40,9 +40,16 @@ def candidate_plans(chosen: Plan, eligible: Iterable[Plan], job: Job) -> tuple[P
     Args:
         eligible: plans that can be carried out, best first.
     """
-    if not job.probe or job.strategy or job.plan or job.run != "step" or not _movable(chosen) or chosen.workers == 1:
+    if (
+        not job.planning.probe
+        or job.planning.strategy
+        or job.planning.plan
+        or job.tensorflow.run != "step"
+        or not _movable(chosen)
+        or chosen.workers == 1
+    ):
         return ()
-    if job.compile == "inductor":  # each would be compiled, for minutes
+    if job.training.compile == "inductor":  # each would be compiled, for minutes
         return ()
     limit_s, found = estimate_of(chosen).high_s, {chosen.strategy: chosen}
     for plan in eligible:
@@ -114,7 +121,7 @@ class AlternativePlans:
         try:
             plan.resized(room)
         except ValueError as error:
-            given = {"plan": self.job.plan, "strategy": self.job.strategy}
+            given = {"plan": self.job.planning.plan, "strategy": self.job.planning.strategy}
             pinned = [f"{name}={value!r}" for name, value in given.items() if value]
             reason = f"{error}" + (f", so that {' and '.join(pinned)} cannot hold" if pinned else "")
             other, lacking = self._other(room)
@@ -177,9 +184,12 @@ class AlternativePlans:
         known = tuple(strategies_for("torch"))
         pins = self.question.pins
         choices = {name: value for name, value in pins.choices.items() if name not in ("zero", "offload", "sequence")}
-        kept = (replace(pins, mesh=None, choices=choices), (self.job.strategy,) if self.job.strategy else known)
+        kept = (
+            replace(pins, mesh=None, choices=choices),
+            (self.job.planning.strategy,) if self.job.planning.strategy else known,
+        )
         free = (PlanConstraints(), known)
-        return [kept, free] if choices or self.job.strategy else [free]
+        return [kept, free] if choices or self.job.planning.strategy else [free]
 
 
 def _resized(plan: Plan, workers: int) -> Plan | None:

@@ -30,6 +30,8 @@ from typing import Any
 
 import numpy as np
 
+from trainwright.core.job import Job
+from trainwright.core.job_options import FIELD_ORDER
 from trainwright.core.pickling import is_user_file, is_user_module
 from trainwright.core.redaction import redact
 
@@ -477,7 +479,13 @@ def _contents(cell: CellType) -> Any:
 
 
 def _state(value: Any) -> Iterator[tuple[str, Any]]:
-    """Attributes of an object, without the fields that a dataclass does not compare. Runs no code of its class."""
+    """Yield attributes of an object, without the fields that a dataclass does not compare. Runs no code of its class.
+
+    The options of a job are its own attributes here: stored digests are older than its groups.
+    """
+    if isinstance(value, Job):
+        yield from ((name, value.get(name)) for name in FIELD_ORDER)
+        return
     fields = getattr(type(value), "__dataclass_fields__", {})
     for name, item in _attributes(value):
         if name not in fields or fields[name].compare:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainwright.core.job import Job
+from trainwright.core.job_options import FIELD_ORDER
 from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Index
 from trainwright.planning.code_fingerprint import CODE, SCHEME, CodeFingerprints, decode_table, encode_table
@@ -38,10 +39,10 @@ def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = N
         evaluate: index of the evaluation set.
     """
     codes = _Codes()
-    words = {name: codes.text(name, getattr(job, name)) for name in type(job).model_fields if name != "trackers"}
+    words = {name: codes.text(name, job.get(name)) for name in FIELD_ORDER if name != "trackers"}
     words["trackers"] = ", ".join(type(each).__name__ for each in job.trackers)  # no more: they may hold a secret
     for name, index in (("train", train), ("evaluate", evaluate)):
-        dataset = getattr(job, name)
+        dataset = job.get(name)
         if dataset is not None:
             words[name] = f"{dataset!r}, {_rows(index)}{_DATA}{codes.contents(name, dataset.functions, index)}"
     words[CODE] = codes.table()
@@ -51,8 +52,8 @@ def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = N
 def imported_sources(job: Job) -> dict[str, str]:
     """Files of the user's modules that the job's functions import when they are called, by name."""
     codes = _Codes()
-    for name in type(job).model_fields:
-        codes.text(name, getattr(job, name))
+    for name in FIELD_ORDER:
+        codes.text(name, job.get(name))
     for name, dataset in (("train", job.train), ("evaluate", job.evaluate)):
         if dataset is not None:
             codes.contents(name, dataset.functions, None)

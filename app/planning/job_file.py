@@ -207,7 +207,7 @@ def _changed(value: Any, texts: Mapping[str, str], problems: list[str], argument
     for name, new in _values(texts).items():
         owner = _owner(value, name)
         if owner is None:
-            known = (*arguments, *_names(value))
+            known = _dotted_names(value) if "." in name else (*arguments, *_names(value))
             kind = type(value).__name__
             problems.append(f"--set {name}={texts[name]}: {name!r} is no field of {kind}: {nearest(name, known)}")
         else:
@@ -239,9 +239,22 @@ def _parts(value: Any) -> dict[str, StrictModel]:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """All fields of a value and of its parts."""
+    """Return the names of all fields of a value and of its parts."""
     own = tuple(type(value).model_fields) if isinstance(value, StrictModel) else ()
     return (*own, *(name for part in _parts(value).values() for name in _names(part)))
+
+
+def _dotted_names(value: Any) -> tuple[str, ...]:
+    """Return the names of all fields with the parts that lead to them, such as `recovery.spares`.
+
+    Any number of these parts may be left out from the front or from within: all such names are included.
+    """
+    found = []
+    for part, inner in _parts(value).items():
+        below = _dotted_names(inner)
+        found += [f"{part}.{name}" for name in (*_names(inner), *below)]
+        found += below
+    return tuple(dict.fromkeys(found))
 
 
 def _rebuilt(value: Any, changes: Mapping[tuple[str, ...], Mapping[str, Any]]) -> Any:

@@ -97,9 +97,9 @@ def prepare(
         train = job.train.index()
         evaluate = job.evaluate.index() if job.evaluate is not None else None
     unused = _check_columns(job, train, evaluate)
-    steps = steps_per_epoch(train.rows, job.batch_size, job.drop_last, job.epoch_samples)
+    steps = steps_per_epoch(train.rows, job.batch_size, job.data.drop_last, job.data.epoch_samples)
     if not steps:
-        rows = job.epoch_samples or train.rows
+        rows = job.data.epoch_samples or train.rows
         raise JobError([f"batch_size={job.batch_size} with drop_last=True leaves no step of {rows} rows"])
     prepared = PreparedJob(
         job=job, store=store, train=train, evaluate=evaluate, steps_per_epoch=steps,
@@ -169,7 +169,7 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
     _check_fit(prepared, decision.chosen)
     _check_weights(job, profile)
     notes = [*prepared.notes, *growth_notes(cluster, prepared.job), *decision.chosen.notes, *kept]
-    if decision.profile.framework == "tensorflow" and job.tf_config == "own" and "TF_CONFIG" in os.environ:
+    if decision.profile.framework == "tensorflow" and job.tensorflow.tf_config == "own" and "TF_CONFIG" in os.environ:
         notes.append(_REPLACED)
     if prepared.train.in_order:
         notes.append(_IN_ORDER)
@@ -192,7 +192,7 @@ def _settled(decision: Decision, prepared: PreparedJob) -> Decision:
         note = "it was the quickest when plans were measured"
         chosen = replace(known[0], notes=(*known[0].notes, note))
         return replace(decision, chosen=chosen, rejected=_without(decision, chosen), contenders=())
-    wanted = decision.contenders and prepared.job.probe and not prepared.begun
+    wanted = decision.contenders and prepared.job.planning.probe and not prepared.begun
     if not wanted or not is_worth_measuring(decision.contenders, prepared.total_steps):
         return replace(decision, contenders=())
     names = [plan.strategy for plan in decision.contenders]
@@ -218,7 +218,7 @@ def _check_fit(prepared: PreparedJob, plan: Plan) -> None:
     """Refuse a last training batch that Keras' fit would weigh unevenly. Raises JobError."""
     job, devices = prepared.job, plan.mesh.data_ranks
     last = prepared.train.rows % job.batch_size
-    if job.run == "fit" and last % devices and not job.drop_last:
+    if job.tensorflow.run == "fit" and last % devices and not job.data.drop_last:
         raise JobError(
             [
                 f"the last batch of train has {last} rows, which Keras' fit would weigh differently on each of "
@@ -230,7 +230,7 @@ def _check_fit(prepared: PreparedJob, plan: Plan) -> None:
 def _check_weights(job: Job, profile: ModelProfile) -> None:
     """Refuse Keras' weights of samples for models of other engines. Raises JobError."""
     for name in ("sample_weight", "class_weight"):
-        if getattr(job, name) and profile.framework != "tensorflow":
+        if job.get(name) and profile.framework != "tensorflow":
             raise JobError(
                 [
                     f"{name}= is for Keras models on TensorFlow: name the weights in targets= and return losses times "
@@ -283,7 +283,7 @@ def _check_past(prepared: PreparedJob, head: LogEntry, resume: bool) -> None:
             remedy="resume=True goes on from its last checkpoint, fresh=True begins again, or give the job a new name",
         )
     done = max((item.step for item in head.checkpoints), default=0)
-    ended_early = prepared.job.run == "fit" and head.job.get("epochs") == prepared.description["epochs"]
+    ended_early = prepared.job.tensorflow.run == "fit" and head.job.get("epochs") == prepared.description["epochs"]
     if head.outcome == "done" and (done >= prepared.total_steps or ended_early):
         raise RunFinished(
             f"the run {name!r} is finished ({done} steps)",

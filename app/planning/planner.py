@@ -77,13 +77,13 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
         ResourceError: the job asks for more than the cluster has.
         PlanError: no strategy can run the job, or what is pinned cannot.
     """
-    if job.precision == "fp16" and profile.framework == "tensorflow":
+    if job.training.precision == "fp16" and profile.framework == "tensorflow":
         raise PlanError('precision="fp16" is for models of torch', where="precision", remedy='use precision="bf16"')
     allowed, unknown = _known(usable_cluster(cluster, job))
     question = PlanRequest.of(job, profile, allowed)
     names = _names(job, profile.framework, question.pins)
     pins, found = question.pins, search_plans(question)
-    apart = job.strategy is not None or _asks_async(pins)
+    apart = job.planning.strategy is not None or _asks_async(pins)
     plans = found.plans if apart else found.unasked
     eligible = [plan for plan in plans if plan.engine and plan.strategy in names and pins.allow(plan)]
     if not eligible:
@@ -147,35 +147,36 @@ def _stale(eligible: Iterable[Plan], chosen: Plan) -> tuple[str, ...]:
 
 def _names(job: Job, framework: str, pins: PlanConstraints) -> Collection[str]:
     """The strategies that the job allows."""
-    if job.strategy is None:
+    strategy = job.planning.strategy
+    if strategy is None:
         return tuple(name for name in STRATEGIES)
-    if job.strategy not in STRATEGIES:
-        raise PlanError(f"strategy={job.strategy!r} is not known", remedy=nearest(job.strategy, STRATEGIES))
+    if strategy not in STRATEGIES:
+        raise PlanError(f"strategy={strategy!r} is unknown", remedy=nearest(strategy, STRATEGIES))
     suited = strategies_for(framework)
-    if job.strategy not in suited:
-        others = ", ".join(STRATEGIES[job.strategy].FRAMEWORKS)
+    if strategy not in suited:
+        others = ", ".join(STRATEGIES[strategy].FRAMEWORKS)
         raise PlanError(
-            f"strategy={job.strategy!r} is for models of {others}, and this one is of {framework}",
+            f"strategy={strategy!r} is for models of {others}, and this one is of {framework}",
             remedy=f"use {', '.join(suited)}",
         )
-    if _asks_async(pins) and not hasattr(STRATEGIES[job.strategy], "ALONE"):
+    if _asks_async(pins) and not hasattr(STRATEGIES[strategy], "ALONE"):
         others = " or ".join(name for name, module in suited.items() if hasattr(module, "ALONE"))
         raise PlanError(
-            f"{pins} is for workers that step alone, and strategy={job.strategy!r} has them step together",
+            f"{pins} is for workers that step alone, and strategy={strategy!r} has them step together",
             where="strategy",
             remedy=f"use {others or 'a model of torch'}, or leave that out",
         )
-    return (job.strategy,)
+    return (strategy,)
 
 
 def usable_cluster(cluster: Cluster, job: Job) -> Cluster:
     """The part of the cluster that the job may use. Raises ResourceError for a demand that it can never meet."""
-    wanted = job.accelerator.upper()
+    wanted = job.scaling.accelerator.upper()
     if wanted in ("GPU", "TPU"):
         cluster = cluster.only(wanted)
         if not cluster.accelerators:
             raise ResourceError(
-                f"needs {job.workers or 1} {wanted}, the cluster has 0",
+                f"needs {job.scaling.workers or 1} {wanted}, the cluster has 0",
                 where="accelerator",
                 remedy="set accelerator='cpu'",
             )
@@ -184,7 +185,7 @@ def usable_cluster(cluster: Cluster, job: Job) -> Cluster:
     elif cluster.accelerators:
         cluster = cluster.only(cluster.accelerator)  # a head without any is no place for a worker
     room = worker_capacity(cluster)
-    needed = job.min_workers or job.workers
+    needed = job.scaling.min_workers or job.scaling.workers
     if needed and needed > room:
         what = cluster.accelerator or "CPU slots"
         raise ResourceError(
@@ -225,7 +226,7 @@ def _nothing(question: PlanRequest, found: Ranking, names: Collection[str]) -> P
 def _not_the_best(question: PlanRequest, job: Job, chosen: Plan) -> tuple[str, ...]:
     """That what the job pins is not the best, and by how much."""
     names = ("strategy", "plan", "workers", "accumulation", "consistency")
-    pinned = {name: getattr(job, name) for name in names}
+    pinned = {name: job.get(name) for name in names}
     given = ", ".join(f"{name}={value!r}" for name, value in pinned.items() if value is not None)
     if not given or question.elastic or question.devices:
         return ()
@@ -336,14 +337,14 @@ def apply_plan_file(job: Job, profile: ModelProfile, cluster: Cluster) -> Job:
     Raises:
         PlanError: the file cannot be read, or its plan was made for another model, cluster, batch or precision.
     """
-    if job.plan is None or not job.plan.endswith(_PLAN_SUFFIX):
+    if job.planning.plan is None or not job.planning.plan.endswith(_PLAN_SUFFIX):
         return job
-    facts = _read_plan(job.plan)
+    facts = _read_plan(job.planning.plan)
     now = {
         "model": _model_facts(profile),
         "cluster": _cluster_facts(cluster),
         "batch_size": job.batch_size,
-        "precision": job.precision,
+        "precision": job.training.precision,
     }
     differences = [
         f"{name}: {_describe_fact(facts[name])} then, {_describe_fact(value)} now"
@@ -353,8 +354,8 @@ def apply_plan_file(job: Job, profile: ModelProfile, cluster: Cluster) -> Job:
     if differences:
         raise PlanError(
             f"the plan was made for something else: {'; '.join(differences)}",
-            where=job.plan,
-            remedy=f"write it again with trainwright plan --out {job.plan}, or set plan={facts['plan']!r}",
+            where=job.planning.plan,
+            remedy=f"write it again with trainwright plan --out {job.planning.plan}, or set plan={facts['plan']!r}",
         )
     return job.replace(plan=facts["plan"], strategy=facts["strategy"])
 
@@ -432,8 +433,8 @@ def grow_to_slots(cluster: Cluster, job: Job, slots: int) -> Cluster:
 
 def accelerator_kind(cluster: Cluster, job: Job) -> str:
     """The accelerator that the job names, that runs, or that could come; empty for CPUs."""
-    if job.accelerator != "auto":
-        return "" if job.accelerator == "cpu" else job.accelerator.upper()
+    if job.scaling.accelerator != "auto":
+        return "" if job.scaling.accelerator == "cpu" else job.scaling.accelerator.upper()
     kinds = {node.accelerator for node in cluster.possible}
     return cluster.accelerator or next((name for name in RAY_RESOURCES if name in kinds), "")
 
@@ -463,18 +464,19 @@ def growth_notes(cluster: Cluster, job: Job) -> Iterator[str]:
     if cluster.coming:
         yield f"{_count_nodes(cluster.coming)} to be started first, which can take minutes and cost money"
     possible = usable_nodes(cluster, accelerator_kind(cluster, job))
-    if possible and not (job.workers or job.elastic or job.plan):
+    if possible and not (job.scaling.workers or job.scaling.elastic or job.planning.plan):
         more = _count_nodes(possible)
         yield f"the cluster can start {more} more: workers= asks for them, max_workers= grows into them"
 
 
 def _first_slots(job: Job) -> int:
-    """Slots that the job begins with."""
-    pins = PlanConstraints.parse(job.plan) if job.plan and not job.plan.endswith(_PLAN_SUFFIX) else None
-    workers = job.min_workers or job.workers
+    """Return how many worker slots the job starts with."""
+    plan = job.planning.plan
+    pins = PlanConstraints.parse(plan) if plan and not plan.endswith(_PLAN_SUFFIX) else None
+    workers = job.scaling.min_workers or job.scaling.workers
     if not workers and pins is not None and pins.mesh:
         return pins.mesh.size
-    return (workers or 1) * (job.devices or 1)
+    return (workers or 1) * (job.tensorflow.devices or 1)
 
 
 def _count_nodes(nodes: tuple[Node, ...]) -> str:

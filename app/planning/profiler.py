@@ -34,10 +34,10 @@ def profile_job(job: Job, dataset: Dataset, index: Index) -> ModelProfile:
         UserCodeError: `model()` raised.
         JobError: `model()` returned something that no engine knows.
     """
-    sample = job.collation(dataset.row(index, job.columns))
+    sample = job.data.collation(dataset.row(index, job.columns))
     model = build_model(job.model)
     profile: ModelProfile = profiler_of(model).profile_model(
-        model, sample, job.arguments, keywords=job.keywords, step=job.step
+        model, sample, job.arguments, keywords=job.keywords, step=job.training.step
     )
     if isinstance(job.loss, DistillationLoss):
         profile = replace(profile, guests=tuple(each.profile(sample) for each in job.loss.inline.values()))
