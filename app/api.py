@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from trainwright.distillation.distilled_run import DistilledRun
     from trainwright.distillation.teacher_delivery import DeliveryComparison
     from trainwright.inference.batch_inference import Prediction
-    from trainwright.planning.planner import Decision
-    from trainwright.planning.what_if import Goal, Price, WhatIf
+    from trainwright.planning.cluster_sizing import Goal, Price
+    from trainwright.planning.decision import Decision
+    from trainwright.planning.what_if import WhatIf
     from trainwright.runtime.run_handle import Run
 
 
@@ -77,6 +78,7 @@ def plan(
     from trainwright.distillation.distillation_spec import Distillation
     from trainwright.distillation.multi_stage import next_stage
     from trainwright.distillation.teacher_delivery import compare_deliveries
+    from trainwright.planning.cluster_sizing import SizingRequest
     from trainwright.planning.job_preparation import decide_plan, needs_cluster_to_open, prepare, profile_of
     from trainwright.planning.what_if import what_if
     from trainwright.ray_cluster.discovery import connect
@@ -89,12 +91,12 @@ def plan(
         connect()
     prepared = prepare(job, resume=True, connect=connect if cluster is None else None)
     if cluster is not None:
-        return what_if(
-            profile_of(prepared),
-            Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
-            batch_size=prepared.job.batch_size, precision=prepared.job.training.precision, steps=prepared.total_steps,
-            aim=aim, price=price, mtbf_hours=mtbf_hours, critical_batch=critical_batch, batch_sizes=batch_sizes,
+        request = SizingRequest(
+            batch_size=job.batch_size, precision=job.training.precision, steps=prepared.total_steps, aim=aim,
+            price=price, mtbf_hours=mtbf_hours, critical_batch=critical_batch, batch_sizes=tuple(batch_sizes),
         )  # fmt: skip
+        there = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+        return what_if(profile_of(prepared), there, request)
     connect()
     return decide_plan(prepared)
 

@@ -13,6 +13,10 @@ _KINDS: dict[str, type[Event]] = {}
 _TIMES = ("predicted", "refitted", "measured")
 
 
+CODE_FIELD = "code"
+"""Field of a stored job with the fingerprints of its code, which is not for people."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Event:
     """Base of all events. `time_s` is seconds since the epoch on the driver's clock, filled in when emitted."""
@@ -48,6 +52,11 @@ class RunStarted(Event):
     total_steps: int = 0
     steps_per_epoch: int = 0
     fresh: bool = False  # begun again: what earlier drivers did under this name is no longer part of the run
+
+    @property
+    def shown_job(self) -> dict[str, Any]:
+        """The job's fields for people: without the table of code fingerprints."""
+        return {name: value for name, value in self.job.items() if name != CODE_FIELD}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,7 +108,9 @@ class ParallelRuns:
     def _launch(self, prepared: PreparedJob, share: Cluster) -> None:
         job, decision = prepared.job, plan_for(prepared, share)
         surface = PlainTextDisplay(Console(file=sys.stderr), head=f"{job.name}: ")
-        session = create_controller(prepared, decision, RunProgress(decision, verbose=self._verbose, surface=surface))
+        session = create_controller(
+            prepared, decision, RunProgress(decision.chosen, verbose=self._verbose, surface=surface)
+        )
         run = Run(job, session, decision)
         self._running[run] = share
         if self.stopped:  # since it was looked at

@@ -32,8 +32,8 @@ from trainwright.core import formatting
 from trainwright.core.errors import ResourceError, TrainwrightError
 from trainwright.core.events import Evaluated, Event, RunStarted
 from trainwright.core.job import Job
+from trainwright.planning.decision import Decision
 from trainwright.planning.job_preparation import decide_plan, prepare
-from trainwright.planning.planner import Decision
 from trainwright.ray_cluster.discovery import connect
 from trainwright.ray_cluster.ray_compat import session_folder
 from trainwright.reporting.event_messages import OutputLine

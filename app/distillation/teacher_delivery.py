@@ -44,9 +44,9 @@ from trainwright.distillation.distillation_spec import DELIVERIES, Delivery, Dis
 from trainwright.distillation.target_cache import target_request, target_row_bytes
 from trainwright.distillation.target_encoding import TargetEncoding
 from trainwright.inference.inference_plan import single_replica, trained_plan
-from trainwright.planning.planner import Decision, apply_plan_file, choose
+from trainwright.planning.decision import Decision, plan_html, plan_table
+from trainwright.planning.planner import apply_plan_file, choose
 from trainwright.planning.profiler import profile_job
-from trainwright.reporting.plan_view import plan_html, plan_table
 from trainwright.runtime.ray_data_delivery import reserve_for_transforms
 from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog

@@ -38,9 +38,6 @@ from trainwright.core.redaction import redact
 SCHEME = f"bytecode of Python {sys.version_info[0]}.{sys.version_info[1]}"
 """Digests of another scheme say nothing of these."""
 
-CODE = "code"
-"""Field of a description that lists the definitions which each field reaches, for `changes`; not for people."""
-
 _Refs = list[tuple[Any, ...]]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
 _VALUES = 20_000  # objects that are looked at for one definition, at most
@@ -639,8 +636,3 @@ def decode_table(text: str) -> tuple[str, dict[str, dict[str, str]]]:
         return str(table["scheme"]), {name: dict(parts[n] for n in rows) for name, rows in table["fields"].items()}
     except (ValueError, TypeError, KeyError, IndexError):
         return "", {}
-
-
-def without_code_table(description: Mapping[str, Any]) -> dict[str, Any]:
-    """A description without what only `changes` reads."""
-    return {name: value for name, value in description.items() if name != CODE}

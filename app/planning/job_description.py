@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from trainwright.core.events import CODE_FIELD
 from trainwright.core.job import Job
 from trainwright.core.job_options import FIELD_ORDER
 from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Index
-from trainwright.planning.code_fingerprint import CODE, SCHEME, CodeFingerprints, decode_table, encode_table
+from trainwright.planning.code_fingerprint import SCHEME, CodeFingerprints, decode_table, encode_table
 
 # Fields that say where or how fast a job runs, and never what it computes.
 _FREE = frozenset(
@@ -45,7 +46,7 @@ def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = N
         dataset = job.get(name)
         if dataset is not None:
             words[name] = f"{dataset!r}, {_rows(index)}{_DATA}{codes.contents(name, dataset.functions, index)}"
-    words[CODE] = codes.table()
+    words[CODE_FIELD] = codes.table()
     return {name: redact(text) for name, text in words.items()}
 
 
@@ -63,13 +64,16 @@ def imported_sources(job: Job) -> dict[str, str]:
 def select_fields(description: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Some fields of a description, with the definitions that these reach."""
     kept = {name: description[name] for name in names}
-    scheme, fields = decode_table(description[CODE])
-    return {**kept, CODE: encode_table(scheme, {name: reached for name, reached in fields.items() if name in kept})}
+    scheme, fields = decode_table(description[CODE_FIELD])
+    return {
+        **kept,
+        CODE_FIELD: encode_table(scheme, {name: reached for name, reached in fields.items() if name in kept}),
+    }
 
 
 def comparable(old: Mapping[str, str]) -> bool:
     """Whether the code of an older description can be compared with that of one made now."""
-    return decode_table(old.get(CODE, ""))[0] == SCHEME
+    return decode_table(old.get(CODE_FIELD, ""))[0] == SCHEME
 
 
 def description_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
@@ -80,8 +84,8 @@ def description_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[
     written by another version of Python or an older one of trainwright, code is not compared; see `comparable`.
     """
     old = {name: redact(words) for name, words in old.items()}
-    before, now = (decode_table(each.get(CODE, "")) for each in (old, new))
-    if CODE in new and before[0] != now[0]:
+    before, now = (decode_table(each.get(CODE_FIELD, "")) for each in (old, new))
+    if CODE_FIELD in new and before[0] != now[0]:
         old, new = ({name: _DIGESTS.sub("", words) for name, words in each.items()} for each in (old, new))
     free = _FREE if new["schedule"] != "None" else _FREE | {"epochs", "epoch_samples"}
     names = [

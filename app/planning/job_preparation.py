@@ -17,8 +17,9 @@ from trainwright.datasets.metadata_cache import MetadataContext, metadata_contex
 from trainwright.datasets.sample_order import steps_per_epoch
 from trainwright.planning.alternative_layouts import is_worth_measuring
 from trainwright.planning.code_fingerprint import CodeFingerprints
+from trainwright.planning.decision import Decision
 from trainwright.planning.job_description import comparable, describe, description_changes
-from trainwright.planning.planner import Decision, apply_plan_file, choose, expansions, growth_notes
+from trainwright.planning.planner import apply_plan_file, choose, expansions, growth_notes
 from trainwright.planning.profiler import profile_job
 from trainwright.ray_cluster.discovery import discover
 from trainwright.runtime.ray_data_delivery import reserve_for_transforms

@@ -11,28 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import accumulate, groupby
 
-from markupsafe import Markup
-
 from trainwright.core import formatting
-from trainwright.core.cluster import Cluster, find_accelerator
+from trainwright.core.cluster import Cluster
 from trainwright.core.model_profile import ModelProfile
-from trainwright.core.plan import Estimate, Plan
-from trainwright.planning.what_if import (
-    NUMBERS,
-    ClusterChoice,
-    WhatIf,
-    batch_rows,
-    fact_rows,
-    headline,
-    other_rows,
-    size_rows,
-)
-from trainwright.reporting.html.templates import render_template
+from trainwright.core.plan import Plan
+from trainwright.planning.cluster_sizing import ClusterChoice
 from trainwright.reporting.plan_view import plan_name
 from trainwright.strategies.cost_model.machine_model import DEFAULT, Calibration, MachineModel
 from trainwright.strategies.cost_model.step_timeline import Span, SpanKind, Timeline, timeline
 from trainwright.strategies.cost_model.step_work import compute_step_work
-from trainwright.strategies.search.plan_ranking import estimate_of
 
 _SPAN_KINDS: Mapping[SpanKind, tuple[str, str]] = {
     "forward": ("forward", "var(--series-1,#3f7fdd)"),
@@ -319,46 +306,3 @@ def _path(points: Sequence[tuple[float, float]], colour: str, *, dashed: bool = 
     drawn = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     dash = ";stroke-dasharray:3 4;stroke-width:1.2" if dashed else ";stroke-width:2"
     return f'<path d="M{drawn}" style="fill:none;stroke:{colour}{dash}"/>'
-
-
-# --- The answer about a cluster that is not there as HTML -------------------------------------------------------------
-
-
-def what_if_html(answer: WhatIf) -> str:
-    """Facts, terms and memory as bars, one step as a timeline, time and cost by size, and what was not chosen.
-
-    Styles and pictures inline, no scripts, nothing fetched; light and dark.
-    """
-    estimate = estimate_of(answer.chosen.plan)
-    device = find_accelerator(answer.cluster.kinds[0])
-    assert device is not None
-    terms = estimate.terms.items()
-    return render_template(
-        "whatif.html.j2",
-        headline=headline(answer),
-        facts=fact_rows(answer),
-        terms=[(name.replace("_", " "), formatting.duration(s), 100 * s / estimate.step_s) for name, s in terms],
-        room=formatting.size(device.memory_bytes),
-        memory=list(_memory_rows(estimate, device.memory_bytes)),
-        timeline=Markup(timeline_svg(answer.profile, answer.cluster, answer.chosen.plan)),
-        curve=Markup(curve_svg(answer.sizes, answer.chosen)),
-        sizes=size_rows(answer),
-        batches=batch_rows(answer),
-        others=(("plan", "", "why"), other_rows(answer)),
-        numbers=NUMBERS,
-    )
-
-
-def standalone_page(body: str) -> str:
-    """HTML of a notebook's cell as a whole page."""
-    return render_template("page.html.j2", title="trainwright plan", body=Markup(body))
-
-
-def _memory_rows(estimate: Estimate, room_bytes: int) -> Iterator[tuple[str, str, float]]:
-    """Stages with what they hold; neighbours that hold as much together."""
-    held = list(enumerate(estimate.stage_memory_bytes))
-    for said, same in groupby(held, key=lambda item: formatting.size(item[1])):
-        run = list(same)
-        first, last = run[0][0], run[-1][0]
-        name = f"stage {first}" if first == last else f"stages {first} to {last}"
-        yield name if len(held) > 1 else "device", said, 100 * run[0][1] / room_bytes

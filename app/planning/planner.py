@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import InfeasiblePlan, Plan, PlanConstraints, RejectedPlan
 from trainwright.planning.alternative_layouts import candidate_plans
-from trainwright.planning.plan_charts import timeline_svg
-from trainwright.reporting.plan_view import compare_plans, plan_html, plan_text
+from trainwright.planning.decision import Decision, compare_plans
 from trainwright.strategies import STRATEGIES, strategies_for
 from trainwright.strategies.search.plan_ranking import (
     Ranking,
@@ -34,40 +33,6 @@ from trainwright.strategies.search.plan_request import PlanRequest, worker_capac
 
 _NO_ENGINE = "trainwright has no engine for it yet"
 _WORTH_NOTING = 1.1  # times as fast as what is pinned
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Decision:
-    """The chosen plan and the others, with reasons. Prints as a table, shows as HTML in a notebook.
-
-    Attributes:
-        chosen: the plan.
-        rejected: the best of each other strategy.
-        infeasible: what makes the rest impossible.
-        profile: of the model, divided by layers as the job says.
-        cluster: what there is.
-        used: the part of it that the job may use.
-        contenders: plans that are measured before the first step, the chosen one first; empty where none are.
-    """
-
-    chosen: Plan
-    rejected: tuple[RejectedPlan, ...]
-    infeasible: tuple[InfeasiblePlan, ...]
-    profile: ModelProfile
-    cluster: Cluster
-    used: Cluster
-    contenders: tuple[Plan, ...] = ()
-
-    @property
-    def timeline(self) -> str:
-        """One step of the chosen plan as it is expected, as SVG; empty where there is none that all take together."""
-        return "" if is_asynchronous(self.chosen) else timeline_svg(self.profile, self.used, self.chosen)
-
-    def __repr__(self) -> str:
-        return plan_text(self)
-
-    def _repr_html_(self) -> str:
-        return plan_html(self)
 
 
 def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:

@@ -24,13 +24,13 @@ from trainwright.driver.messages import PlanSelector
 from trainwright.driver.run_policy import RunPolicy
 from trainwright.driver.state_machine import begin_run, decide
 from trainwright.planning.alternative_layouts import MEASURING_SHARE, alternative_plans
+from trainwright.planning.decision import Decision, other_plans
 from trainwright.planning.job_description import state_relevant_fields
 from trainwright.planning.job_preparation import PreparedJob, store_metadata
-from trainwright.planning.planner import Decision, apply_plan_file
+from trainwright.planning.planner import apply_plan_file
 from trainwright.ray_cluster.autoscaling import PendingNodeWatcher
 from trainwright.ray_cluster.placement_groups import WorkerPlacement, device_names
 from trainwright.ray_cluster.ray_compat import dashboard_link
-from trainwright.reporting.plan_view import other_plans
 from trainwright.runtime.effect_executor import EffectExecutor
 from trainwright.runtime.ray_data_delivery import RayDataFeeder
 from trainwright.storage.event_files import EventCompactor

@@ -14,8 +14,8 @@ from trainwright.core.errors import JobError, ResourceError, TrainwrightError
 from trainwright.core.job import Job
 from trainwright.driver.messages import FinishRun
 from trainwright.integrations.ray_train import inside_ray_train, refuse_inside_ray_train
+from trainwright.planning.decision import Decision
 from trainwright.planning.job_preparation import PreparedJob, decide_plan, needs_cluster_to_open, prepare
-from trainwright.planning.planner import Decision
 from trainwright.ray_cluster.discovery import TOKEN_HELP, connect, has_cluster
 from trainwright.ray_cluster.placement_groups import WorkerPlacement
 from trainwright.reporting.html import ReportListener
@@ -66,7 +66,7 @@ def prepare_run(
             notes = [*notes, *trial.settle(decision)]
         if detached:
             return _start_detached_driver(job, prepared, resume=resume, fresh=fresh), decision
-        progress = RunProgress(decision, verbose=verbose)  # a look at a row may open a model, which takes long
+        progress = RunProgress(decision.chosen, verbose=verbose)  # a look at a row may open a model, which takes long
         return create_controller(prepared, decision, progress, fresh=fresh, notes=notes), decision
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from trainwright.core.events import Checkpointed, Evaluated, Event, RunEnded, RunStarted, Steps
-from trainwright.planning.code_fingerprint import without_code_table
 from trainwright.reporting.plan_view import plan_from
 from trainwright.tracking.experiment_trackers import Row, RunResult, TrackedRun, Tracker, without_credentials
 from trainwright.tracking.tensorboard import step_scalars
@@ -172,9 +171,7 @@ def params_of(event: RunStarted) -> Mapping[str, str]:
     """Facts of job and plan that say something."""
     plan = plan_from(event.plan)
     facts = {"plan": plan.name, "workers": str(plan.workers)} if plan else {}
-    job = {
-        f"job.{name}": str(value) for name, value in without_code_table(event.job).items() if str(value) not in _EMPTY
-    }
+    job = {f"job.{name}": str(value) for name, value in event.shown_job.items() if str(value) not in _EMPTY}
     return {
         name: without_credentials(value) for name, value in {**job, **facts, "cluster": event.cluster}.items() if value
     }

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainwright.core import formatting
 from trainwright.core.events import Event, Failed, RunStarted
 from trainwright.core.plan import Plan
-from trainwright.planning.code_fingerprint import without_code_table
 from trainwright.reporting.event_messages import prefetch_text, recovery_text, source_text
 from trainwright.reporting.html import run_charts
 from trainwright.reporting.html.templates import render_template, sanitized_svg
@@ -99,7 +98,7 @@ def render_report(history: RunHistory, facts: ReportFacts) -> str:
         prefetch=prefetch_text(history.prefetch) if history.prefetch else "",
         incidents=_incidents(history),
         notes=[note.text for note in history.notes],
-        configuration=sorted((name, str(value)) for name, value in without_code_table(history.start.job).items()),
+        configuration=sorted((name, str(value)) for name, value in history.start.shown_job.items()),
         versions=sorted(history.start.versions.items()),
         uri=facts.uri,
         made=_when(facts.now_s),
