@@ -1,4 +1,7 @@
-"""What the user wants. Strict: unknown fields are refused with the nearest valid name, all problems at once."""
+"""The job: a run as the user describes it, with checks of its fields against each other.
+
+Unknown fields are refused with the nearest valid name, and all problems are reported at once.
+"""
 
 from __future__ import annotations
 
@@ -154,9 +157,9 @@ class Job(StrictModel):
         return getattr(getattr(self, moved[name]), name)
 
     def on_one_device(self, **fields: Any) -> Job:
-        """The same for one worker with one device, by whatever strategy: nothing of the layout is pinned.
+        """Return the job for one worker with one device, without pinned layout or strategy.
 
-        Micro-batches stay as `accumulation=` or `plan=` has them.
+        Micro-batches stay as `accumulation=` or `plan=` pins them.
         """
         plan = single_device_spec(self.planning.plan or "") or None
         one = {"workers": 1, "min_workers": None, "max_workers": None, "devices": 1, "strategy": None, "plan": plan}
@@ -164,7 +167,7 @@ class Job(StrictModel):
         return self.replace(**{**one, **apart, **fields})
 
     def start_deadline_s(self, cluster: Cluster) -> float:
-        """Seconds to wait for this cluster to start the workers."""
+        """Return the seconds to wait until a cluster has started the workers."""
         return self.scaling.place_deadline_s or (NEW_NODE_DEADLINE_S if cluster.grows else START_DEADLINE_S)
 
     @property
@@ -174,7 +177,7 @@ class Job(StrictModel):
 
     @property
     def keywords(self) -> ColumnNames:
-        """The model's own name of each of `arguments`; empty where they are positional."""
+        """Names of the model's parameters for `arguments`; empty where they are positional."""
         return tuple(self.inputs) if isinstance(self.inputs, Mapping) else ()
 
     @property
@@ -184,12 +187,12 @@ class Job(StrictModel):
 
     @property
     def input_columns(self) -> ColumnNames:
-        """Columns of the data set that the inputs are made of; none where `collate` makes them of what it likes."""
+        """Columns of the data set that the inputs come from; none where `collate` makes them."""
         return () if self.data.collate else self.data.collation.sources(self.arguments)
 
     @property
     def target_columns(self) -> ColumnNames:
-        """Columns of the data set that the targets are made of; none where `collate` makes them of what it likes."""
+        """Columns of the data set that the targets come from; none where `collate` makes them."""
         return () if self.data.collate else self.data.collation.sources(self.target_names)
 
     @property
@@ -200,7 +203,7 @@ class Job(StrictModel):
 
     @property
     def columns(self) -> ColumnNames | None:
-        """Columns that must be read; None for all, where `step` or `collate` takes what it likes."""
+        """Columns that must be read; None for all of them, where `step` or `collate` gets all columns."""
         if self.training.step is not None or self.data.collate is not None:
             return None
         return tuple(dict.fromkeys(self.input_columns + self.target_columns + self.weight_columns))
@@ -225,12 +228,12 @@ class Job(StrictModel):
         sample: Callable[[], Batch] | None = None,
         validation: Callable[[], Iterable[Feed]] | None = None,
     ) -> ModelSpec:
-        """The part of the job that an engine needs.
+        """Return the part of the job that an engine needs.
 
         Args:
             total_steps: of the run.
-            sample: gives a batch of one row.
-            validation: gives the feeds of an evaluation.
+            sample: () -> a batch of one row.
+            validation: () -> the feeds of an evaluation.
         """
         return ModelSpec(
             model=self.model,
@@ -275,12 +278,12 @@ class Job(StrictModel):
 
 
 def _names(given: str | ColumnNames) -> ColumnNames:
-    """One name or several as several."""
+    """Return one name or several as a tuple."""
     return (given,) if isinstance(given, str) else given
 
 
 def _scheduled(job: Job) -> Callable[[int, int], float] | None:
-    """The schedule, given the batch size where it wants it, so that it follows the job's when that is changed."""
+    """Return the schedule; one with a keyword-only `batch_size` gets the job's, whenever that changes."""
     schedule: Callable[..., float] | None = job.training.schedule
     if schedule is None:
         return None
@@ -292,15 +295,15 @@ def _scheduled(job: Job) -> Callable[[int, int], float] | None:
     return functools.partial(schedule, batch_size=job.batch_size) if open_keyword else schedule
 
 
-# --- What fields of a job contradict each other, in words that say what to do -----------------------------------------
+# --- Fields that contradict each other, and what to do ----------------------------------------------------------------
 
 
-CRASH_LOOP_FAILURES = 3  # failures alike in a row, after which the batch is passed by
+CRASH_LOOP_FAILURES = 3  # equal failures in a row, after which the batch is skipped
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def _inconsistencies(job: Job) -> list[str]:
-    """All of them."""
+    """Describe all contradictions."""
     problems = []
     if not _RUN_NAME.fullmatch(job.name):
         problems.append(f"name={job.name!r}: use up to 100 letters, digits, '.', '-' and '_'")
@@ -317,7 +320,7 @@ def _inconsistencies(job: Job) -> list[str]:
     problems += filter(None, (strict_model.function_problem(name, job.get(name)) for name in ("model", "schedule")))
     if job.recovery.on_crash_loop == "skip" and job.recovery.failures < CRASH_LOOP_FAILURES:
         problems.append(
-            f'on_crash_loop="skip" tells a loop by {CRASH_LOOP_FAILURES} failures alike: set '
+            f'on_crash_loop="skip" recognizes a loop after {CRASH_LOOP_FAILURES} equal failures: set '
             f"failures={CRASH_LOOP_FAILURES} or more"
         )
     for tracker in job.trackers:
@@ -347,13 +350,13 @@ def _rank_problems(job: Job) -> list[str]:
 
 
 def _weight_problems(job: Job) -> list[str]:
-    """What is wrong with the weights of samples, and with the reduction of a loss of Keras'."""
+    """Describe conflicts of sample weights, and of the reduction of a Keras loss."""
     problems = []
     given = [name for name in ("sample_weight", "class_weight") if job.get(name)]
     if len(given) > 1:
         problems.append("sample_weight= and class_weight= exclude each other: multiply the weights in a column")
     if given and job.training.step is not None:
-        problems.append(f"{given[0]}= has no place with step=: multiply the losses there, or return Terms")
+        problems.append(f"{given[0]}= cannot be used with step=: multiply the losses there, or return Terms")
     if job.data.class_weight and len(job.target_names) != 1:
         problems.append("class_weight= needs one column of targets=, the class: weigh several with sample_weight=")
     if has_sum_reduction(job.loss) and job.tensorflow.run == "step":
@@ -365,7 +368,7 @@ def _weight_problems(job: Job) -> list[str]:
 
 
 def _bounds_problems(job: Job) -> list[str]:
-    """Where min_workers, workers and max_workers contradict each other."""
+    """Describe contradictions between min_workers, workers and max_workers."""
     named = [(name, job.get(name)) for name in ("min_workers", "workers", "max_workers")]
     given = [(name, value) for name, value in named if value is not None]
     return [
@@ -410,7 +413,7 @@ def _async_problems(job: Job) -> list[str]:
 
 
 def _step_problems(job: Job) -> list[str]:
-    """What a job lacks whose steps are ours."""
+    """Describe what is missing or misplaced in a job with trainwright's own steps."""
     problems = []
     if (job.loss is None) == (job.training.step is None):
         problems.append("give either loss= with inputs= and targets=, or step=")
@@ -418,7 +421,7 @@ def _step_problems(job: Job) -> list[str]:
         problems.append("optimizer= is missing")
     if not (job.loss or job.training.step or job.optimizer):
         problems.append(
-            'where model() returns a compiled Keras model, run="fit" trains it by what it was compiled with'
+            'where model() returns a compiled Keras model, run="fit" trains it with its own loss and optimizer'
         )
     if job.tensorflow.callbacks is not None:
         problems.append('callbacks= are for run="fit": set it, or leave them out')
@@ -426,32 +429,32 @@ def _step_problems(job: Job) -> list[str]:
 
 
 def _fit_problems(job: Job) -> list[str]:
-    """What Keras' fit cannot do, and whose way to do it is another."""
+    """Describe options that Keras' fit does not have, and what to use instead."""
     instead = {
         "step": "override train_step() of the model",
         "clip_norm": "set global_clipnorm of the optimizer",
         "accumulation": "set gradient_accumulation_steps of the optimizer",
         "schedule": "give the optimizer a LearningRateSchedule, or use a callback",
-        "consistency": "Keras' fit has all workers step together: leave run or it out",
-        "wire": "Keras' fit pushes nothing to servers: leave run or it out",
-        "local_steps": "Keras' fit takes steps of its own: leave run or it out",
+        "consistency": "Keras' fit steps synchronously: leave out run= or this option",
+        "wire": "Keras' fit has no parameter servers: leave out run= or this option",
+        "local_steps": "Keras' fit has no local steps: leave out run= or this option",
         "on_error": 'run="fit" counts every row of a batch: leave it out',
-        "on_nonfinite": 'run="fit" applies an update before its loss is known: leave run or it out',
-        "on_crash_loop": 'run="fit" cannot pass a batch by: leave run or it out',
-        "on_spike": 'run="fit" cannot pass a batch by: leave run or it out',
+        "on_nonfinite": 'run="fit" applies an update before its loss is known: leave out run= or this option',
+        "on_crash_loop": 'run="fit" cannot skip a batch: leave out run= or this option',
+        "on_spike": 'run="fit" cannot skip a batch: leave out run= or this option',
     }
     return [
-        f'{name}= has no place in run="fit": {remedy}'
+        f'{name}= cannot be used with run="fit": {remedy}'
         for name, remedy in instead.items()
         if job.get(name) != job.default(name)
     ]
 
 
 def _padding_problems(job: Job) -> list[str]:
-    """What is wrong with inputs, pad and collate together."""
-    problems = [f"inputs={name!r} is no name of an argument" for name in job.keywords if not name.isidentifier()]
+    """Describe conflicts between inputs, pad and collate."""
+    problems = [f"inputs={name!r} is not a valid argument name" for name in job.keywords if not name.isidentifier()]
     if job.data.pad and job.data.collate:
-        problems.append("collate= takes the place of pad=: give one of them")
+        problems.append("collate= replaces pad=: give one of them")
     used = set(job.data.collation.sources((*job.arguments, *job.target_names)))
     for name in job.data.pad if job.training.step is None and used else ():
         if name not in used:

@@ -310,6 +310,8 @@ def collect_options(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
     twice = []
     for name in [name for name in fields if name in GROUP_OF]:
         group = GROUP_OF[name]
+        if not isinstance(collected.get(group), OptionGroup | Mapping | None):
+            continue  # a wrong type, which is reported with the group
         held = set_options(collected.get(group))
         if name in held:
             twice.append(f"{name}= is given twice: by itself and in {group}=")

@@ -1,4 +1,7 @@
-"""Propose, rank, explain. Pure: needs neither Ray nor a framework."""
+"""Choose the plan for a job on a cluster, with reasons against the others. Needs neither Ray nor a framework.
+
+It also writes plans to files, reads them back, and decides how many nodes an autoscaling cluster must start.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ _WORTH_NOTING = 1.1  # times as fast as what is pinned
 
 
 def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
-    """The best plan for this job on this cluster.
+    """Choose the best plan for a job on a cluster.
 
     Raises:
         ResourceError: the job asks for more than the cluster has.
@@ -71,19 +74,19 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
 
 
 def _asks_async(pins: PlanConstraints) -> bool:
-    """Whether what is pinned is for ranks that step alone; `sync` is done by all."""
+    """Return whether the pinned choices need asynchronous workers; `sync` works without them."""
     served = {"servers", "wire", "local_steps"} & pins.choices.keys()
     return bool(served) or pins.choices.get("consistency", "sync") != "sync"
 
 
 def _untraced(profile: ModelProfile) -> tuple[str, ...]:
-    """That the model's operations are not known."""
+    """Note that the operations of the model are unknown."""
     what = f"tracing the model raised {profile.untraced}: activations are not counted, operations are guessed"
     return (what,) if profile.untraced else ()
 
 
 def _shared(cluster: Cluster, chosen: Plan) -> Iterator[str]:
-    """That CPUs of larger nodes are left over, and that servers take some of what workers have."""
+    """Note unused CPUs of larger nodes, and that servers share the workers' CPUs."""
     if cluster.accelerators:
         return
     least, most = (pick(node.cpus for node in cluster.nodes) for pick in (min, max))
@@ -111,7 +114,7 @@ def _stale(eligible: Iterable[Plan], chosen: Plan) -> tuple[str, ...]:
 
 
 def _names(job: Job, framework: str, pins: PlanConstraints) -> Collection[str]:
-    """The strategies that the job allows."""
+    """Return the strategies that the job allows."""
     strategy = job.planning.strategy
     if strategy is None:
         return tuple(name for name in STRATEGIES)
@@ -239,7 +242,7 @@ def _best(plans: Iterable[Plan]) -> list[Plan]:
 
 
 def _nearest(misfits: Iterable[InfeasiblePlan], but: Collection[str] = ()) -> list[InfeasiblePlan]:
-    """What comes nearest to fitting of each strategy that has no plan."""
+    """Return the nearest misfit of each strategy without a plan."""
     found: dict[str, InfeasiblePlan] = {}
     for item in misfits:
         if item.strategy not in but:
@@ -254,9 +257,11 @@ def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: PlanConstrai
         return RejectedPlan(plan=plan, reason=f"{chosen.strategy} is pinned{said}")
     reason = compare_plans(plan, chosen)
     if plan.engine and is_model_parallel(plan) and not is_model_parallel(chosen):
-        reason += "; a model is divided unmeasured where it does not fit otherwise: it takes longer than predicted"
+        reason += (
+            "; a model is divided without a measurement only where it does not fit: that takes longer than predicted"
+        )
     if plan.engine and is_asynchronous(plan) and not is_asynchronous(chosen):
-        reason += "; workers step alone unasked where nodes differ, may be taken back or are far apart"
+        reason += "; asynchronous training is chosen only where nodes differ, are preemptible or far apart"
     return RejectedPlan(plan=plan, reason=reason if plan.engine else f"{reason}; {_NO_ENGINE}")
 
 
@@ -275,7 +280,9 @@ def write_plan(path: str, decision: Decision) -> None:
     """
     if not path.endswith(_PLAN_SUFFIX):
         raise PlanError(
-            f"a plan's file must end in {_PLAN_SUFFIX}", where=path, remedy=f"write {Path(path).stem}{_PLAN_SUFFIX}"
+            f"the name of a plan file must end in {_PLAN_SUFFIX}",
+            where=path,
+            remedy=f"write {Path(path).stem}{_PLAN_SUFFIX}",
         )
     chosen = decision.chosen
     facts = {
@@ -297,7 +304,7 @@ def write_plan(path: str, decision: Decision) -> None:
 
 
 def apply_plan_file(job: Job, profile: ModelProfile, cluster: Cluster) -> Job:
-    """The job with the plan of its file in its place; a job that names no file as it is.
+    """Return the job with the plan of its file pinned; a job that names no file stays as it is.
 
     Raises:
         PlanError: the file cannot be read, or its plan was made for another model, cluster, batch or precision.
@@ -312,13 +319,13 @@ def apply_plan_file(job: Job, profile: ModelProfile, cluster: Cluster) -> Job:
         "precision": job.training.precision,
     }
     differences = [
-        f"{name}: {_describe_fact(facts[name])} then, {_describe_fact(value)} now"
+        f"{name}: {_fact_text(facts[name])} in the file, {_fact_text(value)} now"
         for name, value in now.items()
         if facts[name] != value
     ]
     if differences:
         raise PlanError(
-            f"the plan was made for something else: {'; '.join(differences)}",
+            f"the plan was made for another job or cluster: {'; '.join(differences)}",
             where=job.planning.plan,
             remedy=f"write it again with trainwright plan --out {job.planning.plan}, or set plan={facts['plan']!r}",
         )
@@ -330,16 +337,16 @@ def _read_plan(path: str) -> dict[str, Any]:
         facts = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(
-            f"the plan cannot be read: {error.strerror}", where=path, remedy="give the path of a plan's file"
+            f"the plan cannot be read: {error.strerror}", where=path, remedy="give the path of a plan file"
         ) from None
     except ValueError as error:
         raise PlanError(
-            f"the file is no JSON: {error}", where=path, remedy="write it with trainwright plan --out"
+            f"the file is not JSON: {error}", where=path, remedy="write it with trainwright plan --out"
         ) from None
     wanted = {"strategy", "plan", "model", "cluster", "batch_size", "precision"}
     if not isinstance(facts, dict) or facts.get("trainwright_plan") != _PLAN_VERSION or not wanted <= facts.keys():
         raise PlanError(
-            "the file holds no plan of this version", where=path, remedy="write it with trainwright plan --out"
+            "the file has no plan of this version", where=path, remedy="write it with trainwright plan --out"
         )
     return facts
 
@@ -354,29 +361,26 @@ def _model_facts(profile: ModelProfile) -> dict[str, Any]:
 
 
 def _cluster_facts(cluster: Cluster) -> dict[str, Any]:
-    """What a plan rests on; which machines they are may change."""
+    """Return the facts of a cluster that a plan depends on; its machines may be replaced by equal ones."""
     nodes = sorted([node.cpus, node.accelerators, node.kind] for node in cluster.nodes)
     return {"nodes": len(nodes), "cpus": cluster.cpus, "accelerators": cluster.accelerators, "each": nodes}
 
 
-def _describe_fact(value: Any) -> str:
+def _fact_text(value: Any) -> str:
+    """Return a fact as text; without the list of nodes, which would be long."""
     if not isinstance(value, dict):
         return str(value)
-    if "parameters" in value:
-        return f"{value['parameters']:,} parameters of {value['framework']} ({value['fingerprint']})"
-    kinds = sorted({kind for _, count, kind in value["each"] if count})
-    devices = f", {value['accelerators']} {' and '.join(filter(None, kinds))}" if value["accelerators"] else ""
-    return f"{value['nodes']} nodes, {value['cpus']:g} CPUs{devices}"
+    return ", ".join(f"{name} {item}" for name, item in value.items() if name != "each")
 
 
-# --- How far a cluster that starts nodes is asked to grow for a job ---------------------------------------------------
+# --- How many nodes a cluster starts for a job ------------------------------------------------------------------------
 
 
 def expansions(cluster: Cluster, job: Job) -> Iterator[Cluster]:
-    """What runs, with the fewest nodes more that have room for the workers that the job begins with; then larger ones.
+    """Yield the running nodes with the fewest more that the job's first workers need; then larger clusters.
 
-    Whoever plans takes the first on which there is a plan: a model that does not fit asks for more by itself. An
-    elastic job begins with its `min_workers`, and grows when more nodes have come.
+    The planner takes the first cluster with a plan, so that a model that does not fit gets more nodes. An elastic job
+    starts with its `min_workers`, and grows when more nodes have joined.
     """
     kind = accelerator_kind(cluster, job)
     cluster = replace(cluster, possible=usable_nodes(cluster, kind))
@@ -390,14 +394,14 @@ def expansions(cluster: Cluster, job: Job) -> Iterator[Cluster]:
 
 
 def grow_to_slots(cluster: Cluster, job: Job, slots: int) -> Cluster:
-    """What runs, with the fewest nodes more that have so many slots; with all of them where these are too few."""
+    """Return the running nodes with the fewest more that give a number of slots, or with all possible nodes."""
     kind = accelerator_kind(cluster, job)
     cluster = replace(cluster, possible=usable_nodes(cluster, kind))
     return cluster.grown(nodes_needed(cluster, kind, slots))
 
 
 def accelerator_kind(cluster: Cluster, job: Job) -> str:
-    """The accelerator that the job names, that runs, or that could come; empty for CPUs."""
+    """Return the accelerator that the job names, that is running, or that could be started; "" for CPUs."""
     if job.scaling.accelerator != "auto":
         return "" if job.scaling.accelerator == "cpu" else job.scaling.accelerator.upper()
     kinds = {node.accelerator for node in cluster.possible}
@@ -405,14 +409,14 @@ def accelerator_kind(cluster: Cluster, job: Job) -> str:
 
 
 def usable_nodes(cluster: Cluster, kind: str) -> tuple[Node, ...]:
-    """The possible nodes of use; for CPUs those with accelerators come last."""
+    """Return the usable possible nodes; for CPUs, nodes with accelerators come last."""
     if not kind:
         return tuple(sorted(cluster.possible, key=lambda node: node.accelerators > 0))
     return tuple(node for node in cluster.possible if node.accelerator == kind)
 
 
 def nodes_needed(cluster: Cluster, kind: str, slots: int) -> int:
-    """How many of the possible nodes give so many slots of a kind; all where they are too few."""
+    """Return how many possible nodes give a number of slots of a kind; all where they are too few."""
     most = len(cluster.possible)
     for number in range(most):
         there = cluster.grown(number)
@@ -423,9 +427,9 @@ def nodes_needed(cluster: Cluster, kind: str, slots: int) -> int:
 
 
 def growth_notes(cluster: Cluster, job: Job) -> Iterator[str]:
-    """Notes of a plan: what has to be started for it, and what could be."""
+    """Yield notes of a plan: nodes that must be started for it, and nodes that could be."""
     if cluster.unseen:
-        yield f"only nodes that run are planned with: {cluster.unseen}"
+        yield f"the plan uses only running nodes: {cluster.unseen}"
     if cluster.coming:
         yield f"{_count_nodes(cluster.coming)} to be started first, which can take minutes and cost money"
     possible = usable_nodes(cluster, accelerator_kind(cluster, job))
@@ -445,6 +449,6 @@ def _first_slots(job: Job) -> int:
 
 
 def _count_nodes(nodes: tuple[Node, ...]) -> str:
-    """`2 nodes (gpu), 1 node (cpu)`."""
+    """Return a text such as `2 nodes (gpu), 1 node (cpu)`."""
     counts = Counter(node.name.rpartition("#")[0] for node in nodes)
     return ", ".join(f"{count} node{'s' if count != 1 else ''} ({name})" for name, count in counts.items())

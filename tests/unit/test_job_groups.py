@@ -64,6 +64,7 @@ def test_problems_of_all_groups_are_said_at_once() -> None:
     problems = problems_of(spares=-1, workers=0)
     assert [problem.partition(":")[0] for problem in problems] == ["workers=0", "spares=-1"]
     assert problems_of(recovery=3)[0].startswith("recovery=3")
+    assert problems_of(recovery=3, spares=1)[0].startswith("recovery=3")
 
 
 @pytest.mark.parametrize(
