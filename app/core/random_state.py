@@ -16,7 +16,7 @@ GENERATORS_LOCK = (
 
 
 def seed_generators(number: int) -> None:
-    """Make what all of them draw next a function of `number` alone, 64 bits of it."""
+    """Seed all generators with `number`, 64 bits."""
     random.seed(number)
     np.random.seed(number % 2**32)
     if torch := _torch():
@@ -24,7 +24,7 @@ def seed_generators(number: int) -> None:
 
 
 def save_generators() -> Callable[[], None]:
-    """Remember their states; what it returns sets them again, as often as it is called."""
+    """Save the states of all generators; the returned function restores them, any number of times."""
     python, numpy, torch = random.getstate(), np.random.get_state(), _torch()
     state = torch.get_rng_state() if torch else None
 
@@ -38,7 +38,7 @@ def save_generators() -> Callable[[], None]:
 
 
 def generator_states() -> tuple[object, ...]:
-    """Their states, to compare: they differ once something was drawn."""
+    """Return the states to compare: they differ after a draw."""
     name, keys, *rest = np.random.get_state(legacy=True)
     torch = _torch()
     state = torch.get_rng_state().numpy().tobytes() if torch else b""
@@ -46,5 +46,5 @@ def generator_states() -> tuple[object, ...]:
 
 
 def _torch() -> Any:
-    """Torch, once something in the process has imported it."""
+    """Return torch if the process has imported it."""
     return sys.modules.get("torch")

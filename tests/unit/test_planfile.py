@@ -77,7 +77,7 @@ def test_a_file_for_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="batch_size: 64 in the file, 128 now"):
         apply_plan_file(job(plan=str(path), batch_size=128), PROFILE, LAPTOP)
     path.write_text(path.read_text()[:-20])
-    with pytest.raises(PlanError, match="is no JSON"):
+    with pytest.raises(PlanError, match="is not JSON"):
         apply_plan_file(job(plan=str(path)), PROFILE, LAPTOP)
     path.write_text(json.dumps({"plan": "dp=2"}))
     with pytest.raises(PlanError, match="has no plan of this version"):
