@@ -10,7 +10,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -25,6 +25,7 @@ from trainwright.core.job_options import (
     Checkpointing,
     ColumnNames,
     Data,
+    JobModel,
     Planning,
     Recovery,
     Scaling,
@@ -35,14 +36,13 @@ from trainwright.core.job_options import (
 )
 from trainwright.core.loss_api import has_sum_reduction
 from trainwright.core.plan import Plan, single_device_spec
-from trainwright.core.strict_model import StrictModel
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
 
 START_DEADLINE_S = 300.0  # for workers to start on running nodes
 NEW_NODE_DEADLINE_S = 1800.0  # on nodes that may have to be started first
 
 
-class Job(StrictModel):
+class Job(JobModel):
     """A training job. Moving from one device to a cluster changes no field of it.
 
     Each option of a group can be given by itself: `tw.Job(..., spares=2)` is `tw.Job(..., recovery=tw.Recovery(
@@ -75,8 +75,6 @@ class Job(StrictModel):
         checkpointing: when state is copied and evaluated.
         tensorflow: options of Keras models on TensorFlow.
     """
-
-    error_name: ClassVar[str] = "job"
 
     name: str
     model: Callable[[], Any]

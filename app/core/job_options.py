@@ -17,10 +17,14 @@ from trainwright.core.strict_model import StrictModel
 ColumnNames = tuple[str, ...]
 
 
-class OptionGroup(StrictModel):
-    """Base of the groups: their errors are the job's, and name the group in which a misplaced option belongs."""
+class JobModel(StrictModel):
+    """Base of a job and of its groups, whose errors are errors of the job."""
 
     error_name: ClassVar[str] = "job"
+
+
+class OptionGroup(JobModel):
+    """Base of the groups."""
 
     @classmethod
     def advice_on(cls, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Everything about a job that can be wrong and known before anything is placed."""
+"""Prepare a job before workers start: open data and storage, compare with the run's past, and choose the plan."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ _NOT_COMPARED = (
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedJob:
-    """A job whose data and storage are there.
+    """A job with opened data and storage.
 
     Attributes:
-        store: where the run lives.
+        store: storage of the run.
         train: index of the training set.
         evaluate: index of the evaluation set.
         steps_per_epoch: global steps of one epoch.
-        description: the job in words.
-        measured: name of the plan that was the quickest when plans were measured; empty where none were.
-        begun: a checkpoint is there to go on from.
-        metadata: of the data's files, as cache files by name, which the run keeps.
-        notes: about the run's past, for people.
-        unused: columns of the training set that nothing of the job uses.
+        description: the job as text; see `job_description.describe`.
+        measured: name of the plan that was the fastest when plans were measured; empty without measurement.
+        begun: there is a checkpoint to resume from.
+        metadata: cache files of the data files' metadata by name, which the run stores.
+        notes: about the run's past, shown to the user.
+        unused: columns of the training set that the job does not use.
     """
 
     job: Job
@@ -80,7 +80,7 @@ class PreparedJob:
 def prepare(
     job: Job, *, resume: bool = False, fresh: bool = False, connect: Callable[[], object] | None = None
 ) -> PreparedJob:
-    """Look at data, storage and the run's past.
+    """Open data and storage, and compare the job with the run's past.
 
     Args:
         resume, fresh: as of `tw.fit`.
@@ -116,7 +116,7 @@ def prepare(
 
 
 def store_metadata(prepared: PreparedJob) -> None:
-    """Keep what is known of the data's files beside the run, for a resume on another machine. Raises StorageError."""
+    """Store the data files' metadata beside the run, for a resume on another machine. Raises StorageError."""
     for name, content in prepared.metadata.items():
         prepared.store.put(_metadata_path(prepared.job.name, name), content, sync=False)
 
@@ -130,28 +130,28 @@ def _metadata_path(run: str, name: str) -> str:
 
 
 def _measured(prepared: PreparedJob) -> str:
-    """Of the run's past; see `Prepared.measured`."""
+    """Return the plan that was measured as the fastest; see `PreparedJob.measured`."""
     probed = read_run_summary(prepared.store, prepared.job.name).probed
     return probed.name if probed else ""
 
 
 def needs_cluster_to_open(job: Job) -> bool:
-    """Whether a look at a row opens what is slow to open, such as a model, which a process of the cluster's does."""
+    """Return whether reading a row opens something slow, such as a model, in a process of the cluster."""
     return any(data is not None and data.stateful for data in (job.train, job.evaluate))
 
 
 def profile_of(prepared: PreparedJob) -> ModelProfile:
-    """What the job's model costs."""
+    """Return the profile of the job's model."""
     return profile_job(prepared.job, prepared.job.train, prepared.train)
 
 
 def decide_plan(prepared: PreparedJob) -> Decision:
-    """The plan for the connected cluster."""
+    """Choose the plan for the connected cluster."""
     return plan_for(prepared, discover(possible=True))
 
 
 def plan_for(prepared: PreparedJob, cluster: Cluster) -> Decision:
-    """The plan for a given cluster, or for as many nodes more as it has to start for one."""
+    """Choose the plan for a cluster, with as many more nodes as it needs to start."""
     profile, failed = profile_of(prepared), None
     for grown in expansions(cluster, prepared.job):
         try:
@@ -180,14 +180,14 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
 
 
 def _unused(names: Sequence[str]) -> str:
-    """A note about columns that nothing uses."""
+    """Return a note on unused columns."""
     more = len(names) - _LISTED
     listed = ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
     return f"columns of train that nothing uses: {listed}; inputs=, targets= and sample_weight= name what is used"
 
 
 def _settled(decision: Decision, prepared: PreparedJob) -> Decision:
-    """What was measured once counts, and nothing is measured where it would not pay."""
+    """Choose the plan measured in an earlier session, and drop measurements that would not pay off."""
     known = [plan for plan in decision.contenders if plan.name == prepared.measured]
     if known:
         note = "it was the quickest when plans were measured"
@@ -207,7 +207,7 @@ def _settled(decision: Decision, prepared: PreparedJob) -> Decision:
 
 
 def _without(decision: Decision, measured: Plan) -> tuple[RejectedPlan, ...]:
-    """What is rejected for a plan that was measured: with the one that would be chosen by its estimate."""
+    """Return the rejected plans of a measured plan, with the one that its estimate would have chosen."""
     others = tuple(item for item in decision.rejected if item.plan.strategy != measured.strategy)
     if decision.chosen.strategy == measured.strategy:
         return others
@@ -216,7 +216,7 @@ def _without(decision: Decision, measured: Plan) -> tuple[RejectedPlan, ...]:
 
 
 def _check_fit(prepared: PreparedJob, plan: Plan) -> None:
-    """Refuse a last training batch that Keras' fit would weigh unevenly. Raises JobError."""
+    """Refuse a last training batch that Keras' fit would weight unevenly. Raises JobError."""
     job, devices = prepared.job, plan.mesh.data_ranks
     last = prepared.train.rows % job.batch_size
     if job.tensorflow.run == "fit" and last % devices and not job.data.drop_last:
@@ -229,7 +229,7 @@ def _check_fit(prepared: PreparedJob, plan: Plan) -> None:
 
 
 def _check_weights(job: Job, profile: ModelProfile) -> None:
-    """Refuse Keras' weights of samples for models of other engines. Raises JobError."""
+    """Refuse Keras sample weights for models of other frameworks. Raises JobError."""
     for name in ("sample_weight", "class_weight"):
         if job.get(name) and profile.framework != "tensorflow":
             raise JobError(
@@ -241,7 +241,7 @@ def _check_weights(job: Job, profile: ModelProfile) -> None:
 
 
 def _check_columns(job: Job, train: Index, evaluate: Index | None) -> tuple[str, ...]:
-    """Columns of the training set that nothing uses. Raises JobError for those that are missing, or must be used."""
+    """Return unused columns of the training set. Raises JobError for missing columns and an unused weight."""
     names = list(job.train.fields(train))
     problems = [*_missing(job, "train", names), *_unweighted(job, "train", train, names)]
     if evaluate is not None:
@@ -261,7 +261,7 @@ def _missing(job: Job, where: str, names: Sequence[str]) -> Iterable[str]:
 
 
 def _unweighted(job: Job, where: str, index: Index, names: Sequence[str]) -> Iterable[str]:
-    """Say where a pipeline gives (x, y, weight), as Keras takes it, and nothing uses the weight."""
+    """Yield a problem where a pipeline gives (x, y, weight), as Keras takes it, and the weight is unused."""
     weight = index.weight
     if weight in names and job.columns is not None and weight not in job.columns:
         yield (
@@ -271,7 +271,7 @@ def _unweighted(job: Job, where: str, index: Index, names: Sequence[str]) -> Ite
 
 
 def _check_past(prepared: PreparedJob, head: LogEntry, resume: bool) -> None:
-    """Refuse to go on silently with another job's run."""
+    """Refuse to continue the run of a different job without `resume`."""
     if resume:
         return
     name, where = prepared.job.name, prepared.store.uri_of(prepared.job.name)
