@@ -124,8 +124,8 @@ def plan(
     """Show the chosen plan and the rejected ones, with reasons. For a distillation, compare teacher deliveries."""
     from trainwright import api
     from trainwright.planning import job_file
-    from trainwright.planning.what_if import standalone_page
     from trainwright.planning.planner import write_plan
+    from trainwright.planning.what_if import standalone_page
 
     given = {
         "aim": aim, "price": price, "mtbf_hours": mtbf, "critical_batch": critical_batch, "batch_sizes": batch_sizes,
