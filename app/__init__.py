@@ -12,7 +12,7 @@ from trainwright.core.frameworks import isolate_llvm
 
 if TYPE_CHECKING:
     from trainwright import datasets as datasets
-    from trainwright import lr_schedules as schedules
+    from trainwright import lr_schedules
     from trainwright.api import chaos as chaos
     from trainwright.api import distill as distill
     from trainwright.api import doctor as doctor
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from trainwright.core.engine import Pad as Pad
     from trainwright.core.errors import TrainwrightError as TrainwrightError
     from trainwright.core.job import Job as Job
+    from trainwright.core.job_options import Checkpointing as Checkpointing
+    from trainwright.core.job_options import Data as Data
+    from trainwright.core.job_options import Planning as Planning
+    from trainwright.core.job_options import Recovery as Recovery
+    from trainwright.core.job_options import Scaling as Scaling
+    from trainwright.core.job_options import TensorFlow as TensorFlow
+    from trainwright.core.job_options import Training as Training
     from trainwright.core.loss_api import gather as gather
     from trainwright.core.model_profile import transformer_profile as transformer_profile
     from trainwright.core.plan import Estimate as Estimate
@@ -49,7 +56,10 @@ if TYPE_CHECKING:
     from trainwright.strategies.cost_model.estimator import estimate as estimate
     from trainwright.strategies.cost_model.machine_model import Calibration as Calibration
     from trainwright.strategies.search.plan_ranking import rank as rank
-    from trainwright.tracking import experiment_trackers as trackers
+    from trainwright.tracking import experiment_trackers
+
+    schedules = lr_schedules
+    trackers = experiment_trackers
 
 __version__ = "0.1.0"
 
@@ -57,21 +67,28 @@ isolate_llvm()
 
 _HOMES = {
     "Calibration": "trainwright.strategies.cost_model.machine_model",
+    "Checkpointing": "trainwright.core.job_options",
     "Cluster": "trainwright.core.cluster",
-    "DistilledRun": "trainwright.distillation.distilled_run",
+    "Data": "trainwright.core.job_options",
     "Distillation": "trainwright.distillation.distillation_spec",
+    "DistilledRun": "trainwright.distillation.distilled_run",
     "Estimate": "trainwright.core.plan",
     "Job": "trainwright.core.job",
     "Match": "trainwright.core.soft_loss",
     "Measurement": "trainwright.strategies.cost_model.estimator",
     "Pad": "trainwright.core.engine",
     "Plan": "trainwright.core.plan",
+    "Planning": "trainwright.core.job_options",
+    "Recovery": "trainwright.core.job_options",
     "Run": "trainwright.runtime.run_handle",
+    "Scaling": "trainwright.core.job_options",
     "Search": "trainwright.distillation.hyperparameter_search",
     "SelfDistillation": "trainwright.distillation.multi_stage",
     "SoftLoss": "trainwright.core.soft_loss",
     "Teacher": "trainwright.distillation.distillation_spec",
+    "TensorFlow": "trainwright.core.job_options",
     "Terms": "trainwright.core.data",
+    "Training": "trainwright.core.job_options",
     "TrainwrightError": "trainwright.core.errors",
     "TwoStage": "trainwright.distillation.multi_stage",
     "calibrate": "trainwright.strategies.cost_model.estimator",
@@ -99,47 +116,7 @@ _MODULES = {
     "trackers": "trainwright.tracking.experiment_trackers",
 }
 
-__all__ = [
-    "Calibration",
-    "Cluster",
-    "Distillation",
-    "DistilledRun",
-    "Estimate",
-    "Job",
-    "Match",
-    "Measurement",
-    "Pad",
-    "Plan",
-    "Run",
-    "Search",
-    "SelfDistillation",
-    "SoftLoss",
-    "Teacher",
-    "Terms",
-    "TrainwrightError",
-    "TwoStage",
-    "calibrate",
-    "chaos",
-    "datasets",
-    "distill",
-    "doctor",
-    "estimate",
-    "evaluate",
-    "export",
-    "fit",
-    "gather",
-    "generate",
-    "load_model",
-    "plan",
-    "predict",
-    "rank",
-    "schedules",
-    "search",
-    "start",
-    "students",
-    "trackers",
-    "transformer_profile",
-]
+__all__ = list({**_HOMES, **_MODULES})
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,7 @@
-"""What a user calls: plan, fit, start, distill, evaluate, predict, generate, load_model, export, chaos, doctor;
-with a Job or its file's path."""
+"""The Python API: plan, fit, start, distill, evaluate, predict, generate, load_model, export, chaos and doctor.
+
+Each takes a Job or the path of a job file.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ if TYPE_CHECKING:
     from trainwright.distillation.distillation_spec import Distillation, SupportsDistill
     from trainwright.distillation.distilled_run import DistilledRun
     from trainwright.inference.batch_inference import Prediction
-    from trainwright.planning.planner import Decision
-    from trainwright.planning.what_if import Goal, Price, WhatIf
+    from trainwright.planning.cluster_sizing import Goal, Price
+    from trainwright.planning.decision import Decision
+    from trainwright.planning.what_if import WhatIf
     from trainwright.runtime.run_handle import Run
 
 
@@ -59,23 +62,24 @@ def plan(
     critical_batch: float | None = None,
     batch_sizes: Sequence[int] = (),
 ) -> Decision | WhatIf:
-    """Return the plan for this job, and the rejected ones, with reasons; notes say where a distillation's teachers run.
+    """Return the plan for a job and the rejected plans, with reasons; notes say where a distillation's teachers run.
 
-    Of a recipe it is the plan of the stage whose turn it is: later ones begin with what it will have learned.
+    For a recipe of several stages, it is the plan of the next stage: later stages depend on its result.
 
     Args:
-        cluster: one that need not be there, such as `128x8xH100-80GB`: what would be best on it or on a part of it,
-            how long it would take and cost; by default the plan for the connected cluster, or this machine. What
-            follows is about such a cluster.
+        cluster: a hypothetical cluster such as `128x8xH100-80GB`: returns the best plan on it or on a part of it, with
+            time and cost. By default the plan for the connected cluster, or this machine. The arguments below need it.
         aim: `fastest`, `cheapest` (dollars of the run) or `smallest` (accelerators on which it fits).
         price: of its accelerators: on demand, `spot`, or dollars an hour of one.
-        mtbf_hours: mean time between failures of one accelerator: adds goodput and the best checkpoint interval.
-        critical_batch: samples (the gradient noise scale): how many steps another batch size takes to the same target.
-        batch_sizes: to compare beside the job's own; need `critical_batch`.
+        mtbf_hours: mean time between failures of one accelerator; adds goodput and the best checkpoint interval.
+        critical_batch: the gradient noise scale in samples, from which the steps of other batch sizes to the same loss
+            follow.
+        batch_sizes: other batch sizes to compare with the job's own; need `critical_batch`.
     """
     from trainwright.distillation.distillation_spec import Distillation
     from trainwright.distillation.multi_stage import next_stage
     from trainwright.distillation.teacher_delivery import plan_distillation
+    from trainwright.planning.cluster_sizing import SizingRequest
     from trainwright.planning.job_preparation import decide_plan, needs_cluster_to_open, prepare, profile_of
     from trainwright.planning.what_if import what_if
     from trainwright.ray_cluster.discovery import connect
@@ -88,12 +92,12 @@ def plan(
         connect()
     prepared = prepare(job, resume=True, connect=connect if cluster is None else None)
     if cluster is not None:
-        return what_if(
-            profile_of(prepared),
-            Cluster.parse(cluster) if isinstance(cluster, str) else cluster,
-            batch_size=prepared.job.batch_size, precision=prepared.job.precision, steps=prepared.total_steps,
-            aim=aim, price=price, mtbf_hours=mtbf_hours, critical_batch=critical_batch, batch_sizes=batch_sizes,
+        request = SizingRequest(
+            batch_size=job.batch_size, precision=job.training.precision, steps=prepared.total_steps, aim=aim,
+            price=price, mtbf_hours=mtbf_hours, critical_batch=critical_batch, batch_sizes=tuple(batch_sizes),
         )  # fmt: skip
+        there = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+        return what_if(profile_of(prepared), there, request)
     connect()
     return decide_plan(prepared)
 
@@ -101,17 +105,17 @@ def plan(
 def start(
     job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: bool = False, detached: bool = False
 ) -> Run:
-    """Plan, provision and train in the background; returns a handle at once.
+    """Plan, start workers and train in the background. Returns a handle at once.
 
     Args:
-        resume: go on with a run of this name although the job was changed.
-        fresh: begin the run of this name again.
+        resume: continue a run of this name although the job was changed.
+        fresh: start the run of this name from the beginning.
         verbose: show Ray's own output.
-        detached: drive the run from an actor of the cluster: it outlives this process, and Ray starts it again when it
-            dies. It needs a cluster that lives longer than this process; its output is in Ray's logs.
+        detached: put the driver in an actor of the cluster, which outlives this process; Ray restarts it. It needs
+            a cluster that outlives this process; its output is in Ray's logs.
 
     Raises:
-        TrainwrightError: the job, its data, its storage or the cluster is not right; nothing was started.
+        TrainwrightError: the job, its data, its storage or the cluster is wrong; nothing was started.
     """
     from trainwright.integrations.ray_train import inside_ray_train
     from trainwright.runtime.run_handle import Run
@@ -125,10 +129,10 @@ def start(
 
 
 def fit(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: bool = False) -> Run:
-    """Plan, provision, train, recover, report; returns when the run has ended.
+    """Plan, start workers, train, recover and report. Returns when the run has ended.
 
-    The first Ctrl-C takes a checkpoint and stops, the second stops at once; SIGTERM counts as a preemption notice and
-    does as the first. The run's `state` is then `stopped`, and the same call resumes it.
+    The first Ctrl-C takes a checkpoint and stops, the second stops at once; SIGTERM, a preemption notice, acts like the
+    first. The run's `state` is then `stopped`, and the same call resumes it.
 
     Raises:
         TrainwrightError: the run could not start, or failed; the first failing rank's own error.
@@ -155,22 +159,22 @@ def distill(
 def distill(
     distillation: Any, *, resume: bool = False, fresh: bool = False, verbose: bool = False, judge: bool = True
 ) -> Any:
-    """Train one student or several on what teachers say: `fit` of the student's job, with the teachers beside its data.
+    """Train one or more students on teacher outputs: `fit` of the student's job with these outputs added to its data.
 
-    Teachers that are to be trained come first, side by side. Which way they are asked is chosen where `way=` says
-    nothing, and told in a line. Offline, what they say of all rows is computed then, where it is not kept already. The
-    rest is `fit`, which recovers, reports and resumes alike. When it is done, the students are judged beside their
-    teachers on the evaluation set: `diagnosis_report.verdict`, and a part of the report. A recipe is several such runs,
-    of which those that are finished are passed by.
+    Teachers with `train=True` are trained first, in parallel. Without `way=`, the delivery of teacher outputs is chosen
+    and reported in a line. Offline, the outputs for all rows are computed first, unless they are stored already. Then
+    `fit` trains, recovers, reports and resumes as usual. At the end, the students are compared with their teachers on
+    the evaluation set: the result has a verdict, and the report a section. A recipe consists of several such runs;
+    finished ones are skipped.
 
     Args:
-        distillation: or a recipe that is made of several, whose own `distill` is called.
-        judge: whether they are judged.
+        distillation: a distillation, or a recipe of several, whose own `distill` is called.
+        judge: compare students with their teachers at the end.
 
     Raises:
-        JobError: students, teachers and their layers do not go together.
+        JobError: students, teachers and their layers do not match.
         Stopped: a signal came while teachers were trained.
-        RunConflict: the folder of kept targets holds what another teacher said.
+        RunConflict: the folder of stored targets has outputs of another teacher.
         TrainwrightError: as `fit`.
     """
     from trainwright.distillation.distillation_spec import Distillation
@@ -184,11 +188,11 @@ def distill(
 
 
 def evaluate(job: Job | str, *, step: int | None = None, here: bool = False, verbose: bool = False) -> dict[str, float]:
-    """Loss and metrics of a checkpoint over the job's evaluation set.
+    """Return loss and metrics of a checkpoint over the job's evaluation set.
 
-    It runs on workers of the cluster under the plan that the run was trained under last, with fewer replicas where
-    there is less room. Where a worker is lost or hangs, all are placed anew and go on from the same batches, up to the
-    job's `failures=` times in a row. Where the plan has one worker, it runs in this process on one device.
+    It runs on workers of the cluster under the last plan of the run, with fewer replicas where there is less room. When
+    a worker is lost or hangs, all workers are replaced and continue with the same batches, up to the job's `failures=`
+    times in a row. With a plan for one worker, it runs in this process on one device.
 
     Args:
         step: the checkpoint at this step; by default the newest.
@@ -218,31 +222,31 @@ def predict(
     fresh: bool = False,
     verbose: bool = False,
 ) -> Prediction:
-    """The model's outputs for every row of a data set, computed on the cluster, as parquet parts in a folder.
+    """Compute the model's outputs for every row of a data set on the cluster, and store them as parquet parts.
 
-    Where the run divided its model over workers, as many compute it together, in the layout that it was trained in;
-    this process reads the rows and stores the parts then. Otherwise, and with `workers`, it is a pool of workers that
-    each hold the whole model, read and store.
+    Where the run divided its model over workers, as many workers compute it in the same layout, and this process reads
+    the rows and stores the parts. Otherwise, and with `workers`, a pool of workers reads and stores, each with the full
+    model.
 
-    The rows of all parts, in the order of their names, are the samples in order: `sample` (int64, the row number), the
-    columns kept, then `output`, or one column for each of several outputs. Each part appears when it is whole; the same
-    call goes on where an earlier one was ended, and computes only what is missing.
+    The parts, in the order of their names, hold the samples in order: `sample` (int64, the row number), the kept
+    columns, then `output`, or one column for each of several outputs. A part appears when it is complete; the same call
+    continues an interrupted one and computes only missing parts.
 
     Args:
         data: a data set, or the path of parquet files; by default the job's evaluation set. It needs no targets.
         to: a folder, or `s3://`, `gs://`, `az://`; every node must be able to write there.
-        columns: outputs wanted, such as ("logits",); by default all.
-        keep: columns of the data set that go with them.
+        columns: outputs to store, such as ("logits",); by default all.
+        keep: columns of the data set to store with them.
         step: the checkpoint at this step; by default the newest.
         workers: of a pool; by default one for each accelerator or CPU slot of the cluster.
         batch_size: rows computed at once, by each worker or by all together; by default the job's, at most 1024.
-        range_rows: rows of a part, at most; by default by the size of a row.
-        fresh: compute again what the folder holds.
+        range_rows: most rows of a part; by default chosen by the size of a row.
+        fresh: compute everything again.
         verbose: show Ray's own output.
 
     Raises:
         RunConflict: the folder holds predictions of another checkpoint, data set or other columns, or other files.
-        TrainwrightError: the job, its data, its storage or the cluster is not right, or a range failed again and again.
+        TrainwrightError: the job, its data, its storage or the cluster is not right, or a range failed repeatedly.
     """
     from trainwright.inference import batch_inference as predicting
 
@@ -265,22 +269,22 @@ def generate(
     here: bool = False,
     verbose: bool = False,
 ) -> npt.NDArray[np.int64]:
-    """Prompts continued by a run's language model.
+    """Continue prompts with the language model of a run.
 
-    The job's model must be causal, take one column of tokens, and give logits (rows, tokens, vocabulary). Each token
-    takes a forward over the whole context: keys and values are not kept.
+    The job's model must be causal, take one column of tokens, and return logits (rows, tokens, vocabulary). Each token
+    needs a forward pass over the whole context: there is no key-value cache.
 
-    Where the run divided its model over workers, it runs on as many of the cluster, in the layout that it was trained
-    in: one replica. A lost one is replaced, up to the job's `failures=` times in a row, and nothing of the text is
-    lost. Otherwise it runs in this process on one device.
+    Where the run divided its model over workers, one replica runs on as many workers in the same layout. A lost worker
+    is replaced, up to the job's `failures=` times in a row, without loss of text. Otherwise it runs in this process on
+    one device.
 
     Args:
         prompts: (rows, tokens) integers.
         count: tokens to add to each.
-        temperature: that logits are divided by before a token is drawn; 0 takes the likeliest.
-        top_k: draw among so many of the likeliest; by default all.
-        seed: of the draws: the same gives the same tokens.
-        output: name of the logits, where the model gives more, such as "logits".
+        temperature: divides the logits before a token is drawn; 0 takes the most likely token.
+        top_k: draw among this many of the most likely tokens; by default all.
+        seed: of the draws; the same seed gives the same tokens.
+        output: name of the logits among several outputs, such as "logits".
         step: the checkpoint at this step; by default the newest.
         here: in this process on one CPU in any case.
         verbose: show Ray's own output.
@@ -302,7 +306,7 @@ def generate(
 
 
 def load_model(job: Job | str, *, step: int | None = None) -> Any:
-    """The job's model with the weights of its run's newest checkpoint, or of the one at `step`.
+    """Return the job's model with the weights of the newest checkpoint of its run, or of the one at `step`.
 
     Raises:
         TrainwrightError: there is no checkpoint, or it does not fit the model.
@@ -313,7 +317,7 @@ def load_model(job: Job | str, *, step: int | None = None) -> Any:
 
 
 def export(job: Job | str, path: str, *, step: int | None = None) -> str:
-    """Write the trained model for use elsewhere: torch to `.safetensors` or `.pt`, Keras to `.keras`, `.weights.h5` or,
+    """Write the trained model to a file: torch to `.safetensors` or `.pt`, Keras to `.keras`, `.weights.h5` or,
     where the path has no ending, to the folder of a SavedModel. Returns the path.
 
     Raises:
@@ -334,29 +338,30 @@ def chaos(
     keep: bool = False,
     say: Callable[[str], object] = lambda _: None,
 ) -> ChaosReport:
-    """Train the job unbroken and then under faults, each in scratch storage below its own, and compare them bitwise.
+    """Train the job without and with injected faults, in scratch storage below its own, and compare both bitwise.
 
-    The verdict is true where at least one fault was given, no loss and no file of the last checkpoint differs, and
-    nothing is left behind. Where they differ, a second unbroken run tells whether the job itself is repeatable.
+    The verdict is true where at least one fault was injected, no loss and no file of the last checkpoint differs, and
+    no process or file is left behind. After a difference, a second run without faults shows whether the job itself is
+    repeatable.
 
     Args:
         faults: names in `trainwright.chaos_testing.fault_schedule`, such as ("kill", "driver"); by default all that
             fit the job.
         seed: of the schedule of faults.
         every_s: seconds between faults, drawn at random until the run ends; by default each is given once.
-        twice: make the second unbroken run in any case.
-        keep: leave the runs where they are.
-        say: takes a line for people, now and then.
+        twice: make the second run without faults in any case.
+        keep: keep the storage of the runs.
+        say: called with progress lines.
 
     Raises:
-        JobError: the job, or a fault, is not right.
-        TrainwrightError: the unbroken run cannot start, or failed.
+        JobError: the job, or the name of a fault, is wrong.
+        TrainwrightError: the run without faults cannot start, or failed.
     """
     from trainwright.chaos_testing import experiment
 
-    wish = experiment.ChaosOptions(seed=seed, faults=tuple(faults), every_s=every_s, keep=keep, twice=twice)
+    options = experiment.ChaosOptions(seed=seed, faults=tuple(faults), every_s=every_s, keep=keep, twice=twice)
     job = _job(job)
-    return experiment.run_experiment(job, plan(job).chosen, wish, say)
+    return experiment.run_experiment(job, plan(job).chosen, options, say)
 
 
 def doctor(
@@ -368,18 +373,18 @@ def doctor(
     imports: bool = True,
     deadline_s: float = 60.0,
 ) -> Diagnosis:
-    """Look at every node of the cluster, where one is connected or named, else at this machine, or at a cluster file.
+    """Diagnose every node of the connected or named cluster, or else this machine, or check a cluster file.
 
     Args:
-        file: that describes a cluster (`.yaml`, `.sbatch`); no machine is looked at then.
+        file: a cluster file (`.yaml`, `.sbatch`) to check instead of machines.
         address: of a Ray cluster, HOST:PORT; by default `RAY_ADDRESS`, or what `ray.init` connected.
         storage: URI to write to, read and delete from; by default the job's, if one is given.
-        job: whose storage is tried, and whose data is looked for.
-        imports: import Ray and the frameworks too, each in a process of its own.
-        deadline_s: for a node to answer.
+        job: its storage and data are checked too.
+        imports: also import Ray and the frameworks, each in its own process.
+        deadline_s: seconds for a node to answer.
 
     Raises:
-        TrainwrightError: the file is no cluster file, the job or the storage's URI is wrong.
+        TrainwrightError: the file is not a cluster file, or the job or the storage URI is wrong.
     """
     from trainwright.diagnostics.diagnosis_report import diagnose, diagnose_file, probe_options
 
@@ -390,7 +395,7 @@ def doctor(
 
 
 def _job(job: Job | str) -> Job:
-    """The job itself, or that of a job file."""
+    """Return the job itself, or the job of a file."""
     from trainwright.planning.job_file import load_job
 
     return load_job(job) if isinstance(job, str) else job

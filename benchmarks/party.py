@@ -15,8 +15,8 @@ import trainwright as tw
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.topology import Address, Generation, Group, Peer
 from trainwright.driver.messages import ReserveRequest, RestorePlan
+from trainwright.planning.decision import Decision
 from trainwright.planning.job_preparation import plan_for, prepare
-from trainwright.planning.planner import Decision
 from trainwright.worker.worker import Worker
 from trainwright.worker.worker_config import WorkerConfig, pickle_job
 

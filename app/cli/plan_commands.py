@@ -26,7 +26,7 @@ from trainwright.cli.options import (
 )
 from trainwright.core.errors import PlanError
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
-from trainwright.planning.what_if import Price
+from trainwright.planning.cluster_sizing import Price
 
 _WIDTH = 140  # of the simulation's table in files and pipes
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
@@ -124,8 +124,8 @@ def plan(
     """Show the chosen plan and the rejected ones, with reasons. For a distillation, compare teacher deliveries."""
     from trainwright import api
     from trainwright.planning import job_file
-    from trainwright.planning.plan_charts import standalone_page
     from trainwright.planning.planner import write_plan
+    from trainwright.planning.what_if import standalone_page
 
     given = {
         "aim": aim, "price": price, "mtbf_hours": mtbf, "critical_batch": critical_batch, "batch_sizes": batch_sizes,

@@ -1,4 +1,4 @@
-"""What there is: nodes, CPUs, accelerators, memory, links.
+"""The cluster: nodes with CPUs, accelerators, memory and links, and the table of known accelerators.
 
 Rates are dense, without sparsity, of one device; links count one direction. Sources are the data sheets named with each
 entry; prices are list prices on demand of the named offer, for one device, and change with time.
@@ -57,11 +57,11 @@ class Accelerator:
 
     @property
     def apart(self) -> bool:
-        """Whether it has memory of its own, and is no share of the host's CPUs."""
+        """Whether it has its own memory, unlike a share of the host's CPUs."""
         return self.resource != "CPU"
 
     def rate(self, precision: str) -> float:
-        """Peak operations a second; half precisions stand in for each other, anything else computes in fp32."""
+        """Return peak operations a second; half precisions stand in for each other, anything else computes in fp32."""
         for name in (precision, *_STAND_INS.get(precision, ()), "fp32"):
             if name in self.flops_per_s:
                 return self.flops_per_s[name]
@@ -84,7 +84,7 @@ def _nvidia(
     sustained: float = 1.0,
     aliases: tuple[str, ...] = (),
 ) -> Accelerator:
-    """Rates in Tflop/s, bandwidths in GB/s, prices (on demand, spot) in dollars."""
+    """Make an accelerator from rates in Tflop/s, bandwidths in GB/s, prices (on demand, spot) in dollars."""
     return Accelerator(
         name=name,
         memory_bytes=memory_gb * _GIB,
@@ -162,7 +162,7 @@ ACCELERATORS: dict[str, Accelerator] = {item.name: item for item in _BUILT_IN}
 
 
 def find_accelerator(kind: str) -> Accelerator | None:
-    """The accelerator of that name, however it is spelt; None where it is not in the table."""
+    """Return the accelerator with a name in any spelling; None where the table has none."""
     wanted = _normalized(kind)
     for item in ACCELERATORS.values():
         if wanted in map(_normalized, (item.name, *item.aliases)):
@@ -172,7 +172,7 @@ def find_accelerator(kind: str) -> Accelerator | None:
 
 
 def _normalized(kind: str) -> str:
-    """Without what makers and Ray put around a name."""
+    """Remove what manufacturers and Ray add to a name."""
     text = kind.upper().removeprefix("NVIDIA").removeprefix("TESLA")
     return "".join(character for character in text if character.isalnum()).removeprefix("GOOGLE")
 
@@ -236,7 +236,7 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """A cluster that need not be there.
+        """Return the cluster that a text describes; it need not exist.
 
         Args:
             text: `4x8xH100-80GB` for 4 nodes of 8, `8xA100-80GB` for one node, `2x16xCPU` for 2 nodes of 16 CPUs;
@@ -261,7 +261,7 @@ class Cluster:
 
     @classmethod
     def discover(cls) -> Cluster:
-        """The living nodes of the Ray cluster that `RAY_ADDRESS` names or that this process is connected to.
+        """Return the living nodes of the Ray cluster that `RAY_ADDRESS` names or that this process is connected to.
 
         Raises:
             ResourceError: it cannot be reached, or no node is alive.
@@ -294,23 +294,23 @@ class Cluster:
 
     @property
     def far(self) -> bool:
-        """Whether some nodes are far from others: in another region, or behind a network of less than 1 Gb/s."""
+        """Whether some nodes are in another region, or behind a network of less than 1 Gb/s."""
         slow = any(0 < node.network_bytes_per_s < FAR_BYTES_PER_S for node in self.nodes)
         return len(self.nodes) > 1 and (slow or len({node.region for node in self.nodes}) > 1)
 
     @property
     def uneven(self) -> bool:
-        """Whether workers that step alone may be worth it: nodes differ, may be taken back, or are far apart."""
+        """Whether asynchronous training may pay off: nodes differ, are preemptible, or far apart."""
         return len(self.kinds) > 1 or self.preemptible > 0 or self.far
 
     @property
     def preemptible(self) -> int:
-        """Nodes that may be taken back."""
+        """Preemptible nodes."""
         return sum(node.preemptible for node in self.nodes)
 
     @property
     def slots(self) -> int:
-        """Workers that a job gets when it names no number.
+        """Number of workers of a job that names no number.
 
         One for each accelerator; without accelerators two CPU slots on each node of two CPUs or more, each with
         its share of the node's threads.
@@ -326,22 +326,22 @@ class Cluster:
 
     @property
     def grows(self) -> bool:
-        """Whether there are nodes that do not run yet."""
+        """Whether the cluster can start more nodes."""
         return bool(self.possible or self.coming)
 
     def grown(self, number: int) -> Cluster:
-        """With so many of the possible nodes, the first ones."""
+        """Return the cluster with a number of its possible nodes, the first ones."""
         asked = tuple(replace(node, coming=True) for node in self.possible[:number])
         return replace(self, nodes=(*self.nodes, *asked), possible=self.possible[number:])
 
     def only(self, accelerator: str) -> Cluster:
-        """The nodes that have this accelerator."""
+        """Return the nodes with an accelerator."""
         return Cluster(
             nodes=tuple(node for node in self.nodes if node.accelerator == accelerator and node.accelerators)
         )
 
     def without_accelerators(self) -> Cluster:
-        """The same nodes, their accelerators left alone."""
+        """Return the nodes without their accelerators."""
         return Cluster(nodes=tuple(replace(node, accelerators=0, accelerator="", kind="") for node in self.nodes))
 
     def __str__(self) -> str:
@@ -356,7 +356,7 @@ class Cluster:
 
 
 def _described_node(name: str, each: int, kind: str, network: float, text: str) -> Node:
-    """A node that is only described."""
+    """Return a node that is described and not connected."""
     if kind.upper() == "CPU":
         return Node(name=name, cpus=each, memory_bytes=each * _CPU_MEMORY_BYTES, network_bytes_per_s=network)
     found: Accelerator | None = find_accelerator(kind)

@@ -1,4 +1,4 @@
-"""What travels between data, engine and core: batches, feeds, terms, sums and the cursor.
+"""Values that pass between data, engine and core: batches, feeds, terms, sums and the cursor.
 
 It is tr(Sigma) / |G|^2, with G the mean gradient of a sample and Sigma the covariance of one sample's gradient. Both
 are estimated from the gradients of a batch's shares: with s_i the sum of the gradients of share i's n_i samples, s the
@@ -65,7 +65,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Feed:
-    """What one rank is fed for one global step.
+    """The feed of one rank for one global step.
 
     Attributes:
         step: index of the step, from 0: the number of steps completed before it.
@@ -96,7 +96,7 @@ def zero_weight(feed: Feed) -> Feed:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What a step gives back; the same on every rank of a collective.
+    """The result of a step; the same on every rank of a collective.
 
     Attributes:
         step: completed steps, this one included.
@@ -163,7 +163,7 @@ class Cursor:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchDepth:
-    """How far data is read ahead of the steps, as it was tuned so far.
+    """How far data is prefetched, as tuned so far.
 
     Attributes:
         chunks: ready ahead, at most.
@@ -178,7 +178,7 @@ class PrefetchDepth:
 
 @dataclass(frozen=True, kw_only=True)
 class FeedAssignment:
-    """Who is fed what: the answer of `plan.feed_of(rank)`."""
+    """Which data ranks a worker is fed, from `plan.feed_of(rank)`."""
 
     data_ranks: range
     total: int
@@ -219,7 +219,7 @@ _WIDEST_INTERVAL = 4.0  # from the lower to the upper end: more says nothing
 
 
 def noise_is_due(step: int, shares: int) -> bool:
-    """Whether the gradients of a step, counted from 0, are looked at; the same on all ranks.
+    """Return whether gradients of a step, counted from 0, are sampled; the same on all ranks.
 
     Such a step takes a tenth longer, a quarter where it takes 2 ms (measured on a CPU, with two micro-batches).
     """
@@ -229,7 +229,7 @@ def noise_is_due(step: int, shares: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientScatter:
-    """What a step tells of its gradient's noise, in any one unit of gradients.
+    """A sample of gradient noise from one step, in any unit of gradients.
 
     Attributes:
         samples: n, in all shares.
@@ -245,11 +245,11 @@ class GradientScatter:
 
     @property
     def known(self) -> bool:
-        """Whether it tells anything: there are two shares, and no gradient overflowed."""
+        """Whether it is usable: there are two shares, and no gradient overflowed."""
         return self.shares > 1.5 and self.samples > 0 and math.isfinite(self.parts) and math.isfinite(self.whole)
 
     def estimates(self) -> tuple[float, float]:
-        """tr(Sigma) and |G|^2 without bias; either may come out negative."""
+        """Return unbiased estimates of tr(Sigma) and |G|^2; either may be negative."""
         mean = self.whole / self.samples
         trace = (self.parts - mean) / (self.shares - 1)
         return trace, (mean - trace) / self.samples
@@ -257,7 +257,7 @@ class GradientScatter:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseScale:
-    """The noise scale in samples, with an interval that holds it 19 times of 20.
+    """The noise scale in samples, with a 95% confidence interval.
 
     Attributes:
         batch: global batch size, in samples, that it was measured at.
@@ -272,7 +272,7 @@ class NoiseScale:
 
     @property
     def advice(self) -> str:
-        """What to do about a batch that is far too large; empty where it is not."""
+        """Return advice on a batch that is far too large; empty for another batch."""
         if self.batch <= OVERSIZED_BATCH_FACTOR * self.high:
             return ""
         times = self.batch / self.high
@@ -284,12 +284,12 @@ class NoiseScale:
 
     @property
     def text(self) -> str:
-        """`310 samples, 250 to 400`."""
+        """Return a text such as `310 samples, 250 to 400`."""
         return f"{_format_samples(self.scale)} samples, {_format_samples(self.low)} to {_format_samples(self.high)}"
 
 
 class NoiseScaleAverage:
-    """Exponential averages of both estimates with what their scatter says of the ratio's interval.
+    """Exponential averages of both estimates, and the interval of their ratio from their scatter.
 
     Attributes:
         count: steps taken so far.
@@ -301,7 +301,7 @@ class NoiseScaleAverage:
         self._sums: tuple[float, ...] = (0.0,) * 6  # weighted, of trace, square, their products and the batch
 
     def add(self, scatter: GradientScatter) -> None:
-        """Take one sampled step; one that tells nothing is left out."""
+        """Add one sampled step; an unusable sample is ignored."""
         if not scatter.known:
             return
         trace, square = scatter.estimates()
@@ -312,7 +312,7 @@ class NoiseScaleAverage:
         self.count += 1
 
     def noise(self) -> NoiseScale | None:
-        """The noise scale; None before it can be trusted: too few samples, or an interval without an end or too wide.
+        """Return the noise scale; None while it is unreliable: too few samples, or an unbounded or too wide interval.
 
         The interval is Fieller's (1954), for the ratio of two means that vary together.
         """
@@ -333,7 +333,7 @@ class NoiseScaleAverage:
 
 
 def _interval_ends(means: tuple[float, float, float], spread: list[float]) -> tuple[float, float] | None:
-    """Where (trace - ratio * square)^2 equals its variance; None where the ratio has no upper end."""
+    """Solve (trace - ratio * square)^2 = variance for the ratio; None where it has no upper bound."""
     first, half, last = (mean - variance for mean, variance in zip(means, spread, strict=True))
     root = half * half - first * last
     if last <= 0 or root < 0:
@@ -354,7 +354,7 @@ COMPILED_PHASE = "forward+backward+wait+optimizer"  # of an engine whose step is
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTimes:
-    """Median seconds by phase of so many steps of one rank, and of what they waited for data."""
+    """Median seconds by phase over a number of steps of one rank, and their wait for data."""
 
     steps: int
     medians: Mapping[str, float] = field(default_factory=dict)
@@ -362,12 +362,12 @@ class PhaseTimes:
 
     @property
     def own_s(self) -> float:
-        """What the rank did before it waited for others, as far as that is known."""
+        """Seconds of the rank's own work before it waited for others, where known."""
         return self.data_s + sum(seconds for phase, seconds in self.medians.items() if "wait" not in phase.split("+"))
 
 
 def merge_phase_times(found: Sequence[PhaseTimes]) -> PhaseTimes | None:
-    """All of them as one, where they name the same phases as the last: the median weighs each by its steps."""
+    """Merge those with the same phases as the last: medians weighted by steps."""
     alike = [phases for phases in found if phases.medians.keys() == found[-1].medians.keys()]
     if not alike:
         return None
@@ -382,7 +382,7 @@ def merge_phase_times(found: Sequence[PhaseTimes]) -> PhaseTimes | None:
 
 
 def _weighted_median(values: Sequence[float], weights: Sequence[int]) -> float:
-    """The value at which half of the weight is reached."""
+    """Return the weighted median."""
     passed, half = 0.0, sum(weights) / 2
     for value, weight in sorted(zip(values, weights, strict=True)):
         passed += weight
@@ -392,5 +392,5 @@ def _weighted_median(values: Sequence[float], weights: Sequence[int]) -> float:
 
 
 def slowest_phase_times(found: Iterable[PhaseTimes]) -> PhaseTimes | None:
-    """Those of the rank whose own part of a step takes longest: the others' waits are for it."""
+    """Return the phases of the rank whose own part of a step takes longest: the others wait for it."""
     return max(found, key=lambda phases: phases.own_s, default=None)

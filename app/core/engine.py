@@ -68,13 +68,13 @@ class Pad:
             raise JobError(problems)
 
     def width(self, longest: int) -> int:
-        """Width for a longest row of this many elements; at least 1."""
+        """Return the width for a longest row of a number of elements; at least 1."""
         return self.length if self.length is not None else -(-max(longest, 1) // self.multiple) * self.multiple
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collation:
-    """What is done to a micro-batch before its columns become tensors.
+    """How a micro-batch is padded or collated before its columns become tensors.
 
     Attributes:
         pad: columns to pad, by name.
@@ -85,7 +85,7 @@ class Collation:
     function: _CollateFunction | None = None
 
     def __call__(self, batch: Batch) -> Mapping[str, Any]:
-        """The columns of a micro-batch, padded, with their masks; first dimensions are the batch's rows.
+        """Return the columns of a micro-batch, padded, with masks; first dimensions are the batch's rows.
 
         Raises:
             DataError: a padded column is not there, or its rows cannot be padded; the function gave other rows.
@@ -110,12 +110,12 @@ class Collation:
         return columns
 
     def sources(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The columns of the data set that these come from, each once: of a mask, the column that it belongs to."""
+        """Return the data set's columns behind these names, each once; a mask's column for the mask."""
         masks = {name + MASK_SUFFIX: name for name in self.pad}
         return tuple(dict.fromkeys(masks.get(name, name) for name in names))
 
     def static_problems(self) -> list[str]:
-        """Why an engine that needs static shapes cannot take this, one line for each problem."""
+        """Describe why an engine that needs static shapes cannot use this, one line for each problem."""
         return [
             f"pad={name!r}: the accelerator needs one width in every step: give Pad(length=...)"
             for name, pad in self.pad.items()
@@ -126,7 +126,7 @@ class Collation:
 def pad_column(
     name: str, column: npt.NDArray[Any], pad: Pad, samples: Sequence[int] | npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
-    """A column as one array (rows, width, ...), and its mask (rows, width). Not copied where nothing is to be padded.
+    """Return a column as one array (rows, width, ...) and its mask (rows, width). Not copied without need.
 
     Args:
         name: of the column, for errors.
@@ -157,7 +157,7 @@ def pad_column(
 
 
 def stack_column(name: str, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A column of objects as one array where its rows are numbers or arrays of one shape.
+    """Return a column of objects as one array where its rows are numbers or arrays of one shape.
 
     Raises:
         DataError: it is ragged, or holds no numbers; says what to do.
@@ -185,7 +185,7 @@ def stack_column(name: str, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _row_arrays(name: str, column: npt.NDArray[Any], samples: Any) -> list[npt.NDArray[Any]]:
-    """Each row as an array of numbers with at least one dimension."""
+    """Return each row as an array of numbers with at least one dimension."""
     rows = [np.asarray(row) for row in column]
     for row, sample in zip(rows, samples, strict=True):
         if not row.ndim or row.dtype.kind not in "biufc":
@@ -199,7 +199,7 @@ def _row_arrays(name: str, column: npt.NDArray[Any], samples: Any) -> list[npt.N
 
 
 def _join_rows(name: str, rows: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """All elements of all rows, one after the other. Empty rows, often of no particular type, do not set the type."""
+    """Concatenate all elements of all rows. Empty rows do not determine the type."""
     filled = [row for row in rows if len(row)] or rows[:1]
     shapes = sorted({row.shape[1:] for row in filled})
     if len(shapes) > 1:
@@ -213,7 +213,7 @@ def _join_rows(name: str, rows: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 
 
 def _padding_value(name: str, pad: Pad, dtype: np.dtype[Any]) -> Any:
-    """The padding value in the column's type."""
+    """Return the padding value in the column's type."""
     if dtype.kind in "fc":
         return pad.value
     with np.errstate(invalid="ignore"):
@@ -228,7 +228,7 @@ def _padding_value(name: str, pad: Pad, dtype: np.dtype[Any]) -> Any:
 
 
 def _apply_collate(function: _CollateFunction, batch: Batch) -> Mapping[str, Any]:
-    """What the user's function made of a micro-batch, checked."""
+    """Check the columns that the user's function returned."""
     shown = ", ".join(map(str, batch.samples[:_SHOWN_SAMPLES].tolist()))
     where = f"samples {shown}{', ...' if batch.rows > _SHOWN_SAMPLES else ''}"
     try:
@@ -259,7 +259,7 @@ def _apply_collate(function: _CollateFunction, batch: Batch) -> Mapping[str, Any
 
 
 def _as_array(name: str, value: Any, where: str) -> Any:
-    """An array or tensor as it is, anything else as an array."""
+    """Return an array or tensor unchanged, and another value as an array."""
     if hasattr(value, "shape"):
         return value
     try:
@@ -273,7 +273,7 @@ def _as_array(name: str, value: Any, where: str) -> Any:
 
 
 def _user_traceback(error: Exception) -> str:
-    """The traceback from the user's function on: our own frame comes first."""
+    """Return the traceback from the user's function on, without trainwright's own frame before it."""
     trace = error.__traceback__
     own = trace.tb_next if trace is not None and trace.tb_next is not None else trace
     return "".join(traceback.format_exception(type(error), error, own))
@@ -345,7 +345,7 @@ class ModelSpec:
     validation_epochs: int = 1
 
     def check(self, capabilities: Capabilities) -> None:
-        """Raise JobError for what an engine of these capabilities cannot do. Engines call it when they build."""
+        """Raise JobError for options that these capabilities do not support. Engines call it in build."""
         problems = self.collation.static_problems() if capabilities.static_shapes else []
         if self.compile == "xla" and not capabilities.xla:
             problems.append('compile="xla" is for TensorFlow models: leave it out')
@@ -382,29 +382,29 @@ class Engine(Protocol):
         """Bind a port that the system chooses and keep it until `form`."""
 
     def form(self, group: Group) -> StateTag:
-        """Join the group; every member calls it. Says what state this rank holds."""
+        """Join the group; every member calls it. Returns the state that this rank holds."""
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
-        """Make model and optimizer, the same on every rank for one seed; step None."""
+        """Make model and optimizer, equal on every rank for one seed; the step is None."""
 
     def warm(self, feed: Feed) -> None:
-        """One throwaway step of full shape; all state is kept. Compiles, and fixes the order of sums."""
+        """Run one step of full shape and discard it. Compiles, and fixes the order of sums."""
 
     def train_step(self, feed: Feed) -> StepReport:
-        """One step of this rank; in collective topologies its part of one global step.
+        """Run one step of this rank; in collective topologies its part of one global step.
 
         Given the feed of the following step, it may begin that: `train_step` is the next call then, unless the report
         tells of a wish, or the group is left.
         """
 
     def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Local sums of `loss` and the metrics. A divided model is gathered: every rank calls it, and as often."""
+        """Return local sums of `loss` and metrics. Every rank calls it equally often: a divided model is gathered."""
 
     def predict_step(self, feed: Feed) -> Columns:
-        """Outputs of the model for the feed's rows, as numpy arrays by name. Called as `evaluate_step` is."""
+        """Return outputs of the model for the feed's rows, as numpy arrays by name. Called as `evaluate_step` is."""
 
     def verify(self) -> None:
-        """Between two steps: raise JobError, on every rank, where replicas have come to differ. Every rank calls it.
+        """Raise JobError on every rank where replicas differ. Every rank calls it between two steps.
 
         Does nothing where no two ranks hold the same, or the framework itself keeps them equal.
         """
@@ -416,30 +416,30 @@ class Engine(Protocol):
         """Copy the state to host memory. Training may go on at once."""
 
     def restore(self, copy: StateSnapshot) -> StateTag:
-        """Take a state copied by `snapshot` of the same layout."""
+        """Restore a state copied by `snapshot` in the same layout."""
 
     def save(self, copy: StateSnapshot, writer: StateWriter) -> None:
         """Write a snapshot's pieces. May run in another thread while steps go on."""
 
     def load(self, reader: StateReader) -> StateTag:
-        """Take the state of a checkpoint, saved in any layout."""
+        """Restore the state of a checkpoint, saved in any layout."""
 
     def interrupt(self, deadline_s: float) -> bool:
         """Make a blocked call of another thread raise. False means: kill the process."""
 
     def leave(self) -> None:
-        """The group ends, the process lives on with its state. Safe to call at any time, twice too."""
+        """Leave the group; the process keeps its state. Safe to call at any time, and twice."""
 
 
-class CoordinatorEngine(Engine, Protocol):
-    """What an engine of the coordinator topology has beside: rank 0 leads."""
+class CoordinatorTopologyEngine(Engine, Protocol):
+    """An engine of the coordinator topology: rank 0 leads, the other ranks follow."""
 
     def follow(self) -> None:
-        """Of all but rank 0: do what that wants; returns when it says so or is gone."""
+        """Carry out what rank 0 asks for, on another rank; return when rank 0 says so or is lost."""
 
 
 class IndependentEngine(Engine, Protocol):
-    """What an engine of the independent topology has beside: its workers step alone, against servers.
+    """An engine of the independent topology: workers step asynchronously against servers.
 
     From `form` to `leave` a server answers its workers, whatever else is asked of it, so that one may join at any time;
     an error of that comes from the next call. Between two calls of `serve` no update is applied, and all servers stand
@@ -448,7 +448,7 @@ class IndependentEngine(Engine, Protocol):
     """
 
     def serve(self, until: int, wish: Callable[[], bool]) -> Iterator[StepReport]:
-        """A server: let the workers take the steps before `until`; ends when all are applied on all servers.
+        """On a server: let workers take the steps before `until`; ends when all are applied on all servers.
 
         The first server gives each step's report, over all its units, when that is complete, in order; the others give
         none. Once `wish()` is true (the first server's is heard) no step is begun any more: those begun are completed,
@@ -456,7 +456,7 @@ class IndependentEngine(Engine, Protocol):
         """
 
     def lease(self, first: int) -> WorkUnit | None:
-        """A worker: what to compute next. None when the `serve` that begins at step `first` is over.
+        """On a worker: return the next unit. None when the `serve` that starts at step `first` is over.
 
         Waits while nothing may be begun, also for that `serve` to begin.
 
@@ -465,7 +465,7 @@ class IndependentEngine(Engine, Protocol):
         """
 
     def staleness(self) -> StalenessCounts:
-        """The first server: of what was pushed since it was asked last."""
+        """On the first server: return the staleness of pushes since the last call."""
 
 
 # --- Names of what is stored ------------------------------------------------------------------------------------------
@@ -475,7 +475,7 @@ OPTIMIZER_PREFIX = "optimizer"  # names of files that hold nothing but the optim
 
 
 def checkpoint_path(step: int, token: int, again: int = 0) -> str:
-    """The folder, within the run, of the checkpoint that the driver `token` takes after `step` completed steps.
+    """Return the folder, within the run, of the checkpoint that the driver `token` takes after `step` completed steps.
 
     `again` tells a further try at the same step from the first, so that a late write of an uploader given up cannot
     touch it.
@@ -494,7 +494,7 @@ class CheckpointFile:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRef:
-    """A checkpoint as the log names it.
+    """A checkpoint as the run log names it.
 
     Attributes:
         step: completed steps it holds.
@@ -511,7 +511,7 @@ class CheckpointRef:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointManifest:
-    """What a checkpoint holds. `facts` are small values to remember, such as metrics and the plan."""
+    """The content of a checkpoint. `facts` are small values such as metrics and the plan."""
 
     step: int
     cursor: Cursor
@@ -536,10 +536,10 @@ class StateReader(Protocol):
 
     @property
     def weights_only(self) -> bool:
-        """See above."""
+        """Whether the optimizer's state is not needed."""
 
     def names(self) -> tuple[str, ...]:
         """Names of all files."""
 
     def read(self, name: str) -> bytes | bytearray:
-        """One file, verified; raises CheckpointError when it is missing, torn or altered."""
+        """Return one file, verified; raises CheckpointError when it is missing, torn or altered."""

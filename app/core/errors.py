@@ -1,4 +1,4 @@
-"""The one tree of errors. Each says what happened, where, and what to do, and survives pickling."""
+"""All errors of trainwright. Each says what happened, where and what to do, and can be pickled."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class TrainwrightError(Exception):
         return f"{detail}{self.summary}"
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows in place of a traceback, whose frames are ours and tell nobody what to mend."""
+        """What IPython shows instead of a traceback, whose frames are trainwright's own."""
         detail = self.detail.rstrip().splitlines()
         shown = ["...", *detail[-_SHOWN_LINES:]] if len(detail) > _SHOWN_LINES else detail
         return [*shown, f"{type(self).__name__}: {self.summary}"]
 
     def hide(self, rewrite: Callable[[str], str]) -> None:
-        """Rewrite every text of it, such as to leave secrets out."""
+        """Rewrite every text of the error, for example to remove secrets."""
         for name, value in self.__dict__.items():
             self.__dict__[name] = _rewritten(value, rewrite)
         self.args = _rewritten(self.args, rewrite)
@@ -65,7 +65,7 @@ def _rebuild(kind: type[TrainwrightError], state: dict[str, Any]) -> Trainwright
 
 
 class JobError(TrainwrightError, ValueError):
-    """The job is wrong. Carries every problem found, so that they can be mended in one go."""
+    """The job is wrong. Carries all problems found, so that they can be fixed at once."""
 
     def __init__(self, problems: Iterable[str], *, where: str = "job") -> None:
         self.problems = tuple(problems)
@@ -80,7 +80,7 @@ class PlanError(TrainwrightError, ValueError):
 
 
 class ResourceError(TrainwrightError):
-    """The cluster has too little of something, or did not give it in time."""
+    """The cluster has too few resources, or did not provide them in time."""
 
 
 class DataError(TrainwrightError, ValueError):
@@ -92,11 +92,11 @@ class StorageError(TrainwrightError):
 
 
 class LossSpike(TrainwrightError):
-    """The loss rose far above those before it."""
+    """The loss rose far above the previous losses."""
 
 
 class StoreDown(StorageError):
-    """The store does not work now, which may pass by itself: nothing says that it or the job is set up wrongly."""
+    """The store is unavailable, perhaps for a while; nothing indicates a wrong configuration."""
 
 
 class CheckpointError(StorageError):
@@ -104,15 +104,15 @@ class CheckpointError(StorageError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A file of a checkpoint is missing, torn or altered: an older checkpoint may be whole."""
+    """A file of a checkpoint is missing, torn or altered; an older checkpoint may be intact."""
 
 
 class RunConflict(TrainwrightError):
-    """The run name is taken: by a finished or changed job, or by something that is no run."""
+    """The run name is taken by a finished or changed job, or by other files."""
 
 
 class RunFinished(RunConflict):
-    """The run of this name has come to its end, and nothing of the job was changed."""
+    """The run of this name is finished, and the job is unchanged."""
 
 
 class OwnedError(RunConflict):
@@ -124,7 +124,7 @@ class FencedError(RunConflict):
 
 
 class Stopped(TrainwrightError):
-    """A signal ended work of several runs between two of them; the same call goes on.
+    """A signal stopped a sequence of runs between two of them; the same call continues.
 
     Args:
         signal: its number.
@@ -164,26 +164,26 @@ class WorkerLost(TrainwrightError):
 
 
 class HangError(TrainwrightError):
-    """Nothing moved within the deadline."""
+    """There was no progress within the deadline."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Text that names the nearest valid name, or all of them when none is near."""
+    """Return a text with the nearest valid name, or all of them when none is near."""
     names = sorted(valid)
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"valid names: {', '.join(names)}"
 
 
-# --- What a doctor finds ----------------------------------------------------------------------------------------------
+# --- Findings of a diagnosis ------------------------------------------------------------------------------------------
 
 
 Severity = Literal["good", "doubtful", "bad"]
-"""As it should be; works, but slower or less safely than it could; will not work."""
+"""Correct; works, but slower or less safely than possible; does not work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """One result of a diagnosis.
 
     Args:
         subject: what was looked at, in a word or two: `Ray`, `storage`, `clock`.
@@ -203,7 +203,7 @@ class Finding:
         assert self.remedy or self.verdict == "good", f"{self.subject}: a finding that is not good has a remedy"
 
 
-# --- Text for a terminal, which would carry out what stands in it -----------------------------------------------------
+# --- Text for a terminal, which would execute control characters ------------------------------------------------------
 
 
 _CONTROL_CHARACTERS = re.compile(
@@ -212,7 +212,7 @@ _CONTROL_CHARACTERS = re.compile(
 
 
 def escape_control_characters(value: Any) -> Any:
-    """The same text, or JSON value, with control characters as escapes of Python's (`\\x1b`)."""
+    """Return a text, or a JSON value, with control characters as escapes of Python's (`\\x1b`)."""
     match value:
         case str():
             return _CONTROL_CHARACTERS.sub(lambda found: repr(found[0])[1:-1], value)

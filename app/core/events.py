@@ -1,4 +1,4 @@
-"""What happens in a run, as it is written to storage: one JSON object a line, `kind` naming the class."""
+"""Events of a run, as they are stored: one JSON object a line, with the class name as `kind`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from trainwright.core.errors import escape_control_characters
 
 _KINDS: dict[str, type[Event]] = {}
 _TIMES = ("predicted", "refitted", "measured")
+
+
+CODE_FIELD = "code"
+"""Field of a stored job with the fingerprints of its code, which is not for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,11 @@ class RunStarted(Event):
     steps_per_epoch: int = 0
     fresh: bool = False  # begun again: what earlier drivers did under this name is no longer part of the run
 
+    @property
+    def shown_job(self) -> dict[str, Any]:
+        """The job's fields for people: without the table of code fingerprints."""
+        return {name: value for name, value in self.job.items() if name != CODE_FIELD}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting(Event):
@@ -83,7 +92,7 @@ class Promoted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Leaving(Event):
-    """A worker is to give its rank (-1: a spare, it has none) to another process; `left_s` 0 means at leisure."""
+    """A worker must hand its rank (-1: a spare without rank) to another process; `left_s` 0 means no hurry."""
 
     kind = "leaving"
     worker: int = 0
@@ -103,7 +112,7 @@ class Leaving(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Straggling(Event):
-    """A rank takes longer than the others over its own part of a step, which they wait for: `own_s`, not `usual_s`."""
+    """A straggler: its own part of a step takes `own_s`, the others' take `usual_s`, and they wait for it."""
 
     kind = "straggling"
     worker: int = 0
@@ -122,7 +131,7 @@ class Straggling(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Joined(Event):
-    """A process takes part, `seconds` after it was wanted, without a pause; `former` held its rank (-1: nobody)."""
+    """A process joined without a pause, `seconds` after the request; `former` had its rank (-1: none)."""
 
     kind = "joined"
     generation: int = 0
@@ -141,7 +150,7 @@ class Joined(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Resized(Event):
-    """The next generation has another world size, the global batch stays; `why` in words."""
+    """The next rendezvous epoch has another world size and the same global batch; `why` is a text."""
 
     kind = "resized"
     workers: int = 0
@@ -151,7 +160,7 @@ class Resized(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Replanned(Event):
-    """The next generation works under another plan, whose facts are in `plan`; the state comes from the newest copy."""
+    """The next rendezvous epoch has another plan, given in `plan`; the state comes from the newest copy."""
 
     kind = "replanned"
     plan: dict[str, Any] = field(default_factory=dict)
@@ -170,7 +179,7 @@ class Replanned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Probed(Event):
-    """Plans were measured before the first step, and the quickest goes on.
+    """Plans were measured before the first step; the fastest one is used.
 
     Attributes:
         plan, name: facts of the quickest, and its name.
@@ -203,7 +212,7 @@ class Probed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Formed(Event):
-    """A generation is ready to step. `source` says where its state came from, `nodes` which ranks each node holds."""
+    """A rendezvous epoch is ready to step. `source` is the origin of its state, `nodes` the ranks on each node."""
 
     kind = "formed"
     generation: int = 0
@@ -220,7 +229,7 @@ class Formed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(Event):
-    """Completed steps, parallel lists. `wait_s` of `step_s` waited for data: NaN where workers that step alone did."""
+    """Completed steps, parallel lists. `wait_s` is the part of `step_s` that waited for data; NaN where unknown."""
 
     kind = "steps"
     generation: int = 0
@@ -233,15 +242,15 @@ class Steps(Event):
     wait_s: list[float] = field(default_factory=list)
 
     def after(self, step: int) -> Steps:
-        """Only the steps after `step`."""
+        """Return only the steps after `step`."""
         return self._sliced(slice(bisect.bisect_right(self.step, step), None))
 
     def every_second(self, *, last: bool) -> Steps:
-        """Half of the steps: the last one and every second before it, or the others."""
+        """Return half of the steps: the last one and every second before it, or the others."""
         return self._sliced(slice((len(self.step) - last) % 2, None, 2))
 
     def followed_by(self, newer: Steps) -> Steps:
-        """These steps and those of a newer event, at its time."""
+        """Return these steps and those of a newer event, at its time."""
         ours, theirs = vars(self), vars(newer)
         lists = {name: value + theirs[name] for name, value in ours.items() if isinstance(value, list)}
         return replace(newer, **lists)
@@ -253,7 +262,7 @@ class Steps(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Prefetched(Event):
-    """How far data is read ahead of the steps by now; see `core.data.Prefetch`."""
+    """How far data is prefetched; see `core.data.Prefetch`."""
 
     kind = "prefetched"
     chunks: int = 0
@@ -263,7 +272,7 @@ class Prefetched(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Event):
-    """What the last `steps` timed steps up to `step` took, in medians, and what is known of their gradient's noise.
+    """Median times of the last `steps` timed steps up to `step`, and their gradient noise.
 
     Attributes:
         workers: the world size that it was measured with.
@@ -285,7 +294,7 @@ class Measured(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Stale(Event):
-    """How stale what was applied was, since the event before: `core.asynchrony.Staleness`, with its counts as pairs."""
+    """Staleness of updates since the last such event: `topology.StalenessCounts`, with counts as pairs."""
 
     kind = "stale"
     step: int = 0
@@ -307,7 +316,7 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointed(Event):
-    """A checkpoint was committed. `blocked_s` is what the steps lost to it, `seconds` what the upload took."""
+    """A checkpoint was committed. `blocked_s` is the time that steps lost, `seconds` the time of the upload."""
 
     kind = "checkpointed"
     step: int = 0
@@ -319,7 +328,7 @@ class Checkpointed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Kept(Event):
-    """A copy of the state is whole in the memory of these nodes; times as of Checkpointed."""
+    """An in-memory checkpoint is complete on these nodes; times as in Checkpointed."""
 
     kind = "kept"
     step: int = 0
@@ -331,7 +340,7 @@ class Kept(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSkipped(Event):
-    """A checkpoint was not taken or did not become durable; training went on."""
+    """A checkpoint was not taken or not stored; training continued."""
 
     kind = "checkpoint_skipped"
     step: int = 0
@@ -354,7 +363,7 @@ class Failed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Stacks(Event):
-    """Where the threads of a rank stood when the group did not move."""
+    """Stacks of the threads of a rank when the group hung."""
 
     kind = "stacks"
     worker: int = 0
@@ -387,7 +396,7 @@ class Printed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(Event):
-    """Students were judged beside their teachers: facts of `distilling.verdict.Verdict`, and what they come to."""
+    """Students were compared with their teachers: facts of `scorecard.Verdict`, and the conclusion."""
 
     kind = "judged"
     text: str = ""
@@ -396,7 +405,7 @@ class Judged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
-    """The driver let go of the run. `outcome` is `done`, `stopped` or `failed`."""
+    """The driver released the run. `outcome` is `done`, `stopped` or `failed`."""
 
     kind = "run_ended"
     outcome: str = ""
@@ -405,7 +414,7 @@ class RunEnded(Event):
 
 
 def from_json(line: str) -> Event:
-    """Read one line back, printable, without fields of a later version. Raises ValueError where it is no event."""
+    """Parse one line, without control characters and fields of later versions. Raises ValueError for other text."""
     data = escape_control_characters(json.loads(line))
     try:
         kind = _KINDS[data.pop("kind")]

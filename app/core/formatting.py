@@ -1,4 +1,4 @@
-"""Numbers in words, the same in the terminal, in reports and in notebooks."""
+"""Numbers as text, the same in the terminal, in reports and in notebooks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def count(number: float, word: str) -> str:
 
 
 def worker_count(workers: int, servers: int = 0) -> str:
-    """Who works on a run: `2 workers`, `2 workers and 1 server`."""
+    """The processes of a run: `2 workers`, `2 workers and 1 server`."""
     return " and ".join(
         count(number, word) for number, word in ((workers, "worker"), (servers, "server")) if number or word == "worker"
     )

@@ -1,4 +1,4 @@
-"""The one place that decides how torch and TensorFlow are loaded.
+"""How torch, TensorFlow and other frameworks are loaded, and what to do where they are missing.
 
 `separate()` runs at `import trainwright`. After it, torch (with triton) and TensorFlow share a process in any order of
 imports. `load()` imports a module that needs a framework, and says which extra to install where that is missing.
@@ -62,7 +62,7 @@ def isolate_llvm() -> None:
 
 
 class _Separation(MetaPathFinder):
-    """Hides the module by which TensorFlow exports its symbols, and finds triton's library."""
+    """Import finder that hides the module by which TensorFlow exports its symbols, and finds triton's library."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -78,7 +78,7 @@ class _Separation(MetaPathFinder):
 
 
 class _OwnSymbolsFirst(ExtensionFileLoader):
-    """Loads a library that prefers its own symbols to those that are loaded already."""
+    """Loader of a library that prefers its own symbols to the loaded ones."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Raises TrainwrightError where a preloaded library, such as another malloc, would be bypassed."""
@@ -103,7 +103,7 @@ _REPORTED_PACKAGES = ("trainwright", "ray", "torch", "tensorflow", "keras", "num
 
 
 def package_versions() -> dict[str, str]:
-    """Versions by package, from metadata: nothing is imported."""
+    """Return versions by package from metadata, without importing anything."""
     found = {"python": platform.python_version()}
     for package in _REPORTED_PACKAGES:
         try:

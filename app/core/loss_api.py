@@ -30,7 +30,7 @@ _OUTPUT_NAMES = frozenset(
 
 
 def takes_targets_first(function: Callable[..., Any]) -> bool:
-    """Say whether a loss or metric takes (targets, outputs), as Keras' do.
+    """Return whether a loss or metric takes (targets, outputs), as Keras' do.
 
     Losses, metrics and functions of `keras.losses` and `keras.metrics` do, and classes derived from them. Any other
     function does where its parameters say so: the first is called `y_true`, `true`, `truth`, `label(s)` or `target(s)`,
@@ -52,18 +52,18 @@ def outputs_first(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
 
 
 def is_keras_function(function: Any) -> bool:
-    """Say whether it is a function of `keras.losses` or `keras.metrics`, or an object of a class of theirs."""
+    """Return whether it is a function of `keras.losses` or `keras.metrics`, or an object of a class of theirs."""
     homes = [getattr(function, "__module__", None), *(kind.__module__ for kind in type(function).__mro__)]
     return any(isinstance(home, str) and home.startswith(_KERAS_MODULES) for home in homes)
 
 
 def has_sum_reduction(function: Any) -> bool:
-    """Say whether it is a loss object of Keras' whose value for a batch is a sum."""
+    """Return whether it is a loss object of Keras' whose value for a batch is a sum."""
     return is_keras_function(function) and getattr(function, "reduction", None) == "sum"
 
 
 def _names_targets_first(function: Callable[..., Any]) -> bool:
-    """Whether the names of the first two parameters say that the targets come first."""
+    """Return whether the names of the first two parameters put the targets first."""
     try:
         parameters = [*inspect.signature(getattr(function, "python_function", function)).parameters.values()]
     except (TypeError, ValueError):  # of a function that is not Python's
@@ -109,7 +109,7 @@ def gather(tensor: _Tensor) -> _Tensor:
 
 @contextmanager
 def gather_with(by: Callable[[Any], Any]) -> Iterator[None]:
-    """Within, `gather` is done by a function."""
+    """Let `gather` call a function."""
     token = _gather_function.set(by)
     try:
         yield
@@ -127,22 +127,22 @@ TEACHER_WEIGHTS_OUTPUT = "teachers"  # the output with the logits of the teacher
 
 
 def teacher_column(teacher: str, layer: str = "") -> str:
-    """The column that holds a teacher's outputs, or those of a layer of it."""
+    """Return the column of a teacher's outputs, or of one of its layers."""
     return f"{_TEACHER_PREFIX}{teacher}/{layer}" if layer else f"{_TEACHER_PREFIX}{teacher}"
 
 
 def bridge_output(student: str, number: int) -> str:
-    """The output with the layer of a student that its n-th match is about, bridged to the teacher's width."""
+    """Return the output with the student's layer of its n-th match, projected to the teacher's width."""
     return f"{student}/match-{number}"
 
 
 def layer_output(teacher: str, layer: str) -> str:
-    """The output with a layer of a student that is a teacher."""
+    """Return the output with a layer of a student that teaches others."""
     return f"{teacher}/{layer}"
 
 
 def name_problems(what: str, name: str) -> list[str]:
-    """What is wrong with the name of a teacher or student, which becomes part of columns' and parameters' names."""
+    """Describe problems of a teacher's or student's name, which becomes part of column and parameter names."""
     if _NAME_PATTERN.fullmatch(name):
         return []
     return [f"{what} is named {name!r}: use letters, digits, dashes and underscores"]
@@ -153,21 +153,21 @@ class InlineTeacher(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the teacher."""
+        """Name of the teacher."""
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """The target columns that it takes."""
+        """Target columns that it needs."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Its own, which it gives."""
+        """Columns that it adds."""
 
     def identity(self) -> str:
-        """Says whether another gives the same."""
+        """Return whether another teacher gives the same outputs."""
 
     def module(self) -> Any:
-        """The model: {column: tensor} -> its own columns, without gradients, as in evaluation."""
+        """Call the model: {column: tensor} -> its own columns, without gradients, as in evaluation."""
 
     def profile(self, sample: Mapping[str, Any]) -> ModelProfile:
-        """What it costs, given columns of a row."""
+        """Return its costs, given the columns of a row."""

@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer; numbers only."""
+"""The costs of a model layer by layer: parameters, operations, activations. Numbers only, no framework."""
 
 from __future__ import annotations
 
@@ -115,17 +115,17 @@ class ModelProfile:
 
     @property
     def most_stages(self) -> int:
-        """Layers of which each may be a pipeline's stage: in training those that are trained."""
+        """Number of layers that can be pipeline stages: in training, the trained ones."""
         return sum(layer.trained or not self.trains for layer in self.layers)
 
     @property
     def working_numbers(self) -> float:
-        """The most that a layer holds of one sample in a forward pass that nothing is kept of."""
+        """Largest memory of a layer for one sample in a forward pass without gradients."""
         return max(layer.kept_numbers + layer.output_numbers + layer.scores_numbers for layer in self.layers)
 
 
 def merge_plain_layers(costs: Iterable[LayerCost]) -> tuple[LayerCost, ...]:
-    """Layers without parameters and products, such as activations, as part of the layer before them."""
+    """Merge layers without parameters and products, such as activations, into the layer before them."""
     layers: list[LayerCost] = []
     for cost in costs:
         if cost.parameters or cost.flops:
@@ -136,7 +136,7 @@ def merge_plain_layers(costs: Iterable[LayerCost]) -> tuple[LayerCost, ...]:
 
 
 def _joined(one: LayerCost, other: LayerCost) -> LayerCost:
-    """A layer and what follows it as part of it."""
+    """Merge a layer with the one after it."""
     own = other.splits  # what is not divided is whole on every tensor rank
     return replace(
         one,
@@ -152,7 +152,7 @@ def _joined(one: LayerCost, other: LayerCost) -> LayerCost:
 
 
 def _mean(one: LayerCost, other: LayerCost, weight: str, shares: tuple[float, float]) -> float:
-    """Of two shares; none of a layer that is not divided."""
+    """Combine the shares of two layers; None where one of them is not divided."""
     weights = getattr(one, weight), getattr(other, weight)
     if not one.splits or not sum(weights):
         return 0.0
@@ -160,7 +160,7 @@ def _mean(one: LayerCost, other: LayerCost, weight: str, shares: tuple[float, fl
 
 
 def append_loss(layers: tuple[LayerCost, ...], outputs: float) -> tuple[LayerCost, ...]:
-    """With a loss behind the last one, as `transformer_profile` has it: it keeps what it is given and passes over it.
+    """Add a loss after the last layer, as `transformer_profile` has it: it keeps what it is given and passes over it.
 
     Args:
         outputs: numbers of the model's output for one sample.
@@ -184,7 +184,7 @@ def transformer_profile(
     tied: bool = True,
     fused_attention: bool = False,
 ) -> ModelProfile:
-    """A GPT-style transformer from numbers alone: an embedding, blocks of attention and a 4 times wider MLP, logits.
+    """Return the profile of a GPT-style transformer: an embedding, blocks of attention and a 4 times wider MLP, logits.
 
     Operations as in Narayanan et al. (2021), activations as in Korthikanti et al. (2022): of a block's
     s h (34 + 5 a s / h) bytes in half precision 10 s h are whole on every tensor rank.
@@ -213,7 +213,7 @@ def transformer_profile(
 
 
 def _block(sequence: int, hidden: int, heads: int, *, fused: bool) -> LayerCost:
-    """Attention and MLP with their norms."""
+    """Return the costs of attention and MLP with their norms."""
     width, parameters = sequence * hidden, 12 * hidden**2 + 13 * hidden
     return LayerCost(
         name="block",
@@ -252,7 +252,7 @@ def _embedding(parameters: int, width: int) -> LayerCost:
 
 
 def _logits(sequence: int, hidden: int, vocabulary: int, *, tied: bool) -> LayerCost:
-    """The last norm, the logits and the loss, which passes over the logits in full precision several times."""
+    """Return the costs of the last norm, the logits and the loss, which reads full-precision logits several times."""
     table, scores = vocabulary * hidden, sequence * vocabulary
     own = 2 * hidden + (0 if tied else table)
     return LayerCost(

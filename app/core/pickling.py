@@ -1,4 +1,4 @@
-"""Modules of a job file, a script or a notebook travel by value: other processes could not import them.
+"""Pickle jobs and functions for other processes, which cannot import a job file, a script or a notebook.
 
 What such a module sets in a framework for the whole process, such as Keras' policy, travels with them.
 """
@@ -46,7 +46,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """The value again. This process takes the settings first, and imports the frameworks that they are of."""
+    """Unpickle a value, after applying the frameworks' settings in this process."""
     stream = io.BytesIO(data)
     for name, settings in cloudpickle.load(stream).items():
         load_module(_SETTINGS[name]).apply(settings)
@@ -55,7 +55,7 @@ def loads(data: bytes) -> Any:
 
 @contextlib.contextmanager
 def _by_value() -> Iterator[None]:
-    """Within it, cloudpickle sends the user's own modules by value."""
+    """Let cloudpickle pickle the user's own modules by value."""
     users = [module for module in list(sys.modules.values()) if is_user_module(module)]
     registered = {module.__name__: module for module in users}.values()  # one may be known by several names
     for module in registered:
@@ -68,17 +68,17 @@ def _by_value() -> Iterator[None]:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Pickles objects of Keras' with what they know by a name alone."""
+    """A pickler for Keras objects that hold other objects by name."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """As `pickle` has it."""
+        """Implement the hook of `pickle`."""
         keras = sys.modules.get(_SETTINGS["keras"])
         reduced = keras.reduced(obj) if keras is not None else None
         return super().reducer_override(obj) if reduced is None else reduced
 
 
 def is_user_module(module: Any) -> bool:
-    """Whether a module is neither installed nor ours: a worker could not import it."""
+    """Return whether a module is neither installed nor trainwright's: a worker could not import it."""
     file = getattr(module, "__file__", None)
     if not isinstance(module, ModuleType) or not file or module.__name__ == "__main__":
         return False
@@ -88,6 +88,6 @@ def is_user_module(module: Any) -> bool:
 
 
 def is_user_file(file: str) -> bool:
-    """Whether a source file lies in no folder of installed packages."""
+    """Return whether a source file is outside the folders of installed packages."""
     path = os.path.abspath(file)
     return not path.startswith(_FOREIGN) and not any(packages in path for packages in _PACKAGES)

@@ -1,4 +1,4 @@
-"""The plan: frozen, explains itself, and says who is fed.
+"""The plan of a run: its mesh, choices and placement, and which data each rank is fed.
 
 A pipeline cuts the model into stages x chunks sections that follow each other. A stage's chunks are dealt out in turns,
 each turn in the order of the stages; in folded schedules every second turn goes back through them, so that the sections
@@ -43,26 +43,26 @@ class Mesh:
 
     @property
     def data_ranks(self) -> int:
-        """How many different shares a global batch is dealt into."""
+        """Number of different shares of a global batch."""
         return self.data * self.shard
 
     def stage_of(self, rank: int) -> int:
-        """Pipeline stage of a rank."""
+        """Return the pipeline stage of a rank."""
         return rank // (self.data * self.shard * self.tensor)
 
     def part_of(self, rank: int) -> int:
-        """Which part of a replica a rank holds, counted in the order of ranks; the same in all replicas."""
+        """Return the number of the part of a replica that a rank holds, in rank order; the same in all replicas."""
         inner = self.shard * self.tensor
         return self.stage_of(rank) * inner + rank % inner
 
     def data_rank_of(self, rank: int) -> int:
-        """Data rank of a rank; the same data rank means the same samples."""
+        """Return the data rank of a rank; ranks with the same data rank get the same samples."""
         return rank // self.tensor % self.data_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerResources:
-    """What one worker actor holds.
+    """Resources of one worker actor.
 
     Attributes:
         cpus: CPUs reserved from Ray for each worker; a fraction is allowed, so that Ray Data is never starved.
@@ -85,7 +85,7 @@ class WorkerResources:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A predicted step.
+    """The prediction for a step.
 
     Attributes:
         step_s: seconds.
@@ -107,7 +107,7 @@ class Estimate:
 
     @property
     def target_s(self) -> float:
-        """Seconds to the loss that one step of one device would come to: what plans are ranked by."""
+        """Seconds to the loss that one step on one device would reach; plans are ranked by it."""
         return self.step_s * math.prod(self.factors.values())
 
 
@@ -179,7 +179,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """A plan from degrees and choices, for estimates: `dp=8,tp=2,pp=4,micro_batch=4,schedule=1f1b,recompute=full`.
+        """Return a plan from degrees and choices: `dp=8,tp=2,pp=4,micro_batch=4,schedule=1f1b,recompute=full`.
 
         Args:
             text: any of `dp`, `fsdp` (ZeRO-3 over so many ranks, `dp` times), `zero` (1, 2 or 3: over all `dp`
@@ -196,7 +196,7 @@ class Plan:
 
     @property
     def text(self) -> str:
-        """What `Plan.parse` and a job's `plan=` read; without the sizes of stages and the precision."""
+        """The text that `Plan.parse` and a job's `plan=` read; without stage sizes and precision."""
 
         return _format_plan(self)
 
@@ -206,11 +206,11 @@ class Plan:
         return f"{self.strategy} ({self.text})" if self.text else self.strategy
 
     def noted(self, *notes: str) -> Plan:
-        """The same with more to know about it."""
+        """Return the plan with more notes."""
         return replace(self, notes=(*self.notes, *notes))
 
     def micro_batches(self, batch_size: int) -> tuple[int, int]:
-        """How many micro-batches a data rank's share of so many samples makes, and the samples of the largest."""
+        """Return the number of micro-batches of a data rank's share of a batch, and the samples of the largest."""
         share = -(-batch_size // self.mesh.data_ranks)
         if self.micro_batch:
             return -(-share // self.micro_batch), min(self.micro_batch, share)
@@ -218,17 +218,17 @@ class Plan:
 
     @property
     def sections(self) -> int:
-        """Into how many the pipeline cuts the model; `core.sections` says which stage holds which."""
+        """Number of sections into which the pipeline cuts the model; see `section_of`."""
         return self.mesh.pipeline * self.chunks
 
     @property
     def streamed(self) -> bool:
-        """Whether a step begins the next one, whose feed it is given too; its gradients are one step stale."""
+        """Whether a step also starts the next one, with its feed; gradients are then one step stale."""
         return self.schedule in STREAMED_SCHEDULES and self.mesh.pipeline > 1
 
     @property
     def ahead(self) -> int:
-        """Steps that may begin before the one before them ends, whose feeds are given along with its own."""
+        """Number of next steps that may start before a step ends; their feeds are passed with its own."""
         return 1 if self.streamed else self.in_flight - 1
 
     @property
@@ -238,22 +238,22 @@ class Plan:
 
     @property
     def processes(self) -> int:
-        """Number of actors: workers and servers, and a coordinator that leads those and computes nothing itself."""
+        """Number of actors: workers, servers, and the coordinator where there is one."""
         chief = self.topology == "coordinator" and self.servers > 0
         return chief + self.servers + self.workers
 
     def role_of(self, rank: int) -> Role:
-        """Of a process; see `core.group.role_of`."""
+        """Return the role of a process; see `topology.role_of`."""
         return role_of(rank, self.topology, self.servers)
 
     @property
     def layout(self) -> Plan:
-        """What a process builds for: two plans of one layout differ in replicas, micro-batches and figures alone."""
+        """The layout that a process is built for: its plans differ only in replicas, micro-batches and estimates."""
         mesh = replace(self.mesh, data=1)
         return replace(self, mesh=mesh, accumulation=1, micro_batch=0, estimate=None, notes=())
 
     def resized(self, workers: int) -> Plan:
-        """The same plan on more or fewer workers: its data dimension changes, the global batch does not.
+        """Return the plan on more or fewer workers: the data dimension changes, the global batch does not.
 
         On fewer workers there are more micro-batches, so that none is larger than it was planned; of an interleaved
         pipeline they stay a multiple of its stages.
@@ -271,7 +271,7 @@ class Plan:
         return replace(self, mesh=replace(self.mesh, data=data), accumulation=accumulation)
 
     def feed_of(self, worker: int) -> FeedAssignment:
-        """Which data ranks a worker is fed, and whether it wants inputs and targets.
+        """Return which data ranks a worker is fed, and whether it needs inputs and targets.
 
         A coordinator's rank 0 holds all data ranks and the others none. Servers have none, and a worker that steps
         alone has one to begin with.
@@ -293,7 +293,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class InfeasiblePlan:
-    """What cannot be: why, and what would make it possible.
+    """A plan or strategy that is not possible: why, and what would make it possible.
 
     Attributes:
         strategy: whose it is.
@@ -312,7 +312,7 @@ class InfeasiblePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RejectedPlan:
-    """A plan that could be but was not chosen, and why."""
+    """A possible plan that was not chosen, and why."""
 
     plan: Plan
     reason: str
@@ -329,7 +329,7 @@ _CHUNKED_SCHEDULES = FOLDED_SCHEDULES | {"interleaved"}  # schedules whose stage
 
 
 def chunk_problem(schedule: str, chunks: int) -> str:
-    """Why a schedule cannot have so many chunks of a stage; empty where it can."""
+    """Return why a schedule cannot have a number of chunks for each stage; empty where it can."""
     if schedule in FOLDED_SCHEDULES and chunks != 2:
         return f"schedule={schedule} goes through the stages and back, in 2 chunks of each and not {chunks}"
     if schedule not in _CHUNKED_SCHEDULES and chunks > 1:
@@ -338,18 +338,18 @@ def chunk_problem(schedule: str, chunks: int) -> str:
 
 
 def section_of(schedule: str, *, stage: int, stages: int, chunk: int = 0) -> int:
-    """The section, from 0, that is a stage's chunk."""
+    """Return the section, from 0, of a chunk of a stage."""
     return chunk * stages + _is_turned(schedule, stage, stages, chunk)
 
 
 def stage_of_section(schedule: str, *, section: int, stages: int) -> tuple[int, int]:
-    """The stage that holds a section, and which of its chunks it is."""
+    """Return the stage that holds a section, and the number of its chunk."""
     chunk, place = divmod(section, stages)
     return _is_turned(schedule, place, stages, chunk), chunk
 
 
 def loss_stage(schedule: str, *, stages: int, chunks: int = 1) -> int:
-    """The stage that ends the model, and so computes the loss."""
+    """Return the stage with the end of the model, which computes the loss."""
     return stage_of_section(schedule, section=stages * chunks - 1, stages=stages)[0]
 
 
@@ -384,7 +384,7 @@ _COMMA = re.compile(r",(?![^()]*\))")  # not one between parentheses
 
 
 def _parse_plan(text: str) -> dict[str, Any]:
-    """The fields of a plan that `Plan.parse` reads, with what is left out filled in."""
+    """Return the fields of a plan for a text of `Plan.parse`, with defaults for the rest."""
     given = _parse_fields(text)
     mesh, zero = _mesh_of(given)
     if mesh.pipeline > 1:
@@ -397,13 +397,13 @@ def _parse_plan(text: str) -> dict[str, Any]:
 
 
 def single_device_spec(text: str) -> str:
-    """What of a job's `plan=` is for one device too: how many micro-batches there are."""
+    """Return the part of a job's `plan=` that applies to one device too: its micro-batches."""
     parts = [part.strip() for part in _COMMA.split(text)]
     return ",".join(part for part in parts if part.partition("=")[0].strip() in ("accumulation", "micro_batch"))
 
 
 def _parse_fields(text: str) -> dict[str, Any]:
-    """What the text says, by name."""
+    """Return the values of a text by name."""
     given: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in _COMMA.split(text))):
         name, _, value = (piece.strip() for piece in part.partition("="))
@@ -415,7 +415,7 @@ def _parse_fields(text: str) -> dict[str, Any]:
 
 
 def _mesh_of(given: dict[str, Any]) -> tuple[Mesh, int]:
-    """The degrees, which are taken out, and what is sharded."""
+    """Remove the degrees from the values; return the mesh and what is sharded."""
     numbers = {name: given.pop(name, 1) for name in ("dp", "tp", "pp")}
     most = 2 if numbers["pp"] > 1 else 3  # a pipeline gathers a stage's parameters once a step
     zero, fsdp = given.get("zero", most if "fsdp" in given else 0), given.pop("fsdp", None)
@@ -424,7 +424,7 @@ def _mesh_of(given: dict[str, Any]) -> tuple[Mesh, int]:
 
 
 def _format_plan(plan: Plan) -> str:
-    """What `_parse_plan` reads."""
+    """Parse the choices of a plan."""
     mesh = plan.mesh
     hybrid = mesh.shard > 1 and mesh.data > 1
     parts = {
@@ -458,7 +458,7 @@ def _format_plan(plan: Plan) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConstraints:
-    """What a job says of its plan.
+    """The parts of a plan that a job pins.
 
     Attributes:
         text: of its `plan=`.
@@ -474,7 +474,7 @@ class PlanConstraints:
 
     @classmethod
     def parse(cls, text: str) -> PlanConstraints:
-        """Raises PlanError where a name or a value is not known."""
+        """Parse a job's `plan=`. Raises PlanError for an unknown name or value."""
         given = _parse_fields(text)
         if "precision" in given:
             raise PlanError("precision is a field of the job", where=text, remedy="write precision= beside plan=")
@@ -484,7 +484,7 @@ class PlanConstraints:
         return cls(text=text, mesh=mesh, choices=given | {"zero": zero})
 
     def beside(self, choices: Mapping[str, Any]) -> PlanConstraints:
-        """These, and others that a job gives as fields of its own.
+        """Return these and further choices, which a job has as options of their own.
 
         Raises:
             PlanError: one of them is given twice, and differs.
@@ -496,12 +496,12 @@ class PlanConstraints:
         return replace(self, fields=choices, choices={**self.choices, **choices})
 
     def __str__(self) -> str:
-        """As the job has it: `plan='dp=2', consistency='async'`."""
+        """Return the options of the job: `plan='dp=2', consistency='async'`."""
         given = {"plan": self.text} if self.text else {}
         return ", ".join(f"{name}={value!r}" for name, value in {**given, **self.fields}.items())
 
     def allow(self, plan: Plan) -> bool:
-        """Whether a plan is as it is said."""
+        """Return whether a plan meets the constraints."""
         if self.mesh is not None and self.mesh != plan.mesh:
             return False
         found = {name: getattr(plan, name) for name in self.choices}
@@ -513,7 +513,7 @@ class PlanConstraints:
 
 
 def _strategy_of(mesh: Mesh, *, servers: int = 0, local_steps: int = 1) -> str:
-    """The strategy that offers such a mesh, with so many servers."""
+    """Return the strategy for a mesh and a number of servers."""
     if servers:
         return "local_sgd" if local_steps > 1 else "parameter_server"
     degrees = {
@@ -543,7 +543,7 @@ def _parse_value(name: str, value: str, text: str) -> Any:
 
 
 def assign_nodes(mesh: Mesh, rooms: Sequence[int], devices: int = 1) -> tuple[int, ...]:
-    """The node of each worker.
+    """Return the node of each worker.
 
     Tensor groups cross nodes only where there is no room for all of them inside. Where they fit, as many pieces as can
     have copies on two nodes: a node that holds q workers holds all copies of max(0, q - (data - 1) * replica) pieces,
@@ -575,7 +575,7 @@ def assign_nodes(mesh: Mesh, rooms: Sequence[int], devices: int = 1) -> tuple[in
 
 
 def assign_slots(mesh: Mesh, nodes: Sequence[Hashable], devices: int = 1) -> tuple[int, ...]:
-    """Which of the places that there are each worker takes: a permutation, the identity on a single node.
+    """Return the slot of each worker: a permutation, the identity on a single node.
 
     Args:
         mesh: degrees.
@@ -590,7 +590,7 @@ def assign_slots(mesh: Mesh, nodes: Sequence[Hashable], devices: int = 1) -> tup
 
 
 def slots_per_node(capacities: Sequence[int], count: int, *, close: bool) -> tuple[int, ...]:
-    """How many of so many each node gets: as evenly as can be over the fewest nodes if `close`, else over all.
+    """Return how many slots each node gets: evenly over the fewest nodes if `close`, else over all.
 
     Args:
         capacities: how many each node could hold.
@@ -606,12 +606,12 @@ def slots_per_node(capacities: Sequence[int], count: int, *, close: bool) -> tup
 
 
 def tensor_workers(mesh: Mesh, devices: int = 1) -> int:
-    """Workers that divide each layer between them, and are to be on one node."""
+    """Return the number of workers that divide each layer between them; they are placed on one node."""
     return max(1, mesh.tensor // devices)
 
 
 def ranks_by_node(nodes: Iterable[str]) -> dict[str, str]:
-    """The ranks that each node holds, as `format_ranges` tells them, given the node of each."""
+    """Return the ranks on each node in the form of `format_ranges`, from the node of each rank."""
     found: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         found.setdefault(node, []).append(rank)
@@ -619,20 +619,20 @@ def ranks_by_node(nodes: Iterable[str]) -> dict[str, str]:
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
-    """`0-7, 16`: numbers in words that stay short for thousands of them."""
+    """Return numbers as ranges, such as `0-7, 16`."""
     runs = groupby(enumerate(sorted(set(numbers))), key=lambda pair: pair[1] - pair[0])
     ends = ([number for _, number in run] for _, run in runs)
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends)
 
 
 def parse_ranges(ranges: str) -> tuple[int, ...]:
-    """The numbers of which `format_ranges` told."""
+    """Return the numbers of a text of `format_ranges`."""
     ends = [part.split("-") for part in ranges.split(", ") if part]
     return tuple(number for run in ends for number in range(int(run[0]), int(run[-1]) + 1))
 
 
 def _tensor_groups(mesh: Mesh, devices: int) -> list[int]:
-    """The first worker of each tensor group, replica by replica and in these stage by stage."""
+    """Return the first worker of each tensor group, by replica and then by stage."""
     firsts = (
         ((stage * mesh.data + replica) * mesh.shard + shard) * mesh.tensor
         for replica in range(mesh.data)

@@ -17,7 +17,7 @@ GENERATORS_LOCK = (
 
 
 def seed_generators(number: int) -> None:
-    """Make what all of them draw next a function of `number` alone, 64 bits of it."""
+    """Seed all generators with `number`, 64 bits."""
     random.seed(number)
     np.random.seed(number % 2**32)
     if torch := _torch():
@@ -60,7 +60,7 @@ def preserve_generators(device: Any = "cuda") -> Iterator[None]:
 
 
 def generator_states() -> tuple[object, ...]:
-    """Their states, to compare: they differ once something was drawn."""
+    """Return the states to compare: they differ after a draw."""
     name, keys, *rest = np.random.get_state(legacy=True)
     torch = _torch()
     state = torch.get_rng_state().numpy().tobytes() if torch else b""
@@ -68,5 +68,5 @@ def generator_states() -> tuple[object, ...]:
 
 
 def _torch() -> Any:
-    """Torch, once something in the process has imported it."""
+    """Return torch if the process has imported it."""
     return sys.modules.get("torch")

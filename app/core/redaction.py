@@ -1,4 +1,4 @@
-"""What must not be told: environment variables whose names say that they are secret, and passwords in addresses."""
+"""Remove secrets from texts: environment variables with secret names, and passwords in addresses."""
 
 from __future__ import annotations
 
@@ -38,31 +38,31 @@ REDACTED = "***"
 
 
 def is_secret(name: str) -> bool:
-    """Whether an environment variable of this name holds a secret, and not the place of one."""
+    """Return whether an environment variable of this name holds a secret, and not a path to one."""
     return bool(_SECRET.search(name)) and not _PLACE.search(name)
 
 
 def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The text without secrets of the environment, as they are and as JSON and Python quote them, and of addresses."""
+    """Remove secrets of the environment, plain or quoted by JSON and Python, and passwords in addresses."""
     return _hidden(text, _secrets(environment))
 
 
 def redact_json(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The same of one JSON document: in its strings, so that it stays one."""
+    """Remove secrets from the strings of a JSON document, which stays valid."""
     found = [secret for secret in _secrets(environment) if json.dumps(secret)[1:-1] in text]
     told = found or _ADDRESS.search(text) or _QUERY.search(text)
     return json.dumps(_rewritten(json.loads(text), found)) if told else text
 
 
 def _secrets(environment: Mapping[str, str]) -> list[str]:
-    """The longest first, so that none is hidden in part by another."""
+    """Return secrets, the longest first, so that none is replaced in part."""
     values = [value for item in environment.items() for value in _secrets_of(*item) if len(value) >= _LEAST]
     quoted = [form for value in values for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1])]
     return sorted(dict.fromkeys(quoted), key=len, reverse=True)
 
 
 def _secrets_of(name: str, value: str) -> Iterator[str]:
-    """What is secret of a variable: all of it by its name, and the password in an address by its form."""
+    """Return the secret parts of a variable: its value by its name, or the password in an address."""
     if is_secret(name):
         yield value
         yield from _FIELD.findall(value)

@@ -14,7 +14,7 @@ _Divergence = Literal["kl", "reverse_kl", "jensen_shannon", "mse"]
 
 
 class Match(StrictModel):
-    """A layer of the student that is to give what a layer of a teacher gives.
+    """A layer of the student that learns the hidden states of a teacher's layer.
 
     A layer is named as in the model's `named_modules()` (torch), or as a Keras layer; `name:1` and `name:key` take an
     item of what it gives, which is a tuple or a dict. Where the two differ in width, a linear map that is trained with
@@ -40,7 +40,7 @@ class Match(StrictModel):
 
 
 class SoftLoss(StrictModel):
-    """How a student's loss is made of labels and teachers.
+    """The loss of a student: labels, teacher outputs and matched layers.
 
     The loss of a sample (of a token in language models), with D the divergence at temperature T and w the teachers'
     weights, is alpha * hard + (1 - alpha) * T^2 * sum of w * D(teacher, student), plus the sum of the matches' weights
@@ -91,11 +91,11 @@ class SoftLoss(StrictModel):
 
     @property
     def factor(self) -> float:
-        """(1 - alpha) * T^2, by which a divergence counts."""
+        """Weight of a divergence: (1 - alpha) * T^2."""
         return (1.0 - self.alpha) * (1.0 if self.kind == "regression" else self.temperature**2)
 
     def share(self, teachers: tuple[str, ...]) -> tuple[float, ...]:
-        """The fixed weights of these teachers, in their order; their sum is 1. Raises JobError where it was 0."""
+        """Return the fixed weights of teachers, in their order, with sum 1. Raises JobError for a sum of 0."""
         given = [self.weights.get(name, 0.0 if self.weights.keys() & {*teachers} else 1.0) for name in teachers]
         total = sum(given)
         if not total:
@@ -108,7 +108,7 @@ class SoftLoss(StrictModel):
         return []
 
     def _of_values(self) -> list[str]:
-        """What regression has no use for."""
+        """Describe options that regression does not use."""
         if self.kind != "regression":
             return []
         problems = []

@@ -1,13 +1,14 @@
-"""Strict fields: unknown ones are refused with the nearest valid name, and all problems are told at once.
+"""Base of the models that users fill in: unknown fields are refused with the nearest name, all problems at once.
 
-Types are known by their names: no framework is imported.
+It also explains objects in the wrong place, such as a DataLoader as a data set. Their types are recognized by name, so
+that no framework is imported.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -17,7 +18,13 @@ _ALTERNATIVE = re.compile(r"literal\[|constrained-|callable$")  # how pydantic n
 
 
 class StrictModel(BaseModel):
-    """What a user fills in. Frozen; raises JobError."""
+    """Base of frozen models that users fill in. Raises JobError.
+
+    Attributes:
+        error_name: name in errors; by default the name of the class.
+    """
+
+    error_name: ClassVar[str] = ""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, protected_namespaces=())
 
@@ -25,27 +32,31 @@ class StrictModel(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise JobError(_problems(error, type(self)), where=_named(type(self))) from None
+            raise JobError(_problems(error, type(self)), where=self.error_name or type(self).__name__) from None
+
+    def explicit(self) -> dict[str, Any]:
+        """Return the fields that were set explicitly, by name."""
+        return {name: getattr(self, name) for name in self.model_fields_set}
 
     def replace(self, **fields: Any) -> Self:
-        """A copy with some fields changed, validated like a new one."""
-        return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **fields})
+        """Return a copy with some fields changed, validated like a new model."""
+        return type(self)(**{**self.explicit(), **fields})
 
-
-def _named(kind: type[StrictModel]) -> str:
-    return "job" if kind.__name__ == "Job" else kind.__name__
+    @classmethod
+    def advice_on(cls, name: str) -> str:
+        """Suggest what to write instead of an unknown field."""
+        return nearest(name, cls.model_fields)
 
 
 def _problems(error: ValidationError, kind: type[StrictModel]) -> list[str]:
-    """Every problem pydantic found, in words that name the field and the remedy."""
+    """Describe each problem that pydantic found: the field and the remedy."""
     problems: list[str] = []
     wrong: dict[str, str] = {}
     for item in error.errors():
         parts = [str(part) for part in item["loc"]]
         cause = item.get("ctx", {}).get("error")
         if item["type"] == "extra_forbidden":
-            near = nearest(parts[-1], kind.model_fields)
-            problems.append(f"{'.'.join(parts)}= is no field of {kind.__name__}: {near}")
+            problems.append(f"{'.'.join(parts)}= is no field of {kind.__name__}: {kind.advice_on(parts[-1])}")
         elif item["type"] == "missing":
             problems.append(f"{'.'.join(parts)}= is missing")
         elif isinstance(cause, JobError):

@@ -1,4 +1,4 @@
-"""Who works together: generations, groups and what each rank says of its state."""
+"""Groups of processes: roles, capabilities of engines, rendezvous epochs, state of ranks, and asynchronous updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Role = Literal["worker", "chief", "server", "evaluator"]
 
 
 def role_of(rank: int, topology: Topology, servers: int) -> Role:
-    """Of a process: a coordinator comes first, then servers, then workers."""
+    """Return the role of a process: first a coordinator, then servers, then workers."""
     if topology == "coordinator":
         return "chief" if rank == 0 else "server" if rank <= servers else "worker"
     return "server" if rank < servers else "worker"
@@ -23,7 +23,7 @@ def role_of(rank: int, topology: Topology, servers: int) -> Role:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Generation:
-    """One formation of the group. `token` is the driver's number in the log; later is greater."""
+    """A rendezvous epoch of the group. `token` is the driver's fencing token; later ones are greater."""
 
     token: int
     number: int
@@ -34,7 +34,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an engine can do. The core acts on these words and never on a strategy's name.
+    """What an engine can do. The core decides by capabilities, never by a strategy's name.
 
     Attributes:
         reform: whether a new generation forms in the surviving processes or in new ones.
@@ -62,7 +62,7 @@ class Capabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a rank can be reached; the port came from the system."""
+    """The address of a rank; the operating system chose the port."""
 
     host: str
     port: int
@@ -70,7 +70,7 @@ class Address:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One member of a group, as the others see it."""
+    """A member of a group as the other members see it."""
 
     rank: int
     address: Address
@@ -80,7 +80,7 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """A generation's members, as given to one of them.
+    """The members of a rendezvous epoch, as one of them gets them.
 
     Attributes:
         rank: the receiver's own rank; `peers[rank]` is itself.
@@ -112,7 +112,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class StateTag:
-    """What a rank holds.
+    """The state that a rank holds.
 
     Attributes:
         step: number of completed steps; None for a state that was built and never trained or loaded.
@@ -140,7 +140,7 @@ class StateTransfer:
 
 @dataclass(frozen=True, kw_only=True)
 class StateAgreement:
-    """The step that every rank will stand at, and the moves that bring it there."""
+    """The step that all ranks restore, and the transfers that bring them there."""
 
     step: int | None
     moves: tuple[StateTransfer, ...] = field(default=())
@@ -156,7 +156,7 @@ _CONSISTENCY_REMEDY = 'write "sync", "sync(backup=1)", "ssp(3)", "async" or "asy
 
 @dataclass(frozen=True, kw_only=True)
 class Consistency:
-    """When a worker may begin a unit of work, and when what it pushes is applied.
+    """When a worker may start a unit of work, and when its push is applied.
 
     `sync` and `ssp` apply one update a step, of all its units, in the order of steps, whoever computed them (bounded
     delay: Li et al., OSDI 2014): a unit of step t begins at parameters that hold the updates of all steps before
@@ -176,7 +176,7 @@ class Consistency:
 
     @classmethod
     def parse(cls, text: str) -> Consistency:
-        """`sync`, `sync(backup=k)`, `ssp(bound)`, `async`, `async(scaled)`. Raises PlanError."""
+        """Parse `sync`, `sync(backup=k)`, `ssp(bound)`, `async`, `async(scaled)`. Raises PlanError."""
         found = _CONSISTENCY_FORM.fullmatch(text)
         kind, arguments = (found["kind"], found["arguments"] or "") if found else ("", "")
         backup = re.fullmatch(r"backup\s*=\s*(\d+)", arguments)
@@ -198,13 +198,13 @@ class Consistency:
 
     @property
     def waits(self) -> bool:
-        """Whether an update is of a whole step, and not of one unit."""
+        """Whether an update holds a whole step instead of one unit."""
         return self.bound is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCompression:
-    """The form in which workers push what they computed; what `topk` leaves over is added to their next push.
+    """The compression of pushes; the rest that `topk` leaves out is added to the next push.
 
     Attributes:
         kind: `full` (the gradient's own numbers), `fp16`, `bf16`, `int8` (one scale for each block) or `topk`.
@@ -216,7 +216,7 @@ class GradientCompression:
 
     @classmethod
     def parse(cls, text: str) -> GradientCompression:
-        """`full`, `fp16`, `bf16`, `int8`, `topk(share)`. Raises PlanError."""
+        """Parse `full`, `fp16`, `bf16`, `int8`, `topk(share)`. Raises PlanError."""
         match text.strip():
             case "full" | "fp16" | "bf16" | "int8" as kind:
                 return cls(kind=kind)
@@ -231,13 +231,13 @@ class GradientCompression:
 
     @property
     def part(self) -> float:
-        """Bytes, of those of single-precision numbers; a number of `topk` takes its place along."""
+        """Share of the bytes in single precision; a number of `topk` travels with its index."""
         return {"full": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 0.25, "topk": 2 * self.share}[self.kind]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OuterOptimizer:
-    """How servers apply the mean of what workers' local steps came to.
+    """How servers apply the mean difference of the workers' local steps.
 
     With rate 1 and without momentum the parameters become the workers' mean (local SGD: Stich, ICLR 2019); DiLoCo
     (Douillard et al., 2023) takes it as a gradient for Nesterov's method, with rate 0.7 and momentum 0.9.
@@ -252,7 +252,7 @@ class OuterOptimizer:
 
     @classmethod
     def parse(cls, text: str) -> OuterOptimizer:
-        """`average`, `nesterov(rate,momentum)`. Raises PlanError."""
+        """Parse `average`, `nesterov(rate,momentum)`. Raises PlanError."""
         if text.strip() in ("average", ""):
             return cls()
         found = re.fullmatch(rf"nesterov\({_NUMBER_PATTERN},{_NUMBER_PATTERN}\)", text.strip())
@@ -266,7 +266,7 @@ class OuterOptimizer:
 
 
 def async_choices(consistency: str | None, wire: str, local_steps: int, outer: str | None) -> dict[str, Any]:
-    """What a job's fields of these names pin of its plan, in the plan's own words; nothing where they are left out."""
+    """Return the plan's choices that a job's options of these names pin; nothing for options left out."""
     given: dict[str, Any] = {"consistency": str(Consistency.parse(consistency))} if consistency else {}
     if GradientCompression.parse(wire) != GradientCompression():
         given["wire"] = str(GradientCompression.parse(wire))
@@ -276,7 +276,7 @@ def async_choices(consistency: str | None, wire: str, local_steps: int, outer: s
 
 
 class WorkUnit(NamedTuple):
-    """Work that is handed out at once: a data rank's share of a step, or of several that follow each other.
+    """A unit of work: a data rank's share of one step, or of several consecutive steps.
 
     A tuple, since books of leases compare and look up several for each that is done.
 
@@ -293,7 +293,7 @@ class WorkUnit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessCounts:
-    """How old the parameters were on which pushes were computed, over a stretch of a run.
+    """The age of the parameters that pushes were computed on, over a part of a run.
 
     Attributes:
         counts: applied pushes by staleness.

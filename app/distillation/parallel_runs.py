@@ -155,7 +155,9 @@ class ParallelRuns:
         job, decision = prepared.job, plan_for(prepared, share)
         shown = PlainTextDisplay if self._on_end is None else _WarningsOnly
         surface = shown(Console(file=sys.stderr), head=f"{job.name}: ")
-        session = create_controller(prepared, decision, RunProgress(decision, verbose=self._verbose, surface=surface))
+        session = create_controller(
+            prepared, decision, RunProgress(decision.chosen, verbose=self._verbose, surface=surface)
+        )
         run = Run(job, session, decision)
         self._running[run] = share
         if self.stopped:  # a signal came in the meantime

@@ -1,8 +1,8 @@
-"""Plans beside the one that a run begins with: what it is measured against, and what fewer workers do. Pure.
+"""Alternative plans of a run: candidates to measure before the first step, and plans for fewer or more workers.
 
-A plan is worth measuring against the one that would be chosen by its estimate where it is for as many workers and is
-predicted within that one's interval, or below it; at most `MOST_CANDIDATES` in all, the best of each strategy. They are
-measured where that is predicted to take at most `MEASURING_SHARE` of the run.
+A plan is a candidate if it needs as many workers as the chosen one and its prediction is below the upper end of that
+one's interval; at most `MOST_CANDIDATES`, the best of each strategy. They are measured if that takes at most
+`MEASURING_SHARE` of the run. The module is pure.
 """
 
 from __future__ import annotations
@@ -29,20 +29,25 @@ from trainwright.strategies.search.plan_request import PlanRequest
 
 MOST_CANDIDATES = 3
 MEASURING_SHARE = 0.02
-_RENDEZVOUS_S = (
-    4.0  # to form a group, build a model and warm it up, before any was: the driver goes on as that turns out
-)
+_RENDEZVOUS_S = 4.0  # assumed before the first one: to form a group, build a model and warm it up
 
 
 def candidate_plans(chosen: Plan, eligible: Iterable[Plan], job: Job) -> tuple[Plan, ...]:
-    """The plans to measure, the chosen one first; empty where there is nothing to choose from, or that is pinned.
+    """Return the plans to measure, the chosen one first; empty where there is no choice, or the job pins it.
 
     Args:
         eligible: plans that can be carried out, best first.
     """
-    if not job.probe or job.strategy or job.plan or job.run != "step" or not _movable(chosen) or chosen.workers == 1:
+    if (
+        not job.planning.probe
+        or job.planning.strategy
+        or job.planning.plan
+        or job.tensorflow.run != "step"
+        or not _movable(chosen)
+        or chosen.workers == 1
+    ):
         return ()
-    if job.compile == "inductor":  # each would be compiled, for minutes
+    if job.training.compile == "inductor":  # each would be compiled, for minutes
         return ()
     limit_s, found = estimate_of(chosen).high_s, {chosen.strategy: chosen}
     for plan in eligible:
@@ -52,7 +57,7 @@ def candidate_plans(chosen: Plan, eligible: Iterable[Plan], job: Job) -> tuple[P
 
 
 def is_worth_measuring(plans: Sequence[Plan], steps: int) -> bool:
-    """Whether measuring plans costs little beside a run of so many steps."""
+    """Return whether measuring plans costs little compared with a run of a number of steps."""
     measured_s = sum(
         min((PROBE_STEPS + 2) * estimate_of(plan).step_s, PROBE_SECONDS + 2 * estimate_of(plan).step_s)
         for plan in plans
@@ -61,7 +66,7 @@ def is_worth_measuring(plans: Sequence[Plan], steps: int) -> bool:
 
 
 def alternative_plans(job: Job, question: PlanRequest, plans: Sequence[Plan]) -> AlternativePlans | None:
-    """What the driver may ask of the plans of a run; None where its processes are not good for other plans.
+    """Return the alternative layouts of a run; None where its processes cannot work under other plans.
 
     Args:
         question: of the job on its cluster.
@@ -71,7 +76,7 @@ def alternative_plans(job: Job, question: PlanRequest, plans: Sequence[Plan]) ->
 
 
 def _movable(plan: Plan) -> bool:
-    """Whether a process that works under this plan can go on under others, for which it builds the model again.
+    """Return whether a process of this plan can continue under others, for which it builds the model again.
 
     Not one of Keras, which names variables by how many a process has made: another build's would have other names.
     """
@@ -79,14 +84,14 @@ def _movable(plan: Plan) -> bool:
 
 
 def _resizable(plan: Plan) -> bool:
-    """Whether a process that works under this plan can be given another number of replicas: torch, with one device."""
+    """Return whether a process of this plan can get another number of replicas: torch, with one device."""
     torch = plan.strategy in strategies_for("torch") and ".torch." in plan.engine
     return torch and plan.topology == "collective" and plan.devices_per_worker == 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AlternativePlans:
-    """Implements `driver.layouts.Layouts` by asking the planner again.
+    """The driver's `Layouts` protocol, implemented by the planner.
 
     Attributes:
         calibration: with what was measured of `plans`; None for what is assumed.
@@ -100,7 +105,7 @@ class AlternativePlans:
     _others: dict[int, tuple[Plan | None, str]] = field(default_factory=dict)
 
     def on(self, room: int, fewest: int) -> Plan | None:
-        """For at most `room` and at least `fewest` workers: the run's plan, smaller where it must be, else another."""
+        """Return a plan for `fewest` to `room` workers: the run's plan, smaller if needed, else another."""
         if (room, fewest) not in self._known:
             sizes = range(room, fewest - 1, -1)
             own = (_resized(self.plans[0], workers) for workers in sizes)
@@ -109,12 +114,12 @@ class AlternativePlans:
         return self._known[room, fewest]
 
     def lacking(self, room: int) -> str:
-        """Why the run's own plan is none for so many workers, and why no other is either where that is so."""
+        """Return why the run's own plan does not fit a number of workers, and why others do not either."""
         plan, reason = self.plans[0], ""
         try:
             plan.resized(room)
         except ValueError as error:
-            given = {"plan": self.job.plan, "strategy": self.job.strategy}
+            given = {"plan": self.job.planning.plan, "strategy": self.job.planning.strategy}
             pinned = [f"{name}={value!r}" for name, value in given.items() if value]
             reason = f"{error}" + (f", so that {' and '.join(pinned)} cannot hold" if pinned else "")
             other, lacking = self._other(room)
@@ -122,7 +127,7 @@ class AlternativePlans:
         return reason
 
     def measured(self, step_s: Mapping[int, float], aside: Mapping[int, str]) -> tuple[AlternativePlans, Probed]:
-        """The same with the best measured of `plans` as the run's, and an event that tells of it."""
+        """Return the layouts with the best measured of `plans` as the run's, and an event that reports it."""
         question = self.question
         about: dict[str, Any] = {
             "profile": question.profile, "cluster": question.cluster, "batch_size": question.batch_size,
@@ -150,7 +155,7 @@ class AlternativePlans:
         return replace(self, plans=(chosen,), calibration=calibration, _known={}, _others={}), told
 
     def _other(self, workers: int) -> tuple[Plan | None, str]:
-        """What the planner says for so many workers: with what is pinned where that can hold, else without."""
+        """Return the planner's choice for a number of workers: with the pinned choices where possible, else without."""
         if self.plans[0].keras_backend:
             return None, "a model of Keras keeps its layout: a process cannot build it twice with the same names"
         if workers not in self._others:
@@ -173,13 +178,16 @@ class AlternativePlans:
         return self._others[workers]
 
     def _demands(self) -> list[tuple[PlanConstraints, Collection[str]]]:
-        """What is pinned beside the degrees, then nothing."""
+        """Return the pinned choices without degrees, then none."""
         known = tuple(strategies_for("torch"))
         pins = self.question.pins
         choices = {name: value for name, value in pins.choices.items() if name not in ("zero", "offload", "sequence")}
-        kept = (replace(pins, mesh=None, choices=choices), (self.job.strategy,) if self.job.strategy else known)
+        kept = (
+            replace(pins, mesh=None, choices=choices),
+            (self.job.planning.strategy,) if self.job.planning.strategy else known,
+        )
         free = (PlanConstraints(), known)
-        return [kept, free] if choices or self.job.strategy else [free]
+        return [kept, free] if choices or self.job.planning.strategy else [free]
 
 
 def _resized(plan: Plan, workers: int) -> Plan | None:

@@ -1,9 +1,9 @@
-"""Digests of functions and objects that change with the user's code and constants that they reach.
+"""Fingerprints of functions and objects, which change with the user's code and constants that they reach.
 
-The user's own modules are followed: functions called, classes built, their methods and bases, globals that are read,
-closures, defaults, arguments of partials, wrapped functions. Of installed packages the name and the version count.
-Code is compared as bytecode without positions and docstrings: it is what travels to the workers, whatever the file on
-disk says meanwhile, and neither comments nor layout are in it.
+They follow the user's own modules: functions, classes with methods and bases, globals that are read, closures,
+defaults, arguments of partials and wrapped functions. Installed packages count by name and version. Code is compared as
+bytecode without positions and docstrings: workers get the bytecode, whatever the file on disk says meanwhile, and it
+holds neither comments nor layout.
 """
 
 from __future__ import annotations
@@ -30,28 +30,27 @@ from typing import Any
 
 import numpy as np
 
+from trainwright.core.job import Job
+from trainwright.core.job_options import FIELD_ORDER
 from trainwright.core.pickling import is_user_file, is_user_module
 from trainwright.core.redaction import redact
 
 SCHEME = f"bytecode of Python {sys.version_info[0]}.{sys.version_info[1]}"
-"""Digests of another scheme say nothing of these."""
-
-CODE = "code"
-"""Field of a description that lists the definitions which each field reaches, for `changes`; not for people."""
+"""Scheme of the fingerprints: those of different schemes cannot be compared."""
 
 _Refs = list[tuple[Any, ...]]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
-_VALUES = 20_000  # objects that are looked at for one definition, at most
+_VALUES = 20_000  # objects that are encoded for one definition, at most
 _DEPTH = 40  # levels of values in values
 _LONG = 1000  # plain items of a container that are encoded at once
-_MOST_ITEMS = 200_000  # of a container that are looked at: the first and the last
-_ARRAY_BYTES = 16 * 1024**2  # of a larger array, a million numbers are looked at
-_SHOWN = re.compile(r"-?\d[\w.+-]{0,23}|True|False|None")  # numbers and versions, which are told as they are
+_MOST_ITEMS = 200_000  # of a container that are encoded: the first and the last
+_ARRAY_BYTES = 16 * 1024**2  # of a larger array, a million numbers are encoded
+_SHOWN = re.compile(r"-?\d[\w.+-]{0,23}|True|False|None")  # numbers and versions, which are shown as they are
 _POSITIONS = {"__doc__", "__firstlineno__", "__static_attributes__", "__qualname__", "__module__"}
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _SKIPPED = {"NOP", "CACHE", "RESUME", "EXTENDED_ARG", "PRECALL"}
 _NOTEBOOK = re.compile(r"<ipython-input|ipykernel_|<stdin>")
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the repr of an object without one of its own
 # Objects whose state is that of a process: compared by type.
 _BY_TYPE = {
     "_asyncio", "_contextvars", "_io", "_queue", "_random", "_socket", "_thread", "_weakref", "asyncio", "concurrent",
@@ -65,13 +64,13 @@ _KERAS = {"keras", "tensorflow", "tf_keras"}
 
 @dataclass(kw_only=True)
 class _Definition:
-    """A definition that is reached.
+    """A definition that a value reaches.
 
     Attributes:
-        label: in words, such as `scale() in job.py`.
-        text: what is compared: a digest, or a version or a number as it is.
-        refs: keys of the parts that it reaches itself, in order.
-        owner: keeps its key, an `id`, from being used again.
+        label: such as `scale() in job.py`.
+        text: the compared text: a digest, a version or a number.
+        refs: keys of the definitions that it reaches directly, in order.
+        owner: keeps its key, an `id`, from being reused.
     """
 
     label: str
@@ -81,10 +80,10 @@ class _Definition:
 
 
 class CodeFingerprints:
-    """Digests of several values that may share definitions.
+    """Fingerprints of several values that may share definitions.
 
     Attributes:
-        imported: files of the user's modules, and of their packages, that functions import when called, by name.
+        imported: module name -> file, for modules and packages of the user that functions import when called.
     """
 
     def __init__(self) -> None:
@@ -96,11 +95,11 @@ class CodeFingerprints:
         self._homes = {tempfile.gettempdir(): "<temporary>"}
 
     def digest(self, value: Any, reached: dict[str, str] | None = None) -> str:
-        """Digest of a value with all that it reaches.
+        """Return the digest of a value with all definitions that it reaches.
 
         Args:
             value: a function, or any other object.
-            reached: takes the label and the text of each definition reached, in order.
+            reached: filled with label -> text of each reached definition, in order.
         """
         refs: _Refs = []
         self._left = _VALUES
@@ -182,7 +181,7 @@ class CodeFingerprints:
         return self._container(value, refs, above) or self._instance(value, refs, above)
 
     def _container(self, value: Any, refs: _Refs, above: tuple[int, ...]) -> str:
-        """Text of a container; empty for anything else. The order of sets and mappings does not matter."""
+        """Return the text of a container, or "" for another object. The order of sets and mappings does not matter."""
         kind = type(value)
         if not isinstance(value, dict | MappingProxyType | list | tuple | set | frozenset):
             return ""
@@ -232,10 +231,10 @@ class CodeFingerprints:
             text = repr(value)
         except Exception:  # of a library's object that cannot say what it is
             return name
-        return name if _ADDRESS.search(text) else f"{name} {text}"
+        return name if MEMORY_ADDRESS.search(text) else f"{name} {text}"
 
     def _placed(self, text: str) -> str:
-        """A path without the folders that are others on another machine or in another process."""
+        """Return a path without the folders that differ between machines or processes."""
         if not text.startswith(os.sep):
             return text
         for home, name in self._homes.items():
@@ -297,7 +296,7 @@ class CodeFingerprints:
         return kind.__name__
 
     def _foreign(self, value: Any, refs: _Refs) -> str:
-        """What is installed counts by its name and the version of its distribution."""
+        """Return the name of an installed object; the version of its distribution counts too."""
         module = str(getattr(value, "__module__", None) or "")
         self._installed(module, refs)
         return f"{module}.{_qualname(value)}"
@@ -309,7 +308,7 @@ class CodeFingerprints:
             self._refer(refs, ("version", root), root, None, lambda own: version)
 
     def _module(self, module: ModuleType, refs: _Refs) -> str:
-        """A module that is handed on as a whole: all of the user's own, the version of an installed one."""
+        """Return the text of a module used as a value: the user's by its code, an installed one by its version."""
         file = getattr(module, "__file__", None)
         if file and is_user_module(module):
             return self._source(file, module.__name__, refs)
@@ -317,7 +316,7 @@ class CodeFingerprints:
         return module.__name__
 
     def _source(self, file: str, name: str, refs: _Refs) -> str:
-        """All code of a module's file, and of the user's modules that it imports, without running it."""
+        """Add the code of a module's file and of the user's modules that it imports, without running it."""
         is_package = os.path.basename(file) == "__init__.py"
         space = {"__package__": name if is_package else name.rpartition(".")[0]}
 
@@ -332,7 +331,7 @@ class CodeFingerprints:
         return Path(file).name
 
     def _home(self, *files: str | None) -> None:
-        """Learn the folder of a user's module: what lies beside it is called by its name there."""
+        """Register the folder of a user's module: paths below it are shortened to their part below it."""
         for file in files:
             folder = os.path.dirname(os.path.abspath(file)) if file and not file.startswith("<") else ""
             if folder.count(os.sep) > 1:
@@ -342,7 +341,7 @@ class CodeFingerprints:
     # --- code -----------------------------------------------------------------------------------------------------
 
     def _code(self, code: CodeType, space: Mapping[str, Any], refs: _Refs) -> str:
-        """Bytecode by its meaning: constants by value, jumps by instruction, locals by number."""
+        """Return bytecode as text: constants by value, jumps by instruction, local variables by number."""
         kept = _kept(code)
         offsets = [instruction.offset for instruction in kept]
         written = {item.argval for item in kept if item.opname == "STORE_GLOBAL"}
@@ -374,7 +373,7 @@ class CodeFingerprints:
         return self._encode(value, refs) if isinstance(value, frozenset) else repr(value)
 
     def _global(self, name: str, chain: Iterator[str], space: Mapping[str, Any], file: str, refs: _Refs) -> str:
-        """A global that is read; of a user's module, the attribute of it."""
+        """Return the text of a global that is read, or of an attribute of a user's module."""
         if name not in space or (name.startswith("__") and name.endswith("__")):
             return name if hasattr(builtins, name) else f"global {name}"
         value = space[name]
@@ -394,7 +393,7 @@ class CodeFingerprints:
     def _imported(
         self, name: str, level: Any, following: list[dis.Instruction], space: Mapping[str, Any], refs: _Refs
     ) -> str:
-        """A module that a function imports itself: its file where it is the user's, whether loaded already or not."""
+        """Return the name of a module that a function imports itself; follow its file where it is the user's."""
         package = str(space.get("__package__") or "")
         names = []
         for item in following:
@@ -419,7 +418,7 @@ class CodeFingerprints:
 
 
 def _is_user_class(kind: type) -> bool:
-    """Whether a class was written by the user: in neither an installed module nor ours."""
+    """Return whether a class is the user's: in neither an installed module nor one of trainwright."""
     if _ours(kind.__module__) or kind.__module__ in ("builtins", "__builtin__"):
         return False
     module = sys.modules.get(kind.__module__)
@@ -453,7 +452,7 @@ def _name(value: Any) -> str:
 
 
 def _unused(label: str, labels: Iterable[str]) -> str:
-    """The label, numbered where it is taken."""
+    """Return the label, with a number where it is taken."""
     taken = sum(each.partition(" #")[0] == label for each in labels)
     return f"{label} #{taken + 1}" if taken else label
 
@@ -477,7 +476,13 @@ def _contents(cell: CellType) -> Any:
 
 
 def _state(value: Any) -> Iterator[tuple[str, Any]]:
-    """Attributes of an object, without the fields that a dataclass does not compare. Runs no code of its class."""
+    """Yield attributes of an object, without the fields that a dataclass does not compare. Runs no code of its class.
+
+    The options of a job are its own attributes here: stored digests are older than its groups.
+    """
+    if isinstance(value, Job):
+        yield from ((name, value.get(name)) for name in FIELD_ORDER)
+        return
     fields = getattr(type(value), "__dataclass_fields__", {})
     for name, item in _attributes(value):
         if name not in fields or fields[name].compare:
@@ -497,7 +502,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _wrapped(value: Any) -> Any:
-    """What an object of a library calls, as of `tf.function` or `torch.compile`; None where that is not known."""
+    """Return the function that `tf.function` or `torch.compile` wrapped; None where it is unknown."""
     held = getattr(value, "__dict__", None) or {}
     if _COMPILED in held and isinstance(held.get("_modules"), dict):
         return held["_modules"].get("_orig_mod")
@@ -505,7 +510,7 @@ def _wrapped(value: Any) -> Any:
 
 
 def _keras_config(value: Any) -> Any:
-    """Settings of a layer, a loss or a model of Keras; its variables begin at random."""
+    """Return the configuration of a Keras layer, loss or model; its variables are initialized at random."""
     try:
         return value.get_config()
     except Exception:  # a model's own class need not have one
@@ -513,7 +518,7 @@ def _keras_config(value: Any) -> Any:
 
 
 def _array(value: Any, encode: Callable[[Any], str]) -> str:
-    """Digest of an array's values; of parameters and variables, which begin at random, type and shape."""
+    """Return the digest of an array's values; for parameters and variables, initialized at random, type and shape."""
     shape, dtype = getattr(value, "shape", ""), getattr(value, "dtype", "")
     facts = f"{tuple(shape) if shape else ''} {dtype}"
     if getattr(value, "requires_grad", False) is True or type(value).__name__.endswith("Variable"):
@@ -536,7 +541,7 @@ def _array(value: Any, encode: Callable[[Any], str]) -> str:
 
 
 def _bounded(value: Any) -> list[Any]:
-    """The items of a container; of a very large one its first and last ones, or none where they have no order."""
+    """Return the items of a container; the first and last ones of a very large one, none where it has no order."""
     if len(value) <= _MOST_ITEMS:
         return list(value)
     half = _MOST_ITEMS // 2
@@ -553,11 +558,11 @@ def _line(item: Any) -> str:
     if isinstance(item, tuple):
         return repr(tuple(map(_order, item)))
     code = getattr(item, "__code__", None)
-    return f"{code.co_firstlineno:08}" if isinstance(code, CodeType) else _ADDRESS.sub("", str(item))
+    return f"{code.co_firstlineno:08}" if isinstance(code, CodeType) else MEMORY_ADDRESS.sub("", str(item))
 
 
 def _kept(code: CodeType) -> list[dis.Instruction]:
-    """Instructions that do something: no fillers, nor what a class body stores of its own place and docstring."""
+    """Return instructions without fillers, and without a class body's stores of its own position and docstring."""
     found = [item for item in dis.get_instructions(code) if item.opname not in _SKIPPED]
     stores = {n for n, item in enumerate(found) if item.opname == "STORE_NAME" and item.argval in _POSITIONS}
     stores |= {n - 1 for n in stores}
@@ -565,7 +570,7 @@ def _kept(code: CodeType) -> list[dis.Instruction]:
 
 
 def _chain(following: list[dis.Instruction]) -> Iterator[str]:
-    """Names of the attributes that are read one after another."""
+    """Yield the names of attributes that are read one after another."""
     for item in following:
         if item.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
             return
@@ -573,7 +578,7 @@ def _chain(following: list[dis.Instruction]) -> Iterator[str]:
 
 
 def _module_file(name: str) -> str | None:
-    """File of a module's source, found without running anything; a package's is its `__init__`."""
+    """Return the source file of a module, found without running it; a package's is its `__init__`."""
     loaded = sys.modules.get(name)
     if loaded is not None:
         return getattr(loaded, "__file__", None)
@@ -593,7 +598,7 @@ def _module_file(name: str) -> str | None:
 
 @functools.cache
 def _version(root: str) -> str:
-    """Version of an installed distribution, without the build's; empty for Python's own, ours and the user's."""
+    """Return the version of an installed distribution without its build; "" for Python's, ours and the user's."""
     if not root or root in sys.stdlib_module_names or root in ("trainwright", "__main__"):
         return ""
     try:
@@ -613,7 +618,7 @@ def _sha(texts: Iterable[str]) -> str:
 
 
 def encode_table(scheme: str, fields: Mapping[str, Mapping[str, str]]) -> str:
-    """Definitions by the field that reaches them, each written once."""
+    """Encode definitions by the field that reaches them; each is written once."""
     parts: dict[tuple[str, str], int] = {}
     rows = {
         name: [parts.setdefault(item, len(parts)) for item in reached.items()]
@@ -624,15 +629,10 @@ def encode_table(scheme: str, fields: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def decode_table(text: str) -> tuple[str, dict[str, dict[str, str]]]:
-    """Scheme and definitions by field; an empty scheme for a text that is no table."""
+    """Return the scheme and the definitions by field; the scheme is "" for a text that is no table."""
     try:
         table = json.loads(text)
         parts = [(str(label), str(value)) for label, value in table["parts"]]
         return str(table["scheme"]), {name: dict(parts[n] for n in rows) for name, rows in table["fields"].items()}
     except (ValueError, TypeError, KeyError, IndexError):
         return "", {}
-
-
-def without_code_table(description: Mapping[str, Any]) -> dict[str, Any]:
-    """A description without what only `changes` reads."""
-    return {name: value for name, value in description.items() if name != CODE}

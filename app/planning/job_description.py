@@ -1,4 +1,4 @@
-"""A job in words that can be stored, compared and shown: what each field is, functions by their code."""
+"""Descriptions of jobs: each field as text, functions by fingerprints of their code, to store, compare and show."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from trainwright.core.events import CODE_FIELD
 from trainwright.core.job import Job
+from trainwright.core.job_options import FIELD_ORDER
 from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Index
-from trainwright.planning.code_fingerprint import CODE, SCHEME, CodeFingerprints, decode_table, encode_table
+from trainwright.planning.code_fingerprint import MEMORY_ADDRESS, SCHEME, CodeFingerprints, decode_table, encode_table
 
-# Fields that say where or how fast a job runs, and never what it computes.
+# Fields that determine where or how fast a job runs, but not what it computes.
 _FREE = frozenset(
     {
         "storage", "workers", "min_workers", "max_workers", "shrink_s", "spares", "strategy", "plan", "probe",
@@ -22,37 +24,36 @@ _FREE = frozenset(
         "tpu", "trackers", "code",
     }
 )  # fmt: skip
-_DATA = ", data "  # what follows says what a data set holds, whatever it is called and wherever it lies
-_PLACE = re.compile(r" at 0x[0-9a-f]+")  # where an object without a repr of its own lies in memory
+_DATA = ", data "  # the text behind it identifies a data set's content, wherever it is stored
 _DIGESTS = re.compile(r" \[[0-9a-f]{8}\]|(?:, |\b)functions [0-9a-f]{8}\b")
 _DIGEST = re.compile(r"[0-9a-f]{8}")
 _HELPER = re.compile(r"\w+\(\) in ")  # a function that is no method
-_LISTED = 6  # definitions of one field that are told
+_LISTED = 6  # definitions of one field that are listed
 
 
 def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = None) -> dict[str, str]:
-    """Every field of the job as text, without secrets; the same job gives the same text in another process.
+    """Describe every field of a job as text, without secrets. The same job gives the same text in another process.
 
     Args:
         train: index of the training set.
         evaluate: index of the evaluation set.
     """
     codes = _Codes()
-    words = {name: codes.text(name, getattr(job, name)) for name in type(job).model_fields if name != "trackers"}
+    words = {name: codes.text(name, job.get(name)) for name in FIELD_ORDER if name != "trackers"}
     words["trackers"] = ", ".join(type(each).__name__ for each in job.trackers)  # no more: they may hold a secret
     for name, index in (("train", train), ("evaluate", evaluate)):
-        dataset = getattr(job, name)
+        dataset = job.get(name)
         if dataset is not None:
             words[name] = f"{dataset!r}, {_rows(index)}{_DATA}{codes.contents(name, dataset.functions, index)}"
-    words[CODE] = codes.table()
+    words[CODE_FIELD] = codes.table()
     return {name: redact(text) for name, text in words.items()}
 
 
 def imported_sources(job: Job) -> dict[str, str]:
-    """Files of the user's modules that the job's functions import when they are called, by name."""
+    """Return module name -> file of the user's modules that the job's functions import when called."""
     codes = _Codes()
-    for name in type(job).model_fields:
-        codes.text(name, getattr(job, name))
+    for name in FIELD_ORDER:
+        codes.text(name, job.get(name))
     for name, dataset in (("train", job.train), ("evaluate", job.evaluate)):
         if dataset is not None:
             codes.contents(name, dataset.functions, None)
@@ -60,27 +61,30 @@ def imported_sources(job: Job) -> dict[str, str]:
 
 
 def select_fields(description: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Some fields of a description, with the definitions that these reach."""
+    """Return some fields of a description, with the definitions that they reach."""
     kept = {name: description[name] for name in names}
-    scheme, fields = decode_table(description[CODE])
-    return {**kept, CODE: encode_table(scheme, {name: reached for name, reached in fields.items() if name in kept})}
+    scheme, fields = decode_table(description[CODE_FIELD])
+    return {
+        **kept,
+        CODE_FIELD: encode_table(scheme, {name: reached for name, reached in fields.items() if name in kept}),
+    }
 
 
 def comparable(old: Mapping[str, str]) -> bool:
-    """Whether the code of an older description can be compared with that of one made now."""
-    return decode_table(old.get(CODE, ""))[0] == SCHEME
+    """Return whether the code in an older description can be compared with a description made now."""
+    return decode_table(old.get(CODE_FIELD, ""))[0] == SCHEME
 
 
 def description_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Lines that say which fields that matter to the result differ.
+    """List the differences in fields that matter to the result.
 
-    A data set is the same wherever it lies; more epochs are another result only where a schedule looks at the end. What
-    has become a secret since the old one was written is none in the new one, and no difference. Where the old one was
-    written by another version of Python or an older one of trainwright, code is not compared; see `comparable`.
+    A data set is the same wherever it is stored. More epochs matter only to a schedule, which may depend on the last
+    step. A value that became a secret since the old description was written is no difference. Code is not compared
+    where another version of Python or an older trainwright wrote the old description; see `comparable`.
     """
     old = {name: redact(words) for name, words in old.items()}
-    before, now = (decode_table(each.get(CODE, "")) for each in (old, new))
-    if CODE in new and before[0] != now[0]:
+    before, now = (decode_table(each.get(CODE_FIELD, "")) for each in (old, new))
+    if CODE_FIELD in new and before[0] != now[0]:
         old, new = ({name: _DIGESTS.sub("", words) for name, words in each.items()} for each in (old, new))
     free = _FREE if new["schedule"] != "None" else _FREE | {"epochs", "epoch_samples"}
     names = [
@@ -100,7 +104,7 @@ def description_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[
 
 
 def _changed(name: str, old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Lines that name the definitions which a field reaches and which differ."""
+    """List the definitions that a field reaches and that differ."""
     root = next(iter(new), "")
     found = [
         f"{label} {_compared(old[label], new[label])}" for label in new if old.get(label, new[label]) != new[label]
@@ -119,7 +123,7 @@ def _compared(old: str, new: str) -> str:
 
 
 def state_relevant_fields(description: Mapping[str, str]) -> dict[str, str]:
-    """What of a description a process's state depends on; see `description_changes`."""
+    """Return the part of a description that a process's state depends on; see `description_changes`."""
     return {name: _essence(name, words) for name, words in description.items() if name not in _FREE}
 
 
@@ -128,7 +132,7 @@ def _essence(name: str, words: str) -> str:
 
 
 def _rows(index: Index | None) -> str:
-    return f"{index.rows:,} rows in {len(index.groups):,} row groups" if index else "not looked at"
+    return f"{index.rows:,} rows in {len(index.groups):,} row groups" if index else "not read"
 
 
 class _Codes:
@@ -148,13 +152,13 @@ class _Codes:
         return encode_table(SCHEME, self._fields)
 
     def contents(self, name: str, functions: Iterable[Any], index: Index | None) -> str:
-        """What a data set holds: digests of its rows and of the functions that they go through."""
+        """Return digests of a data set's rows and of the functions applied to them."""
         given = tuple(functions)
         code = self._digest(name, given) if given else ""
         return (index.hash[:8] if index else "") + (f", functions {code}" if code else "")
 
     def text(self, name: str, value: Any) -> str:
-        """A field's value; functions by name and digest."""
+        """Return the text of a field's value; functions by name and digest."""
         if isinstance(value, Mapping):
             items = sorted(value.items(), key=str)
             return ", ".join(f"{self.text(name, key)}={self.text(name, item)}" for key, item in items)
@@ -165,7 +169,7 @@ class _Codes:
         if callable(value):
             called = value if inspect.isclass(value) else getattr(value, "__qualname__", type(value).__qualname__)
             return f"{str(called).replace('<locals>.', '')} [{self._digest(name, value)}]"
-        return _PLACE.sub("", str(value))
+        return MEMORY_ADDRESS.sub("", str(value))
 
     def _digest(self, name: str, value: Any) -> str:
         return self._prints.digest(value, self._fields.setdefault(name, {}))[:8]

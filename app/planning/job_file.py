@@ -1,4 +1,4 @@
-"""Files with a Job or a distillation in it, or a function that makes one, and overrides from the command line."""
+"""Load job files: Python files with a job or a distillation, or a function that makes one, and apply overrides."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STRINGS = ("string_type", "literal_error")  # what pydantic says where only str
 
 @dataclass(frozen=True, kw_only=True)
 class _FileObject:
-    """What a file is to hold.
+    """A kind of object that a file can hold.
 
     Attributes:
         word: for it.
@@ -42,7 +42,7 @@ class _FileObject:
 
 
 def _is_distillation(value: Any) -> bool:
-    """Whether `tw.distill` takes it: a Distillation, or a recipe that has a `distill` of its own."""
+    """Return whether `tw.distill` takes a value: a Distillation, or a recipe with its own `distill`."""
     return callable(getattr(type(value), "distill", None)) or type(value).__name__ == "Distillation"
 
 
@@ -56,7 +56,7 @@ _DISTILLATION = _FileObject(
 
 
 def load_job(path: str, overrides: Iterable[str] = ()) -> Job:
-    """The job of a file, its `field=value` overrides applied.
+    """Return the job of a file with its `field=value` overrides.
 
     Where the file's `job` is a function, it is called. Its own arguments may be overridden too, and are checked by
     their types: `def job(size: Literal["laptop", "cluster"] = "laptop") -> tw.Job`, and `size=cluster`.
@@ -70,7 +70,7 @@ def load_job(path: str, overrides: Iterable[str] = ()) -> Job:
 
 
 def load_distillation(path: str, overrides: Iterable[str] = ()) -> Any:
-    """What `tw.distill` is to carry out of a file: `distillation`, `search` or `recipe`, or a function of that name.
+    """Return the `distillation`, `search` or `recipe` of a file, or the result of a function of that name.
 
     Overrides are of its own fields, then of those of its parts, such as the student's job and the loss:
     `temperature=4`, `epochs=3`; a part may be named: `student.targets=label`. Raises as `load_job`.
@@ -79,7 +79,7 @@ def load_distillation(path: str, overrides: Iterable[str] = ()) -> Any:
 
 
 def load(path: str, overrides: Iterable[str] = ()) -> Any:
-    """The distillation of a file where it has one, else its job. Raises as `load_job`."""
+    """Return the distillation of a file, or else its job. Raises as `load_job`."""
     module = _module(path)
     held = vars(module)
     makers = [name for name in _DISTILLATION.names if _makes(held.get(name))]
@@ -102,7 +102,7 @@ def _loaded(module: ModuleType, sought: _FileObject, path: str, overrides: Itera
 
 
 def _makes(value: Any) -> TypeGuard[FunctionType]:
-    """Whether it is a function of the user's: `tw.search` makes no search."""
+    """Return whether a value is a function of the user, unlike `tw.search`."""
     return isinstance(value, FunctionType) and not value.__module__.startswith("trainwright.")
 
 
@@ -114,7 +114,7 @@ def _module(path: str) -> ModuleType:
 
 
 def _made(make: FunctionType, texts: dict[str, str], values: dict[str, Any], path: str, sought: _FileObject) -> Any:
-    """What a file's function makes of values; where it takes a string alone, of the text: a tag may be 2024."""
+    """Call a file's function with values, or with their text where it takes only strings: a tag may be 2024."""
     wrong: list[Any] = []
     made: Any = None
     try:
@@ -140,7 +140,7 @@ def _made(make: FunctionType, texts: dict[str, str], values: dict[str, Any], pat
 
 
 def _problem(item: Any, make: str) -> str:
-    """What pydantic found, in words that name the argument."""
+    """Describe a problem that pydantic found: the argument and the remedy."""
     name = item["loc"][0]
     if item["type"] == "missing_argument":
         return f"{make}() has no value for {name}: give it one, or --set {name}=..."
@@ -165,7 +165,7 @@ def _run(file: Path) -> ModuleType:
 
 
 def _raised(what: str, error: Exception, path: str) -> UserCodeError:
-    """An error of the user's with the traceback from the job file on."""
+    """Return an error of user code with the traceback from the job file on."""
     absent = missing_framework(error, path)
     if absent is not None:
         return absent
@@ -189,7 +189,7 @@ def _value_of(module: ModuleType, sought: _FileObject, path: str) -> Any:
 
 
 def _texts(overrides: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Texts by name, and what is wrong with the others."""
+    """Return the overrides' texts by name, and the problems of the others."""
     texts: dict[str, str] = {}
     problems = []
     for item in overrides:
@@ -202,12 +202,12 @@ def _texts(overrides: Iterable[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _changed(value: Any, texts: Mapping[str, str], problems: list[str], arguments: tuple[str, ...] = ()) -> Any:
-    """A job or a distillation with its fields overridden. Raises JobError with all problems."""
+    """Return a job or a distillation with overridden fields. Raises JobError with all problems."""
     changes: dict[tuple[str, ...], dict[str, Any]] = {}
     for name, new in _values(texts).items():
         owner = _owner(value, name)
         if owner is None:
-            known = (*arguments, *_names(value))
+            known = _dotted_names(value) if "." in name else (*arguments, *_names(value))
             kind = type(value).__name__
             problems.append(f"--set {name}={texts[name]}: {name!r} is no field of {kind}: {nearest(name, known)}")
         else:
@@ -218,7 +218,7 @@ def _changed(value: Any, texts: Mapping[str, str], problems: list[str], argument
 
 
 def _owner(value: Any, name: str) -> tuple[str, ...] | None:
-    """The way from a value to the one that has a field: itself, or a part of it; None where there is none."""
+    """Return the path from a value to the part that has a field, () for the value itself; None where no part has it."""
     first, dot, rest = name.partition(".")
     parts = _parts(value)
     if dot:
@@ -231,7 +231,7 @@ def _owner(value: Any, name: str) -> tuple[str, ...] | None:
 
 
 def _parts(value: Any) -> dict[str, StrictModel]:
-    """What a value is made of that has fields of its own."""
+    """Return the parts of a value that have fields, by name."""
     if not isinstance(value, StrictModel):
         return {}
     held = ((name, getattr(value, name)) for name in type(value).model_fields)
@@ -239,13 +239,26 @@ def _parts(value: Any) -> dict[str, StrictModel]:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """All fields of a value and of its parts."""
+    """Return the names of all fields of a value and of its parts."""
     own = tuple(type(value).model_fields) if isinstance(value, StrictModel) else ()
     return (*own, *(name for part in _parts(value).values() for name in _names(part)))
 
 
+def _dotted_names(value: Any) -> tuple[str, ...]:
+    """Return the names of all fields with the parts that lead to them, such as `recovery.spares`.
+
+    Any number of these parts may be left out from the front or from within: all such names are included.
+    """
+    found = []
+    for part, inner in _parts(value).items():
+        below = _dotted_names(inner)
+        found += [f"{part}.{name}" for name in (*_names(inner), *below)]
+        found += below
+    return tuple(dict.fromkeys(found))
+
+
 def _rebuilt(value: Any, changes: Mapping[tuple[str, ...], Mapping[str, Any]]) -> Any:
-    """A value with the fields of itself and of its parts changed, by the way to their owner; checked like a new one."""
+    """Return a value with fields of itself and of its parts changed, given by path; validated like a new value."""
     own = dict(changes.get((), {}))
     for part in {way[0] for way in changes if way}:
         inner = {way[1:]: fields for way, fields in changes.items() if way[:1] == (part,)}
@@ -258,7 +271,7 @@ def _values(texts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A Python literal where it is one, otherwise the text itself."""
+    """Return the value of a Python literal, or else the text."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

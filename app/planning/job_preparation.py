@@ -1,4 +1,4 @@
-"""Everything about a job that can be wrong and known before anything is placed."""
+"""Prepare a job before workers start: open data and storage, compare with the run's past, and choose the plan."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from trainwright.datasets.ops.row_transforms import function_name
 from trainwright.datasets.sample_order import steps_per_epoch
 from trainwright.planning.alternative_layouts import is_worth_measuring
 from trainwright.planning.code_fingerprint import CodeFingerprints
+from trainwright.planning.decision import Decision
 from trainwright.planning.job_description import comparable, describe, description_changes
-from trainwright.planning.planner import Decision, apply_plan_file, choose, expansions, growth_notes
+from trainwright.planning.planner import apply_plan_file, choose, expansions, growth_notes
 from trainwright.planning.profiler import profile_job
 from trainwright.ray_cluster.discovery import discover
 from trainwright.storage.event_files import read_run_summary
@@ -47,19 +48,19 @@ _NOT_COMPARED = (
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedJob:
-    """A job whose data and storage are there.
+    """A job with opened data and storage.
 
     Attributes:
-        store: where the run lives.
+        store: storage of the run.
         train: index of the training set.
         evaluate: index of the evaluation set.
         steps_per_epoch: global steps of one epoch.
-        description: the job in words.
-        measured: name of the plan that was the quickest when plans were measured; empty where none were.
-        begun: a checkpoint is there to go on from.
-        metadata: of the data's files, as cache files by name, which the run keeps.
-        notes: about the run's past, for people.
-        unused: columns of the training set that nothing of the job uses.
+        description: the job as text; see `job_description.describe`.
+        measured: name of the plan that was the fastest when plans were measured; empty without measurement.
+        begun: there is a checkpoint to resume from.
+        metadata: cache files of the data files' metadata by name, which the run stores.
+        notes: about the run's past, shown to the user.
+        unused: columns of the training set that the job does not use.
     """
 
     job: Job
@@ -83,7 +84,7 @@ class PreparedJob:
 def prepare(
     job: Job, *, resume: bool = False, fresh: bool = False, connect: Callable[[], object] | None = None
 ) -> PreparedJob:
-    """Look at data, storage and the run's past.
+    """Open data and storage, and compare the job with the run's past.
 
     Args:
         resume, fresh: as of `tw.fit`.
@@ -101,9 +102,9 @@ def prepare(
         train = job.train.index()
         evaluate = job.evaluate.index() if job.evaluate is not None else None
     unused = _check_columns(job, train, evaluate)
-    steps = steps_per_epoch(train.rows, job.batch_size, job.drop_last, job.epoch_samples)
+    steps = steps_per_epoch(train.rows, job.batch_size, job.data.drop_last, job.data.epoch_samples)
     if not steps:
-        rows = job.epoch_samples or train.rows
+        rows = job.data.epoch_samples or train.rows
         raise JobError([f"batch_size={job.batch_size} with drop_last=True leaves no step of {rows} rows"])
     prepared = PreparedJob(
         job=job, store=store, train=train, evaluate=evaluate, steps_per_epoch=steps,
@@ -119,7 +120,7 @@ def prepare(
 
 
 def store_metadata(prepared: PreparedJob) -> None:
-    """Keep what is known of the data's files beside the run, for a resume on another machine. Raises StorageError."""
+    """Store the data files' metadata beside the run, for a resume on another machine. Raises StorageError."""
     for name, content in prepared.metadata.items():
         prepared.store.put(_metadata_path(prepared.job.name, name), content, sync=False)
 
@@ -133,28 +134,28 @@ def _metadata_path(run: str, name: str) -> str:
 
 
 def _measured(prepared: PreparedJob) -> str:
-    """Of the run's past; see `Prepared.measured`."""
+    """Return the plan that was measured as the fastest; see `PreparedJob.measured`."""
     probed = read_run_summary(prepared.store, prepared.job.name).probed
     return probed.name if probed else ""
 
 
 def needs_cluster_to_open(job: Job) -> bool:
-    """Whether a look at a row opens what is slow to open, such as a model, which a process of the cluster's does."""
+    """Return whether reading a row opens something slow, such as a model, in a process of the cluster."""
     return any(data is not None and data.stateful for data in (job.train, job.evaluate))
 
 
 def profile_of(prepared: PreparedJob) -> ModelProfile:
-    """What the job's model costs."""
+    """Return the profile of the job's model."""
     return profile_job(prepared.job, prepared.job.train, prepared.train)
 
 
 def decide_plan(prepared: PreparedJob) -> Decision:
-    """The plan for the connected cluster."""
+    """Choose the plan for the connected cluster."""
     return plan_for(prepared, discover(possible=True))
 
 
 def plan_for(prepared: PreparedJob, cluster: Cluster) -> Decision:
-    """The plan for a given cluster, or for as many nodes more as it has to start for one."""
+    """Choose the plan for a cluster, with as many more nodes as it needs to start."""
     profile, failed = profile_of(prepared), None
     for grown in expansions(cluster, prepared.job):
         try:
@@ -173,7 +174,7 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
     _check_fit(prepared, decision.chosen)
     _check_weights(job, profile)
     notes = [*prepared.notes, *growth_notes(cluster, prepared.job), *decision.chosen.notes, *kept]
-    if decision.profile.framework == "tensorflow" and job.tf_config == "own" and "TF_CONFIG" in os.environ:
+    if decision.profile.framework == "tensorflow" and job.tensorflow.tf_config == "own" and "TF_CONFIG" in os.environ:
         notes.append(_REPLACED)
     if prepared.train.in_order:
         notes.append(_IN_ORDER)
@@ -183,20 +184,20 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
 
 
 def _unused(names: Sequence[str]) -> str:
-    """A note about columns that nothing uses."""
+    """Return a note on unused columns."""
     more = len(names) - _LISTED
     listed = ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
     return f"columns of train that nothing uses: {listed}; inputs=, targets= and sample_weight= name what is used"
 
 
 def _settled(decision: Decision, prepared: PreparedJob) -> Decision:
-    """What was measured once counts, and nothing is measured where it would not pay."""
+    """Choose the plan measured in an earlier session, and drop measurements that would not pay off."""
     known = [plan for plan in decision.contenders if plan.name == prepared.measured]
     if known:
         note = "it was the quickest when plans were measured"
         chosen = replace(known[0], notes=(*known[0].notes, note))
         return replace(decision, chosen=chosen, rejected=_without(decision, chosen), contenders=())
-    wanted = decision.contenders and prepared.job.probe and not prepared.begun
+    wanted = decision.contenders and prepared.job.planning.probe and not prepared.begun
     if not wanted or not is_worth_measuring(decision.contenders, prepared.total_steps):
         return replace(decision, contenders=())
     names = [plan.strategy for plan in decision.contenders]
@@ -210,7 +211,7 @@ def _settled(decision: Decision, prepared: PreparedJob) -> Decision:
 
 
 def _without(decision: Decision, measured: Plan) -> tuple[RejectedPlan, ...]:
-    """What is rejected for a plan that was measured: with the one that would be chosen by its estimate."""
+    """Return the rejected plans of a measured plan, with the one that its estimate would have chosen."""
     others = tuple(item for item in decision.rejected if item.plan.strategy != measured.strategy)
     if decision.chosen.strategy == measured.strategy:
         return others
@@ -219,10 +220,10 @@ def _without(decision: Decision, measured: Plan) -> tuple[RejectedPlan, ...]:
 
 
 def _check_fit(prepared: PreparedJob, plan: Plan) -> None:
-    """Refuse a last training batch that Keras' fit would weigh unevenly. Raises JobError."""
+    """Refuse a last training batch that Keras' fit would weight unevenly. Raises JobError."""
     job, devices = prepared.job, plan.mesh.data_ranks
     last = prepared.train.rows % job.batch_size
-    if job.run == "fit" and last % devices and not job.drop_last:
+    if job.tensorflow.run == "fit" and last % devices and not job.data.drop_last:
         raise JobError(
             [
                 f"the last batch of train has {last} rows, which Keras' fit would weigh differently on each of "
@@ -232,9 +233,9 @@ def _check_fit(prepared: PreparedJob, plan: Plan) -> None:
 
 
 def _check_weights(job: Job, profile: ModelProfile) -> None:
-    """Refuse Keras' weights of samples for models of other engines. Raises JobError."""
+    """Refuse Keras sample weights for models of other frameworks. Raises JobError."""
     for name in ("sample_weight", "class_weight"):
-        if getattr(job, name) and profile.framework != "tensorflow":
+        if job.get(name) and profile.framework != "tensorflow":
             raise JobError(
                 [
                     f"{name}= is for Keras models on TensorFlow: name the weights in targets= and return losses times "
@@ -244,7 +245,7 @@ def _check_weights(job: Job, profile: ModelProfile) -> None:
 
 
 def _check_columns(job: Job, train: Index, evaluate: Index | None) -> tuple[str, ...]:
-    """Columns of the training set that nothing uses. Raises JobError for those that are missing, or must be used."""
+    """Return unused columns of the training set. Raises JobError for missing columns and an unused weight."""
     names = list(transformed_fields(job.train, train))
     problems = [*_missing(job, "train", names), *_unweighted(job, "train", train, names)]
     if evaluate is not None:
@@ -264,7 +265,7 @@ def _missing(job: Job, where: str, names: Sequence[str]) -> Iterable[str]:
 
 
 def _unweighted(job: Job, where: str, index: Index, names: Sequence[str]) -> Iterable[str]:
-    """Say where a pipeline gives (x, y, weight), as Keras takes it, and nothing uses the weight."""
+    """Yield a problem where a pipeline gives (x, y, weight), as Keras takes it, and the weight is unused."""
     weight = index.weight
     if weight in names and job.columns is not None and weight not in job.columns:
         yield (
@@ -274,7 +275,7 @@ def _unweighted(job: Job, where: str, index: Index, names: Sequence[str]) -> Ite
 
 
 def _check_past(prepared: PreparedJob, head: LogEntry, resume: bool) -> None:
-    """Refuse to go on silently with another job's run."""
+    """Refuse to continue the run of a different job without `resume`."""
     if resume:
         return
     name, where = prepared.job.name, prepared.store.uri_of(prepared.job.name)
@@ -287,7 +288,7 @@ def _check_past(prepared: PreparedJob, head: LogEntry, resume: bool) -> None:
             remedy="resume=True goes on from its last checkpoint, fresh=True begins again, or give the job a new name",
         )
     done = max((item.step for item in head.checkpoints), default=0)
-    ended_early = prepared.job.run == "fit" and head.job.get("epochs") == prepared.description["epochs"]
+    ended_early = prepared.job.tensorflow.run == "fit" and head.job.get("epochs") == prepared.description["epochs"]
     if head.outcome == "done" and (done >= prepared.total_steps or ended_early):
         raise RunFinished(
             f"the run {name!r} is finished ({done} steps)",

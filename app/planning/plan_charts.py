@@ -1,4 +1,4 @@
-"""Pictures of a plan as inline SVG: the timeline of its step, and time and cost by the number of accelerators.
+"""Charts of a plan as inline SVG: the timeline of a step, and time and cost by the number of accelerators.
 
 Colours are the page's CSS variables where it has them, else ones that are seen on light and on dark; texts take the
 page's own colour and font.
@@ -11,28 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import accumulate, groupby
 
-from markupsafe import Markup
-
 from trainwright.core import formatting
-from trainwright.core.cluster import Cluster, find_accelerator
+from trainwright.core.cluster import Cluster
 from trainwright.core.model_profile import ModelProfile
-from trainwright.core.plan import Estimate, Plan
-from trainwright.planning.what_if import (
-    NUMBERS,
-    ClusterChoice,
-    WhatIf,
-    batch_rows,
-    fact_rows,
-    headline,
-    other_rows,
-    size_rows,
-)
-from trainwright.reporting.html.templates import render_template
+from trainwright.core.plan import Plan
+from trainwright.planning.cluster_sizing import ClusterChoice
 from trainwright.reporting.plan_view import plan_name
 from trainwright.strategies.cost_model.machine_model import DEFAULT, Calibration, MachineModel
 from trainwright.strategies.cost_model.step_timeline import Span, SpanKind, Timeline, timeline
 from trainwright.strategies.cost_model.step_work import compute_step_work
-from trainwright.strategies.search.plan_ranking import estimate_of
 
 _SPAN_KINDS: Mapping[SpanKind, tuple[str, str]] = {
     "forward": ("forward", "var(--series-1,#3f7fdd)"),
@@ -56,7 +43,7 @@ _TICKS_S = [unit * times for unit, some in _ROUND.items() for times in some or [
 
 
 def timeline_svg(profile: ModelProfile, cluster: Cluster, plan: Plan, *, calibration: Calibration = DEFAULT) -> str:
-    """One step of a plan as it is expected on a cluster: a lane for each stage, gradients' reductions below it.
+    """Draw the predicted step of a plan on a cluster: a lane for each stage, with gradient reductions below it.
 
     Args:
         profile: of the model.
@@ -99,7 +86,7 @@ def timeline_svg(profile: ModelProfile, cluster: Cluster, plan: Plan, *, calibra
 
 
 def _lane(found: Timeline, stage: int, top: float) -> Iterator[str]:
-    """Every span of a stage, with its micro-batch where there is room for the number."""
+    """Draw every span of a stage, with the number of its micro-batch where there is room."""
     for spans, y, height in ((found.lanes[stage], top, _BAR), (found.reductions[stage], top + _BAR + 2, _STRIP)):
         for kind, same in groupby(sorted(spans, key=lambda span: span.kind), key=lambda span: span.kind):
             if kind != "idle":
@@ -123,7 +110,7 @@ def _bar(span: Span, found: Timeline, y: float, height: float) -> str:
 
 
 def _columns(found: Timeline, stage: int, top: float, column_s: float) -> Iterator[str]:
-    """A stage as columns of equal time, one path for each kind; neighbours that look the same are one column."""
+    """Draw a stage as columns of equal time, one path for each kind; equal neighbours are merged."""
     for spans, y, height in ((found.lanes[stage], top, _BAR), (found.reductions[stage], top + _BAR + 2, _STRIP)):
         shares = _shares(spans, column_s, math.ceil(found.step_s / column_s))
         drawn: dict[SpanKind, list[str]] = {}
@@ -140,14 +127,14 @@ def _columns(found: Timeline, stage: int, top: float, column_s: float) -> Iterat
 
 
 def _column_s(found: Timeline) -> float:
-    """As many whole micro-batches of the busiest stage as make columns wide enough: so that each shows the same mix."""
+    """Return the time of a column: whole micro-batches of the busiest stage, so that each column has the same mix."""
     busy = [[span for span in lane if span.micro_batch is not None] for lane in found.lanes]
     each_s = max(sum(span.seconds for span in lane) for lane in busy) / len({span.micro_batch for span in busy[0]})
     return each_s * math.ceil(found.step_s / each_s / _COLUMNS)
 
 
 def _shares(spans: Iterable[Span], column_s: float, columns: int) -> list[dict[SpanKind, float]]:
-    """Of each column's time, by kind."""
+    """Return the shares of each column's time by kind."""
     shares: list[dict[SpanKind, float]] = [{} for _ in range(columns)]
     for span in spans:
         if span.kind != "idle":
@@ -158,7 +145,7 @@ def _shares(spans: Iterable[Span], column_s: float, columns: int) -> list[dict[S
 
 
 def _rounded(shares: Mapping[SpanKind, float]) -> tuple[tuple[SpanKind, int, int], ...]:
-    """Kinds one upon the other: where each begins and ends, in parts of a column's height."""
+    """Stack kinds: where each starts and ends, in parts of a column's height."""
     kinds = [kind for kind in _SPAN_KINDS if kind in shares]
     tops = [round(_COLUMN_PARTS * top) for top in accumulate(shares[kind] for kind in kinds)]
     return tuple(
@@ -181,7 +168,7 @@ def _time_axis(step_s: float, y: float) -> Iterator[str]:
 
 
 def curve_svg(sizes: Sequence[ClusterChoice], chosen: ClusterChoice) -> str:
-    """Time of the run by the number of accelerators, with what it would be if each were worth the first, and its cost.
+    """Draw the time of the run by the number of accelerators, with linear scaling for comparison, and its cost.
 
     Both axes of time are logarithmic, cost begins at 0 and is left out where no price is known. Empty for one size.
     """
@@ -222,7 +209,7 @@ def _panel(
     scale: _Scale,
     ticks: Sequence[tuple[float, str]],
 ) -> Iterator[str]:  # fmt: skip
-    """One curve over accelerators, with what each point is."""
+    """Draw one curve over accelerators with labelled points."""
     yield _text(left + 8, 14, title, fill=_SOFT)
     for value, said in ticks:
         y = _down(scale(value))
@@ -263,13 +250,13 @@ def _down(share: float) -> float:
 
 
 def _nice_step(least: float) -> float:
-    """The next of 1, 2, 5, 10, 20 ..."""
+    """Return the next of 1, 2, 5, 10, 20 ..."""
     unit = 10.0 ** math.floor(math.log10(least))
     return next(unit * times for times in (1, 2, 5, 10) if unit * times >= least)
 
 
 def _round_duration(seconds: float) -> str:
-    """A round time: `10 min`, `7 days`."""
+    """Return a round time: `10 min`, `7 days`."""
     for size, name in ((365 * 86400, "year"), (86400, "day"), (3600, "h"), (60, "min"), (1, "s")):
         if seconds >= size:
             count = round(seconds / size)
@@ -278,7 +265,7 @@ def _round_duration(seconds: float) -> str:
 
 
 def _legend(kinds: Sequence[tuple[str, str]], y: float) -> tuple[list[str], float]:
-    """Colours with their names in rows, and where the last row is."""
+    """Draw the colours with names in rows; return the position of the last row too."""
     parts, x = [], _LEFT
     for name, colour in kinds:
         wide = 24 + 6.9 * len(name)
@@ -319,46 +306,3 @@ def _path(points: Sequence[tuple[float, float]], colour: str, *, dashed: bool = 
     drawn = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     dash = ";stroke-dasharray:3 4;stroke-width:1.2" if dashed else ";stroke-width:2"
     return f'<path d="M{drawn}" style="fill:none;stroke:{colour}{dash}"/>'
-
-
-# --- The answer about a cluster that is not there as HTML -------------------------------------------------------------
-
-
-def what_if_html(answer: WhatIf) -> str:
-    """Facts, terms and memory as bars, one step as a timeline, time and cost by size, and what was not chosen.
-
-    Styles and pictures inline, no scripts, nothing fetched; light and dark.
-    """
-    estimate = estimate_of(answer.chosen.plan)
-    device = find_accelerator(answer.cluster.kinds[0])
-    assert device is not None
-    terms = estimate.terms.items()
-    return render_template(
-        "whatif.html.j2",
-        headline=headline(answer),
-        facts=fact_rows(answer),
-        terms=[(name.replace("_", " "), formatting.duration(s), 100 * s / estimate.step_s) for name, s in terms],
-        room=formatting.size(device.memory_bytes),
-        memory=list(_memory_rows(estimate, device.memory_bytes)),
-        timeline=Markup(timeline_svg(answer.profile, answer.cluster, answer.chosen.plan)),
-        curve=Markup(curve_svg(answer.sizes, answer.chosen)),
-        sizes=size_rows(answer),
-        batches=batch_rows(answer),
-        others=(("plan", "", "why"), other_rows(answer)),
-        numbers=NUMBERS,
-    )
-
-
-def standalone_page(body: str) -> str:
-    """HTML of a notebook's cell as a whole page."""
-    return render_template("page.html.j2", title="trainwright plan", body=Markup(body))
-
-
-def _memory_rows(estimate: Estimate, room_bytes: int) -> Iterator[tuple[str, str, float]]:
-    """Stages with what they hold; neighbours that hold as much together."""
-    held = list(enumerate(estimate.stage_memory_bytes))
-    for said, same in groupby(held, key=lambda item: formatting.size(item[1])):
-        run = list(same)
-        first, last = run[0][0], run[-1][0]
-        name = f"stage {first}" if first == last else f"stages {first} to {last}"
-        yield name if len(held) > 1 else "device", said, 100 * run[0][1] / room_bytes

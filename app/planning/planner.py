@@ -1,4 +1,7 @@
-"""Propose, rank, explain. Pure: needs neither Ray nor a framework."""
+"""Choose the plan for a job on a cluster, with reasons against the others. Needs neither Ray nor a framework.
+
+It also writes plans to files, reads them back, and decides how many nodes an autoscaling cluster must start.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,7 @@ from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import InfeasiblePlan, Plan, PlanConstraints, RejectedPlan
 from trainwright.planning.alternative_layouts import candidate_plans
-from trainwright.planning.plan_charts import timeline_svg
-from trainwright.reporting.plan_view import compare_plans, plan_html, plan_text
+from trainwright.planning.decision import Decision, compare_plans
 from trainwright.strategies import STRATEGIES, strategies_for
 from trainwright.strategies.search.plan_ranking import (
     Ranking,
@@ -36,54 +38,20 @@ _NO_ENGINE = "trainwright has no engine for it yet"
 _WORTH_NOTING = 1.1  # times as fast as what is pinned
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class Decision:
-    """The chosen plan and the others, with reasons. Prints as a table, shows as HTML in a notebook.
-
-    Attributes:
-        chosen: the plan.
-        rejected: the best of each other strategy.
-        infeasible: what makes the rest impossible.
-        profile: of the model, divided by layers as the job says.
-        cluster: what there is.
-        used: the part of it that the job may use.
-        contenders: plans that are measured before the first step, the chosen one first; empty where none are.
-    """
-
-    chosen: Plan
-    rejected: tuple[RejectedPlan, ...]
-    infeasible: tuple[InfeasiblePlan, ...]
-    profile: ModelProfile
-    cluster: Cluster
-    used: Cluster
-    contenders: tuple[Plan, ...] = ()
-
-    @property
-    def timeline(self) -> str:
-        """One step of the chosen plan as it is expected, as SVG; empty where there is none that all take together."""
-        return "" if is_asynchronous(self.chosen) else timeline_svg(self.profile, self.used, self.chosen)
-
-    def __repr__(self) -> str:
-        return plan_text(self)
-
-    def _repr_html_(self) -> str:
-        return plan_html(self)
-
-
 def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
-    """The best plan for this job on this cluster.
+    """Choose the best plan for a job on a cluster.
 
     Raises:
         ResourceError: the job asks for more than the cluster has.
         PlanError: no strategy can run the job, or what is pinned cannot.
     """
-    if job.precision == "fp16" and profile.framework == "tensorflow":
+    if job.training.precision == "fp16" and profile.framework == "tensorflow":
         raise PlanError('precision="fp16" is for models of torch', where="precision", remedy='use precision="bf16"')
     allowed, unknown = _known(usable_cluster(cluster, job))
     question = PlanRequest.of(job, profile, allowed)
     names = _names(job, profile.framework, question.pins)
     pins, found = question.pins, search_plans(question)
-    apart = job.strategy is not None or _asks_async(pins)
+    apart = job.planning.strategy is not None or _asks_async(pins)
     plans = found.plans if apart else found.unasked
     eligible = [plan for plan in plans if plan.engine and plan.strategy in names and pins.allow(plan)]
     if not eligible:
@@ -106,19 +74,19 @@ def choose(profile: ModelProfile, cluster: Cluster, job: Job) -> Decision:
 
 
 def _asks_async(pins: PlanConstraints) -> bool:
-    """Whether what is pinned is for ranks that step alone; `sync` is done by all."""
+    """Return whether the pinned choices need asynchronous workers; `sync` works without them."""
     served = {"servers", "wire", "local_steps"} & pins.choices.keys()
     return bool(served) or pins.choices.get("consistency", "sync") != "sync"
 
 
 def _untraced(profile: ModelProfile) -> tuple[str, ...]:
-    """That the model's operations are not known."""
+    """Note that the operations of the model are unknown."""
     what = f"tracing the model raised {profile.untraced}: activations are not counted, operations are guessed"
     return (what,) if profile.untraced else ()
 
 
 def _shared(cluster: Cluster, chosen: Plan) -> Iterator[str]:
-    """That CPUs of larger nodes are left over, and that servers take some of what workers have."""
+    """Note unused CPUs of larger nodes, and that servers share the workers' CPUs."""
     if cluster.accelerators:
         return
     least, most = (pick(node.cpus for node in cluster.nodes) for pick in (min, max))
@@ -146,36 +114,37 @@ def _stale(eligible: Iterable[Plan], chosen: Plan) -> tuple[str, ...]:
 
 
 def _names(job: Job, framework: str, pins: PlanConstraints) -> Collection[str]:
-    """The strategies that the job allows."""
-    if job.strategy is None:
+    """Return the strategies that the job allows."""
+    strategy = job.planning.strategy
+    if strategy is None:
         return tuple(name for name in STRATEGIES)
-    if job.strategy not in STRATEGIES:
-        raise PlanError(f"strategy={job.strategy!r} is not known", remedy=nearest(job.strategy, STRATEGIES))
+    if strategy not in STRATEGIES:
+        raise PlanError(f"strategy={strategy!r} is unknown", remedy=nearest(strategy, STRATEGIES))
     suited = strategies_for(framework)
-    if job.strategy not in suited:
-        others = ", ".join(STRATEGIES[job.strategy].engines)
+    if strategy not in suited:
+        others = ", ".join(STRATEGIES[strategy].engines)
         raise PlanError(
-            f"strategy={job.strategy!r} is for models of {others}, and this one is of {framework}",
+            f"strategy={strategy!r} is for models of {others}, and this one is of {framework}",
             remedy=f"use {', '.join(suited)}",
         )
-    if _asks_async(pins) and not STRATEGIES[job.strategy].asynchronous:
-        others = " or ".join(name for name, strategy in suited.items() if strategy.asynchronous)
+    if _asks_async(pins) and not STRATEGIES[strategy].asynchronous:
+        others = " or ".join(name for name, other in suited.items() if other.asynchronous)
         raise PlanError(
-            f"{pins} is for workers that step alone, and strategy={job.strategy!r} has them step together",
+            f"{pins} is for workers that step alone, and strategy={strategy!r} has them step together",
             where="strategy",
             remedy=f"use {others or 'a model of torch'}, or leave that out",
         )
-    return (job.strategy,)
+    return (strategy,)
 
 
 def usable_cluster(cluster: Cluster, job: Job) -> Cluster:
     """The part of the cluster that the job may use. Raises ResourceError for a demand that it can never meet."""
-    wanted = job.accelerator.upper()
+    wanted = job.scaling.accelerator.upper()
     if wanted in ("GPU", "TPU"):
         cluster = cluster.only(wanted)
         if not cluster.accelerators:
             raise ResourceError(
-                f"needs {job.workers or 1} {wanted}, the cluster has 0",
+                f"needs {job.scaling.workers or 1} {wanted}, the cluster has 0",
                 where="accelerator",
                 remedy="set accelerator='cpu'",
             )
@@ -184,7 +153,7 @@ def usable_cluster(cluster: Cluster, job: Job) -> Cluster:
     elif cluster.accelerators:
         cluster = cluster.only(cluster.accelerator)  # a head without any is no place for a worker
     room = worker_capacity(cluster)
-    needed = job.min_workers or job.workers
+    needed = job.scaling.min_workers or job.scaling.workers
     if needed and needed > room:
         what = cluster.accelerator or "CPU slots"
         raise ResourceError(
@@ -225,7 +194,7 @@ def _nothing(question: PlanRequest, found: Ranking, names: Collection[str]) -> P
 def _not_the_best(question: PlanRequest, job: Job, chosen: Plan) -> tuple[str, ...]:
     """That what the job pins is not the best, and by how much."""
     names = ("strategy", "plan", "workers", "accumulation", "consistency")
-    pinned = {name: getattr(job, name) for name in names}
+    pinned = {name: job.get(name) for name in names}
     given = ", ".join(f"{name}={value!r}" for name, value in pinned.items() if value is not None)
     if not given or question.elastic or question.devices:
         return ()
@@ -273,7 +242,7 @@ def _best(plans: Iterable[Plan]) -> list[Plan]:
 
 
 def _nearest(misfits: Iterable[InfeasiblePlan], but: Collection[str] = ()) -> list[InfeasiblePlan]:
-    """What comes nearest to fitting of each strategy that has no plan."""
+    """Return the nearest misfit of each strategy without a plan."""
     found: dict[str, InfeasiblePlan] = {}
     for item in misfits:
         if item.strategy not in but:
@@ -288,9 +257,11 @@ def _reject(plan: Plan, chosen: Plan, names: Collection[str], pins: PlanConstrai
         return RejectedPlan(plan=plan, reason=f"{chosen.strategy} is pinned{said}")
     reason = compare_plans(plan, chosen)
     if plan.engine and is_model_parallel(plan) and not is_model_parallel(chosen):
-        reason += "; a model is divided unmeasured where it does not fit otherwise: it takes longer than predicted"
+        reason += (
+            "; a model is divided without a measurement only where it does not fit: that takes longer than predicted"
+        )
     if plan.engine and is_asynchronous(plan) and not is_asynchronous(chosen):
-        reason += "; workers step alone unasked where nodes differ, may be taken back or are far apart"
+        reason += "; asynchronous training is chosen only where nodes differ, are preemptible or far apart"
     return RejectedPlan(plan=plan, reason=reason if plan.engine else f"{reason}; {_NO_ENGINE}")
 
 
@@ -309,7 +280,9 @@ def write_plan(path: str, decision: Decision) -> None:
     """
     if not path.endswith(_PLAN_SUFFIX):
         raise PlanError(
-            f"a plan's file must end in {_PLAN_SUFFIX}", where=path, remedy=f"write {Path(path).stem}{_PLAN_SUFFIX}"
+            f"the name of a plan file must end in {_PLAN_SUFFIX}",
+            where=path,
+            remedy=f"write {Path(path).stem}{_PLAN_SUFFIX}",
         )
     chosen = decision.chosen
     facts = {
@@ -331,30 +304,30 @@ def write_plan(path: str, decision: Decision) -> None:
 
 
 def apply_plan_file(job: Job, profile: ModelProfile, cluster: Cluster) -> Job:
-    """The job with the plan of its file in its place; a job that names no file as it is.
+    """Return the job with the plan of its file pinned; a job that names no file stays as it is.
 
     Raises:
         PlanError: the file cannot be read, or its plan was made for another model, cluster, batch or precision.
     """
-    if job.plan is None or not job.plan.endswith(_PLAN_SUFFIX):
+    if job.planning.plan is None or not job.planning.plan.endswith(_PLAN_SUFFIX):
         return job
-    facts = _read_plan(job.plan)
+    facts = _read_plan(job.planning.plan)
     now = {
         "model": _model_facts(profile),
         "cluster": _cluster_facts(cluster),
         "batch_size": job.batch_size,
-        "precision": job.precision,
+        "precision": job.training.precision,
     }
     differences = [
-        f"{name}: {_describe_fact(facts[name])} then, {_describe_fact(value)} now"
+        f"{name}: {_fact_text(facts[name])} in the file, {_fact_text(value)} now"
         for name, value in now.items()
         if facts[name] != value
     ]
     if differences:
         raise PlanError(
-            f"the plan was made for something else: {'; '.join(differences)}",
-            where=job.plan,
-            remedy=f"write it again with trainwright plan --out {job.plan}, or set plan={facts['plan']!r}",
+            f"the plan was made for another job or cluster: {'; '.join(differences)}",
+            where=job.planning.plan,
+            remedy=f"write it again with trainwright plan --out {job.planning.plan}, or set plan={facts['plan']!r}",
         )
     return job.replace(plan=facts["plan"], strategy=facts["strategy"])
 
@@ -364,16 +337,16 @@ def _read_plan(path: str) -> dict[str, Any]:
         facts = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(
-            f"the plan cannot be read: {error.strerror}", where=path, remedy="give the path of a plan's file"
+            f"the plan cannot be read: {error.strerror}", where=path, remedy="give the path of a plan file"
         ) from None
     except ValueError as error:
         raise PlanError(
-            f"the file is no JSON: {error}", where=path, remedy="write it with trainwright plan --out"
+            f"the file is not JSON: {error}", where=path, remedy="write it with trainwright plan --out"
         ) from None
     wanted = {"strategy", "plan", "model", "cluster", "batch_size", "precision"}
     if not isinstance(facts, dict) or facts.get("trainwright_plan") != _PLAN_VERSION or not wanted <= facts.keys():
         raise PlanError(
-            "the file holds no plan of this version", where=path, remedy="write it with trainwright plan --out"
+            "the file has no plan of this version", where=path, remedy="write it with trainwright plan --out"
         )
     return facts
 
@@ -388,29 +361,26 @@ def _model_facts(profile: ModelProfile) -> dict[str, Any]:
 
 
 def _cluster_facts(cluster: Cluster) -> dict[str, Any]:
-    """What a plan rests on; which machines they are may change."""
+    """Return the facts of a cluster that a plan depends on; its machines may be replaced by equal ones."""
     nodes = sorted([node.cpus, node.accelerators, node.kind] for node in cluster.nodes)
     return {"nodes": len(nodes), "cpus": cluster.cpus, "accelerators": cluster.accelerators, "each": nodes}
 
 
-def _describe_fact(value: Any) -> str:
+def _fact_text(value: Any) -> str:
+    """Return a fact as text; without the list of nodes, which would be long."""
     if not isinstance(value, dict):
         return str(value)
-    if "parameters" in value:
-        return f"{value['parameters']:,} parameters of {value['framework']} ({value['fingerprint']})"
-    kinds = sorted({kind for _, count, kind in value["each"] if count})
-    devices = f", {value['accelerators']} {' and '.join(filter(None, kinds))}" if value["accelerators"] else ""
-    return f"{value['nodes']} nodes, {value['cpus']:g} CPUs{devices}"
+    return ", ".join(f"{name} {item}" for name, item in value.items() if name != "each")
 
 
-# --- How far a cluster that starts nodes is asked to grow for a job ---------------------------------------------------
+# --- How many nodes a cluster starts for a job ------------------------------------------------------------------------
 
 
 def expansions(cluster: Cluster, job: Job) -> Iterator[Cluster]:
-    """What runs, with the fewest nodes more that have room for the workers that the job begins with; then larger ones.
+    """Yield the running nodes with the fewest more that the job's first workers need; then larger clusters.
 
-    Whoever plans takes the first on which there is a plan: a model that does not fit asks for more by itself. An
-    elastic job begins with its `min_workers`, and grows when more nodes have come.
+    The planner takes the first cluster with a plan, so that a model that does not fit gets more nodes. An elastic job
+    starts with its `min_workers`, and grows when more nodes have joined.
     """
     kind = accelerator_kind(cluster, job)
     cluster = replace(cluster, possible=usable_nodes(cluster, kind))
@@ -424,29 +394,29 @@ def expansions(cluster: Cluster, job: Job) -> Iterator[Cluster]:
 
 
 def grow_to_slots(cluster: Cluster, job: Job, slots: int) -> Cluster:
-    """What runs, with the fewest nodes more that have so many slots; with all of them where these are too few."""
+    """Return the running nodes with the fewest more that give a number of slots, or with all possible nodes."""
     kind = accelerator_kind(cluster, job)
     cluster = replace(cluster, possible=usable_nodes(cluster, kind))
     return cluster.grown(nodes_needed(cluster, kind, slots))
 
 
 def accelerator_kind(cluster: Cluster, job: Job) -> str:
-    """The accelerator that the job names, that runs, or that could come; empty for CPUs."""
-    if job.accelerator != "auto":
-        return "" if job.accelerator == "cpu" else job.accelerator.upper()
+    """Return the accelerator that the job names, that is running, or that could be started; "" for CPUs."""
+    if job.scaling.accelerator != "auto":
+        return "" if job.scaling.accelerator == "cpu" else job.scaling.accelerator.upper()
     kinds = {node.accelerator for node in cluster.possible}
     return cluster.accelerator or next((name for name in RAY_RESOURCES if name in kinds), "")
 
 
 def usable_nodes(cluster: Cluster, kind: str) -> tuple[Node, ...]:
-    """The possible nodes of use; for CPUs those with accelerators come last."""
+    """Return the usable possible nodes; for CPUs, nodes with accelerators come last."""
     if not kind:
         return tuple(sorted(cluster.possible, key=lambda node: node.accelerators > 0))
     return tuple(node for node in cluster.possible if node.accelerator == kind)
 
 
 def nodes_needed(cluster: Cluster, kind: str, slots: int) -> int:
-    """How many of the possible nodes give so many slots of a kind; all where they are too few."""
+    """Return how many possible nodes give a number of slots of a kind; all where they are too few."""
     most = len(cluster.possible)
     for number in range(most):
         there = cluster.grown(number)
@@ -457,27 +427,28 @@ def nodes_needed(cluster: Cluster, kind: str, slots: int) -> int:
 
 
 def growth_notes(cluster: Cluster, job: Job) -> Iterator[str]:
-    """Notes of a plan: what has to be started for it, and what could be."""
+    """Yield notes of a plan: nodes that must be started for it, and nodes that could be."""
     if cluster.unseen:
-        yield f"only nodes that run are planned with: {cluster.unseen}"
+        yield f"the plan uses only running nodes: {cluster.unseen}"
     if cluster.coming:
         yield f"{_count_nodes(cluster.coming)} to be started first, which can take minutes and cost money"
     possible = usable_nodes(cluster, accelerator_kind(cluster, job))
-    if possible and not (job.workers or job.elastic or job.plan):
+    if possible and not (job.scaling.workers or job.scaling.elastic or job.planning.plan):
         more = _count_nodes(possible)
         yield f"the cluster can start {more} more: workers= asks for them, max_workers= grows into them"
 
 
 def _first_slots(job: Job) -> int:
-    """Slots that the job begins with."""
-    pins = PlanConstraints.parse(job.plan) if job.plan and not job.plan.endswith(_PLAN_SUFFIX) else None
-    workers = job.min_workers or job.workers
+    """Return how many worker slots the job starts with."""
+    plan = job.planning.plan
+    pins = PlanConstraints.parse(plan) if plan and not plan.endswith(_PLAN_SUFFIX) else None
+    workers = job.scaling.min_workers or job.scaling.workers
     if not workers and pins is not None and pins.mesh:
         return pins.mesh.size
-    return (workers or 1) * (job.devices or 1)
+    return (workers or 1) * (job.tensorflow.devices or 1)
 
 
 def _count_nodes(nodes: tuple[Node, ...]) -> str:
-    """`2 nodes (gpu), 1 node (cpu)`."""
+    """Return a text such as `2 nodes (gpu), 1 node (cpu)`."""
     counts = Counter(node.name.rpartition("#")[0] for node in nodes)
     return ", ".join(f"{count} node{'s' if count != 1 else ''} ({name})" for name, count in counts.items())

@@ -1,4 +1,7 @@
-"""What the user's model costs: builds it once, without memory where the framework can, and asks its framework."""
+"""Profile a job's model, and benchmark accelerators that are missing from the built-in table.
+
+The model is built once, without memory where the framework can do that, and its framework counts the costs.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,10 @@ def profile_job(job: Job, dataset: Dataset, index: Index) -> ModelProfile:
         UserCodeError: `model()` raised.
         JobError: `model()` returned something that no engine knows.
     """
-    sample = job.collation(first_batch(dataset, index, job.columns))
+    sample = job.data.collation(first_batch(dataset, index, job.columns))
     model = build_model(job.model)
     profile: ModelProfile = profiler_of(model).profile_model(
-        model, sample, job.arguments, keywords=job.keywords, step=job.step
+        model, sample, job.arguments, keywords=job.keywords, step=job.training.step
     )
     if isinstance(job.loss, DistillationLoss):
         profile = replace(profile, guests=tuple(each.profile(sample) for each in job.loss.inline.values()))
@@ -46,7 +49,7 @@ def profile_job(job: Job, dataset: Dataset, index: Index) -> ModelProfile:
 
 
 def build_model(build: Callable[[], Any]) -> Any:
-    """What `model()` gives, without memory where the user's code can do that. Raises UserCodeError."""
+    """Call `model()`, without memory where the user's code can do that. Raises UserCodeError."""
     try:
         with _meta_device():
             return build()
@@ -62,7 +65,7 @@ def build_model(build: Callable[[], Any]) -> Any:
 
 
 def profiler_of(model: Any) -> Any:
-    """The module that knows a model's framework. Raises JobError for what is no model."""
+    """Return the profiler of a model's framework. Raises JobError for an object that is no model."""
     for kind in type(model).__mro__:
         for package, module in _FRAMEWORKS.items():
             if kind.__module__.startswith(package):
@@ -79,7 +82,7 @@ def framework_of(model: Any) -> str:
 
 
 def _meta_device() -> contextlib.AbstractContextManager[Any]:
-    """Torch's meta device where torch is in use."""
+    """Use torch's meta device where torch is loaded."""
     torch = sys.modules.get("torch")
     return torch.device("meta") if torch is not None else contextlib.nullcontext()
 
@@ -91,7 +94,7 @@ _BENCHMARK_DEADLINE_S = 180.0  # for a process to start and measure
 
 
 def benchmark_accelerators(*, everything: bool = False) -> tuple[Accelerator, ...]:
-    """Measure one device of each kind on the connected cluster, and put it into the table of this process.
+    """Benchmark one device of each kind on the connected cluster, and add it to this process's table.
 
     Args:
         everything: also those whose data sheet is known, and a core of a CPU.
@@ -108,7 +111,7 @@ def benchmark_accelerators(*, everything: bool = False) -> tuple[Accelerator, ..
 
 
 def format_as_python(item: Accelerator) -> str:
-    """A line for a job file that describes an accelerator."""
+    """Return a line for a job file that adds an accelerator to the table."""
     rates = ", ".join(f'"{name}": {rate:.3g}' for name, rate in item.flops_per_s.items())
     fields = [
         f'name="{item.name}"', f"memory_bytes={item.memory_bytes}", f"flops_per_s={{{rates}}}",
@@ -120,7 +123,7 @@ def format_as_python(item: Accelerator) -> str:
 
 
 def _unknown_kinds(cluster: Cluster, everything: bool) -> list[tuple[str, str]]:
-    """Kinds to measure, with Ray's resource for each."""
+    """Return the kinds to measure, with Ray's resource for each."""
     kinds = {node.kind: node.accelerator for node in cluster.nodes if node.accelerators}
     chosen = [(kind, name) for kind, name in kinds.items() if everything or find_accelerator(kind) is None]
     unnamed = [name for kind, name in chosen if not kind]
@@ -134,7 +137,7 @@ def _unknown_kinds(cluster: Cluster, everything: bool) -> list[tuple[str, str]]:
 
 
 def _benchmark(kind: str, resource: str) -> Accelerator:
-    """By a task that holds the device."""
+    """Measure a device in a Ray task that holds it."""
     import ray
 
     if resource not in ("GPU", "CPU"):

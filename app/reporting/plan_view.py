@@ -6,15 +6,12 @@ Tables are for the terminal (rich), HTML for notebooks.
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby, product
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -35,26 +32,7 @@ from trainwright.core.plan import (
 )
 from trainwright.strategies import current_engine
 
-if TYPE_CHECKING:
-    from trainwright.planning.planner import Decision
-
 _Fact = TypeVar("_Fact")
-
-
-def compare_plans(plan: Plan, best: Plan) -> str:
-    """Return how much longer a plan takes than the best one: per step, or to the same loss where that differs."""
-    own, other = plan.estimate, best.estimate
-    assert own is not None and other is not None, "both were ranked"
-    if not own.factors and not other.factors:
-        return f"predicted {own.step_s / other.step_s:.2f} times the step time of {best.strategy}"
-    took = f"predicted {own.target_s / other.target_s:.2f} times the time of {best.strategy} to the same loss"
-    steps = f"{own.step_s / other.step_s:.2f} times its step time"
-    return f"{took} ({', '.join([steps, *_factors_of(own)])})"
-
-
-def _factors_of(estimate: Estimate) -> list[str]:
-    """Return the factors by which the same loss takes longer: `staleness x 1.15`."""
-    return [f"{name.replace('_', ' ')} x {factor:.2f}" for name, factor in estimate.factors.items()]
 
 
 def plan_line(plan: Plan) -> str:
@@ -80,48 +58,6 @@ def plan_name(plan: Plan) -> str:
 def infeasible_name(misfit: InfeasiblePlan) -> str:
     """Return the name of an infeasible plan: the strategy, with degrees where they are known."""
     return f"{misfit.strategy}: {plan_name(misfit.plan)}" if misfit.plan else misfit.strategy
-
-
-def plan_table(decision: Decision) -> RenderableType:
-    """The decision for the terminal: the chosen plan and what it costs, then the others with reasons."""
-    parts: list[RenderableType] = [
-        Text.assemble(("Plan  ", "bold"), (plan_line(decision.chosen), "bold green")),
-        Padding(facts_table(_context(decision) + plan_rows(decision.chosen)), (1, 0, 0, 2)),
-    ]
-    mesh = mesh_table(decision.chosen, planned_nodes(decision.chosen, decision.used))
-    if mesh is not None:
-        parts.append(Padding(mesh_text(mesh), (1, 0, 0, 2)))
-    if decision.chosen.estimate is not None:
-        parts.append(Padding(estimate_table(decision.chosen.estimate), (1, 0, 0, 2)))
-    others = other_rows(other_plans(decision))
-    if others:
-        parts.append(Padding(_others_table(others), (1, 0, 0, 2)))
-    return Group(*parts)
-
-
-def plan_text(decision: Decision, *, width: int = 110) -> str:
-    """The table of `plan_table` as plain text without colours."""
-    out = io.StringIO()
-    Console(file=out, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(
-        plan_table(decision)
-    )
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-def plan_html(decision: Decision) -> str:
-    """The decision as HTML that inherits the colours of the page around it (notebooks, light and dark)."""
-    rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in _context(decision))
-    rows += "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in plan_rows(decision.chosen))
-    mesh = mesh_table(decision.chosen, planned_nodes(decision.chosen, decision.used))
-    parts = [
-        f"<style>{_STYLE}</style><div class='tw-plan'>",
-        f"<p class='tw-head'>{escape(plan_line(decision.chosen))}</p><table>{rows}</table>",
-        mesh_html(mesh) if mesh else "",
-        *([_estimate_html(decision.chosen.estimate), decision.timeline] if decision.chosen.estimate else []),
-        _others_html(other_rows(other_plans(decision))),
-        "</div>",
-    ]
-    return "".join(parts)
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -151,7 +87,7 @@ def plan_rows(plan: Plan) -> list[tuple[str, str]]:
         low, high = formatting.duration(plan.estimate.low_s), formatting.duration(plan.estimate.high_s)
         rows.append(("step, predicted", f"{formatting.duration(plan.estimate.step_s)} ({low} to {high})"))
         if plan.estimate.factors:
-            said = f"{', '.join(_factors_of(plan.estimate))} (a model, not verified)"
+            said = f"{', '.join(factor_texts(plan.estimate))} (a model, not verified)"
             rows.append(("to the same loss", said))
         rows.append(("memory by stage" if plan.mesh.pipeline > 1 else "memory", memory_text(plan.estimate)))
     return rows + [("note", note) for note in plan.notes]
@@ -167,6 +103,11 @@ def _server_rows(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
+def factor_texts(estimate: Estimate) -> list[str]:
+    """By what the same loss takes longer: `staleness x 1.15`."""
+    return [f"{name.replace('_', ' ')} x {factor:.2f}" for name, factor in estimate.factors.items()]
+
+
 def memory_text(estimate: Estimate) -> str:
     """Return the memory of the stages and of a device: `1.2 GiB to 3.4 GiB of 80 GiB`."""
     low, high = min(estimate.stage_memory_bytes), max(estimate.stage_memory_bytes)
@@ -178,17 +119,6 @@ def stage_sizes_text(stages: Iterable[int]) -> str:
     """`4, 6 x 3, 5`: equal neighbours together."""
     sizes = ((size, len(list(same))) for size, same in groupby(stages))
     return ", ".join(f"{size} x {count}" if count > 1 else str(size) for size, count in sizes)
-
-
-def other_plans(decision: Decision) -> list[dict[str, str]]:
-    """Rejected and infeasible plans as facts for `RunStarted.rejected`: strategy, plan, reason, hint."""
-    rejected = [
-        {"strategy": item.plan.strategy, "plan": f"{item.plan.strategy}: {plan_name(item.plan)}", "reason": item.reason}
-        for item in decision.rejected
-    ]
-    return rejected + [
-        {"strategy": item.strategy, "reason": item.reason, "hint": item.hint} for item in decision.infeasible
-    ]
 
 
 def other_rows(facts: Sequence[Mapping[str, str]]) -> list[tuple[str, str, str]]:
@@ -229,12 +159,6 @@ def _known(kind: type[_Fact], facts: Mapping[str, Any]) -> _Fact:
     """Return an object of the fields that this version knows; a later version may have written more."""
     names = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in facts.items() if name in names})
-
-
-def _context(decision: Decision) -> list[tuple[str, str]]:
-    profile = decision.profile
-    parameters = f"{formatting.count(profile.parameters, 'parameter')} ({formatting.size(profile.parameter_bytes)})"
-    return [("model", f"{parameters}, {profile.framework}"), ("cluster", str(decision.cluster))]
 
 
 def _degrees(plan: Plan) -> str:
@@ -307,49 +231,17 @@ def estimate_table(estimate: Estimate) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     for name, seconds in estimate.terms.items():
-        bar = Text("▇" * round(24 * _share_of_step(seconds, estimate)), style="cyan")
+        bar = Text("▇" * round(24 * share_of_step(seconds, estimate)), style="cyan")
         table.add_row(name.replace("_", " "), formatting.duration(seconds), bar)
     return table
 
 
-def _share_of_step(seconds: float, estimate: Estimate) -> float:
+def share_of_step(seconds: float, estimate: Estimate) -> float:
+    """Return a time as a share of the predicted step."""
     return seconds / estimate.step_s if estimate.step_s > 0 else 0.0
 
 
-def _others_table(rows: Sequence[tuple[str, str, str]]) -> Table:
-    table = Table(title="Not chosen", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    for name in ("plan", "", "why"):
-        table.add_column(name, header_style="dim", overflow="fold")
-    for plan, verdict, why in rows:
-        table.add_row(Text(plan), Text(verdict, style="yellow" if verdict == "rejected" else "red"), Text(why))
-    return table
-
-
-_STYLE = (
-    ".tw-plan{font:13px/1.5 system-ui,sans-serif;max-width:60em}.tw-plan .tw-head{font-weight:600;margin:.3em 0}"
-    ".tw-plan table{border-collapse:collapse;margin:.3em 0 .8em}.tw-plan th,.tw-plan td{text-align:left;border:0;"
-    "padding:.1em 1em .1em 0;vertical-align:top;background:none}.tw-plan th{font-weight:400;opacity:.65}"
-    ".tw-plan .tw-bar{display:inline-block;height:.6em;border-radius:2px;background:#2a78d6}"
-)
-
-
-def _estimate_html(estimate: Estimate) -> str:
-    rows = "".join(
-        f"<tr><th>{escape(name.replace('_', ' '))}</th><td>{formatting.duration(seconds)}</td>"
-        f"<td><span class='tw-bar' style='width:{12 * _share_of_step(seconds, estimate):.2f}em'></span></td></tr>"
-        for name, seconds in estimate.terms.items()
-    )
-    return f"<table>{rows}</table>" if rows else ""
-
-
-def _others_html(rows: Sequence[tuple[str, str, str]]) -> str:
-    if not rows:
-        return ""
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<p class='tw-head'>Not chosen</p><table>{body}</table>"
-
-
-# --- ranks by node ----------------------------------------------------------------------------------------------------
+# --- Which rank holds which part of the model and of the batch, and on which node -------------------------------------
 
 
 _NAMED_NODES = 3  # so many nodes of one row are all named

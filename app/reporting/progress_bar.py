@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
@@ -20,9 +20,6 @@ from trainwright.core.events import Event, Formed, Steps
 from trainwright.core.plan import Plan
 from trainwright.reporting.event_messages import EventFormatter, OutputLine, ProgressFigures, Tone
 from trainwright.reporting.plan_view import plan_line
-
-if TYPE_CHECKING:
-    from trainwright.planning.planner import Decision
 
 _STYLES: dict[Tone, str] = {"plain": "", "good": "green", "warning": "yellow", "bad": "bold red"}
 _PLAIN_SHARE, _PLAIN_S = 0.1, 10.0  # a plain line after this share of the run, and after this many seconds
@@ -46,7 +43,7 @@ class RunProgress:
     """An event listener that shows the progress of a run. Use as a context manager, or call `close`.
 
     Args:
-        decision: the plan and its notes are the first lines.
+        plan: shown in the first line, its notes in the next ones.
         verbose: also show checkpoints, processes, and the tracebacks of failures that the run recovered from.
         console: where to write; stderr by default, so that stdout is free for data.
         surface: shows lines and figures; by default the one that suits the console.
@@ -54,7 +51,7 @@ class RunProgress:
 
     def __init__(
         self,
-        decision: Decision | None = None,
+        plan: Plan | None = None,
         *,
         verbose: bool = False,
         console: Console | None = None,
@@ -62,7 +59,7 @@ class RunProgress:
     ) -> None:
         self._formatter = EventFormatter(verbose=verbose)
         self._surface = surface or display_for(console or Console(file=sys.stderr))
-        self._first = [] if decision is None else _plan_lines(decision.chosen)
+        self._first = [] if plan is None else _plan_lines(plan)
 
     def __enter__(self) -> Self:
         return self

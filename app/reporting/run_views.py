@@ -35,7 +35,6 @@ from rich.text import Text
 from trainwright.core import formatting
 from trainwright.core.errors import StorageError, escape_control_characters, nearest
 from trainwright.core.events import Event, RunStarted
-from trainwright.planning.code_fingerprint import without_code_table
 from trainwright.reporting.event_messages import event_line, failure_text, recovery_text, waiting_text
 from trainwright.reporting.plan_view import (
     MeshTable,
@@ -216,7 +215,7 @@ def _details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
         "cluster": start.cluster,
         "dashboard": start.dashboard or None,
         "versions": start.versions,
-        "job": without_code_table(start.job),
+        "job": start.shown_job,
         "checkpoints": _checkpoints(store, run),
         "failures": [
             {"time_s": f.time_s, "step": f.step, "worker": f.worker, "node": f.node, "cause": f.cause}

@@ -12,8 +12,8 @@ from trainwright.core.errors import StorageError
 from trainwright.datasets.first_row import first_batch
 from trainwright.driver import messages as m
 from trainwright.driver.state_machine import begin_run, decide
+from trainwright.planning.decision import Decision
 from trainwright.planning.job_preparation import PreparedJob, store_metadata
-from trainwright.planning.planner import Decision
 from trainwright.ray_cluster.autoscaling import PendingNodeWatcher
 from trainwright.ray_cluster.placement_groups import WorkerPlacement
 from trainwright.runtime.effect_executor import EffectExecutor

@@ -40,8 +40,8 @@ from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Dataset, Index, table
 from trainwright.datasets.first_row import first_row
+from trainwright.planning.decision import Decision
 from trainwright.planning.job_preparation import PreparedJob
-from trainwright.planning.planner import Decision
 from trainwright.planning.profiler import build_model, framework_of, profiler_of
 from trainwright.strategies import STRATEGIES, engine_class
 from trainwright.strategies.common.single_rank import single_rank_engine

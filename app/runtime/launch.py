@@ -13,8 +13,8 @@ from ray.exceptions import RayError
 from trainwright.core.errors import JobError, ResourceError, TrainwrightError
 from trainwright.core.job import Job
 from trainwright.driver.messages import FinishRun
+from trainwright.planning.decision import Decision
 from trainwright.planning.job_preparation import PreparedJob, decide_plan, needs_cluster_to_open, prepare
-from trainwright.planning.planner import Decision
 from trainwright.ray_cluster.discovery import TOKEN_HELP, connect, has_cluster
 from trainwright.reporting.progress_bar import RunProgress
 from trainwright.runtime.function_trial import Preflight
@@ -58,7 +58,7 @@ def prepare_run(
             notes = [*notes, *trial.settle(decision)]
         if detached:
             return _start_detached_driver(job, prepared, resume=resume, fresh=fresh), decision
-        progress = RunProgress(decision, verbose=verbose)  # reading a row may open a model, which takes long
+        progress = RunProgress(decision.chosen, verbose=verbose)  # reading a row may open a model, which takes long
         return create_controller(prepared, decision, progress, fresh=fresh, notes=notes), decision
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainwright.planning.decision import Decision
 from trainwright.planning.job_preparation import PreparedJob
-from trainwright.planning.planner import Decision
 from trainwright.ray_cluster.placement_groups import WorkerPlacement
 from trainwright.reporting.html import ReportListener
 from trainwright.reporting.progress_bar import RunProgress

@@ -26,12 +26,12 @@ from trainwright.driver.run_policy import (
     WorldPolicy,
 )
 from trainwright.planning.alternative_layouts import MEASURING_SHARE, alternative_plans
+from trainwright.planning.decision import Decision, other_plans
 from trainwright.planning.job_description import state_relevant_fields
 from trainwright.planning.job_preparation import PreparedJob
-from trainwright.planning.planner import Decision, apply_plan_file
+from trainwright.planning.planner import apply_plan_file
 from trainwright.ray_cluster.placement_groups import WorkerPlacement, device_names
 from trainwright.ray_cluster.ray_compat import dashboard_link
-from trainwright.reporting.plan_view import other_plans
 from trainwright.runtime.ray_data_delivery import RayDataFeeder
 from trainwright.strategies import engine_class
 from trainwright.strategies.search.plan_request import PlanRequest

@@ -1,11 +1,11 @@
-"""Hundreds of workers against servers on a virtual clock, with the real book of leases and gate.
+"""Simulate asynchronous training of hundreds of workers on a virtual clock, with the real lease table and admission.
 
-Pure: no clock but its own, no threads. Every server holds as much as the others and is sent the same pushes in the same
-order, so that one gate, one state and one set of queues stand for each of them: what is true of one is of all.
+Pure: no real clock, no threads. All servers hold equal parts and get the same pushes in the same order, so that one
+admission, one state and one set of queues stand for all of them.
 
-A unit is: leased; pulled through the servers' link out and the worker's link; computed; pushed, through the worker's
-link and the servers' link in; applied in the servers' memory. Nothing is sent while it is computed, which makes it a
-little slower than it is.
+A unit is leased; pulled through the servers' outgoing link and the worker's link; computed; pushed through the worker's
+link and the servers' incoming link; and applied in the servers' memory. Transfers and computation do not overlap, so
+that the simulation is a little slower than real runs.
 
 The noisy quadratic (Zhang et al., NeurIPS 2019): the loss is a sum of h * x^2 / 2 with curvatures h from 1 down, and a
 gradient's noise has the curvatures as its covariance, divided by the samples. It has what decides between forms of
@@ -50,13 +50,13 @@ class _Worker:
 
 @dataclass(kw_only=True, slots=True)
 class _Queue:
-    """What serves one after the other."""
+    """A queue that serves requests one after the other."""
 
     free_s: float = 0.0
     busy_s: float = 0.0
 
     def add(self, now_s: float, seconds: float) -> float:
-        """When what comes now and takes so long is done."""
+        """Return the end of a request that arrives now and takes a number of seconds."""
         self.free_s = max(self.free_s, now_s) + seconds
         self.busy_s += seconds
         return self.free_s
@@ -64,7 +64,7 @@ class _Queue:
 
 @dataclass(kw_only=True)
 class _Copy:
-    """The servers' state at a time."""
+    """A copy of the servers' state."""
 
     step: int = 0
     at_s: float = 0.0
@@ -101,7 +101,7 @@ class _UnitTimes:
 
 
 class Simulation:
-    """One scenario; `run` gives what it came to.
+    """A simulation of one scenario; `run` returns the outcome.
 
     Args:
         scenario: to simulate.
@@ -134,7 +134,7 @@ class Simulation:
         ]
 
     def run(self) -> SimulationResult:
-        """Until all steps are applied."""
+        """Run until all steps are applied."""
         scenario = self._scenario
         for worker in self._workers:
             self._fails(_DEAD, worker.number, worker.life, scenario.failures_per_hour)
@@ -175,7 +175,7 @@ class Simulation:
         self._pull(worker, max(self._now_s, self._memory.free_s) if self._waits else self._now_s)
 
     def _pull(self, worker: _Worker, ready_s: float) -> None:
-        """Ask for the parameters, and wait for one's turn."""
+        """Request the parameters, and wait for admission."""
         assert worker.idle_s is not None, "it waited from when it asked for the unit"
         self._waited_s += ready_s - worker.idle_s
         worker.idle_s = None
@@ -185,7 +185,7 @@ class Simulation:
         self._at(begin_s, _SERVED, worker)
 
     def _served(self, worker: _Worker) -> None:
-        """The parameters of now leave the servers; then it computes."""
+        """Send the current parameters to the worker, which then computes."""
         assert worker.grant is not None, "it pulls for a unit"
         worker.seen = self._gate.version
         if self._learner:
@@ -201,7 +201,7 @@ class Simulation:
         self._at(self._memory.add(there_s + times.latency_s, times.handled_s), _APPLIED, worker)
 
     def _applied(self, worker: _Worker) -> None:
-        """The servers have what was pushed; the worker asks for more."""
+        """Receive a push on the servers; the worker asks for the next unit."""
         grant, key = worker.grant, worker.key
         assert grant is not None, "it pushed a unit"
         verdict = self._gate.offer(key, grant.unit, grant.at, worker.seen)
@@ -233,13 +233,13 @@ class Simulation:
             self._pull(self._workers[heapq.heappop(self._parked)[1]], max(self._now_s, self._memory.free_s))
 
     def _wake(self) -> None:
-        """Who had nothing to do asks again, where there is something."""
+        """Let idle workers ask again where there is work."""
         while (key := self._book.first(self._idle, self._now_s)) is not None:
             self._lease(self._idle.pop(key))
         self._look_again()
 
     def _look_again(self) -> None:
-        """When a lease is overdue, where somebody has nothing to do."""
+        """Schedule the time at which a lease is overdue, where a worker is idle."""
         due_s = self._book.due_s()
         if self._idle and due_s is not None and max(due_s, self._now_s) < self._again_s:
             self._again_s = max(due_s, self._now_s)
@@ -248,7 +248,7 @@ class Simulation:
     # --- what goes wrong ---
 
     def _dead(self, worker: _Worker) -> None:
-        """Others are given what it held; it is back later, as a new process."""
+        """Lose a worker: others get its unit, and it returns later as a new process."""
         self._lost[0] += 1
         self._book.lost(worker.key)
         self._forget(worker)
@@ -257,7 +257,7 @@ class Simulation:
         self._wake()
 
     def _down(self) -> None:
-        """All servers go back to their last copy."""
+        """Lose a server: all servers return to their last copy."""
         scenario = self._scenario
         self._lost[1] += 1
         self._told()
@@ -277,7 +277,7 @@ class Simulation:
         self._fails(_DOWN, 0, 0, scenario.server_failures_per_hour * scenario.servers)
 
     def _forget(self, worker: _Worker) -> None:
-        """What it did is lost; what it does next is another process's."""
+        """Discard the work of a process; its next work is that of a new process."""
         number = worker.number
         self._idle.pop(worker.key, None)
         self._parked = [entry for entry in self._parked if entry[1] != number]
@@ -292,7 +292,7 @@ class Simulation:
     # --- beside it ---
 
     def _begin(self, step: int) -> None:
-        """A book and a gate of their own, as each generation of servers has."""
+        """Make a new lease table and admission, as each rendezvous epoch of servers has."""
         scenario = self._scenario
         rule = scenario.consistency
         self._waits = rule.waits
@@ -314,7 +314,7 @@ class Simulation:
             self._curve.append((self._now_s, self._book.step, tuple(losses.tolist())))
 
     def _told(self) -> None:
-        """Keep what the generation's gate and book counted."""
+        """Add up the counts of the epoch's admission and lease table."""
         self._staleness += self._gate.staleness()
         self._again += self._book.again
 
@@ -331,7 +331,7 @@ class Simulation:
         )  # fmt: skip
 
     def _noise(self) -> float:
-        """By what a unit takes longer or less than usual."""
+        """Return a random factor of a unit's time."""
         spread = self._scenario.spread
         if not spread:
             return 1.0
@@ -360,7 +360,7 @@ _NOISE_STRIDE = 40_503  # from one unit's to the next
 
 
 class ComputedPush(NamedTuple):
-    """A unit, and the parameters that it was computed on: (rates, SIZE)."""
+    """A unit, and the parameters that it was computed on, of shape (rates, SIZE)."""
 
     unit: WorkUnit
     x: _Array
@@ -399,12 +399,12 @@ class QuadraticProblem:
 
     @property
     def losses(self) -> _Array:
-        """Without noise, by learning rate."""
+        """Return the loss without noise, by learning rate."""
         found: _Array = 0.5 * (self.held.x * self.held.x) @ self._curvature
         return found
 
     def apply(self, pushes: Sequence[ComputedPush], *, staleness: int = 0) -> None:
-        """One update by the mean of what these come to; all are of as many samples and steps."""
+        """Apply one update by the mean of units with equal samples and steps."""
         x, speed = self.held
         factor = 1.0 / max(1, staleness) if self._scenario.consistency.scaled else 1.0
         if self._scenario.local_steps == 1:
@@ -415,7 +415,7 @@ class QuadraticProblem:
         self.held = _ServerState(x + outer.rate * (went + outer.momentum * speed), speed)
 
     def _gradient(self, pushes: Sequence[ComputedPush]) -> _Array:
-        """The mean; many were computed on the same parameters."""
+        """Return the mean; many units were computed on the same parameters."""
         if len(pushes) == 1:
             unit, x = pushes[0]
             alone: _Array = self._curvature * x + self._noise[self._place(unit.step, unit.share)]
@@ -428,7 +428,7 @@ class QuadraticProblem:
         return found
 
     def _went(self, pushes: Sequence[ComputedPush]) -> _Array:
-        """How far local steps went, on average."""
+        """Return the mean difference of local steps."""
         begun = np.stack([x for _, x in pushes])
         here = begun
         for step in range(pushes[0].unit.steps):
@@ -438,5 +438,5 @@ class QuadraticProblem:
         return found
 
     def _place(self, step: int, share: int) -> int:
-        """Of the noise of a share of a step, whoever computes it."""
+        """Return the noise of a share of a step, independent of the worker."""
         return (step * self._scenario.workers + share) * _NOISE_STRIDE % _NOISE_POOL

@@ -1,4 +1,4 @@
-"""What is simulated: workers, servers, links, how long a unit takes and what goes wrong."""
+"""The input and the outcome of a simulation: workers, servers, links, times, failures, and what was measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainwright.core.topology import Consistency, GradientCompression, OuterOpt
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A cluster that need not be there, and what it does.
+    """A hypothetical cluster and its work.
 
     Attributes:
         consistency: how far workers may be apart.
@@ -60,7 +60,7 @@ class Scenario:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raises PlanError for what makes no sense."""
+        """Check the values. Raises PlanError for values that make no sense."""
         for name in ("workers", "servers", "parameter_bytes", "batch_size", "steps", "compute_s", "local_steps"):
             if getattr(self, name) <= 0:
                 raise PlanError(f"{name}={getattr(self, name)} must be above 0", where=name, remedy="give another")
@@ -76,21 +76,21 @@ class Scenario:
 
     @property
     def shard_bytes(self) -> float:
-        """Of the parameters, what each server holds."""
+        """Bytes of the parameters on each server."""
         return self.parameter_bytes / self.servers
 
     @property
     def update_s(self) -> float:
-        """That one update takes a server: Adam reads and writes 28 bytes for each 4 of a parameter."""
+        """Seconds of an update on a server: Adam reads and writes 28 bytes for each 4 of a parameter."""
         return 7 * self.shard_bytes / self.update_bytes_per_s
 
     @property
     def added_s(self) -> float:
-        """That a server takes to add one push to others: two reads and a write."""
+        """Seconds to add a push to others on a server: two reads and a write."""
         return 3 * self.shard_bytes / self.update_bytes_per_s
 
 
-# --- What a simulation came to ----------------------------------------------------------------------------------------
+# --- Outcome ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +128,12 @@ class SimulationResult:
 
     @property
     def waited(self) -> float:
-        """Part of the workers' time."""
+        """Waiting share of the workers' time."""
         return self.waited_s / (self.seconds * self.scenario.workers)
 
     @property
     def best(self) -> int:
-        """The learning rate with the least loss at the end, by its number; the largest where nothing was learnt."""
+        """Index of the learning rate with the least final loss; the largest rate without learning."""
         last = self.curve[-1][2] if self.curve else (0.0,)
         return min(range(len(last)), key=lambda number: (not last[number] < float("inf"), last[number]))
 
@@ -143,12 +143,12 @@ class SimulationResult:
         return [(seconds, losses[self.best]) for seconds, _, losses in self.curve]
 
     def reaches(self, loss: float) -> float | None:
-        """Seconds to the first time that the loss is as low, at whichever learning rate is quickest; None if never."""
+        """Return the seconds to a loss at the fastest learning rate; None if it is never reached."""
         return next((seconds for seconds, _, losses in self.curve if min(losses) <= loss), None)
 
 
 def staleness_percentile(staleness: StalenessCounts, part: float) -> int:
-    """The staleness that so great a part of the pushes does not exceed; 0 where nothing was applied."""
+    """Return the staleness that a share of the pushes does not exceed; 0 without pushes."""
     total, seen = sum(staleness.counts.values()), 0
     for age, count in sorted(staleness.counts.items()):
         seen += count
@@ -158,7 +158,7 @@ def staleness_percentile(staleness: StalenessCounts, part: float) -> int:
 
 
 def fewest_servers(outcomes: Sequence[SimulationResult], gain: float = 1.05) -> Mapping[str, int]:
-    """By consistency, the fewest servers that are within a factor of the quickest number."""
+    """Return by consistency the fewest servers whose time is within a factor of the fastest."""
     found: dict[str, int] = {}
     for name in dict.fromkeys(str(one.scenario.consistency) for one in outcomes):
         mine = [one for one in outcomes if str(one.scenario.consistency) == name]

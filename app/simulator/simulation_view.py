@@ -1,4 +1,4 @@
-"""Outcomes as JSON-able data, for the terminal, and as a page.
+"""Show outcomes of simulations: JSON, a table in the terminal, an HTML page.
 
 Keys: {workers, steps, seed, target, outcomes: [{consistency, servers, wire, local_steps, outer, seconds, steps_per_s,
 waited, staleness: {unit, mean, p50, p95, most}, dropped, again, busy, busiest, workers_lost, servers_lost,
@@ -35,14 +35,14 @@ _LEARNED = (
 
 
 def _target_of(outcomes: Sequence[SimulationResult]) -> float | None:
-    """The loss that all are timed to: a little above what `sync` comes to, else the first; None without learning."""
+    """Return the target loss: a little above the final loss of `sync`, else of the first; None without learning."""
     learnt = [one for one in outcomes if one.losses]
     sync = [one for one in learnt if one.scenario.consistency.bound == 0 and not one.scenario.consistency.backup]
     return _SHOWN * (sync or learnt)[0].losses[-1][1] if learnt else None
 
 
 def as_data(outcomes: Sequence[SimulationResult]) -> dict[str, Any]:
-    """The outcomes as JSON-able data."""
+    """Return the outcomes as data for JSON."""
     first, target = outcomes[0].scenario, _target_of(outcomes)
     return {
         "workers": first.workers,
@@ -86,7 +86,7 @@ def _facts(one: SimulationResult, target: float | None) -> dict[str, Any]:
 
 
 def _rows(outcomes: Sequence[SimulationResult]) -> list[tuple[str, ...]]:
-    """Below `_HEADINGS`."""
+    """Return the cells of a row below `_HEADINGS`."""
     target = _target_of(outcomes)
     return [_row(one, target) for one in outcomes]
 
@@ -117,7 +117,7 @@ def _name(one: SimulationResult) -> str:
 
 
 def _sentences(outcomes: Sequence[SimulationResult]) -> list[str]:
-    """What the figures rest on and come to."""
+    """Return notes on assumptions and results."""
     target, found = _target_of(outcomes), [_ASSUMPTIONS, _WAITED]
     if target is not None:
         found.append(_LEARNED)
@@ -144,7 +144,7 @@ def _paid(name: str, enough: int, most: int) -> str:
 
 
 def _headline(outcomes: Sequence[SimulationResult]) -> str:
-    """What was simulated."""
+    """Return a line that describes the scenario."""
     first = outcomes[0].scenario
     slow = f" ({len(first.slow)} of them up to {max(first.slow):g} times slower)" if first.slow else ""
     return (
@@ -154,7 +154,7 @@ def _headline(outcomes: Sequence[SimulationResult]) -> str:
 
 
 def as_table(outcomes: Sequence[SimulationResult]) -> RenderableType:
-    """The outcomes for the terminal."""
+    """Return the outcomes for the terminal."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in _HEADINGS:
         table.add_column(heading, header_style="dim", justify="right" if heading in _NUMBER_COLUMNS else "left")
@@ -165,7 +165,7 @@ def as_table(outcomes: Sequence[SimulationResult]) -> RenderableType:
 
 
 def as_page(outcomes: Sequence[SimulationResult]) -> str:
-    """The outcomes as a page: loss and staleness drawn, the table below."""
+    """Return the outcomes as a page: charts of loss and staleness, and a table."""
     several = len({one.scenario.servers for one in outcomes}) > 1
     names = [f"{_name(one)}, {one.scenario.servers} srv." if several else _name(one) for one in outcomes]
     losses = {name: one.losses for name, one in zip(names, outcomes, strict=True)}
@@ -188,7 +188,7 @@ def _drawn(name: str, curves: dict[str, list[tuple[float, float]]], xlabel: str,
 
 
 def _cumulated(one: SimulationResult) -> list[tuple[float, float]]:
-    """Staleness, and the share of pushes that were no staler; nothing where none was stale."""
+    """Return staleness and the share of pushes that were no staler; empty where none was stale."""
     if not one.staleness.mean:
         return []
     counts = sorted(one.staleness.counts.items())

@@ -10,7 +10,6 @@ from typing import Any
 
 from trainwright.core.events import Checkpointed, Evaluated, Event, RunEnded, RunStarted, Steps
 from trainwright.core.redaction import redact
-from trainwright.planning.code_fingerprint import without_code_table
 from trainwright.reporting.plan_view import plan_from
 from trainwright.storage.object_store import Store
 from trainwright.tracking.experiment_trackers import Row, RunResult, TrackedRun, Tracker
@@ -156,9 +155,7 @@ def params_of(event: RunStarted) -> Mapping[str, str]:
     """Return the facts of job and plan that are not empty."""
     plan = plan_from(event.plan)
     facts = {"plan": plan.name, "workers": str(plan.workers)} if plan else {}
-    job = {
-        f"job.{name}": str(value) for name, value in without_code_table(event.job).items() if str(value) not in _EMPTY
-    }
+    job = {f"job.{name}": str(value) for name, value in event.shown_job.items() if str(value) not in _EMPTY}
     return {name: redact(value) for name, value in {**job, **facts, "cluster": event.cluster}.items() if value}
 
 

@@ -21,7 +21,7 @@ from trainwright.core.data import Batch, Columns, Feed, MetricSums, zero_weight
 from trainwright.core.engine import (
     CheckpointFile,
     CheckpointRef,
-    CoordinatorEngine,
+    CoordinatorTopologyEngine,
     Engine,
     IndependentEngine,
 )
@@ -226,7 +226,7 @@ class Worker:
         elif self._plan.topology == "independent":
             stopped = self._serve(steps.stop)
         elif self._plan.topology == "coordinator" and self._role != "chief":
-            cast(CoordinatorEngine, self._engine).follow()
+            cast(CoordinatorTopologyEngine, self._engine).follow()
         else:
             stopped, finished = self._step_together(steps.stop)
             self._engine.verify()  # whatever follows, a checkpoint or an evaluation, is of one state

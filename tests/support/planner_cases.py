@@ -8,7 +8,8 @@ from typing import Any
 import trainwright as tw
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.model_profile import LayerCost, ModelProfile
-from trainwright.planning.planner import Decision, choose
+from trainwright.planning.decision import Decision
+from trainwright.planning.planner import choose
 
 PROFILE = ModelProfile(
     framework="torch", layers=(LayerCost(name="l", parameters=1000, parameter_bytes=4000, flops=1e6),)

@@ -10,7 +10,7 @@ from trainwright.core import events
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.core.plan import Estimate, InfeasiblePlan, Mesh, Plan, RejectedPlan, WorkerResources
-from trainwright.planning.planner import Decision
+from trainwright.planning.decision import Decision
 
 PLAN = Plan(
     strategy="data_parallel",

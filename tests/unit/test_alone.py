@@ -58,7 +58,7 @@ def test_forms_on_the_wire(text: str) -> None:
         ({"consistency": "sync(backup=2)", "workers": 2}, "waits for none of workers=2"),
         ({"consistency": "async(scaled)", "local_steps": 4}, 'use "async"'),
         ({"consistency": "sync(backup=1)", "local_steps": 4}, "leave one of them out"),
-        ({"consistency": "async", "run": "fit"}, 'consistency= has no place in run="fit"'),
+        ({"consistency": "async", "run": "fit"}, 'consistency= cannot be used with run="fit"'),
     ],
 )
 def test_what_contradicts_itself_is_told(fields: dict[str, Any], message: str) -> None:

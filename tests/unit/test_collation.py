@@ -188,8 +188,8 @@ def test_a_collate_function_is_given_all_columns() -> None:
     [
         ({"pad": {"tokens": Pad()}}, "pad='tokens' is neither an input nor a target: valid names: x"),
         ({"inputs": "tokens", "pad": {"token": Pad()}}, "did you mean 'tokens'"),
-        ({"pad": {"x": Pad()}, "collate": fails}, "collate= takes the place of pad="),
-        ({"inputs": {"input-ids": "x"}}, "no name of an argument"),
+        ({"pad": {"x": Pad()}, "collate": fails}, "collate= replaces pad="),
+        ({"inputs": {"input-ids": "x"}}, "not a valid argument name"),
         ({"inputs": {"a": 3}}, "inputs"),
         ({"inputs": {}}, "inputs= is missing"),
     ],

@@ -21,8 +21,9 @@ import pytest
 import torch
 
 import trainwright as tw
+from trainwright.core.events import CODE_FIELD
 from trainwright.planning.code_fingerprint import CodeFingerprints
-from trainwright.planning.job_description import CODE, comparable, describe, description_changes, state_relevant_fields
+from trainwright.planning.job_description import comparable, describe, description_changes, state_relevant_fields
 from trainwright.planning.job_file import load_job
 from trainwright.worker.worker_config import pickle_job, unpickle_job
 
@@ -348,14 +349,18 @@ def test_every_process_gives_the_same_fingerprint(described: Any, tmp_path: Path
 
 def test_an_older_description_raises_no_false_alarm(described: Any) -> None:
     now = described({})
-    old = {name: text for name, text in now.items() if name != CODE}
+    old = {name: text for name, text in now.items() if name != CODE_FIELD}
     old |= {"model": "partial [01234567]", "train": now["train"].replace("functions ", "functions 0")[:-1]}
     assert comparable(now) and not comparable(old)
     assert description_changes(old, now) == []
     assert description_changes({**old, "batch_size": "7", "model": "other [01234567]"}, now) == [
         "model: other -> partial", "batch_size: 7 -> 1"]  # fmt: skip
-    table = json.loads(now[CODE])
-    python = {**now, "model": "partial [01234567]", CODE: json.dumps({**table, "scheme": "bytecode of Python 3.9"})}
+    table = json.loads(now[CODE_FIELD])
+    python = {
+        **now,
+        "model": "partial [01234567]",
+        CODE_FIELD: json.dumps({**table, "scheme": "bytecode of Python 3.9"}),
+    }
     assert description_changes(python, now) == [] and not comparable(python)
 
 

@@ -99,7 +99,7 @@ def test_a_job_for_cpus_starts_no_node_with_accelerators_where_it_has_room() -> 
 
 def test_what_is_not_known_is_told() -> None:
     (grown,) = expansions(Cluster(nodes=(HEAD,), unseen="no answer (the head)"), job())
-    assert list(growth_notes(grown, job())) == ["only nodes that run are planned with: no answer (the head)"]
+    assert list(growth_notes(grown, job())) == ["the plan uses only running nodes: no answer (the head)"]
 
 
 def test_what_runs_already_is_used_first() -> None:

@@ -59,7 +59,7 @@ def test_all_problems_are_said_at_once_with_the_nearest_name() -> None:
         ({"local_state": "hidden", "min_workers": 1}, "leave min_workers= and max_workers= out"),
         ({"batch_norm": "sync", "accumulation": 2}, "leave accumulation= out"),
         ({"sample_weight": "w", "class_weight": {0: 2.0}, "targets": "y"}, "exclude each other"),
-        ({"loss": None, "step": max, "sample_weight": "w"}, "sample_weight= has no place with step="),
+        ({"loss": None, "step": max, "sample_weight": "w"}, "sample_weight= cannot be used with step="),
         ({"class_weight": {0: 2.0}}, "class_weight= needs one column of targets="),
         ({"loss": Summed()}, 'loss= has reduction="sum"'),
     ],
@@ -247,7 +247,7 @@ def test_fit_says_what_takes_the_place_of_what_it_cannot_do() -> None:
     assert len(caught.value.problems) == len(wrong)
     for name, remedy in {"clip_norm": "global_clipnorm", "accumulation": "gradient_accumulation_steps"}.items():
         assert any(
-            problem.startswith(f"{name}= has no place") and remedy in problem for problem in caught.value.problems
+            problem.startswith(f"{name}= cannot be used") and remedy in problem for problem in caught.value.problems
         )
 
 

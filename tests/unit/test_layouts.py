@@ -19,7 +19,7 @@ from trainwright.planning.alternative_layouts import (
     candidate_plans,
     is_worth_measuring,
 )
-from trainwright.planning.planner import Decision
+from trainwright.planning.decision import Decision
 from trainwright.reporting.run_history import RunHistory
 from trainwright.strategies.search.plan_request import PlanRequest
 

@@ -68,17 +68,19 @@ def test_a_file_for_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_plan(str(path), decide())
     wider = replace(PROFILE, layers=(replace(PROFILE.layers[0], parameters=2000),))
-    with pytest.raises(PlanError, match=r"model: 1,000 parameters of torch .* then, 2,000 parameters"):
+    with pytest.raises(PlanError, match=r"model: parameters 1000, framework torch, .* in the file, parameters 2000"):
         apply_plan_file(job(plan=str(path)), wider, LAPTOP)
-    with pytest.raises(PlanError, match="1 nodes, 2 CPUs then, 2 nodes, 16 CPUs, 2"):
+    with pytest.raises(
+        PlanError, match="nodes 1, cpus 2, accelerators 0 in the file, nodes 2, cpus 16, accelerators 2"
+    ):
         apply_plan_file(job(plan=str(path)), PROFILE, GPUS)
-    with pytest.raises(PlanError, match="batch_size: 64 then, 128 now"):
+    with pytest.raises(PlanError, match="batch_size: 64 in the file, 128 now"):
         apply_plan_file(job(plan=str(path), batch_size=128), PROFILE, LAPTOP)
     path.write_text(path.read_text()[:-20])
-    with pytest.raises(PlanError, match="is no JSON"):
+    with pytest.raises(PlanError, match="is not JSON"):
         apply_plan_file(job(plan=str(path)), PROFILE, LAPTOP)
     path.write_text(json.dumps({"plan": "dp=2"}))
-    with pytest.raises(PlanError, match="holds no plan of this version"):
+    with pytest.raises(PlanError, match="has no plan of this version"):
         apply_plan_file(job(plan=str(path)), PROFILE, LAPTOP)
     with pytest.raises(PlanError, match="cannot be read: No such file"):
         apply_plan_file(job(plan=str(tmp_path / "none.json")), PROFILE, LAPTOP)

@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.sample_run import DECISION, PLAN
 from trainwright.core.plan import Mesh, Plan, WorkerResources
-from trainwright.reporting.plan_view import plan_from, plan_html, plan_line, plan_text
+from trainwright.planning.decision import plan_html, plan_text
+from trainwright.reporting.plan_view import plan_from, plan_line
 
 GPU = WorkerResources(cpus=1, accelerators=1, accelerator="GPU")
 

@@ -135,7 +135,7 @@ def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
 def test_plain_lines_when_not_a_terminal() -> None:
     screen, out = console(terminal=False)
     assert isinstance(display_for(screen), PlainTextDisplay)
-    with RunProgress(DECISION, console=screen) as progress:
+    with RunProgress(DECISION.chosen, console=screen) as progress:
         for event in whole_run():
             progress.on(event)
     lines = out.getvalue().splitlines()

@@ -20,7 +20,7 @@ from trainwright.integrations.ray_train import inside_ray_train, rank_loop
 from trainwright.integrations.ray_train import worker_mapping as room
 from trainwright.integrations.ray_train.rank_loop import ReportQueue
 from trainwright.integrations.ray_train.worker_mapping import TrainWorker, TrainWorkers
-from trainwright.planning.planner import Decision
+from trainwright.planning.decision import Decision
 from trainwright.storage.object_store import open_store
 
 NODES = {

@@ -17,7 +17,8 @@ from trainwright.core.errors import JobError, PlanError
 from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.core.plan import InfeasiblePlan, Plan
 from trainwright.planning import job_preparation
-from trainwright.planning.planner import Decision, choose
+from trainwright.planning.decision import Decision
+from trainwright.planning.planner import choose
 from trainwright.ray_cluster.placement_groups import device_names, node_bundles
 from trainwright.strategies import current_engine, engine_class
 

@@ -22,17 +22,16 @@ import trainwright as tw
 from trainwright.cli.main import app
 from trainwright.cli.plan_commands import parse_batch_sizes, parse_hours, parse_price
 from trainwright.core.errors import PlanError, ResourceError
-from trainwright.planning.plan_charts import RECTANGLES, curve_svg, standalone_page, timeline_svg
-from trainwright.planning.what_if import (
+from trainwright.planning.cluster_sizing import (
     COPY_BYTES_PER_S,
     RECOVER_S,
     SizingRequest,
-    WhatIf,
     best_of,
     doubling,
     every_size,
-    what_if,
 )
+from trainwright.planning.plan_charts import RECTANGLES, curve_svg, timeline_svg
+from trainwright.planning.what_if import WhatIf, standalone_page, what_if
 from trainwright.reporting.plan_view import plan_name
 from trainwright.strategies.cost_model.machine_model import MachineModel
 from trainwright.strategies.cost_model.step_timeline import timeline
@@ -56,7 +55,7 @@ job = tw.Job(
 @cache
 def asked(cluster: str = "8x8xA100-80GB", **more: object) -> WhatIf:
     fields = {"batch_size": 512, "precision": "bf16", "steps": 1000} | more
-    return what_if(GPT, tw.Cluster.parse(cluster), **fields)  # type: ignore[arg-type]
+    return what_if(GPT, tw.Cluster.parse(cluster), SizingRequest(**fields))  # type: ignore[arg-type]
 
 
 def test_the_best_plan_is_within_a_fiftieth_of_the_quickest_and_simple() -> None:
@@ -107,7 +106,7 @@ def test_the_aim_decides_between_sizes() -> None:
 
 def test_a_small_model_is_quickest_on_a_part_of_the_cluster() -> None:
     small = tw.transformer_profile(hidden=2048, layers=4, heads=4, sequence=64, vocabulary=1000)
-    answer = what_if(small, tw.Cluster.parse("4x4xA100-80GB"), batch_size=16, precision="bf16", steps=10)
+    answer = what_if(small, tw.Cluster.parse("4x4xA100-80GB"), SizingRequest(batch_size=16, precision="bf16", steps=10))
     assert answer.chosen.accelerators < 16 and answer.chosen.total_s < answer.sizes[-1].total_s
     assert f"{answer.chosen.accelerators} of 16 accelerators" in repr(answer)
 
@@ -132,11 +131,11 @@ def test_ties_go_to_fewer_accelerators_and_to_less_time() -> None:
 
 @given(st.integers(1, 10**5), st.integers(1, 10**5), st.floats(1.0, 1e6))
 def test_steps_to_the_target_by_batch_size(own: int, other: int, critical: float) -> None:
-    wishes = SizingRequest(batch_size=own, precision="bf16", steps=10**6, critical_batch=critical)
+    request = SizingRequest(batch_size=own, precision="bf16", steps=10**6, critical_batch=critical)
     fewest = 10**6 / (1 + critical / own)
-    assert wishes.steps_with(own) == 10**6
-    assert wishes.steps_with(other) == pytest.approx(fewest * (1 + critical / other), abs=0.51)
-    assert (wishes.steps_with(other) <= 10**6) == (other >= own) or wishes.steps_with(other) == 10**6
+    assert request.steps_with(own) == 10**6
+    assert request.steps_with(other) == pytest.approx(fewest * (1 + critical / other), abs=0.51)
+    assert (request.steps_with(other) <= 10**6) == (other >= own) or request.steps_with(other) == 10**6
 
 
 def test_batch_sizes_are_compared_by_time_to_the_target() -> None:
@@ -149,14 +148,14 @@ def test_batch_sizes_are_compared_by_time_to_the_target() -> None:
 
 def test_a_batch_size_without_a_plan_is_said() -> None:
     whole = tw.transformer_profile(hidden=24_576, layers=1, heads=1, sequence=128, vocabulary=1000)  # must be sharded
-    answer = what_if(whole, tw.Cluster.parse("8xA100-80GB"), batch_size=8, precision="bf16", steps=9,
-                     critical_batch=9.0, batch_sizes=(1,))  # fmt: skip
+    request = SizingRequest(batch_size=8, precision="bf16", steps=9, critical_batch=9.0, batch_sizes=(1,))
+    answer = what_if(whole, tw.Cluster.parse("8xA100-80GB"), request)
     assert [choice.batch_size for choice in answer.batches] == [8] and "no plan fits" in repr(answer)
 
 
 def test_it_says_what_it_rests_on() -> None:
     text = repr(asked(mtbf_hours=50_000.0))
-    for said in ("64 A100-80GB", "nothing of it was asked or measured", "nine of ten", "GiB of 80 GiB", "goodput",
+    for said in ("64 A100-80GB", "predicted, not measured", "nine of ten", "GiB of 80 GiB", "goodput",
                  "with a checkpoint every", "$219.52 an hour", "compute", "Not chosen", "slower"):  # fmt: skip
         assert said in text, text
 
@@ -213,7 +212,7 @@ def test_the_command_writes_a_page_and_json() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (["--price", "cheap"], "'cheap' is no price (price)\n  -> write on-demand, spot, or"),
+        (["--price", "cheap"], "unknown price 'cheap' (price)\n  -> write on-demand, spot, or"),
         (["--price", "-2"], "price=-2 must be above 0"),
         (["--price", "inf"], "above 0 and finite"),
         (["--mtbf", "often"], "'often' is not a time between failures (--mtbf)\n  -> write hours, days or years"),
@@ -222,8 +221,8 @@ def test_the_command_writes_a_page_and_json() -> None:
         (["--mtbf", "infh"], "'infh' is not a time"),
         (["--cluster", "4xA900"], "the accelerator 'A900' is not known"),
         (["--cluster", "0xL4"], "'0xL4' is no cluster"),
-        (["--for", "cheap"], "'cheap' is no aim (for)\n  -> did you mean 'cheapest'?"),
-        (["--batch-sizes", "64"], "which the critical batch tells"),
+        (["--for", "cheap"], "unknown aim 'cheap' (for)\n  -> did you mean 'cheapest'?"),
+        (["--batch-sizes", "64"], "without the critical batch"),
         (["--batch-sizes", "64,,2", "--critical-batch", "9"], "'' is not a batch size (--batch-sizes)"),
         (["--batch-sizes", "0", "--critical-batch", "9"], "'0' is not a batch size"),
         (["--critical-batch", "-3"], "critical_batch=-3 must be above 0"),
@@ -262,7 +261,7 @@ def test_the_page_has_all_of_it_and_fetches_nothing() -> None:
     answer = asked("2x8xA100-80GB", batch_size=256, critical_batch=1e3, batch_sizes=(128,), mtbf_hours=5e4)
     html = answer._repr_html_()
     for said in ("Step, by term", "Memory by stage, of 80 GiB", "One step", "Accelerators", "Batch sizes", "Not chosen",
-                 "nothing of it was asked", "goodput", plan_name(answer.chosen.plan)):  # fmt: skip
+                 "predicted, not measured", "goodput", plan_name(answer.chosen.plan)):  # fmt: skip
         assert said in html, said
     whole = standalone_page(html)
     assert "prefers-color-scheme: dark" in whole and "<script" not in whole and "src=" not in whole

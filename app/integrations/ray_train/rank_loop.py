@@ -29,8 +29,8 @@ from trainwright.core.job import Job
 from trainwright.driver.messages import FinishRun
 from trainwright.integrations.ray_train import refuse_inside_ray_train
 from trainwright.integrations.ray_train.worker_mapping import TrainPlacement, TrainWorker, TrainWorkers
+from trainwright.planning.decision import Decision
 from trainwright.planning.job_preparation import PreparedJob, plan_for, prepare
-from trainwright.planning.planner import Decision
 from trainwright.ray_cluster.discovery import nodes_by_id
 from trainwright.reporting.progress_bar import RunProgress
 from trainwright.runtime.run_handle import RunDriver
@@ -122,7 +122,10 @@ def _lead(
         if again and head is not None and head.outcome == "done":
             session = _FinishedRun(prepared)
         else:
-            room, progress = TrainPlacement(seating, group, decision.chosen), RunProgress(decision, verbose=verbose)
+            room, progress = (
+                TrainPlacement(seating, group, decision.chosen),
+                RunProgress(decision.chosen, verbose=verbose),
+            )
             session = create_controller(prepared, decision, progress, fresh=fresh and not again, room=room)
     desk.say(_LeaderAnswer(decision=decision, storage=prepared.store.uri))
     return LeaderRank(desk, session, prepared), decision

@@ -15,7 +15,7 @@ from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import PlanError, ResourceError
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
-from trainwright.planning.planner import Decision
+from trainwright.planning.decision import Decision
 
 
 @dataclass(frozen=True, kw_only=True)

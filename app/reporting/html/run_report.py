@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainwright.core import formatting
 from trainwright.core.events import Event, Failed, RunStarted
 from trainwright.core.plan import Plan
-from trainwright.planning.code_fingerprint import without_code_table
 from trainwright.reporting.event_messages import prefetch_text, recovery_text, source_text
 from trainwright.reporting.html import run_charts
 from trainwright.reporting.html.templates import render_template, sanitized_svg
@@ -98,7 +97,7 @@ def render_report(history: RunHistory, facts: ReportFacts) -> str:
         prefetch=prefetch_text(summary.prefetch) if summary.prefetch else "",
         incidents=_incidents(history),
         notes=[note.text for note in summary.notes],
-        configuration=sorted((name, str(value)) for name, value in without_code_table(start.job).items()),
+        configuration=sorted((name, str(value)) for name, value in start.shown_job.items()),
         versions=sorted(start.versions.items()),
         uri=facts.uri,
         made=_utc(facts.now_s),

@@ -1,0 +1,88 @@
+"""Descriptions of jobs as runs store them: they must not change, or a resumed run is taken for another job."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainwright as tw
+from trainwright.planning.job_description import describe, description_changes
+
+STORED = Path(__file__).with_name("job_descriptions.json")
+DATA = tw.datasets.table({"x": [[1.0]], "y": [0]})
+_DIGEST = re.compile(
+    r"(?<=\[)[0-9a-f]{8}(?=\])|(?<=functions )[0-9a-f]{8}|(?<=\", \")[^\"]*(?=\"\])|(?<=bytecode of )Python [\d.]+"
+)
+
+
+class Network:
+    """A model with a parameter."""
+
+    width = 3
+
+
+def optimizer(parameters: Any, rate: float = 0.1) -> Any:
+    return parameters, rate
+
+
+def loss(outputs: Any, targets: Any) -> Any:
+    return outputs - targets
+
+
+def callbacks() -> list[Any]:
+    return [optimizer]
+
+
+def factor(step: int, total_steps: int, *, batch_size: int, warmup: int = 3) -> float:
+    return min(1.0, step / warmup) * batch_size / total_steps
+
+
+def described_jobs() -> dict[str, tw.Job]:
+    """Jobs of all kinds by name."""
+    base: dict[str, Any] = {"model": Network, "optimizer": optimizer, "train": DATA, "batch_size": 4}
+    supervised = base | {"loss": loss, "inputs": "x", "targets": "y"}
+    student = tw.Job(name="student", **supervised, seed=3)
+    return {
+        "torch": tw.Job(
+            name="torch", **supervised, evaluate=DATA, metrics={"error": loss}, epochs=3, clip_norm=1.0, workers=2,
+            spares=1, accumulation=2, inexact=("batch_norm",), checkpoint_steps="auto", max_loss_ratio=4.0,
+        ),
+        "fit": tw.Job(
+            name="fit", model=Network, train=DATA, inputs="x", targets="y", batch_size=4, run="fit",
+            callbacks=callbacks, class_weight={0: 2.0, 1: 1.0}, evaluate=DATA, evaluate_epochs=2, devices=2,
+        ),
+        "pad": tw.Job(
+            name="pad", **base | {"train": tw.datasets.table({"x": [[1], [1, 2]], "y": [0, 1]})}, loss=loss,
+            inputs=("x", "x_mask"), targets="y", pad={"x": tw.Pad(value=0, multiple=8)}, drop_last=True,
+        ),
+        "async": tw.Job(
+            name="async", **supervised, consistency="ssp(3)", wire="topk(0.01)", local_steps=4,
+            outer="nesterov(0.7,0.9)", tensor_plan={"a.*": "column"}, strategy="parameter_server", plan="dp=2",
+        ),
+        "distilled": tw.Distillation(
+            student=student, teachers=(tw.Teacher(name="t", job=student.replace(name="teacher")),)
+        ).student,
+        "schedule": tw.Job(
+            name="schedule", **supervised, schedule=partial(factor, warmup=5), epoch_samples=12, shuffle_window=7,
+            min_workers=1, max_workers=4, on_error="skip", on_crash_loop="skip", local_state=(), keeper_s=0.0,
+        ),
+    }  # fmt: skip
+
+
+def stored_form(job: tw.Job) -> dict[str, str]:
+    """The description without digests, which depend on the version of Python."""
+    words = describe(job, train=job.train.index(), evaluate=job.evaluate and job.evaluate.index())
+    return {name: _DIGEST.sub("", text) for name, text in words.items()}
+
+
+@pytest.mark.parametrize("name", described_jobs())
+def test_a_stored_description_stays_the_same(name: str) -> None:
+    stored = json.loads(STORED.read_text())[name]
+    assert json.dumps(stored_form(described_jobs()[name])) == json.dumps(stored)
+    job = described_jobs()[name]
+    assert description_changes(describe(job), describe(described_jobs()[name])) == []
