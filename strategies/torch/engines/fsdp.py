@@ -52,7 +52,7 @@ class _ShardedRunner(MeshRunner):
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """The last backward of a step ends by telling, before FSDP2 waits for the gradients of the first layers."""
+        """Start the sums at the end of the last backward, before FSDP2 waits for the first layers' gradients."""
         carry = self.objective.carry  # its gradient comes before FSDP2 queues what it does at the end
         hook = carry.register_post_accumulate_grad_hook(lambda _: queue_backward_callback(self.start_sums))  # type: ignore[no-untyped-call]
         try:
@@ -61,7 +61,7 @@ class _ShardedRunner(MeshRunner):
             hook.remove()
 
     def start_sums(self) -> None:
-        """Begin to add up what travels, of all ranks."""
+        """Start the all-reduce of the step's sums and of the parameters that were used."""
         order, used = self.calls.take()
         carried = self.objective.carry.grad
         assert carried is not None, "carry is part of every objective"
@@ -70,7 +70,7 @@ class _ShardedRunner(MeshRunner):
         self.pending_sums.append((sums, distributed.all_reduce(sums, async_op=True)))
 
     def reduce(self, replica: TorchReplica) -> None:
-        """FSDP2 has reduced every gradient.
+        """Drop the gradients of unused parameters; FSDP2 has reduced all gradients.
 
         Raises:
             JobError: on every rank, where they did not run the same blocks.
@@ -95,7 +95,7 @@ class _ShardedRunner(MeshRunner):
 
 
 class Sharded(ShardedModelEngine):
-    """A part of the model on each worker: `mesh.shard` of them make a whole, or of what tensor parallelism leaves."""
+    """Parameters sharded over `mesh.shard` workers, together with tensor parallelism where the plan says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,12 +105,12 @@ class Sharded(ShardedModelEngine):
     # --- steps --------------------------------------------------------------------------------------------
 
     def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Local sums of `loss` and the metrics; parameters are gathered, so that every rank calls it alike."""
+        """Return local sums of `loss` and the metrics. Every rank calls it, since parameters are gathered."""
         with self._gathering():
             return super().evaluate_step(feed)
 
     def predict_step(self, feed: Feed) -> Columns:
-        """The model's outputs for the feed's rows; parameters are gathered, so that every rank calls it alike."""
+        """Return the model's outputs for the feed's rows. Every rank calls it, since parameters are gathered."""
         with self._gathering():
             return super().predict_step(feed)
 
@@ -135,7 +135,7 @@ class Sharded(ShardedModelEngine):
         return boxes
 
     def _warmed(self, feed: Feed) -> StepRunner:
-        """A runner that has run once on all ranks."""
+        """Return a runner that has run once on all ranks."""
         if self._part == WHOLE_MODEL:
             return super()._warmed(feed)
         assert self._calls is not None, "build() comes first"
@@ -158,7 +158,7 @@ class Sharded(ShardedModelEngine):
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
-        """Afterwards only this rank's parts are held: without a backward FSDP2 keeps what it gathered last."""
+        """Drop gathered parameters at the end: without a backward FSDP2 keeps those that it gathered last."""
         try:
             yield
         finally:
@@ -166,7 +166,7 @@ class Sharded(ShardedModelEngine):
 
     @contextmanager
     def _unreplicated(self) -> Iterator[None]:
-        """Every backward scatters gradients, or each rank would hold all of them; replicas add theirs in the last."""
+        """Scatter gradients in every backward, and add those of replicas only in the last one."""
         root = fsdp_modules(self.replica.model)[0]
         root.set_requires_all_reduce(False)
         try:

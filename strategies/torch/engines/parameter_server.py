@@ -19,17 +19,17 @@ class ParameterServer(ServerGroupEngine):
     """The steps of a worker, and what a server does meanwhile."""
 
     def warm(self, feed: Feed) -> None:
-        """A worker's throwaway forward and backward of full shape; a server runs nothing."""
+        """Run a worker's throwaway forward and backward of full shape; a server runs nothing."""
         if not self._serving:
             super().warm(feed)
 
     def lease(self, first: int) -> WorkUnit | None:
-        """What to compute next; None when the servers' `serve` from step `first` on is over. Raises PeerLost."""
+        """Return the next unit to compute; None once `serve` from step `first` has ended. Raises PeerLost."""
         grant = self._client.lease(first)
         return None if grant is None else grant.unit
 
     def train_step(self, feed: Feed) -> StepReport:
-        """A worker's next step of the unit that it leased last: pulled before the first, pushed after the last.
+        """Run a worker's next step of its leased unit: it pulls before the first, and pushes after the last.
 
         Raises:
             NonFiniteLoss: nothing of the step counts.
@@ -41,23 +41,23 @@ class ParameterServer(ServerGroupEngine):
         return self._guarded(lambda: self._trainer.train(self._ready, feed))
 
     def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Sums at the servers' newest parameters. Raises UserCodeError, JobError, PeerLost."""
+        """Return sums at the servers' newest parameters. Raises UserCodeError, JobError, PeerLost."""
         self._trainer.pull()
         return super().evaluate_step(feed)
 
     def predict_step(self, feed: Feed) -> Columns:
-        """The model's outputs at the servers' newest parameters. Raises UserCodeError, JobError, PeerLost."""
+        """Return the model's outputs at the servers' newest parameters. Raises UserCodeError, JobError, PeerLost."""
         self._trainer.pull()
         return super().predict_step(feed)
 
     def serve(self, until: int, wish: Callable[[], bool]) -> Iterator[StepReport]:
-        """A server: let the workers take the steps before `until`. Raises PeerLost, UserCodeError."""
+        """Let the workers take the steps before `until`; a server calls it. Raises PeerLost, UserCodeError."""
         replica, server = self.replica, self.server
         yield from server.serve(replica.step or 0, until, wish)
         replica.step = server.step
 
     def staleness(self) -> StalenessCounts:
-        """The first server: of what was pushed since it was asked last."""
+        """Return the staleness of the pushes since the last call; the lead server calls it."""
         return self.server.staleness()
 
     def _warmed(self, feed: Feed) -> StepRunner:

@@ -32,7 +32,7 @@ from trainwright.strategies.torch.training.train_step import StepRunner
 
 
 class Pipeline(ShardedModelEngine):
-    """A stage of the model on each worker, or a part of one, `mesh.data` times."""
+    """A stage of the model, or a part of one, on each worker, with `mesh.data` replicas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Pipeline(ShardedModelEngine):
         return report
 
     def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Local sums of `loss` and the metrics, on the stage with the loss; nothing on the others, which call it."""
+        """Return local sums of `loss` and the metrics on the stage with the loss. All stages call it."""
         if self._part == WHOLE_MODEL:
             return super().evaluate_step(feed)
         with self._outputs(feed) as through:
@@ -83,7 +83,7 @@ class Pipeline(ShardedModelEngine):
         return MetricSums() if self._part.tensor else sums
 
     def predict_step(self, feed: Feed) -> Columns:
-        """The model's outputs for the feed's rows, on the stage with the loss; nothing on the others, which call it."""
+        """Return the model's outputs on the stage with the loss. All stages call it."""
         if self._part == WHOLE_MODEL:
             return super().predict_step(feed)
         with self._outputs(feed) as through:
@@ -94,16 +94,16 @@ class Pipeline(ShardedModelEngine):
 
     @property
     def _batch_group(self) -> None:
-        """Only the last stage has outputs to gather, and making a group takes all ranks."""
+        """None: only the last stage has outputs to gather, and all ranks would have to make the group."""
         return None
 
     @property
     def _begun(self) -> bool:
-        """Whether something of the next step is done."""
+        """Whether forwards of the next step have run."""
         return isinstance(self._runner, StageRunner) and self._runner.pipe.begun
 
     def _recall(self) -> None:
-        """Drop what was done of the next step."""
+        """Drop the forwards of the next step."""
         if self._begun:
             assert isinstance(self._runner, StageRunner), "it has begun"
             self._guarded(self._runner.pipe.recall)
@@ -141,7 +141,7 @@ class Pipeline(ShardedModelEngine):
         return self._stage.slices
 
     def _warmed(self, feed: Feed) -> StepRunner:
-        """A runner that has run once on all ranks."""
+        """Return a runner that has run once on all ranks."""
         if self._part == WHOLE_MODEL:
             return super()._warmed(feed)
         assert self._group is not None and self._job is not None and self._stage is not None, "build() comes first"

@@ -43,11 +43,11 @@ class ReplicaEngine:
     # --- the group ----------------------------------------------------------------------------------------
 
     def reserve(self, generation: Generation, role: Role) -> Address:
-        """Nobody has to reach this rank: no port is bound."""
+        """Return an address without a port: no other rank connects to this one."""
         return Address(host="127.0.0.1", port=0)
 
     def form(self, group: Group) -> StateTag:
-        """Take threads and device; says what state this rank holds. Raises PeerLost."""
+        """Set threads and device; return what state this rank holds. Raises PeerLost."""
         self._runner = None
         self._group = group
         self._device = torch.device(group.devices[0])
@@ -60,17 +60,17 @@ class ReplicaEngine:
         return self._tag()
 
     def leave(self) -> None:
-        """The group ends, the process lives on with its state. Safe to call at any time, twice too."""
+        """Leave the group; the process keeps its state. Safe to call at any time, and twice."""
         self._runner = None
 
     def interrupt(self, deadline_s: float) -> bool:
-        """False: nothing that one rank does by itself can be made to raise from another thread."""
+        """Return False: work that does not wait for other ranks cannot be interrupted."""
         return False
 
     # --- the state ----------------------------------------------------------------------------------------
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
-        """Make model and optimizer, the same on every rank for one seed.
+        """Build model and optimizer, the same on every rank for one seed.
 
         Raises:
             JobError: the model cannot be trained, or not with this plan.
@@ -82,7 +82,7 @@ class ReplicaEngine:
         return self._tag()
 
     def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
-        """Nothing to send within one rank. A fresh build stands at step 0 from then on."""
+        """Send nothing, since one rank holds all state. A fresh build is at step 0 from now on."""
         self._stand(self.replica)
         return self._tag()
 
@@ -98,7 +98,7 @@ class ReplicaEngine:
         return StateSnapshot(step=copy.step or 0, size_bytes=copy.size_bytes, state=copy)
 
     def restore(self, copy: StateSnapshot) -> StateTag:
-        """Take a state copied by `snapshot`. Raises CheckpointError where it does not fit, with nothing changed."""
+        """Restore a state copied by `snapshot`. Raises CheckpointError, with nothing changed, where it does not fit."""
         host_state.restore(self.replica, copy.state)
         return self._tag()
 
@@ -108,7 +108,7 @@ class ReplicaEngine:
         safetensors_files.write(copy.state, writer)
 
     def load(self, reader: StateReader) -> StateTag:
-        """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
+        """Load the state of a checkpoint. Raises CheckpointError, with nothing changed, where it does not fit."""
         replica, seat = self.replica, self._seat
         own = safetensors_files.read_local(reader, seat) if replica.local else None
         host_state.restore(replica, replace(safetensors_files.read(reader, replica.wanted, replica.part), local=own))
@@ -116,12 +116,12 @@ class ReplicaEngine:
         return self._tag()
 
     def verify(self) -> None:
-        """Nothing: no other rank holds what this one does."""
+        """Do nothing: no other rank holds a copy of this state."""
 
     # --- for the engines ----------------------------------------------------------------------------------
 
     def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
-        """Model and optimizer, fresh."""
+        """Return a new model and optimizer."""
         return TorchReplica(spec, plan, self._device, self._where)
 
     @property
@@ -140,16 +140,16 @@ class ReplicaEngine:
 
     @property
     def _seat(self) -> DataRank:
-        """This rank, as a data rank."""
+        """This rank's number among the data ranks."""
         return DataRank(rank=self._rank, ranks=self._group.size if self._group else 1)
 
     def _stand(self, replica: TorchReplica) -> None:
-        """A fresh build stands at step 0 from now on."""
+        """Let a fresh build be at step 0."""
         if replica.step is None:
             replica.step, replica.seat = 0, self._seat
 
     def _tag(self) -> StateTag:
-        """What this rank holds; with local state only in its own seat, since no other rank can take that over."""
+        """Return what state this rank holds; local state counts only for the data rank that it belongs to."""
         replica, seat = self._replica, self._seat
         if replica is None:
             return StateTag(step=None)
@@ -163,7 +163,7 @@ class ReplicaEngine:
         )
 
     def _guarded(self, work: Callable[[], Result]) -> Result:
-        """Do work; errors leave without the frames that would keep a process group's sockets open.
+        """Run `work`; clear the frames of errors, which would keep a process group's sockets open.
 
         Meanwhile no other thread draws from the global generators of random numbers.
         """

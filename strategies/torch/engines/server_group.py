@@ -43,7 +43,7 @@ class ServerGroupEngine(TorchEngine):
         self._worker: ParameterWorker | None = None
 
     def reserve(self, generation: Generation, role: Role) -> Address:
-        """A server listens on a port that the system chooses; nobody has to reach a worker."""
+        """Let a server listen on a port that the system chooses; no rank connects to a worker."""
         self.leave()
         self._switch = ConnectionCanceller()
         if role != "server":
@@ -52,7 +52,7 @@ class ServerGroupEngine(TorchEngine):
         return self._listener.address
 
     def form(self, group: Group) -> StateTag:
-        """A server answers its workers from now on; a worker, at any time, reaches all servers. Raises PeerLost."""
+        """Start to answer workers, or connect to all servers. Raises PeerLost."""
         super().form(group)
         if self._serving:
             assert self._listener is not None, "reserve() comes first"
@@ -69,7 +69,7 @@ class ServerGroupEngine(TorchEngine):
         return self._tag()
 
     def leave(self) -> None:
-        """End all connections; the state stays. Safe to call at any time, twice too."""
+        """Close all connections; the state stays. Safe to call at any time, and twice."""
         super().leave()
         if self._server is not None:
             self._server.cut()
@@ -81,7 +81,7 @@ class ServerGroupEngine(TorchEngine):
         self._server = self._connections = self._listener = None
 
     def interrupt(self, deadline_s: float) -> bool:
-        """Cut all connections, so that a blocked call raises PeerLost; a group that is yet to form then does not."""
+        """Close all connections, so that a blocked call raises PeerLost; a group that has not formed does not form."""
         for held in (self._switch, self._listener, self._server, self._connections):
             if held is not None:
                 held.cut()
@@ -90,7 +90,7 @@ class ServerGroupEngine(TorchEngine):
     # --- the state ----------------------------------------------------------------------------------------
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
-        """Make the model as one device would; a server keeps its shard of it, a worker is given room for all.
+        """Build the model; a server keeps its shard of it, a worker has memory for all of it.
 
         Raises:
             JobError: the model cannot be trained, or not with this plan.
@@ -102,7 +102,7 @@ class ServerGroupEngine(TorchEngine):
         return self._tag()
 
     def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
-        """Nothing is sent: no two ranks hold the same. A fresh build stands at step 0 from then on."""
+        """Send nothing, since no two ranks hold the same state. A fresh build is at step 0 from now on."""
         if moves:
             raise TrainwrightError("no other server has a copy of a shard", remedy="restore from a checkpoint")
         return super().transfer(moves)
@@ -116,11 +116,11 @@ class ServerGroupEngine(TorchEngine):
             return super().snapshot()
 
     def restore(self, copy: StateSnapshot) -> StateTag:
-        """Let a server take a shard copied by `snapshot`. Raises CheckpointError, with nothing changed."""
+        """Restore a server's shard that `snapshot` copied. Raises CheckpointError, with nothing changed."""
         return self._renewed(lambda: super(ServerGroupEngine, self).restore(copy))
 
     def load(self, reader: StateReader) -> StateTag:
-        """Let a server take its shard of a checkpoint; a worker pulls. Raises CheckpointError, with nothing changed."""
+        """Load a server's shard of a checkpoint; a worker pulls. Raises CheckpointError, with nothing changed."""
         if not self._serving:
             return self._tag()
         return self._renewed(lambda: super(ServerGroupEngine, self).load(reader))
@@ -154,7 +154,7 @@ class ServerGroupEngine(TorchEngine):
 
     @property
     def _part(self) -> ModelPart:
-        """Of the servers, this one."""
+        """This server's part of the model."""
         return ModelPart(server=self._rank, servers=len(self._servers))
 
     def _tag(self) -> StateTag:

@@ -1,4 +1,4 @@
-"""What the engines share whose ranks hold a part of the model each: stages, shards, parts of layers, and products."""
+"""What engines share whose ranks each hold a part of the model: stages, shards, parts of layers, or combinations."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class _KeptState:
 
 
 class ShardedModelEngine(ProcessGroupEngine):
-    """A part of the model on each worker, as the plan's mesh says."""
+    """A part of the model on each worker, by the plan's mesh."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class ShardedModelEngine(ProcessGroupEngine):
     # --- the group ----------------------------------------------------------------------------------------
 
     def form(self, group: Group) -> StateTag:
-        """Join the process group, and hold this rank's part in it.
+        """Join the process group, and hold this rank's part of the model.
 
         What this rank held is kept where that is its part in the new group too, and dropped with its step otherwise.
 
@@ -95,7 +95,7 @@ class ShardedModelEngine(ProcessGroupEngine):
     # --- the state ----------------------------------------------------------------------------------------
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
-        """Make the model as one device would, and keep this rank's part of it.
+        """Build the whole model and keep this rank's part of it.
 
         Raises:
             JobError: the model cannot be trained or divided, or not over this group.
@@ -122,12 +122,12 @@ class ShardedModelEngine(ProcessGroupEngine):
     # --- steps --------------------------------------------------------------------------------------------
 
     def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Local sums of `loss` and the metrics, on one of the ranks that compute them together."""
+        """Return local sums of `loss` and the metrics, on the first rank of each tensor-parallel group."""
         sums = super().evaluate_step(feed)
         return MetricSums() if self._part.tensor else sums
 
     def predict_step(self, feed: Feed) -> Columns:
-        """The model's outputs for the feed's rows, on one of the ranks that compute them together."""
+        """Return the model's outputs for the feed's rows, on the first rank of each tensor-parallel group."""
         outputs = super().predict_step(feed)
         return {} if self._part.tensor else outputs
 
@@ -146,7 +146,7 @@ class ShardedModelEngine(ProcessGroupEngine):
         return StateTag(step=plain.step, layout=self._layout, pieces=pieces, total=part.total, sound=plain.sound)
 
     def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
-        """Model and optimizer, this rank's part of both; makes the groups where there are none."""
+        """Return this rank's part of a new model and optimizer; make the groups where there are none."""
         if self._place is None:
             self._settle(plan)
         if self._part == WHOLE_MODEL:
@@ -168,20 +168,20 @@ class ShardedModelEngine(ProcessGroupEngine):
         )
 
     def _problems(self, spec: ModelSpec, plan: Plan) -> Sequence[str]:
-        """What of a job this engine cannot do."""
+        """Return what of a job this engine cannot do."""
         return ()
 
     def _partition(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
-        """Keep this rank's part of a whole model, where it will be; says what it left of each tensor it cut."""
+        """Keep this rank's part of a whole model, on its device; return the slice of each tensor that was cut."""
         self._checksum = replica_digests.parameter_digest(model)
         return self._kept(spec, plan, model)
 
     def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
-        """The same, in an engine's own way."""
+        """Shard the model; each engine has its own way."""
         raise NotImplementedError
 
     def verify(self) -> None:
-        """Make sure that ranks hold the same where they should; every rank calls it, between two steps.
+        """Check that replicas hold the same state; every rank calls it, between two steps.
 
         Raises:
             JobError: on every rank, where some differ.
@@ -198,7 +198,7 @@ class ShardedModelEngine(ProcessGroupEngine):
         return self._placed.batch_group()
 
     def _settle(self, plan: Plan) -> None:
-        """Find this rank's place in the group."""
+        """Make the groups of the mesh, and find this rank's part."""
         assert self._group is not None, "form() comes first"
         self._place = MeshGroups.of(plan.mesh, self._group, self._where).joined()
         self._part = self._place.part
@@ -207,7 +207,7 @@ class ShardedModelEngine(ProcessGroupEngine):
     # --- inside -------------------------------------------------------------------------------------------
 
     def _release(self) -> None:
-        """Hold nothing of the group's any more."""
+        """Drop what belongs to the group."""
         self._runner = self._place = None
         self._layers.set_process_group(None)
         if self._modules_hold_group:
@@ -216,11 +216,11 @@ class ShardedModelEngine(ProcessGroupEngine):
             self._let_go()
 
     def _let_go(self) -> None:
-        """Hold no model any more."""
+        """Drop the model."""
         self._replica = self._runner = None
 
     def _again(self, spec: ModelSpec, plan: Plan) -> None:
-        """Stay with what is held where it is still this rank's part; otherwise build as at first."""
+        """Keep the replica where it is still this rank's part; otherwise build it, and restore the kept state."""
         before = self._part
         self._settle(plan)
         if self._replica is not None and self._part == before:

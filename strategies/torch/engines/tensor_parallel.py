@@ -26,7 +26,7 @@ class TensorParallel(ShardedModelEngine):
         return boxes
 
     def _warmed(self, feed: Feed) -> StepRunner:
-        """A runner that has run once on all ranks."""
+        """Return a runner that has run once on all ranks."""
         if self._part == WHOLE_MODEL:
             return super()._warmed(feed)
         check_same_start(0 if self.replica.step else self._checksum, self._device, self._where)

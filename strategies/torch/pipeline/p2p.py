@@ -1,4 +1,4 @@
-"""Who a pipeline's rank exchanges tensors with: the stages before and after it.
+"""Point-to-point messages of a pipeline's rank with the stages before and after it.
 
 Over gloo a rank waits for receives of nothing alone. When a connection ends, gloo tells those whose messages have not
 begun, and nobody else (gloo/transport/tcp/pair.cc, `signalException`): a send of which something was left to write, or
@@ -31,7 +31,7 @@ _TYPES = tuple(sorted({each for each in vars(torch).values() if isinstance(each,
 
 @dataclass(frozen=True, kw_only=True)
 class _P2PTransfer:
-    """Tensors on their way; they must stay as they are, and their works be held, until it is over.
+    """Tensors under way; they must not change, and their works must be held, until it has ended.
 
     Attributes:
         works: of the tensors; over gloo the last one's end is that of all.
@@ -44,14 +44,14 @@ class _P2PTransfer:
     way: Direction
 
     def wait(self) -> None:
-        """Until it is over. Raises RuntimeError where the other rank went away."""
+        """Wait until it has ended. Raises RuntimeError where the other rank is gone."""
         for work in reversed(self.works):
             work.wait()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageLinks:
-    """A rank's place in a pipeline.
+    """A rank's place in a pipeline, and its messages under way.
 
     Attributes:
         columns: the ranks of each pipeline, by stage.
@@ -85,7 +85,7 @@ class StageLinks:
 
     @classmethod
     def of(cls, plan: Plan, rank: int, device: torch.device, deadline_s: float) -> StageLinks:
-        """Of a rank; every rank of the world calls it, since it makes groups."""
+        """Return the links of a rank; every rank of the world calls it, since it makes groups."""
         deadline, mesh = timedelta(seconds=deadline_s), plan.mesh
         width = mesh.size // mesh.pipeline
         rows = [list(range(stage * width, (stage + 1) * width)) for stage in range(mesh.pipeline)]
@@ -107,7 +107,7 @@ class StageLinks:
         )
 
     def group(self, ranks: Sequence[int]) -> ProcessGroup:
-        """A group of some ranks; every rank of the world calls it."""
+        """Make a group of some ranks; every rank of the world calls it."""
         made: ProcessGroup = distributed.new_group(list(ranks), timeout=self.deadline)
         return made
 
@@ -117,7 +117,7 @@ class StageLinks:
         return self.columns[self.place]
 
     def send(self, tensors: Sequence[Tensor], stage: int, way: Direction, *, ahead: bool = False) -> None:
-        """Begin to send; the tensors must stay as they are until they are settled, in this step or the next."""
+        """Start to send tensors, which must not change until `settle`, of this step or the next."""
         group = self.ways.get((way, self.stage, stage))
         there, tag = self.column[stage], _TAGS[way]
         given = [*tensors, *self._mark(tensors)]
@@ -127,7 +127,7 @@ class StageLinks:
         (self.ahead if ahead else self.sent).append(message)
 
     def receive(self, tensors: Sequence[Tensor], stage: int, way: Direction) -> _P2PTransfer:
-        """Begin to receive into tensors."""
+        """Start to receive into tensors."""
         group = self.ways.get((way, stage, self.stage))
         there, tag = self.column[stage], _TAGS[way]
         given = [*tensors, *self._mark(tensors)]
@@ -135,7 +135,7 @@ class StageLinks:
         return _P2PTransfer(tensors=list(tensors), works=works, stage=stage, way=way)
 
     def take(self, message: _P2PTransfer) -> list[Tensor]:
-        """What was received, once it is there; the sender is told."""
+        """Wait for a message, acknowledge it and return its tensors."""
         message.wait()
         there, tag = self.column[message.stage], _ANSWERS[message.way]
         marks = self._mark(message.tensors)
@@ -143,7 +143,7 @@ class StageLinks:
         return message.tensors
 
     def settle(self) -> None:
-        """Wait until all has been sent that was for this step, which ends."""
+        """End a step: wait until all that was sent for it has been taken."""
         for message in self.sent:
             message.wait()
         self.sent[:] = self.ahead
@@ -151,7 +151,7 @@ class StageLinks:
         self.answers.append([])
 
     def forget(self) -> None:
-        """What an error may have left."""
+        """Forget the messages that an error may have left."""
         self.coming.clear()
         self.sent.clear()
         self.ahead.clear()
@@ -161,13 +161,13 @@ class StageLinks:
         self.send([torch.tensor([_TYPES.index(each) for each in types], device=self.device)], stage, "forward")
 
     def hear(self, count: int, stage: int) -> list[torch.dtype]:
-        """The types that the stage of the section before tells."""
+        """Receive types from the stage of the section before, which calls `tell`."""
         room = torch.zeros(count, dtype=torch.int64, device=self.device)
         (numbers,) = self.take(self.receive([room], stage, "forward"))
         return [_TYPES[number] for number in numbers.tolist()]
 
     def _mark(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The empty message that goes with tensors over gloo."""
+        """Return the empty message that goes with tensors over gloo."""
         return [torch.empty(0)] if tensors and not self.ways else []
 
     @staticmethod
@@ -177,7 +177,7 @@ class StageLinks:
 
 
 def _neighbor_pairs(plan: Plan) -> Iterator[tuple[Direction, int, int]]:
-    """Who sends what to whom: activations to the stage of the next section, gradients to that of the one before."""
+    """Yield which stage sends activations and gradients to which one."""
     stages = [
         stage_of_section(plan.schedule, section=each, stages=plan.mesh.pipeline)[0] for each in range(plan.sections)
     ]

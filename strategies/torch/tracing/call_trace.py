@@ -1,4 +1,4 @@
-"""What a model's forward is made of, seen from outside its modules, and how it is listened to.
+"""Traces a model's forward for a pipeline: calls of modules, functions between them, and the values that pass.
 
 A forward consists of calls of modules that lie in one section each, and of what it does between them.
 
@@ -36,7 +36,7 @@ ForwardFunction = Callable[[nn.Module, Sequence[Tensor]], Any]
 
 
 class ValueKey(NamedTuple):
-    """A value: which tensor of what the n-th call, function between calls, or input gave."""
+    """The key of a value: which output tensor of the n-th call, function between calls, or input."""
 
     source: Literal["input", "call", "glue"]
     number: int
@@ -45,7 +45,7 @@ class ValueKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _ModuleCall:
-    """A module's call that a forward makes from between modules.
+    """A call of a module that lies in one section.
 
     Attributes:
         name: of the module.
@@ -62,7 +62,7 @@ class _ModuleCall:
 
 @dataclass(frozen=True, kw_only=True)
 class _CallResult:
-    """What a call gave: tensors by their keys, all else as it was."""
+    """The result of a call: tensors by their keys, other values as they are."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
@@ -70,7 +70,7 @@ class _CallResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardRoute:
-    """One forward on so many rows.
+    """The route of one forward with a certain number of rows.
 
     Attributes:
         calls: in order.
@@ -98,7 +98,7 @@ class ForwardRoute:
 
 
 class WatchedModel:
-    """A module tree whose chosen modules tell a follower of their calls before they run.
+    """A module tree whose chosen modules report their calls to a listener.
 
     Args:
         model: the tree.
@@ -120,7 +120,7 @@ class WatchedModel:
 
     @contextmanager
     def followed(self, follower: CallListener) -> Iterator[None]:
-        """Within, the follower hears of everything."""
+        """Report calls to the listener inside this context."""
         self.follower = follower
         try:
             with follower:
@@ -130,7 +130,7 @@ class WatchedModel:
 
 
 class CallListener(TorchFunctionMode):
-    """Hears of what a forward does between modules, and of calls of the modules watched.
+    """Listens to the functions that a forward calls between modules, and to calls of watched modules.
 
     Attributes:
         inside: such a call runs as a whole: nothing is to be heard of.
@@ -139,11 +139,11 @@ class CallListener(TorchFunctionMode):
     inside = False
 
     def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A watched module is called."""
+        """Handle the call of a watched module."""
         raise NotImplementedError
 
     def glue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function of torch is called between modules."""
+        """Handle a torch function that is called between modules."""
         raise NotImplementedError
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +153,7 @@ class CallListener(TorchFunctionMode):
 
     @contextmanager
     def deaf(self) -> Iterator[None]:
-        """Within, nothing is to be heard of."""
+        """Report nothing inside this context."""
         self.inside = True
         try:
             yield
@@ -161,7 +161,7 @@ class CallListener(TorchFunctionMode):
             self.inside = False
 
     def whole(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a call without hearing of what happens in it."""
+        """Run a call without reports from inside it."""
         with self.deaf(), pop_mode_temporarily():
             return forward(*args, **kwargs)
 
@@ -170,7 +170,7 @@ class CallListener(TorchFunctionMode):
 
 
 class ForwardTracer:
-    """Follows forwards of a model that is to be cut.
+    """Traces forwards of a model that is to be cut.
 
     Args:
         model: on the meta device.
@@ -186,7 +186,7 @@ class ForwardTracer:
 
     @torch.enable_grad()  # whoever asks: it tells what gets a gradient
     def route(self, inputs: Sequence[Tensor]) -> ForwardRoute:
-        """Follow one forward on inputs on the meta device.
+        """Trace one forward on inputs on the meta device.
 
         Raises:
             JobError: the forward looks at values, or does not call the entries in their order.
@@ -202,7 +202,7 @@ class ForwardTracer:
         return notes.route(outputs)
 
     def _calls(self, inputs: Sequence[Tensor]) -> list[_ModuleCall]:
-        """Outermost calls that lie in one section, and those with which one begins."""
+        """Return the outermost calls that lie in one section, and those with which a section begins."""
         names = {module: name for name, module in self._model.named_modules()}
         heard = [name.split(".") for module, name in names.items() if module._forward_hooks]
         events = _CallSpans()
@@ -232,7 +232,7 @@ class ForwardTracer:
         ]
 
     def _begins(self, events: _CallSpans, names: Mapping[nn.Module, str]) -> list[int]:
-        """When the sections from the second on begin."""
+        """Return when the sections from the second on begin."""
         found: list[int] = []
         for entry in self._entries:
             try:
@@ -248,7 +248,7 @@ class ForwardTracer:
         return found
 
     def _tried(self, inputs: Sequence[Tensor]) -> Any:
-        """A forward without data, in which what is made of constants alone has values."""
+        """Run a forward without data, in which values made of constants alone are known."""
         try:
             with MetaValueMode():
                 return self._forward(self._model, inputs)
@@ -267,7 +267,7 @@ class ForwardTracer:
 
 
 class _CallSpans:
-    """When each module's calls begin and end: (name, begin, end), by begin."""
+    """Records when each module's calls begin and end: (name, begin, end), by begin."""
 
     def __init__(self) -> None:
         self._now = 0
@@ -290,7 +290,7 @@ class _CallSpans:
 
 
 class _ValueRecorder(CallListener):
-    """Writes down where each value is made and last used."""
+    """Records where each value is made and last used."""
 
     def __init__(self, model: nn.Module, calls: Sequence[_ModuleCall], inputs: Sequence[Tensor], where: str) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ class _ValueRecorder(CallListener):
         return output
 
     def route(self, outputs: Any) -> ForwardRoute:
-        """All of it, once the forward is over."""
+        """Return the whole route, once the forward has ended."""
         self._use(outputs)
         taken = tuple(
             tuple(key for key in self._values if self._made[key] < section <= self._used.get(key, -1))
@@ -373,7 +373,7 @@ class _ValueRecorder(CallListener):
         )
 
     def _changing(self) -> set[str]:
-        """Buffers that the forward changed, or put others in the place of."""
+        """Return the buffers that the forward changed or replaced."""
         now = {name: id(buffer) for name, buffer in self._model.named_buffers()}
         return {
             name
@@ -382,7 +382,7 @@ class _ValueRecorder(CallListener):
         }
 
     def _changed(self, taken: Sequence[ValueKey], begin: Mapping[ValueKey, tuple[int, Tensor]]) -> frozenset[ValueKey]:
-        """What is changed in place since. Raises JobError where another value that goes along would change with it."""
+        """Return values that later code changes in place. Raises JobError where another passed value shares memory."""
         changed = frozenset(key for key in taken if self._values[key]._version != begin[key][0])
         memories = Counter(storage_key(self._values[key]) for key in taken)
         if any(memories[storage_key(self._values[key])] > 1 for key in changed):
@@ -390,7 +390,7 @@ class _ValueRecorder(CallListener):
         return changed
 
     def _make(self, leaf: Any, key: ValueKey) -> Any:
-        """Know a value that is new; gives the key of a tensor, and all else as it is."""
+        """Register a new value; return the key of a tensor, and other values as they are."""
         if not isinstance(leaf, Tensor) or id(leaf) in self._names:
             return leaf
         known = self._keys.setdefault(id(leaf), key)
@@ -401,7 +401,7 @@ class _ValueRecorder(CallListener):
         return known
 
     def _use(self, given: Any) -> set[str]:
-        """Values are needed, and the parameters and buffers whose names it gives."""
+        """Note the use of values; return the names of the parameters and buffers among them."""
         names = set()
         for leaf in tree_leaves(given):
             if not isinstance(leaf, Tensor):
@@ -423,7 +423,7 @@ class _ValueRecorder(CallListener):
 
 
 def _called_by_checkpoint() -> bool:
-    """Whether what is called now is called through torch.utils.checkpoint."""
+    """Return whether the current call comes through torch.utils.checkpoint."""
     frame = sys._getframe().f_back
     while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
         frame = frame.f_back
@@ -433,7 +433,7 @@ def _called_by_checkpoint() -> bool:
 def _outermost_calls(
     spans: Sequence[tuple[str, int, int]], begins: Sequence[int], opened: Set[str]
 ) -> Iterator[tuple[str, int, bool]]:
-    """Calls that are not inside one which lies in a section: name, begin, and whether it lies in one itself.
+    """Return the outermost calls: name, begin, and whether the call lies in one section.
 
     Args:
         opened: modules that have others inside with hooks of the user's, which may keep what these give: they count as
@@ -448,13 +448,13 @@ def _outermost_calls(
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy of a module tree on the meta device; nothing is copied that has memory."""
+    """Return a copy of a module tree on the meta device, without a copy of its data."""
     tensors = (*model.parameters(), *model.buffers())
     return copy.deepcopy(model, {id(each): meta_tensor(each) for each in tensors})
 
 
 def meta_tensor(tensor: Tensor) -> Tensor:
-    """The same on the meta device, without a graph."""
+    """Return a tensor on the meta device, without a graph."""
     made = torch.empty_like(tensor, device="meta", requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""Buffers that each data rank keeps as its own, such as a hidden state that is carried from batch to batch.
+"""Local state: buffers that each data rank keeps as its own, such as a hidden state carried from batch to batch.
 
 They are neither averaged nor sent from rank to rank. A checkpoint holds those of every data rank, and each takes its
 own back. In the model's state dict, which is for a model on one device, are those of data rank 0.
@@ -21,25 +21,25 @@ _FILE = re.compile(r"local-(\d+)-of-(\d+)\.safetensors")
 
 @dataclass(frozen=True, kw_only=True)
 class DataRank:
-    """A data rank, of so many."""
+    """A data rank's number and the number of data ranks."""
 
     rank: int = 0
     ranks: int = 1
 
     @property
     def piece(self) -> str:
-        """Its local state, as state tags name it."""
+        """The name of its local state in state tags."""
         return f"local-{self.rank}"
 
     @property
     def file(self) -> str:
-        """The file of a checkpoint that holds it."""
+        """The checkpoint file that holds its local state."""
         return f"local-{self.rank}-of-{self.ranks}.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalState:
-    """The local state of one data rank: buffers by full name, those that are not persistent included."""
+    """The local state of one data rank: buffers by full name, including those that are not persistent."""
 
     seat: DataRank
     tensors: Mapping[str, Tensor]

@@ -1,4 +1,4 @@
-"""One training step: backward over the micro-batches, one reduction, then finite or not, scale, clip, apply.
+"""One training step: backward of the micro-batches, one reduction, check for finite values, scale, clip, apply.
 
 A micro-batch's gradient is seen by hooks that autograd calls before DDP does, in sampled steps alone; they change
 nothing. Its norm is known only after the reduction has begun, so it travels in the one of the step after.
@@ -45,7 +45,7 @@ class StepTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRunner:
-    """How a micro-batch is run.
+    """Runs the micro-batches of a step.
 
     Attributes:
         objective: the objective itself.
@@ -71,11 +71,11 @@ class StepRunner:
         return self.objective.caller.where
 
     def ending(self) -> AbstractContextManager[Any]:
-        """A context for a step's last micro-batch."""
+        """Return a context for a step's last micro-batch."""
         return nullcontext()
 
     def accumulate(self, replica: TorchReplica, feed: Feed, *, sampled: bool) -> None:
-        """Forward and backward of every micro-batch; the last backward reduces what all of them gave."""
+        """Run forward and backward of every micro-batch; the last backward reduces the gradients."""
         self.objective.begin()
         each = micro_batches_of(feed)
         for number, (micro, share) in enumerate(each):
@@ -90,13 +90,13 @@ class StepRunner:
                 self.probe.count(share)
 
     def settle(self, replica: TorchReplica, *, wants_norm: bool) -> tuple[list[Tensor], StepTotals]:
-        """The averaged gradients and the sums over all ranks. Raises JobError where DDP could not average one."""
+        """Return averaged gradients and sums over all ranks. Raises JobError where DDP could not average one."""
         gradients = _gradients(replica, self)
         return gradients, read_totals(self, gradients, wants_norm=wants_norm)
 
 
 def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
-    """One step of this rank. All ranks apply it, or none does.
+    """Run one step of this rank. All ranks apply it, or none does.
 
     Raises:
         NonFiniteLoss: on every rank, with nothing applied.
@@ -151,7 +151,7 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
 def run_micro_batch(
     runner: StepRunner, share: MicroBatchShare, forward_done: Callable[[], None] = lambda: None
 ) -> None:
-    """Forward and backward of one micro-batch; tells a lost peer from an error in the user's code."""
+    """Run forward and backward of one micro-batch; raise PeerLost or UserCodeError for what fails."""
     where = runner.where
     pull = runner.objective.pull(share, *runner.reduced(share))
     forward_done()
@@ -162,7 +162,7 @@ def run_micro_batch(
 
 
 def micro_batches_of(feed: Feed, *, muted: bool = False) -> list[tuple[int, MicroBatchShare]]:
-    """Micro-batches in order with their number; the wish goes with the last."""
+    """Return the numbered micro-batches of a feed; the last one carries the stop request."""
     flat = [
         (
             micro,
@@ -178,12 +178,12 @@ def micro_batches_of(feed: Feed, *, muted: bool = False) -> list[tuple[int, Micr
 
 
 def batch_layout(feed: Feed) -> BatchLayout:
-    """Into what the global batch is cut."""
+    """Return how the global batch is divided."""
     return BatchLayout(ranks=feed.total, micro_batches=len(feed.parts[0]))
 
 
 def _gradients(replica: TorchReplica, runner: StepRunner) -> list[Tensor]:
-    """The averaged gradients. Raises JobError where DDP could not average one."""
+    """Return the averaged gradients. Raises JobError where DDP could not average one."""
     gradients = [parameter.grad for parameter in replica.trainable]
     present = [gradient for gradient in gradients if gradient is not None]
     if runner.every_used and len(present) < len(gradients):
@@ -199,7 +199,7 @@ def _gradients(replica: TorchReplica, runner: StepRunner) -> list[Tensor]:
 
 
 def read_totals(runner: StepRunner, gradients: list[Tensor], *, wants_norm: bool) -> StepTotals:
-    """Read what travelled in the reduction: the step's only wait for the device."""
+    """Read the reduced sums: the step's only wait for the device."""
     carried = runner.objective.carry.grad
     assert carried is not None, "carry is part of every objective"
     if not wants_norm:
@@ -229,12 +229,12 @@ def _scale(
 
 
 def mean_factor(weight: float, rows: int, kind: torch.dtype) -> float:
-    """From a mean over so many rows to that over the sum of their weights, added up in numbers of a kind."""
+    """Return the factor from a mean over rows to a mean over the sum of their weights, rounded as `kind` is."""
     return 1.0 if abs(weight - rows) <= 4 * torch.finfo(kind).eps * rows else rows / weight
 
 
 def overflows(totals: StepTotals) -> bool:
-    """Whether a gradient that counts is not finite, though its loss is."""
+    """Return whether a gradient is not finite though the loss is."""
     finite = math.isfinite(totals.loss) and math.isfinite(totals.weight)
     return finite and bool(totals.weight) and totals.norm is not None and not math.isfinite(totals.norm)
 
@@ -261,7 +261,7 @@ def check_finite(runner: StepRunner, totals: StepTotals, feed: Feed) -> None:
 
 
 class GradientNoiseProbe:
-    """Samples the steps of one formation, the same ones on all ranks.
+    """Measures the gradient noise of sampled steps, the same ones on all ranks.
 
     Args:
         objective: whose reduction the news travel in.
@@ -275,12 +275,12 @@ class GradientNoiseProbe:
         self._whole: float | None = None  # its reduced gradient's squared norm
 
     def due(self, feed: Feed) -> bool:
-        """Whether a step is to be sampled; never where there are no parameters whose gradients could be seen."""
+        """Return whether a step is sampled; never without parameters whose gradients can be seen."""
         return bool(self._parameters) and noise_is_due(feed.step, feed.total * len(feed.parts[0]))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """See the gradients of all backwards within."""
+        """Watch the gradients of all backwards in this context."""
         zero = torch.zeros((), dtype=self._objective.carry.dtype, device=self._objective.carry.device)
         self._news = (zero, zero, zero)
         handles = [add_gradient_hook(parameter, self._see) for parameter in self._parameters]
@@ -295,7 +295,7 @@ class GradientNoiseProbe:
         self._norms.append(torch.linalg.vector_norm(values.detach(), dtype=self._objective.carry.dtype))
 
     def count(self, share: MicroBatchShare) -> None:
-        """The backward of one micro-batch is over."""
+        """Note the end of a micro-batch's backward."""
         norms, self._norms = self._norms, []
         samples = int(np.count_nonzero(share.batch.weights))
         if samples and norms:
@@ -304,12 +304,12 @@ class GradientNoiseProbe:
             self._news = (parts + torch.stack(norms).square().sum() * unit, counted + samples, shares + 1)
 
     def send(self) -> None:
-        """Let the news of the step before, if there are any, travel with this one."""
+        """Send the measurements of the step before, if there are any, with this step's sums."""
         if self._whole is not None:
             self._objective.news = self._news
 
     def heard(self, told: Sequence[float]) -> GradientScatter | None:
-        """What came of what travelled."""
+        """Return the gradient scatter from the reduced measurements."""
         whole, self._whole = self._whole, None
         if whole is None:
             return None
@@ -317,5 +317,5 @@ class GradientNoiseProbe:
         return GradientScatter(parts=parts, samples=samples, shares=shares, whole=whole)
 
     def keep(self, norm: float, rows: int) -> None:
-        """A sampled step was applied; its averaged gradient has this norm."""
+        """Record the norm of the averaged gradient of a sampled step."""
         self._whole = (norm * rows) ** 2
