@@ -223,7 +223,7 @@ class FsdpState:
         return [] if group is None else [group]
 
 
-# --- What torch is told for a whole process ---------------------------------------------------------------------------
+# --- Process-wide settings --------------------------------------------------------------------------------------------
 
 
 def captured() -> dict[str, Any]:

@@ -246,8 +246,8 @@ def _slots(replica: TorchReplica) -> OptimizerSlots:
                 )
             if isinstance(value, Tensor) and not _same_layout(value, parameter, name in boxes):
                 raise CheckpointError(
-                    f"the optimizer keeps {key!r} divided otherwise than the parameter, which cannot be saved",
-                    remedy='use an optimizer that works number by number, such as AdamW, or strategy="data_parallel"',
+                    f"the optimizer shards {key!r} differently from its parameter, which cannot be saved",
+                    remedy='use an elementwise optimizer, such as AdamW, or strategy="data_parallel"',
                 )
         found[name] = dict(entries)
     for parameter, before in replica.versions.before.items() if replica.versions else ():

@@ -92,7 +92,7 @@ def _sums_by_kin(kin: Sequence[tuple[Hashable, Hashable]], sums: Sequence[Sequen
     return [*found.values()]
 
 
-# --- what is compared -------------------------------------------------------------------------------------------------
+# --- Compared entries -------------------------------------------------------------------------------------------------
 
 
 def _compared_entries(replica: TorchReplica) -> tuple[_Entries, _Entries]:
@@ -164,7 +164,7 @@ def _numbers(tensors: Iterable[Tensor]) -> list[int]:
     return found
 
 
-# --- digests ----------------------------------------------------------------------------------------------------------
+# --- Digests ----------------------------------------------------------------------------------------------------------
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def _factors(device: torch.device) -> Tensor:
     return torch.from_numpy((mixed ^ (mixed >> np.uint64(31)) | np.uint64(1)).view(np.int64)).to(device)
 
 
-# --- what differs -----------------------------------------------------------------------------------------------------
+# --- Differences ------------------------------------------------------------------------------------------------------
 
 
 def _all_gather_digests(entries: _Entries, device: torch.device) -> list[Mapping[_Key, tuple[int, int, str]]]:

@@ -61,8 +61,8 @@ def write(state: HostState, writer: StateWriter) -> None:
         if not _is_finite(state.model[name]):
             raise NonFiniteLoss(
                 f"parameter {name!r} is not finite after step {state.step}: a gradient was not, though the loss was",
-                remedy='set clip_norm or on_nonfinite="skip", which look at the gradient of each step; what was '
-                "committed before is kept",
+                remedy='set clip_norm or on_nonfinite="skip", which check the gradient of each step; earlier '
+                "checkpoints are kept",
             )
     tensors: dict[str, Tensor] = {}
     plain: OptimizerSlots = {}
@@ -214,7 +214,7 @@ def _part_headers(reader: StateReader, wanted: _WantedSlices | None, own: ModelP
     known |= {part: _read_header(reader, part) for part in parts if part != own}
     kinds = {(part.stage, *sorted(facts["tensors"][_MODEL])) for part, facts in known.items()}
     if len({facts["step"] for facts in known.values()}) > 1 or len(kinds) > parts[0].stages * parts[0].servers:
-        raise _damaged(_STATE.format(parts[-1].suffix), ValueError("it belongs to another state than the first"))
+        raise _damaged(_STATE.format(parts[-1].suffix), ValueError("it belongs to another state than the first part"))
     return known
 
 
@@ -337,7 +337,7 @@ def take_weights(model: nn.Module, reader: StateReader) -> None:
         ) from error
 
 
-# --- A safetensors file in pieces -------------------------------------------------------------------------------------
+# --- The safetensors format -------------------------------------------------------------------------------------------
 
 
 _DTYPE_NAMES = {

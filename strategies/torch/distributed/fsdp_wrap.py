@@ -1,13 +1,13 @@
 """Models sharded by torch's FSDP2: which modules are gathered together, and what a step ran and used.
 
-FSDP2 pairs the ranks' collectives by their order alone. Ranks that run other blocks, or the same in another order,
-would be given each other's parameters without an error, so that `BlockCalls` keeps the order for the ranks to compare.
-And a parameter without a gradient is given zeros, with which an optimizer decays moments and weights, while one device
-skips it: `BlockCalls` keeps which parameters had a gradient.
+FSDP2 matches the ranks' collectives by their order alone. Ranks that run different blocks, or another order, would get
+each other's parameters without an error; `BlockCalls` records the order, and the ranks compare it. FSDP2 gives a
+parameter without a gradient zeros, by which an optimizer decays moments and weights, while one device skips it;
+`BlockCalls` records which parameters had a gradient.
 
-FSDP2 works in hooks around modules' calls, which a stage that is entered and left in the middle of a forward does not
-make as a whole. So the stage's parameters are gathered before a step, gradients of all micro-batches add up in them,
-and each rank gets its part of the sum at the end (ZeRO-2).
+FSDP2 works in hooks around calls of modules. A pipeline stage starts and ends within a forward, so that it does not
+make all of these calls. So `StageShards` gathers its parameters before a step, sums the gradients of all micro-batches
+in them, and shards the sum at the end (ZeRO-2).
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _sharding_problems(model: nn.Module, chosen: list[nn.Module]) -> Iterator[st
             yield f"{what} {' and '.join(kinds)}: use one type, or freeze those of the other"
 
 
-# --- A pipeline's stage divided by torch's FSDP2, driven by hand as torch's own pipelining does -----------------------
+# --- FSDP2 of a pipeline stage, without its hooks ---------------------------------------------------------------------
 
 
 class StageShards:

@@ -1,13 +1,13 @@
 """Process groups: reserve a port, join, interrupt, leave. A process is in one group at a time, as torch has it.
 
-`ProcessGroupGloo`'s abort and shutdown return and do nothing, and a collective that waits for a peer keeps the group,
-and with it the sockets, open for others to wait on. gloo serves all its sockets by an epoll instance of its own
-(gloo/transport/tcp/loop.cc), and Linux lists what an instance watches in /proc/self/fdinfo.
+Abort and shutdown of `ProcessGroupGloo` do nothing, and a blocked collective keeps the group and its sockets open, for
+which other ranks wait. So the sockets are found and shut here: gloo serves all of them by an epoll instance of its own
+(gloo/transport/tcp/loop.cc), and Linux lists the descriptors of an instance in /proc/self/fdinfo.
 
-Its connections are shut for reading alone. gloo then ends them by itself, and tells all who wait. What it could not
-write before is told to nobody (gloo/transport/tcp/pair.cc: `signalException` passes by the unbound buffers in `tx_`):
-that collective would wait for the group's whole deadline, so no write must fail before gloo has seen the end. At the
-peers one may, as where a process dies: `links` waits for nothing that gloo may forget, and `group` leaves it behind.
+Connections are shut for reading only. gloo then ends them by itself and wakes all who wait. A failed write is reported
+to nobody (gloo/transport/tcp/pair.cc: `signalException` skips the unbound buffers in `tx_`), and its collective would
+wait until the group's deadline, so no write must fail before gloo has seen the end. At the peers a write may fail, as
+where a process dies; `pipeline.p2p` waits only for what gloo reports, and a group that still waits is abandoned.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ def interface_name(host: str) -> str | None:
     return None
 
 
-# --- The sockets of gloo, which torch can neither find nor close ------------------------------------------------------
+# --- gloo's sockets ---------------------------------------------------------------------------------------------------
 
 
 _FDS = "/proc/self/fd"

@@ -1,8 +1,8 @@
 """The engine of sharded data parallelism: torch's FSDP2 (ZeRO-2 and 3, and hybrid shard), over gloo or NCCL.
 
-Each rank holds a part of every parameter, of its gradient and of the optimizer's state. After a failure the process
-group is another one, which neither FSDP2's modules nor DTensors can change to: the model is made anew by the job's
-function and divided again, and takes the tensors that this rank held.
+Each rank holds a part of every parameter, of its gradient and of the optimizer's state. After a failure there is a new
+process group, to which neither FSDP2's modules nor DTensors can change. So the job's function builds the model again,
+it is sharded again, and it takes over the tensors that this rank held.
 """
 
 from __future__ import annotations

@@ -155,11 +155,11 @@ class ShardedModelEngine(ProcessGroupEngine):
         self._layers = LayerSharding(part.tensor, part.tensors, self._placed.tensors, self._where)
         problems = [*self._problems(spec, plan)]
         if self._part.tensors > 1 and spec.compile == "inductor":
-            problems.append('compile="inductor" was not tried with tensor parallelism: leave it out, or use tp=1')
+            problems.append('compile="inductor" was not tested with tensor parallelism: leave it out, or use tp=1')
         if self._part.tensors > 1 and not is_elementwise(spec):
             problems.append(
-                "the optimizer does not work number by number, so that it cannot step on parts of a layer: use one "
-                'that does, such as AdamW, or strategy="data_parallel"'
+                "the optimizer is not elementwise, so that it cannot update parts of a layer: use one that is, "
+                'such as AdamW, or strategy="data_parallel"'
             )
         if problems:
             raise JobError(problems, where=self._where)

@@ -1,10 +1,9 @@
 """Point-to-point messages of a pipeline's rank with the stages before and after it.
 
-Over gloo a rank waits for receives of nothing alone. When a connection ends, gloo tells those whose messages have not
-begun, and nobody else (gloo/transport/tcp/pair.cc, `signalException`): a send of which something was left to write, or
-whose write failed before the end was seen, would wait for the group's whole deadline, and so would a receive of which a
-part had come. A receive of no bytes has never begun without being over. So an empty message follows all tensors: once
-it has come, so have they. And the receiver answers with another: once that has come, they have been sent.
+When a connection ends, gloo reports it only to messages that have not started (gloo/transport/tcp/pair.cc,
+`signalException`). A half-written send or a half-read receive would wait until the group's deadline. So a rank waits
+only for empty receives, which cannot be half done: an empty message follows all tensors, and has come only after them.
+The receiver answers with another one, which tells the sender that its tensors have been taken.
 """
 
 from __future__ import annotations

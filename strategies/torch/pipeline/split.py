@@ -1,9 +1,9 @@
 """Splits a model into sections that run on different ranks, without a change to the model.
 
-Each rank runs the model's own forward. It passes over what lies before its section: modules there give tensors without
-data (on the meta device), and what the forward does between modules it does to these. Where the section begins, the
-values that are needed from then on take the place of those without data; where the next one begins, the forward is
-left. A value that was overlooked has no data, which torch refuses to compute with, so that nothing is silently wrong.
+Each rank runs the model's own forward. Before its section, modules return tensors without data (on the meta device),
+and functions between modules work on these. Where the section starts, the values that it needs replace those without
+data; where the next section starts, the forward is left. An overlooked value has no data, and torch refuses to compute
+with it, so that no error stays silent.
 """
 
 from __future__ import annotations

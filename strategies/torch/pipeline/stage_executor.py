@@ -1,7 +1,8 @@
 """A step of one pipeline stage: its operations in the order of the schedule.
 
-torch's own functions halve it where each parameter's way to the outputs enters the way of what was given at one place,
-as in rows of layers with residuals. Elsewhere they lose gradients without a word, so that it is asked beforehand.
+Zero-bubble schedules split a backward into gradients of inputs and of parameters, by functions of torch. These lose
+gradients silently unless each parameter's path in the graph meets the path of the inputs at one node, as in rows of
+layers with residuals; `can_split_backward` checks that, and other graphs are not split.
 """
 
 from __future__ import annotations
@@ -308,7 +309,7 @@ class StageExecutor:
         return self.messages.section(operation) == self.cut.sections - 1
 
 
-# --- A backward in two halves, for zero-bubble orders -----------------------------------------------------------------
+# --- Split backward, for zero-bubble schedules ------------------------------------------------------------------------
 
 
 _COMPILED = "CompiledFunctionBackward"

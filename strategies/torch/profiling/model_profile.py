@@ -85,7 +85,7 @@ def profile_model(
         tensors = {name: torch.cat((value, value)) for name, value in tensors.items()}
         trace = _first_traced(built, tensors, call, step)
     if isinstance(trace, str):
-        _log.info("operations are estimated from parameters: tracing raised %s", trace)
+        _log.info("estimating operations from parameters, since tracing raised %s", trace)
         return replace(known, layers=_parameter_costs(built, held, _tokens(tensors)), untraced=trace)
     rows = max((len(value) for value in tensors.values()), default=1)
     split, indivisible = TensorParallelPlan(), ""
@@ -139,7 +139,7 @@ def _built(build: Callable[[], Any]) -> nn.Module:
         with torch.device("meta"):
             model = build()
     except Exception as error:
-        _log.info("model() is built with memory: without, it raised %s: %s", type(error).__name__, error)
+        _log.info("building model() in memory, since it raised on the meta device: %s: %s", type(error).__name__, error)
         with TorchUserCode("model()", "profile"):
             model = build()
     if not isinstance(model, nn.Module):

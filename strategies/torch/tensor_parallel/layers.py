@@ -1,14 +1,13 @@
 """Layers divided over the ranks of a tensor-parallel group, in the modules' own forward (Shoeybi et al., 2019).
 
-Each rank holds plain tensors, which it computes with as one device would: torch's `parallelize_module` makes DTensors
-of some parameters, which optimizers refuse beside plain ones (`_foreach_mul_ got mixed torch.Tensor and DTensor`), and
-communicates in hooks, which a model that is cut into sections runs where it should pass by. Here a stage, FSDP2 and an
-optimizer see nothing of the division.
+Each rank holds plain tensors and computes with them as one device would. torch's `parallelize_module` is not used: it
+makes DTensors of some parameters, which optimizers refuse beside plain ones (`_foreach_mul_ got mixed torch.Tensor and
+DTensor`), and it communicates in hooks, which a model that is cut into sections would run outside its section.
 
-A row ends with a reduce-scatter over tokens in place of its all-reduce, and what a column is given is gathered;
-backward does the same the other way round. What lies between is taken for whole (see `apart`): residual sums, norms
-and dropout are done on a rank's own tokens, and of what they learn the gradient is added up over the ranks where it
-is made. A column's input is gathered again in backward, not kept. What needs all tokens gathers them first.
+With sequence parallelism a row layer ends with a reduce-scatter over tokens instead of an all-reduce, and the input of
+a column layer is gathered; backward does the reverse. Between the layers each rank has its own tokens as a
+`ShardedTensor`, on which residual sums, norms and dropout run. The gathered input of a column layer is not kept, but
+gathered again in backward.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""Which layers tensor parallelism divides, and how: found in what a forward does, and proved on shapes.
+"""Searches the layers of a model that tensor parallelism can divide, and proves on shapes that they can be.
 
-`division` says which linear layers may be divided, by what becomes of their outputs. What a forward makes of their
-sizes is then tried without data: with the layers' outputs as short as one rank's, it must do the same as with all of
-them, on as short a part of each tensor. A forward that splits outputs by a number of heads, an attribute of its
-module, is given a share of that number, where this makes it come out.
-
-Both are run without data and their operations compared one by one. A tensor is divided where it is shorter in one of
-its dimensions. Each operation must leave that dimension alone: compute number by number along it, or only carry it.
+`op_trace` says which linear layers may be divided, by the use of their outputs. Then the forward is run without data
+twice: with whole outputs, and with outputs as short as one rank's. Both runs must do the same operations, and each
+tensor must be whole or one rank's part along one dimension. Operations must be elementwise along that dimension, or
+only carry it. A module's attribute that counts heads is divided too where that makes the two runs agree.
 """
 
 from __future__ import annotations
@@ -98,8 +95,8 @@ class TensorParallelPlanner:
             why = self._reasons[0] if self._reasons else "none is a linear layer whose outputs go to another one alone"
             raise JobError(
                 [
-                    f"no layer of the model can be divided by {self._degree}: {why}; say by tensor_plan= which modules "
-                    "are, or use another strategy"
+                    f"no layer of the model can be divided by {self._degree}: {why}; name modules by tensor_plan=, or "
+                    "use another strategy"
                 ],
                 where=self._where,
             )
@@ -112,7 +109,7 @@ class TensorParallelPlanner:
         except Exception as error:
             what = summarize_error(error)
             raise JobError(
-                [f"the model cannot be divided by layers: followed without data, its forward raised {what}"],
+                [f"the model cannot be divided by layers: traced without data, its forward raised {what}"],
                 where=self._where,
             ) from error
         if self._any and trace.heads:
@@ -177,11 +174,16 @@ class TensorParallelPlanner:
             if not meant:
                 near = get_close_matches(pattern, names, n=1, cutoff=0.0)
                 hint = f"; the nearest is {near[0]!r}" if near else ""
-                raise JobError([f"tensor_plan names {pattern!r}, which the model has not{hint}"], where=self._where)
+                raise JobError(
+                    [f"tensor_plan names {pattern!r}, which is no module of the model{hint}"], where=self._where
+                )
             if role not in ROLES:
                 near = get_close_matches(role, ROLES, n=1, cutoff=0.0)
                 raise JobError(
-                    [f"tensor_plan: {role!r} of {pattern!r} is none of {', '.join(ROLES)}; the nearest is {near[0]!r}"],
+                    [
+                        f"tensor_plan: {role!r} of {pattern!r} is not a role ({', '.join(ROLES)}); the nearest is "
+                        f"{near[0]!r}"
+                    ],
                     where=self._where,
                 )
             roles |= dict.fromkeys(meant, role)
@@ -323,7 +325,7 @@ def _is_divisible_count(module: Any, key: str, degree: int) -> bool:
     return type(value) is int and value > 1 and not value % degree and not key.startswith("_")
 
 
-# --- Trace equivalence ------------------------------------------------------------------------------------------------
+# --- Comparison of traces ---------------------------------------------------------------------------------------------
 
 
 _aten = torch.ops.aten
@@ -546,7 +548,7 @@ def _flat_arguments(args: Any, kwargs: Any) -> Iterator[Any]:
             yield tuple(each) if isinstance(each, list) else each
 
 
-# --- Whether tokens may be divided between the regions that tensor parallelism divides --------------------------------
+# --- Sequence parallelism ---------------------------------------------------------------------------------------------
 
 
 def sequence_parallel_problem(

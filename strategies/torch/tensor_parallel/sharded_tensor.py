@@ -1,13 +1,11 @@
-"""A tensor that is to be taken for whole, of which each rank of a tensor-parallel group holds a part.
+"""A tensor that looks whole to user code while each rank of a tensor-parallel group holds a part of it.
 
-Each rule is given what autograd gives an operation, and answers None where it cannot do without all logits.
-
-A job's loss is a function of whole logits. It is given a tensor that says it is whole and holds this rank's part.
-Below autograd, operations that keep the vocabulary apart are done on the parts: views, what goes number by number, and
-of cross-entropy the log-softmax and the choice of the targets', which add up a number or two of each token over the
-ranks (Shoeybi et al., 2019, section 3). Gradients come back in the same way. Every other operation gathers the logits
-first, and is done on all of them. torch's own `loss_parallel` has the same formulas for DTensors, which refuse to meet
-the plain tensors that a loss brings along, and raise where they know no rule.
+A job's loss is a function of whole logits. It gets a `ShardedTensor`, below which autograd's operations run on the
+parts where a rule exists: views, pointwise operations, norms and dropout, and of cross-entropy the log-softmax and the
+choice of targets, which reduce a few numbers of each token over the ranks (Shoeybi et al., 2019, section 3). Gradients
+are sharded in the same way. A rule returns None where it cannot work on parts; such operations, and those without a
+rule, gather the tensor first. torch's `loss_parallel` has the same formulas for DTensors, which cannot be combined with
+the plain tensors of a loss, and raise for operations without a rule.
 """
 
 from __future__ import annotations
@@ -192,7 +190,7 @@ def check_first_order() -> None:
     if torch.is_grad_enabled():
         raise JobError(
             [
-                "a gradient through divided layers cannot be differentiated once more (create_graph=True): use tp=1, "
+                "second derivatives through tensor-parallel layers are not supported (create_graph=True): use tp=1, "
                 "or a loss without a gradient in it"
             ]
         )
@@ -234,7 +232,7 @@ def _local_operand(tensor: ShardedTensor, other: Tensor) -> Tensor | None:
     return other.narrow(place, *tensor.local_range)
 
 
-# --- Vocab cross entropy ----------------------------------------------------------------------------------------------
+# --- Rules: cross-entropy over a sharded vocabulary -------------------------------------------------------------------
 
 
 _MEAN, _SUM = 1, 2  # reductions, as torch numbers them
@@ -339,7 +337,7 @@ def _with_size(shape: Sequence[int], place: int, size: int) -> list[int]:
     return made
 
 
-# --- Norms and dropout of a tensor of whose tokens each rank holds some -----------------------------------------------
+# --- Rules: norms and dropout of tensors sharded by tokens ------------------------------------------------------------
 
 
 def _layer_norm_rule(func: Any, args: Any, kwargs: Any) -> Any:
@@ -394,7 +392,7 @@ def _sharded_like(tensor: ShardedTensor, part: Tensor) -> Tensor:
     return tensor.like(part, torch.empty(shape, dtype=part.dtype, device="meta"))
 
 
-# --- Vocab logits -----------------------------------------------------------------------------------------------------
+# --- Rules: views, copies, pointwise operations and reductions --------------------------------------------------------
 
 
 _aten = torch.ops.aten
@@ -457,7 +455,7 @@ class _FullTensor(torch.autograd.Function):
         return gradients[0]
 
 
-# --- operations, given as autograd gives them; a rule answers None where all numbers are needed ------------------
+# --- Running operations -----------------------------------------------------------------------------------------------
 
 
 def _run_on_full(func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,8 +1,7 @@
 """Traces a model's forward for a pipeline: calls of modules, functions between them, and the values that pass.
 
-A forward consists of calls of modules that lie in one section each, and of what it does between them.
-
-One forward on the meta device, where tensors have shapes and no memory, tells all of it.
+A forward consists of calls of modules that lie in one section each, and of functions of torch between the calls. One
+forward on the meta device, where tensors have shapes but no memory, shows all of them.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ class CallListener(TorchFunctionMode):
             return forward(*args, **kwargs)
 
 
-# --- Which calls and values a model's forward is made of --------------------------------------------------------------
+# --- The route of a forward -------------------------------------------------------------------------------------------
 
 
 class ForwardTracer:
@@ -257,7 +256,7 @@ class ForwardTracer:
         except Exception as error:
             what = summarize_error(error, limit=300)
             raise self._wrong(
-                f"the model cannot be cut: followed without data, its forward raised {what}: let it not look at the "
+                f"the model cannot be cut: traced without data, its forward raised {what}: it must not read "
                 "values of its inputs (a model of Hugging Face's looks at its mask unless it is loaded with "
                 'attn_implementation="eager"), or use strategy="data_parallel" or "sharded"'
             ) from error

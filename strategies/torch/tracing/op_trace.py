@@ -1,9 +1,9 @@
-"""Which of a model's products tensor parallelism can divide, found by following what its linear layers make.
+"""Traces one forward on the meta device: costs of each module, and which layers tensor parallelism can divide.
 
-A linear layer on whole numbers may be divided by its outputs, if what it makes goes number by number, or head by head,
-to another one, which is then divided by its inputs and ends with an all-reduce (Shoeybi et al., 2019). What makes use
-of all numbers of a token at once in between, such as a norm or a residual sum, forbids it. The last layer's outputs may
-stay divided, as a vocabulary's do, and so may the largest table of what is looked up.
+A linear layer may be divided by its outputs if they go elementwise, or head by head, to another linear layer, which is
+then divided by its inputs and ends with an all-reduce (Shoeybi et al., 2019). An operation between them that needs all
+features of a token, such as a norm or a residual sum, forbids it. The outputs of the last layer, as a vocabulary's, and
+the largest embedding may be divided too.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class _DivisionAnalysis:
         return storage_key(tensor) in self._parameters
 
 
-# --- What one forward pass of a module does ---------------------------------------------------------------------------
+# --- Operations of one forward pass -----------------------------------------------------------------------------------
 
 
 _FREE_OPS = (
@@ -489,7 +489,7 @@ def _size(tensor: Tensor) -> float:
     return size / 2 if tensor.dtype == torch.bool else size
 
 
-# --- Attention detection ----------------------------------------------------------------------------------------------
+# --- Attention scores -------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, eq=False)

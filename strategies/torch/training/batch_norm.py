@@ -1,9 +1,9 @@
 """Batch norm on several data ranks: running statistics are averaged, and with batch_norm="sync" batch statistics too.
 
-By itself a batch norm looks at a rank's own share of the batch. Its running statistics, which evaluation and
+By default a batch norm normalizes by a rank's own share of the batch. Its running statistics, which evaluation and
 checkpoints use, are then averaged over the ranks in each step, weighted by rows, so that all ranks have the same. With
 `batch_norm="sync"` it normalizes by mean and variance of the whole batch, as on one device: forward gathers each rank's
-count, mean and sum of squares, and backward adds up two sums (Ioffe & Szegedy, 2015, with Chan et al., 1979).
+count, mean and sum of squares, and backward reduces two sums (Ioffe & Szegedy, 2015, with Chan et al., 1979).
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ def local_state_file(reader: StateReader, seat: DataRank) -> str | None:
         )
     wrote = max(counts)
     raise CheckpointError(
-        f"the checkpoint holds the local state of {wrote} data ranks, and there are {seat.ranks} now: what each rank "
-        "keeps as its own cannot be divided anew",
+        f"the checkpoint holds the local state of {wrote} data ranks, and this run has {seat.ranks}: it cannot "
+        "be redistributed",
         where=seat.file,
         remedy=f"set workers={wrote}, or start a run under a new name",
     )

@@ -1,6 +1,6 @@
 """The repeated blocks of a model: found, compiled by `torch.compile`, and checkpointed to save activations.
 
-What it compiles is what a module's call or forward runs, so that names, parameters and checkpoints stay as they are.
+Only what a module's call runs is compiled, so that names, parameters and checkpoints stay the same.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _called_children(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-# --- Models compiled by `torch.compile` -------------------------------------------------------------------------------
+# --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
 def compile_model(model: nn.Module, device: torch.device) -> None:
@@ -94,7 +94,7 @@ def _prepare_compiler(device: torch.device) -> None:
         compile_in_process()
 
 
-# --- Activations that are computed again in backward instead of kept --------------------------------------------------
+# --- Activation checkpointing -----------------------------------------------------------------------------------------
 
 
 def checkpoint_blocks(model: nn.Module, divided: Iterable[str] = ()) -> None:

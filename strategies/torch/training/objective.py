@@ -4,10 +4,10 @@ A step's gradient is that of sum(values * weights) / W over the whole global bat
 rank's micro-batches contribute sum(values * weights) * world / rows, so that DDP's average over `world` ranks is
 already right where all weights are 1 (W = rows); otherwise one pass scales the gradients by rows / W.
 
-W, the sum of losses and the wish to stop must be summed over the ranks too, before anything is applied. They travel in
-DDP's own reduction: `carry` is one more parameter, and backward is told that its gradient is those sums. DDP averages,
-so they are multiplied by the world size first: W comes out as a plain sum. Beside them travels what a step before has
-told of its gradient's noise (see `noise`), or zeros, so that the reduction is the same in each step.
+W, the sum of losses and the request to stop must be summed over the ranks too, before anything is applied. DDP's own
+reduction carries them: `carry` is one more parameter, whose gradient is set to those sums. DDP averages, so they are
+multiplied by the world size first. Measurements of the gradient noise of the step before, or zeros, are beside them, so
+that the reduction is the same in each step.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Selective recomputation: attention scores are recomputed in backward instead of kept, in any model.
 
-A model computes scores one function after the other: a batch of products, what scales and masks it, a softmax, perhaps
-dropout, and a second product. The functions are followed as they are called. When the second product comes, what they
-have saved for backward is dropped, all but what they were given from outside; backward calls them once more, with the
-same random numbers, up to the last tensor that is missing. A fused kernel never writes scores: it is left alone.
+A model computes scores by several functions: a batched product, scaling and masking, a softmax, perhaps dropout, and a
+second product. These calls are recorded. At the second product, what they have saved for backward is dropped, except
+their inputs from outside. Backward repeats the calls, with the same random numbers, up to the last missing tensor. A
+fused kernel never writes scores, and is not changed.
 
-Korthikanti et al. (2022), section 5; torch's own selective checkpointing keeps the output of every operation that it
-does not compute again, needed or not, and wants a policy for each model.
+See Korthikanti et al. (2022), section 5. torch's own selective checkpointing keeps the output of every operation that
+it does not recompute, needed or not, and needs a policy for each model.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _RecordedCall:
         """Repeat the call, given new results of earlier ones. Raises RuntimeError where inputs have changed."""
         if any(tensor._version != version for tensor, version in self.outside):
             raise RuntimeError(
-                "what attention's scores are made of was changed in place after they were: leave "
+                "the inputs of attention scores were changed in place after use: leave "
                 "recompute=selective out, or do not change it"
             )
         args, kwargs = tree_map(
@@ -251,7 +251,7 @@ def _refill_hook(call: _RecordedCall, *, last: bool) -> _Hook:
 
     def give(tensor: Tensor) -> None:
         if not left:
-            raise RuntimeError("computed again, attention's scores are made otherwise than at first")
+            raise RuntimeError("recomputing attention scores gave other operations than the first time")
         saved = left.pop()()
         if saved is not None and saved.tensor is None:
             saved.tensor = tensor.detach()

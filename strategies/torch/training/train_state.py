@@ -1,9 +1,9 @@
 """One rank's model and optimizer, with their step.
 
-With W(k) the weights after k steps, step k, counted from 0, takes its gradient at W(k - 1), the first step at W(0):
-W(k + 1) = W(k) + update(gradient of step k at W(k - 1)). So the next step's forwards, which use W(k), may begin while
-backwards of step k are under way, which use W(k - 1). The rule is the same on every stage, and nothing in it depends on
-time: that a pipeline drains, or that what was begun of a step is dropped and done again, changes no bit.
+A streamed pipeline does not drain between steps. With W(k) the weights after k steps, step k, counted from 0, computes
+its gradient at W(k - 1), and the first step at W(0): W(k + 1) = W(k) + update(gradient of step k at W(k - 1)). So the
+forwards of the next step, which use W(k), may start while backwards of step k are under way. The rule does not depend
+on time: draining the pipeline, or dropping and repeating forwards, changes no bit.
 """
 
 from __future__ import annotations
@@ -365,7 +365,7 @@ def _batch_norm_problems(model: nn.Module, spec: ModelSpec, plan: Plan) -> list[
             + ways
         )
     if together and ranks > 1 and spec.compile == "inductor":
-        problems.append('batch_norm="sync" was not tried with compile="inductor": leave one of them out')
+        problems.append('batch_norm="sync" was not tested with compile="inductor": leave one of them out')
     if ranks > 1 and plan.streamed:
         problems.append(
             f"module {norms[0]!r} is a batch norm: schedule={plan.schedule} begins the next step before its statistics "
@@ -406,7 +406,7 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return any(each.default is each.empty for each in named)
 
 
-# --- Two versions of a stage's weights, of a pipeline that does not drain (PipeDream-2BW ------------------------------
+# --- Weights of two steps, for a pipeline that does not drain (PipeDream-2BW) -----------------------------------------
 
 
 class _WeightStash:
@@ -453,7 +453,7 @@ class _WeightStash:
         self._swapped = not self._swapped
 
 
-# --- The factor by which losses are multiplied where backward computes in half precision ------------------------------
+# --- Loss scaling for float16 -----------------------------------------------------------------------------------------
 
 
 MIN_LOSS_SCALE = 1.0  # below, gradients that overflow are too large themselves

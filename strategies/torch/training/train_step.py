@@ -1,7 +1,8 @@
 """One training step: backward of the micro-batches, one reduction, check for finite values, scale, clip, apply.
 
-A micro-batch's gradient is seen by hooks that autograd calls before DDP does, in sampled steps alone; they change
-nothing. Its norm is known only after the reduction has begun, so it travels in the one of the step after.
+In sampled steps hooks see the gradient of each micro-batch before DDP does, to measure gradient noise; they change
+nothing. The norm of the averaged gradient is known only after the reduction has started, so that the measurements are
+reduced with the sums of the next step.
 """
 
 from __future__ import annotations
@@ -257,7 +258,7 @@ def check_finite(runner: StepRunner, totals: StepTotals, feed: Feed) -> None:
     raise non_finite_error(what, runner.where, elsewhere=True)
 
 
-# --- What a step's gradients tell of their noise ----------------------------------------------------------------------
+# --- Gradient noise ---------------------------------------------------------------------------------------------------
 
 
 class GradientNoiseProbe:
