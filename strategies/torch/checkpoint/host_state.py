@@ -146,7 +146,7 @@ def state_of(replica: TorchReplica) -> HostState:
 def _local_of(replica: TorchReplica) -> LocalState | None:
     """Return the local state of the replica's data rank, in its own tensors; None where the job has none."""
     tensors = {name: buffer for name, buffer in replica.named_buffers() if name in replica.local}
-    return LocalState(seat=replica.seat, tensors=tensors) if replica.local else None
+    return LocalState(data_rank=replica.data_rank, tensors=tensors) if replica.local else None
 
 
 def restore(replica: TorchReplica, state: HostState) -> None:

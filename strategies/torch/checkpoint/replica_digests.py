@@ -53,13 +53,13 @@ def parameter_digest(model: nn.Module) -> int:
 
 
 def check_replicas(
-    replica: TorchReplica, kin: Sequence[tuple[Hashable, Hashable]], device: torch.device, where: str
+    replica: TorchReplica, keys: Sequence[tuple[Hashable, Hashable]], device: torch.device, where: str
 ) -> None:
     """Check that ranks hold the same state. Every rank calls it; it takes one small all-gather where they do.
 
     Args:
         replica: this rank's.
-        kin: by rank, two keys: ranks of equal first keys must agree in what no rank divides (buffers, settings), those
+        keys: by rank, two keys: ranks of equal first keys must agree in what no rank divides (buffers, settings), those
             of equal second keys in what is divided too.
         device: where the process group communicates.
         where: this rank, for errors.
@@ -71,24 +71,26 @@ def check_replicas(
         return
     whole, divided = _compared_entries(replica)
     sums = all_gather_ints([_total(whole), _total(divided)], device)
-    if all(len(found) == 1 for found in (*_sums_by_kin(kin, sums, 0), *_sums_by_kin(kin, sums, 1))):
+    if all(len(found) == 1 for found in (*_sums_by_key(keys, sums, 0), *_sums_by_key(keys, sums, 1))):
         return
     for which, entries in enumerate((whole, divided)):
         everyone = _all_gather_digests(entries, device)
         ranks_of: dict[Hashable, list[int]] = {}
-        for rank, keys in enumerate(kin):
-            ranks_of.setdefault(keys[which], []).append(rank)
+        for rank, own_keys in enumerate(keys):
+            ranks_of.setdefault(own_keys[which], []).append(rank)
         for ranks in ranks_of.values():
             problem = _difference({rank: everyone[rank] for rank in ranks}, replica.step)
             if problem:
                 raise JobError([problem], where=where)
 
 
-def _sums_by_kin(kin: Sequence[tuple[Hashable, Hashable]], sums: Sequence[Sequence[int]], which: int) -> list[set[int]]:
+def _sums_by_key(
+    keys: Sequence[tuple[Hashable, Hashable]], sums: Sequence[Sequence[int]], which: int
+) -> list[set[int]]:
     """Return the different digests of each set of ranks that must agree."""
     found: dict[Hashable, set[int]] = {}
-    for keys, own in zip(kin, sums, strict=True):
-        found.setdefault(keys[which], set()).add(own[which])
+    for own_keys, own in zip(keys, sums, strict=True):
+        found.setdefault(own_keys[which], set()).add(own[which])
     return [*found.values()]
 
 

@@ -54,8 +54,8 @@ def write(state: HostState, writer: StateWriter) -> None:
     Raises StorageError, and NonFiniteLoss for a state that nobody would want back.
     """
     if state.local is not None:
-        writer.write(state.local.seat.file, *to_safetensors(state.local.tensors))
-        if state.local.seat.rank:
+        writer.write(state.local.data_rank.file, *to_safetensors(state.local.tensors))
+        if state.local.data_rank.rank:
             return
     for name in state.trained:
         if not _is_finite(state.model[name]):
@@ -171,13 +171,13 @@ def read(reader: StateReader, wanted: _WantedSlices | None = None, part: ModelPa
     )
 
 
-def read_local(reader: StateReader, seat: DataRank) -> LocalState | None:
+def read_local(reader: StateReader, data_rank: DataRank) -> LocalState | None:
     """Read the local state of a data rank.
 
     None where the model is only evaluated, by another number of data ranks. Raises CheckpointError.
     """
-    name = local_state_file(reader, seat)
-    return None if name is None else LocalState(seat=seat, tensors=_tensors(reader, [name]))
+    name = local_state_file(reader, data_rank)
+    return None if name is None else LocalState(data_rank=data_rank, tensors=_tensors(reader, [name]))
 
 
 def load_weights(reader: StateReader) -> dict[str, Tensor]:

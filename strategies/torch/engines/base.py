@@ -57,7 +57,7 @@ class TorchEngine(ReplicaEngine):
         replica = self.replica
         return JobFunctions(
             spec=replica.spec, device=replica.device, autocast=replica.autocast, where=self._where,
-            rescoring=replica.rescoring, group=self._batch_group,
+            selective_recompute=replica.selective_recompute, group=self._batch_group,
         )  # fmt: skip
 
     @property
@@ -81,11 +81,11 @@ class TorchEngine(ReplicaEngine):
     def _throwaway(self, runner: StepRunner, feed: Feed) -> bool:
         """Run a copy of the first micro-batch with weight 0; says whether every parameter got a gradient."""
         replica = self.replica
-        _, share = train_step.micro_batches_of(feed, muted=True)[0]
+        _, share = train_step.micro_batches_of(feed, zero_weight=True)[0]
         share = replace(share, batch=copy_batch(share.batch), wish=False)
         with replica.attempt(), random_state.preserve_generators(self._device), runner.objective.checking():
             replica.reseed(0)
-            with replica.finding_last() if runner.tells_own else nullcontext():
+            with replica.finding_last() if runner.measures_own_time else nullcontext():
                 train_step.run_micro_batch(runner, share)
             replica.uncut = share.layout.whole
             every_used = all(parameter.grad is not None for parameter in replica.trainable)

@@ -44,8 +44,8 @@ class DataParallel(ProcessGroupEngine):
             PeerLost: a rank is gone.
         """
         assert self._group is not None, "form() comes first"
-        kin = [("whole", "whole")] * self._group.size
-        self._guarded(lambda: replica_digests.check_replicas(self.replica, kin, self._device, self._where))
+        keys = [("whole", "whole")] * self._group.size
+        self._guarded(lambda: replica_digests.check_replicas(self.replica, keys, self._device, self._where))
 
     def _warmed(self, feed: Feed) -> StepRunner:
         """Return a runner with DDP around the objective, whose buckets are fixed."""

@@ -116,17 +116,17 @@ class Sharded(ShardedModelEngine):
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _let_go(self) -> None:
+    def _drop_model(self) -> None:
         self._calls = None
-        super()._let_go()
+        super()._drop_model()
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
+    def _build_replica(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
         step = None if spec.step is None else partial(run_step_with_freezing, spec.step)
-        replica = super()._made(replace(spec, step=step), plan)
+        replica = super()._build_replica(replace(spec, step=step), plan)
         self._calls = BlockCalls(replica.model, replica.names)
         return replica
 
-    def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
+    def _shard_model(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
         boxes = self._layers.shard(model, plan_layers(self._layers, spec, plan, model, self._where))
         if spec.compile == "inductor":
             compile_blocks(model, self._device)

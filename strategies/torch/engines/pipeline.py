@@ -115,13 +115,13 @@ class Pipeline(ShardedModelEngine):
             self._replica.recall()
         super()._release()
 
-    def _let_go(self) -> None:
+    def _drop_model(self) -> None:
         self._shards = self._stage = None
         self._modules_hold_group = False
-        super()._let_go()
+        super()._drop_model()
 
-    def _settle(self, plan: Plan) -> None:
-        super()._settle(plan)
+    def _join_mesh(self, plan: Plan) -> None:
+        super()._join_mesh(plan)
         if self._part != WHOLE_MODEL:
             meant, deadline_s = replace(plan, mesh=self._placed.mesh), self._placed.deadline.total_seconds()
             self._links = StageLinks.of(meant, self._rank, self._device, deadline_s)
@@ -130,7 +130,7 @@ class Pipeline(ShardedModelEngine):
     def _problems(self, spec: ModelSpec, plan: Plan) -> list[str]:
         return stage_problems(spec, plan)
 
-    def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
+    def _shard_model(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
         layer_plan = plan_layers(self._layers, spec, plan, model, self._where)
         self._stage = PipelineStage.cut_from(
             model, self._part.stage, spec, plan, self._layers, layer_plan, device=self._device, where=self._where

@@ -50,10 +50,10 @@ class ProcessGroupEngine(TorchEngine):
     def _shared_batch(self) -> ProcessGroup:
         """Return the group; the first call, on all ranks, makes it."""
         if self._sharers is None:
-            self._sharers = self._made_group()
+            self._sharers = self._make_batch_group()
         return self._sharers
 
-    def _made_group(self) -> ProcessGroup:
+    def _make_batch_group(self) -> ProcessGroup:
         assert self._group is not None, "form() comes first"
         made: ProcessGroup = distributed.new_group(timeout=timedelta(seconds=self._group.deadline_s))
         return made

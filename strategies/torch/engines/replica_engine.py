@@ -77,13 +77,13 @@ class ReplicaEngine:
             UserCodeError: the user's code raised.
         """
         spec.check(self.capabilities)
-        self._replica = self._guarded(lambda: self._made(spec, plan))
+        self._replica = self._guarded(lambda: self._build_replica(spec, plan))
         self._runner = None
         return self._tag()
 
     def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
         """Send nothing, since one rank holds all state. A fresh build is at step 0 from now on."""
-        self._stand(self.replica)
+        self._start_at_zero(self.replica)
         return self._tag()
 
     def snapshot(self) -> StateSnapshot:
@@ -92,7 +92,7 @@ class ReplicaEngine:
         Of data ranks with local state only the first copies what all have, the others what they keep as their own.
         """
         held = host_state.state_of(self.replica)
-        if held.local is not None and held.local.seat.rank:
+        if held.local is not None and held.local.data_rank.rank:
             held = replace(held, model={}, slots={}, boxes={}, trained=())
         copy = self._copies.of(held)
         return StateSnapshot(step=copy.step or 0, size_bytes=copy.size_bytes, state=copy)
@@ -109,10 +109,10 @@ class ReplicaEngine:
 
     def load(self, reader: StateReader) -> StateTag:
         """Load the state of a checkpoint. Raises CheckpointError, with nothing changed, where it does not fit."""
-        replica, seat = self.replica, self._seat
-        own = safetensors_files.read_local(reader, seat) if replica.local else None
+        replica, data_rank = self.replica, self._data_rank
+        own = safetensors_files.read_local(reader, data_rank) if replica.local else None
         host_state.restore(replica, replace(safetensors_files.read(reader, replica.wanted, replica.part), local=own))
-        replica.seat = seat
+        replica.data_rank = data_rank
         return self._tag()
 
     def verify(self) -> None:
@@ -120,7 +120,7 @@ class ReplicaEngine:
 
     # --- for the engines ----------------------------------------------------------------------------------
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
+    def _build_replica(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
         """Return a new model and optimizer."""
         return TorchReplica(spec, plan, self._device, self._where)
 
@@ -139,27 +139,27 @@ class ReplicaEngine:
         return f"rank {self._rank}"
 
     @property
-    def _seat(self) -> DataRank:
+    def _data_rank(self) -> DataRank:
         """This rank's number among the data ranks."""
         return DataRank(rank=self._rank, ranks=self._group.size if self._group else 1)
 
-    def _stand(self, replica: TorchReplica) -> None:
+    def _start_at_zero(self, replica: TorchReplica) -> None:
         """Let a fresh build be at step 0."""
         if replica.step is None:
-            replica.step, replica.seat = 0, self._seat
+            replica.step, replica.data_rank = 0, self._data_rank
 
     def _tag(self) -> StateTag:
         """Return what state this rank holds; local state counts only for the data rank that it belongs to."""
-        replica, seat = self._replica, self._seat
+        replica, data_rank = self._replica, self._data_rank
         if replica is None:
             return StateTag(step=None)
         if not replica.local:
             return StateTag(step=replica.step, sound=replica.sound)
         return StateTag(
             step=replica.step,
-            pieces=frozenset({"state", seat.piece}),
-            total=seat.ranks + 1,
-            sound=replica.sound and (replica.step is None or replica.seat == seat),
+            pieces=frozenset({"state", data_rank.piece}),
+            total=data_rank.ranks + 1,
+            sound=replica.sound and (replica.step is None or replica.data_rank == data_rank),
         )
 
     def _guarded(self, work: Callable[[], Result]) -> Result:

@@ -167,12 +167,12 @@ class ServerGroupEngine(TorchEngine):
             sound=plain.sound and (self._server is None or self._server.updates.sound),
         )
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
+    def _build_replica(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
         self._store = self._worker = None
         if self._serving:
             self._store = TorchShardStore.of(spec, plan, self._part, self._where)
             return self._store.replica
-        replica = super()._made(spec, plan)
+        replica = super()._build_replica(spec, plan)
         self._worker = ParameterWorker(replica, server_shards(spec, plan, replica.model, self._where), plan)
         return replica
 
@@ -193,7 +193,7 @@ class ServerGroupEngine(TorchEngine):
         spec, plan = self._job
         held = self._replica.part if isinstance(self._replica, ServedReplica) else None
         if held != (self._part if self._serving else None):
-            self._replica = self._made(spec, plan)
+            self._replica = self._build_replica(spec, plan)
         if self._store is not None:
             self.server.open(self._store, ServerConfig.of(plan, spec))
         else:

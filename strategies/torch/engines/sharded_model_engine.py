@@ -67,7 +67,7 @@ class ShardedModelEngine(ProcessGroupEngine):
         self._layers = LayerSharding(0, 1, None, "")
         self._modules_hold_group = False  # so that they cannot outlive it
         self._layout = WHOLE_MODEL.layout
-        self._held: _KeptState | None = None
+        self._kept_state: _KeptState | None = None
         self._checksum = 0
 
     # --- the group ----------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class ShardedModelEngine(ProcessGroupEngine):
         self._release()
         super().form(group)
         if self._job is not None:
-            self._guarded(partial(self._again, *self._job))
+            self._guarded(partial(self._rejoin, *self._job))
         return self._tag()
 
     def leave(self) -> None:
@@ -114,8 +114,8 @@ class ShardedModelEngine(ProcessGroupEngine):
 
     def snapshot(self) -> StateSnapshot:
         """Copy this rank's part to host memory. Training may go on at once."""
-        if self._replica is None and self._held is not None:
-            kept = self._copies.of(self._held.state)
+        if self._replica is None and self._kept_state is not None:
+            kept = self._copies.of(self._kept_state.state)
             return StateSnapshot(step=kept.step or 0, size_bytes=kept.size_bytes, state=kept)
         return super().snapshot()
 
@@ -145,12 +145,12 @@ class ShardedModelEngine(ProcessGroupEngine):
         pieces = frozenset({part.name})
         return StateTag(step=plain.step, layout=self._layout, pieces=pieces, total=part.total, sound=plain.sound)
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
+    def _build_replica(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
         """Return this rank's part of a new model and optimizer; make the groups where there are none."""
         if self._place is None:
-            self._settle(plan)
+            self._join_mesh(plan)
         if self._part == WHOLE_MODEL:
-            return super()._made(spec, plan)
+            return super()._build_replica(spec, plan)
         part = self._part
         self._layers = LayerSharding(part.tensor, part.tensors, self._placed.tensors, self._where)
         problems = [*self._problems(spec, plan)]
@@ -174,9 +174,9 @@ class ShardedModelEngine(ProcessGroupEngine):
     def _partition(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
         """Keep this rank's part of a whole model, on its device; return the slice of each tensor that was cut."""
         self._checksum = replica_digests.parameter_digest(model)
-        return self._kept(spec, plan, model)
+        return self._shard_model(spec, plan, model)
 
-    def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
+    def _shard_model(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
         """Shard the model; each engine has its own way."""
         raise NotImplementedError
 
@@ -194,10 +194,10 @@ class ShardedModelEngine(ProcessGroupEngine):
                 )
             )
 
-    def _made_group(self) -> ProcessGroup:
+    def _make_batch_group(self) -> ProcessGroup:
         return self._placed.batch_group()
 
-    def _settle(self, plan: Plan) -> None:
+    def _join_mesh(self, plan: Plan) -> None:
         """Make the groups of the mesh, and find this rank's part."""
         assert self._group is not None, "form() comes first"
         self._place = MeshGroups.of(plan.mesh, self._group, self._where).joined()
@@ -212,26 +212,26 @@ class ShardedModelEngine(ProcessGroupEngine):
         self._layers.set_process_group(None)
         if self._modules_hold_group:
             if self._replica is not None:
-                self._held = _KeptState.of(self._replica)
-            self._let_go()
+                self._kept_state = _KeptState.of(self._replica)
+            self._drop_model()
 
-    def _let_go(self) -> None:
+    def _drop_model(self) -> None:
         """Drop the model."""
         self._replica = self._runner = None
 
-    def _again(self, spec: ModelSpec, plan: Plan) -> None:
+    def _rejoin(self, spec: ModelSpec, plan: Plan) -> None:
         """Keep the replica where it is still this rank's part; otherwise build it, and restore the kept state."""
         before = self._part
-        self._settle(plan)
+        self._join_mesh(plan)
         if self._replica is not None and self._part == before:
             self._layers.set_process_group(self._placed.tensors)
             return
-        held, self._held = self._held, None
+        held, self._kept_state = self._kept_state, None
         if held is not None and not held.fits(self._part):
             held = None
-        self._let_go()
+        self._drop_model()
         gc.collect()  # there may be no room for the model of another part beside the next one
-        self._replica = self._made(spec, plan)
+        self._replica = self._build_replica(spec, plan)
         if held is not None:
             held.restore_into(self._replica)
 

@@ -54,33 +54,33 @@ class StageLinks:
 
     Attributes:
         columns: the ranks of each pipeline, by stage.
-        place: of this one among them.
+        place: this rank's pipeline among them.
         stage: of this rank.
-        ways: over NCCL a group for activations, and one for gradients, from each stage to each neighbour: in one group
-            messages would wait for each other.
+        groups: over NCCL one group for activations and one for gradients, from each stage to each neighbour: in one
+            group messages would wait for each other.
         device: where tensors are received.
         deadline: of every message.
-        coming: what was begun to be received, by the operation that needs it.
-        sent: what was begun to be sent for this step.
-        ahead: what was begun to be sent for the next, which may be taken only then.
-        answers: begun to be sent in the newest steps. Nobody waits for one to be sent: who takes part in a step has had
-            those of the one before, and those to what was sent ahead one step later.
+        receives: receives under way, by the operation that needs them.
+        sent: sends of this step.
+        early_sends: sends for the next step, which may be taken only then.
+        acknowledgements: sends of the newest steps. Nothing waits for them: a rank that takes part in a step has
+            received those of the step before, and those of early sends one step later.
 
-    An error may leave some of all, and it must outlive the group: at a message whose buffer is gone gloo stops to read
-    a connection for good (gloo/transport/tcp/pair.cc, `prepareRead`; `write` likewise), with no word to those who wait
-    for what comes behind it, and it is not told of the connection's end.
+    After an error all of these may have entries, and this object must outlive the group: at a message whose buffer is
+    gone, gloo stops to read a connection for good (gloo/transport/tcp/pair.cc, `prepareRead`; `write` likewise). It
+    then reports nothing to those who wait for later messages, and does not see the connection's end.
     """
 
     columns: tuple[tuple[int, ...], ...]
     place: int
     stage: int
-    ways: Mapping[tuple[Direction, int, int], ProcessGroup]
+    groups: Mapping[tuple[Direction, int, int], ProcessGroup]
     device: torch.device
     deadline: timedelta
-    coming: dict[Operation, _P2PTransfer] = field(default_factory=dict)
+    receives: dict[Operation, _P2PTransfer] = field(default_factory=dict)
     sent: list[_P2PTransfer] = field(default_factory=list)
-    ahead: list[_P2PTransfer] = field(default_factory=list)
-    answers: deque[list[Work]] = field(default_factory=lambda: deque([[]], maxlen=4))
+    early_sends: list[_P2PTransfer] = field(default_factory=list)
+    acknowledgements: deque[list[Work]] = field(default_factory=lambda: deque([[]], maxlen=4))
 
     @classmethod
     def of(cls, plan: Plan, rank: int, device: torch.device, deadline_s: float) -> StageLinks:
@@ -100,7 +100,7 @@ class StageLinks:
             columns=columns,
             stage=stage,
             place=place,
-            ways=ways,
+            groups=ways,
             device=device,
             deadline=deadline,
         )
@@ -117,17 +117,17 @@ class StageLinks:
 
     def send(self, tensors: Sequence[Tensor], stage: int, way: Direction, *, ahead: bool = False) -> None:
         """Start to send tensors, which must not change until `settle`, of this step or the next."""
-        group = self.ways.get((way, self.stage, stage))
+        group = self.groups.get((way, self.stage, stage))
         there, tag = self.column[stage], _TAGS[way]
         given = [*tensors, *self._mark(tensors)]
         works = [self._begun(distributed.isend(each, there, group=group, tag=tag)) for each in given]
         works += [self._begun(distributed.irecv(each, there, tag=_ANSWERS[way])) for each in self._mark(tensors)]
         message = _P2PTransfer(tensors=list(tensors), works=works, stage=stage, way=way)
-        (self.ahead if ahead else self.sent).append(message)
+        (self.early_sends if ahead else self.sent).append(message)
 
     def receive(self, tensors: Sequence[Tensor], stage: int, way: Direction) -> _P2PTransfer:
         """Start to receive into tensors."""
-        group = self.ways.get((way, stage, self.stage))
+        group = self.groups.get((way, stage, self.stage))
         there, tag = self.column[stage], _TAGS[way]
         given = [*tensors, *self._mark(tensors)]
         works = [self._begun(distributed.irecv(each, there, group=group, tag=tag)) for each in given]
@@ -138,36 +138,36 @@ class StageLinks:
         message.wait()
         there, tag = self.column[message.stage], _ANSWERS[message.way]
         marks = self._mark(message.tensors)
-        self.answers[-1].extend(self._begun(distributed.isend(each, there, tag=tag)) for each in marks)
+        self.acknowledgements[-1].extend(self._begun(distributed.isend(each, there, tag=tag)) for each in marks)
         return message.tensors
 
     def settle(self) -> None:
         """End a step: wait until all that was sent for it has been taken."""
         for message in self.sent:
             message.wait()
-        self.sent[:] = self.ahead
-        self.ahead.clear()
-        self.answers.append([])
+        self.sent[:] = self.early_sends
+        self.early_sends.clear()
+        self.acknowledgements.append([])
 
     def forget(self) -> None:
         """Forget the messages that an error may have left."""
-        self.coming.clear()
+        self.receives.clear()
         self.sent.clear()
-        self.ahead.clear()
+        self.early_sends.clear()
 
-    def tell(self, types: Sequence[torch.dtype], stage: int) -> None:
-        """Send types to the stage of the next section, which calls `hear`."""
+    def send_dtypes(self, types: Sequence[torch.dtype], stage: int) -> None:
+        """Send types to the stage of the next section, which calls `receive_dtypes`."""
         self.send([torch.tensor([_TYPES.index(each) for each in types], device=self.device)], stage, "forward")
 
-    def hear(self, count: int, stage: int) -> list[torch.dtype]:
-        """Receive types from the stage of the section before, which calls `tell`."""
+    def receive_dtypes(self, count: int, stage: int) -> list[torch.dtype]:
+        """Receive types from the stage of the section before, which calls `send_dtypes`."""
         room = torch.zeros(count, dtype=torch.int64, device=self.device)
         (numbers,) = self.take(self.receive([room], stage, "forward"))
         return [_TYPES[number] for number in numbers.tolist()]
 
     def _mark(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the empty message that goes with tensors over gloo."""
-        return [torch.empty(0)] if tensors and not self.ways else []
+        return [torch.empty(0)] if tensors and not self.groups else []
 
     @staticmethod
     def _begun(work: Work | None) -> Work:

@@ -71,8 +71,8 @@ class SplitModel:
     ) -> None:
         self._model, self._forward, self._where = model, forward, where
         self._inputs = [meta_tensor(each) for each in inputs]
-        self._bones = _copied(model, where)
-        self._surveyor = ForwardTracer(self._bones, entries, forward, where)
+        self._meta_model = _copied(model, where)
+        self._surveyor = ForwardTracer(self._meta_model, entries, forward, where)
         self._routes: dict[tuple[bool, ...], dict[int, ForwardRoute]] = {}
         self._modules = [*model.modules()]
         self.look()
@@ -129,7 +129,7 @@ class SplitModel:
         except _SectionEnd:
             return [passage.kept[key] for key in wanted]
         if section + 1 < self.sections:
-            raise passage.strayed("its end")
+            raise passage.route_error("its end")
         return tree_map_only(Tensor, passage.real, outputs)
 
     def _users(self, rows: int) -> dict[str, frozenset[int]]:
@@ -145,7 +145,7 @@ class SplitModel:
     def _route(self, rows: int) -> ForwardRoute:
         """Return the route of a forward with so many rows, in the modes noted last."""
         if rows not in self._here:
-            for module, training in zip(self._bones.modules(), self._modes, strict=True):
+            for module, training in zip(self._meta_model.modules(), self._modes, strict=True):
                 module.training = training
             inputs = [torch.empty((rows, *each.shape[1:]), dtype=each.dtype, device="meta") for each in self._inputs]
             self._here[rows] = self._surveyor.route(inputs)
@@ -206,15 +206,15 @@ class _SectionListener(CallListener):
         number = self._number
         self._number += 1
         if number >= len(self._route.calls) or self._route.calls[number].name != name:
-            raise self.strayed(f"module {name!r}")
+            raise self.route_error(f"module {name!r}")
         call = self._route.calls[number]
         if call.begins and call.section == self._section + 1:
             raise _SectionEnd
         if call.begins and call.section == self._section:
-            with self.deaf():
+            with self.paused():
                 self._begin()
         if not self._begun and call.whole:
-            with self.deaf():
+            with self.paused():
                 return self._stand_in(number)
         if not self._begun:
             return forward(*args, **kwargs)
@@ -225,13 +225,13 @@ class _SectionListener(CallListener):
         self._notes(output, "call", number)
         return output
 
-    def glue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def between_calls(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = self._glued
         self._glued += 1
-        if number >= len(self._route.glue) or self._route.glue[number] != func:
-            raise self.strayed(getattr(func, "__name__", str(func)))
+        if number >= len(self._route.between_calls) or self._route.between_calls[number] != func:
+            raise self.route_error(getattr(func, "__name__", str(func)))
         output = self._computed(func, args, kwargs)
-        self._notes(output, "glue", number)
+        self._notes(output, "between_calls", number)
         return output
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -248,7 +248,7 @@ class _SectionListener(CallListener):
         """Replace tensors without data by those with data."""
         return self._stands_for.get(id(tensor), tensor)
 
-    def strayed(self, what: str) -> JobError:
+    def route_error(self, what: str) -> JobError:
         """Return the error for a forward that took another route than when it was traced."""
         return JobError(
             [
@@ -266,7 +266,7 @@ class _SectionListener(CallListener):
             module._buffers[name] = buffer
         for key, tensor in self._given.items():
             if key not in self._passed:
-                raise self.strayed("the section without a value that it needs")
+                raise self.route_error("the section without a value that it needs")
             own = tensor.clone() if key in self._route.changed[self._section] else tensor  # a leaf cannot be changed
             self._stands_for[id(self._passed[key])] = own
             if key in self._wanted:

@@ -295,7 +295,7 @@ class StageExecutor:
         section, caller = self.messages.section(operation), self.objective.caller
         columns = caller.inputs(share.batch) if section == 0 else None
         inputs = None if columns is None else [columns[name] for name in caller.spec.inputs]
-        with TorchUserCode("the model", caller.where), caller.keeping():
+        with TorchUserCode("the model", caller.where), caller.saved_tensor_context():
             return self.cut.run(section, given, rows=share.batch.rows, inputs=inputs)
 
     def _forget(self) -> None:

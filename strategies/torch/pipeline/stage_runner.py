@@ -59,7 +59,7 @@ class StageRunner(MeshRunner):
         """Run a step of weight 0 that leaves nothing behind."""
         given = [
             (micro, replace(share, batch=copy_batch(share.batch)))
-            for micro, share in micro_batches_of(feed, muted=True)
+            for micro, share in micro_batches_of(feed, zero_weight=True)
         ]
         replica = self.pipe.replica
         with replica.attempt(), random_state.preserve_generators(replica.device), self.objective.checking():
@@ -92,7 +92,7 @@ class StageRunner(MeshRunner):
     def _tell(self, feed: Feed) -> None:
         """Start the sums over all ranks, without waiting for the last backwards."""
         if not self.pipe.last:
-            self.objective.tell_wish(feed.wish)
+            self.objective.add_stop_request(feed.wish)
         self.start_sums()
 
     def reduce(self, replica: TorchReplica) -> None:

@@ -105,8 +105,8 @@ def _pipeline_problem(model: nn.Module, tensors: batches.Tensors, call: CallName
     """Return why a forward that reads values of its inputs cannot be cut into stages; empty where it can."""
     inputs, _ = call
 
-    def forward(bones: nn.Module, given: Sequence[Tensor]) -> Any:
-        return call_model(bones, dict(zip(inputs, given, strict=True)), call, None)
+    def forward(meta_model: nn.Module, given: Sequence[Tensor]) -> Any:
+        return call_model(meta_model, dict(zip(inputs, given, strict=True)), call, None)
 
     try:
         ForwardTracer(meta_copy(model), (), forward, "").route([tensors[name].to("meta") for name in inputs])
@@ -175,9 +175,9 @@ def _planned_split(
     model: nn.Module, tensors: batches.Tensors, call: CallNames, step: Any, least: int
 ) -> tuple[TensorParallelPlan, str]:
     """Return what tensor parallelism can divide of a model, or why it can divide nothing."""
-    splitter = TensorParallelPlanner(model, meta_runner(tensors, call, step, least), None, "profile")
+    planner = TensorParallelPlanner(model, meta_runner(tensors, call, step, least), None, "profile")
     try:
-        return splitter.found(lambda bones: trace_model(bones, tensors, call, step)), ""
+        return planner.found(lambda meta_model: trace_model(meta_model, tensors, call, step)), ""
     except JobError as error:
         return TensorParallelPlan(), error.problems[0]
 

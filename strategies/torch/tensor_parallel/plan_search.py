@@ -51,10 +51,10 @@ class TensorParallelPlanner:
     """
 
     def __init__(self, model: nn.Module, run: _RunOnMeta, degree: int | None, where: str) -> None:
-        self._model, self._bones, self._run = model, meta_copy(model), run
+        self._model, self._meta_model, self._run = model, meta_copy(model), run
         self._degree, self._where = degree or 2, where
         self._any = degree is None
-        self._names = {module: name for name, module in self._bones.named_modules()}
+        self._names = {module: name for name, module in self._meta_model.named_modules()}
         self._reasons: list[str] = []
 
     def planned(self, plan: Mapping[str, str]) -> TensorParallelPlan:
@@ -105,7 +105,7 @@ class TensorParallelPlanner:
     def _followed(self, traced: Callable[[nn.Module], ForwardTrace]) -> ForwardTrace:
         """Trace one forward. Raises JobError where that fails, or the ranks cannot share the attention heads."""
         try:
-            trace = traced(self._bones)
+            trace = traced(self._meta_model)
         except Exception as error:
             what = summarize_error(error)
             raise JobError(
@@ -210,7 +210,7 @@ class TensorParallelPlanner:
         )
 
     def _parent(self, name: str) -> nn.Module:
-        return self._bones.get_submodule(name.rpartition(".")[0])
+        return self._meta_model.get_submodule(name.rpartition(".")[0])
 
     def _proved(self, roles: Mapping[str, str], blocks: Sequence[tuple[str, ...]]) -> TensorParallelPlan | None:
         """Return a plan for alike blocks that is proved, with as few attributes changed as possible; None for none."""
@@ -225,7 +225,7 @@ class TensorParallelPlanner:
             return None
         reasons = []
         for chosen in self._choices(parents):
-            attributes = {path: self._shares(self._bones.get_submodule(path), chosen) for path in parents}
+            attributes = {path: self._shares(self._meta_model.get_submodule(path), chosen) for path in parents}
             why = self._differing(whole, roles, attributes)
             if not why:
                 random = frozenset(name for events in whole for name in _columns_before_random_ops(events))
@@ -254,7 +254,7 @@ class TensorParallelPlanner:
 
     def _choices(self, parents: Sequence[str]) -> Iterator[tuple[str, ...]]:
         """Yield sets of attributes to change: none, one, and so on."""
-        modules = [self._bones.get_submodule(path) for path in parents]
+        modules = [self._meta_model.get_submodule(path) for path in parents]
         keys = sorted(
             {key for module in modules for key in vars(module) if _is_divisible_count(module, key, self._degree)}
         )
@@ -265,14 +265,14 @@ class TensorParallelPlanner:
         self, roles: Mapping[str, str], degree: int, attributes: Mapping[str, Mapping[str, int]]
     ) -> list[list[TracedOp]] | str:
         """Trace a forward in training, with gradients, and in evaluation; return the traces, or what was raised."""
-        modes = [(module, module.training) for module in self._bones.modules()]
+        modes = [(module, module.training) for module in self._meta_model.modules()]
         found = []
         try:
             for training in (True, False):
-                self._bones.train(training)
+                self._meta_model.train(training)
                 standing_in = self._standing_in(roles, degree, attributes)
                 with standing_in as recorder, torch.set_grad_enabled(training), recorder:
-                    self._run(self._bones)
+                    self._run(self._meta_model)
                 if recorder.called != roles.keys():
                     return f"module {next(iter(roles.keys() - recorder.called))!r} is not called by the forward"
                 found.append(recorder.events)
@@ -299,18 +299,18 @@ class TensorParallelPlanner:
         self, roles: Mapping[str, str], degree: int, attributes: Mapping[str, Mapping[str, int]]
     ) -> Iterator[_OpRecorder]:
         """Replace the modules by stand-ins that return tensors of one rank's shapes."""
-        modules = {name: self._bones.get_submodule(name) for name in roles}
+        modules = {name: self._meta_model.get_submodule(name) for name in roles}
         recorder = _OpRecorder(
             {storage_key(each): name for name, module in modules.items() for each in module.parameters()}
         )
-        before = [(module, dict(vars(module))) for module in self._bones.modules()]
+        before = [(module, dict(vars(module))) for module in self._meta_model.modules()]
         for name, module in modules.items():
             module.forward = recorder.stand_in(name, roles[name], *self._widths(name, roles[name], degree))
             parent = self._parent(name)
             if isinstance(parent, nn.TransformerEncoderLayer):
                 parent.activation_relu_or_gelu = 0
         for path, changed in attributes.items():
-            vars(self._bones.get_submodule(path)).update(changed)
+            vars(self._meta_model.get_submodule(path)).update(changed)
         try:
             yield recorder
         finally:
@@ -382,13 +382,13 @@ class _OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[TracedOp] = []
         self.called: set[str] = set()
         self._names = names
-        self._deaf = False
+        self._paused = False
 
     def stand_in(self, name: str, role: str, takes: int, gives: int, kind: torch.dtype) -> Callable[[Tensor], Tensor]:
         """Return a stand-in for a layer's forward, with input and output widths; `kind` is its weight's type."""
 
         def forward(given: Tensor) -> Tensor:
-            self._deaf = True
+            self._paused = True
             try:
                 if takes and given.shape[-1] != takes:
                     raise ValueError(f"module {name!r} is given {given.shape[-1]} numbers where it takes {takes}")
@@ -396,7 +396,7 @@ class _OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 made = given.new_empty(shape, dtype=given.dtype if given.is_floating_point() else kind)
                 made = made.requires_grad_().clone()  # no leaf: a forward may write to it
             finally:
-                self._deaf = False
+                self._paused = False
             self.called.add(name)
             self.events.append(TracedOp(call=(name, role)))
             return made
@@ -405,7 +405,7 @@ class _OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        if not self._deaf:
+        if not self._paused:
             for each in tree_leaves((args, kwargs)):
                 if isinstance(each, Tensor) and (name := self._names.get(storage_key(each))) is not None:
                     raise ValueError(f"a parameter of module {name!r} is used without calling it")
@@ -570,11 +570,11 @@ def _sequence_run_problem(
     model: nn.Module, split: TensorParallelPlan, run: Callable[[nn.Module], object], degree: int, where: str
 ) -> str:
     """Return the problem of one run."""
-    bones, group = meta_copy(model).train(), _MetaGroup(index=0, size=degree, sequence=True)
-    shard_layers(bones, split, group, where)
+    meta_model, group = meta_copy(model).train(), _MetaGroup(index=0, size=degree, sequence=True)
+    shard_layers(meta_model, split, group, where)
     try:
         with torch.enable_grad():
-            run(bones)
+            run(meta_model)
     except Exception as error:
         return f"without data it raised {summarize_error(error)}"
     if group.shortest < degree:

@@ -37,7 +37,7 @@ ForwardFunction = Callable[[nn.Module, Sequence[Tensor]], Any]
 class ValueKey(NamedTuple):
     """The key of a value: which output tensor of the n-th call, function between calls, or input."""
 
-    source: Literal["input", "call", "glue"]
+    source: Literal["input", "call", "between_calls"]
     number: int
     leaf: int = 0
 
@@ -73,7 +73,7 @@ class ForwardRoute:
 
     Attributes:
         calls: in order.
-        glue: the functions of torch that are called between them, in order.
+        between_calls: the functions of torch that are called between them, in order.
         results: of each whole call, by its number.
         values: each value as it was made, on the meta device.
         same: what a call or function gave that was a value already.
@@ -85,7 +85,7 @@ class ForwardRoute:
     """
 
     calls: tuple[_ModuleCall, ...]
-    glue: tuple[Any, ...]
+    between_calls: tuple[Any, ...]
     results: Mapping[int, _CallResult]
     values: Mapping[ValueKey, Tensor]
     same: Mapping[ValueKey, ValueKey]
@@ -141,17 +141,17 @@ class CallListener(TorchFunctionMode):
         """Handle the call of a watched module."""
         raise NotImplementedError
 
-    def glue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def between_calls(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a torch function that is called between modules."""
         raise NotImplementedError
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.inside:
             return func(*args, **(kwargs or {}))
-        return self.glue(func, args, kwargs or {})
+        return self.between_calls(func, args, kwargs or {})
 
     @contextmanager
-    def deaf(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Report nothing inside this context."""
         self.inside = True
         try:
@@ -161,7 +161,7 @@ class CallListener(TorchFunctionMode):
 
     def whole(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call without reports from inside it."""
-        with self.deaf(), pop_mode_temporarily():
+        with self.paused(), pop_mode_temporarily():
             return forward(*args, **kwargs)
 
 
@@ -322,7 +322,7 @@ class _ValueRecorder(CallListener):
         self._number += 1
         if call.section > self._section:
             self._section = call.section
-            with self.deaf():
+            with self.paused():
                 self._begins.append({key: (each._version, meta_tensor(each)) for key, each in self._values.items()})
         self._use((args, kwargs))
         if not call.whole:
@@ -337,13 +337,13 @@ class _ValueRecorder(CallListener):
         self._results[number] = _CallResult(spec=spec, leaves=known)
         return output
 
-    def glue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def between_calls(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = len(self._glue)
         self._glue.append(func)
         self._between |= self._use((args, kwargs))
         output = func(*args, **kwargs)
         for place, leaf in enumerate(tree_leaves(output)):
-            self._make(leaf, ValueKey("glue", number, place))
+            self._make(leaf, ValueKey("between_calls", number, place))
         return output
 
     def route(self, outputs: Any) -> ForwardRoute:
@@ -360,7 +360,7 @@ class _ValueRecorder(CallListener):
                 raise self._wrong(f"buffer {name!r} is changed, and used on both sides of a cut")
         return ForwardRoute(
             calls=self._calls,
-            glue=tuple(self._glue),
+            between_calls=tuple(self._glue),
             results=self._results,
             values=self._values,
             same=self._same,

@@ -613,10 +613,10 @@ def meta_runner(columns: Mapping[str, Tensor], call: CallNames, step: Any, least
     What it asks of values that follow from the inputs is answered by the columns'.
     """
 
-    def run(bones: nn.Module, rows: int = least) -> Any:
+    def run(meta_model: nn.Module, rows: int = least) -> Any:
         real = {name: value[torch.arange(rows) % len(value)].cpu() for name, value in columns.items()}
         given = {name: value.to("meta") for name, value in real.items()}
         with MetaValueMode((given[name], value) for name, value in real.items()), torch.device("meta"):
-            return call_model(bones, given, call, step)
+            return call_model(meta_model, given, call, step)
 
     return run

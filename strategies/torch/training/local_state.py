@@ -41,7 +41,7 @@ class DataRank:
 class LocalState:
     """The local state of one data rank: buffers by full name, including those that are not persistent."""
 
-    seat: DataRank
+    data_rank: DataRank
     tensors: Mapping[str, Tensor]
 
 
@@ -73,7 +73,7 @@ def _why_not(pattern: str, buffers: Sequence[str], parameters: Collection[str]) 
     return f"which is no buffer of the model: {nearest(pattern, buffers)}" if buffers else "and the model has no buffer"
 
 
-def local_state_file(reader: StateReader, seat: DataRank) -> str | None:
+def local_state_file(reader: StateReader, data_rank: DataRank) -> str | None:
     """Return the name of the file with a data rank's local state; None where it is not needed.
 
     It is needed where training goes on. Where the model is only evaluated, by another number of ranks than trained it,
@@ -82,21 +82,21 @@ def local_state_file(reader: StateReader, seat: DataRank) -> str | None:
     Raises:
         CheckpointError: the checkpoint has none, or those of another number of data ranks.
     """
-    if seat.file in reader.names():
-        return seat.file
+    if data_rank.file in reader.names():
+        return data_rank.file
     if reader.weights_only:
         return None
     counts = {int(match[2]) for match in map(_FILE.fullmatch, reader.names()) if match}
     if not counts:
         raise CheckpointError(
             "the checkpoint holds no local state: the job that wrote it had no local_state=",
-            where=seat.file,
+            where=data_rank.file,
             remedy="leave local_state= out, or start a run under a new name",
         )
     wrote = max(counts)
     raise CheckpointError(
-        f"the checkpoint holds the local state of {wrote} data ranks, and this run has {seat.ranks}: it cannot "
+        f"the checkpoint holds the local state of {wrote} data ranks, and this run has {data_rank.ranks}: it cannot "
         "be redistributed",
-        where=seat.file,
+        where=data_rank.file,
         remedy=f"set workers={wrote}, or start a run under a new name",
     )

@@ -52,7 +52,7 @@ class MicroBatchShare:
         data_rank: whose it is.
         rows: real samples in the global batch.
         wish: the rank's wish to stop, in one of its micro-batches.
-        muted: all weights count as 0.
+        zero_weight: all weights count as 0.
         layout: of the global batch.
     """
 
@@ -60,7 +60,7 @@ class MicroBatchShare:
     data_rank: int
     rows: int
     wish: bool = False
-    muted: bool = False
+    zero_weight: bool = False
     layout: BatchLayout = WHOLE_BATCH
 
 
@@ -73,7 +73,7 @@ class JobFunctions:
         device: where the tensors are.
         autocast: the type to compute in where that is safe (`torch.autocast`); None for the model's own.
         where: the rank, for errors.
-        rescoring: whether backward computes attention's scores again.
+        selective_recompute: whether backward computes attention's scores again.
         group: makes the process group of a batch's data ranks; None where there is none.
         checking: look whether a sample's loss follows from what else is in its micro-batch, and refuse that.
     """
@@ -82,7 +82,7 @@ class JobFunctions:
     device: torch.device
     autocast: torch.dtype | None
     where: str
-    rescoring: bool = False
+    selective_recompute: bool = False
     group: GroupFactory | None = None
     checking: bool = False
 
@@ -96,9 +96,9 @@ class JobFunctions:
         """Return the autocast context of forward and loss."""
         return torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext()
 
-    def keeping(self) -> AbstractContextManager[Any]:
+    def saved_tensor_context(self) -> AbstractContextManager[Any]:
         """Return the context in which activations are saved for backward."""
-        return SelectiveRecompute() if self.rescoring else nullcontext()
+        return SelectiveRecompute() if self.selective_recompute else nullcontext()
 
     def tensors(self, batch: Batch) -> batches.Tensors:
         """Return the columns that the job's functions take; all of them for a step of the user's own."""
@@ -133,9 +133,9 @@ class JobFunctions:
         self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH
     ) -> Terms:
         """Return the loss terms of a micro-batch, sample weights included; weights never require a gradient."""
-        with self.precision(), self.keeping():
+        with self.precision(), self.saved_tensor_context():
             if self.spec.step:
-                result = self._stepped(model, columns, batch, layout)
+                result = self._call_step(model, columns, batch, layout)
                 return loss_terms("step=", result, batch, self.where)
             outputs = self.outputs(model, columns)
             return self.loss_of(outputs, columns, batch, layout)
@@ -145,12 +145,12 @@ class JobFunctions:
     ) -> Terms:
         """Return the terms of a metric."""
         what = f"metric {name!r}"
-        result = self._judged(what, outputs, columns, batch, layout)
+        result = self._call_on_outputs(what, outputs, columns, batch, layout)
         return loss_terms(what, result, batch, self.where)
 
     def loss_of(self, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH) -> Terms:
         """Return the loss terms of given outputs."""
-        result = self._judged("loss=", outputs, columns, batch, layout)
+        result = self._call_on_outputs("loss=", outputs, columns, batch, layout)
         return loss_terms("loss=", result, batch, self.where)
 
     @cached_property
@@ -159,7 +159,7 @@ class JobFunctions:
         given = {"loss=": self.spec.loss, **{f"metric {name!r}": each for name, each in self.spec.metrics.items()}}
         return {what: outputs_first(function) for what, function in given.items() if function is not None}
 
-    def _judged(
+    def _call_on_outputs(
         self,
         what: str,
         outputs: Any,
@@ -177,7 +177,7 @@ class JobFunctions:
         self._check_broadcast(what, outputs, targets, result)
         return rows.own(result)
 
-    def _stepped(self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout) -> Any:
+    def _call_step(self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout) -> Any:
         """Call the job's own step; return its result for this rank's rows."""
         step = self.spec.step
         assert step is not None, "asked for only where there is one"
@@ -252,7 +252,7 @@ class Objective(nn.Module):
 
     Attributes:
         carry: always zero; its gradient is (sum of weights, sum of weighted losses, wish to stop, news).
-        tallies: the step's micro-batches so far with their losses.
+        micro_losses: the step's micro-batches so far with their losses.
         news: three numbers that the next micro-batch adds to the sums, once.
         scale: by which the gradients are multiplied.
     """
@@ -265,7 +265,7 @@ class Objective(nn.Module):
         kind = _carried_type(model)
         self.carry = nn.Parameter(torch.zeros(6, dtype=kind, device=caller.device))
         self.scale = 1.0
-        self.tallies: list[tuple[MicroBatchShare, Tensor]] = []
+        self.micro_losses: list[tuple[MicroBatchShare, Tensor]] = []
         self._no_news = torch.zeros(3, dtype=kind, device=caller.device).unbind()
         self.news: tuple[Tensor, ...] = self._no_news
         self._wishes = torch.tensor([0.0, 1.0], dtype=kind, device=caller.device).unbind()
@@ -283,7 +283,7 @@ class Objective(nn.Module):
     def begin(self) -> None:
         """Forget the sums and losses of the step before."""
         self.carry.grad = None
-        self.tallies.clear()
+        self.micro_losses.clear()
 
     def forward(self, share: MicroBatchShare) -> tuple[Tensor, Tensor, Tensor]:
         """Return losses and weights, both (samples,) or (samples, k), and `carry`.
@@ -309,7 +309,7 @@ class Objective(nn.Module):
         """Add a micro-batch's sums to `carry` where no backward does."""
         self.carry.grad = pull.sums if self.carry.grad is None else self.carry.grad + pull.sums
 
-    def tell_wish(self, wish: bool) -> None:
+    def add_stop_request(self, wish: bool) -> None:
         """Set the sums of a rank without losses: its stop request alone."""
         self.carry.grad = torch.stack((*self._no_news[:2], self._wishes[wish], *self._no_news)) * self.world
 
@@ -323,12 +323,12 @@ class Objective(nn.Module):
     def pull(self, share: MicroBatchShare, values: Tensor, weights: Tensor, carry: Tensor) -> BackwardRoots:
         """Return the roots of backward, given what `forward` returned, and remember the losses."""
         losses = values.detach()
-        self.tallies.append((share, losses))
+        self.micro_losses.append((share, losses))
         kind = self.carry.dtype
         weight, loss = weights.sum(), torch.dot(losses.reshape(-1), weights.reshape(-1))
         news, self.news = self.news, self._no_news
         sums = torch.stack((weight.to(kind), loss.to(kind), self._wishes[share.wish], *news)).mul_(self.world)
-        factor = 0.0 if share.muted else self.scale * self.world / max(share.rows, 1)
+        factor = 0.0 if share.zero_weight else self.scale * self.world / max(share.rows, 1)
         return BackwardRoots(values=values, slopes=weights * factor, carry=carry, sums=sums)
 
 

@@ -59,7 +59,7 @@ class TorchReplica:
         model: the user's module.
         optimizer: the user's optimizer.
         scale: of the losses; None where they are not scaled.
-        rescoring: backward computes attention's scores again.
+        selective_recompute: backward computes attention's scores again.
         trainable: the parameters that require a gradient, each once.
         names: full name of each parameter that requires a gradient.
         initial: each parameter group's settings as the job made them.
@@ -72,7 +72,7 @@ class TorchReplica:
         uncut: that was tried with a batch of one data rank in one micro-batch.
         outer: it takes what several local steps of others came to.
         local: names of buffers that each data rank keeps as its own.
-        seat: the data rank whose local state it holds.
+        data_rank: the data rank whose local state it holds.
         norms: batch norms that keep running statistics of their own share of the batch.
         synchronized: batch norms that look at the whole batch; None where none does.
 
@@ -93,7 +93,7 @@ class TorchReplica:
     ) -> None:
         self.spec, self.autocast, self.device, self.part = spec, AUTOCAST_DTYPES.get(plan.precision), device, part
         self.scale = LossScale() if plan.precision == "fp16" else None
-        self.rescoring = plan.recompute == "selective"
+        self.selective_recompute = plan.recompute == "selective"
         self.step: int | None = None
         self.sound = True
         self.every_used: bool | None = None
@@ -125,7 +125,7 @@ class TorchReplica:
             for key in module._buffers
         }
         self.norms = [] if together else running_norms(self.model)
-        self.local, self.seat = local_buffers(self.model, spec.local_state, where), DataRank()
+        self.local, self.data_rank = local_buffers(self.model, spec.local_state, where), DataRank()
         saved = self.model.state_dict()
         self._fresh = {name: buffer.detach().clone() for name, buffer in self.named_buffers() if name not in saved}
 

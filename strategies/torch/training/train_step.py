@@ -54,7 +54,7 @@ class StepRunner:
         probe: samples the noise of its gradients.
         local: a context in which backward does not reduce.
         every_used: every trainable parameter must get a gradient in each step, or DDP would wait for it forever.
-        tells_own: what a rank does by itself can be told from what it waits for.
+        measures_own_time: what a rank does by itself can be told from what it waits for.
         others: groups of ranks with other data, which together reach all of them.
     """
 
@@ -63,7 +63,7 @@ class StepRunner:
     probe: GradientNoiseProbe
     local: Callable[[], AbstractContextManager[Any]] = nullcontext
     every_used: bool = False
-    tells_own: bool = True
+    measures_own_time: bool = True
     others: tuple[distributed.ProcessGroup, ...] = ()
 
     @property
@@ -143,7 +143,7 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
         gradient_norm=norm,
         wish=totals.wish,
         overflowed=overflowed,
-        own_s=laps.own_s if runner.tells_own else None,
+        own_s=laps.own_s if runner.measures_own_time else None,
         phases=None if sampled else phases,
         scatter=scatter,
     )
@@ -162,12 +162,14 @@ def run_micro_batch(
         raise TorchUserCode("the backward pass", where).meaning(error) from None
 
 
-def micro_batches_of(feed: Feed, *, muted: bool = False) -> list[tuple[int, MicroBatchShare]]:
+def micro_batches_of(feed: Feed, *, zero_weight: bool = False) -> list[tuple[int, MicroBatchShare]]:
     """Return the numbered micro-batches of a feed; the last one carries the stop request."""
     flat = [
         (
             micro,
-            MicroBatchShare(batch=batch, data_rank=data_rank, rows=feed.rows, muted=muted, layout=batch_layout(feed)),
+            MicroBatchShare(
+                batch=batch, data_rank=data_rank, rows=feed.rows, zero_weight=zero_weight, layout=batch_layout(feed)
+            ),
         )
         for data_rank, part in zip(feed.data_ranks, feed.parts, strict=True)
         for micro, batch in enumerate(part)
@@ -246,7 +248,7 @@ def check_finite(runner: StepRunner, totals: StepTotals, feed: Feed) -> None:
         if not totals.weight or totals.norm is None or math.isfinite(totals.norm):
             return  # what has no weight is not applied
         raise non_finite_error(f"the gradient's norm became {totals.norm} in step {feed.step + 1}", runner.where)
-    for share, losses in runner.objective.tallies:
+    for share, losses in runner.objective.micro_losses:
         bad = ~torch.isfinite(losses)
         if bool(bad.any()):
             rows = bad.reshape(bad.shape[0], -1).any(1).cpu().numpy()
