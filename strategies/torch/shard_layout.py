@@ -19,7 +19,7 @@ class ModelPart:
         stage, stages: which of so many stages of a pipeline.
         shard, shards: which of so many parts of each parameter, by FSDP2.
         tensor, tensors: which of so many parts of each layer that is divided, by tensor parallelism.
-        server, servers: which of so many parameter servers, each of which was dealt some tensors, and rows of others.
+        server, servers: which of so many parameter servers, each of which holds some tensors, and rows of others.
     """
 
     stage: int = 0

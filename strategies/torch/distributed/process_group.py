@@ -163,7 +163,7 @@ class ProcessGroupHandle:
     def _connecting(self) -> Iterator[None]:
         """Let a thread make gloo's connections; it is abandoned where the group is interrupted.
 
-        gloo waits until the deadline for a rank that has told its address and died before it connected
+        gloo waits until the deadline for a rank that published its address and died before it connected
         (gloo/transport/tcp/pair.cc, `waitUntilConnected`), with nothing to shut. Torch knows of nothing that was made
         until the constructor returns.
         """
@@ -286,7 +286,7 @@ def _one_host(group: Group) -> bool:
 def socket_interface(group: Group) -> Iterator[None]:
     """Make gloo and NCCL use the address at which the peers expect this rank, unless the user chose otherwise.
 
-    By itself gloo takes what the host's name resolves to, which may be loopback (Debian's 127.0.1.1), and NCCL the
+    By default gloo takes what the host's name resolves to, which may be loopback (Debian's 127.0.1.1), and NCCL the
     first interface that is neither loopback nor Docker's. NCCL looks once in a process, at a `=` for the exact name.
     """
     host = group.peers[group.rank].address.host

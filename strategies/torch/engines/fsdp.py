@@ -41,8 +41,8 @@ from trainwright.strategies.torch.training.train_step import GradientNoiseProbe,
 class _ShardedRunner(MeshRunner):
     """Runs micro-batches of a divided model.
 
-    FSDP2 reduces the model's gradients alone. The sums that travel in DDP's reduction and what `calls` kept go through
-    one more, small all-reduce: it begins with the last gradients' reduction, and costs no wait of its own.
+    FSDP2 reduces the model's gradients alone. The step's sums and what `calls` recorded go through one more, small
+    all-reduce. It starts with the last gradients' reduction, so that nothing waits for it.
 
     Attributes:
         calls: what each step ran.

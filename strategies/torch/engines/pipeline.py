@@ -49,18 +49,17 @@ class Pipeline(ShardedModelEngine):
     # --- the state ----------------------------------------------------------------------------------------
 
     def snapshot(self) -> StateSnapshot:
-        """Copy this rank's part to host memory. Training may go on at once."""
-        assert not self._begun, "the step that was told to follow comes first"
+        """Copy this rank's part to host memory. Training may continue at once."""
+        assert not self._begun, "the announced next step comes first"
         return super().snapshot()
 
     # --- steps --------------------------------------------------------------------------------------------
 
     def train_step(self, feed: Feed) -> StepReport:
-        """One step of this rank, its part of one global step; where the plan's steps follow each other, with the first
-        forwards of the next.
+        """Run this rank's part of one global step, and in a streamed pipeline the first forwards of the next step.
 
-        These change nothing but buffers. Where the next step may not be what follows, all ranks drop them: a wish to
-        stop was told, or the step was not applied, so that its buffers are taken back.
+        These forwards change only buffers. All ranks drop them where the next step may not follow: a rank requested to
+        stop, or the step was not applied, so that its buffers are restored.
 
         Raises:
             NonFiniteLoss, PeerLost, UserCodeError, JobError: as of all engines.
@@ -167,7 +166,7 @@ class Pipeline(ShardedModelEngine):
         Gives a function that returns a micro-batch's outputs on the stage that ends the model. No training step is
         needed before.
         """
-        assert not self._begun, "the step that was told to follow comes first"
+        assert not self._begun, "the announced next step comes first"
         if isinstance(self._runner, StageRunner):
             executor = self._runner.pipe
         else:

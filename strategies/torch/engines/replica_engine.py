@@ -87,7 +87,7 @@ class ReplicaEngine:
         return self._tag()
 
     def snapshot(self) -> StateSnapshot:
-        """Copy the state to host memory. Training may go on at once.
+        """Copy the state to host memory. Training may continue at once.
 
         Of data ranks with local state only the first copies what all have, the others what they keep as their own.
         """

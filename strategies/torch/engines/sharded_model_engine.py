@@ -113,7 +113,7 @@ class ShardedModelEngine(ProcessGroupEngine):
         return super().transfer(moves)
 
     def snapshot(self) -> StateSnapshot:
-        """Copy this rank's part to host memory. Training may go on at once."""
+        """Copy this rank's part to host memory. Training may continue at once."""
         if self._replica is None and self._kept_state is not None:
             kept = self._copies.of(self._kept_state.state)
             return StateSnapshot(step=kept.step or 0, size_bytes=kept.size_bytes, state=kept)

@@ -40,10 +40,10 @@ class _MicroBatchInFlight:
     """A micro-batch in a section, between its forward and the end of its backward.
 
     Attributes:
-        given: what the section was given, of the graph.
-        roots: what backward starts from.
-        slopes: their gradients; known from the beginning in the last section alone.
-        groups: what gradients of parameters start from, once those of inputs are there.
+        given: inputs of the section, in the graph.
+        roots: outputs, from which backward starts.
+        slopes: gradients of the roots; in the last section known after forward.
+        groups: where gradients of parameters start, once those of inputs are computed.
     """
 
     given: list[Tensor]
@@ -109,15 +109,15 @@ class StageExecutor:
         """Run forward and backward of all micro-batches; add gradients, and give the losses to the objective.
 
         Args:
-            following: micro-batches of the next step, where that is to follow without a drain: the first ones go
-                forward, and stay until then.
-            losses_done: called when the objective has been told all of them, before the last backwards.
+            following: micro-batches of the next step, where it follows without a drain: forwards of the first ones run
+                now.
+            losses_done: called when the objective has all losses, before the last backwards.
 
         Raises:
             UserCodeError, JobError: the user's code raised or is wrong.
             RuntimeError: another rank went away.
         """
-        assert self._begun in (None, step), "the step that was told to follow comes first"
+        assert self._begun in (None, step), "the announced next step comes first"
         if self._begun == step:
             self.cut.look()
         else:

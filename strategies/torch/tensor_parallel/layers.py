@@ -47,9 +47,9 @@ class _BackwardGather:
     """Gathers tokens in backward, once for all layers that share an input.
 
     Attributes:
-        width: tokens of all ranks.
-        shard_dim: their dimension.
-        layers: how many will ask.
+        width: number of tokens of all ranks.
+        shard_dim: dimension of the tokens.
+        layers: number of layers that will ask.
     """
 
     group: TensorParallelGroup
@@ -72,9 +72,9 @@ class GatheredTokens:
     """The gathered input of column layers: gathered once in forward and once in backward for all of them.
 
     Attributes:
-        whole: all tokens, of the graph: its gradient is this rank's share of a sum.
+        whole: all tokens, in the graph; its gradient is this rank's share of a sum.
         part: this rank's tokens.
-        again: all tokens in backward.
+        again: gathers all tokens in backward.
     """
 
     whole: Tensor
@@ -176,8 +176,8 @@ class TensorParallelPlan:
         roles: by module: `column` (some of the outputs of each rank), `row` (some of the inputs), `gathered` (some of
             the outputs, which are gathered where they are needed whole) or `vocabulary` (some of a table's rows).
         groups: modules between which values are divided, so that no cut may lie there.
-        attributes: of modules, that are another number on each rank.
-        random: columns from which on each rank draws its own random numbers, until the next row.
+        attributes: integer attributes of modules that are divided, with each rank's value.
+        random: column layers from which on each rank draws its own random numbers, until the next row layer.
         sequence: between these layers each rank holds some of the tokens, in training.
     """
 

@@ -235,7 +235,7 @@ class TensorParallelPlanner:
         return None
 
     def _fails(self, roles: Mapping[str, str], why: str) -> None:
-        self._reasons.append(f"the block of module {next(iter(roles))!r} does not come out: {why}")
+        self._reasons.append(f"the block of module {next(iter(roles))!r} cannot be divided: {why}")
 
     def _shares(self, module: nn.Module, chosen: Sequence[str]) -> dict[str, int]:
         """Return one rank's share of some of a module's attributes."""
@@ -459,7 +459,7 @@ def _op_mismatch(whole: TracedOp, part: TracedOp, degree: int, inside: bool) -> 
         return "draws random numbers for all ranks beside those of each one" if random and inside else ""
     learned = [one.learns for one in whole.given if isinstance(one, TracedTensor)]
     if any(learns and each is None for learns, each in zip(learned, given, strict=True)):
-        return "meets what is learned and whole: each rank would have a part of its gradient"
+        return "is combined with a whole parameter, of whose gradient each rank would have a part"
     made = [each for one, each in zip(whole.made, made, strict=True) if not _is_fused_attention(packet) or any(one)]
     if any(each is None for each in made):  # of a fused kernel's outputs some are states of its random numbers
         return "needs the whole"
@@ -586,12 +586,12 @@ def _sequence_run_problem(
 
 @dataclass(kw_only=True)
 class _MetaGroup(TensorParallelGroup):
-    """A group of which no other rank is there, on the meta device.
+    """One rank of a group without the others, on the meta device.
 
     Attributes:
-        asks: what gathered tokens, and after how many sums.
-        scatters: sums so far.
-        shortest: fewest tokens that were divided.
+        asks: operations that gathered tokens, with the number of reduce-scatters before.
+        scatters: number of reduce-scatters so far.
+        shortest: smallest number of tokens that was divided.
     """
 
     asks: list[tuple[str, int]] = field(default_factory=list)

@@ -385,7 +385,7 @@ class _ValueRecorder(CallListener):
         changed = frozenset(key for key in taken if self._values[key]._version != begin[key][0])
         memories = Counter(storage_key(self._values[key]) for key in taken)
         if any(memories[storage_key(self._values[key])] > 1 for key in changed):
-            raise self._wrong("it changes a value in place of which two views are needed from there on")
+            raise self._wrong("it changes a value in place, and two views of that value are needed later")
         return changed
 
     def _make(self, leaf: Any, key: ValueKey) -> Any:

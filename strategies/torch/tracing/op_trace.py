@@ -250,7 +250,7 @@ class ForwardTrace:
 
     Attributes:
         calls: by module, in the order in which they first ran.
-        heads: of attention that can be computed apart; 0 where there is none.
+        heads: attention heads that can be computed independently; 0 where there is none.
         tokens: of the longest sequence that attends; 1 where there is none.
         division: what became of the outputs of linear layers.
         asks: the flow asked for values of tensors, which followed from the inputs or from constants.

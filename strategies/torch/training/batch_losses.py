@@ -101,13 +101,13 @@ class BatchRows:
     def _problem(self, tensor: Any) -> str:
         if self._layout.micro_batches > 1:
             return (
-                f"tw.gather sees a micro-batch, of which this plan has {self._layout.micro_batches} in a step: what is "
-                "compared over the whole batch must be computed at once: set accumulation=1 and a strategy without "
-                "micro-batches, such as data_parallel or sharded"
+                f"tw.gather sees one of {self._layout.micro_batches} micro-batches in a step: a loss that compares "
+                "samples needs the whole batch at once: set accumulation=1 and a strategy without micro-batches, such "
+                "as data_parallel or sharded"
             )
         if self._layout.ranks > 1 and self._group is None:
             return (
-                f"tw.gather has no way to the other {self._layout.ranks - 1} parts of the batch in this strategy: use "
+                f"tw.gather cannot reach the other {self._layout.ranks - 1} parts of the batch in this strategy: use "
                 'strategy="data_parallel" or "sharded"'
             )
         if not isinstance(tensor, Tensor) or not tensor.dim() or len(tensor) != self._batch.rows:
@@ -152,8 +152,8 @@ def check_samples_independent(
 ) -> None:
     """Raise JobError where the loss of a sample depends on the other samples of its micro-batch.
 
-    The function is called with all rows, and with half of them in another order; where it gathers, with all of them in
-    another order, without gradients. One that draws random numbers cannot be compared, and is let be.
+    The function is called with all rows, and with half of them in another order, without gradients; where it gathers,
+    with all of them in another order. A function that draws random numbers cannot be compared, and is not checked.
 
     Args:
         what: names the function.
@@ -269,10 +269,10 @@ def _dependence_message(what: str, found: str, gathers: bool, layout: BatchLayou
     if gathers:
         return (
             f"{what} depends on the order of the rows ({found} in another order), and tw.gather gives them rank by "
-            "rank: tell pairs by a column or by separate outputs, not by their place in the batch"
+            "rank: identify pairs by a column or by separate outputs, not by their place in the batch"
         )
     return (
-        f"{what} is not of each sample alone: {found}; this plan cuts a batch into {layout}, so that the result would "
+        f"{what} is not of each sample alone: {found}; this plan divides a batch over {layout}, so the result would "
         "depend on the plan: compare with the whole batch by tw.gather(...) and accumulation=1, or run on one worker "
         f'with accumulation=1, or accept it with inexact=("{BATCH_LOSS}",)'
     )

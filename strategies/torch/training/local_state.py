@@ -76,7 +76,7 @@ def _why_not(pattern: str, buffers: Sequence[str], parameters: Collection[str]) 
 def local_state_file(reader: StateReader, data_rank: DataRank) -> str | None:
     """Return the name of the file with a data rank's local state; None where it is not needed.
 
-    It is needed where training goes on. Where the model is only evaluated, by another number of ranks than trained it,
+    It is needed to continue training. Where the model is only evaluated, by another number of ranks than trained it,
     all of them use that of data rank 0, which is in the model's state dict.
 
     Raises:

@@ -49,11 +49,11 @@ class MicroBatchShare:
 
     Attributes:
         batch: the micro-batch.
-        data_rank: whose it is.
+        data_rank: the data rank that computes it.
         rows: real samples in the global batch.
-        wish: the rank's wish to stop, in one of its micro-batches.
+        wish: the rank requests to stop; set in one of its micro-batches.
         zero_weight: all weights count as 0.
-        layout: of the global batch.
+        layout: how the global batch is divided.
     """
 
     batch: Batch
@@ -75,7 +75,7 @@ class JobFunctions:
         where: the rank, for errors.
         selective_recompute: whether backward computes attention's scores again.
         group: makes the process group of a batch's data ranks; None where there is none.
-        checking: look whether a sample's loss follows from what else is in its micro-batch, and refuse that.
+        checking: refuse a loss of a sample that depends on the other samples of its micro-batch.
     """
 
     spec: ModelSpec
@@ -251,10 +251,10 @@ class Objective(nn.Module):
         world: ranks over which the gradients are averaged.
 
     Attributes:
-        carry: always zero; its gradient is (sum of weights, sum of weighted losses, wish to stop, news).
-        micro_losses: the step's micro-batches so far with their losses.
-        news: three numbers that the next micro-batch adds to the sums, once.
-        scale: by which the gradients are multiplied.
+        carry: always zero; its gradient is (sum of weights, sum of weighted losses, stop requests, noise sums).
+        micro_losses: the step's micro-batches so far, with their losses.
+        news: three sums of gradient noise that the next micro-batch adds, once.
+        scale: the factor of the gradients.
     """
 
     def __init__(self, model: nn.Module, caller: JobFunctions, world: int) -> None:

@@ -48,29 +48,29 @@ class TorchReplica:
 
     Args:
         spec: the job's functions.
-        plan: says the precision, and into how many parts a batch goes.
+        plan: gives the precision, and how a batch is divided.
         device: where the model lives.
         where: the rank, for errors.
-        part: of the model, that this rank holds.
-        place: brings the model to where it lives, and divides it; tells what it left of each tensor that it cut, by all
-            of its names. By default the model is moved to `device`.
+        part: the part of the model that this rank holds.
+        place: divides the model and moves it to its device; returns the slice that it kept of each tensor, by all of
+            its names. By default the model is moved to `device`.
 
     Attributes:
         model: the user's module.
         optimizer: the user's optimizer.
-        scale: of the losses; None where they are not scaled.
+        scale: the loss scale; None where losses are not scaled.
         selective_recompute: backward computes attention's scores again.
         trainable: the parameters that require a gradient, each once.
         names: full name of each parameter that requires a gradient.
         initial: each parameter group's settings as the job made them.
         step: completed steps; None before the first step or load.
-        sound: False while, and after a failure in which, the optimizer changed only a part.
-        laps: what the phases of its steps take.
-        versions: of the weights; None where steps are taken at the newest.
-        begun: buffers as they were when what was done of the next step began; None where nothing was.
+        sound: False during an update, and after one that failed half way.
+        laps: times the phases of its steps.
+        versions: stashed weights of a streamed pipeline; None where steps use the newest.
+        begun: buffers from before the first forward of the next step; None where none has run.
         every_used: each of `trainable` gets a gradient in a step; None until that was tried.
-        uncut: that was tried with a batch of one data rank in one micro-batch.
-        outer: it takes what several local steps of others came to.
+        uncut: that was tried with an undivided batch: one data rank, one micro-batch.
+        outer: it applies the results of several local steps of workers.
         local: names of buffers that each data rank keeps as its own.
         data_rank: the data rank whose local state it holds.
         norms: batch norms that keep running statistics of their own share of the batch.

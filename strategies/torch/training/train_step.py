@@ -33,7 +33,7 @@ class StepTotals:
     """Sums over the whole global batch.
 
     Attributes:
-        told: what travelled beside them.
+        told: sums of gradient noise, reduced beside them.
         norm: of the averaged gradient, where it is wanted.
     """
 
@@ -54,7 +54,7 @@ class StepRunner:
         probe: samples the noise of its gradients.
         local: a context in which backward does not reduce.
         every_used: every trainable parameter must get a gradient in each step, or DDP would wait for it forever.
-        measures_own_time: what a rank does by itself can be told from what it waits for.
+        measures_own_time: a rank's own work can be timed apart from its waits.
         others: groups of ranks with other data, which together reach all of them.
     """
 
