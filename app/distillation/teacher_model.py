@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import random
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from trainwright.core import random_state
 from trainwright.core.errors import CheckpointError, StorageError

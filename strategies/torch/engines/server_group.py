@@ -178,10 +178,10 @@ class ServerGroupEngine(TorchEngine):
 
     def _renewed(self, change: Callable[[], StateTag]) -> StateTag:
         """Change the state of a server, and let its workers know."""
-        desk = self.server
-        with desk.lock:
+        server = self.server
+        with server.lock:
             change()
-            desk.renewed()
+            server.renewed()
         return self._tag()
 
     def _join_servers(self) -> None:
