@@ -1,9 +1,10 @@
 """Engines for torch. Importing this package alone imports no framework.
 
-`engines/` holds one engine for each strategy; `engines/base` holds what they share. `training/` holds the training
-step: `train_state` (model and optimizer), `objective` (losses as terms), `step`. `checkpoint/` holds state and files,
-`distributed/` process groups and FSDP, and `pipeline/`, `tensor_parallel/` and `ps/` what these strategies need.
-`profiling/` measures models; `training/lazy_dynamo` keeps start-up short.
+`engines/` holds one engine for each strategy and what they share. `training/` holds the training step: `train_state`
+(model and optimizer), `objective` (losses as terms), `train_step`. `checkpoint/` holds copies and files of state,
+`distributed/` process groups and FSDP2; `pipeline/`, `tensor_parallel/` and `ps/` hold what these strategies need.
+`tracing/` runs models without data, `profiling/` derives their costs. `shard_layout`, `torch_errors` and `torch_compat`
+are below all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rank holds of a model that is divided: its place in the layout, and a box of each tensor."""
+"""What a rank holds of a divided model: its place in the layout, and a slice of each tensor."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class ModelPart:
-    """A rank's place among those that hold a model together; replicas have the same one.
+    """A rank's place among the ranks that hold a model together; replicas have the same one.
 
     Attributes:
         stage, stages: which of so many stages of a pipeline.
         shard, shards: which of so many parts of each parameter, by FSDP2.
         tensor, tensors: which of so many parts of each layer that is divided, by tensor parallelism.
-        server, servers: which of so many parameter servers, each of which was dealt some tensors, and rows of others.
+        server, servers: which of so many parameter servers, each of which holds some tensors, and rows of others.
     """
 
     stage: int = 0
@@ -44,12 +44,12 @@ class ModelPart:
 
     @property
     def name(self) -> str:
-        """As state tags name it: `stage-0`, `shard-1`, `stage-0.tensor-1`; `state` for all of a model."""
+        """The name in state tags: `stage-0`, `shard-1`, `stage-0.tensor-1`; `state` for a whole model."""
         return ".".join(f"{kind}-{place}" for kind, place, _ in self._places) or "state"
 
     @property
     def layout(self) -> str:
-        """What all parts have in common, as state tags name it: `shard-4`, or `stage-2.tensor-2`."""
+        """The name of the layout in state tags: `shard-4`, or `stage-2.tensor-2`."""
         return ".".join(f"{kind}-{count}" for kind, _, count in self._places) or "replicated"
 
     @property
@@ -67,12 +67,12 @@ class ModelPart:
 
     @property
     def suffix(self) -> str:
-        """In the names of a checkpoint's files: `.shard-0-of-4`; empty for all of a model."""
+        """The suffix of checkpoint files: `.shard-0-of-4`; empty for a whole model."""
         return "".join(f".{kind}-{place}-of-{count}" for kind, place, count in self._places)
 
     @classmethod
     def read(cls, suffix: str) -> ModelPart:
-        """The part of which a suffix tells."""
+        """Return the part that a suffix names."""
         fields: dict[str, int] = {}
         for told in suffix.split(".")[1:]:
             kind, place, _, count = told.split("-")
@@ -85,7 +85,7 @@ WHOLE_MODEL = ModelPart()
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSlice:
-    """A part of a tensor: a run of indices in each dimension.
+    """A part of a tensor: a range of indices in each dimension.
 
     Attributes:
         shape: of the whole tensor.
@@ -98,12 +98,12 @@ class ShardSlice:
 
     @classmethod
     def all_of(cls, shape: Sequence[int]) -> ShardSlice:
-        """A whole tensor."""
+        """Return the slice that is all of a tensor."""
         return cls(shape=tuple(shape), start=(0,) * len(shape), stop=tuple(shape))
 
     @classmethod
     def share(cls, shape: Sequence[int], dimension: int, index: int, of: int) -> ShardSlice:
-        """One of so many parts along a dimension. The last ones may be shorter, or empty."""
+        """Return one of equal parts along a dimension. The last ones may be shorter, or empty."""
         size, start, stop = shape[dimension], [0] * len(shape), [*shape]
         each = -(-size // of)
         start[dimension], stop[dimension] = min(index * each, size), min((index + 1) * each, size)
@@ -111,34 +111,34 @@ class ShardSlice:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Its own shape."""
+        """The shape of the slice."""
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     @property
     def count(self) -> int:
-        """Numbers in it."""
+        """The number of elements of the slice."""
         return math.prod(self.size)
 
     def both(self, other: ShardSlice) -> ShardSlice:
-        """What lies in both of two boxes of a tensor; `count` is 0 where nothing does."""
+        """Return the intersection with another slice of the tensor; its `count` is 0 where it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(max(low, high) for low, high in zip(start, map(min, self.stop, other.stop), strict=True))
         return ShardSlice(shape=self.shape, start=start, stop=stop)
 
     def inside(self, outer: ShardSlice) -> tuple[slice, ...]:
-        """Where it lies in a tensor of which `outer` is held."""
+        """Return the indices of this slice in a tensor that holds `outer`."""
         edges = zip(self.start, self.stop, outer.start, strict=True)
         return tuple(slice(start - origin, stop - origin) for start, stop, origin in edges)
 
     def within(self, outer: ShardSlice) -> ShardSlice:
-        """The same of a larger tensor, of which `outer` is what this one calls the whole."""
+        """Return this slice of the larger tensor whose slice `outer` is what this one calls the whole."""
         start = tuple(low + origin for low, origin in zip(self.start, outer.start, strict=True))
         stop = tuple(high + origin for high, origin in zip(self.stop, outer.start, strict=True))
         return ShardSlice(shape=outer.shape, start=start, stop=stop)
 
 
 def hook_problem(name: str, parameter: Tensor) -> str:
-    """Why a parameter cannot be divided that has hooks; empty where it has none."""
+    """Return why a parameter with hooks cannot be divided; empty where it has none."""
     if not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
         return ""
     return (
@@ -148,12 +148,12 @@ def hook_problem(name: str, parameter: Tensor) -> str:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether a tensor is one of which this rank holds a part."""
+    """Return whether a tensor is a DTensor, of which this rank holds a part."""
     return hasattr(tensor, "to_local")  # a DTensor, without importing what one-device jobs never need
 
 
 def fsdp_slice(tensor: Tensor, part: ModelPart) -> ShardSlice | None:
-    """What a rank holds of a tensor that FSDP2 divides, by its first dimension; None of one that is not divided.
+    """Return the slice that a rank holds of a tensor that FSDP2 divides by its first dimension; None for others.
 
     The tensor's own mesh is not asked: torch remembers what an operation made by meshes that are equal, so that it may
     be one of a group that is gone, with the place that this process had there.
@@ -166,7 +166,7 @@ def fsdp_slice(tensor: Tensor, part: ModelPart) -> ShardSlice | None:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, in the tensor's own memory; all of one that is not divided."""
+    """Return this rank's part of a tensor, in the tensor's own memory; all of one that is not divided."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():

@@ -223,15 +223,15 @@ class FsdpState:
         return [] if group is None else [group]
 
 
-# --- What torch is told for a whole process ---------------------------------------------------------------------------
+# --- Process-wide settings --------------------------------------------------------------------------------------------
 
 
 def captured() -> dict[str, Any]:
-    """The settings of this process; empty where they are torch's own."""
+    """Return the process-wide torch settings; empty where they are torch's defaults."""
     kind = torch.get_default_dtype()
     return {} if kind is torch.float32 else {"dtype": kind}
 
 
 def apply(settings: dict[str, Any]) -> None:
-    """Give this process the settings of another."""
+    """Apply the settings of another process."""
     torch.set_default_dtype(settings["dtype"])

@@ -1,4 +1,4 @@
-"""What torch's exceptions mean: a lost peer, the user's code, or neither; and letting go of what they hold."""
+"""The meaning of torch's exceptions: a lost peer, the user's code, or neither; and their frames cleared."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _LOST = re.compile(
 
 
 class TorchUserCode(UserCode):
-    """In torch."""
+    """User code that runs in torch."""
 
     libraries = (package_folder(torch),)
     out_of_memory = torch.OutOfMemoryError
 
     @classmethod
     def lost_peer(cls, error: BaseException) -> bool:
-        """Torch gives its own types only to some of these; gloo's are RuntimeErrors known by their text alone."""
+        """Return whether a peer is gone; gloo's errors are RuntimeErrors, known by their text alone."""
         known = (distributed.DistBackendError, distributed.DistNetworkError, distributed.DistStoreError)
         return isinstance(error, known) or (type(error) is RuntimeError and _LOST.search(str(error)) is not None)
 
     def meaning(self, error: BaseException) -> TrainwrightError:
-        """What an exception says; one of the compiler's own, what to do without it."""
+        """Return the error that an exception stands for; for the compiler's own, say how to do without it."""
         if not type(error).__module__.startswith(COMPILER_PACKAGES):
             return super().meaning(error)
         missing = "no C++ compiler was found: install one, such as g++, or " if "CxxCompiler" in str(error) else ""
@@ -42,7 +42,7 @@ class TorchUserCode(UserCode):
 
     @classmethod
     def remedy(cls, error: BaseException) -> str:
-        """What to do, where the exception tells: of a divided model's parameters only a part is there to be used."""
+        """Return what to do about an exception; sharded parameters cannot be used outside their module."""
         if "mixed torch.Tensor and DTensor" in str(error):
             return "call the model itself, and use a parameter in the forward of the module that holds it alone"
         return super().remedy(error)
@@ -54,7 +54,7 @@ def summarize_error(error: Exception, limit: int = 200) -> str:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Forget the frames of an exception and of those behind it.
+    """Clear the frames of an exception and of its causes.
 
     They hold the DDP object, and while that lives a left group keeps its sockets open and the peers hang.
     """

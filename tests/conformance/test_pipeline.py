@@ -124,7 +124,7 @@ def test_what_is_changed_in_place_behind_a_cut(pool: Pool) -> None:
     assert [report.loss for report in found] == pytest.approx([report.loss for report in expected], rel=1e-9)
     world = World(pool, "torch", layout, spec(Viewing, loss=torch_case.cross_entropy))
     try:
-        with pytest.raises(JobError, match="changes a value in place of which two views"):
+        with pytest.raises(JobError, match="changes a value in place, and two views"):
             world.form()
     finally:
         world.close(failed=True)
@@ -180,7 +180,11 @@ def straight(kind: type[nn.Sequential] = nn.Sequential) -> nn.Module:
         (plan(2, schedule="1f1b", cuts=("unused",)), spec(), "does not call that module"),
         (plan(3, schedule="1f1b", cuts=("blocks.2", "blocks.1")), spec(), "it is called before the cut ahead of it"),
         (plan(2, schedule="1f1b", cuts=("3",)), spec(straight), "stage 1 has no parameter to train"),
-        (plan(2, schedule="1f1b", cuts=("2",)), spec(functools.partial(straight, Looking)), "look at the values"),
+        (
+            plan(2, schedule="1f1b", cuts=("2",)),
+            spec(functools.partial(straight, Looking)),
+            "read values of its inputs",
+        ),
         (plan(2, schedule="1f1b"), spec(), "0 cuts for 2 sections"),
         (plan(2, schedule="1f1b", cuts=("2",)), spec(loss=None, step=cross_entropy), "give the job inputs="),
     ],

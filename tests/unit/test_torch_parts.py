@@ -257,15 +257,15 @@ def test_of_two_parts_one_is_held_at_a_time(engine: type[ShardedModelEngine]) ->
     class Moving(engine):  # type: ignore[misc, valid-type]
         """Another part each time."""
 
-        def _settle(self, plan: Plan) -> None:
+        def _join_mesh(self, plan: Plan) -> None:
             self._part = ModelPart(shard=len(held), shards=2)
 
-        def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
-            self._settle(plan)
+        def _build_replica(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
+            self._join_mesh(plan)
             assert not any(each() is not None for each in held)
             replica = TorchReplica(spec, plan, self._device, self._where)
             model = replica.model
-            vars(self).update(dict.fromkeys(vars(self).keys() & {"_calls", "_shards", "_cut"}, model))
+            vars(self).update(dict.fromkeys(vars(self).keys() & {"_calls", "_shards", "_stage"}, model))
             model.itself = [model]  # as modules and their hooks hold each other
             held.append(weakref.ref(model))
             return replica
@@ -275,7 +275,7 @@ def test_of_two_parts_one_is_held_at_a_time(engine: type[ShardedModelEngine]) ->
     try:
         moving.build(spec(), plan())
         moving._release()
-        moving._again(*moving._job)
+        moving._rejoin(*moving._job)
     finally:
         gc.unfreeze()
     assert [each() is None for each in held] == [True, False]

@@ -253,7 +253,7 @@ class Beside(Pair):
 def test_what_is_learned_and_whole_keeps_a_block_whole(kind: str) -> None:
     with suppress(JobError):  # or its last layer alone is divided
         assert "up" not in split(Beside(kind)).roles
-    with pytest.raises(JobError, match="meets what is learned and whole: each rank would have a part of its gradient"):
+    with pytest.raises(JobError, match="is combined with a whole parameter, of whose gradient"):
         split(Beside(kind), plan={"up": "column", "down": "row"})
 
 

@@ -1,1 +1,1 @@
-"""State of a torch replica: files, layouts, comparison of replicas."""
+"""State of a torch replica: copies in host memory, checkpoint files, comparison of replicas."""

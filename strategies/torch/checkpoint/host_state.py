@@ -1,4 +1,4 @@
-"""A replica's state: copied to host memory, taken back, and sent from rank to rank. Everything goes by full names."""
+"""A replica's state: copied to host memory, restored, and broadcast to other ranks. Tensors go by full names."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class HostState:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors, in bytes."""
         return sum(tensor.nbytes for tensor in self.memory.values())
 
     @property
@@ -79,7 +79,7 @@ class HostState:
 
 @dataclass(frozen=True, kw_only=True)
 class _TensorForm:
-    """A tensor's form, sent ahead of it; `like` says that it is divided as its parameter is."""
+    """A tensor's shape and type, sent ahead of it; `like` says that it is divided as its parameter is."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -87,7 +87,7 @@ class _TensorForm:
 
 
 class HostStateCopier:
-    """Copies of states in host memory, of which the last one's is used again once nobody holds it any more.
+    """Copies states to host memory, and reuses the memory of the last copy once nothing holds it.
 
     Fresh memory costs several times the copy: the system clears each page as it is first touched. So from the first
     copy on the memory of one is held.
@@ -97,7 +97,7 @@ class HostStateCopier:
         self._spare: _Memory = {}
 
     def of(self, state: HostState) -> HostState:
-        """The same in host memory, every tensor in memory of its own; that is this copy's for as long as it lives."""
+        """Copy a state to host memory; the memory belongs to the copy as long as it lives."""
         spare, self._spare = self._spare, {}
         slots = {
             name: {
@@ -120,7 +120,7 @@ class HostStateCopier:
 
 
 def state_of(replica: TorchReplica) -> HostState:
-    """A replica's state in the replica's own tensors.
+    """Return a replica's state in the replica's own tensors.
 
     Raises:
         CheckpointError: the optimizer keeps something that cannot be saved.
@@ -144,13 +144,13 @@ def state_of(replica: TorchReplica) -> HostState:
 
 
 def _local_of(replica: TorchReplica) -> LocalState | None:
-    """What its data rank keeps as its own, in the replica's own tensors; None where the job has no such state."""
+    """Return the local state of the replica's data rank, in its own tensors; None where the job has none."""
     tensors = {name: buffer for name, buffer in replica.named_buffers() if name in replica.local}
-    return LocalState(seat=replica.seat, tensors=tensors) if replica.local else None
+    return LocalState(data_rank=replica.data_rank, tensors=tensors) if replica.local else None
 
 
 def restore(replica: TorchReplica, state: HostState) -> None:
-    """Make a replica equal to a state; everything is checked before anything is changed.
+    """Restore a state into a replica; everything is checked before anything is changed.
 
     Buffers that are not saved are as in a new process afterwards. A state without local state gives its data rank the
     model's own buffers, which are those of data rank 0.
@@ -191,7 +191,7 @@ def broadcast(
     device: torch.device,
     group: distributed.ProcessGroup | None = None,
 ) -> None:
-    """Make every rank of a process group equal to rank `source`, bit by bit, but for local state. All of them call it.
+    """Copy the state of rank `source`, except local state, to all ranks of a process group. All of them call it.
 
     Args:
         replica: this rank's.
@@ -214,7 +214,7 @@ def broadcast(
 
 
 def _changed_options(replica: TorchReplica) -> list[dict[str, Any]]:
-    """Settings of each group that training changed, the learning rate that a schedule sets left out."""
+    """Return the settings of each group that training changed, without a learning rate that a schedule sets."""
     scheduled = {"lr"} if replica.spec.schedule is not None else set()
     return [
         {
@@ -233,7 +233,7 @@ def _set_options(replica: TorchReplica, options: list[dict[str, Any]]) -> None:
 
 
 def _slots(replica: TorchReplica) -> OptimizerSlots:
-    """The optimizer's state by parameter name."""
+    """Return the optimizer's state by parameter name."""
     found: OptimizerSlots = {}
     boxes = replica.boxes
     for parameter, entries in replica.optimizer.state.items():
@@ -246,8 +246,8 @@ def _slots(replica: TorchReplica) -> OptimizerSlots:
                 )
             if isinstance(value, Tensor) and not _same_layout(value, parameter, name in boxes):
                 raise CheckpointError(
-                    f"the optimizer keeps {key!r} divided otherwise than the parameter, which cannot be saved",
-                    remedy='use an optimizer that works number by number, such as AdamW, or strategy="data_parallel"',
+                    f"the optimizer shards {key!r} differently from its parameter, which cannot be saved",
+                    remedy='use an elementwise optimizer, such as AdamW, or strategy="data_parallel"',
                 )
         found[name] = dict(entries)
     for parameter, before in replica.versions.before.items() if replica.versions else ():
@@ -256,20 +256,20 @@ def _slots(replica: TorchReplica) -> OptimizerSlots:
 
 
 def _before(state: HostState, name: str) -> Tensor:
-    """The version of a parameter before the last step."""
+    """Return a parameter's weights before the last step."""
     found: Tensor = state.slots.get(name, {}).get(_PREVIOUS_WEIGHTS, state.model[name])
     return found
 
 
 def _same_layout(slot: Any, parameter: Any, cut: bool) -> bool:
-    """Whether of both the same is held, or the slot is not of the parameter's kind and the parameter is whole."""
+    """Return whether a slot is divided like its parameter, or neither is divided."""
     if is_dtensor(slot):
         return tuple(slot.shape) == tuple(parameter.shape) and slot.placements == parameter.placements
     return not cut or slot.numel() == 1 or slot.shape == to_local(parameter).shape
 
 
 def _slot_boxes(replica: TorchReplica, slots: OptimizerSlots) -> dict[str, ShardSlice]:
-    """What is held of the optimizer's tensors: as of their parameters, where they have their shape."""
+    """Return the slices of the optimizer's tensors: those of their parameters where the shape is the same."""
     boxes, held = replica.boxes, {name: to_local(parameter).shape for parameter, name in replica.names.items()}
     return {
         f"{name}/{key}": boxes[name]
@@ -280,7 +280,7 @@ def _slot_boxes(replica: TorchReplica, slots: OptimizerSlots) -> dict[str, Shard
 
 
 def _forms(state: HostState) -> OptimizerSlots:
-    """The optimizer's plain values, and the forms of its tensors."""
+    """Return the optimizer's plain values, and the shapes and types of its tensors."""
     return {
         name: {
             key: _TensorForm(shape=tuple(value.shape), dtype=value.dtype, like=f"{name}/{key}" in state.boxes)
@@ -293,7 +293,7 @@ def _forms(state: HostState) -> OptimizerSlots:
 
 
 def _slot_tensors(replica: TorchReplica) -> Iterator[tuple[str, str, Tensor]]:
-    """The optimizer's tensors, in the order of the parameters and sorted by key."""
+    """Return the optimizer's tensors, in the order of the parameters and sorted by key."""
     for name, entries in sorted(_slots(replica).items()):
         for key in sorted(entries):
             if isinstance(entries[key], Tensor):
@@ -301,7 +301,7 @@ def _slot_tensors(replica: TorchReplica) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _make_slots(replica: TorchReplica, slots: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace the optimizer's state by plain values, and tensors of the described form that are still to be filled."""
+    """Replace the optimizer's state by plain values and empty tensors of the described shapes."""
     groups = {parameter: group for group in replica.optimizer.param_groups for parameter in group["params"]}
     replica.optimizer.state.clear()
     for parameter, name in replica.names.items():
@@ -313,7 +313,7 @@ def _make_slots(replica: TorchReplica, slots: Mapping[str, Mapping[str, Any]]) -
 
 
 def _empty_slot(parameter: Tensor, key: str, form: _TensorForm, group: Mapping[str, Any]) -> Tensor:
-    """A tensor where torch's optimizers keep it: a count beside the host's numbers, all else beside the parameter."""
+    """Return an empty tensor on the device where torch's optimizers keep it: step counts may be on the host."""
     counts = key == "step" and not (group.get("capturable") or group.get("fused"))
     device = torch.device("cpu") if counts else parameter.device
     if form.like or form.shape == tuple(parameter.shape):
@@ -325,7 +325,7 @@ _Description = tuple[int | None, OptimizerSlots, list[dict[str, Any]], bool | No
 
 
 def _description(replica: TorchReplica) -> _Description:
-    """What a newcomer must know before tensors can be sent."""
+    """Return what a new rank must know before tensors are sent."""
     slots = {
         name: {
             key: _TensorForm(shape=tuple(value.shape), dtype=value.dtype, like=is_dtensor(value))
@@ -341,7 +341,7 @@ def _description(replica: TorchReplica) -> _Description:
 def _broadcast_description(
     own: _Description | None, source: int, device: torch.device, group: distributed.ProcessGroup | None
 ) -> _Description:
-    """The source's description. Nothing that comes is executed, as `broadcast_object_list` would by pickle."""
+    """Broadcast the source's description as JSON; `broadcast_object_list` would unpickle it."""
     file = io.BytesIO()
     torch.save(own, file)
     size = torch.tensor([file.tell()], device=device)
@@ -358,7 +358,7 @@ def _broadcast_description(
 def _broadcast_tensors(
     tensors: list[Tensor], source: int, device: torch.device, group: distributed.ProcessGroup | None
 ) -> None:
-    """Broadcast in place; tensors elsewhere or not in one piece go through a copy."""
+    """Broadcast tensors in place; those elsewhere or not contiguous go through a copy."""
     staged = [tensor if _sendable(tensor, device) else tensor.to(device).contiguous() for tensor in tensors]
     handles = [
         distributed.broadcast(_bits(tensor.reshape(-1)), src=source, group=group, async_op=True)
@@ -379,19 +379,19 @@ def _sendable(tensor: Tensor, device: torch.device) -> bool:
 
 
 def _bits(flat: Tensor) -> Tensor:
-    """A flat tensor's memory as integers, so that every type can be sent."""
+    """Return a flat tensor's memory as integers, so that every type can be sent."""
     return flat.view(_INTEGERS.get(flat.element_size(), torch.int64))
 
 
 def _host(tensor: Tensor, spare: Tensor | None) -> Tensor:
-    """A copy in host memory: in the spare one's where that has its form."""
+    """Copy a tensor to host memory, into a spare tensor of the same shape and type where there is one."""
     if spare is None or (spare.shape, spare.dtype) != (tensor.shape, tensor.dtype):
         return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return spare.copy_(tensor.detach())
 
 
 def _check(own: Mapping[str, Tensor], replica: TorchReplica, state: HostState) -> None:
-    """Raise CheckpointError unless a state fits."""
+    """Raise CheckpointError unless a state fits the replica."""
     problems = [
         *_model_problems({name: value for name, value in own.items() if name not in replica.local}, replica, state)
     ]
@@ -406,7 +406,7 @@ def _check(own: Mapping[str, Tensor], replica: TorchReplica, state: HostState) -
 
 
 def _optimizer_problems(replica: TorchReplica, state: HostState) -> Iterator[str]:
-    """What of the optimizer's state does not fit, in words."""
+    """Return what of the optimizer's state does not fit."""
     strangers = sorted(set(state.slots) - set(replica.names.values()))
     if strangers:
         yield f"optimizer state of {strangers[0]!r}, which the model does not train"
@@ -419,7 +419,7 @@ def _optimizer_problems(replica: TorchReplica, state: HostState) -> Iterator[str
 
 
 def _model_problems(own: Mapping[str, Tensor], replica: TorchReplica, state: HostState) -> Iterator[str]:
-    """Parameters and buffers that do not fit, in words; training may change the shape of local state."""
+    """Return which parameters and buffers do not fit; training may change the shape of local state."""
     boxes = replica.boxes
     found = {name: _form(value, state.boxes.get(name)) for name, value in state.model.items()}
     for name, value in own.items():

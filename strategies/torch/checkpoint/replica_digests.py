@@ -1,4 +1,4 @@
-"""Digests of what a rank holds, by which replicas are compared.
+"""Digests of a rank's state, by which replicas are compared.
 
 A digest is a sum of a tensor's memory, in words of 64 bits, each multiplied by an odd number of its own: any single
 change is seen for certain, any other but for one case in 2**63, also where the same values stand in other places.
@@ -53,13 +53,13 @@ def parameter_digest(model: nn.Module) -> int:
 
 
 def check_replicas(
-    replica: TorchReplica, kin: Sequence[tuple[Hashable, Hashable]], device: torch.device, where: str
+    replica: TorchReplica, keys: Sequence[tuple[Hashable, Hashable]], device: torch.device, where: str
 ) -> None:
-    """Make sure that ranks hold the same. Every rank of the group calls it; one small all-gather where they do.
+    """Check that ranks hold the same state. Every rank calls it; it takes one small all-gather where they do.
 
     Args:
         replica: this rank's.
-        kin: by rank, two keys: ranks of equal first keys must agree in what no rank divides (buffers, settings), those
+        keys: by rank, two keys: ranks of equal first keys must agree in what no rank divides (buffers, settings), those
             of equal second keys in what is divided too.
         device: where the process group communicates.
         where: this rank, for errors.
@@ -71,32 +71,34 @@ def check_replicas(
         return
     whole, divided = _compared_entries(replica)
     sums = all_gather_ints([_total(whole), _total(divided)], device)
-    if all(len(found) == 1 for found in (*_sums_by_kin(kin, sums, 0), *_sums_by_kin(kin, sums, 1))):
+    if all(len(found) == 1 for found in (*_sums_by_key(keys, sums, 0), *_sums_by_key(keys, sums, 1))):
         return
     for which, entries in enumerate((whole, divided)):
         everyone = _all_gather_digests(entries, device)
         ranks_of: dict[Hashable, list[int]] = {}
-        for rank, keys in enumerate(kin):
-            ranks_of.setdefault(keys[which], []).append(rank)
+        for rank, own_keys in enumerate(keys):
+            ranks_of.setdefault(own_keys[which], []).append(rank)
         for ranks in ranks_of.values():
             problem = _difference({rank: everyone[rank] for rank in ranks}, replica.step)
             if problem:
                 raise JobError([problem], where=where)
 
 
-def _sums_by_kin(kin: Sequence[tuple[Hashable, Hashable]], sums: Sequence[Sequence[int]], which: int) -> list[set[int]]:
-    """The different sums of each set of ranks that must agree."""
+def _sums_by_key(
+    keys: Sequence[tuple[Hashable, Hashable]], sums: Sequence[Sequence[int]], which: int
+) -> list[set[int]]:
+    """Return the different digests of each set of ranks that must agree."""
     found: dict[Hashable, set[int]] = {}
-    for keys, own in zip(kin, sums, strict=True):
-        found.setdefault(keys[which], set()).add(own[which])
+    for own_keys, own in zip(keys, sums, strict=True):
+        found.setdefault(own_keys[which], set()).add(own[which])
     return [*found.values()]
 
 
-# --- what is compared -------------------------------------------------------------------------------------------------
+# --- Compared entries -------------------------------------------------------------------------------------------------
 
 
 def _compared_entries(replica: TorchReplica) -> tuple[_Entries, _Entries]:
-    """All that ranks must agree in: what no rank divides, and what is divided.
+    """Return all that replicas must agree in: what is not divided, and what is.
 
     Raises:
         CheckpointError: the optimizer keeps something that cannot be saved.
@@ -118,7 +120,7 @@ def _compared_entries(replica: TorchReplica) -> tuple[_Entries, _Entries]:
 
 
 def _settings(replica: TorchReplica) -> Iterator[tuple[int, str, str]]:
-    """Learning rates and all other settings of the parameter groups that are plain values.
+    """Return the settings of the parameter groups that are plain values, such as learning rates.
 
     Not a rate that a schedule sets: before the next step a newcomer has another one.
     """
@@ -140,7 +142,7 @@ def _total(entries: _Entries) -> int:
 
 
 def _folded(entries: _Entries) -> dict[_Key, tuple[int, int]]:
-    """Digests of names, shapes and plain values, and of the numbers in tensors."""
+    """Return digests of names, shapes and plain values, and of tensors."""
     tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
     numbers = dict(zip(tensors, _numbers(tensors.values()), strict=True))
     forms = {key: str((value.dtype, tuple(value.shape))) for key, value in tensors.items()}
@@ -152,7 +154,7 @@ def _hash(text: str) -> int:
 
 
 def _numbers(tensors: Iterable[Tensor]) -> list[int]:
-    """Digests of tensors; each device is waited for once."""
+    """Return digests of tensors; each device is waited for once."""
     sums = [tensor_digest(tensor) for tensor in tensors]
     by_device: dict[torch.device, list[int]] = {}
     for number, one in enumerate(sums):
@@ -164,11 +166,11 @@ def _numbers(tensors: Iterable[Tensor]) -> list[int]:
     return found
 
 
-# --- digests ----------------------------------------------------------------------------------------------------------
+# --- Digests ----------------------------------------------------------------------------------------------------------
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """A tensor's memory in words of 64 bits; the last one is filled up. One zero for an empty tensor."""
+    """Return a tensor's memory as 64-bit words, padded with zeros; one zero for an empty tensor."""
     flat = tensor.detach().reshape(-1)
     if not flat.numel():
         return torch.zeros(1, dtype=torch.int64, device=flat.device)
@@ -184,7 +186,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _products(rows: Tensor, factors: Tensor) -> Tensor:
-    """The sum of each row's words times the factors, modulo 2**64."""
+    """Return the sum of each row's words times the factors, modulo 2**64."""
     if rows.device.type == "cpu":
         return rows @ factors
     return torch.cat([(block * factors).sum(1) for block in torch.split(rows, _BLOCK)])
@@ -192,7 +194,7 @@ def _products(rows: Tensor, factors: Tensor) -> Tensor:
 
 @cache
 def _factors(device: torch.device) -> Tensor:
-    """Odd numbers of 64 bits without a pattern: SplitMix64 (Steele et al., 2014)."""
+    """Return pseudo-random odd 64-bit numbers: SplitMix64 (Steele et al., 2014)."""
     with np.errstate(over="ignore"):
         mixed = np.arange(1, ROW_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -200,11 +202,11 @@ def _factors(device: torch.device) -> Tensor:
     return torch.from_numpy((mixed ^ (mixed >> np.uint64(31)) | np.uint64(1)).view(np.int64)).to(device)
 
 
-# --- what differs -----------------------------------------------------------------------------------------------------
+# --- Differences ------------------------------------------------------------------------------------------------------
 
 
 def _all_gather_digests(entries: _Entries, device: torch.device) -> list[Mapping[_Key, tuple[int, int, str]]]:
-    """Every rank's digests, by rank, with plain values as text. All of them call it."""
+    """Return every rank's digests, with plain values as text. All ranks call it."""
     shown = {key: value if isinstance(value, str) else "" for key, value in entries.items()}
     own = [[*key, *numbers, shown[key]] for key, numbers in _folded(entries).items()]
     data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
@@ -218,7 +220,7 @@ def _all_gather_digests(entries: _Entries, device: torch.device) -> list[Mapping
 
 
 def _difference(held: Mapping[int, Mapping[_Key, tuple[int, int, str]]], step: int | None) -> str:
-    """What the first thing is in which ranks differ, why that is wrong, and what to do; empty where nothing is."""
+    """Describe the first difference between ranks and what to do; empty where there is none."""
     first = min(held)
     for key in dict.fromkeys(chain.from_iterable(held.values())):
         others = [rank for rank in held if held[rank].get(key) != held[first].get(key)]
@@ -244,7 +246,7 @@ def _mismatch_message(
 
 
 def _mismatch_remedy(kind: str, name: str) -> str:
-    """What to do."""
+    """Return what to do about a difference."""
     if kind == _BUFFER:
         return (
             "a checkpoint holds that of rank 0 alone, and a worker that is replaced gets another rank's. Where each "

@@ -49,20 +49,20 @@ _WantedSlices = Mapping[str, ShardSlice | None]
 
 
 def write(state: HostState, writer: StateWriter) -> None:
-    """Write a state's files: of data ranks with local state the first one writes all, the others write theirs alone.
+    """Write the files of a state; data ranks after the first write only their local state.
 
     Raises StorageError, and NonFiniteLoss for a state that nobody would want back.
     """
     if state.local is not None:
-        writer.write(state.local.seat.file, *to_safetensors(state.local.tensors))
-        if state.local.seat.rank:
+        writer.write(state.local.data_rank.file, *to_safetensors(state.local.tensors))
+        if state.local.data_rank.rank:
             return
     for name in state.trained:
         if not _is_finite(state.model[name]):
             raise NonFiniteLoss(
                 f"parameter {name!r} is not finite after step {state.step}: a gradient was not, though the loss was",
-                remedy='set clip_norm or on_nonfinite="skip", which look at the gradient of each step; what was '
-                "committed before is kept",
+                remedy='set clip_norm or on_nonfinite="skip", which check the gradient of each step; earlier '
+                "checkpoints are kept",
             )
     tensors: dict[str, Tensor] = {}
     plain: OptimizerSlots = {}
@@ -96,12 +96,12 @@ def write(state: HostState, writer: StateWriter) -> None:
 
 
 def _names(kind: str, suffix: str, count: int) -> list[str]:
-    """Names of so many files of one kind."""
+    """Return the names of so many files of one kind."""
     return [_FILE.format(kind if number == 1 else f"{kind}-{number}", suffix) for number in range(1, count + 1)]
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The same tensors, those of one file together; one group at least."""
+    """Group tensors by the file that they go to; at least one group."""
     group, size_bytes = dict[str, Tensor](), 0
     for name, value in tensors.items():
         if group and size_bytes + value.nbytes > MAX_FILE_BYTES:
@@ -113,13 +113,13 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 
 def _is_finite(value: Tensor) -> bool:
-    """Whether all of a tensor's numbers are; in one pass, that keeps none of them."""
+    """Return whether all elements of a tensor are finite, in one pass without a copy."""
     numbers = torch.view_as_real(value) if value.is_complex() else value
     return not numbers.numel() or bool(torch.isfinite(torch.stack(numbers.aminmax())).all())  # NaN is both
 
 
 def _tensor_entry(held: Tensor, box: ShardSlice | None) -> dict[str, Any]:
-    """A tensor's type, its whole shape, and which indices are held in each dimension."""
+    """Return a tensor's type, global shape, and the held range of each dimension."""
     box = box or ShardSlice.all_of(held.shape)
     return {
         "dtype": str(held.dtype).removeprefix("torch."),
@@ -129,7 +129,7 @@ def _tensor_entry(held: Tensor, box: ShardSlice | None) -> dict[str, Any]:
 
 
 def read(reader: StateReader, wanted: _WantedSlices | None = None, part: ModelPart = WHOLE_MODEL) -> HostState:
-    """Read a state's files, whatever layout wrote them.
+    """Read a state from files of any layout.
 
     Args:
         reader: of the checkpoint.
@@ -171,17 +171,17 @@ def read(reader: StateReader, wanted: _WantedSlices | None = None, part: ModelPa
     )
 
 
-def read_local(reader: StateReader, seat: DataRank) -> LocalState | None:
-    """Read what a data rank keeps as its own.
+def read_local(reader: StateReader, data_rank: DataRank) -> LocalState | None:
+    """Read the local state of a data rank.
 
     None where the model is only evaluated, by another number of data ranks. Raises CheckpointError.
     """
-    name = local_state_file(reader, seat)
-    return None if name is None else LocalState(seat=seat, tensors=_tensors(reader, [name]))
+    name = local_state_file(reader, data_rank)
+    return None if name is None else LocalState(data_rank=data_rank, tensors=_tensors(reader, [name]))
 
 
 def load_weights(reader: StateReader) -> dict[str, Tensor]:
-    """A checkpoint's parameters and persistent buffers by full name, as tensors on the CPU.
+    """Return a checkpoint's parameters and persistent buffers by full name, as tensors on the CPU.
 
     `model.load_state_dict(load_weights(reader))` gives the trained model. Raises CheckpointError.
     """
@@ -202,7 +202,7 @@ def export(model: nn.Module, path: str) -> None:
 
 
 def _part_headers(reader: StateReader, wanted: _WantedSlices | None, own: ModelPart) -> Mapping[ModelPart, _Header]:
-    """What the parts that are to be read hold: the rank's own first, and alone where it has all that is wanted.
+    """Return headers of the parts to read: the rank's own first, and alone where that suffices.
 
     Raises:
         CheckpointError: a part is missing, or they are of different states.
@@ -214,12 +214,12 @@ def _part_headers(reader: StateReader, wanted: _WantedSlices | None, own: ModelP
     known |= {part: _read_header(reader, part) for part in parts if part != own}
     kinds = {(part.stage, *sorted(facts["tensors"][_MODEL])) for part, facts in known.items()}
     if len({facts["step"] for facts in known.values()}) > 1 or len(kinds) > parts[0].stages * parts[0].servers:
-        raise _damaged(_STATE.format(parts[-1].suffix), ValueError("it belongs to another state than the first"))
+        raise _damaged(_STATE.format(parts[-1].suffix), ValueError("it belongs to another state than the first part"))
     return known
 
 
 def _part_suffices(facts: _Header, wanted: _WantedSlices) -> bool:
-    """Whether a part has all that is wanted; a stage of other cuts, or a shard of other layers, has not."""
+    """Return whether a part has all that is wanted; a part of another layout may not."""
     boxes = _boxes([facts], wanted)
     return wanted.keys() <= facts["tensors"][_MODEL].keys() and all(
         _held_slice(facts["tensors"][kind][name]) == box for kind, named in boxes.items() for name, box in named.items()
@@ -227,7 +227,7 @@ def _part_suffices(facts: _Header, wanted: _WantedSlices) -> bool:
 
 
 def _boxes(known: Sequence[_Header], wanted: _WantedSlices | None) -> dict[str, dict[str, ShardSlice]]:
-    """Boxes that are wanted of the tensors of each kind: of the optimizer's as of their parameters."""
+    """Return the wanted slices of the tensors of each kind; the optimizer's are those of their parameters."""
     boxes: dict[str, dict[str, ShardSlice]] = {_MODEL: {}, _OPTIMIZER: {}}
     for facts in known:
         for kind, described in facts["tensors"].items():
@@ -242,7 +242,7 @@ def _boxes(known: Sequence[_Header], wanted: _WantedSlices | None) -> dict[str, 
 def _assemble(
     reader: StateReader, kind: str, known: Mapping[ModelPart, _Header], boxes: Mapping[str, ShardSlice]
 ) -> dict[str, Tensor]:
-    """What is wanted of one kind of file. Raises CheckpointError where the files have not all of it."""
+    """Assemble the wanted slices from files of one kind. Raises CheckpointError where something is missing."""
     found: dict[str, Tensor] = {}
     taken: dict[str, set[ShardSlice]] = {name: set() for name in boxes}
     for part, facts in known.items():
@@ -267,19 +267,19 @@ def _assemble(
 
 
 def _held_slice(described: Mapping[str, Any]) -> ShardSlice:
-    """Which box of a tensor a file holds."""
+    """Return the slice of a tensor that a file holds."""
     start, stop = zip(*described["held"], strict=True) if described["held"] else ((), ())
     return ShardSlice(shape=tuple(described["shape"]), start=tuple(start), stop=tuple(stop))
 
 
 def _parts(reader: StateReader) -> tuple[ModelPart, ...]:
-    """The parts that a checkpoint is of, in order."""
+    """Return the parts that make up a checkpoint, in order."""
     matches = [match for match in map(_PARTS.fullmatch, reader.names()) if match]
     return ModelPart.read(matches[0][1]).every if matches else (WHOLE_MODEL,)
 
 
 def _tensors(reader: StateReader, names: Sequence[str]) -> dict[str, Tensor]:
-    """All tensors of some files."""
+    """Return all tensors of some files."""
     with ThreadPoolExecutor(min(_READERS, len(names))) as pool:
         return {name: value for found in pool.map(partial(_read_file, reader), names) for name, value in found.items()}
 
@@ -328,7 +328,7 @@ def _damaged(name: str, error: Exception) -> CheckpointError:
 
 
 def take_weights(model: nn.Module, reader: StateReader) -> None:
-    """Give a model the weights of a checkpoint. Raises CheckpointError where they do not fit."""
+    """Load the weights of a checkpoint into a model. Raises CheckpointError where they do not fit."""
     try:
         model.load_state_dict(load_weights(reader))
     except RuntimeError as error:
@@ -337,7 +337,7 @@ def take_weights(model: nn.Module, reader: StateReader) -> None:
         ) from error
 
 
-# --- A safetensors file in pieces -------------------------------------------------------------------------------------
+# --- The safetensors format -------------------------------------------------------------------------------------------
 
 
 _DTYPE_NAMES = {
@@ -351,7 +351,7 @@ _ALIGNED = 8  # bytes: a length that header and data are filled up to
 
 
 def to_safetensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
-    """The pieces of a file that holds these tensors of the CPU, which must not change before it is there.
+    """Return the pieces of a safetensors file of CPU tensors, which must not change until it is written.
 
     Raises:
         CheckpointError: the format has no such numbers.
@@ -373,7 +373,7 @@ def to_safetensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
 
 
 def from_safetensors(data: bytes | bytearray) -> dict[str, Tensor]:
-    """The tensors of a file; in its own memory where that can be written to, so that none is there twice.
+    """Return the tensors of a safetensors file, in its own memory where that is writable.
 
     Raises:
         ValueError, KeyError, TypeError: it is no such file.
@@ -396,5 +396,5 @@ def from_safetensors(data: bytes | bytearray) -> dict[str, Tensor]:
 
 
 def _tensor_bytes(value: Tensor) -> memoryview:
-    """A tensor's own bytes; a copy where they are not in one piece."""
+    """Return a tensor's bytes; a copy where they are not contiguous."""
     return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

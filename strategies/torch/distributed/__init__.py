@@ -1,1 +1,1 @@
-"""Process groups, device meshes and FSDP of torch."""
+"""Process groups, device meshes and FSDP2 of torch."""

@@ -1,13 +1,13 @@
-"""A model divided by torch's FSDP2: which modules are gathered by themselves, and what FSDP2 does not say of a step.
+"""Models sharded by torch's FSDP2: which modules are gathered together, and what a step ran and used.
 
-FSDP2 pairs the ranks' collectives by their order alone. Ranks that run other blocks, or the same in another order,
-would be given each other's parameters without an error, so that `BlockCalls` keeps the order for the ranks to compare.
-And a parameter without a gradient is given zeros, with which an optimizer decays moments and weights, while one device
-skips it: `BlockCalls` keeps which parameters had a gradient.
+FSDP2 matches the ranks' collectives by their order alone. Ranks that run different blocks, or another order, would get
+each other's parameters without an error; `BlockCalls` records the order, and the ranks compare it. FSDP2 gives a
+parameter without a gradient zeros, by which an optimizer decays moments and weights, while one device skips it;
+`BlockCalls` records which parameters had a gradient.
 
-FSDP2 works in hooks around modules' calls, which a stage that is entered and left in the middle of a forward does not
-make as a whole. So the stage's parameters are gathered before a step, gradients of all micro-batches add up in them,
-and each rank gets its part of the sum at the end (ZeRO-2).
+FSDP2 works in hooks around calls of modules. A pipeline stage starts and ends within a forward, so that it does not
+make all of these calls. So `StageShards` gathers its parameters before a step, sums the gradients of all micro-batches
+in them, and shards the sum at the end (ZeRO-2).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ORDERS = 2**20  # numbers for an order; their squares, summed over ranks, are s
 
 
 def fully_shard_model(model: nn.Module, mesh: DeviceMesh, *, zero: int, offload: bool, where: str) -> None:
-    """Divide a model's parameters over a mesh: each of its blocks by itself, then the rest.
+    """Shard a model's parameters over a mesh: each block by itself, then the rest.
 
     Args:
         model: on the CPU, the same on every rank; afterwards where the mesh is.
@@ -68,18 +68,18 @@ def fully_shard_model(model: nn.Module, mesh: DeviceMesh, *, zero: int, offload:
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """The modules whose parameters are gathered together, the model itself first."""
+    """Return the FSDP2 modules, the model itself first; each gathers its parameters together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard_model(model: nn.Module) -> None:
-    """Hold only this rank's parts, also after a forward without backward."""
+    """Drop gathered parameters, which a forward without backward leaves behind."""
     for module in fsdp_modules(model):
         module.reshard()
 
 
 def run_step_with_freezing(step: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> Any:
-    """A step of the job's own, which may freeze parameters for a while: whether they are gathered then or not."""
+    """Run a step of the job's own, which may freeze parameters, whether they are gathered at that moment or not."""
     try:
         return step(model, batch)
     finally:
@@ -88,7 +88,7 @@ def run_step_with_freezing(step: Callable[[Any, Any], Any], model: nn.Module, ba
 
 
 class BlockCalls:
-    """Which blocks a step ran, in which order, and which parameters it gave a gradient.
+    """Records which blocks a step ran, in which order, and which parameters got a gradient.
 
     Args:
         model: divided.
@@ -110,13 +110,13 @@ class BlockCalls:
             module.register_forward_pre_hook(partial(self._entered, number, named))
 
     def take(self) -> tuple[int, set[str]]:
-        """What was kept so far; forgets it."""
+        """Return what was recorded so far, and forget it."""
         kept = self.order, self.used
         self.order, self.used = 0, set()
         return kept
 
     def _entered(self, number: int, named: list[tuple[nn.Module, str, str]], module: nn.Module, _inputs: Any) -> None:
-        """A block begins, and its parameters are gathered: FSDP2's own hook ran before this one."""
+        """Record that a block starts; FSDP2's own hook, which gathers its parameters, ran before."""
         if not torch.is_grad_enabled():
             return
         self.order = (self.order * 31 + number) % _ORDERS
@@ -133,7 +133,7 @@ class BlockCalls:
 
 
 def _own_parameter_sites(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where the parameters are held that are gathered with a module and not with one inside it."""
+    """Return where the parameters are held that are gathered with a module itself."""
     found = [(module, key) for key, parameter in module._parameters.items() if parameter is not None]
     for child in module.children():
         if not isinstance(child, FSDPModule):
@@ -142,7 +142,7 @@ def _own_parameter_sites(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _sharding_problems(model: nn.Module, chosen: list[nn.Module]) -> Iterator[str]:
-    """What FSDP2 cannot divide, in words."""
+    """Yield what FSDP2 cannot shard."""
     for name, parameter in model.named_parameters():
         if is_dtensor(parameter):
             yield f"parameter {name!r} is divided already: return a model of plain parameters"
@@ -162,11 +162,11 @@ def _sharding_problems(model: nn.Module, chosen: list[nn.Module]) -> Iterator[st
             yield f"{what} {' and '.join(kinds)}: use one type, or freeze those of the other"
 
 
-# --- A pipeline's stage divided by torch's FSDP2, driven by hand as torch's own pipelining does -----------------------
+# --- FSDP2 of a pipeline stage, without its hooks ---------------------------------------------------------------------
 
 
 class StageShards:
-    """The parameters of a stage, of which each rank holds a part between steps.
+    """The parameters of a pipeline stage, sharded between steps and gathered during a step (ZeRO-2).
 
     Args:
         stage: the modules; they are divided.
@@ -189,7 +189,7 @@ class StageShards:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Parameters are whole from here on, without gradients of an earlier step; afterwards too, unless it fails."""
+        """Gather the parameters and drop earlier gradients; after an error the parameters are sharded again."""
         for module in fsdp_modules(self._stage):
             module.unshard()
         for one in self._each():
@@ -205,7 +205,7 @@ class StageShards:
         reshard_model(self._stage)
 
     def reduce(self, replica: TorchReplica, place: MeshGroups) -> None:
-        """Give each parameter this rank's part of the mean gradient; none where no rank has one. Releases them."""
+        """Reduce gradients: each parameter gets this rank's part of the mean, or none where no rank has one."""
         named = [(one, one.sharded_param) for one in self._each() if one.sharded_param in replica.names]
         flags = [one.unsharded_param.grad is not None for one, _ in named]
         used = torch.tensor(flags, dtype=torch.float32, device=replica.device)
@@ -220,6 +220,6 @@ class StageShards:
                 parameter.grad = None
 
     def _each(self) -> Iterator[Any]:
-        """FSDP2's own view of each parameter."""
+        """Yield FSDP2's own record of each parameter."""
         for group in self._groups:
             yield from group.fsdp_params

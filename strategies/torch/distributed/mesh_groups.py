@@ -25,7 +25,7 @@ _KINDS: tuple[_Kind, ...] = ("data", "shard", "tensor")
 
 @dataclass(frozen=True, kw_only=True)
 class MeshGroups:
-    """Of a rank in a group.
+    """A rank's place in the mesh and its groups.
 
     Attributes:
         mesh: of the group, with as many replicas as it has.
@@ -45,7 +45,7 @@ class MeshGroups:
 
     @classmethod
     def of(cls, planned: Mesh, group: Group, where: str) -> MeshGroups:
-        """A rank's place, still without groups; alone a rank rehearses with all of the model.
+        """Return a rank's place, without groups; a rank that is alone holds the whole model.
 
         Raises:
             JobError: the group cannot hold a whole number of models.
@@ -64,23 +64,23 @@ class MeshGroups:
         return cls(mesh=replace(planned, data=data), rank=group.rank, deadline=deadline)
 
     def joined(self) -> MeshGroups:
-        """The same with its groups; every rank of the world calls it, since each makes all of them."""
+        """Return the place with its groups; every rank of the world calls it, since each makes all groups."""
         replicas, shards, tensors = (self._group(kind) for kind in _KINDS)
         return replace(self, replicas=replicas, shards=shards, tensors=tensors)
 
     @property
     def data_groups(self) -> tuple[ProcessGroup, ...]:
-        """Groups of ranks that hold this stage, and this part of its layers, and are given other data."""
+        """Groups of ranks that hold the same stage and part of its layers, with other data."""
         return tuple(group for group in (self.shards, self.replicas) if group is not None)
 
     @property
     def comparison_keys(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """By rank: its stage and its part of layers, and these with its shard."""
+        """Keys of the state that each rank holds: (stage, part of layers), and the same with its shard."""
         at = [tuple(int(each) for each in (self._ranks == rank).nonzero()[0]) for rank in range(self.mesh.size)]
         return tuple(((stage, tensor), (stage, shard, tensor)) for stage, _, shard, tensor in at)
 
     def device_mesh(self, device: torch.device) -> DeviceMesh:
-        """Of the ranks that hold this stage, and this part of its layers: shards, or replicas of them."""
+        """Return the device mesh of the ranks that hold this stage and part of its layers: shards, and replicas."""
         assert self.shards is not None, "each parameter is divided"
         if self.replicas is None:
             return DeviceMesh.from_group(self.shards, device.type)
@@ -89,14 +89,14 @@ class MeshGroups:
         return DeviceMesh.from_group([self.replicas, self.shards], device.type, mesh=ranks, mesh_dim_names=names)
 
     def batch_group(self) -> ProcessGroup:
-        """A new group of the ranks that hold this stage, and this part of its layers; every rank calls it."""
+        """Make a group of the ranks that hold this stage and part of its layers; every rank calls it."""
         rows = self._ranks.flatten(1, 2).movedim(1, -1).flatten(0, 1).tolist()
         groups: list[ProcessGroup] = [distributed.new_group(row, timeout=self.deadline) for row in rows]
         return next(group for group, row in zip(groups, rows, strict=True) if self.rank in row)
 
     @property
     def part(self) -> ModelPart:
-        """What this rank holds."""
+        """The part of the model that this rank holds."""
         stage, _, shard, tensor = self._at
         mesh = self.mesh
         return ModelPart(
@@ -109,13 +109,13 @@ class MeshGroups:
         )
 
     def scaled_sums(self, carried: Tensor) -> Tensor:
-        """What this rank adds to the sums over all ranks: of what its whole tensor-parallel group knows, a share."""
+        """Return this rank's contribution to sums over all ranks; tensor-parallel ranks share what all of them know."""
         sums = carried.double()
         sums[[*range(2), *range(3, len(sums))]] /= self.mesh.tensor  # all but the wish, which one rank may have alone
         return sums
 
     def squared_norm(self, replica: TorchReplica, others: Collection[Tensor] = ()) -> Tensor:
-        """What this rank adds to the square of the norm of the whole model's gradient.
+        """Return this rank's contribution to the squared norm of the whole model's gradient.
 
         Args:
             replica: of this rank; its gradients are those of the global batch.
@@ -139,12 +139,12 @@ class MeshGroups:
 
     @property
     def _at(self) -> tuple[int, int, int, int]:
-        """This rank's indices among them."""
+        """This rank's indices in the mesh."""
         stage, data, shard, tensor = (int(each) for each in (self._ranks == self.rank).nonzero()[0])
         return stage, data, shard, tensor
 
     def _group(self, kind: _Kind) -> ProcessGroup | None:
-        """This rank's group along a dimension of the mesh."""
+        """Return this rank's group along a dimension of the mesh; None where it is alone."""
         rows = self._ranks.movedim(1 + _KINDS.index(kind), -1).flatten(0, -2).tolist()
         if len(rows[0]) == 1:
             return None
@@ -155,7 +155,7 @@ class MeshGroups:
 
 
 def all_reduce_gradients(parameters: Sequence[nn.Parameter], group: distributed.ProcessGroup) -> None:
-    """Add the gradients of all ranks of a group, in a few pieces; one that no rank has stays none."""
+    """Sum the gradients over a group, in buckets; a gradient that no rank has stays None."""
     given = [parameter.grad is not None for parameter in parameters]
     for parameter in parameters:
         if parameter.grad is None:
@@ -175,7 +175,7 @@ def all_reduce_gradients(parameters: Sequence[nn.Parameter], group: distributed.
 
 
 def _gradient_buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Runs of gradients of one type and not much more than PIECE_BYTES."""
+    """Return buckets of gradients of one type, of about `_BUCKET_BYTES` each."""
     pieces: list[list[Tensor]] = []
     size = 0
     for gradient in gradients:

@@ -26,7 +26,7 @@ class MeshRunner(StepRunner):
 
     place: MeshGroups
     pending_sums: list[tuple[Tensor, Work | None]] = field(default_factory=list)
-    tells_own: bool = False
+    measures_own_time: bool = False
 
     def accumulate(self, replica: TorchReplica, feed: Feed, *, sampled: bool) -> None:
         """Run forward and backward of every micro-batch."""

@@ -1,13 +1,13 @@
-"""A process group's life: reserve a port, join, leave. One group at a time in a process, as torch has it.
+"""Process groups: reserve a port, join, interrupt, leave. A process is in one group at a time, as torch has it.
 
-`ProcessGroupGloo`'s abort and shutdown return and do nothing, and a collective that waits for a peer keeps the group,
-and with it the sockets, open for others to wait on. gloo serves all its sockets by an epoll instance of its own
-(gloo/transport/tcp/loop.cc), and Linux lists what an instance watches in /proc/self/fdinfo.
+Abort and shutdown of `ProcessGroupGloo` do nothing, and a blocked collective keeps the group and its sockets open, for
+which other ranks wait. So the sockets are found and shut here: gloo serves all of them by an epoll instance of its own
+(gloo/transport/tcp/loop.cc), and Linux lists the descriptors of an instance in /proc/self/fdinfo.
 
-Its connections are shut for reading alone. gloo then ends them by itself, and tells all who wait. What it could not
-write before is told to nobody (gloo/transport/tcp/pair.cc: `signalException` passes by the unbound buffers in `tx_`):
-that collective would wait for the group's whole deadline, so no write must fail before gloo has seen the end. At the
-peers one may, as where a process dies: `links` waits for nothing that gloo may forget, and `group` leaves it behind.
+Connections are shut for reading only. gloo then ends them by itself and wakes all who wait. A failed write is reported
+to nobody (gloo/transport/tcp/pair.cc: `signalException` skips the unbound buffers in `tx_`), and its collective would
+wait until the group's deadline, so no write must fail before gloo has seen the end. At the peers a write may fail, as
+where a process dies; `pipeline.p2p` waits only for what gloo reports, and a group that still waits is abandoned.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DESTROY_WAIT_S = 1.0  # a group of which nothing is under way has ended in hund
 
 
 class ProcessGroupHandle:
-    """This process's place in a process group.
+    """This process's membership in a process group.
 
     Rank 0's reserved socket becomes the listening socket of the group's TCPStore, so that its port cannot be lost
     in between; the other ranks' are closed. The ports of gloo and NCCL come from the system. The store lets in whoever
@@ -93,7 +93,7 @@ class ProcessGroupHandle:
             raise failure
 
     def leave(self) -> None:
-        """End the group and close its sockets, so that peers who wait notice at once. May be called at any time.
+        """Leave the group and close its sockets, so that waiting peers notice at once. May be called at any time.
 
         Nothing may hold the DDP object any more.
         """
@@ -101,7 +101,7 @@ class ProcessGroupHandle:
         self._end()
 
     def interrupt(self) -> bool:
-        """Shut the group's connections, from any thread: whoever waits in a collective raises, here and at the peers.
+        """Shut the group's connections, from any thread, so that blocked collectives raise, here and at the peers.
 
         So does who waits for the group's store. False where there was nothing to shut, or what blocks is not to be
         found there (NCCL, not Linux).
@@ -119,7 +119,7 @@ class ProcessGroupHandle:
             return self._by_gloo and shut > 0
 
     def _end(self) -> None:
-        """A collective still under way, as of a bucket behind the one that broke, would keep the sockets open.
+        """End a group whose collectives may still be under way, which would keep the sockets open.
 
         The last holder of a group over gloo waits for them, and gloo may forget one for the whole deadline, as `gloo`
         says. Its connections are shut then, so that nobody else does: this rank is not to wait for it either.
@@ -161,9 +161,9 @@ class ProcessGroupHandle:
 
     @contextmanager
     def _connecting(self) -> Iterator[None]:
-        """Within it gloo's connections are made by a thread that is left behind where the group is interrupted.
+        """Let a thread make gloo's connections; it is abandoned where the group is interrupted.
 
-        gloo waits until the deadline for a rank that has told its address and died before it connected
+        gloo waits until the deadline for a rank that published its address and died before it connected
         (gloo/transport/tcp/pair.cc, `waitUntilConnected`), with nothing to shut. Torch knows of nothing that was made
         until the constructor returns.
         """
@@ -181,7 +181,7 @@ class ProcessGroupHandle:
             torchs.ProcessGroupGloo = make
 
     def _reached(self, make: Callable[[], Result], otherwise: str) -> Result:
-        """What a thread makes that waits for other ranks. Raises ConnectionAbortedError once it is interrupted."""
+        """Return the result of a thread that waits for other ranks. Raises ConnectionAbortedError once interrupted."""
         if self._interrupted.done():
             raise ConnectionAbortedError(otherwise)
         made = _start_thread(make)
@@ -229,7 +229,7 @@ class ProcessGroupHandle:
 
 
 def _start_thread(make: Callable[[], Result]) -> Future[Result]:
-    """What a thread of its own makes."""
+    """Run a function in a thread of its own; return its future."""
     made: Future[Result] = Future()
 
     def run() -> None:
@@ -244,7 +244,7 @@ def _start_thread(make: Callable[[], Result]) -> Future[Result]:
 
 @cache
 def _foreign_epolls() -> frozenset[int]:
-    """Epoll instances that were there before this process's first group: nobody's but its groups' come after that.
+    """Return the epoll instances from before this process's first group; later ones belong to its groups.
 
     One that is asked for again at each group would hold what is left of the one before, whose number the next may get.
     """
@@ -252,7 +252,7 @@ def _foreign_epolls() -> frozenset[int]:
 
 
 def all_gather_ints(own: list[int], device: torch.device) -> list[list[int]]:
-    """Whole numbers of every rank, in the order of the ranks. All of them call it."""
+    """Gather integers of every rank, in the order of the ranks. All ranks call it."""
     numbers = torch.tensor(own, device=device)
     gathered = [torch.empty_like(numbers) for _ in range(distributed.get_world_size())]
     distributed.all_gather(gathered, numbers)
@@ -286,7 +286,7 @@ def _one_host(group: Group) -> bool:
 def socket_interface(group: Group) -> Iterator[None]:
     """Make gloo and NCCL use the address at which the peers expect this rank, unless the user chose otherwise.
 
-    By itself gloo takes what the host's name resolves to, which may be loopback (Debian's 127.0.1.1), and NCCL the
+    By default gloo takes what the host's name resolves to, which may be loopback (Debian's 127.0.1.1), and NCCL the
     first interface that is neither loopback nor Docker's. NCCL looks once in a process, at a `=` for the exact name.
     """
     host = group.peers[group.rank].address.host
@@ -304,7 +304,7 @@ def socket_interface(group: Group) -> Iterator[None]:
 
 
 def interface_name(host: str) -> str | None:
-    """Name of the network interface with IPv4 address `host`; None where it is not known."""
+    """Return the name of the network interface with IPv4 address `host`; None where it is not known."""
     if sys.platform != "linux":
         return None
     wanted = socket.gethostbyname(host)
@@ -320,7 +320,7 @@ def interface_name(host: str) -> str | None:
     return None
 
 
-# --- The sockets of gloo, which torch can neither find nor close ------------------------------------------------------
+# --- gloo's sockets ---------------------------------------------------------------------------------------------------
 
 
 _FDS = "/proc/self/fd"
@@ -328,7 +328,7 @@ _WATCHED_DESCRIPTORS = re.compile(r"^tfd:\s*(\d+) .*\bino:([0-9a-f]+)", re.MULTI
 
 
 def epoll_instances() -> frozenset[int]:
-    """Descriptors of the epoll instances without close-on-exec: gloo's, and nearly nobody else's. Empty off Linux."""
+    """Return descriptors of epoll instances without close-on-exec, which are gloo's. Empty off Linux."""
     return frozenset(fd for fd in _descriptors() if _is_epoll(fd))
 
 
@@ -358,7 +358,7 @@ def _is_epoll(fd: int) -> bool:
 
 
 def _watched_descriptors(loop: int) -> Iterator[tuple[int, int]]:
-    """Descriptors with the inodes that they had when the epoll instance was told of them."""
+    """Return the descriptors that an epoll instance watches, with their inodes."""
     try:
         with open(f"/proc/self/fdinfo/{loop}") as info:
             text = info.read()

@@ -1,1 +1,1 @@
-"""The engines, one for each strategy."""
+"""The engines, one for each strategy, and the classes that they share."""

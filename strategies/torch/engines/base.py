@@ -21,7 +21,7 @@ class TorchEngine(ReplicaEngine):
     """A replica that takes steps by itself."""
 
     def warm(self, feed: Feed) -> None:
-        """One throwaway forward and backward of full shape; parameters, buffers and random numbers are kept.
+        """Run a throwaway forward and backward of full shape; parameters, buffers and random states are kept.
 
         Raises:
             JobError, UserCodeError, PeerLost: as `train_step`.
@@ -29,7 +29,7 @@ class TorchEngine(ReplicaEngine):
         self._runner = self._guarded(lambda: self._warmed(feed))
 
     def train_step(self, feed: Feed) -> StepReport:
-        """One step of this rank, its part of one global step.
+        """Run this rank's part of one global step.
 
         Raises:
             NonFiniteLoss: on every rank, before anything is applied.
@@ -41,11 +41,11 @@ class TorchEngine(ReplicaEngine):
         return self._guarded(lambda: train_step.train(self.replica, self._ready, feed))
 
     def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Local sums of `loss` and the metrics. Raises UserCodeError, JobError."""
+        """Return local sums of `loss` and the metrics. Raises UserCodeError, JobError."""
         return self._guarded(lambda: evaluation.evaluate(self.replica.model, self._caller(), feed))
 
     def predict_step(self, feed: Feed) -> Columns:
-        """The model's outputs for the feed's rows. Raises UserCodeError, JobError."""
+        """Return the model's outputs for the feed's rows. Raises UserCodeError, JobError."""
         return self._guarded(lambda: evaluation.predict(self.replica.model, self._caller(), feed))
 
     @property
@@ -57,22 +57,22 @@ class TorchEngine(ReplicaEngine):
         replica = self.replica
         return JobFunctions(
             spec=replica.spec, device=replica.device, autocast=replica.autocast, where=self._where,
-            rescoring=replica.rescoring, group=self._batch_group,
+            selective_recompute=replica.selective_recompute, group=self._batch_group,
         )  # fmt: skip
 
     @property
     def _batch_group(self) -> GroupFactory | None:
-        """Makes a process group of the ranks that share a global batch, which all of them call; None without one."""
+        """A function that makes the process group of a global batch's ranks, called by all; None without one."""
         return None
 
     def _warmed(self, feed: Feed) -> StepRunner:
-        """A runner that has run once."""
+        """Return a runner that has run once."""
         runner = self._alone(world=1)
         self._throwaway(runner, feed)
         return runner
 
     def _alone(self, world: int) -> StepRunner:
-        """A runner that reduces nothing."""
+        """Return a runner that reduces nothing."""
         objective = Objective(self.replica.model, self._caller(), world=world)
         return StepRunner(
             objective=objective, reduced=objective, probe=GradientNoiseProbe(objective, self.replica.trainable)
@@ -81,11 +81,11 @@ class TorchEngine(ReplicaEngine):
     def _throwaway(self, runner: StepRunner, feed: Feed) -> bool:
         """Run a copy of the first micro-batch with weight 0; says whether every parameter got a gradient."""
         replica = self.replica
-        _, share = train_step.micro_batches_of(feed, muted=True)[0]
+        _, share = train_step.micro_batches_of(feed, zero_weight=True)[0]
         share = replace(share, batch=copy_batch(share.batch), wish=False)
         with replica.attempt(), random_state.preserve_generators(self._device), runner.objective.checking():
             replica.reseed(0)
-            with replica.finding_last() if runner.tells_own else nullcontext():
+            with replica.finding_last() if runner.measures_own_time else nullcontext():
                 train_step.run_micro_batch(runner, share)
             replica.uncut = share.layout.whole
             every_used = all(parameter.grad is not None for parameter in replica.trainable)

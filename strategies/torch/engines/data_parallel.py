@@ -30,25 +30,25 @@ class DataParallel(ProcessGroupEngine):
     )
 
     def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
-        """Make every rank equal to the first move's source, bit by bit. Raises PeerLost."""
+        """Copy the state of the first move's source to every rank, bit by bit. Raises PeerLost."""
         if moves:
             source = moves[0].source
             self._guarded(lambda: host_state.broadcast(self.replica, source, self._rank, self._device))
         return super().transfer(moves)
 
     def verify(self) -> None:
-        """Make sure that all ranks hold the same; every rank calls it, between two steps.
+        """Check that all ranks hold the same state; every rank calls it, between two steps.
 
         Raises:
             JobError: on every rank, where some differ.
             PeerLost: a rank is gone.
         """
         assert self._group is not None, "form() comes first"
-        kin = [("whole", "whole")] * self._group.size
-        self._guarded(lambda: replica_digests.check_replicas(self.replica, kin, self._device, self._where))
+        keys = [("whole", "whole")] * self._group.size
+        self._guarded(lambda: replica_digests.check_replicas(self.replica, keys, self._device, self._where))
 
     def _warmed(self, feed: Feed) -> StepRunner:
-        """DDP around the objective, with its buckets fixed."""
+        """Return a runner with DDP around the objective, whose buckets are fixed."""
         assert self._group is not None, "form() comes first"
         self.verify()
         alone, replica = self._alone(world=self._group.size), self.replica

@@ -1,8 +1,8 @@
 """The engine of sharded data parallelism: torch's FSDP2 (ZeRO-2 and 3, and hybrid shard), over gloo or NCCL.
 
-Each rank holds a part of every parameter, of its gradient and of the optimizer's state. After a failure the process
-group is another one, which neither FSDP2's modules nor DTensors can change to: the model is made anew by the job's
-function and divided again, and takes the tensors that this rank held.
+Each rank holds a part of every parameter, of its gradient and of the optimizer's state. After a failure there is a new
+process group, to which neither FSDP2's modules nor DTensors can change. So the job's function builds the model again,
+it is sharded again, and it takes over the tensors that this rank held.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from trainwright.strategies.torch.training.train_step import GradientNoiseProbe,
 class _ShardedRunner(MeshRunner):
     """Runs micro-batches of a divided model.
 
-    FSDP2 reduces the model's gradients alone. The sums that travel in DDP's reduction and what `calls` kept go through
-    one more, small all-reduce: it begins with the last gradients' reduction, and costs no wait of its own.
+    FSDP2 reduces the model's gradients alone. The step's sums and what `calls` recorded go through one more, small
+    all-reduce. It starts with the last gradients' reduction, so that nothing waits for it.
 
     Attributes:
         calls: what each step ran.
@@ -52,7 +52,7 @@ class _ShardedRunner(MeshRunner):
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """The last backward of a step ends by telling, before FSDP2 waits for the gradients of the first layers."""
+        """Start the sums at the end of the last backward, before FSDP2 waits for the first layers' gradients."""
         carry = self.objective.carry  # its gradient comes before FSDP2 queues what it does at the end
         hook = carry.register_post_accumulate_grad_hook(lambda _: queue_backward_callback(self.start_sums))  # type: ignore[no-untyped-call]
         try:
@@ -61,7 +61,7 @@ class _ShardedRunner(MeshRunner):
             hook.remove()
 
     def start_sums(self) -> None:
-        """Begin to add up what travels, of all ranks."""
+        """Start the all-reduce of the step's sums and of the parameters that were used."""
         order, used = self.calls.take()
         carried = self.objective.carry.grad
         assert carried is not None, "carry is part of every objective"
@@ -70,7 +70,7 @@ class _ShardedRunner(MeshRunner):
         self.pending_sums.append((sums, distributed.all_reduce(sums, async_op=True)))
 
     def reduce(self, replica: TorchReplica) -> None:
-        """FSDP2 has reduced every gradient.
+        """Drop the gradients of unused parameters; FSDP2 has reduced all gradients.
 
         Raises:
             JobError: on every rank, where they did not run the same blocks.
@@ -95,7 +95,7 @@ class _ShardedRunner(MeshRunner):
 
 
 class Sharded(ShardedModelEngine):
-    """A part of the model on each worker: `mesh.shard` of them make a whole, or of what tensor parallelism leaves."""
+    """Parameters sharded over `mesh.shard` workers, together with tensor parallelism where the plan says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,28 +105,28 @@ class Sharded(ShardedModelEngine):
     # --- steps --------------------------------------------------------------------------------------------
 
     def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Local sums of `loss` and the metrics; parameters are gathered, so that every rank calls it alike."""
+        """Return local sums of `loss` and the metrics. Every rank calls it, since parameters are gathered."""
         with self._gathering():
             return super().evaluate_step(feed)
 
     def predict_step(self, feed: Feed) -> Columns:
-        """The model's outputs for the feed's rows; parameters are gathered, so that every rank calls it alike."""
+        """Return the model's outputs for the feed's rows. Every rank calls it, since parameters are gathered."""
         with self._gathering():
             return super().predict_step(feed)
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _let_go(self) -> None:
+    def _drop_model(self) -> None:
         self._calls = None
-        super()._let_go()
+        super()._drop_model()
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
+    def _build_replica(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
         step = None if spec.step is None else partial(run_step_with_freezing, spec.step)
-        replica = super()._made(replace(spec, step=step), plan)
+        replica = super()._build_replica(replace(spec, step=step), plan)
         self._calls = BlockCalls(replica.model, replica.names)
         return replica
 
-    def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
+    def _shard_model(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
         boxes = self._layers.shard(model, plan_layers(self._layers, spec, plan, model, self._where))
         if spec.compile == "inductor":
             compile_blocks(model, self._device)
@@ -135,7 +135,7 @@ class Sharded(ShardedModelEngine):
         return boxes
 
     def _warmed(self, feed: Feed) -> StepRunner:
-        """A runner that has run once on all ranks."""
+        """Return a runner that has run once on all ranks."""
         if self._part == WHOLE_MODEL:
             return super()._warmed(feed)
         assert self._calls is not None, "build() comes first"
@@ -158,7 +158,7 @@ class Sharded(ShardedModelEngine):
 
     @contextmanager
     def _gathering(self) -> Iterator[None]:
-        """Afterwards only this rank's parts are held: without a backward FSDP2 keeps what it gathered last."""
+        """Drop gathered parameters at the end: without a backward FSDP2 keeps those that it gathered last."""
         try:
             yield
         finally:
@@ -166,7 +166,7 @@ class Sharded(ShardedModelEngine):
 
     @contextmanager
     def _unreplicated(self) -> Iterator[None]:
-        """Every backward scatters gradients, or each rank would hold all of them; replicas add theirs in the last."""
+        """Scatter gradients in every backward, and add those of replicas only in the last one."""
         root = fsdp_modules(self.replica.model)[0]
         root.set_requires_all_reduce(False)
         try:

@@ -17,6 +17,6 @@ class OneDevice(TorchEngine):
     )
 
     def form(self, group: Group) -> StateTag:
-        """Take threads and device."""
+        """Set threads and device."""
         assert group.size == 1, "one device is driven by one worker"
         return super().form(group)

@@ -32,7 +32,7 @@ from trainwright.strategies.torch.training.train_step import StepRunner
 
 
 class Pipeline(ShardedModelEngine):
-    """A stage of the model on each worker, or a part of one, `mesh.data` times."""
+    """A stage of the model, or a part of one, on each worker, with `mesh.data` replicas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,18 +49,17 @@ class Pipeline(ShardedModelEngine):
     # --- the state ----------------------------------------------------------------------------------------
 
     def snapshot(self) -> StateSnapshot:
-        """Copy this rank's part to host memory. Training may go on at once."""
-        assert not self._begun, "the step that was told to follow comes first"
+        """Copy this rank's part to host memory. Training may continue at once."""
+        assert not self._begun, "the announced next step comes first"
         return super().snapshot()
 
     # --- steps --------------------------------------------------------------------------------------------
 
     def train_step(self, feed: Feed) -> StepReport:
-        """One step of this rank, its part of one global step; where the plan's steps follow each other, with the first
-        forwards of the next.
+        """Run this rank's part of one global step, and in a streamed pipeline the first forwards of the next step.
 
-        These change nothing but buffers. Where the next step may not be what follows, all ranks drop them: a wish to
-        stop was told, or the step was not applied, so that its buffers are taken back.
+        These forwards change only buffers. All ranks drop them where the next step may not follow: a rank requested to
+        stop, or the step was not applied, so that its buffers are restored.
 
         Raises:
             NonFiniteLoss, PeerLost, UserCodeError, JobError: as of all engines.
@@ -75,7 +74,7 @@ class Pipeline(ShardedModelEngine):
         return report
 
     def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Local sums of `loss` and the metrics, on the stage with the loss; nothing on the others, which call it."""
+        """Return local sums of `loss` and the metrics on the stage with the loss. All stages call it."""
         if self._part == WHOLE_MODEL:
             return super().evaluate_step(feed)
         with self._outputs(feed) as through:
@@ -83,7 +82,7 @@ class Pipeline(ShardedModelEngine):
         return MetricSums() if self._part.tensor else sums
 
     def predict_step(self, feed: Feed) -> Columns:
-        """The model's outputs for the feed's rows, on the stage with the loss; nothing on the others, which call it."""
+        """Return the model's outputs on the stage with the loss. All stages call it."""
         if self._part == WHOLE_MODEL:
             return super().predict_step(feed)
         with self._outputs(feed) as through:
@@ -94,16 +93,16 @@ class Pipeline(ShardedModelEngine):
 
     @property
     def _batch_group(self) -> None:
-        """Only the last stage has outputs to gather, and making a group takes all ranks."""
+        """None: only the last stage has outputs to gather, and all ranks would have to make the group."""
         return None
 
     @property
     def _begun(self) -> bool:
-        """Whether something of the next step is done."""
+        """Whether forwards of the next step have run."""
         return isinstance(self._runner, StageRunner) and self._runner.pipe.begun
 
     def _recall(self) -> None:
-        """Drop what was done of the next step."""
+        """Drop the forwards of the next step."""
         if self._begun:
             assert isinstance(self._runner, StageRunner), "it has begun"
             self._guarded(self._runner.pipe.recall)
@@ -115,13 +114,13 @@ class Pipeline(ShardedModelEngine):
             self._replica.recall()
         super()._release()
 
-    def _let_go(self) -> None:
+    def _drop_model(self) -> None:
         self._shards = self._stage = None
         self._modules_hold_group = False
-        super()._let_go()
+        super()._drop_model()
 
-    def _settle(self, plan: Plan) -> None:
-        super()._settle(plan)
+    def _join_mesh(self, plan: Plan) -> None:
+        super()._join_mesh(plan)
         if self._part != WHOLE_MODEL:
             meant, deadline_s = replace(plan, mesh=self._placed.mesh), self._placed.deadline.total_seconds()
             self._links = StageLinks.of(meant, self._rank, self._device, deadline_s)
@@ -130,7 +129,7 @@ class Pipeline(ShardedModelEngine):
     def _problems(self, spec: ModelSpec, plan: Plan) -> list[str]:
         return stage_problems(spec, plan)
 
-    def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
+    def _shard_model(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
         layer_plan = plan_layers(self._layers, spec, plan, model, self._where)
         self._stage = PipelineStage.cut_from(
             model, self._part.stage, spec, plan, self._layers, layer_plan, device=self._device, where=self._where
@@ -141,7 +140,7 @@ class Pipeline(ShardedModelEngine):
         return self._stage.slices
 
     def _warmed(self, feed: Feed) -> StepRunner:
-        """A runner that has run once on all ranks."""
+        """Return a runner that has run once on all ranks."""
         if self._part == WHOLE_MODEL:
             return super()._warmed(feed)
         assert self._group is not None and self._job is not None and self._stage is not None, "build() comes first"
@@ -167,7 +166,7 @@ class Pipeline(ShardedModelEngine):
         Gives a function that returns a micro-batch's outputs on the stage that ends the model. No training step is
         needed before.
         """
-        assert not self._begun, "the step that was told to follow comes first"
+        assert not self._begun, "the announced next step comes first"
         if isinstance(self._runner, StageRunner):
             executor = self._runner.pipe
         else:

@@ -1,4 +1,4 @@
-"""What the torch engines share whose ranks are a process group."""
+"""The process group of engines whose ranks train together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.strategies.torch.training.batch_losses import GroupFactory
 
 
 class ProcessGroupEngine(TorchEngine):
-    """A rank of a process group."""
+    """An engine whose ranks form a process group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,21 +39,21 @@ class ProcessGroupEngine(TorchEngine):
         self._membership.leave()
 
     def interrupt(self, deadline_s: float) -> bool:
-        """Shut the group's connections: a blocked collective raises PeerLost at once. False over NCCL."""
+        """Shut the group's connections, so that a blocked collective raises PeerLost at once. False over NCCL."""
         return self._membership.interrupt()
 
     @property
     def _batch_group(self) -> GroupFactory | None:
-        """One apart from all others: within a backward DDP reduces gradients at moments that differ by rank."""
+        """Make a group of its own for a batch: DDP reduces gradients in backward, at moments that differ by rank."""
         return self._shared_batch
 
     def _shared_batch(self) -> ProcessGroup:
-        """The group, made by the first call on all ranks."""
+        """Return the group; the first call, on all ranks, makes it."""
         if self._sharers is None:
-            self._sharers = self._made_group()
+            self._sharers = self._make_batch_group()
         return self._sharers
 
-    def _made_group(self) -> ProcessGroup:
+    def _make_batch_group(self) -> ProcessGroup:
         assert self._group is not None, "form() comes first"
         made: ProcessGroup = distributed.new_group(timeout=timedelta(seconds=self._group.deadline_s))
         return made

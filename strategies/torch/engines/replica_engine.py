@@ -43,11 +43,11 @@ class ReplicaEngine:
     # --- the group ----------------------------------------------------------------------------------------
 
     def reserve(self, generation: Generation, role: Role) -> Address:
-        """Nobody has to reach this rank: no port is bound."""
+        """Return an address without a port: no other rank connects to this one."""
         return Address(host="127.0.0.1", port=0)
 
     def form(self, group: Group) -> StateTag:
-        """Take threads and device; says what state this rank holds. Raises PeerLost."""
+        """Set threads and device; return what state this rank holds. Raises PeerLost."""
         self._runner = None
         self._group = group
         self._device = torch.device(group.devices[0])
@@ -60,45 +60,45 @@ class ReplicaEngine:
         return self._tag()
 
     def leave(self) -> None:
-        """The group ends, the process lives on with its state. Safe to call at any time, twice too."""
+        """Leave the group; the process keeps its state. Safe to call at any time, and twice."""
         self._runner = None
 
     def interrupt(self, deadline_s: float) -> bool:
-        """False: nothing that one rank does by itself can be made to raise from another thread."""
+        """Return False: work that does not wait for other ranks cannot be interrupted."""
         return False
 
     # --- the state ----------------------------------------------------------------------------------------
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
-        """Make model and optimizer, the same on every rank for one seed.
+        """Build model and optimizer, the same on every rank for one seed.
 
         Raises:
             JobError: the model cannot be trained, or not with this plan.
             UserCodeError: the user's code raised.
         """
         spec.check(self.capabilities)
-        self._replica = self._guarded(lambda: self._made(spec, plan))
+        self._replica = self._guarded(lambda: self._build_replica(spec, plan))
         self._runner = None
         return self._tag()
 
     def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
-        """Nothing to send within one rank. A fresh build stands at step 0 from then on."""
-        self._stand(self.replica)
+        """Send nothing, since one rank holds all state. A fresh build is at step 0 from now on."""
+        self._start_at_zero(self.replica)
         return self._tag()
 
     def snapshot(self) -> StateSnapshot:
-        """Copy the state to host memory. Training may go on at once.
+        """Copy the state to host memory. Training may continue at once.
 
         Of data ranks with local state only the first copies what all have, the others what they keep as their own.
         """
         held = host_state.state_of(self.replica)
-        if held.local is not None and held.local.seat.rank:
+        if held.local is not None and held.local.data_rank.rank:
             held = replace(held, model={}, slots={}, boxes={}, trained=())
         copy = self._copies.of(held)
         return StateSnapshot(step=copy.step or 0, size_bytes=copy.size_bytes, state=copy)
 
     def restore(self, copy: StateSnapshot) -> StateTag:
-        """Take a state copied by `snapshot`. Raises CheckpointError where it does not fit, with nothing changed."""
+        """Restore a state copied by `snapshot`. Raises CheckpointError, with nothing changed, where it does not fit."""
         host_state.restore(self.replica, copy.state)
         return self._tag()
 
@@ -108,20 +108,20 @@ class ReplicaEngine:
         safetensors_files.write(copy.state, writer)
 
     def load(self, reader: StateReader) -> StateTag:
-        """Take the state of a checkpoint. Raises CheckpointError where it does not fit, with nothing changed."""
-        replica, seat = self.replica, self._seat
-        own = safetensors_files.read_local(reader, seat) if replica.local else None
+        """Load the state of a checkpoint. Raises CheckpointError, with nothing changed, where it does not fit."""
+        replica, data_rank = self.replica, self._data_rank
+        own = safetensors_files.read_local(reader, data_rank) if replica.local else None
         host_state.restore(replica, replace(safetensors_files.read(reader, replica.wanted, replica.part), local=own))
-        replica.seat = seat
+        replica.data_rank = data_rank
         return self._tag()
 
     def verify(self) -> None:
-        """Nothing: no other rank holds what this one does."""
+        """Do nothing: no other rank holds a copy of this state."""
 
     # --- for the engines ----------------------------------------------------------------------------------
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
-        """Model and optimizer, fresh."""
+    def _build_replica(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
+        """Return a new model and optimizer."""
         return TorchReplica(spec, plan, self._device, self._where)
 
     @property
@@ -139,31 +139,31 @@ class ReplicaEngine:
         return f"rank {self._rank}"
 
     @property
-    def _seat(self) -> DataRank:
-        """This rank, as a data rank."""
+    def _data_rank(self) -> DataRank:
+        """This rank's number among the data ranks."""
         return DataRank(rank=self._rank, ranks=self._group.size if self._group else 1)
 
-    def _stand(self, replica: TorchReplica) -> None:
-        """A fresh build stands at step 0 from now on."""
+    def _start_at_zero(self, replica: TorchReplica) -> None:
+        """Let a fresh build be at step 0."""
         if replica.step is None:
-            replica.step, replica.seat = 0, self._seat
+            replica.step, replica.data_rank = 0, self._data_rank
 
     def _tag(self) -> StateTag:
-        """What this rank holds; with local state only in its own seat, since no other rank can take that over."""
-        replica, seat = self._replica, self._seat
+        """Return what state this rank holds; local state counts only for the data rank that it belongs to."""
+        replica, data_rank = self._replica, self._data_rank
         if replica is None:
             return StateTag(step=None)
         if not replica.local:
             return StateTag(step=replica.step, sound=replica.sound)
         return StateTag(
             step=replica.step,
-            pieces=frozenset({"state", seat.piece}),
-            total=seat.ranks + 1,
-            sound=replica.sound and (replica.step is None or replica.seat == seat),
+            pieces=frozenset({"state", data_rank.piece}),
+            total=data_rank.ranks + 1,
+            sound=replica.sound and (replica.step is None or replica.data_rank == data_rank),
         )
 
     def _guarded(self, work: Callable[[], Result]) -> Result:
-        """Do work; errors leave without the frames that would keep a process group's sockets open.
+        """Run `work`; clear the frames of errors, which would keep a process group's sockets open.
 
         Meanwhile no other thread draws from the global generators of random numbers.
         """

@@ -1,4 +1,4 @@
-"""What the engines share whose ranks hold a part of the model each: stages, shards, parts of layers, and products."""
+"""What engines share whose ranks each hold a part of the model: stages, shards, parts of layers, or combinations."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class _KeptState:
 
 
 class ShardedModelEngine(ProcessGroupEngine):
-    """A part of the model on each worker, as the plan's mesh says."""
+    """A part of the model on each worker, by the plan's mesh."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,13 +67,13 @@ class ShardedModelEngine(ProcessGroupEngine):
         self._layers = LayerSharding(0, 1, None, "")
         self._modules_hold_group = False  # so that they cannot outlive it
         self._layout = WHOLE_MODEL.layout
-        self._held: _KeptState | None = None
+        self._kept_state: _KeptState | None = None
         self._checksum = 0
 
     # --- the group ----------------------------------------------------------------------------------------
 
     def form(self, group: Group) -> StateTag:
-        """Join the process group, and hold this rank's part in it.
+        """Join the process group, and hold this rank's part of the model.
 
         What this rank held is kept where that is its part in the new group too, and dropped with its step otherwise.
 
@@ -84,7 +84,7 @@ class ShardedModelEngine(ProcessGroupEngine):
         self._release()
         super().form(group)
         if self._job is not None:
-            self._guarded(partial(self._again, *self._job))
+            self._guarded(partial(self._rejoin, *self._job))
         return self._tag()
 
     def leave(self) -> None:
@@ -95,7 +95,7 @@ class ShardedModelEngine(ProcessGroupEngine):
     # --- the state ----------------------------------------------------------------------------------------
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
-        """Make the model as one device would, and keep this rank's part of it.
+        """Build the whole model and keep this rank's part of it.
 
         Raises:
             JobError: the model cannot be trained or divided, or not over this group.
@@ -113,21 +113,21 @@ class ShardedModelEngine(ProcessGroupEngine):
         return super().transfer(moves)
 
     def snapshot(self) -> StateSnapshot:
-        """Copy this rank's part to host memory. Training may go on at once."""
-        if self._replica is None and self._held is not None:
-            kept = self._copies.of(self._held.state)
+        """Copy this rank's part to host memory. Training may continue at once."""
+        if self._replica is None and self._kept_state is not None:
+            kept = self._copies.of(self._kept_state.state)
             return StateSnapshot(step=kept.step or 0, size_bytes=kept.size_bytes, state=kept)
         return super().snapshot()
 
     # --- steps --------------------------------------------------------------------------------------------
 
     def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Local sums of `loss` and the metrics, on one of the ranks that compute them together."""
+        """Return local sums of `loss` and the metrics, on the first rank of each tensor-parallel group."""
         sums = super().evaluate_step(feed)
         return MetricSums() if self._part.tensor else sums
 
     def predict_step(self, feed: Feed) -> Columns:
-        """The model's outputs for the feed's rows, on one of the ranks that compute them together."""
+        """Return the model's outputs for the feed's rows, on the first rank of each tensor-parallel group."""
         outputs = super().predict_step(feed)
         return {} if self._part.tensor else outputs
 
@@ -145,21 +145,21 @@ class ShardedModelEngine(ProcessGroupEngine):
         pieces = frozenset({part.name})
         return StateTag(step=plain.step, layout=self._layout, pieces=pieces, total=part.total, sound=plain.sound)
 
-    def _made(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
-        """Model and optimizer, this rank's part of both; makes the groups where there are none."""
+    def _build_replica(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
+        """Return this rank's part of a new model and optimizer; make the groups where there are none."""
         if self._place is None:
-            self._settle(plan)
+            self._join_mesh(plan)
         if self._part == WHOLE_MODEL:
-            return super()._made(spec, plan)
+            return super()._build_replica(spec, plan)
         part = self._part
         self._layers = LayerSharding(part.tensor, part.tensors, self._placed.tensors, self._where)
         problems = [*self._problems(spec, plan)]
         if self._part.tensors > 1 and spec.compile == "inductor":
-            problems.append('compile="inductor" was not tried with tensor parallelism: leave it out, or use tp=1')
+            problems.append('compile="inductor" was not tested with tensor parallelism: leave it out, or use tp=1')
         if self._part.tensors > 1 and not is_elementwise(spec):
             problems.append(
-                "the optimizer does not work number by number, so that it cannot step on parts of a layer: use one "
-                'that does, such as AdamW, or strategy="data_parallel"'
+                "the optimizer is not elementwise, so that it cannot update parts of a layer: use one that is, "
+                'such as AdamW, or strategy="data_parallel"'
             )
         if problems:
             raise JobError(problems, where=self._where)
@@ -168,20 +168,20 @@ class ShardedModelEngine(ProcessGroupEngine):
         )
 
     def _problems(self, spec: ModelSpec, plan: Plan) -> Sequence[str]:
-        """What of a job this engine cannot do."""
+        """Return what of a job this engine cannot do."""
         return ()
 
     def _partition(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
-        """Keep this rank's part of a whole model, where it will be; says what it left of each tensor it cut."""
+        """Keep this rank's part of a whole model, on its device; return the slice of each tensor that was cut."""
         self._checksum = replica_digests.parameter_digest(model)
-        return self._kept(spec, plan, model)
+        return self._shard_model(spec, plan, model)
 
-    def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
-        """The same, in an engine's own way."""
+    def _shard_model(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
+        """Shard the model; each engine has its own way."""
         raise NotImplementedError
 
     def verify(self) -> None:
-        """Make sure that ranks hold the same where they should; every rank calls it, between two steps.
+        """Check that replicas hold the same state; every rank calls it, between two steps.
 
         Raises:
             JobError: on every rank, where some differ.
@@ -194,11 +194,11 @@ class ShardedModelEngine(ProcessGroupEngine):
                 )
             )
 
-    def _made_group(self) -> ProcessGroup:
+    def _make_batch_group(self) -> ProcessGroup:
         return self._placed.batch_group()
 
-    def _settle(self, plan: Plan) -> None:
-        """Find this rank's place in the group."""
+    def _join_mesh(self, plan: Plan) -> None:
+        """Make the groups of the mesh, and find this rank's part."""
         assert self._group is not None, "form() comes first"
         self._place = MeshGroups.of(plan.mesh, self._group, self._where).joined()
         self._part = self._place.part
@@ -207,31 +207,31 @@ class ShardedModelEngine(ProcessGroupEngine):
     # --- inside -------------------------------------------------------------------------------------------
 
     def _release(self) -> None:
-        """Hold nothing of the group's any more."""
+        """Drop what belongs to the group."""
         self._runner = self._place = None
         self._layers.set_process_group(None)
         if self._modules_hold_group:
             if self._replica is not None:
-                self._held = _KeptState.of(self._replica)
-            self._let_go()
+                self._kept_state = _KeptState.of(self._replica)
+            self._drop_model()
 
-    def _let_go(self) -> None:
-        """Hold no model any more."""
+    def _drop_model(self) -> None:
+        """Drop the model."""
         self._replica = self._runner = None
 
-    def _again(self, spec: ModelSpec, plan: Plan) -> None:
-        """Stay with what is held where it is still this rank's part; otherwise build as at first."""
+    def _rejoin(self, spec: ModelSpec, plan: Plan) -> None:
+        """Keep the replica where it is still this rank's part; otherwise build it, and restore the kept state."""
         before = self._part
-        self._settle(plan)
+        self._join_mesh(plan)
         if self._replica is not None and self._part == before:
             self._layers.set_process_group(self._placed.tensors)
             return
-        held, self._held = self._held, None
+        held, self._kept_state = self._kept_state, None
         if held is not None and not held.fits(self._part):
             held = None
-        self._let_go()
+        self._drop_model()
         gc.collect()  # there may be no room for the model of another part beside the next one
-        self._replica = self._made(spec, plan)
+        self._replica = self._build_replica(spec, plan)
         if held is not None:
             held.restore_into(self._replica)
 

@@ -20,13 +20,13 @@ from trainwright.strategies.torch.training.train_step import GradientNoiseProbe,
 class TensorParallel(ShardedModelEngine):
     """A part of each layer on each worker: `mesh.tensor` workers hold a model, and there are `mesh.data` replicas."""
 
-    def _kept(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
+    def _shard_model(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
         boxes = self._layers.shard(model, plan_layers(self._layers, spec, plan, model, self._where))
         model.to(self._device)
         return boxes
 
     def _warmed(self, feed: Feed) -> StepRunner:
-        """A runner that has run once on all ranks."""
+        """Return a runner that has run once on all ranks."""
         if self._part == WHOLE_MODEL:
             return super()._warmed(feed)
         check_same_start(0 if self.replica.step else self._checksum, self._device, self._where)

@@ -1,10 +1,9 @@
-"""Who a pipeline's rank exchanges tensors with: the stages before and after it.
+"""Point-to-point messages of a pipeline's rank with the stages before and after it.
 
-Over gloo a rank waits for receives of nothing alone. When a connection ends, gloo tells those whose messages have not
-begun, and nobody else (gloo/transport/tcp/pair.cc, `signalException`): a send of which something was left to write, or
-whose write failed before the end was seen, would wait for the group's whole deadline, and so would a receive of which a
-part had come. A receive of no bytes has never begun without being over. So an empty message follows all tensors: once
-it has come, so have they. And the receiver answers with another: once that has come, they have been sent.
+When a connection ends, gloo reports it only to messages that have not started (gloo/transport/tcp/pair.cc,
+`signalException`). A half-written send or a half-read receive would wait until the group's deadline. So a rank waits
+only for empty receives, which cannot be half done: an empty message follows all tensors, and has come only after them.
+The receiver answers with another one, which tells the sender that its tensors have been taken.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _TYPES = tuple(sorted({each for each in vars(torch).values() if isinstance(each,
 
 @dataclass(frozen=True, kw_only=True)
 class _P2PTransfer:
-    """Tensors on their way; they must stay as they are, and their works be held, until it is over.
+    """Tensors under way; they must not change, and their works must be held, until it has ended.
 
     Attributes:
         works: of the tensors; over gloo the last one's end is that of all.
@@ -44,48 +43,48 @@ class _P2PTransfer:
     way: Direction
 
     def wait(self) -> None:
-        """Until it is over. Raises RuntimeError where the other rank went away."""
+        """Wait until it has ended. Raises RuntimeError where the other rank is gone."""
         for work in reversed(self.works):
             work.wait()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageLinks:
-    """A rank's place in a pipeline.
+    """A rank's place in a pipeline, and its messages under way.
 
     Attributes:
         columns: the ranks of each pipeline, by stage.
-        place: of this one among them.
+        place: this rank's pipeline among them.
         stage: of this rank.
-        ways: over NCCL a group for activations, and one for gradients, from each stage to each neighbour: in one group
-            messages would wait for each other.
+        groups: over NCCL one group for activations and one for gradients, from each stage to each neighbour: in one
+            group messages would wait for each other.
         device: where tensors are received.
         deadline: of every message.
-        coming: what was begun to be received, by the operation that needs it.
-        sent: what was begun to be sent for this step.
-        ahead: what was begun to be sent for the next, which may be taken only then.
-        answers: begun to be sent in the newest steps. Nobody waits for one to be sent: who takes part in a step has had
-            those of the one before, and those to what was sent ahead one step later.
+        receives: receives under way, by the operation that needs them.
+        sent: sends of this step.
+        early_sends: sends for the next step, which may be taken only then.
+        acknowledgements: sends of the newest steps. Nothing waits for them: a rank that takes part in a step has
+            received those of the step before, and those of early sends one step later.
 
-    An error may leave some of all, and it must outlive the group: at a message whose buffer is gone gloo stops to read
-    a connection for good (gloo/transport/tcp/pair.cc, `prepareRead`; `write` likewise), with no word to those who wait
-    for what comes behind it, and it is not told of the connection's end.
+    After an error all of these may have entries, and this object must outlive the group: at a message whose buffer is
+    gone, gloo stops to read a connection for good (gloo/transport/tcp/pair.cc, `prepareRead`; `write` likewise). It
+    then reports nothing to those who wait for later messages, and does not see the connection's end.
     """
 
     columns: tuple[tuple[int, ...], ...]
     place: int
     stage: int
-    ways: Mapping[tuple[Direction, int, int], ProcessGroup]
+    groups: Mapping[tuple[Direction, int, int], ProcessGroup]
     device: torch.device
     deadline: timedelta
-    coming: dict[Operation, _P2PTransfer] = field(default_factory=dict)
+    receives: dict[Operation, _P2PTransfer] = field(default_factory=dict)
     sent: list[_P2PTransfer] = field(default_factory=list)
-    ahead: list[_P2PTransfer] = field(default_factory=list)
-    answers: deque[list[Work]] = field(default_factory=lambda: deque([[]], maxlen=4))
+    early_sends: list[_P2PTransfer] = field(default_factory=list)
+    acknowledgements: deque[list[Work]] = field(default_factory=lambda: deque([[]], maxlen=4))
 
     @classmethod
     def of(cls, plan: Plan, rank: int, device: torch.device, deadline_s: float) -> StageLinks:
-        """Of a rank; every rank of the world calls it, since it makes groups."""
+        """Return the links of a rank; every rank of the world calls it, since it makes groups."""
         deadline, mesh = timedelta(seconds=deadline_s), plan.mesh
         width = mesh.size // mesh.pipeline
         rows = [list(range(stage * width, (stage + 1) * width)) for stage in range(mesh.pipeline)]
@@ -101,13 +100,13 @@ class StageLinks:
             columns=columns,
             stage=stage,
             place=place,
-            ways=ways,
+            groups=ways,
             device=device,
             deadline=deadline,
         )
 
     def group(self, ranks: Sequence[int]) -> ProcessGroup:
-        """A group of some ranks; every rank of the world calls it."""
+        """Make a group of some ranks; every rank of the world calls it."""
         made: ProcessGroup = distributed.new_group(list(ranks), timeout=self.deadline)
         return made
 
@@ -117,58 +116,58 @@ class StageLinks:
         return self.columns[self.place]
 
     def send(self, tensors: Sequence[Tensor], stage: int, way: Direction, *, ahead: bool = False) -> None:
-        """Begin to send; the tensors must stay as they are until they are settled, in this step or the next."""
-        group = self.ways.get((way, self.stage, stage))
+        """Start to send tensors, which must not change until `settle`, of this step or the next."""
+        group = self.groups.get((way, self.stage, stage))
         there, tag = self.column[stage], _TAGS[way]
         given = [*tensors, *self._mark(tensors)]
         works = [self._begun(distributed.isend(each, there, group=group, tag=tag)) for each in given]
         works += [self._begun(distributed.irecv(each, there, tag=_ANSWERS[way])) for each in self._mark(tensors)]
         message = _P2PTransfer(tensors=list(tensors), works=works, stage=stage, way=way)
-        (self.ahead if ahead else self.sent).append(message)
+        (self.early_sends if ahead else self.sent).append(message)
 
     def receive(self, tensors: Sequence[Tensor], stage: int, way: Direction) -> _P2PTransfer:
-        """Begin to receive into tensors."""
-        group = self.ways.get((way, stage, self.stage))
+        """Start to receive into tensors."""
+        group = self.groups.get((way, stage, self.stage))
         there, tag = self.column[stage], _TAGS[way]
         given = [*tensors, *self._mark(tensors)]
         works = [self._begun(distributed.irecv(each, there, group=group, tag=tag)) for each in given]
         return _P2PTransfer(tensors=list(tensors), works=works, stage=stage, way=way)
 
     def take(self, message: _P2PTransfer) -> list[Tensor]:
-        """What was received, once it is there; the sender is told."""
+        """Wait for a message, acknowledge it and return its tensors."""
         message.wait()
         there, tag = self.column[message.stage], _ANSWERS[message.way]
         marks = self._mark(message.tensors)
-        self.answers[-1].extend(self._begun(distributed.isend(each, there, tag=tag)) for each in marks)
+        self.acknowledgements[-1].extend(self._begun(distributed.isend(each, there, tag=tag)) for each in marks)
         return message.tensors
 
     def settle(self) -> None:
-        """Wait until all has been sent that was for this step, which ends."""
+        """End a step: wait until all that was sent for it has been taken."""
         for message in self.sent:
             message.wait()
-        self.sent[:] = self.ahead
-        self.ahead.clear()
-        self.answers.append([])
+        self.sent[:] = self.early_sends
+        self.early_sends.clear()
+        self.acknowledgements.append([])
 
     def forget(self) -> None:
-        """What an error may have left."""
-        self.coming.clear()
+        """Forget the messages that an error may have left."""
+        self.receives.clear()
         self.sent.clear()
-        self.ahead.clear()
+        self.early_sends.clear()
 
-    def tell(self, types: Sequence[torch.dtype], stage: int) -> None:
-        """Send types to the stage of the next section, which calls `hear`."""
+    def send_dtypes(self, types: Sequence[torch.dtype], stage: int) -> None:
+        """Send types to the stage of the next section, which calls `receive_dtypes`."""
         self.send([torch.tensor([_TYPES.index(each) for each in types], device=self.device)], stage, "forward")
 
-    def hear(self, count: int, stage: int) -> list[torch.dtype]:
-        """The types that the stage of the section before tells."""
+    def receive_dtypes(self, count: int, stage: int) -> list[torch.dtype]:
+        """Receive types from the stage of the section before, which calls `send_dtypes`."""
         room = torch.zeros(count, dtype=torch.int64, device=self.device)
         (numbers,) = self.take(self.receive([room], stage, "forward"))
         return [_TYPES[number] for number in numbers.tolist()]
 
     def _mark(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The empty message that goes with tensors over gloo."""
-        return [torch.empty(0)] if tensors and not self.ways else []
+        """Return the empty message that goes with tensors over gloo."""
+        return [torch.empty(0)] if tensors and not self.groups else []
 
     @staticmethod
     def _begun(work: Work | None) -> Work:
@@ -177,7 +176,7 @@ class StageLinks:
 
 
 def _neighbor_pairs(plan: Plan) -> Iterator[tuple[Direction, int, int]]:
-    """Who sends what to whom: activations to the stage of the next section, gradients to that of the one before."""
+    """Yield which stage sends activations and gradients to which one."""
     stages = [
         stage_of_section(plan.schedule, section=each, stages=plan.mesh.pipeline)[0] for each in range(plan.sections)
     ]

@@ -1,9 +1,9 @@
-"""A model in sections that run apart, without a change to the model.
+"""Splits a model into sections that run on different ranks, without a change to the model.
 
-Each rank runs the model's own forward. It passes over what lies before its section: modules there give tensors without
-data (on the meta device), and what the forward does between modules it does to these. Where the section begins, the
-values that are needed from then on take the place of those without data; where the next one begins, the forward is
-left. A value that was overlooked has no data, which torch refuses to compute with, so that nothing is silently wrong.
+Each rank runs the model's own forward. Before its section, modules return tensors without data (on the meta device),
+and functions between modules work on these. Where the section starts, the values that it needs replace those without
+data; where the next section starts, the forward is left. An overlooked value has no data, and torch refuses to compute
+with it, so that no error stays silent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HeldNumber = tuple[nn.Module, str, int]  # a number, and where a module holds i
 
 
 def _unprepared(model: nn.Module, users: Mapping[str, frozenset[int]]) -> None:
-    """What modules run is left alone."""
+    """Leave the modules as they are."""
 
 
 class SplitModel:
@@ -71,8 +71,8 @@ class SplitModel:
     ) -> None:
         self._model, self._forward, self._where = model, forward, where
         self._inputs = [meta_tensor(each) for each in inputs]
-        self._bones = _copied(model, where)
-        self._surveyor = ForwardTracer(self._bones, entries, forward, where)
+        self._meta_model = _copied(model, where)
+        self._surveyor = ForwardTracer(self._meta_model, entries, forward, where)
         self._routes: dict[tuple[bool, ...], dict[int, ForwardRoute]] = {}
         self._modules = [*model.modules()]
         self.look()
@@ -92,16 +92,16 @@ class SplitModel:
         self._watched = WatchedModel(model, sorted(self._surveyor.names))
 
     def look(self) -> None:
-        """See which modules train and which evaluate: their forward may differ."""
+        """Note which modules are in training mode: forwards may differ."""
         self._modes = tuple(module.training for module in self._modules)
         self._here = self._routes.setdefault(self._modes, {})
 
     def taken(self, section: int, rows: int) -> list[Tensor]:
-        """What a section is given, on the meta device: shapes, types, and whether a gradient goes back."""
+        """Return the inputs of a section on the meta device: shapes, types, and whether they need a gradient."""
         return [*self._route(rows).given[section]]
 
     def run(self, section: int, given: Sequence[Tensor], *, rows: int, inputs: Sequence[Tensor] | None = None) -> Any:
-        """One section's forward.
+        """Run one section's forward.
 
         Args:
             given: as `taken` says; nothing for section 0.
@@ -129,11 +129,11 @@ class SplitModel:
         except _SectionEnd:
             return [passage.kept[key] for key in wanted]
         if section + 1 < self.sections:
-            raise passage.strayed("its end")
+            raise passage.route_error("its end")
         return tree_map_only(Tensor, passage.real, outputs)
 
     def _users(self, rows: int) -> dict[str, frozenset[int]]:
-        """The sections that use each parameter and buffer, in training or in evaluation."""
+        """Return the sections that use each parameter and buffer, in training or in evaluation."""
         found = dict(self._route(rows).users)
         with evaluation_mode(self._model), suppress(JobError):  # whose reason is told where something is evaluated
             self.look()
@@ -143,9 +143,9 @@ class SplitModel:
         return found
 
     def _route(self, rows: int) -> ForwardRoute:
-        """The forward on so many rows, in the modes that were seen last."""
+        """Return the route of a forward with so many rows, in the modes noted last."""
         if rows not in self._here:
-            for module, training in zip(self._bones.modules(), self._modes, strict=True):
+            for module, training in zip(self._meta_model.modules(), self._modes, strict=True):
                 module.training = training
             inputs = [torch.empty((rows, *each.shape[1:]), dtype=each.dtype, device="meta") for each in self._inputs]
             self._here[rows] = self._surveyor.route(inputs)
@@ -165,11 +165,11 @@ class SplitModel:
 
 
 class _SectionEnd(BaseException):
-    """The next section begins: not an error, and nothing of the user's catches it."""
+    """Raised where the next section starts, to leave the forward; user code does not catch it."""
 
 
 class _SectionListener(CallListener):
-    """One section's way through a forward.
+    """Runs one section within the model's forward.
 
     Attributes:
         kept: what the next section takes.
@@ -198,7 +198,7 @@ class _SectionListener(CallListener):
         self.kept: dict[ValueKey, Tensor] = {}
 
     def enter(self, inputs: Sequence[Tensor]) -> None:
-        """What the forward is called with."""
+        """Return the arguments of the forward."""
         for number, tensor in enumerate(inputs):
             self._note(tensor, ValueKey("input", number))
 
@@ -206,15 +206,15 @@ class _SectionListener(CallListener):
         number = self._number
         self._number += 1
         if number >= len(self._route.calls) or self._route.calls[number].name != name:
-            raise self.strayed(f"module {name!r}")
+            raise self.route_error(f"module {name!r}")
         call = self._route.calls[number]
         if call.begins and call.section == self._section + 1:
             raise _SectionEnd
         if call.begins and call.section == self._section:
-            with self.deaf():
+            with self.paused():
                 self._begin()
         if not self._begun and call.whole:
-            with self.deaf():
+            with self.paused():
                 return self._stand_in(number)
         if not self._begun:
             return forward(*args, **kwargs)
@@ -225,17 +225,17 @@ class _SectionListener(CallListener):
         self._notes(output, "call", number)
         return output
 
-    def glue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def between_calls(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = self._glued
         self._glued += 1
-        if number >= len(self._route.glue) or self._route.glue[number] != func:
-            raise self.strayed(getattr(func, "__name__", str(func)))
+        if number >= len(self._route.between_calls) or self._route.between_calls[number] != func:
+            raise self.route_error(getattr(func, "__name__", str(func)))
         output = self._computed(func, args, kwargs)
-        self._notes(output, "glue", number)
+        self._notes(output, "between_calls", number)
         return output
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a function gives; before the section, without data, but for what is made of constants alone."""
+        """Run a function between modules; before the section, without data except what comes from constants."""
         if self._begun:
             args, kwargs = self._real((args, kwargs))
             return func(*args, **kwargs)
@@ -245,11 +245,11 @@ class _SectionListener(CallListener):
             return func(*args, **kwargs)
 
     def real(self, tensor: Tensor) -> Tensor:
-        """What has data, in the place of what has none."""
+        """Replace tensors without data by those with data."""
         return self._stands_for.get(id(tensor), tensor)
 
-    def strayed(self, what: str) -> JobError:
-        """The forward did what it did not when it was followed."""
+    def route_error(self, what: str) -> JobError:
+        """Return the error for a forward that took another route than when it was traced."""
         return JobError(
             [
                 f"the model's forward went another way than when it was cut: it came to {what}: a model in sections "
@@ -259,21 +259,21 @@ class _SectionListener(CallListener):
         )
 
     def _begin(self) -> None:
-        """From here on values have data, and what was done before to this rank's own buffers was another section's."""
+        """Start the section: values have data from here on, and buffers are restored."""
         self._begun = True
         _set_attributes(self._shares)
         for module, name, buffer in self._counters:
             module._buffers[name] = buffer
         for key, tensor in self._given.items():
             if key not in self._passed:
-                raise self.strayed("the section without a value that it needs")
+                raise self.route_error("the section without a value that it needs")
             own = tensor.clone() if key in self._route.changed[self._section] else tensor  # a leaf cannot be changed
             self._stands_for[id(self._passed[key])] = own
             if key in self._wanted:
                 self.kept[key] = own
 
     def _stand_in(self, number: int) -> Any:
-        """What a call before the section would give, without data."""
+        """Return the outputs of a call before the section, without data."""
         result = self._route.results[number]
         leaves = [self._without_data(leaf) if isinstance(leaf, ValueKey) else leaf for leaf in result.leaves]
         return tree_unflatten(leaves, result.spec)
@@ -293,7 +293,7 @@ class _SectionListener(CallListener):
         return tree_unflatten([self._placed(leaf) for leaf in leaves], spec)
 
     def _placed(self, leaf: Any) -> Any:
-        """A value with data, and the device where those are for the one where there are none."""
+        """Return a value with data, on the section's device."""
         if isinstance(leaf, torch.device) and leaf.type == "meta":
             return next(iter(self._given.values())).device
         return self._stands_for.get(id(leaf), leaf)
@@ -318,18 +318,18 @@ class _SectionListener(CallListener):
 
 
 def _on_meta(given: Any) -> Any:
-    """All tensors without data."""
+    """Return all tensors on the meta device."""
     return tree_map_only(Tensor, lambda leaf: leaf if leaf.is_meta else meta_tensor(leaf), given)
 
 
 def _buffer_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Each buffer's name, and where it is held."""
+    """Return each buffer's name, and where it is held."""
     for path, module in model.named_modules():
         yield from ((f"{path}.{key}" if path else key, module, key) for key in module._buffers)
 
 
 def _integer_attributes(model: nn.Module, entries: Sequence[str]) -> dict[tuple[nn.Module, str], int]:
-    """What modules hold that a cut lies inside of; before their section begins nothing in them is divided."""
+    """Return integer attributes of modules that a cut lies inside of, which tensor parallelism changes."""
     inside = {".".join(path[:depth]) for path in (name.split(".") for name in entries) for depth in range(len(path))}
     return {
         (module, key): value
@@ -355,7 +355,7 @@ def _copied(model: nn.Module, where: str) -> nn.Module:
 
 
 def _keep_sections(model: nn.Module, users: Mapping[str, frozenset[int]], own: frozenset[int]) -> None:
-    """Leave the parameters and buffers of some sections; the others stay as plain attributes without data.
+    """Keep the parameters and buffers of some sections; others become plain attributes without data.
 
     What no section uses is the first one's.
     """

@@ -37,7 +37,7 @@ def stage_problems(spec: ModelSpec, plan: Plan) -> list[str]:
         found.append(chunk_problem(plan.schedule, plan.chunks))
     if len(plan.cuts) + 1 != plan.sections:
         counts = f"{len(plan.cuts)} cuts for {plan.sections} sections"
-        found.append(f"the plan has {counts}: it needs one less than there are sections")
+        found.append(f"the plan has {counts}: a plan has one cut fewer than sections")
     if plan.streamed and plan.accumulation < plan.mesh.pipeline:
         found.append(": ".join(too_few_micro_batches(plan, plan.accumulation)))
     refused = invalid_combination(plan)

@@ -1,7 +1,8 @@
-"""A step of one pipeline stage: its operations in the order of the schedule, each as soon as what it needs has come.
+"""A step of one pipeline stage: its operations in the order of the schedule.
 
-torch's own functions halve it where each parameter's way to the outputs enters the way of what was given at one place,
-as in rows of layers with residuals. Elsewhere they lose gradients without a word, so that it is asked beforehand.
+Zero-bubble schedules split a backward into gradients of inputs and of parameters, by functions of torch. These lose
+gradients silently unless each parameter's path in the graph meets the path of the inputs at one node, as in rows of
+layers with residuals; `can_split_backward` checks that, and other graphs are not split.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class _MicroBatchInFlight:
     """A micro-batch in a section, between its forward and the end of its backward.
 
     Attributes:
-        given: what the section was given, of the graph.
-        roots: what backward starts from.
-        slopes: their gradients; known from the beginning in the last section alone.
-        groups: what gradients of parameters start from, once those of inputs are there.
+        given: inputs of the section, in the graph.
+        roots: outputs, from which backward starts.
+        slopes: gradients of the roots; in the last section known after forward.
+        groups: where gradients of parameters start, once those of inputs are computed.
     """
 
     given: list[Tensor]
@@ -53,7 +54,7 @@ class _MicroBatchInFlight:
 
 @dataclass(kw_only=True)
 class StageExecutor:
-    """One rank's stage.
+    """Runs the steps of one rank's stage.
 
     Attributes:
         cut: the model.
@@ -105,18 +106,18 @@ class StageExecutor:
         losses_done: Callable[[], None],
         following: Sequence[tuple[int, MicroBatchShare]] = (),
     ) -> None:
-        """Forward and backward of all micro-batches: gradients are added to, losses told to the objective.
+        """Run forward and backward of all micro-batches; add gradients, and give the losses to the objective.
 
         Args:
-            following: micro-batches of the next step, where that is to follow without a drain: the first ones go
-                forward, and stay until then.
-            losses_done: called when the objective has been told all of them, before the last backwards.
+            following: micro-batches of the next step, where it follows without a drain: forwards of the first ones run
+                now.
+            losses_done: called when the objective has all losses, before the last backwards.
 
         Raises:
             UserCodeError, JobError: the user's code raised or is wrong.
             RuntimeError: another rank went away.
         """
-        assert self._begun in (None, step), "the step that was told to follow comes first"
+        assert self._begun in (None, step), "the announced next step comes first"
         if self._begun == step:
             self.cut.look()
         else:
@@ -141,29 +142,29 @@ class StageExecutor:
         self._begun = step + 1 if following else None
 
     def recall(self) -> None:
-        """Drop what was done of the next step; what was sent for it is taken first, so that nothing is on its way."""
+        """Drop the forwards of the next step; messages sent for it are taken first, so that none is under way."""
         self.messages.take_early()
         self._forget()
 
     @property
     def begun(self) -> bool:
-        """Whether something of the next step is done."""
+        """Whether forwards of the next step have run."""
         return self._begun is not None
 
     def outputs(self, share: MicroBatchShare) -> Any:
-        """The model's outputs for a micro-batch, on the stage that ends it; None elsewhere. Computes no gradients."""
+        """Return the model's outputs for a micro-batch on the stage that ends the model; None elsewhere."""
         dtypes = dict(self.messages.dtypes)
         outputs = self._passed(share)
         self.messages.dtypes = dtypes  # of training
         return outputs if self.last else None
 
     def rehearse(self, share: MicroBatchShare) -> None:
-        """Learn in which types values come: under autocast they are not those of a forward without data."""
+        """Learn the types of values between stages: under autocast they differ from those of a trace."""
         with torch.no_grad():
             self._passed(share)
 
     def _passed(self, share: MicroBatchShare) -> Any:
-        """One micro-batch through all stages."""
+        """Run one micro-batch through all stages."""
         self._forget()
         outputs: Any = None
         for chunk in range(self.chunks):
@@ -189,7 +190,7 @@ class StageExecutor:
         step: int,
         losses_done: Callable[[], None],
     ) -> None:
-        """Operations in turn.
+        """Run the operations in order.
 
         Args:
             shares: of the step, `own` of them, and of the next where that follows; each is run at its step's weights.
@@ -222,7 +223,7 @@ class StageExecutor:
                 self.replica.laps.backward(reduced=False)
 
     def _use(self, *, before: bool) -> None:
-        """Take the weights before the last step, where they are kept, or the newest."""
+        """Use the weights before the last step, where they are kept, or the newest."""
         if self.replica.versions is not None:
             self.replica.versions.use(before=before)
 
@@ -255,7 +256,7 @@ class StageExecutor:
             del self._flights[operation.micro_batch, operation.chunk]
 
     def _differentiate(self, operation: Operation, flight: _MicroBatchInFlight) -> None:
-        """Gradients of parameters and of what was given, or of one of the two."""
+        """Compute the gradients of parameters, of inputs, or of both."""
         assert flight.slopes is not None, "what a stage needs has come"
         wanted = [each for each in flight.given if each.requires_grad]
         if operation.kind == "inputs" and wanted:
@@ -272,7 +273,7 @@ class StageExecutor:
             accumulate_gradients(tuple(flight.roots), tuple(flight.slopes))
 
     def _check(self, operation: Operation, share: MicroBatchShare, made: Sequence[Tensor]) -> None:
-        """Raise JobError where a section gives on other values than when it was cut, which the next could not take."""
+        """Raise JobError where a section's outputs differ in shape, type or gradient from those of the trace."""
         metas = self.messages.output_metas(operation, share.batch.rows)
         for each, meta in zip(made, metas, strict=True):
             if (each.shape, each.dtype, each.layout) != (meta.shape, meta.dtype, meta.layout):
@@ -290,15 +291,15 @@ class StageExecutor:
         return JobError([f"the model's forward {how}"], where=self.objective.caller.where)
 
     def _run(self, operation: Operation, share: MicroBatchShare, given: list[Tensor]) -> Any:
-        """The section's forward."""
+        """Run the section's forward."""
         section, caller = self.messages.section(operation), self.objective.caller
         columns = caller.inputs(share.batch) if section == 0 else None
         inputs = None if columns is None else [columns[name] for name in caller.spec.inputs]
-        with TorchUserCode("the model", caller.where), caller.keeping():
+        with TorchUserCode("the model", caller.where), caller.saved_tensor_context():
             return self.cut.run(section, given, rows=share.batch.rows, inputs=inputs)
 
     def _forget(self) -> None:
-        """What an error may have left."""
+        """Forget what an error may have left."""
         self._flights.clear()
         self.messages.clear()
         self._begun = None
@@ -308,7 +309,7 @@ class StageExecutor:
         return self.messages.section(operation) == self.cut.sections - 1
 
 
-# --- A backward in two halves, for zero-bubble orders -----------------------------------------------------------------
+# --- Split backward, for zero-bubble schedules ------------------------------------------------------------------------
 
 
 _COMPILED = "CompiledFunctionBackward"
@@ -316,7 +317,7 @@ _WeightGradientGroups = list[dict[str, Any]]  # what the second half starts from
 
 
 def can_split_backward(roots: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether both halves together give all gradients of a graph."""
+    """Return whether a split backward gives all gradients of a graph."""
     ends = [each.grad_fn for each in roots if each.grad_fn is not None]
     consumers = graph_consumers(ends)
     if any(node.name() == _COMPILED for node in consumers):
@@ -335,7 +336,7 @@ def can_split_backward(roots: Sequence[Tensor], given: Sequence[Tensor], paramet
 def stage_backward_input(
     roots: Sequence[Tensor], slopes: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[nn.Parameter]
 ) -> _WeightGradientGroups:
-    """The first half: adds to the gradients of what was given."""
+    """Run the first half of a split backward: gradients of inputs."""
     copies = [each.clone() for each in roots]  # torch detaches them in place, and what is kept for backward with them
     try:
         groups: _WeightGradientGroups = backward_of_inputs(copies, slopes, given, parameters)
@@ -345,6 +346,6 @@ def stage_backward_input(
 
 
 def stage_backward_weight(groups: _WeightGradientGroups, parameters: Sequence[nn.Parameter]) -> None:
-    """The second half."""
+    """Run the second half of a split backward: gradients of parameters."""
     if groups:
         backward_of_parameters(parameters, groups)

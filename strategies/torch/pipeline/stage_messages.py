@@ -46,7 +46,7 @@ class StageMessages:
 
     def expect(self, operation: Operation, shares: Sequence[tuple[int, MicroBatchShare]]) -> None:
         """Start to receive what an operation needs from another stage, once."""
-        if operation.kind == "weights" or operation in self.links.coming:
+        if operation.kind == "weights" or operation in self.links.receives:
             return
         forward = operation.kind == "forward"
         rows = shares[operation.micro_batch][1].batch.rows
@@ -59,14 +59,14 @@ class StageMessages:
             metas = [meta for meta in self.output_metas(operation, rows) if meta.requires_grad]
         buffers = [torch.empty(meta.shape, dtype=meta.dtype, device=self.links.device) for meta in metas]
         way: Direction = "forward" if forward else "backward"
-        self.links.coming[operation] = self.links.receive(buffers, self.stage_of(source), way)
+        self.links.receives[operation] = self.links.receive(buffers, self.stage_of(source), way)
 
     def received(self, operation: Operation) -> list[Tensor]:
         """Return what an operation needs, once it is there."""
-        if operation not in self.links.coming:
+        if operation not in self.links.receives:
             return self._local_values.pop(operation, [])  # nothing is given to the first section
-        buffers = self.links.take(self.links.coming[operation])
-        del self.links.coming[operation]  # only now: an error may leave it under way
+        buffers = self.links.take(self.links.receives[operation])
+        del self.links.receives[operation]  # only now: an error may leave it under way
         self.laps.wait()
         return buffers
 
@@ -105,26 +105,26 @@ class StageMessages:
         """Learn in which types the values that enter a section come, from the stage before."""
         section = self.section(operation)
         if section and (before := self.stage_of(section - 1)) != self.links.stage:
-            self.dtypes[section] = self.links.hear(len(self.cut.taken(section, rows)), before)
+            self.dtypes[section] = self.links.receive_dtypes(len(self.cut.taken(section, rows)), before)
 
     def send_dtypes(self, operation: Operation, outputs: Sequence[Tensor]) -> None:
         """Say in which types the values come that a section gives to the next one."""
         section = self.section(operation) + 1
         self.dtypes[section] = [each.dtype for each in outputs]
         if (after := self.stage_of(section)) != self.links.stage:
-            self.links.tell(self.dtypes[section], after)
+            self.links.send_dtypes(self.dtypes[section], after)
 
     def take_early(self) -> None:
         """Take what other stages have sent for the next step, and wait until what this one sent has been taken."""
-        for message in self.links.coming.values():
+        for message in self.links.receives.values():
             self.links.take(message)
         self.links.settle()
 
     def renumber(self, count: int) -> None:
         """Count the micro-batches of the next step from 0, after a step of `count`."""
-        coming = [(each._replace(micro_batch=each.micro_batch - count), it) for each, it in self.links.coming.items()]
-        self.links.coming.clear()
-        self.links.coming.update(coming)
+        coming = [(each._replace(micro_batch=each.micro_batch - count), it) for each, it in self.links.receives.items()]
+        self.links.receives.clear()
+        self.links.receives.update(coming)
 
     def clear(self) -> None:
         """Forget what an error may have left."""

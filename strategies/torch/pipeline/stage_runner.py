@@ -27,7 +27,7 @@ SharedParameter = tuple[nn.Parameter, distributed.ProcessGroup, bool]
 
 @dataclass(frozen=True, kw_only=True)
 class StageRunner(MeshRunner):
-    """Runs micro-batches through all stages.
+    """Runs micro-batches through all stages, and reduces gradients and sums.
 
     Attributes:
         pipe: this rank's stage.
@@ -59,7 +59,7 @@ class StageRunner(MeshRunner):
         """Run a step of weight 0 that leaves nothing behind."""
         given = [
             (micro, replace(share, batch=copy_batch(share.batch)))
-            for micro, share in micro_batches_of(feed, muted=True)
+            for micro, share in micro_batches_of(feed, zero_weight=True)
         ]
         replica = self.pipe.replica
         with replica.attempt(), random_state.preserve_generators(replica.device), self.objective.checking():
@@ -72,7 +72,7 @@ class StageRunner(MeshRunner):
         self.objective.begin()
 
     def accumulate(self, replica: TorchReplica, feed: Feed, *, sampled: bool) -> None:
-        """Forward and backward of every micro-batch, in the order of the schedule."""
+        """Run forward and backward of every micro-batch, in the order of the schedule."""
         following = feed.following if replica.versions is not None else None
         assert following is None or following.step == feed.step + 1, "steps follow each other"
         self.run(micro_batches_of(feed), feed, micro_batches_of(following) if following else ())
@@ -83,16 +83,16 @@ class StageRunner(MeshRunner):
         feed: Feed,
         following: Sequence[tuple[int, MicroBatchShare]] = (),
     ) -> None:
-        """The same of micro-batches, with those of the next step."""
+        """Run the given micro-batches, and the first forwards of the next step's."""
         self.objective.begin()
         self.pending_sums.clear()
         with nullcontext() if self.shards is None else self.shards.gathered():
             self.pipe.step(given, feed.step, partial(self._tell, feed), following)
 
     def _tell(self, feed: Feed) -> None:
-        """Begin to add up what travels: it does not wait for the last backwards, nor do stages for each other's."""
+        """Start the sums over all ranks, without waiting for the last backwards."""
         if not self.pipe.last:
-            self.objective.tell_wish(feed.wish)
+            self.objective.add_stop_request(feed.wish)
         self.start_sums()
 
     def reduce(self, replica: TorchReplica) -> None:
@@ -107,7 +107,7 @@ class StageRunner(MeshRunner):
             distributed.all_reduce(to_local(parameter.grad), group=group)
 
     def counted_elsewhere(self) -> frozenset[Tensor]:
-        """Parameters that count in the norm on another stage."""
+        """Return the parameters whose gradients another stage adds to the norm."""
         return frozenset(parameter for parameter, _, first in self.shared if not first)
 
 

@@ -1,1 +1,1 @@
-"""What a torch model costs, and recomputation of activations."""
+"""Costs of a torch model, and figures of a device."""

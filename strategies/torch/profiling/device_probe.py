@@ -1,4 +1,4 @@
-"""What a device can do, measured: large matrix products and copies, for a second or so."""
+"""Benchmarks a device: large matrix products and copies, for about a second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CPU_TYPES = ("fp32", "bf16")
 
 
 def probe(kind: str, device: str = "cuda") -> Accelerator:
-    """The data sheet that the estimator would have to be given for this device.
+    """Measure a device and return its figures as a data sheet would give them.
 
     What is measured is divided by the share of a data sheet's figure that devices usually reach, since the estimator
     multiplies by it. Links and network are not measured: they are those of `CPU_CORE`, or of PCIe.
@@ -49,7 +49,7 @@ def probe(kind: str, device: str = "cuda") -> Accelerator:
 
 
 def _products(side: int, kind: torch.dtype, device: str) -> float:
-    """Operations a second of square matrix products, of numbers that vary: a GPU is faster at equal ones."""
+    """Return operations a second of square matrix products, of random numbers: a GPU is faster at equal ones."""
     left, right = (torch.randn(side, side, dtype=kind, device=device) for _ in range(2))
     return 2.0 * side**3 / _median_s(lambda: torch.mm(left, right), device)
 
@@ -60,7 +60,7 @@ def _copy(numbers: int, device: str) -> Callable[[], object]:
 
 
 def _median_s(work: Callable[[], object], device: str) -> float:
-    """Median seconds of one call, after one that does not count."""
+    """Return the median seconds of a call, after one for warm-up."""
     done: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     work()
     done()

@@ -1,4 +1,4 @@
-"""What a torch model costs, layer by layer: traced on the meta device, where tensors have shapes but no memory."""
+"""Profiles a torch model layer by layer, on the meta device, where tensors have shapes but no memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def profile_model(
     keywords: tuple[str, ...] = (),
     step: Any = None,
 ) -> ModelProfile:
-    """Cost of each module with parameters or operations of its own, in the order in which they run.
+    """Return the cost of each module with parameters or operations of its own, in the order in which they run.
 
     Where the model cannot be traced without data (its flow depends on values, or it loads weights as it is built),
     operations are estimated as two for each parameter and sample, activations are not known, and `untraced` says why.
@@ -85,7 +85,7 @@ def profile_model(
         tensors = {name: torch.cat((value, value)) for name, value in tensors.items()}
         trace = _first_traced(built, tensors, call, step)
     if isinstance(trace, str):
-        _log.info("operations are estimated from parameters: tracing raised %s", trace)
+        _log.info("estimating operations from parameters, since tracing raised %s", trace)
         return replace(known, layers=_parameter_costs(built, held, _tokens(tensors)), untraced=trace)
     rows = max((len(value) for value in tensors.values()), default=1)
     split, indivisible = TensorParallelPlan(), ""
@@ -102,11 +102,11 @@ def profile_model(
 
 
 def _pipeline_problem(model: nn.Module, tensors: batches.Tensors, call: CallNames) -> str:
-    """Why a pipeline's stages cannot follow a forward: it asks for values of its inputs. Empty where they can."""
+    """Return why a forward that reads values of its inputs cannot be cut into stages; empty where it can."""
     inputs, _ = call
 
-    def forward(bones: nn.Module, given: Sequence[Tensor]) -> Any:
-        return call_model(bones, dict(zip(inputs, given, strict=True)), call, None)
+    def forward(meta_model: nn.Module, given: Sequence[Tensor]) -> Any:
+        return call_model(meta_model, dict(zip(inputs, given, strict=True)), call, None)
 
     try:
         ForwardTracer(meta_copy(model), (), forward, "").route([tensors[name].to("meta") for name in inputs])
@@ -116,30 +116,30 @@ def _pipeline_problem(model: nn.Module, tensors: batches.Tensors, call: CallName
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Size of a model's parameters and buffers, as they would be in memory."""
+    """Return the size of a model's parameters and buffers in bytes."""
     held = (*model.parameters(), *model.buffers())
     return sum(each.numel() * each.element_size() for each in held if not nn.parameter.is_lazy(each))
 
 
 def _backend(model: nn.Module) -> str:
-    """Keras' backend where a module is Keras', or one inside it; empty otherwise."""
+    """Return "torch" where a module is Keras' own or contains one; empty otherwise."""
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     return "torch" if any(kind.__module__.startswith("keras.") for kind in kinds) else ""
 
 
 def _trained(model: nn.Module) -> tuple[tuple[int, int], ...]:
-    """Rows and bytes of each parameter that is trained."""
+    """Return rows and bytes of each trained parameter."""
     trained = [each for each in model.parameters() if each.requires_grad]
     return tuple((len(each) if each.dim() else 1, each.numel() * each.element_size()) for each in trained)
 
 
 def _built(build: Callable[[], Any]) -> nn.Module:
-    """The module, without memory where the user's code can do that."""
+    """Build the module, on the meta device where the user's code allows that."""
     try:
         with torch.device("meta"):
             model = build()
     except Exception as error:
-        _log.info("model() is built with memory: without, it raised %s: %s", type(error).__name__, error)
+        _log.info("building model() in memory, since it raised on the meta device: %s: %s", type(error).__name__, error)
         with TorchUserCode("model()", "profile"):
             model = build()
     if not isinstance(model, nn.Module):
@@ -150,7 +150,7 @@ def _built(build: Callable[[], Any]) -> nn.Module:
 def _first_traced(
     model: nn.Module, tensors: batches.Tensors, call: CallNames, step: Any, whole: frozenset[int] = frozenset()
 ) -> ForwardTrace | str:
-    """A trace in the model's own types, or in bfloat16 where a kernel takes nothing else; or what stopped the first."""
+    """Return a trace in the model's own types, or in bfloat16 where a kernel needs it; or the first error."""
     stopped = []
     for dtype in (None, torch.bfloat16):
         given = tensors if dtype is None else {name: _cast(value, dtype) for name, value in tensors.items()}
@@ -166,7 +166,7 @@ def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _tokens(tensors: batches.Tensors) -> int:
-    """Numbers of a sample that are no measurements but names: each meets all parameters once."""
+    """Return the number of tokens of a sample: integers, each of which meets all parameters once."""
     named = [value for value in tensors.values() if len(value) and not value.is_floating_point()]
     return max((value[0].numel() for value in named), default=1)
 
@@ -174,22 +174,22 @@ def _tokens(tensors: batches.Tensors) -> int:
 def _planned_split(
     model: nn.Module, tensors: batches.Tensors, call: CallNames, step: Any, least: int
 ) -> tuple[TensorParallelPlan, str]:
-    """What tensor parallelism divides of a model as it is written; why nothing, where that is so."""
-    splitter = TensorParallelPlanner(model, meta_runner(tensors, call, step, least), None, "profile")
+    """Return what tensor parallelism can divide of a model, or why it can divide nothing."""
+    planner = TensorParallelPlanner(model, meta_runner(tensors, call, step, least), None, "profile")
     try:
-        return splitter.found(lambda bones: trace_model(bones, tensors, call, step)), ""
+        return planner.found(lambda meta_model: trace_model(meta_model, tensors, call, step)), ""
     except JobError as error:
         return TensorParallelPlan(), error.problems[0]
 
 
 def _divided_weights(model: nn.Module, split: TensorParallelPlan) -> set[int]:
-    """Storages of the weights that are divided."""
+    """Return the storages of the divided weights."""
     weights = (model.get_submodule(name)._parameters["weight"] for name in split.roles)
     return {storage_key(weight) for weight in weights if weight is not None}
 
 
 def _mark_divided_spans(layers: Sequence[LayerCost], split: TensorParallelPlan) -> list[LayerCost]:
-    """The same with what leads from one layer to another where they are divided."""
+    """Mark the layers between layers that are divided together."""
     places = {layer.name: number for number, layer in enumerate(layers)}
     leading: set[int] = set()
     for group in split.groups:
@@ -199,7 +199,7 @@ def _mark_divided_spans(layers: Sequence[LayerCost], split: TensorParallelPlan) 
 
 
 def _costs(model: nn.Module, held: _Sizes, trace: ForwardTrace, rows: int) -> list[LayerCost]:
-    """Of each module, in the order in which they ran; those that did not come last."""
+    """Return the cost of each module, in the order in which they ran; those that did not run come last."""
     names = {module: name for name, module in model.named_modules()}
     modules = [*trace.calls, *(module for module in model.modules() if module not in trace.calls)]
     costs = []
@@ -229,7 +229,7 @@ def _costs(model: nn.Module, held: _Sizes, trace: ForwardTrace, rows: int) -> li
 
 
 def _parameter_costs(model: nn.Module, held: _Sizes, tokens: int) -> tuple[LayerCost, ...]:
-    """Costs from parameters alone: two operations with each for each token, none with what is looked up."""
+    """Estimate costs from parameters alone: two operations a parameter and token, none for embeddings."""
     layers = []
     for name, module in model.named_modules():
         count, size = _own_parameters(module, name, held)
@@ -242,7 +242,7 @@ def _parameter_costs(model: nn.Module, held: _Sizes, tokens: int) -> tuple[Layer
 
 
 def _own_parameters(module: nn.Module, name: str, held: _Sizes) -> tuple[int, int]:
-    """Number and bytes of the parameters of a module itself; one that several share is the first one's.
+    """Return number and bytes of a module's own parameters; a shared one belongs to its first module.
 
     Args:
         held: by full name: on the meta device those that were shared are no longer the same.

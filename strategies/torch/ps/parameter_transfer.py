@@ -25,13 +25,9 @@ from trainwright.strategies.ps.lease_table import Grant
 from trainwright.strategies.ps.parameter_client import ParameterClient
 from trainwright.strategies.ps.parameter_shards import ParameterShard, ShardSlot
 from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
-from trainwright.strategies.torch.ps.shard_store import named_tensors
+from trainwright.strategies.torch.ps.shard_store import SPARSE_REFUSED, named_tensors
 from trainwright.strategies.torch.training.phase_timer import PhaseTimer
 from trainwright.strategies.torch.training.train_state import TorchReplica
-
-SPARSE_REFUSED = (
-    'has sparse gradients, which parameter servers do not take: leave sparse=True out, or use strategy="data_parallel"'
-)
 
 
 @dataclass(frozen=True, kw_only=True)

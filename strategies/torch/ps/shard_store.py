@@ -30,6 +30,10 @@ from trainwright.strategies.torch.training.train_state import (
     set_group_option,
 )
 
+SPARSE_REFUSED = (
+    'has sparse gradients, which parameter servers do not take: leave sparse=True out, or use strategy="data_parallel"'
+)
+
 
 class TorchShardStore:
     """One server's shard; `trainwright.strategies.ps.parameter_shards` documents the calls.
@@ -56,6 +60,15 @@ class TorchShardStore:
         self._buffers = [slot for slot in shard.slots if slot.kind == "buffer"]
         self._asked: tuple[GradientPush, ...] = ()  # of what `_mean` is
         self._mean: list[Tensor] | None = None
+
+    @classmethod
+    def of(cls, spec: ModelSpec, plan: Plan, part: ModelPart, where: str) -> TorchShardStore:
+        """Build a server's shard of the model. Raises JobError, UserCodeError."""
+        replica = ServedReplica(spec, plan, where, part)
+        shard = server_shards(spec, plan, replica.model, where)[part.server]
+        replica.keep({slot.name: slot.rows for slot in shard.slots})
+        outer = OuterOptimizer.parse(plan.outer) if plan.local_steps > 1 else None
+        return cls(replica, shard, GradientLayout(shard, plan.wire), outer, where)
 
     def attach(self, region: memoryview) -> None:
         """Move the parameters and buffers into a region."""
@@ -266,8 +279,12 @@ def server_shards(spec: ModelSpec, plan: Plan, model: nn.Module, where: str) -> 
     """Return each server's shard of a model; tensors are not split for optimizers that need whole ones.
 
     Raises:
-        JobError: there are more servers than the model keeps busy.
+        JobError: there are more servers than the model keeps busy, or an embedding has sparse gradients.
     """
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    sparse = [name for name, module in model.named_modules() if isinstance(module, kinds) and module.sparse]
+    if sparse:
+        raise JobError([f"parameter {f'{sparse[0]}.weight'!r} {SPARSE_REFUSED}"], where=where)
     whole = not is_elementwise(spec)
     dealt = parameter_shards.place_tensors([*_tensors(model)], plan.servers, cut=not whole)
     idle = sum(not shard.trained_bytes for shard in dealt)

@@ -66,7 +66,7 @@ class LayerSharding:
         if spec.tensor_plan:
             plan = planner.planned(spec.tensor_plan)
         else:
-            plan = planner.found(lambda bones: trace_model(bones, given, call, spec.step))
+            plan = planner.found(lambda meta_model: trace_model(meta_model, given, call, spec.step))
         if sequence and (why := sequence_parallel_problem(model, plan, run, self._size, self._where)):
             raise JobError(
                 [f"sequence=1: the tokens cannot be divided between tensor-parallel layers: {why}; leave it out"],

@@ -1,14 +1,13 @@
 """Layers divided over the ranks of a tensor-parallel group, in the modules' own forward (Shoeybi et al., 2019).
 
-Each rank holds plain tensors, which it computes with as one device would: torch's `parallelize_module` makes DTensors
-of some parameters, which optimizers refuse beside plain ones (`_foreach_mul_ got mixed torch.Tensor and DTensor`), and
-communicates in hooks, which a model that is cut into sections runs where it should pass by. Here a stage, FSDP2 and an
-optimizer see nothing of the division.
+Each rank holds plain tensors and computes with them as one device would. torch's `parallelize_module` is not used: it
+makes DTensors of some parameters, which optimizers refuse beside plain ones (`_foreach_mul_ got mixed torch.Tensor and
+DTensor`), and it communicates in hooks, which a model that is cut into sections would run outside its section.
 
-A row ends with a reduce-scatter over tokens in place of its all-reduce, and what a column is given is gathered;
-backward does the same the other way round. What lies between is taken for whole (see `apart`): residual sums, norms
-and dropout are done on a rank's own tokens, and of what they learn the gradient is added up over the ranks where it
-is made. A column's input is gathered again in backward, not kept. What needs all tokens gathers them first.
+With sequence parallelism a row layer ends with a reduce-scatter over tokens instead of an all-reduce, and the input of
+a column layer is gathered; backward does the reverse. Between the layers each rank has its own tokens as a
+`ShardedTensor`, on which residual sums, norms and dropout run. The gathered input of a column layer is not kept, but
+gathered again in backward.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorPara
 
 
 def reduce_scatter_tokens(partial: Tensor, group: TensorParallelGroup) -> Tensor:
-    """This rank's tokens of the sum over the ranks, to be taken for all of it."""
+    """Return the sum over the ranks, sharded by tokens."""
     made: Tensor = _ReduceScatterTokens.apply(partial, group)  # type: ignore[no-untyped-call]
     return made
 
 
 def _is_token_sharded(tensor: Tensor) -> bool:
-    """Whether each rank holds some of its tokens, and not of its last dimension."""
+    """Return whether a tensor is sharded by tokens rather than along its last dimension."""
     return isinstance(tensor, ShardedTensor) and tensor.is_sharded and tensor.shard_dim != tensor.dim() - 1
 
 
 @dataclass(kw_only=True)
 class _BackwardGather:
-    """Gathers tokens in backward, once for all layers that were given them; until then it holds none.
+    """Gathers tokens in backward, once for all layers that share an input.
 
     Attributes:
-        width: tokens of all ranks.
-        shard_dim: their dimension.
-        layers: how many will ask.
+        width: number of tokens of all ranks.
+        shard_dim: dimension of the tokens.
+        layers: number of layers that will ask.
     """
 
     group: TensorParallelGroup
@@ -61,7 +60,7 @@ class _BackwardGather:
     _whole: Tensor | None = None
 
     def of(self, part: Tensor) -> Tensor:
-        """All tokens, of which this rank has a part; kept until the last of the layers has asked."""
+        """Return all tokens; they are kept until the last of the layers has asked for them."""
         whole = self.group.all_gather(part, self.width, self.shard_dim) if self._whole is None else self._whole
         self._asked += 1
         self._whole = whole if self._asked % self.layers else None
@@ -70,12 +69,12 @@ class _BackwardGather:
 
 @dataclass(kw_only=True)
 class GatheredTokens:
-    """What columns are given, gathered once for all of them, and once for all of their backwards.
+    """The gathered input of column layers: gathered once in forward and once in backward for all of them.
 
     Attributes:
-        whole: all tokens, of the graph: its gradient is this rank's share of a sum.
+        whole: all tokens, in the graph; its gradient is this rank's share of a sum.
         part: this rank's tokens.
-        again: all tokens in backward.
+        again: gathers all tokens in backward.
     """
 
     whole: Tensor
@@ -84,7 +83,7 @@ class GatheredTokens:
 
     @classmethod
     def of(cls, given: Tensor, group: TensorParallelGroup) -> GatheredTokens:
-        """In the type that linear layers compute in."""
+        """Gather a tensor in the type that linear layers compute in."""
         kind = given.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind) and given.dtype != torch.float64:
             given = given.to(torch.get_autocast_dtype(kind))
@@ -94,7 +93,7 @@ class GatheredTokens:
         return cls(whole=whole, part=given.local, again=again)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Some outputs of a linear layer; `weight` is (outputs, inputs)."""
+        """Compute a linear layer of the gathered tokens; `weight` is (outputs, inputs)."""
         made: Tensor = _TokenShardedLinear.apply(self.whole, weight, bias, self.part, self.again)  # type: ignore[no-untyped-call]
         return made
 
@@ -109,7 +108,7 @@ def _local_tokens(partial: Tensor, group: TensorParallelGroup, along: int) -> Te
 
 
 class _ReduceScatterTokens(torch.autograd.Function):
-    """Each rank has a part of a sum, and then some tokens of it."""
+    """Reduce-scatter of tokens; backward gathers."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: TensorParallelGroup) -> Tensor:
@@ -122,7 +121,7 @@ class _ReduceScatterTokens(torch.autograd.Function):
 
 
 class _AllGatherTokens(torch.autograd.Function):
-    """Each rank has some tokens, and then all, and gives a part of their gradient."""
+    """All-gather of tokens; backward reduces and scatters."""
 
     @staticmethod
     def forward(ctx: Any, given: ShardedTensor, group: TensorParallelGroup) -> Tensor:
@@ -136,7 +135,7 @@ class _AllGatherTokens(torch.autograd.Function):
 
 
 class _TokenShardedLinear(torch.autograd.Function):
-    """A linear layer that keeps a rank's tokens of its input."""
+    """A linear layer that keeps only this rank's tokens of its input for backward."""
 
     @staticmethod
     def forward(
@@ -177,8 +176,8 @@ class TensorParallelPlan:
         roles: by module: `column` (some of the outputs of each rank), `row` (some of the inputs), `gathered` (some of
             the outputs, which are gathered where they are needed whole) or `vocabulary` (some of a table's rows).
         groups: modules between which values are divided, so that no cut may lie there.
-        attributes: of modules, that are another number on each rank.
-        random: columns from which on each rank draws its own random numbers, until the next row.
+        attributes: integer attributes of modules that are divided, with each rank's value.
+        random: column layers from which on each rank draws its own random numbers, until the next row layer.
         sequence: between these layers each rank holds some of the tokens, in training.
     """
 
@@ -189,7 +188,7 @@ class TensorParallelPlan:
     sequence: bool = False
 
     def joined(self, other: TensorParallelPlan) -> TensorParallelPlan:
-        """Both."""
+        """Return this plan and another one, of other layers, as one."""
         return TensorParallelPlan(
             roles={**self.roles, **other.roles},
             groups=self.groups + other.groups,
@@ -204,7 +203,7 @@ class TensorParallelPlan:
 def shard_layers(
     model: nn.Module, split: TensorParallelPlan, group: TensorParallelGroup, where: str
 ) -> dict[str, ShardSlice]:
-    """Keep this rank's part of each layer that is divided, and let their forwards communicate.
+    """Keep this rank's part of each divided layer, and let the layers' forwards communicate.
 
     Args:
         model: in host memory; what of it another stage holds may be gone.
@@ -248,7 +247,7 @@ def shard_layers(
 
 
 def weight_is_transposed(module: nn.Module) -> bool | None:
-    """Whether a linear layer's weight is (inputs, outputs) rather than the other way; None for any other module."""
+    """Return whether a linear layer's weight is (inputs, outputs); None for a module that is not a linear layer."""
     weight, own = module._parameters.get("weight"), set(module._parameters)
     if weight is None or weight.dim() != 2 or own - {"weight", "bias"} or next(module.children(), None) is not None:
         return None
@@ -271,12 +270,12 @@ def weight_is_transposed(module: nn.Module) -> bool | None:
 
 
 def _probe_values(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Other numbers than a module's own, which may be zero or symmetric; all above zero, so that sums are precise."""
+    """Return positive test values of a shape; a module's own values may be zero or symmetric."""
     return torch.linspace(0.5, 1.0, math.prod(shape), dtype=like.dtype, device=like.device).view(*shape)
 
 
 def shard_dims(module: nn.Module, role: str) -> dict[str, int]:
-    """Along which dimension each parameter of a module is divided."""
+    """Return the dimension along which each parameter of a module is divided."""
     outputs = 1 if role in ("column", "row") and weight_is_transposed(module) else 0
     if role == "row":
         return {"weight": 1 - outputs}
@@ -284,7 +283,7 @@ def shard_dims(module: nn.Module, role: str) -> dict[str, int]:
 
 
 def _parameter_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Each name of each parameter, and where it is held."""
+    """Yield every name of every parameter, with the module and key that hold it."""
     for path, owner in model.named_modules(remove_duplicate=False):
         for key, parameter in [*owner._parameters.items()]:
             if parameter is not None:
@@ -292,7 +291,7 @@ def _parameter_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn
 
 
 def _without_fast_path(model: nn.Module, split: TensorParallelPlan) -> None:
-    """Let torch's encoder layers call their modules also in evaluation, where they would take the weights instead."""
+    """Let torch's encoder layers call their modules in evaluation too, not a fused kernel that takes the weights."""
     for name in split.roles:
         parent = model.get_submodule(name.rpartition(".")[0])
         if isinstance(parent, nn.TransformerEncoderLayer):
@@ -300,7 +299,7 @@ def _without_fast_path(model: nn.Module, split: TensorParallelPlan) -> None:
 
 
 def _column(group: TensorParallelGroup, module: Any, turned: bool, given: Tensor, *, opens: bool) -> Tensor:
-    """Some of the outputs of a linear layer."""
+    """Compute this rank's outputs of a column layer."""
     if opens and module.training:
         group.fork_rng(given.device)
     return _outputs(group, module, turned, given)
@@ -327,14 +326,14 @@ def gather_tokens(group: TensorParallelGroup, tensor: Tensor) -> GatheredTokens 
 
 
 def _outputs(group: TensorParallelGroup, module: Any, turned: bool, given: Tensor) -> Tensor:
-    """Of a linear layer of which each rank has some outputs."""
+    """Compute this rank's outputs of a linear layer."""
     if (stream := gather_tokens(group, given)) is not None:
         return stream.linear(module.weight.T if turned else module.weight, module.bias)
     return _linear(copy_to_group(group, given), module.weight, module.bias, turned)
 
 
 def _row(group: TensorParallelGroup, module: Any, turned: bool, given: Tensor) -> Tensor:
-    """A linear layer of which each rank is given some of the inputs."""
+    """Compute a row layer from this rank's inputs, and sum over the ranks."""
     group.restore_rng()
     group.clear_shared_inputs()
     made = _reduce_output(group, _linear(given, module.weight, None, turned))
@@ -342,7 +341,7 @@ def _row(group: TensorParallelGroup, module: Any, turned: bool, given: Tensor) -
 
 
 def _gathered(group: TensorParallelGroup, module: Any, turned: bool, given: Tensor) -> Tensor:
-    """A linear layer whose outputs are wanted whole; in training they are gathered by who needs them so."""
+    """Compute a linear layer with whole outputs; in training they stay sharded until something gathers them."""
     part = _outputs(group, module, turned, given)
     group.clear_shared_inputs()
     if torch.is_grad_enabled():
@@ -351,7 +350,7 @@ def _gathered(group: TensorParallelGroup, module: Any, turned: bool, given: Tens
 
 
 def _vocabulary(group: TensorParallelGroup, module: Any, _turned: bool, given: Tensor) -> Tensor:
-    """A table of which each rank has some of the rows."""
+    """Look rows up in an embedding table of which each rank holds some rows."""
     first = ShardSlice.share((module.num_embeddings,), 0, group.index, group.size).start[0]
     count = len(module.weight)
     places = given - first
@@ -368,7 +367,7 @@ def _vocabulary(group: TensorParallelGroup, module: Any, _turned: bool, given: T
 
 
 def _reduce_output(group: TensorParallelGroup, partial: Tensor) -> Tensor:
-    """The sum over the ranks: all of it, or this rank's tokens of it."""
+    """Return the sum over the ranks: all of it, or sharded by tokens with sequence parallelism."""
     if group.sequence and torch.is_grad_enabled():
         return reduce_scatter_tokens(partial, group)
     whole: Tensor = _ReduceFromGroup.apply(partial, group)  # type: ignore[no-untyped-call]
@@ -388,7 +387,7 @@ def _linear(given: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) ->
 
 
 class _CopyToGroup(torch.autograd.Function):
-    """Every rank has it, and each gives a part of its gradient."""
+    """Identity; backward sums the gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorParallelGroup) -> Tensor:
@@ -402,7 +401,7 @@ class _CopyToGroup(torch.autograd.Function):
 
 
 class _ReduceFromGroup(torch.autograd.Function):
-    """Each rank has a part of it, and every one has its gradient."""
+    """Sum over the ranks; backward is the identity."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorParallelGroup) -> Tensor:

@@ -1,12 +1,9 @@
-"""Which layers tensor parallelism divides, and how: found in what a forward does, and proved on shapes.
+"""Searches the layers of a model that tensor parallelism can divide, and proves on shapes that they can be.
 
-`division` says which linear layers may be divided, by what becomes of their outputs. What a forward makes of their
-sizes is then tried without data: with the layers' outputs as short as one rank's, it must do the same as with all of
-them, on as short a part of each tensor. A forward that splits outputs by a number of heads, an attribute of its
-module, is given a share of that number, where this makes it come out.
-
-Both are run without data and their operations compared one by one. A tensor is divided where it is shorter in one of
-its dimensions. Each operation must leave that dimension alone: compute number by number along it, or only carry it.
+`op_trace` says which linear layers may be divided, by the use of their outputs. Then the forward is run without data
+twice: with whole outputs, and with outputs as short as one rank's. Both runs must do the same operations, and each
+tensor must be whole or one rank's part along one dimension. Operations must be elementwise along that dimension, or
+only carry it. A module's attribute that counts heads is divided too where that makes the two runs agree.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ _RunOnMeta = Callable[[nn.Module], object]
 
 
 class TensorParallelPlanner:
-    """Finds how a model is divided.
+    """Finds how the layers of a model can be divided, and proves it without data.
 
     Args:
         model: whole, in host memory; it is not changed.
@@ -54,14 +51,14 @@ class TensorParallelPlanner:
     """
 
     def __init__(self, model: nn.Module, run: _RunOnMeta, degree: int | None, where: str) -> None:
-        self._model, self._bones, self._run = model, meta_copy(model), run
+        self._model, self._meta_model, self._run = model, meta_copy(model), run
         self._degree, self._where = degree or 2, where
         self._any = degree is None
-        self._names = {module: name for name, module in self._bones.named_modules()}
+        self._names = {module: name for name, module in self._meta_model.named_modules()}
         self._reasons: list[str] = []
 
     def planned(self, plan: Mapping[str, str]) -> TensorParallelPlan:
-        """As the job says, by module name or pattern. Raises JobError where that is not possible."""
+        """Return the plan that the job gives by module name or pattern. Raises JobError where it is not possible."""
         roles = self._named(plan)
         for name, role in roles.items():
             problem = self._unfit(name, role)
@@ -74,7 +71,7 @@ class TensorParallelPlanner:
         return split
 
     def found(self, traced: Callable[[nn.Module], ForwardTrace]) -> TensorParallelPlan:
-        """What may be divided and comes out. Raises JobError where nothing does.
+        """Search for layers that can be divided. Raises JobError where there are none.
 
         Args:
             traced: follows one forward of a model without data.
@@ -98,21 +95,21 @@ class TensorParallelPlanner:
             why = self._reasons[0] if self._reasons else "none is a linear layer whose outputs go to another one alone"
             raise JobError(
                 [
-                    f"no layer of the model can be divided by {self._degree}: {why}; say by tensor_plan= which modules "
-                    "are, or use another strategy"
+                    f"no layer of the model can be divided by {self._degree}: {why}; name modules by tensor_plan=, or "
+                    "use another strategy"
                 ],
                 where=self._where,
             )
         return split
 
     def _followed(self, traced: Callable[[nn.Module], ForwardTrace]) -> ForwardTrace:
-        """One forward. Raises JobError where it cannot be followed, or the ranks cannot share its heads."""
+        """Trace one forward. Raises JobError where that fails, or the ranks cannot share the attention heads."""
         try:
-            trace = traced(self._bones)
+            trace = traced(self._meta_model)
         except Exception as error:
             what = summarize_error(error)
             raise JobError(
-                [f"the model cannot be divided by layers: followed without data, its forward raised {what}"],
+                [f"the model cannot be divided by layers: traced without data, its forward raised {what}"],
                 where=self._where,
             ) from error
         if self._any and trace.heads:
@@ -125,7 +122,7 @@ class TensorParallelPlanner:
         return trace
 
     def _kinds(self, trace: ForwardTrace) -> Iterator[tuple[dict[str, str], list[tuple[str, ...]]]]:
-        """Blocks that may be divided, with their modules' roles; those in modules of the same classes together."""
+        """Yield groups of alike blocks that may be divided, with the roles of their modules."""
         named = self._weights(nn.Embedding, False)
         kinds: dict[tuple[str, ...], tuple[dict[str, str], list[tuple[str, ...]]]] = {}
         for columns, rows in trace.division.blocks(trace.heads or self._degree):
@@ -142,7 +139,7 @@ class TensorParallelPlanner:
         yield from kinds.values()
 
     def _weights(self, kind: type[nn.Module], wanted: bool) -> dict[int, str]:
-        """Modules of a kind, or of all others, by the storage of their weight."""
+        """Return modules of a kind, or of all others, by the storage of their weight."""
         return {
             storage_key(weight): name
             for module, name in self._names.items()
@@ -150,7 +147,7 @@ class TensorParallelPlanner:
         }
 
     def _ends(self, ends: Mapping[str, str], taken: Mapping[str, str]) -> dict[str, str]:
-        """Tables and last layers that can be divided; tied ones together or not at all."""
+        """Return embeddings and last layers that can be divided; tied ones together or not at all."""
         good = {name: role for name, role in ends.items() if name not in taken and not self._unfit(name, role)}
         while bad := [name for name in good if not self._whole_use(name, good)]:
             for name in bad:
@@ -158,7 +155,7 @@ class TensorParallelPlanner:
         return good
 
     def _whole_use(self, name: str, roles: Mapping[str, str]) -> bool:
-        """Whether all that use a module's parameters divide them alike."""
+        """Return whether all modules that share a module's parameters divide them alike."""
         module = self._model.get_submodule(name)
         own = {module._parameters[key]: dimension for key, dimension in shard_dims(module, roles[name]).items()}
         return all(
@@ -169,7 +166,7 @@ class TensorParallelPlanner:
         )
 
     def _named(self, plan: Mapping[str, str]) -> dict[str, str]:
-        """The modules that a plan means."""
+        """Return the role of each module that a user's plan names or matches."""
         names = [name for name in self._names.values() if name]
         roles: dict[str, str] = {}
         for pattern, role in plan.items():
@@ -177,18 +174,23 @@ class TensorParallelPlanner:
             if not meant:
                 near = get_close_matches(pattern, names, n=1, cutoff=0.0)
                 hint = f"; the nearest is {near[0]!r}" if near else ""
-                raise JobError([f"tensor_plan names {pattern!r}, which the model has not{hint}"], where=self._where)
+                raise JobError(
+                    [f"tensor_plan names {pattern!r}, which is no module of the model{hint}"], where=self._where
+                )
             if role not in ROLES:
                 near = get_close_matches(role, ROLES, n=1, cutoff=0.0)
                 raise JobError(
-                    [f"tensor_plan: {role!r} of {pattern!r} is none of {', '.join(ROLES)}; the nearest is {near[0]!r}"],
+                    [
+                        f"tensor_plan: {role!r} of {pattern!r} is not a role ({', '.join(ROLES)}); the nearest is "
+                        f"{near[0]!r}"
+                    ],
                     where=self._where,
                 )
             roles |= dict.fromkeys(meant, role)
         return roles
 
     def _unfit(self, name: str, role: str) -> str:
-        """Why a module cannot be divided so; empty where it can."""
+        """Return why a module cannot have a role; empty where it can."""
         module = self._model.get_submodule(name)
         if role == "vocabulary":
             plain = type(module) is nn.Embedding and module.max_norm is None
@@ -208,10 +210,10 @@ class TensorParallelPlanner:
         )
 
     def _parent(self, name: str) -> nn.Module:
-        return self._bones.get_submodule(name.rpartition(".")[0])
+        return self._meta_model.get_submodule(name.rpartition(".")[0])
 
     def _proved(self, roles: Mapping[str, str], blocks: Sequence[tuple[str, ...]]) -> TensorParallelPlan | None:
-        """A division of blocks of one kind that comes out, with as few attributes changed as can be."""
+        """Return a plan for alike blocks that is proved, with as few attributes changed as possible; None for none."""
         bad = [name for name in roles if not self._whole_use(name, roles)]
         if bad:
             self._fails(roles, f"a parameter of module {bad[0]!r} is also used elsewhere")
@@ -223,7 +225,7 @@ class TensorParallelPlanner:
             return None
         reasons = []
         for chosen in self._choices(parents):
-            attributes = {path: self._shares(self._bones.get_submodule(path), chosen) for path in parents}
+            attributes = {path: self._shares(self._meta_model.get_submodule(path), chosen) for path in parents}
             why = self._differing(whole, roles, attributes)
             if not why:
                 random = frozenset(name for events in whole for name in _columns_before_random_ops(events))
@@ -233,10 +235,10 @@ class TensorParallelPlanner:
         return None
 
     def _fails(self, roles: Mapping[str, str], why: str) -> None:
-        self._reasons.append(f"the block of module {next(iter(roles))!r} does not come out: {why}")
+        self._reasons.append(f"the block of module {next(iter(roles))!r} cannot be divided: {why}")
 
     def _shares(self, module: nn.Module, chosen: Sequence[str]) -> dict[str, int]:
-        """One rank's share of some of a module's attributes."""
+        """Return one rank's share of some of a module's attributes."""
         return {
             key: vars(module)[key] // self._degree for key in chosen if _is_divisible_count(module, key, self._degree)
         }
@@ -251,8 +253,8 @@ class TensorParallelPlanner:
         return next(filter(None, found), "")
 
     def _choices(self, parents: Sequence[str]) -> Iterator[tuple[str, ...]]:
-        """Attributes to change: none, one, and so on."""
-        modules = [self._bones.get_submodule(path) for path in parents]
+        """Yield sets of attributes to change: none, one, and so on."""
+        modules = [self._meta_model.get_submodule(path) for path in parents]
         keys = sorted(
             {key for module in modules for key in vars(module) if _is_divisible_count(module, key, self._degree)}
         )
@@ -262,15 +264,15 @@ class TensorParallelPlanner:
     def _events(
         self, roles: Mapping[str, str], degree: int, attributes: Mapping[str, Mapping[str, int]]
     ) -> list[list[TracedOp]] | str:
-        """What a forward does in training, with gradients, and in evaluation; or what it raised."""
-        modes = [(module, module.training) for module in self._bones.modules()]
+        """Trace a forward in training, with gradients, and in evaluation; return the traces, or what was raised."""
+        modes = [(module, module.training) for module in self._meta_model.modules()]
         found = []
         try:
             for training in (True, False):
-                self._bones.train(training)
+                self._meta_model.train(training)
                 standing_in = self._standing_in(roles, degree, attributes)
                 with standing_in as recorder, torch.set_grad_enabled(training), recorder:
-                    self._run(self._bones)
+                    self._run(self._meta_model)
                 if recorder.called != roles.keys():
                     return f"module {next(iter(roles.keys() - recorder.called))!r} is not called by the forward"
                 found.append(recorder.events)
@@ -282,7 +284,7 @@ class TensorParallelPlanner:
         return found
 
     def _widths(self, name: str, role: str, degree: int) -> tuple[int, int, torch.dtype]:
-        """What a module is given on each of so many ranks, what it gives, and the type of its weight."""
+        """Return the input and output width of a module on each rank, and the type of its weight."""
         module = self._model.get_submodule(name)
         weight = module._parameters["weight"]
         assert weight is not None, "a layer that is divided has one"
@@ -296,19 +298,19 @@ class TensorParallelPlanner:
     def _standing_in(
         self, roles: Mapping[str, str], degree: int, attributes: Mapping[str, Mapping[str, int]]
     ) -> Iterator[_OpRecorder]:
-        """Within, the modules give what they would on one of so many ranks."""
-        modules = {name: self._bones.get_submodule(name) for name in roles}
+        """Replace the modules by stand-ins that return tensors of one rank's shapes."""
+        modules = {name: self._meta_model.get_submodule(name) for name in roles}
         recorder = _OpRecorder(
             {storage_key(each): name for name, module in modules.items() for each in module.parameters()}
         )
-        before = [(module, dict(vars(module))) for module in self._bones.modules()]
+        before = [(module, dict(vars(module))) for module in self._meta_model.modules()]
         for name, module in modules.items():
             module.forward = recorder.stand_in(name, roles[name], *self._widths(name, roles[name], degree))
             parent = self._parent(name)
             if isinstance(parent, nn.TransformerEncoderLayer):
                 parent.activation_relu_or_gelu = 0
         for path, changed in attributes.items():
-            vars(self._bones.get_submodule(path)).update(changed)
+            vars(self._meta_model.get_submodule(path)).update(changed)
         try:
             yield recorder
         finally:
@@ -318,12 +320,12 @@ class TensorParallelPlanner:
 
 
 def _is_divisible_count(module: Any, key: str, degree: int) -> bool:
-    """Whether an attribute is a number that may count what is divided."""
+    """Return whether an attribute is a number that can be divided by the degree, such as a number of heads."""
     value = vars(module).get(key)
     return type(value) is int and value > 1 and not value % degree and not key.startswith("_")
 
 
-# --- Trace equivalence ------------------------------------------------------------------------------------------------
+# --- Comparison of traces ---------------------------------------------------------------------------------------------
 
 
 _aten = torch.ops.aten
@@ -362,14 +364,14 @@ class TracedOp:
 
 @dataclass(frozen=True)
 class TracedTensor:
-    """In the place of a tensor; `learns` where it has a gradient."""
+    """The shape of a tensor argument; `learns` where it requires a gradient."""
 
     shape: _Shape
     learns: bool
 
 
 class _OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down the operations of a forward in which some layers are stood in for.
+    """Records the operations of a forward in which some layers are replaced by stand-ins.
 
     Args:
         names: of these layers, by the storage of each of their parameters.
@@ -380,13 +382,13 @@ class _OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[TracedOp] = []
         self.called: set[str] = set()
         self._names = names
-        self._deaf = False
+        self._paused = False
 
     def stand_in(self, name: str, role: str, takes: int, gives: int, kind: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """A forward of a layer that is given, and gives, so many numbers of each token; `kind` is its weight's type."""
+        """Return a stand-in for a layer's forward, with input and output widths; `kind` is its weight's type."""
 
         def forward(given: Tensor) -> Tensor:
-            self._deaf = True
+            self._paused = True
             try:
                 if takes and given.shape[-1] != takes:
                     raise ValueError(f"module {name!r} is given {given.shape[-1]} numbers where it takes {takes}")
@@ -394,7 +396,7 @@ class _OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 made = given.new_empty(shape, dtype=given.dtype if given.is_floating_point() else kind)
                 made = made.requires_grad_().clone()  # no leaf: a forward may write to it
             finally:
-                self._deaf = False
+                self._paused = False
             self.called.add(name)
             self.events.append(TracedOp(call=(name, role)))
             return made
@@ -403,7 +405,7 @@ class _OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        if not self._deaf:
+        if not self._paused:
             for each in tree_leaves((args, kwargs)):
                 if isinstance(each, Tensor) and (name := self._names.get(storage_key(each))) is not None:
                     raise ValueError(f"a parameter of module {name!r} is used without calling it")
@@ -417,7 +419,7 @@ class _OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def trace_mismatch(whole: Sequence[TracedOp], part: Sequence[TracedOp], degree: int) -> str:
-    """Why a forward on a part is not the whole one's part; empty where it is."""
+    """Return why the trace of one rank is not its part of the whole trace; empty where it is."""
     if [(event.func, event.call) for event in whole] != [(event.func, event.call) for event in part]:
         return "its forward does something else with a part of the outputs"
     inside = False
@@ -432,7 +434,7 @@ def trace_mismatch(whole: Sequence[TracedOp], part: Sequence[TracedOp], degree: 
 
 
 def _columns_before_random_ops(events: Sequence[TracedOp]) -> Iterator[str]:
-    """Columns after which random numbers are drawn before the next row."""
+    """Yield the column layers after which random numbers are drawn before the next row layer."""
     column = ""
     for event in events:
         if event.call[1] == "column":
@@ -444,7 +446,7 @@ def _columns_before_random_ops(events: Sequence[TracedOp]) -> Iterator[str]:
 
 
 def _op_mismatch(whole: TracedOp, part: TracedOp, degree: int, inside: bool) -> str:
-    """What an operation does otherwise."""
+    """Return how an operation differs between the two traces; empty where it does not."""
     try:
         given = [_sharded_dim(one, other, degree) for one, other in _tensor_shapes(whole, part)]
         made = [_sharded_dim(one, other, degree) for one, other in zip(whole.made, part.made, strict=True)]
@@ -457,7 +459,7 @@ def _op_mismatch(whole: TracedOp, part: TracedOp, degree: int, inside: bool) -> 
         return "draws random numbers for all ranks beside those of each one" if random and inside else ""
     learned = [one.learns for one in whole.given if isinstance(one, TracedTensor)]
     if any(learns and each is None for learns, each in zip(learned, given, strict=True)):
-        return "meets what is learned and whole: each rank would have a part of its gradient"
+        return "is combined with a whole parameter, of whose gradient each rank would have a part"
     made = [each for one, each in zip(whole.made, made, strict=True) if not _is_fused_attention(packet) or any(one)]
     if any(each is None for each in made):  # of a fused kernel's outputs some are states of its random numbers
         return "needs the whole"
@@ -469,7 +471,7 @@ def _op_mismatch(whole: TracedOp, part: TracedOp, degree: int, inside: bool) -> 
 def _sharding_mismatch(
     packet: Any, whole: TracedOp, part: TracedOp, degree: int, given: list[tuple[_Shape, int | None]]
 ) -> str:
-    """Why an operation is not one along whose divided dimensions each rank can do its part."""
+    """Return why ranks cannot run an operation on their parts; empty where they can."""
     shape, dimension = next((shape, each) for shape, each in given if each is not None)
     if packet in _VIEW_OPS:
         after = _sharded_dim(whole.made[0], part.made[0], degree)
@@ -504,7 +506,7 @@ def _sharding_mismatch(
 
 
 def _is_fused_attention(packet: Any) -> bool:
-    """Whether an operation is attention in one kernel."""
+    """Return whether an operation is fused attention."""
     return "scaled_dot_product" in str(packet)
 
 
@@ -513,7 +515,7 @@ _SLICE_OPS = (_aten.slice, _aten.split, _aten.split_with_sizes, _aten.narrow)  #
 
 
 def _sharded_dim(whole: _Shape, part: _Shape, degree: int) -> int | None:
-    """In which dimension a tensor is divided. Raises ValueError where it is otherwise unlike."""
+    """Return the divided dimension of a tensor; None for none. Raises ValueError where shapes differ otherwise."""
     if whole == part:
         return None
     differing = [each for each in range(len(whole)) if len(whole) == len(part) and whole[each] != part[each]]
@@ -523,7 +525,7 @@ def _sharded_dim(whole: _Shape, part: _Shape, degree: int) -> int | None:
 
 
 def _tensor_shapes(whole: TracedOp, part: TracedOp) -> list[tuple[_Shape, _Shape]]:
-    """Shapes of the tensors that are given."""
+    """Return pairs of shapes of the tensor arguments."""
     pairs = zip(whole.given, part.given, strict=True)
     return [
         (one.shape, other.shape)
@@ -533,12 +535,12 @@ def _tensor_shapes(whole: TracedOp, part: TracedOp) -> list[tuple[_Shape, _Shape
 
 
 def _plain_arguments(event: TracedOp) -> list[Any]:
-    """What is given beside tensors."""
+    """Return the arguments that are not tensors."""
     return [each for each in event.given if not isinstance(each, TracedTensor)]
 
 
 def _flat_arguments(args: Any, kwargs: Any) -> Iterator[Any]:
-    """Arguments one by one; lists of tensors one after the other, others as they are."""
+    """Yield the arguments, with lists of tensors flattened."""
     for each in (*args, *(kwargs or {}).values()):
         if isinstance(each, list | tuple) and any(isinstance(one, Tensor) for one in each):
             yield from each
@@ -546,13 +548,13 @@ def _flat_arguments(args: Any, kwargs: Any) -> Iterator[Any]:
             yield tuple(each) if isinstance(each, list) else each
 
 
-# --- Whether tokens may be divided between the regions that tensor parallelism divides --------------------------------
+# --- Sequence parallelism ---------------------------------------------------------------------------------------------
 
 
 def sequence_parallel_problem(
     model: nn.Module, split: TensorParallelPlan, run: Callable[..., object], degree: int, where: str
 ) -> str:
-    """Why not: above all, what a forward needs all tokens for before its last divided layer; empty where nothing.
+    """Return why tokens cannot be divided between the divided layers; empty where they can.
 
     Args:
         run: calls a model without data, with `rows` of them.
@@ -567,12 +569,12 @@ def sequence_parallel_problem(
 def _sequence_run_problem(
     model: nn.Module, split: TensorParallelPlan, run: Callable[[nn.Module], object], degree: int, where: str
 ) -> str:
-    """The same of one run."""
-    bones, group = meta_copy(model).train(), _MetaGroup(index=0, size=degree, sequence=True)
-    shard_layers(bones, split, group, where)
+    """Return the problem of one run."""
+    meta_model, group = meta_copy(model).train(), _MetaGroup(index=0, size=degree, sequence=True)
+    shard_layers(meta_model, split, group, where)
     try:
         with torch.enable_grad():
-            run(bones)
+            run(meta_model)
     except Exception as error:
         return f"without data it raised {summarize_error(error)}"
     if group.shortest < degree:
@@ -584,12 +586,12 @@ def _sequence_run_problem(
 
 @dataclass(kw_only=True)
 class _MetaGroup(TensorParallelGroup):
-    """A group of which no other rank is there, on the meta device.
+    """One rank of a group without the others, on the meta device.
 
     Attributes:
-        asks: what gathered tokens, and after how many sums.
-        scatters: sums so far.
-        shortest: fewest tokens that were divided.
+        asks: operations that gathered tokens, with the number of reduce-scatters before.
+        scatters: number of reduce-scatters so far.
+        shortest: smallest number of tokens that was divided.
     """
 
     asks: list[tuple[str, int]] = field(default_factory=list)
@@ -612,10 +614,10 @@ class _MetaGroup(TensorParallelGroup):
         return tensor.narrow(dim, 0, ShardSlice.share((tensor.shape[dim],), 0, self.index, self.size).count).clone()
 
     def fork_rng(self, device: torch.device) -> None:
-        """Random numbers of nobody."""
+        """Draw as before: on the meta device no numbers are drawn."""
 
     def restore_rng(self) -> None:
-        """Random numbers of nobody."""
+        """Draw as before: on the meta device no numbers are drawn."""
 
     def before_gather(self, func: Any) -> None:
         self.asks.append((str(func._overloadpacket), self.scatters))

@@ -1,13 +1,11 @@
-"""A tensor that is to be taken for whole, of which each rank of a tensor-parallel group holds a part.
+"""A tensor that looks whole to user code while each rank of a tensor-parallel group holds a part of it.
 
-Each rule is given what autograd gives an operation, and answers None where it cannot do without all logits.
-
-A job's loss is a function of whole logits. It is given a tensor that says it is whole and holds this rank's part.
-Below autograd, operations that keep the vocabulary apart are done on the parts: views, what goes number by number, and
-of cross-entropy the log-softmax and the choice of the targets', which add up a number or two of each token over the
-ranks (Shoeybi et al., 2019, section 3). Gradients come back in the same way. Every other operation gathers the logits
-first, and is done on all of them. torch's own `loss_parallel` has the same formulas for DTensors, which refuse to meet
-the plain tensors that a loss brings along, and raise where they know no rule.
+A job's loss is a function of whole logits. It gets a `ShardedTensor`, below which autograd's operations run on the
+parts where a rule exists: views, pointwise operations, norms and dropout, and of cross-entropy the log-softmax and the
+choice of targets, which reduce a few numbers of each token over the ranks (Shoeybi et al., 2019, section 3). Gradients
+are sharded in the same way. A rule returns None where it cannot work on parts; such operations, and those without a
+rule, gather the tensor first. torch's `loss_parallel` has the same formulas for DTensors, which cannot be combined with
+the plain tensors of a loss, and raise for operations without a rule.
 """
 
 from __future__ import annotations
@@ -126,12 +124,12 @@ class ShardedTensor(Tensor):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it has not been gathered."""
+        """Whether this rank holds only its part: the tensor has not been gathered."""
         return self.shard_storage.whole is None
 
     @property
     def local(self) -> Tensor:
-        """This rank's part; all of it once it was gathered."""
+        """This rank's part, seen through the views; the whole tensor once it was gathered."""
         made = self.shard_storage.local if self.is_sharded else self.shard_storage.whole
         assert made is not None, "one of the two is there"
         for view in self._views:
@@ -140,23 +138,23 @@ class ShardedTensor(Tensor):
 
     @property
     def local_range(self) -> tuple[int, int]:
-        """The first number of this rank along that dimension, and how many it has."""
+        """Start and length of this rank's part along the sharded dimension."""
         box = ShardSlice.share(
             (self.shape[self.shard_dim],), 0, self.shard_storage.group.index, self.shard_storage.group.size
         )
         return box.start[0], box.count
 
     def whole(self) -> Tensor:
-        """All of it, without a graph; every rank calls it."""
+        """Gather and return the whole tensor, without a graph; every rank calls it."""
         self.shard_storage.gathered()
         return self.local
 
     def viewed(self, view: _View, claim: Tensor, along: int) -> ShardedTensor:
-        """A view of it."""
+        """Return a view of this tensor."""
         return ShardedTensor(self.shard_storage, (*self._views, view), claim, along)
 
     def like(self, part: Tensor, claim: Tensor, along: int | None = None) -> ShardedTensor:
-        """This rank's part of something else that is held alike."""
+        """Return another tensor with the same sharding, of which this rank holds `part`."""
         return ShardedTensor.of(part, self.shard_storage.group, self.shard_dim if along is None else along, claim)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # gathers nothing
@@ -188,18 +186,18 @@ class ShardedTensor(Tensor):
 
 
 def check_first_order() -> None:
-    """Raise JobError in a backward whose result is to be differentiated: it would be without this rank's graph."""
+    """Raise JobError where a backward builds a graph: second derivatives are not supported."""
     if torch.is_grad_enabled():
         raise JobError(
             [
-                "a gradient through divided layers cannot be differentiated once more (create_graph=True): use tp=1, "
+                "second derivatives through tensor-parallel layers are not supported (create_graph=True): use tp=1, "
                 "or a loss without a gradient in it"
             ]
         )
 
 
 class _FullGradient(torch.autograd.Function):
-    """The same; its gradient is gathered."""
+    """Identity; backward gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -221,7 +219,7 @@ def _with_full_gradient(each: Any) -> Any:
 
 
 def _local_operand(tensor: ShardedTensor, other: Tensor) -> Tensor | None:
-    """What a rank needs of a tensor that meets its part of another one; None where it cannot be."""
+    """Return the part of `other` that fits this rank's part of `tensor`; None where there is none."""
     width, place = tensor.shape[tensor.shard_dim], other.dim() - tensor.dim() + tensor.shard_dim
     if isinstance(other, ShardedTensor):
         if other.is_sharded:
@@ -234,14 +232,14 @@ def _local_operand(tensor: ShardedTensor, other: Tensor) -> Tensor | None:
     return other.narrow(place, *tensor.local_range)
 
 
-# --- Vocab cross entropy ----------------------------------------------------------------------------------------------
+# --- Rules: cross-entropy over a sharded vocabulary -------------------------------------------------------------------
 
 
 _MEAN, _SUM = 1, 2  # reductions, as torch numbers them
 
 
 def _log_softmax_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """Over the vocabulary: the largest logit and the sum of exponentials are those of all ranks."""
+    """Log-softmax over the sharded dimension: maximum and sum are reduced over the ranks."""
     tensor, dimension, wider = args
     if not tensor.is_sharded or dimension % tensor.dim() != tensor.shard_dim:
         return None
@@ -268,7 +266,7 @@ def _log_softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
-    """The targets' log-probabilities, each from the rank that has it."""
+    """NLL loss: each target's log-probability comes from the rank that holds it."""
     tensor, targets, weight, reduction, ignored = args
     along = min(tensor.dim() - 1, 1)
     if not isinstance(tensor, ShardedTensor) or not tensor.is_sharded or tensor.shard_dim != along:
@@ -303,7 +301,7 @@ def _nll_loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _target_positions(tensor: ShardedTensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which targets count, which of these are this rank's, and where in its part; 0 of all others."""
+    """Return which targets count, which of them this rank holds, and where in its part; 0 for others."""
     first, count = tensor.local_range
     counts = targets != ignored
     here = counts & (targets >= first) & (targets < first + count)
@@ -311,7 +309,7 @@ def _target_positions(tensor: ShardedTensor, targets: Tensor, ignored: int) -> t
 
 
 def _target_weights(tensor: ShardedTensor, weight: Tensor | None, targets: Tensor, counts: Tensor) -> Tensor:
-    """Of each target; 0 where it does not count."""
+    """Return the weight of each target; 0 where it does not count."""
     if weight is None:
         return counts.to(tensor.dtype)
     return weight[targets.masked_fill(~counts, 0)].masked_fill(~counts, 0.0)
@@ -329,7 +327,7 @@ def _check_targets(targets: Tensor, width: int, ignored: int) -> None:
 
 
 def _at_least_fp32(tensor: Tensor) -> Tensor:
-    """In single precision at least, as torch's own kernels add up."""
+    """Return the tensor in float32 at least, in which torch's own kernels add up."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
@@ -339,11 +337,11 @@ def _with_size(shape: Sequence[int], place: int, size: int) -> list[int]:
     return made
 
 
-# --- Norms and dropout of a tensor of whose tokens each rank holds some -----------------------------------------------
+# --- Rules: norms and dropout of tensors sharded by tokens ------------------------------------------------------------
 
 
 def _layer_norm_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """Over what a rank has whole: layer norm and RMS norm, with what their backward asks for."""
+    """Layer norm and RMS norm over dimensions that are not sharded."""
     tensor, over, *rest = args
     if not _norm_is_local(tensor, over) or any(isinstance(each, ShardedTensor) for each in rest):
         return None
@@ -352,7 +350,7 @@ def _layer_norm_rule(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
-    """Its gradient; that of what is learned is added up over the ranks."""
+    """Backward of layer norm; gradients of the norm's parameters are summed over the ranks."""
     gradient, tensor, over, *rest = args
     if not isinstance(tensor, ShardedTensor) or not _norm_is_local(tensor, over):
         return None
@@ -369,7 +367,7 @@ def _layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _dropout_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """The numbers that are drawn are those of one device."""
+    """Dropout: every rank draws the mask of the whole tensor and takes its part."""
     tensor, share, training = args
     if not tensor.is_sharded:
         return None
@@ -383,18 +381,18 @@ def _dropout_rule(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _norm_is_local(tensor: ShardedTensor, over: Any) -> bool:
-    """Whether a rank has all of the dimensions that come last."""
+    """Return whether the normalized dimensions are not sharded."""
     return tensor.is_sharded and tensor.shard_dim < tensor.dim() - len(over)
 
 
 def _sharded_like(tensor: ShardedTensor, part: Tensor) -> Tensor:
-    """What is held as another tensor is; other dimensions may be longer or shorter."""
+    """Return a part as a tensor sharded like another one; other dimensions may differ."""
     shape = [*part.shape]
     shape[tensor.shard_dim] = tensor.shape[tensor.shard_dim]
     return tensor.like(part, torch.empty(shape, dtype=part.dtype, device="meta"))
 
 
-# --- Vocab logits -----------------------------------------------------------------------------------------------------
+# --- Rules: views, copies, pointwise operations and reductions --------------------------------------------------------
 
 
 _aten = torch.ops.aten
@@ -411,19 +409,19 @@ _NEW_TENSOR_OPS = (
 
 
 def from_local(part: Tensor, group: TensorParallelGroup, width: int) -> Tensor:
-    """What a rank has of `width` numbers along the last dimension, to be taken for all of them."""
+    """Return a tensor of `width` along the last dimension, of which this rank holds `part`."""
     made: Tensor = _FromLocal.apply(part, group, width)  # type: ignore[no-untyped-call]
     return made
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The same as a plain tensor, with its graph; every rank calls it."""
+    """Gather a sharded tensor, with its graph; every rank calls it. A plain tensor is returned as it is."""
     made: Tensor = _FullTensor.apply(tensor) if isinstance(tensor, ShardedTensor) else tensor  # type: ignore[no-untyped-call]
     return made
 
 
 class _FromLocal(torch.autograd.Function):
-    """A part is taken for the whole."""
+    """Shards from local parts; backward takes this rank's part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: TensorParallelGroup, width: int) -> Tensor:
@@ -444,7 +442,7 @@ class _FromLocal(torch.autograd.Function):
 
 
 class _FullTensor(torch.autograd.Function):
-    """What is taken for whole becomes so."""
+    """Gathers a sharded tensor; backward is the identity."""
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> Tensor:
@@ -457,11 +455,11 @@ class _FullTensor(torch.autograd.Function):
         return gradients[0]
 
 
-# --- operations, given as autograd gives them; a rule answers None where all numbers are needed ------------------
+# --- Running operations -----------------------------------------------------------------------------------------------
 
 
 def _run_on_full(func: Any, args: Any, kwargs: Any) -> Any:
-    """An operation on all numbers; what it changes in place stays changed."""
+    """Gather all sharded arguments and run an operation on them; changes in place are kept."""
     held: dict[int, ShardedTensor] = {}
 
     def opened(each: Any) -> Any:
@@ -479,7 +477,7 @@ def _run_on_full(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _global_meta(func: Any, args: Any, kwargs: Any, width: int | None = None) -> Any:
-    """What an operation would make of all numbers, on the meta device; or of so many along the vocabulary."""
+    """Run an operation on the meta device with global shapes, or with another width of the sharded dimension."""
 
     def bare(each: Any) -> Any:
         if isinstance(each, ShardedTensor):
@@ -495,7 +493,7 @@ def _global_meta(func: Any, args: Any, kwargs: Any, width: int | None = None) ->
 
 
 def _view_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """A view that leaves the vocabulary's dimension as it is, or moves it."""
+    """A view that keeps or moves the sharded dimension."""
     tensor = args[0]
     if not tensor.is_sharded:
         return None
@@ -508,7 +506,7 @@ def _view_rule(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _reshape_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """Another shape in which the vocabulary still has a dimension of its own."""
+    """A reshape that keeps the sharded dimension as one dimension."""
     tensor = args[0]
     if not tensor.is_sharded:
         return None
@@ -529,7 +527,7 @@ def _reshape_rule(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _expand_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """Longer or more dimensions beside that of which each rank has some."""
+    """An expand of other dimensions than the sharded one."""
     tensor, claim = args[0], _global_meta(func, args, kwargs)
     place = claim.dim() - tensor.dim() + tensor.shard_dim
     if not tensor.is_sharded or claim.shape[place] != tensor.shape[tensor.shard_dim] or claim.shape[place] == 1:
@@ -544,7 +542,7 @@ def _expand_rule(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _copy_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """Another type or order in memory."""
+    """A copy of another type or memory order."""
     (tensor, *_), claim = args, _global_meta(func, args, kwargs)
     moved = kwargs.get("device") not in (None, tensor.device) or not claim.is_floating_point()
     if not tensor.is_sharded or moved:
@@ -553,7 +551,7 @@ def _copy_rule(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _index_select_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """Rows by number, along another dimension than the vocabulary's."""
+    """An index_select along another dimension than the sharded one."""
     tensor, dimension, *_ = args
     if not isinstance(tensor, ShardedTensor) or not tensor.is_sharded or dimension % tensor.dim() == tensor.shard_dim:
         return None
@@ -561,13 +559,13 @@ def _index_select_rule(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _new_tensor_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """A plain tensor that is made after another's shape."""
+    """A new plain tensor of the global shape."""
     stand_in = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
     return func(stand_in, *args[1:], **kwargs)
 
 
 def _pointwise_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """Number by number, also with plain tensors, of which each rank takes its part."""
+    """A pointwise operation; of plain tensors each rank takes its part."""
     flat: list[Any] = []
     tree_map(flat.append, (args, kwargs))
     tensor = next((each for each in flat if isinstance(each, ShardedTensor) and each.is_sharded), None)
@@ -584,7 +582,7 @@ def _pointwise_rule(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _in_place_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """Number by number, in the place of what is held."""
+    """A pointwise operation in place."""
     tensor, *rest = args
     if not isinstance(tensor, ShardedTensor) or not tensor.is_sharded:
         return None
@@ -596,7 +594,7 @@ def _in_place_rule(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _reduction_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """Over the vocabulary too, or not."""
+    """A sum or mean; over the sharded dimension, sums are reduced over the ranks."""
     tensor = args[0]
     if not tensor.is_sharded:
         return None
@@ -615,7 +613,7 @@ def _reduction_rule(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _select_backward_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """The gradient of what was picked along another dimension, in zeros."""
+    """Backward of select and slice along another dimension than the sharded one."""
     gradient, sizes, dimension, *rest = args
     along = gradient.shard_dim if func._overloadpacket is _aten.slice_backward else None
     dimension %= len(sizes)

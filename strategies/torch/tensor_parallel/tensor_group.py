@@ -41,7 +41,7 @@ class TensorParallelGroup:
     def once(self, make: Callable[[Tensor, TensorParallelGroup], Any], tensor: Tensor) -> Any:
         """Return what `make` gives for a tensor; layers given the same, unchanged tensor share the result.
 
-        Results with and without a graph are kept apart. They are kept until `clear_shared_inputs`.
+        Results with and without a graph are separate. They are kept until `clear_shared_inputs`.
         """
         key = make, id(tensor), torch.is_grad_enabled()
         _, version, made = self._shared_inputs.get(key, (None, -1, None))

@@ -1,8 +1,7 @@
-"""What a model's forward is made of, seen from outside its modules, and how it is listened to.
+"""Traces a model's forward for a pipeline: calls of modules, functions between them, and the values that pass.
 
-A forward consists of calls of modules that lie in one section each, and of what it does between them.
-
-One forward on the meta device, where tensors have shapes and no memory, tells all of it.
+A forward consists of calls of modules that lie in one section each, and of functions of torch between the calls. One
+forward on the meta device, where tensors have shapes but no memory, shows all of them.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ ForwardFunction = Callable[[nn.Module, Sequence[Tensor]], Any]
 
 
 class ValueKey(NamedTuple):
-    """A value: which tensor of what the n-th call, function between calls, or input gave."""
+    """The key of a value: which output tensor of the n-th call, function between calls, or input."""
 
-    source: Literal["input", "call", "glue"]
+    source: Literal["input", "call", "between_calls"]
     number: int
     leaf: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ModuleCall:
-    """A module's call that a forward makes from between modules.
+    """A call of a module that lies in one section.
 
     Attributes:
         name: of the module.
@@ -62,7 +61,7 @@ class _ModuleCall:
 
 @dataclass(frozen=True, kw_only=True)
 class _CallResult:
-    """What a call gave: tensors by their keys, all else as it was."""
+    """The result of a call: tensors by their keys, other values as they are."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
@@ -70,11 +69,11 @@ class _CallResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardRoute:
-    """One forward on so many rows.
+    """The route of one forward with a certain number of rows.
 
     Attributes:
         calls: in order.
-        glue: the functions of torch that are called between them, in order.
+        between_calls: the functions of torch that are called between them, in order.
         results: of each whole call, by its number.
         values: each value as it was made, on the meta device.
         same: what a call or function gave that was a value already.
@@ -86,7 +85,7 @@ class ForwardRoute:
     """
 
     calls: tuple[_ModuleCall, ...]
-    glue: tuple[Any, ...]
+    between_calls: tuple[Any, ...]
     results: Mapping[int, _CallResult]
     values: Mapping[ValueKey, Tensor]
     same: Mapping[ValueKey, ValueKey]
@@ -98,7 +97,7 @@ class ForwardRoute:
 
 
 class WatchedModel:
-    """A module tree whose chosen modules tell a follower of their calls before they run.
+    """A module tree whose chosen modules report their calls to a listener.
 
     Args:
         model: the tree.
@@ -120,7 +119,7 @@ class WatchedModel:
 
     @contextmanager
     def followed(self, follower: CallListener) -> Iterator[None]:
-        """Within, the follower hears of everything."""
+        """Report calls to the listener inside this context."""
         self.follower = follower
         try:
             with follower:
@@ -130,7 +129,7 @@ class WatchedModel:
 
 
 class CallListener(TorchFunctionMode):
-    """Hears of what a forward does between modules, and of calls of the modules watched.
+    """Listens to the functions that a forward calls between modules, and to calls of watched modules.
 
     Attributes:
         inside: such a call runs as a whole: nothing is to be heard of.
@@ -139,21 +138,21 @@ class CallListener(TorchFunctionMode):
     inside = False
 
     def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A watched module is called."""
+        """Handle the call of a watched module."""
         raise NotImplementedError
 
-    def glue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function of torch is called between modules."""
+    def between_calls(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle a torch function that is called between modules."""
         raise NotImplementedError
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.inside:
             return func(*args, **(kwargs or {}))
-        return self.glue(func, args, kwargs or {})
+        return self.between_calls(func, args, kwargs or {})
 
     @contextmanager
-    def deaf(self) -> Iterator[None]:
-        """Within, nothing is to be heard of."""
+    def paused(self) -> Iterator[None]:
+        """Report nothing inside this context."""
         self.inside = True
         try:
             yield
@@ -161,16 +160,16 @@ class CallListener(TorchFunctionMode):
             self.inside = False
 
     def whole(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a call without hearing of what happens in it."""
-        with self.deaf(), pop_mode_temporarily():
+        """Run a call without reports from inside it."""
+        with self.paused(), pop_mode_temporarily():
             return forward(*args, **kwargs)
 
 
-# --- Which calls and values a model's forward is made of --------------------------------------------------------------
+# --- The route of a forward -------------------------------------------------------------------------------------------
 
 
 class ForwardTracer:
-    """Follows forwards of a model that is to be cut.
+    """Traces forwards of a model that is to be cut.
 
     Args:
         model: on the meta device.
@@ -186,7 +185,7 @@ class ForwardTracer:
 
     @torch.enable_grad()  # whoever asks: it tells what gets a gradient
     def route(self, inputs: Sequence[Tensor]) -> ForwardRoute:
-        """Follow one forward on inputs on the meta device.
+        """Trace one forward on inputs on the meta device.
 
         Raises:
             JobError: the forward looks at values, or does not call the entries in their order.
@@ -202,7 +201,7 @@ class ForwardTracer:
         return notes.route(outputs)
 
     def _calls(self, inputs: Sequence[Tensor]) -> list[_ModuleCall]:
-        """Outermost calls that lie in one section, and those with which one begins."""
+        """Return the outermost calls that lie in one section, and those with which a section begins."""
         names = {module: name for name, module in self._model.named_modules()}
         heard = [name.split(".") for module, name in names.items() if module._forward_hooks]
         events = _CallSpans()
@@ -232,7 +231,7 @@ class ForwardTracer:
         ]
 
     def _begins(self, events: _CallSpans, names: Mapping[nn.Module, str]) -> list[int]:
-        """When the sections from the second on begin."""
+        """Return when the sections from the second on begin."""
         found: list[int] = []
         for entry in self._entries:
             try:
@@ -248,7 +247,7 @@ class ForwardTracer:
         return found
 
     def _tried(self, inputs: Sequence[Tensor]) -> Any:
-        """A forward without data, in which what is made of constants alone has values."""
+        """Run a forward without data, in which values made of constants alone are known."""
         try:
             with MetaValueMode():
                 return self._forward(self._model, inputs)
@@ -257,7 +256,7 @@ class ForwardTracer:
         except Exception as error:
             what = summarize_error(error, limit=300)
             raise self._wrong(
-                f"the model cannot be cut: followed without data, its forward raised {what}: let it not look at the "
+                f"the model cannot be cut: traced without data, its forward raised {what}: it must not read "
                 "values of its inputs (a model of Hugging Face's looks at its mask unless it is loaded with "
                 'attn_implementation="eager"), or use strategy="data_parallel" or "sharded"'
             ) from error
@@ -267,7 +266,7 @@ class ForwardTracer:
 
 
 class _CallSpans:
-    """When each module's calls begin and end: (name, begin, end), by begin."""
+    """Records when each module's calls begin and end: (name, begin, end), by begin."""
 
     def __init__(self) -> None:
         self._now = 0
@@ -290,7 +289,7 @@ class _CallSpans:
 
 
 class _ValueRecorder(CallListener):
-    """Writes down where each value is made and last used."""
+    """Records where each value is made and last used."""
 
     def __init__(self, model: nn.Module, calls: Sequence[_ModuleCall], inputs: Sequence[Tensor], where: str) -> None:
         super().__init__()
@@ -323,7 +322,7 @@ class _ValueRecorder(CallListener):
         self._number += 1
         if call.section > self._section:
             self._section = call.section
-            with self.deaf():
+            with self.paused():
                 self._begins.append({key: (each._version, meta_tensor(each)) for key, each in self._values.items()})
         self._use((args, kwargs))
         if not call.whole:
@@ -338,17 +337,17 @@ class _ValueRecorder(CallListener):
         self._results[number] = _CallResult(spec=spec, leaves=known)
         return output
 
-    def glue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def between_calls(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = len(self._glue)
         self._glue.append(func)
         self._between |= self._use((args, kwargs))
         output = func(*args, **kwargs)
         for place, leaf in enumerate(tree_leaves(output)):
-            self._make(leaf, ValueKey("glue", number, place))
+            self._make(leaf, ValueKey("between_calls", number, place))
         return output
 
     def route(self, outputs: Any) -> ForwardRoute:
-        """All of it, once the forward is over."""
+        """Return the whole route, once the forward has ended."""
         self._use(outputs)
         taken = tuple(
             tuple(key for key in self._values if self._made[key] < section <= self._used.get(key, -1))
@@ -361,7 +360,7 @@ class _ValueRecorder(CallListener):
                 raise self._wrong(f"buffer {name!r} is changed, and used on both sides of a cut")
         return ForwardRoute(
             calls=self._calls,
-            glue=tuple(self._glue),
+            between_calls=tuple(self._glue),
             results=self._results,
             values=self._values,
             same=self._same,
@@ -373,7 +372,7 @@ class _ValueRecorder(CallListener):
         )
 
     def _changing(self) -> set[str]:
-        """Buffers that the forward changed, or put others in the place of."""
+        """Return the buffers that the forward changed or replaced."""
         now = {name: id(buffer) for name, buffer in self._model.named_buffers()}
         return {
             name
@@ -382,15 +381,15 @@ class _ValueRecorder(CallListener):
         }
 
     def _changed(self, taken: Sequence[ValueKey], begin: Mapping[ValueKey, tuple[int, Tensor]]) -> frozenset[ValueKey]:
-        """What is changed in place since. Raises JobError where another value that goes along would change with it."""
+        """Return values that later code changes in place. Raises JobError where another passed value shares memory."""
         changed = frozenset(key for key in taken if self._values[key]._version != begin[key][0])
         memories = Counter(storage_key(self._values[key]) for key in taken)
         if any(memories[storage_key(self._values[key])] > 1 for key in changed):
-            raise self._wrong("it changes a value in place of which two views are needed from there on")
+            raise self._wrong("it changes a value in place, and two views of that value are needed later")
         return changed
 
     def _make(self, leaf: Any, key: ValueKey) -> Any:
-        """Know a value that is new; gives the key of a tensor, and all else as it is."""
+        """Register a new value; return the key of a tensor, and other values as they are."""
         if not isinstance(leaf, Tensor) or id(leaf) in self._names:
             return leaf
         known = self._keys.setdefault(id(leaf), key)
@@ -401,7 +400,7 @@ class _ValueRecorder(CallListener):
         return known
 
     def _use(self, given: Any) -> set[str]:
-        """Values are needed, and the parameters and buffers whose names it gives."""
+        """Note the use of values; return the names of the parameters and buffers among them."""
         names = set()
         for leaf in tree_leaves(given):
             if not isinstance(leaf, Tensor):
@@ -423,7 +422,7 @@ class _ValueRecorder(CallListener):
 
 
 def _called_by_checkpoint() -> bool:
-    """Whether what is called now is called through torch.utils.checkpoint."""
+    """Return whether the current call comes through torch.utils.checkpoint."""
     frame = sys._getframe().f_back
     while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
         frame = frame.f_back
@@ -433,7 +432,7 @@ def _called_by_checkpoint() -> bool:
 def _outermost_calls(
     spans: Sequence[tuple[str, int, int]], begins: Sequence[int], opened: Set[str]
 ) -> Iterator[tuple[str, int, bool]]:
-    """Calls that are not inside one which lies in a section: name, begin, and whether it lies in one itself.
+    """Return the outermost calls: name, begin, and whether the call lies in one section.
 
     Args:
         opened: modules that have others inside with hooks of the user's, which may keep what these give: they count as
@@ -448,13 +447,13 @@ def _outermost_calls(
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy of a module tree on the meta device; nothing is copied that has memory."""
+    """Return a copy of a module tree on the meta device, without a copy of its data."""
     tensors = (*model.parameters(), *model.buffers())
     return copy.deepcopy(model, {id(each): meta_tensor(each) for each in tensors})
 
 
 def meta_tensor(tensor: Tensor) -> Tensor:
-    """The same on the meta device, without a graph."""
+    """Return a tensor on the meta device, without a graph."""
     made = torch.empty_like(tensor, device="meta", requires_grad=False)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)

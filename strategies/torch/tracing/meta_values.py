@@ -1,4 +1,4 @@
-"""Values on the meta device, as far as they follow from the inputs: what a model's flow asks of masks and lengths."""
+"""Values of meta tensors that follow from the inputs, such as masks and lengths that a model's flow depends on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGEST = 2**22  # elements of a tensor whose values are followed
 
 
 class MetaValues:
-    """Does on the CPU again what a model does with its inputs and with constants alone, not with its parameters.
+    """Repeats on the CPU what a model computes from its inputs and constants alone, without its parameters.
 
     Masks, positions and lengths are such, and cheap; what depends on a parameter has no value, and a flow that asks for
     it stops the trace.
@@ -37,7 +37,7 @@ class MetaValues:
             self._known[meta] = real.clone()
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operation on the meta device, and on values where all of them are known."""
+        """Run an operation on the meta device, and on the values where all of them are known."""
         given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
         known = all(each in self._known for each in given) and torch.Tag.nondeterministic_seeded not in func.tags
         if known and torch.Tag.data_dependent_output in func.tags:
@@ -59,7 +59,7 @@ class MetaValues:
         return outputs
 
     def _tried(self, func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
-        """Values of the tensors that it makes; None where the CPU cannot do what is asked."""
+        """Return the values of an operation's outputs; None where the CPU cannot compute them."""
         try:
             found = self._real(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
@@ -71,7 +71,7 @@ class MetaValues:
         return func(*tree_map(self._value, args), **tree_map(self._value, kwargs))
 
     def _places(self, indices: Any) -> list[Any]:
-        """Of a mask whose values are known, where it is true: how many there are is not known without."""
+        """Return where a mask with known values is true: the shape of the result depends on them."""
         places: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype == torch.bool and index in self._known:
@@ -94,7 +94,7 @@ class MetaValues:
 
 
 class MetaValueMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within, what is asked of tensors on the meta device is answered where it follows from constants and inputs.
+    """Answers what a model asks of meta tensors where that follows from constants and inputs.
 
     Args:
         inputs: as of `MetaValues`; none where a flow must be the same for all of them.

@@ -1,9 +1,9 @@
-"""Which of a model's products tensor parallelism can divide, found by following what its linear layers make.
+"""Traces one forward on the meta device: costs of each module, and which layers tensor parallelism can divide.
 
-A linear layer on whole numbers may be divided by its outputs, if what it makes goes number by number, or head by head,
-to another one, which is then divided by its inputs and ends with an all-reduce (Shoeybi et al., 2019). What makes use
-of all numbers of a token at once in between, such as a norm or a residual sum, forbids it. The last layer's outputs may
-stay divided, as a vocabulary's do, and so may the largest table of what is looked up.
+A linear layer may be divided by its outputs if they go elementwise, or head by head, to another linear layer, which is
+then divided by its inputs and ends with an all-reduce (Shoeybi et al., 2019). An operation between them that needs all
+features of a token, such as a norm or a residual sum, forbids it. The outputs of the last layer, as a vocabulary's, and
+the largest embedding may be divided too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CallNames = tuple[tuple[str, ...], tuple[str, ...]]  # input columns, and the mo
 
 @dataclass(kw_only=True)
 class _ShardableWork:
-    """What of one call tensor parallelism would divide: each with the linear layers that must be divided for it.
+    """The work of one call that tensor parallelism could divide, with the linear layers that must be divided for it.
 
     Attributes:
         products: of each; None where nothing can divide it.
@@ -61,7 +61,7 @@ class _ShardableWork:
 
 
 class _DivisionAnalysis:
-    """Follows what linear layers make, by storage.
+    """Follows the outputs of linear layers by storage, to find which layers can be divided.
 
     Args:
         parameters: storages of the model's.
@@ -81,12 +81,12 @@ class _DivisionAnalysis:
         self._last = _NO_LAYERS
 
     def of(self, tensor: Tensor) -> _LayerTags:
-        """The linear layers that must be divided for this tensor to be."""
+        """Return the linear layers that must be divided so that this tensor is."""
         found = self._tags.get(storage_key(tensor))
         return found[1] if found else _NO_LAYERS
 
     def see(self, func: Any, args: Any, outputs: Any, share: _ShardableWork, *, scores: bool) -> None:
-        """One operation that is no view; `scores` says whether it normalises attention's."""
+        """Record an operation that is not a view; `scores` says whether it normalizes attention scores."""
         packet = func._overloadpacket
         given = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
         made = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
@@ -107,7 +107,7 @@ class _DivisionAnalysis:
             self._failed |= tags
 
     def attended(self, factors: tuple[Tensor, ...], made: Tensor, share: _ShardableWork) -> None:
-        """Products of what linear layers made, head by head."""
+        """Record products of linear layers' outputs, head by head."""
         tags = [self.of(each) for each in factors]
         whole = _NO_LAYERS.union(*tags)
         if all(tags):
@@ -118,12 +118,12 @@ class _DivisionAnalysis:
         share.products.append(whole if all(tags) else None)
 
     def ends(self, outputs: Any) -> None:
-        """What the model returns."""
+        """Record what the model returns."""
         tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
         self._last = _NO_LAYERS.union(*map(self.of, tensors))
 
     def settled(self, heads: int) -> _LayerTags:
-        """The linear layers that can be divided by their outputs, by any divisor of the heads."""
+        """Return the linear layers that can be divided by outputs, by any divisor of the heads."""
         inner = {one for one in _NO_LAYERS.union(*self._rows) if not self._widths[one] % max(heads, 1)}
         good = (inner | self._last) - self._failed  # a vocabulary is padded
         groups = [*self._rows, *self._joint]
@@ -132,7 +132,7 @@ class _DivisionAnalysis:
         return frozenset(good) if heads else _NO_LAYERS
 
     def blocks(self, heads: int) -> list[tuple[frozenset[int], frozenset[int]]]:
-        """What has to be divided together: storages of the weights divided by outputs, and of those by inputs."""
+        """Return what must be divided together: storages of weights divided by outputs, and by inputs."""
         good = self.settled(heads)
         blocks: list[tuple[_LayerTags, frozenset[int]]] = []
         rows = [(tags, frozenset([weight])) for tags, weight in zip(self._rows, self._inputs, strict=True)]
@@ -144,13 +144,13 @@ class _DivisionAnalysis:
         return [(frozenset(self._columns[one] for one in tags), inputs) for tags, inputs in blocks]
 
     def weights(self, heads: int) -> frozenset[int]:
-        """Storages of all weights that count as divided."""
+        """Return the storages of all weights that count as divided."""
         good = self.settled(heads)
         inputs = {weight for tags, weight in zip(self._rows, self._inputs, strict=True) if tags <= good}
         return frozenset({*inputs, *(self._columns[one] for one in good)}) | self.ends_of_model()[1]
 
     def ends_of_model(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Storages of the weights whose outputs are the model's, and of its largest table."""
+        """Return the storages of the weights of the last layers, and of the largest embedding."""
         last = frozenset(self._columns[one] for one in self._last - _NO_LAYERS.union(*self._rows))
         largest = max(self._tables, key=self._tables.__getitem__, default=None)
         return last, frozenset() if largest is None else frozenset([largest])
@@ -171,7 +171,7 @@ class _DivisionAnalysis:
         share.products.append(tags)
 
     def _keeps(self, func: Any, given: list[Tensor], made: list[Tensor], scores: bool) -> bool:
-        """Whether an operation does nothing that a rank cannot do with its part of the numbers or heads."""
+        """Return whether a rank can run an operation on its part of the features or heads."""
         packet, whole = func._overloadpacket, [each for each in given if not self.of(each)]
         if packet in _SOFTMAX:
             return scores
@@ -193,7 +193,7 @@ class _DivisionAnalysis:
         return storage_key(tensor) in self._parameters
 
 
-# --- What one forward pass of a module does ---------------------------------------------------------------------------
+# --- Operations of one forward pass -----------------------------------------------------------------------------------
 
 
 _FREE_OPS = (
@@ -217,7 +217,7 @@ _FUSED_ATTENTION_COST = (
 
 @dataclass(kw_only=True)
 class ModuleCalls:
-    """What the calls of one module came to, those of the modules it calls left out.
+    """The costs of one module's calls, without those of the modules that it calls.
 
     Attributes:
         place: among all calls, in the order in which they began.
@@ -246,11 +246,11 @@ class ModuleCalls:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTrace:
-    """One forward pass.
+    """The trace of one forward pass.
 
     Attributes:
         calls: by module, in the order in which they first ran.
-        heads: of attention that can be computed apart; 0 where there is none.
+        heads: attention heads that can be computed independently; 0 where there is none.
         tokens: of the longest sequence that attends; 1 where there is none.
         division: what became of the outputs of linear layers.
         asks: the flow asked for values of tensors, which followed from the inputs or from constants.
@@ -292,7 +292,7 @@ class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Counts what happens in the module, and nothing once this ends."""
+        """Count the operations of a module inside this context."""
         with ExitStack() as stack:
             for module in model.modules():
                 stack.callback(module.register_forward_pre_hook(self._enter).remove)
@@ -304,7 +304,7 @@ class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def found(self) -> ForwardTrace:
-        """What was counted."""
+        """Return the trace."""
         divided = self._division.settled(self._scores.heads)
         for tensor, call in self._saved.values():
             size = _size(tensor)
@@ -332,7 +332,7 @@ class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        """A fused kernel: two products, and scores that are never written."""
+        """Count fused attention: two products, and scores that are never written."""
         self._scores.attended(query, key)
         if self._open:
             self._division.attended((query, key, value), output, self._calls[self._open[-1]].share)
@@ -345,7 +345,7 @@ class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Counts no operation."""
+        """Count no operation inside this context."""
         self._paused = True
         try:
             yield
@@ -363,14 +363,14 @@ class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._division.ends(outputs)
 
     def _save(self, tensor: Tensor) -> Tensor:
-        """Called by autograd for what it saves; each storage counts once, where it was saved first."""
+        """Count what autograd saves; each storage counts once, where it was saved first."""
         key = storage_key(tensor)
         if self._open and key not in self._held and key not in self._saved:
             self._saved[key] = tensor, self._calls[self._open[-1]]
         return tensor
 
     def _span(self, tensors: Any) -> None:
-        """Notes that a call makes or reads these."""
+        """Note that a call makes or reads tensors."""
         place = self._calls[self._open[-1]].place
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor) and (key := storage_key(tensor)) not in self._held:
@@ -402,7 +402,7 @@ class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _apply_division(call: ModuleCalls, divided: _LayerTags, table: int) -> None:
-    """What tensor parallelism does to a call, given the linear layers that it can divide."""
+    """Set what tensor parallelism divides of a call, given the linear layers that can be divided."""
     share = call.share
     if share.table and share.table == table and divided:
         call.splits, call.reductions = True, 1  # each rank looks up its part, the sum is whole
@@ -419,7 +419,7 @@ def _all_divided(tags: _LayerTags, divided: _LayerTags) -> bool:
 
 
 class _FusedKernels(TorchFunctionMode):
-    """Attention and dropout as accelerators compute them: in one kernel, where the meta device takes several.
+    """Traces attention and dropout as one kernel, as accelerators compute them.
 
     So attention's scores are never written, and of dropout a mask is kept.
     """
@@ -451,14 +451,14 @@ class _FusedKernels(TorchFunctionMode):
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """As `torch.nn.functional.dropout`."""
+    """Replace `torch.nn.functional.dropout`."""
     if not training or not 0 < p < 1:
         return nn.functional.dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, training)[0]
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Keeps what a fused kernel keeps: its inputs, its output, and for each query the logarithm of its sum."""
+    """Saves what a fused kernel saves: inputs, output, and the log-sum of each query."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, shape: torch.Size) -> Tensor:
@@ -473,7 +473,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def count_elements(outputs: Any) -> int:
-    """Elements of tensors, however they are nested."""
+    """Return the number of elements of nested tensors."""
     if isinstance(outputs, Tensor):
         return outputs.numel()
     if isinstance(outputs, Mapping):
@@ -484,17 +484,17 @@ def count_elements(outputs: Any) -> int:
 
 
 def _size(tensor: Tensor) -> float:
-    """Elements of the memory that a tensor keeps, of which it may be a part; a mask's are half a number."""
+    """Return the elements of a tensor's memory, of which it may be a part; those of a mask count half."""
     size = tensor.untyped_storage().nbytes() / tensor.element_size()
     return size / 2 if tensor.dtype == torch.bool else size
 
 
-# --- Attention detection ----------------------------------------------------------------------------------------------
+# --- Attention scores -------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, eq=False)
 class _ScoreChain:
-    """A batch of products and what is made of it, number by number.
+    """A batched product and what is computed of it elementwise.
 
     Attributes:
         normalised: by a softmax over its last dimension.
@@ -506,7 +506,7 @@ class _ScoreChain:
 
 
 class _AttentionScores:
-    """Follows batches of products through operations that keep their size.
+    """Finds attention scores: follows batched products through operations that keep their size.
 
     What a softmax has made into weights and another product has used is attention's: a classifier's or a router's
     probabilities come from a product with a parameter, which is none of a batch.
@@ -524,12 +524,12 @@ class _AttentionScores:
         self.tokens = 1
 
     def attended(self, query: Tensor, key: Tensor) -> None:
-        """Attention by (..., heads, tokens, width); of grouped queries, those of a key must stay together."""
+        """Note attention by (..., heads, tokens, width); grouped queries of one key must stay together."""
         if query.ndim >= 3:
             self._note(math.gcd(query.shape[-3], key.shape[-3]), query.shape[-2])
 
     def see(self, packet: Any, args: Any, outputs: Any) -> None:
-        """One operation that is no view."""
+        """Record an operation that is not a view."""
         if packet in _BATCHED_PRODUCTS:
             first = _BATCHED_PRODUCTS[packet]
             self._multiplied(args[first], args[first + 1], outputs)
@@ -548,11 +548,11 @@ class _AttentionScores:
                 self._chains[storage_key(each)] = each, chain
 
     def follows(self, tensor: Tensor) -> bool:
-        """Whether it comes from a batch of products, number by number."""
+        """Return whether a tensor comes from a batched product elementwise."""
         return self._chain(tensor) is not None
 
     def among(self, tensor: Tensor) -> bool:
-        """Whether a tensor shares its memory with scores."""
+        """Return whether a tensor shares its memory with scores."""
         chain = self._chain(tensor)
         return chain is not None and chain.used
 
@@ -580,7 +580,7 @@ class _AttentionScores:
 def trace_model(
     model: nn.Module, tensors: Mapping[str, Tensor], call: CallNames, step: Any, whole: frozenset[int] = frozenset()
 ) -> ForwardTrace:
-    """One forward pass of a model on the meta device. Raises whatever that raises.
+    """Trace one forward of a model on the meta device. Raises whatever the forward raises.
 
     Args:
         call: inputs and keywords.
@@ -598,7 +598,7 @@ def trace_model(
 
 
 def call_model(model: nn.Module, on: Mapping[str, Tensor], call: CallNames, step: Any) -> Any:
-    """What a model, or a step of the job's own, makes of columns that are where it is."""
+    """Call a model, or a step of the job's own, with columns on its device."""
     inputs, keywords = call
     if keywords:
         return model(**{keyword: on[name] for keyword, name in zip(keywords, inputs, strict=True)})
@@ -608,15 +608,15 @@ def call_model(model: nn.Module, on: Mapping[str, Tensor], call: CallNames, step
 
 
 def meta_runner(columns: Mapping[str, Tensor], call: CallNames, step: Any, least: int = 1) -> Callable[..., Any]:
-    """Calls a model on the meta device with `rows` rows of columns, by default as few as it takes.
+    """Return a function that calls a model on the meta device with `rows` rows, by default as few as it takes.
 
     What it asks of values that follow from the inputs is answered by the columns'.
     """
 
-    def run(bones: nn.Module, rows: int = least) -> Any:
+    def run(meta_model: nn.Module, rows: int = least) -> Any:
         real = {name: value[torch.arange(rows) % len(value)].cpu() for name, value in columns.items()}
         given = {name: value.to("meta") for name, value in real.items()}
         with MetaValueMode((given[name], value) for name, value in real.items()), torch.device("meta"):
-            return call_model(bones, given, call, step)
+            return call_model(meta_model, given, call, step)
 
     return run

@@ -1,4 +1,4 @@
-"""Losses whose samples see each other: rows gathered over the ranks of a batch, and how such losses are found out."""
+"""Losses that compare the samples of a batch: rows gathered over the ranks, and a check that finds such losses."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ GroupFactory = Callable[[], ProcessGroup]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """Into what a global batch is cut: data ranks, and micro-batches of each."""
+    """How a global batch is divided: data ranks, and micro-batches of each."""
 
     ranks: int = 1
     micro_batches: int = 1
 
     @property
     def whole(self) -> bool:
-        """Whether it is not cut."""
+        """Whether the batch is not divided."""
         return self.ranks * self.micro_batches == 1
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ WHOLE_BATCH = BatchLayout()
 
 
 class BatchRows:
-    """The rows of a global batch while a function of one micro-batch of it runs.
+    """Gives a function of one micro-batch the rows of the global batch.
 
     Args:
         batch: the micro-batch.
@@ -57,7 +57,7 @@ class BatchRows:
         self._real = torch.from_numpy(batch.weights > 0)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The rows of all ranks; see `core.gathering`. Raises JobError where that is not possible."""
+        """Return the rows of all ranks; see `core.loss_api`. Raises JobError where that is not possible."""
         problem = self._problem(tensor)
         if problem:
             raise JobError([problem], where=self._where)
@@ -70,7 +70,7 @@ class BatchRows:
         return rows
 
     def own(self, result: Any) -> Any:
-        """Of what the function returned for all rows, this rank's part, with any row for one of weight 0."""
+        """Return this rank's rows of a result for all rows; rows of weight 0 get any row."""
         values = result.values if isinstance(result, Terms) else result
         total = sum(self._counts)
         if not self._counts or not isinstance(values, Tensor) or not values.dim() or len(values) != total:
@@ -83,7 +83,7 @@ class BatchRows:
         return Terms(values[places], weights[places] if weights.dim() and len(weights) == total else weights)
 
     def _count(self, device: torch.device) -> None:
-        """How many rows each rank has that count; where none of any does, as in a throwaway step, all of them."""
+        """Count the rows with weight of each rank; all rows where no rank has any, as in a throwaway step."""
         own = torch.tensor([int(self._real.sum()), len(self._real)], device=device)
         found = [own]
         if self._shared is not None:
@@ -101,13 +101,13 @@ class BatchRows:
     def _problem(self, tensor: Any) -> str:
         if self._layout.micro_batches > 1:
             return (
-                f"tw.gather sees a micro-batch, of which this plan has {self._layout.micro_batches} in a step: what is "
-                "compared over the whole batch must be computed at once: set accumulation=1 and a strategy without "
-                "micro-batches, such as data_parallel or sharded"
+                f"tw.gather sees one of {self._layout.micro_batches} micro-batches in a step: a loss that compares "
+                "samples needs the whole batch at once: set accumulation=1 and a strategy without micro-batches, such "
+                "as data_parallel or sharded"
             )
         if self._layout.ranks > 1 and self._group is None:
             return (
-                f"tw.gather has no way to the other {self._layout.ranks - 1} parts of the batch in this strategy: use "
+                f"tw.gather cannot reach the other {self._layout.ranks - 1} parts of the batch in this strategy: use "
                 'strategy="data_parallel" or "sharded"'
             )
         if not isinstance(tensor, Tensor) or not tensor.dim() or len(tensor) != self._batch.rows:
@@ -119,7 +119,7 @@ class BatchRows:
 
 
 class _GatherRows(torch.autograd.Function):
-    """All-gather of rows; the gradient of a rank's rows is the sum of what all ranks' losses say of them."""
+    """All-gather of rows; the gradient of a rank's rows is summed over all ranks' losses."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, counts: list[int], group: ProcessGroup) -> Tensor:
@@ -150,10 +150,10 @@ def check_samples_independent(
     where: str,
     parameters: Iterable[Tensor] = (),
 ) -> None:
-    """Raise JobError where the loss of a sample follows from what else is in its micro-batch.
+    """Raise JobError where the loss of a sample depends on the other samples of its micro-batch.
 
-    The function is called with all rows, and with half of them in another order; where it gathers, with all of them in
-    another order, without gradients. One that draws random numbers cannot be compared, and is let be.
+    The function is called with all rows, and with half of them in another order, without gradients; where it gathers,
+    with all of them in another order. A function that draws random numbers cannot be compared, and is not checked.
 
     Args:
         what: names the function.
@@ -203,7 +203,7 @@ def check_samples_independent(
 
 
 def _random_state(given: Any) -> object:
-    """Of all generators that a function of these may draw from."""
+    """Return the states of all generators that a function of these tensors may use."""
     devices = {leaf.device for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.is_cuda}
     return random_state.generator_states(), [
         generator_of(device).get_state().numpy().tobytes() for device in sorted(devices, key=str)
@@ -211,7 +211,7 @@ def _random_state(given: Any) -> object:
 
 
 def _numbers(result: Any) -> tuple[Tensor, Tensor] | None:
-    """Values and weights, where they are tensors with a row for each sample."""
+    """Return values and weights; None where they are not tensors with a row for each sample."""
     values, weights = result if isinstance(result, Terms) else (result, None)
     if not isinstance(values, Tensor) or not values.dim():
         return None
@@ -221,7 +221,7 @@ def _numbers(result: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _rows_of(leaf: Any, chosen: Tensor, count: int) -> Any:
-    """Some rows of a tensor: of its first dimension, of one that is as long, or of the samples laid end to end."""
+    """Return some rows of a tensor: of the dimension with one entry a sample, or of samples laid end to end."""
     if not isinstance(leaf, Tensor) or not leaf.dim():
         return leaf
     along = next((number for number, size in enumerate(leaf.shape) if size == count), None)
@@ -248,7 +248,7 @@ def _rounding(values: Iterable[Any]) -> float:
 
 
 def _difference(whole: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor], chosen: Tensor, rounding: float) -> str:
-    """Where a sample's numbers differ most, in words; empty where they do by no more than rounding."""
+    """Describe where a sample's values differ most; empty where they differ by no more than rounding."""
     for each, other in zip(whole, part, strict=True):
         if other.shape[:1] != chosen.shape:
             return f"of {len(chosen)} rows it gives {tuple(other.shape)}"
@@ -269,10 +269,10 @@ def _dependence_message(what: str, found: str, gathers: bool, layout: BatchLayou
     if gathers:
         return (
             f"{what} depends on the order of the rows ({found} in another order), and tw.gather gives them rank by "
-            "rank: tell pairs by a column or by separate outputs, not by their place in the batch"
+            "rank: identify pairs by a column or by separate outputs, not by their place in the batch"
         )
     return (
-        f"{what} is not of each sample alone: {found}; this plan cuts a batch into {layout}, so that the result would "
+        f"{what} is not of each sample alone: {found}; this plan divides a batch over {layout}, so the result would "
         "depend on the plan: compare with the whole batch by tw.gather(...) and accumulation=1, or run on one worker "
         f'with accumulation=1, or accept it with inexact=("{BATCH_LOSS}",)'
     )

@@ -1,9 +1,9 @@
-"""Batch norm on several data ranks: one set of running statistics, and on demand one of each batch.
+"""Batch norm on several data ranks: running statistics are averaged, and with batch_norm="sync" batch statistics too.
 
-By itself a batch norm looks at a rank's own share of the batch. Its running statistics, which evaluation and
+By default a batch norm normalizes by a rank's own share of the batch. Its running statistics, which evaluation and
 checkpoints use, are then averaged over the ranks in each step, weighted by rows, so that all ranks have the same. With
 `batch_norm="sync"` it normalizes by mean and variance of the whole batch, as on one device: forward gathers each rank's
-count, mean and sum of squares, and backward adds up two sums (Ioffe & Szegedy, 2015, with Chan et al., 1979).
+count, mean and sum of squares, and backward reduces two sums (Ioffe & Szegedy, 2015, with Chan et al., 1979).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainwright.strategies.torch.torch_compat import BatchNorm
 
 
 def batch_norms(model: nn.Module) -> list[str]:
-    """Names of the modules that normalize by statistics of the batch."""
+    """Return the names of the modules that normalize by statistics of the batch."""
     return [
         name or type(module).__name__
         for name, module in model.named_modules()
@@ -31,12 +31,12 @@ def batch_norms(model: nn.Module) -> list[str]:
 
 
 def running_norms(model: nn.Module) -> list[BatchNorm]:
-    """The batch norms of a model that keep running statistics."""
+    """Return the batch norms of a model that keep running statistics."""
     return [module for module in model.modules() if isinstance(module, BatchNorm) and module.running_mean is not None]
 
 
 def average_statistics(modules: Sequence[BatchNorm], feed: Feed, groups: Iterable[distributed.ProcessGroup]) -> None:
-    """Make running statistics those of all data ranks: their mean, weighted by the rows of each rank's share.
+    """Average running statistics over the data ranks, weighted by the rows of each rank's share.
 
     Args:
         modules: all batch norms; those in evaluation mode stay as they are.
@@ -61,12 +61,12 @@ def average_statistics(modules: Sequence[BatchNorm], feed: Feed, groups: Iterabl
 
 
 def sample_rows(batch: Batch) -> int:
-    """Rows of a micro-batch that are samples: where a rank has no share, one row of weight 0 stands for it."""
+    """Count the rows of a micro-batch that are samples: a rank without a share has one row of weight 0."""
     return 0 if batch.rows == 1 and not batch.weights.any() else batch.rows
 
 
 class SyncedBatchNorms:
-    """The batch norms of a model that look at the whole batch in training.
+    """The batch norms of a model that normalize by the whole batch in training.
 
     Args:
         model: whose batch norms are to do that, from now on.
@@ -111,7 +111,7 @@ class SyncedBatchNorms:
 
 
 def _own_statistics(given: Tensor, *, counts: bool) -> Tensor:
-    """Count, means and sums of squared differences by channel, of this rank's rows, as (1 + 2 * channels,)."""
+    """Return count, means and sums of squared differences by channel of this rank's rows: (1 + 2 * channels,)."""
     kind = torch.promote_types(given.dtype, torch.float32)
     over = [dim for dim in range(given.dim()) if dim != 1]
     variance, mean = torch.var_mean(given.detach().to(kind), over, correction=0)
@@ -120,14 +120,14 @@ def _own_statistics(given: Tensor, *, counts: bool) -> Tensor:
 
 
 def _gathered(own: Tensor) -> Tensor:
-    """Every rank's, as (ranks, numbers)."""
+    """Return every rank's statistics, as (ranks, 1 + 2 * channels)."""
     found = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
     distributed.all_gather(found, own)
     return torch.stack(found)
 
 
 def _merged(gathered: Tensor) -> tuple[float, Tensor, Tensor]:
-    """Count, means and variances of all ranks' rows (Chan et al., 1979); 0 and 1 where there is none."""
+    """Return count, means and variances of all ranks' rows (Chan et al., 1979); 0 and 1 without rows."""
     counts, (means, squares) = gathered[:, :1], gathered[:, 1:].chunk(2, dim=1)
     total = counts.sum()
     if not total:
@@ -137,7 +137,7 @@ def _merged(gathered: Tensor) -> tuple[float, Tensor, Tensor]:
 
 
 def _update(module: BatchNorm, count: float, mean: Tensor, variance: Tensor) -> None:
-    """Let running statistics follow the batch, as torch does: variances without bias."""
+    """Update running statistics by the batch, as torch does, with unbiased variances."""
     if count == 1:
         raise ValueError("expected more than 1 value per channel when training, over all ranks")
     if not count:
@@ -152,7 +152,7 @@ def _update(module: BatchNorm, count: float, mean: Tensor, variance: Tensor) -> 
 
 
 class _Normalize(torch.autograd.Function):
-    """Rows minus means, by deviations, times weight, plus bias; means and variances are of all ranks' rows."""
+    """Normalizes rows by means and variances of all ranks' rows."""
 
     @staticmethod
     def forward(
@@ -171,7 +171,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        """Count, mean and variance depend on all ranks' rows, so that two sums over these are needed."""
+        """Return the gradients; two sums over all ranks' rows are reduced for them."""
         normal, inverse, weight = ctx.saved_tensors
         shape = (1, -1, *(1 for _ in range(slope.dim() - 2)))
         over = [dim for dim in range(slope.dim()) if dim != 1]

@@ -1,4 +1,4 @@
-"""From numpy columns to tensors: without a copy on the CPU, through pinned memory to a GPU.
+"""Converts numpy columns to tensors: without a copy on the CPU, through pinned memory to a GPU.
 
 A micro-batch is collated first (`trainwright.core.engine`), here and not where it is fed, because only here its rows
 are final, and because a collate function may give torch's own tensors.
@@ -31,7 +31,7 @@ _REFUSED = {
 
 
 def to_tensor(name: str, values: npt.NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """One column as a tensor on `device`; on the CPU it shares the array's memory where the array may be written.
+    """Return a column as a tensor on `device`; on the CPU it shares the memory of a writable array.
 
     Args:
         name: the column's name, for the error.
@@ -49,7 +49,7 @@ def to_tensor(name: str, values: npt.NDArray[Any] | torch.Tensor, device: torch.
 
 
 def _shared(name: str, array: npt.NDArray[Any]) -> torch.Tensor:
-    """A tensor in the array's own memory where that may be written, else in that of a copy."""
+    """Return a tensor in the array's own memory where that is writable, else in that of a copy."""
     if array.dtype.kind == "O":
         array = stack_column(name, array)
     if array.dtype.kind in _REFUSED:
@@ -63,7 +63,7 @@ def _shared(name: str, array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 def to_tensors(columns: Mapping[str, Any], names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-    """The named columns as tensors.
+    """Return the named columns as tensors.
 
     Raises:
         JobError: a name is no column; says which is near.
@@ -80,13 +80,13 @@ def to_tensors(columns: Mapping[str, Any], names: Iterable[str], device: torch.d
 def collated_tensors(
     collation: Collation, batch: Batch, names: Iterable[str] | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """A micro-batch's columns as tensors, collated; those named, or all. Raises as `to_tensors` and `Collation` do."""
+    """Collate a micro-batch and return its columns, or those named, as tensors. Raises as `to_tensors` does."""
     columns = collation(batch)
     return to_tensors(columns, columns if names is None else names, device)
 
 
 def copy_batch(batch: Batch) -> Batch:
-    """A copy of a micro-batch, so that whatever user code does to its tensors in place is not seen again."""
+    """Return a copy of a micro-batch, so that changes in place by user code stay in the copy."""
     return Batch(
         columns={name: np.array(array) for name, array in batch.columns.items()},
         weights=batch.weights,
@@ -95,7 +95,7 @@ def copy_batch(batch: Batch) -> Batch:
 
 
 def to_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
-    """A tensor as a numpy array; bfloat16, which numpy lacks, as float32."""
+    """Return a tensor as a numpy array; bfloat16, which numpy does not have, as float32."""
     host = values.detach().to("cpu")
     return np.asarray(host.float() if host.dtype == torch.bfloat16 else host)
 

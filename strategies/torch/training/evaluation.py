@@ -25,7 +25,7 @@ OutputsOf = Callable[[Batch], Any]  # gives a model's outputs for a batch; None 
 
 
 def evaluate(model: nn.Module, caller: JobFunctions, feed: Feed, through: OutputsOf | None = None) -> MetricSums:
-    """Weighted sums and weights of the loss and of each metric over the feed, in float64.
+    """Return weighted sums and weights of the loss and of each metric over the feed, in float64.
 
     Args:
         through: runs a model that is on several ranks; by default it is called.
@@ -49,7 +49,7 @@ def evaluate(model: nn.Module, caller: JobFunctions, feed: Feed, through: Output
 
 
 def predict(model: nn.Module, caller: JobFunctions, feed: Feed, through: OutputsOf | None = None) -> Columns:
-    """The model's outputs for the feed's rows: `output`, or by the model's own names where it returns several.
+    """Return the model's outputs for the feed's rows: `output`, or by the model's names where it returns several.
 
     Names come from a mapping, a dataclass, a named tuple or an object with `items()`; several outputs without names are
     `output_0`, `output_1` and so on (with `to_tuple()` too), parts of an output `name_0` or `name_key`. None is left
@@ -74,7 +74,7 @@ def predict(model: nn.Module, caller: JobFunctions, feed: Feed, through: Outputs
 def _terms(
     model: nn.Module, caller: JobFunctions, batch: Batch, layout: BatchLayout, through: OutputsOf | None
 ) -> Iterator[tuple[str, Terms]]:
-    """Loss and metrics of a micro-batch; outputs are computed once."""
+    """Yield loss and metrics of a micro-batch; outputs are computed once."""
     columns = caller.wanted(batch) if through else caller.tensors(batch)
     if caller.spec.step:
         yield LOSS, caller.loss(model, columns, batch, layout)
@@ -102,7 +102,7 @@ def flat_outputs(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | tuple[Any, ...] | None:
-    """What an output is made of; None for one that is whole."""
+    """Return the parts of an output; None for one that has no parts."""
     if isinstance(value, (Tensor, type)):
         return None
     if isinstance(value, Mapping):
@@ -119,7 +119,7 @@ def _parts(value: Any) -> Mapping[Any, Any] | tuple[Any, ...] | None:
 
 
 def _chosen(outputs: Mapping[str, Any], caller: JobFunctions) -> Mapping[str, Any]:
-    """The outputs that are wanted."""
+    """Return the outputs that the job asks for."""
     for name in caller.spec.outputs:
         if name not in outputs:
             raise JobError([missing_output_problem(name, outputs)], where=caller.where)
@@ -127,7 +127,7 @@ def _chosen(outputs: Mapping[str, Any], caller: JobFunctions) -> Mapping[str, An
 
 
 def _checked(outputs: Mapping[str, Any], batch: Batch, caller: JobFunctions) -> dict[str, npt.NDArray[Any]]:
-    """All of them as arrays. Raises JobError where one is no row for each sample; says which can be asked for."""
+    """Return all outputs as arrays. Raises JobError, with the usable ones, where one has no row for each sample."""
     problems = {name: why for name, value in outputs.items() if (why := _misfit(name, value, batch.rows))}
     if problems:
         good = tuple(name for name in outputs if name not in problems)
@@ -138,7 +138,7 @@ def _checked(outputs: Mapping[str, Any], batch: Batch, caller: JobFunctions) -> 
 
 
 def _misfit(name: str, value: Any, rows: int) -> str:
-    """Why an output cannot be written row by row; empty where it can."""
+    """Return why an output cannot be written row by row; empty where it can."""
     if not isinstance(value, Tensor):
         return f"the model's {name} is {type(value).__name__}"
     if value.dim() == 0 or value.shape[0] != rows:

@@ -1,4 +1,4 @@
-"""Leaves torch's compiler out of a process until something is compiled.
+"""Imports torch's compiler only when something is compiled.
 
 The first optimizer, the first DistributedDataParallel and FSDP2's hooks import `torch._dynamo`, which takes over a
 second of a core and tens of megabytes in each process, only to ask the compiler to keep out of the way. Here a module
@@ -26,7 +26,7 @@ _DISABLED = "__dynamo_disable"  # where `torch._compile._disable_dynamo` keeps w
 
 
 class _DynamoStandIn(ModuleType):
-    """What eager training asks `torch._dynamo` for."""
+    """Stands in for `torch._dynamo` and answers what eager training asks it."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         super().__init__(_NAME)
@@ -38,7 +38,7 @@ class _DynamoStandIn(ModuleType):
         self.trace_rules = _DynamoSubmodule(self, "trace_rules", clear_lru_cache=lambda: None)
 
     def __getattr__(self, name: str) -> Any:
-        """Anything else is the compiler's to answer."""
+        """Import the real compiler for any other attribute."""
         if name.startswith("__"):
             raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
         return getattr(self._real(), name)
@@ -46,7 +46,7 @@ class _DynamoStandIn(ModuleType):
     def disable(
         self, fn: Callable[..., Any] | None = None, recursive: bool = True, *, reason: Any = None, wrapping: bool = True
     ) -> Any:
-        """A function that the compiler is not to look into: as it is, for as long as there is none."""
+        """Return a function that the compiler must not trace; unchanged as long as there is no compiler."""
         postponed = sys.modules.get(_NAME) is self
         if postponed and wrapping and recursive and isinstance(fn, FunctionType):
             return self._kept_out(fn, reason)
@@ -60,7 +60,7 @@ class _DynamoStandIn(ModuleType):
         return passed
 
     def _kept_out(self, fn: FunctionType, reason: Any) -> Any:
-        """What the compiler, should it come, takes for a function that it was told to keep out of."""
+        """Mark a function so that a later compiler does not trace it."""
 
         @functools.wraps(fn)
         def alone(*args: Any, **kwargs: Any) -> Any:
@@ -72,10 +72,10 @@ class _DynamoStandIn(ModuleType):
         return alone
 
     def graph_break(self, msg: str = "") -> None:
-        """Nothing is traced."""
+        """Do nothing: nothing is traced."""
 
     def _real(self) -> ModuleType:
-        """The compiler, imported now."""
+        """Import and return the real compiler."""
         first = sys.modules.get(_NAME) is self
         if first:
             sys.modules.pop(_NAME, None)
@@ -87,7 +87,7 @@ class _DynamoStandIn(ModuleType):
 
 
 class _DynamoSubmodule(SimpleNamespace):
-    """What is asked of a module inside it."""
+    """Stands in for a submodule of `torch._dynamo`."""
 
     def __init__(self, module: _DynamoStandIn, name: str, **answers: Any) -> None:
         super().__init__(**answers)
@@ -98,7 +98,7 @@ class _DynamoSubmodule(SimpleNamespace):
 
 
 class _DynamoFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports the compiler before anything inside it, which is then there already, or is found as usual."""
+    """Imports the real compiler before any of its submodules."""
 
     def __init__(self, module: _DynamoStandIn) -> None:
         self._module = module
@@ -117,12 +117,12 @@ class _DynamoFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run. Importing gave it another spec: put its own back."""
+        """Restore the module's own spec, which the import replaced."""
         module.__spec__ = self._specs.pop(module.__name__)
 
 
 def postpone() -> None:
-    """From now on `torch._dynamo` is imported when it is needed. Nothing happens where it has been imported."""
+    """Import `torch._dynamo` only when it is needed. Does nothing where it has been imported."""
     spec = None if _NAME in sys.modules else importlib.util.find_spec(_NAME)
     if spec is not None:
         module = _DynamoStandIn(spec)

@@ -1,4 +1,4 @@
-"""Buffers that each data rank keeps as its own, such as a hidden state that is carried from batch to batch.
+"""Local state: buffers that each data rank keeps as its own, such as a hidden state carried from batch to batch.
 
 They are neither averaged nor sent from rank to rank. A checkpoint holds those of every data rank, and each takes its
 own back. In the model's state dict, which is for a model on one device, are those of data rank 0.
@@ -21,27 +21,27 @@ _FILE = re.compile(r"local-(\d+)-of-(\d+)\.safetensors")
 
 @dataclass(frozen=True, kw_only=True)
 class DataRank:
-    """A data rank, of so many."""
+    """A data rank's number and the number of data ranks."""
 
     rank: int = 0
     ranks: int = 1
 
     @property
     def piece(self) -> str:
-        """Its local state, as state tags name it."""
+        """The name of its local state in state tags."""
         return f"local-{self.rank}"
 
     @property
     def file(self) -> str:
-        """The file of a checkpoint that holds it."""
+        """The checkpoint file that holds its local state."""
         return f"local-{self.rank}-of-{self.ranks}.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalState:
-    """The local state of one data rank: buffers by full name, those that are not persistent included."""
+    """The local state of one data rank: buffers by full name, including those that are not persistent."""
 
-    seat: DataRank
+    data_rank: DataRank
     tensors: Mapping[str, Tensor]
 
 
@@ -73,30 +73,30 @@ def _why_not(pattern: str, buffers: Sequence[str], parameters: Collection[str]) 
     return f"which is no buffer of the model: {nearest(pattern, buffers)}" if buffers else "and the model has no buffer"
 
 
-def local_state_file(reader: StateReader, seat: DataRank) -> str | None:
+def local_state_file(reader: StateReader, data_rank: DataRank) -> str | None:
     """Return the name of the file with a data rank's local state; None where it is not needed.
 
-    It is needed where training goes on. Where the model is only evaluated, by another number of ranks than trained it,
+    It is needed to continue training. Where the model is only evaluated, by another number of ranks than trained it,
     all of them use that of data rank 0, which is in the model's state dict.
 
     Raises:
         CheckpointError: the checkpoint has none, or those of another number of data ranks.
     """
-    if seat.file in reader.names():
-        return seat.file
+    if data_rank.file in reader.names():
+        return data_rank.file
     if reader.weights_only:
         return None
     counts = {int(match[2]) for match in map(_FILE.fullmatch, reader.names()) if match}
     if not counts:
         raise CheckpointError(
             "the checkpoint holds no local state: the job that wrote it had no local_state=",
-            where=seat.file,
+            where=data_rank.file,
             remedy="leave local_state= out, or start a run under a new name",
         )
     wrote = max(counts)
     raise CheckpointError(
-        f"the checkpoint holds the local state of {wrote} data ranks, and there are {seat.ranks} now: what each rank "
-        "keeps as its own cannot be divided anew",
-        where=seat.file,
+        f"the checkpoint holds the local state of {wrote} data ranks, and this run has {data_rank.ranks}: it cannot "
+        "be redistributed",
+        where=data_rank.file,
         remedy=f"set workers={wrote}, or start a run under a new name",
     )

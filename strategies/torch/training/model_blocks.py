@@ -1,6 +1,6 @@
-"""The blocks that a model repeats: what is gathered, or computed again, one after the other.
+"""The repeated blocks of a model: found, compiled by `torch.compile`, and checkpointed to save activations.
 
-What it compiles is what a module's call or forward runs, so that names, parameters and checkpoints stay as they are.
+Only what a module's call runs is compiled, so that names, parameters and checkpoints stay the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainwright.strategies.torch.torch_compat import compile_in_process
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Modules of one class that a list or sequence holds several of, the outermost; none with parameters of others."""
+    """Return the outermost modules of one class in a list or sequence, which share no parameters with others."""
     sites = Counter(_parameter_ids(model))
     found: list[nn.Module] = []
     _collect(model, sites, found)
@@ -27,7 +27,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _without_cuts(model: nn.Module, modules: Iterable[nn.Module], cuts: Iterable[str]) -> list[nn.Module]:
-    """Those of a model's modules inside of which none is at which it is cut."""
+    """Return the modules that no pipeline cut lies inside of."""
     inside = [name.split(".") for name in cuts]
     names = {module: name.split(".") for name, module in model.named_modules()}
     paths = [(module, names[module]) for module in modules]
@@ -49,36 +49,36 @@ def _collect(module: nn.Module, sites: Counter[int], found: list[nn.Module]) -> 
 
 
 def _owns_its_parameters(module: nn.Module, sites: Counter[int]) -> bool:
-    """Whether it is a module that is called, and all uses of its parameters lie within it."""
+    """Return whether a module is called and all uses of its parameters lie within it."""
     container = isinstance(module, nn.ModuleList | nn.ModuleDict)
     return not container and all(sites[key] == count for key, count in Counter(_parameter_ids(module)).items())
 
 
 def _parameter_ids(module: nn.Module) -> Iterator[int]:
-    """Each place of the tree that holds a parameter, by the parameter's identity."""
+    """Yield the identity of each parameter, once for each place that holds it."""
     for _, owner in module.named_modules(remove_duplicate=False):
         yield from (id(parameter) for parameter in owner._parameters.values() if parameter is not None)
 
 
 def _called_children(model: nn.Module) -> list[nn.Module]:
-    """The modules that a model consists of; of containers, which are not called, what they hold."""
+    """Yield the called modules directly below a model; containers are replaced by their contents."""
     found: list[nn.Module] = []
     for child in model.children():
         found += _called_children(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
     return found
 
 
-# --- Models compiled by `torch.compile` -------------------------------------------------------------------------------
+# --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
 def compile_model(model: nn.Module, device: torch.device) -> None:
-    """Compile what a call of the model runs."""
+    """Compile the model's call with `torch.compile`."""
     _prepare_compiler(device)
     model.compile()
 
 
 def compile_blocks(model: nn.Module, device: torch.device, cuts: Iterable[str] = ()) -> None:
-    """Compile each block's forward, apart from what is done around it; blocks of one class share what is compiled.
+    """Compile each block's forward by itself; blocks of one class share the compiled code.
 
     Args:
         cuts: names of modules at which the model is cut: a block that one of them is inside of stays as it is.
@@ -89,16 +89,16 @@ def compile_blocks(model: nn.Module, device: torch.device, cuts: Iterable[str] =
 
 
 def _prepare_compiler(device: torch.device) -> None:
-    """On a CPU compile in this process: others that wait for work would outlive a killed one."""
+    """Compile in this process on a CPU: compiler processes would outlive a killed worker."""
     if device.type == "cpu":
         compile_in_process()
 
 
-# --- Activations that are computed again in backward instead of kept --------------------------------------------------
+# --- Activation checkpointing -----------------------------------------------------------------------------------------
 
 
 def checkpoint_blocks(model: nn.Module, divided: Iterable[str] = ()) -> None:
-    """Keep of each block what it is given, and of what happens inside it nothing.
+    """Checkpoint activations: keep the inputs of each block, and recompute the rest in backward.
 
     Dropout is drawn alike the second time, and buffers, such as a batch norm's statistics, are as they were the first
     time and change once. Where a model has no blocks, the modules that it consists of are taken.
@@ -113,7 +113,7 @@ def checkpoint_blocks(model: nn.Module, divided: Iterable[str] = ()) -> None:
 
 
 def checkpointed_buffers(model: nn.Module, divided: Iterable[str] = ()) -> list[str]:
-    """Names of the buffers in a model's state that lie in what `checkpoint_blocks` takes."""
+    """Return the names of the persistent buffers inside the modules that `checkpoint_blocks` wraps."""
     state = model.state_dict(keep_vars=True)
     inside = {buffer for module in _checkpointed_modules(model, divided) for buffer in module.buffers()}
     return [name for name, buffer in model.named_buffers() if name in state and buffer in inside]
@@ -128,12 +128,12 @@ def _trainable_children(model: nn.Module) -> list[nn.Module]:
 
 
 def _buffer_contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Of a forward that begins now, and of its repetition."""
+    """Return contexts for a forward that starts now and for its recomputation."""
     return nullcontext(), _EarlierBuffers(module) if torch.is_grad_enabled() else nullcontext()
 
 
 class _EarlierBuffers(AbstractContextManager[None]):
-    """Within, a module works on copies of its buffers as they were when this was made; more than once if need be."""
+    """Lets a module work on copies of its buffers as they were when this was made."""
 
     def __init__(self, module: nn.Module) -> None:
         self._places = [

@@ -1,13 +1,13 @@
-"""The loss of a micro-batch as terms, and what travels with the gradients.
+"""The objective: the loss of a micro-batch as terms, and the sums that are reduced with the gradients.
 
 A step's gradient is that of sum(values * weights) / W over the whole global batch, with W the sum of all weights. Each
 rank's micro-batches contribute sum(values * weights) * world / rows, so that DDP's average over `world` ranks is
 already right where all weights are 1 (W = rows); otherwise one pass scales the gradients by rows / W.
 
-W, the sum of losses and the wish to stop must be summed over the ranks too, before anything is applied. They travel in
-DDP's own reduction: `carry` is one more parameter, and backward is told that its gradient is those sums. DDP averages,
-so they are multiplied by the world size first: W comes out as a plain sum. Beside them travels what a step before has
-told of its gradient's noise (see `noise`), or zeros, so that the reduction is the same in each step.
+W, the sum of losses and the request to stop must be summed over the ranks too, before anything is applied. DDP's own
+reduction carries them: `carry` is one more parameter, whose gradient is set to those sums. DDP averages, so they are
+multiplied by the world size first. Measurements of the gradient noise of the step before, or zeros, are beside them, so
+that the reduction is the same in each step.
 """
 
 from __future__ import annotations
@@ -45,44 +45,44 @@ from trainwright.strategies.torch.training.train_state import AUTOCAST_DTYPES
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchShare:
-    """One micro-batch on its way through the objective.
+    """One micro-batch with what the objective has to know of it.
 
     Attributes:
         batch: the micro-batch.
-        data_rank: whose it is.
+        data_rank: the data rank that computes it.
         rows: real samples in the global batch.
-        wish: the rank's wish to stop, in one of its micro-batches.
-        muted: all weights count as 0.
-        layout: of the global batch.
+        wish: the rank requests to stop; set in one of its micro-batches.
+        zero_weight: all weights count as 0.
+        layout: how the global batch is divided.
     """
 
     batch: Batch
     data_rank: int
     rows: int
     wish: bool = False
-    muted: bool = False
+    zero_weight: bool = False
     layout: BatchLayout = WHOLE_BATCH
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFunctions:
-    """How a job's functions are called.
+    """Calls the functions of a job.
 
     Attributes:
         spec: the job's functions and columns.
         device: where the tensors are.
         autocast: the type to compute in where that is safe (`torch.autocast`); None for the model's own.
         where: the rank, for errors.
-        rescoring: whether backward computes attention's scores again.
+        selective_recompute: whether backward computes attention's scores again.
         group: makes the process group of a batch's data ranks; None where there is none.
-        checking: look whether a sample's loss follows from what else is in its micro-batch, and refuse that.
+        checking: refuse a loss of a sample that depends on the other samples of its micro-batch.
     """
 
     spec: ModelSpec
     device: torch.device
     autocast: torch.dtype | None
     where: str
-    rescoring: bool = False
+    selective_recompute: bool = False
     group: GroupFactory | None = None
     checking: bool = False
 
@@ -93,49 +93,49 @@ class JobFunctions:
         return cls(spec=spec, device=torch.device("cpu"), autocast=autocast, where=where)
 
     def precision(self) -> AbstractContextManager[Any]:
-        """The context of forward and loss."""
+        """Return the autocast context of forward and loss."""
         return torch.autocast(self.device.type, self.autocast) if self.autocast else nullcontext()
 
-    def keeping(self) -> AbstractContextManager[Any]:
-        """The context in which activations are kept for backward."""
-        return SelectiveRecompute() if self.rescoring else nullcontext()
+    def saved_tensor_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which activations are saved for backward."""
+        return SelectiveRecompute() if self.selective_recompute else nullcontext()
 
     def tensors(self, batch: Batch) -> batches.Tensors:
-        """The columns that the job's functions want: all of them for a step of the user's own."""
+        """Return the columns that the job's functions take; all of them for a step of the user's own."""
         wanted = None if self.spec.step else dict.fromkeys((*self.spec.inputs, *self.spec.targets))
         return batches.collated_tensors(self.spec.collation, batch, wanted, self.device)
 
     def inputs(self, batch: Batch) -> batches.Tensors:
-        """The columns that the model wants."""
+        """Return the columns that the model takes."""
         return batches.collated_tensors(self.spec.collation, batch, self.spec.inputs, self.device)
 
     def wanted(self, batch: Batch) -> batches.Tensors:
-        """The columns that loss and metrics want."""
+        """Return the columns that loss and metrics take."""
         return batches.collated_tensors(self.spec.collation, batch, dict.fromkeys(self.spec.targets), self.device)
 
     def called(self, model: nn.Module, given: Sequence[Tensor]) -> Any:
-        """The model's outputs for the input columns, which are given in their order."""
+        """Call the model with the input columns, which are given in their order."""
         if self.spec.keywords:
             return model(**dict(zip(self.spec.keywords, given, strict=True)))
         return model(*given)
 
     def outputs(self, model: nn.Module, columns: batches.Tensors) -> Any:
-        """The model's outputs for the input columns, whatever they are."""
+        """Return the model's outputs for the input columns."""
         with TorchUserCode("the model", self.where):
             return self.called(model, [columns[name] for name in self.spec.inputs])
 
     def targets(self, columns: batches.Tensors) -> Any:
-        """The target column, or a tuple where there are several."""
+        """Return the target column, or a tuple where there are several."""
         chosen = tuple(columns[name] for name in self.spec.targets)
         return chosen[0] if len(chosen) == 1 else chosen
 
     def loss(
         self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH
     ) -> Terms:
-        """The loss terms of a micro-batch, sample weights included; weights never require a gradient."""
-        with self.precision(), self.keeping():
+        """Return the loss terms of a micro-batch, sample weights included; weights never require a gradient."""
+        with self.precision(), self.saved_tensor_context():
             if self.spec.step:
-                result = self._stepped(model, columns, batch, layout)
+                result = self._call_step(model, columns, batch, layout)
                 return loss_terms("step=", result, batch, self.where)
             outputs = self.outputs(model, columns)
             return self.loss_of(outputs, columns, batch, layout)
@@ -143,14 +143,14 @@ class JobFunctions:
     def metric(
         self, name: str, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH
     ) -> Terms:
-        """The terms of a metric."""
+        """Return the terms of a metric."""
         what = f"metric {name!r}"
-        result = self._judged(what, outputs, columns, batch, layout)
+        result = self._call_on_outputs(what, outputs, columns, batch, layout)
         return loss_terms(what, result, batch, self.where)
 
     def loss_of(self, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH) -> Terms:
-        """The loss terms of outputs that are there already."""
-        result = self._judged("loss=", outputs, columns, batch, layout)
+        """Return the loss terms of given outputs."""
+        result = self._call_on_outputs("loss=", outputs, columns, batch, layout)
         return loss_terms("loss=", result, batch, self.where)
 
     @cached_property
@@ -159,7 +159,7 @@ class JobFunctions:
         given = {"loss=": self.spec.loss, **{f"metric {name!r}": each for name, each in self.spec.metrics.items()}}
         return {what: outputs_first(function) for what, function in given.items() if function is not None}
 
-    def _judged(
+    def _call_on_outputs(
         self,
         what: str,
         outputs: Any,
@@ -167,7 +167,7 @@ class JobFunctions:
         batch: Batch,
         layout: BatchLayout,
     ) -> Any:
-        """What a loss or metric says of outputs; where it gathers all rows, of this rank's."""
+        """Call a loss or metric; return its result for this rank's rows."""
         targets, ordered = self.targets(columns), self._functions[what]
         if self._compares(layout):
             check_samples_independent(what, ordered, outputs, targets, batch, layout, self.where)
@@ -177,8 +177,8 @@ class JobFunctions:
         self._check_broadcast(what, outputs, targets, result)
         return rows.own(result)
 
-    def _stepped(self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout) -> Any:
-        """What the job's own step says; where it gathers all rows, of this rank's."""
+    def _call_step(self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout) -> Any:
+        """Call the job's own step; return its result for this rank's rows."""
         step = self.spec.step
         assert step is not None, "asked for only where there is one"
         if self._compares(layout):
@@ -196,7 +196,7 @@ class JobFunctions:
         return self.checking and not layout.whole and BATCH_LOSS not in self.spec.inexact
 
     def _check_broadcast(self, what: str, outputs: Any, targets: Any, result: Any) -> None:
-        """Raise JobError where one output and one target were broadcast to all pairs of samples."""
+        """Raise JobError where outputs and targets were broadcast to all pairs of samples."""
         given = (outputs, targets, result.values if isinstance(result, Terms) else result)
         if all(isinstance(each, Tensor) for each in given):
             problem = loss_broadcast_problem(what, *(each.shape for each in given))
@@ -206,7 +206,7 @@ class JobFunctions:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardRoots:
-    """What a micro-batch's backward starts from.
+    """The roots of a micro-batch's backward and their gradients.
 
     Attributes:
         values: losses, of the graph.
@@ -227,7 +227,7 @@ class BackwardRoots:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards each module is in the mode it was in."""
+    """Put a model into evaluation mode; at the end each module is in its earlier mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -238,7 +238,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def accumulate_gradients(roots: tuple[Tensor, ...], slopes: tuple[Tensor, ...]) -> None:
-    """Add to the gradients of all that roots come from, given theirs; what they come from is forgotten."""
+    """Run backward from roots with the given gradients, and free the graph."""
     torch_compat.run_backward(roots, slopes, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
@@ -251,10 +251,10 @@ class Objective(nn.Module):
         world: ranks over which the gradients are averaged.
 
     Attributes:
-        carry: always zero; its gradient is (sum of weights, sum of weighted losses, wish to stop, news).
-        tallies: the step's micro-batches so far with their losses.
-        news: three numbers that the next micro-batch adds to the sums, once.
-        scale: by which the gradients are multiplied.
+        carry: always zero; its gradient is (sum of weights, sum of weighted losses, stop requests, noise sums).
+        micro_losses: the step's micro-batches so far, with their losses.
+        news: three sums of gradient noise that the next micro-batch adds, once.
+        scale: the factor of the gradients.
     """
 
     def __init__(self, model: nn.Module, caller: JobFunctions, world: int) -> None:
@@ -265,14 +265,14 @@ class Objective(nn.Module):
         kind = _carried_type(model)
         self.carry = nn.Parameter(torch.zeros(6, dtype=kind, device=caller.device))
         self.scale = 1.0
-        self.tallies: list[tuple[MicroBatchShare, Tensor]] = []
+        self.micro_losses: list[tuple[MicroBatchShare, Tensor]] = []
         self._no_news = torch.zeros(3, dtype=kind, device=caller.device).unbind()
         self.news: tuple[Tensor, ...] = self._no_news
         self._wishes = torch.tensor([0.0, 1.0], dtype=kind, device=caller.device).unbind()
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Within, a loss whose samples see each other is refused where its batch is cut."""
+        """Refuse, inside this context, a loss that compares samples where the batch is divided."""
         caller = self.caller
         self.caller = replace(caller, checking=True)
         try:
@@ -281,12 +281,12 @@ class Objective(nn.Module):
             self.caller = caller
 
     def begin(self) -> None:
-        """Forget the step before."""
+        """Forget the sums and losses of the step before."""
         self.carry.grad = None
-        self.tallies.clear()
+        self.micro_losses.clear()
 
     def forward(self, share: MicroBatchShare) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses and weights, both (samples,) or (samples, k), and `carry`.
+        """Return losses and weights, both (samples,) or (samples, k), and `carry`.
 
         Raises:
             JobError: the loss is of the wrong shape or has no gradient.
@@ -298,7 +298,7 @@ class Objective(nn.Module):
         return values, weights, self.carry.view(-1)
 
     def pulled(self, share: MicroBatchShare, outputs: Any) -> BackwardRoots:
-        """What backward starts from, given a micro-batch's outputs. Raises as `forward`."""
+        """Return the roots of backward, given a micro-batch's outputs. Raises as `forward`."""
         columns = self.caller.wanted(share.batch)
         with self.caller.precision():
             values, weights = self.caller.loss_of(outputs, columns, share.batch, share.layout)
@@ -306,11 +306,11 @@ class Objective(nn.Module):
         return self.pull(share, values, weights, self.carry)
 
     def tell(self, pull: BackwardRoots) -> None:
-        """Add a micro-batch's sums to what travels, where no backward does."""
+        """Add a micro-batch's sums to `carry` where no backward does."""
         self.carry.grad = pull.sums if self.carry.grad is None else self.carry.grad + pull.sums
 
-    def tell_wish(self, wish: bool) -> None:
-        """All that a rank without losses has to tell."""
+    def add_stop_request(self, wish: bool) -> None:
+        """Set the sums of a rank without losses: its stop request alone."""
         self.carry.grad = torch.stack((*self._no_news[:2], self._wishes[wish], *self._no_news)) * self.world
 
     def _check(self, values: Tensor) -> None:
@@ -321,18 +321,18 @@ class Objective(nn.Module):
             )
 
     def pull(self, share: MicroBatchShare, values: Tensor, weights: Tensor, carry: Tensor) -> BackwardRoots:
-        """What backward starts from, given what `forward` returned; remembers the losses."""
+        """Return the roots of backward, given what `forward` returned, and remember the losses."""
         losses = values.detach()
-        self.tallies.append((share, losses))
+        self.micro_losses.append((share, losses))
         kind = self.carry.dtype
         weight, loss = weights.sum(), torch.dot(losses.reshape(-1), weights.reshape(-1))
         news, self.news = self.news, self._no_news
         sums = torch.stack((weight.to(kind), loss.to(kind), self._wishes[share.wish], *news)).mul_(self.world)
-        factor = 0.0 if share.muted else self.scale * self.world / max(share.rows, 1)
+        factor = 0.0 if share.zero_weight else self.scale * self.world / max(share.rows, 1)
         return BackwardRoots(values=values, slopes=weights * factor, carry=carry, sums=sums)
 
 
 def _carried_type(model: nn.Module) -> torch.dtype:
-    """float64 where parameters in float64 are trained, else float32: carry then shares their buckets, mostly."""
+    """Return float64 where parameters in float64 are trained, else float32, so that sums share their buckets."""
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     return torch.float64 if torch.float64 in trained else torch.float32

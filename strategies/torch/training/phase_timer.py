@@ -1,4 +1,4 @@
-"""When the phases of a step end; `trainwright.core.data` says which there are."""
+"""Times the phases of a step; `trainwright.core.data` lists them."""
 
 from __future__ import annotations
 
@@ -27,43 +27,43 @@ class PhaseTimer:
         self._recorded: list[_Mark] = []
 
     def begin(self, step: int) -> None:
-        """A step starts."""
+        """Start a step."""
         self._timing = self._by_clock or step % EVERY == FIRST
         self._marks = []
         self._lap("")
 
     def forward(self) -> None:
-        """A micro-batch's losses are there."""
+        """End the forward of a micro-batch."""
         self._own = False
         self._lap("forward")
 
     def own(self) -> None:
-        """The last of this rank's own gradients of a micro-batch is there."""
+        """Note that the last of this rank's own gradients of a micro-batch is computed."""
         self._own = True
         self._lap("backward")
 
     def backward(self, *, reduced: bool) -> None:
-        """A micro-batch's backward is over, in which the gradients were `reduced` over the ranks, or not."""
+        """End the backward of a micro-batch, in which gradients were `reduced` over the ranks, or not."""
         self._lap("backward" if not reduced else "wait" if self._own else "backward+wait")
 
     def wait(self) -> None:
-        """What this rank needed of others is there."""
+        """End a wait for other ranks."""
         self._lap("wait")
 
     def optimizer(self) -> None:
-        """The update is done."""
+        """End the update."""
         self._lap("optimizer")
 
     @property
     def own_s(self) -> float | None:
-        """What this rank took for its losses and gradients, without waiting; None where no clock tells."""
+        """Seconds that this rank took for its losses and gradients without waiting; None where not measured."""
         if not self._by_clock:
             return None
         own = [end - start for (_, start), (phase, end) in pairwise(self._marks) if phase in ("forward", "backward")]
         return sum(own) if own else None
 
     def ended(self) -> dict[str, float] | None:
-        """Seconds by phase of the step that ends now, on a GPU of one before; None where none was timed."""
+        """Return seconds by phase of the step that ends now, on a GPU of an earlier one; None where not timed."""
         if self._by_clock:
             return _seconds_by_phase(self._marks)
         marks, self._recorded = self._recorded, self._marks if self._timing else []

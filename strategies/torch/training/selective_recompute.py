@@ -1,12 +1,12 @@
-"""Attention's scores computed again in backward instead of kept, in whatever model: selective recomputation.
+"""Selective recomputation: attention scores are recomputed in backward instead of kept, in any model.
 
-A model computes scores one function after the other: a batch of products, what scales and masks it, a softmax, perhaps
-dropout, and a second product. The functions are followed as they are called. When the second product comes, what they
-have saved for backward is dropped, all but what they were given from outside; backward calls them once more, with the
-same random numbers, up to the last tensor that is missing. A fused kernel never writes scores: it is left alone.
+A model computes scores by several functions: a batched product, scaling and masking, a softmax, perhaps dropout, and a
+second product. These calls are recorded. At the second product, what they have saved for backward is dropped, except
+their inputs from outside. Backward repeats the calls, with the same random numbers, up to the last missing tensor. A
+fused kernel never writes scores, and is not changed.
 
-Korthikanti et al. (2022), section 5; torch's own selective checkpointing keeps the output of every operation that it
-does not compute again, needed or not, and wants a policy for each model.
+See Korthikanti et al. (2022), section 5. torch's own selective checkpointing keeps the output of every operation that
+it does not recompute, needed or not, and needs a policy for each model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Hook = Callable[[Tensor], Any]
 
 
 class _SavedTensor:
-    """What autograd has saved: a tensor, or how it is made once more."""
+    """What autograd saved: a tensor, or the calls that compute it again."""
 
     __slots__ = ("__weakref__", "recipe", "tensor", "version")
 
@@ -52,7 +52,7 @@ class _SavedTensor:
         self.recipe: Sequence[_RecordedCall] = ()
 
     def taken(self) -> Tensor:
-        """The tensor, for backward. Raises RuntimeError where it was changed since, as autograd does."""
+        """Return the tensor for backward. Raises RuntimeError where it was changed since, as autograd does."""
         if self.tensor is None:
             _repeat(self.recipe)
         tensor = self.tensor
@@ -69,7 +69,7 @@ class _SavedTensor:
 
 @dataclass(kw_only=True, eq=False)
 class _RecordedCall:
-    """One function on the way to scores.
+    """One recorded function call that leads to attention scores.
 
     Attributes:
         function: with `args` and `kwargs`, in which a `_RecordedCall` stands for what it gave.
@@ -95,16 +95,16 @@ class _RecordedCall:
     number: int = field(default_factory=count().__next__)
 
     def save(self, tensor: Tensor) -> _SavedTensor:
-        """Called by autograd."""
+        """Save a tensor; autograd calls it."""
         saved = _SavedTensor(tensor)
         self.saved.append(ref(saved))
         return saved
 
     def again(self, given: Mapping[_RecordedCall, Any]) -> Any:
-        """The same once more, given what the calls before it gave now. Raises RuntimeError where it cannot be."""
+        """Repeat the call, given new results of earlier ones. Raises RuntimeError where inputs have changed."""
         if any(tensor._version != version for tensor, version in self.outside):
             raise RuntimeError(
-                "what attention's scores are made of was changed in place after they were: leave "
+                "the inputs of attention scores were changed in place after use: leave "
                 "recompute=selective out, or do not change it"
             )
         args, kwargs = tree_map(
@@ -118,7 +118,7 @@ class _RecordedCall:
 
 
 class SelectiveRecompute(TorchFunctionMode):
-    """Within, what a forward saves of attention's scores is dropped, to be computed again in its backward."""
+    """Drops what a forward saves of attention scores; backward computes it again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,14 +160,14 @@ class SelectiveRecompute(TorchFunctionMode):
         return made
 
     def _maker(self, tensor: Tensor) -> _RecordedCall | None:
-        """What gave a tensor, where it has not been changed since: not by an index, a view, or without gradients."""
+        """Return the call that made a tensor; None where it was changed since, or is not known."""
         call, version = self._calls.get(tensor, (None, None))
         return call if call is not None and version == tensor._version else None
 
     def _call(
         self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], before: tuple[_RecordedCall, ...]
     ) -> _RecordedCall:
-        """What is about to be called, without the tensors that other calls gave."""
+        """Record a call, with references in place of tensors that other calls made."""
         outside: list[tuple[Tensor, int]] = []
 
         def kept(each: Any) -> Any:
@@ -195,7 +195,7 @@ class SelectiveRecompute(TorchFunctionMode):
 
 
 def _extends_scores(call: _RecordedCall, given: Sequence[Tensor], known: Sequence[Tensor], made: Tensor) -> bool:
-    """Whether it makes scores of scores, number by number, or a batch of products that may become some.
+    """Return whether a call makes scores of scores, elementwise, or a batched product that may become scores.
 
     Args:
         known: those of the tensors `given` that calls had given before this one, which may have changed them.
@@ -207,7 +207,7 @@ def _extends_scores(call: _RecordedCall, given: Sequence[Tensor], known: Sequenc
 
 
 def _drop(last: _RecordedCall) -> None:
-    """Let go of all that the calls up to a second product have saved and that is not kept outside anyway."""
+    """Drop what the calls up to a second product have saved, unless something else keeps it."""
     recipe = _recipe(last)
     outside = {storage_key(tensor) for call in recipe for tensor, _ in call.outside}
     for call in recipe:
@@ -219,7 +219,7 @@ def _drop(last: _RecordedCall) -> None:
 
 
 def _recipe(last: _RecordedCall) -> tuple[_RecordedCall, ...]:
-    """A call and all that it needs, in the order of the calls: one may change in place what those before it read."""
+    """Return a call and all calls that it needs, in the order in which they were made."""
     found, left = {last}, [last]
     while left:
         new = [each for each in left.pop().before if each not in found]
@@ -229,11 +229,11 @@ def _recipe(last: _RecordedCall) -> tuple[_RecordedCall, ...]:
 
 
 class _AllRecomputed(Exception):
-    """All that was missing is there."""
+    """All dropped tensors have been computed again."""
 
 
 def _repeat(recipe: Sequence[_RecordedCall]) -> None:
-    """Call the functions once more, and give what they save to those who miss it."""
+    """Repeat the calls, and refill the saved tensors that were dropped."""
     given: dict[_RecordedCall, Any] = {}
     devices = [call.device for call in recipe[:1] if call.device.type == "cuda"]
     try:
@@ -246,12 +246,12 @@ def _repeat(recipe: Sequence[_RecordedCall]) -> None:
 
 
 def _refill_hook(call: _RecordedCall, *, last: bool) -> _Hook:
-    """Gives the n-th tensor that a call saves to where it saved the n-th at first."""
+    """Return a hook that gives the n-th tensor that a call saves to its n-th saved tensor of the first time."""
     left = [*reversed(call.saved)]
 
     def give(tensor: Tensor) -> None:
         if not left:
-            raise RuntimeError("computed again, attention's scores are made otherwise than at first")
+            raise RuntimeError("recomputing attention scores gave other operations than the first time")
         saved = left.pop()()
         if saved is not None and saved.tensor is None:
             saved.tensor = tensor.detach()
@@ -262,7 +262,7 @@ def _refill_hook(call: _RecordedCall, *, last: bool) -> _Hook:
 
 
 def _writes_scores(call: _RecordedCall, args: Any, kwargs: Any, made: Tensor) -> bool:
-    """Whether attention was not computed by a fused kernel: it saved a number for each query and key."""
+    """Return whether attention saved a value for each query and key: it was not computed by a fused kernel."""
     query, key = (args[place] if place < len(args) else kwargs[name] for place, name in _FACTORS)
     kept = {storage_key(tensor) for tensor in (*_tensors((*args, *kwargs.values())), made)}
     saved = [each.tensor for each in (one() for one in call.saved) if each is not None and each.tensor is not None]
@@ -270,7 +270,7 @@ def _writes_scores(call: _RecordedCall, args: Any, kwargs: Any, made: Tensor) ->
 
 
 def _in_place(function: Any) -> bool:
-    """Whether a function changes its first argument."""
+    """Return whether a function changes its first argument."""
     name: str = getattr(function, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 

@@ -1,9 +1,9 @@
-"""One rank's model and optimizer, and where they stand.
+"""One rank's model and optimizer, with their step.
 
-With W(k) the weights after k steps, step k, counted from 0, takes its gradient at W(k - 1), the first step at W(0):
-W(k + 1) = W(k) + update(gradient of step k at W(k - 1)). So the next step's forwards, which use W(k), may begin while
-backwards of step k are under way, which use W(k - 1). The rule is the same on every stage, and nothing in it depends on
-time: that a pipeline drains, or that what was begun of a step is dropped and done again, changes no bit.
+A streamed pipeline does not drain between steps. With W(k) the weights after k steps, step k, counted from 0, computes
+its gradient at W(k - 1), and the first step at W(0): W(k + 1) = W(k) + update(gradient of step k at W(k - 1)). So the
+forwards of the next step, which use W(k), may start while backwards of step k are under way. The rule does not depend
+on time: draining the pipeline, or dropping and repeating forwards, changes no bit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precisio
 
 
 class _StepAttempt:
-    """A step under way; `applied` once the optimizer has run."""
+    """A step under way; `applied` is set once the optimizer has run."""
 
     applied = False
 
@@ -48,31 +48,31 @@ class TorchReplica:
 
     Args:
         spec: the job's functions.
-        plan: says the precision, and into how many parts a batch goes.
+        plan: gives the precision, and how a batch is divided.
         device: where the model lives.
         where: the rank, for errors.
-        part: of the model, that this rank holds.
-        place: brings the model to where it lives, and divides it; tells what it left of each tensor that it cut, by all
-            of its names. By default the model is moved to `device`.
+        part: the part of the model that this rank holds.
+        place: divides the model and moves it to its device; returns the slice that it kept of each tensor, by all of
+            its names. By default the model is moved to `device`.
 
     Attributes:
         model: the user's module.
         optimizer: the user's optimizer.
-        scale: of the losses; None where they are not scaled.
-        rescoring: backward computes attention's scores again.
+        scale: the loss scale; None where losses are not scaled.
+        selective_recompute: backward computes attention's scores again.
         trainable: the parameters that require a gradient, each once.
         names: full name of each parameter that requires a gradient.
         initial: each parameter group's settings as the job made them.
         step: completed steps; None before the first step or load.
-        sound: False while, and after a failure in which, the optimizer changed only a part.
-        laps: what the phases of its steps take.
-        versions: of the weights; None where steps are taken at the newest.
-        begun: buffers as they were when what was done of the next step began; None where nothing was.
+        sound: False during an update, and after one that failed half way.
+        laps: times the phases of its steps.
+        versions: stashed weights of a streamed pipeline; None where steps use the newest.
+        begun: buffers from before the first forward of the next step; None where none has run.
         every_used: each of `trainable` gets a gradient in a step; None until that was tried.
-        uncut: that was tried with a batch of one data rank in one micro-batch.
-        outer: it takes what several local steps of others came to.
+        uncut: that was tried with an undivided batch: one data rank, one micro-batch.
+        outer: it applies the results of several local steps of workers.
         local: names of buffers that each data rank keeps as its own.
-        seat: the data rank whose local state it holds.
+        data_rank: the data rank whose local state it holds.
         norms: batch norms that keep running statistics of their own share of the batch.
         synchronized: batch norms that look at the whole batch; None where none does.
 
@@ -93,7 +93,7 @@ class TorchReplica:
     ) -> None:
         self.spec, self.autocast, self.device, self.part = spec, AUTOCAST_DTYPES.get(plan.precision), device, part
         self.scale = LossScale() if plan.precision == "fp16" else None
-        self.rescoring = plan.recompute == "selective"
+        self.selective_recompute = plan.recompute == "selective"
         self.step: int | None = None
         self.sound = True
         self.every_used: bool | None = None
@@ -125,13 +125,13 @@ class TorchReplica:
             for key in module._buffers
         }
         self.norms = [] if together else running_norms(self.model)
-        self.local, self.seat = local_buffers(self.model, spec.local_state, where), DataRank()
+        self.local, self.data_rank = local_buffers(self.model, spec.local_state, where), DataRank()
         saved = self.model.state_dict()
         self._fresh = {name: buffer.detach().clone() for name, buffer in self.named_buffers() if name not in saved}
 
     @contextmanager
     def finding_last(self) -> Iterator[None]:
-        """Of the gradients of a backward within, find which comes last; `laps` is told of it from then on."""
+        """Find which parameter's gradient comes last in a backward; `laps` is told of it from then on."""
         seen: list[nn.Parameter] = []
         handles = [add_gradient_hook(item, partial(lambda item, _: seen.append(item), item)) for item in self.trainable]
         try:
@@ -143,7 +143,7 @@ class TorchReplica:
             self._last = add_gradient_hook(seen[-1], lambda _: self.laps.own())
 
     def move(self, device: torch.device) -> None:
-        """Live on another device from now on. Only a replica that was never trained: the optimizer holds no state yet.
+        """Move to another device. Only a replica that was never trained can: its optimizer holds no state yet.
 
         The optimizer and `names` hold the parameters themselves, which keep their identity.
         """
@@ -154,7 +154,7 @@ class TorchReplica:
             self.versions = _WeightStash(self.trainable) if self.versions else None
 
     def _settled(self, model: nn.Module) -> Mapping[str, ShardSlice]:
-        """Where the model is whole."""
+        """Compile a whole model where the job says so, and move it to its device."""
         if self.spec.compile == "inductor":
             compile_model(model, self.device)
         return self._move(model)
@@ -164,19 +164,19 @@ class TorchReplica:
         return {}
 
     def reseed(self, seed: int) -> None:
-        """Make what torch, NumPy and Python draw next a function of `seed` alone, also on the replica's device."""
+        """Seed the generators of torch, NumPy and Python, also on the replica's device."""
         random_state.seed_generators(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     @property
     def split(self) -> frozenset[str]:
-        """Full names of the parameters that it cut, of which FSDP2 may then divide what was left."""
+        """Full names of the parameters that were cut when the model was placed; FSDP2 may divide the rest of them."""
         return frozenset(self._cut)
 
     @property
     def boxes(self) -> dict[str, ShardSlice]:
-        """What this rank holds of each parameter and buffer that is divided, by full name."""
+        """The slice that this rank holds of each divided parameter and buffer, by full name."""
         found = {}
         for name, held in self.model.state_dict().items():
             inner, outer = fsdp_slice(held, self.part), self._cut.get(name)
@@ -187,19 +187,19 @@ class TorchReplica:
 
     @property
     def wanted(self) -> dict[str, ShardSlice | None]:
-        """What this rank holds, by full name: a box of a tensor that is divided, None for all of one that is not."""
+        """What this rank holds, by full name: a slice of a divided tensor, None for a whole one."""
         boxes = self.boxes
         return {name: boxes.get(name) for name in self.model.state_dict()}
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """All buffers by full name, those that are not saved included, as they are now."""
+        """Yield all buffers by full name, including those that are not saved."""
         for name, (module, key) in self._places.items():
             buffer = module._buffers[key]
             if buffer is not None:
                 yield name, buffer
 
     def take_buffers(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give buffers other numbers; one whose shape training changed is replaced."""
+        """Set the values of buffers; one whose shape has changed is replaced."""
         for name, value in tensors.items():
             module, key = self._places[name]
             buffer = module._buffers[key]
@@ -214,7 +214,7 @@ class TorchReplica:
 
     @contextmanager
     def attempt(self) -> Iterator[_StepAttempt]:
-        """Gradients are dropped at the end; buffers are put back unless the step was applied, also after an error.
+        """Drop gradients at the end; restore buffers unless the step was applied, also after an error.
 
         They are what they were before anything of the step was done, in the step before it too.
         """
@@ -230,11 +230,11 @@ class TorchReplica:
                 self.recall()
 
     def begin_next(self) -> None:
-        """What is done from now on is of the next step."""
+        """Remember the buffers: forwards of the next step follow."""
         self.begun = self._kept()
 
     def recall(self) -> None:
-        """Put buffers back to before anything of the next step was done."""
+        """Restore the buffers from before any forward of the next step."""
         before, self.begun = self.begun, None
         for name, (buffer, kept) in (before or {}).items():
             module, key = self._places[name]
@@ -254,7 +254,7 @@ class TorchReplica:
         return float(groups[0].get("lr", 0.0))
 
     def apply(self, step: int, where: str) -> None:
-        """Let the optimizer take step `step`; an error leaves the replica unsound."""
+        """Let the optimizer take step `step`; after an error the replica is unsound."""
         self.sound = False
         with (
             self.versions.updating() if self.versions else nullcontext(),
@@ -272,7 +272,7 @@ def add_gradient_hook(parameter: nn.Parameter, told: Callable[[Tensor], None]) -
 
 
 def is_elementwise(spec: ModelSpec) -> bool:
-    """Whether an optimizer does to parts of a parameter what it does to all of it; True where it cannot be tried."""
+    """Return whether an optimizer works elementwise; True where that cannot be tried."""
     assert spec.optimizer is not None, "only a job with run='fit' may leave it out"
     start = torch.linspace(-1.0, 2.0, 16).view(4, 4)
     whole = [nn.Parameter(start.clone())]
@@ -290,7 +290,7 @@ def is_elementwise(spec: ModelSpec) -> bool:
 
 
 def group_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group's settings as plain values, without its parameters."""
+    """Return a parameter group's settings as plain values, without its parameters."""
     return {
         key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
     }
@@ -306,7 +306,7 @@ def set_group_option(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def sparse_problems(model: nn.Module) -> list[str]:
-    """What is wrong with parameters and buffers that are not strided, in words: no checkpoint or rank can take them."""
+    """Return problems of parameters and buffers that are not strided: they cannot be saved or sent."""
     return [
         f"{name!r} of the model is {str(tensor.layout).removeprefix('torch.')}, which cannot be saved or sent to other "
         "ranks: keep its indices and values as dense buffers and make it of these in forward(), or hold it as a plain "
@@ -351,7 +351,7 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
 
 
 def _batch_norm_problems(model: nn.Module, spec: ModelSpec, plan: Plan) -> list[str]:
-    """What of a plan would make batch norms differ from one device, without the job's accepting it."""
+    """Return why batch norms would differ from one device with a plan, unless the job accepts that."""
     norms, ranks, together = batch_norms(model), plan.mesh.data_ranks, spec.batch_norm == "sync"
     if not norms:
         return []
@@ -365,7 +365,7 @@ def _batch_norm_problems(model: nn.Module, spec: ModelSpec, plan: Plan) -> list[
             + ways
         )
     if together and ranks > 1 and spec.compile == "inductor":
-        problems.append('batch_norm="sync" was not tried with compile="inductor": leave one of them out')
+        problems.append('batch_norm="sync" was not tested with compile="inductor": leave one of them out')
     if ranks > 1 and plan.streamed:
         problems.append(
             f"module {norms[0]!r} is a batch norm: schedule={plan.schedule} begins the next step before its statistics "
@@ -400,17 +400,17 @@ def _check_optimizer(optimizer: Any, names: dict[nn.Parameter, str], where: str)
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether step() of an optimizer cannot be called without an argument."""
+    """Return whether an optimizer's step() needs a closure."""
     given = inspect.signature(optimizer.step).parameters.values()
     named = (each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
     return any(each.default is each.empty for each in named)
 
 
-# --- Two versions of a stage's weights, of a pipeline that does not drain (PipeDream-2BW ------------------------------
+# --- Weights of two steps, for a pipeline that does not drain (PipeDream-2BW) -----------------------------------------
 
 
 class _WeightStash:
-    """The parameters hold the newest weights; while a step's own micro-batches are run, those before.
+    """Keeps the weights before the last step; a step's own micro-batches run with them (PipeDream-2BW).
 
     A parameter stays the same object with another memory behind it, so that optimizer, names, hooks and ties need not
     know. What autograd has kept of a forward is then the parameter, whose memory must be that of the forward when its
@@ -431,13 +431,13 @@ class _WeightStash:
             self._swap()
 
     def turn(self) -> None:
-        """A step is complete: the newest weights become those before, and the parameters a copy of them, to update."""
+        """End a step: the newest weights become the earlier ones, and the parameters a copy to update."""
         foreach_copy([*self._other.values()], [each.detach() for each in self._other])
         self._swap()
         self._swapped = False
 
     def updating(self) -> AbstractContextManager[None]:
-        """Within, the optimizer changes what no graph has kept, though it changes parameters that graphs know."""
+        """Return a context for updates in place that autograd must not count: no graph uses the changed memory."""
         return preserve_version_counter(self._other)
 
     @property
@@ -453,7 +453,7 @@ class _WeightStash:
         self._swapped = not self._swapped
 
 
-# --- The factor by which losses are multiplied where backward computes in half precision ------------------------------
+# --- Loss scaling for float16 -----------------------------------------------------------------------------------------
 
 
 MIN_LOSS_SCALE = 1.0  # below, gradients that overflow are too large themselves
@@ -461,7 +461,7 @@ MIN_LOSS_SCALE = 1.0  # below, gradients that overflow are too large themselves
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """A scale by the rules of `torch.amp.GradScaler`, with its defaults; on the host, the same on all ranks.
+    """A loss scale by the rules of `torch.amp.GradScaler`, with its defaults, held on the host.
 
     It is a power of two, so that multiplying by it and dividing loses nothing. Every rank knows whether the gradient of
     the whole batch is finite, so that every rank does the same.
@@ -475,10 +475,10 @@ class LossScale:
     since: int = 0
 
     def applied(self) -> LossScale:
-        """After a step: doubled by every 2,000th in a row."""
+        """Return the scale after an applied step: every 2,000th in a row doubles it."""
         since = self.since + 1
         return replace(self, since=since) if since < 2000 else LossScale(factor=2.0 * self.factor)
 
     def overflowed(self) -> LossScale:
-        """After a step whose gradient was not finite: half of it."""
+        """Return the scale after a step whose gradient was not finite: half of it."""
         return LossScale(factor=0.5 * self.factor)

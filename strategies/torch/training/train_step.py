@@ -1,7 +1,8 @@
-"""One training step: backward over the micro-batches, one reduction, then finite or not, scale, clip, apply.
+"""One training step: backward of the micro-batches, one reduction, check for finite values, scale, clip, apply.
 
-A micro-batch's gradient is seen by hooks that autograd calls before DDP does, in sampled steps alone; they change
-nothing. Its norm is known only after the reduction has begun, so it travels in the one of the step after.
+In sampled steps hooks see the gradient of each micro-batch before DDP does, to measure gradient noise; they change
+nothing. The norm of the averaged gradient is known only after the reduction has started, so that the measurements are
+reduced with the sums of the next step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class StepTotals:
     """Sums over the whole global batch.
 
     Attributes:
-        told: what travelled beside them.
+        told: sums of gradient noise, reduced beside them.
         norm: of the averaged gradient, where it is wanted.
     """
 
@@ -45,7 +46,7 @@ class StepTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRunner:
-    """How a micro-batch is run.
+    """Runs the micro-batches of a step.
 
     Attributes:
         objective: the objective itself.
@@ -53,7 +54,7 @@ class StepRunner:
         probe: samples the noise of its gradients.
         local: a context in which backward does not reduce.
         every_used: every trainable parameter must get a gradient in each step, or DDP would wait for it forever.
-        tells_own: what a rank does by itself can be told from what it waits for.
+        measures_own_time: a rank's own work can be timed apart from its waits.
         others: groups of ranks with other data, which together reach all of them.
     """
 
@@ -62,7 +63,7 @@ class StepRunner:
     probe: GradientNoiseProbe
     local: Callable[[], AbstractContextManager[Any]] = nullcontext
     every_used: bool = False
-    tells_own: bool = True
+    measures_own_time: bool = True
     others: tuple[distributed.ProcessGroup, ...] = ()
 
     @property
@@ -71,11 +72,11 @@ class StepRunner:
         return self.objective.caller.where
 
     def ending(self) -> AbstractContextManager[Any]:
-        """A context for a step's last micro-batch."""
+        """Return a context for a step's last micro-batch."""
         return nullcontext()
 
     def accumulate(self, replica: TorchReplica, feed: Feed, *, sampled: bool) -> None:
-        """Forward and backward of every micro-batch; the last backward reduces what all of them gave."""
+        """Run forward and backward of every micro-batch; the last backward reduces the gradients."""
         self.objective.begin()
         each = micro_batches_of(feed)
         for number, (micro, share) in enumerate(each):
@@ -90,13 +91,13 @@ class StepRunner:
                 self.probe.count(share)
 
     def settle(self, replica: TorchReplica, *, wants_norm: bool) -> tuple[list[Tensor], StepTotals]:
-        """The averaged gradients and the sums over all ranks. Raises JobError where DDP could not average one."""
+        """Return averaged gradients and sums over all ranks. Raises JobError where DDP could not average one."""
         gradients = _gradients(replica, self)
         return gradients, read_totals(self, gradients, wants_norm=wants_norm)
 
 
 def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
-    """One step of this rank. All ranks apply it, or none does.
+    """Run one step of this rank. All ranks apply it, or none does.
 
     Raises:
         NonFiniteLoss: on every rank, with nothing applied.
@@ -142,7 +143,7 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
         gradient_norm=norm,
         wish=totals.wish,
         overflowed=overflowed,
-        own_s=laps.own_s if runner.tells_own else None,
+        own_s=laps.own_s if runner.measures_own_time else None,
         phases=None if sampled else phases,
         scatter=scatter,
     )
@@ -151,7 +152,7 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
 def run_micro_batch(
     runner: StepRunner, share: MicroBatchShare, forward_done: Callable[[], None] = lambda: None
 ) -> None:
-    """Forward and backward of one micro-batch; tells a lost peer from an error in the user's code."""
+    """Run forward and backward of one micro-batch; raise PeerLost or UserCodeError for what fails."""
     where = runner.where
     pull = runner.objective.pull(share, *runner.reduced(share))
     forward_done()
@@ -161,12 +162,14 @@ def run_micro_batch(
         raise TorchUserCode("the backward pass", where).meaning(error) from None
 
 
-def micro_batches_of(feed: Feed, *, muted: bool = False) -> list[tuple[int, MicroBatchShare]]:
-    """Micro-batches in order with their number; the wish goes with the last."""
+def micro_batches_of(feed: Feed, *, zero_weight: bool = False) -> list[tuple[int, MicroBatchShare]]:
+    """Return the numbered micro-batches of a feed; the last one carries the stop request."""
     flat = [
         (
             micro,
-            MicroBatchShare(batch=batch, data_rank=data_rank, rows=feed.rows, muted=muted, layout=batch_layout(feed)),
+            MicroBatchShare(
+                batch=batch, data_rank=data_rank, rows=feed.rows, zero_weight=zero_weight, layout=batch_layout(feed)
+            ),
         )
         for data_rank, part in zip(feed.data_ranks, feed.parts, strict=True)
         for micro, batch in enumerate(part)
@@ -178,12 +181,12 @@ def micro_batches_of(feed: Feed, *, muted: bool = False) -> list[tuple[int, Micr
 
 
 def batch_layout(feed: Feed) -> BatchLayout:
-    """Into what the global batch is cut."""
+    """Return how the global batch is divided."""
     return BatchLayout(ranks=feed.total, micro_batches=len(feed.parts[0]))
 
 
 def _gradients(replica: TorchReplica, runner: StepRunner) -> list[Tensor]:
-    """The averaged gradients. Raises JobError where DDP could not average one."""
+    """Return the averaged gradients. Raises JobError where DDP could not average one."""
     gradients = [parameter.grad for parameter in replica.trainable]
     present = [gradient for gradient in gradients if gradient is not None]
     if runner.every_used and len(present) < len(gradients):
@@ -199,7 +202,7 @@ def _gradients(replica: TorchReplica, runner: StepRunner) -> list[Tensor]:
 
 
 def read_totals(runner: StepRunner, gradients: list[Tensor], *, wants_norm: bool) -> StepTotals:
-    """Read what travelled in the reduction: the step's only wait for the device."""
+    """Read the reduced sums: the step's only wait for the device."""
     carried = runner.objective.carry.grad
     assert carried is not None, "carry is part of every objective"
     if not wants_norm:
@@ -229,12 +232,12 @@ def _scale(
 
 
 def mean_factor(weight: float, rows: int, kind: torch.dtype) -> float:
-    """From a mean over so many rows to that over the sum of their weights, added up in numbers of a kind."""
+    """Return the factor from a mean over rows to a mean over the sum of their weights, rounded as `kind` is."""
     return 1.0 if abs(weight - rows) <= 4 * torch.finfo(kind).eps * rows else rows / weight
 
 
 def overflows(totals: StepTotals) -> bool:
-    """Whether a gradient that counts is not finite, though its loss is."""
+    """Return whether a gradient is not finite though the loss is."""
     finite = math.isfinite(totals.loss) and math.isfinite(totals.weight)
     return finite and bool(totals.weight) and totals.norm is not None and not math.isfinite(totals.norm)
 
@@ -245,7 +248,7 @@ def check_finite(runner: StepRunner, totals: StepTotals, feed: Feed) -> None:
         if not totals.weight or totals.norm is None or math.isfinite(totals.norm):
             return  # what has no weight is not applied
         raise non_finite_error(f"the gradient's norm became {totals.norm} in step {feed.step + 1}", runner.where)
-    for share, losses in runner.objective.tallies:
+    for share, losses in runner.objective.micro_losses:
         bad = ~torch.isfinite(losses)
         if bool(bad.any()):
             rows = bad.reshape(bad.shape[0], -1).any(1).cpu().numpy()
@@ -257,11 +260,11 @@ def check_finite(runner: StepRunner, totals: StepTotals, feed: Feed) -> None:
     raise non_finite_error(what, runner.where, elsewhere=True)
 
 
-# --- What a step's gradients tell of their noise ----------------------------------------------------------------------
+# --- Gradient noise ---------------------------------------------------------------------------------------------------
 
 
 class GradientNoiseProbe:
-    """Samples the steps of one formation, the same ones on all ranks.
+    """Measures the gradient noise of sampled steps, the same ones on all ranks.
 
     Args:
         objective: whose reduction the news travel in.
@@ -275,12 +278,12 @@ class GradientNoiseProbe:
         self._whole: float | None = None  # its reduced gradient's squared norm
 
     def due(self, feed: Feed) -> bool:
-        """Whether a step is to be sampled; never where there are no parameters whose gradients could be seen."""
+        """Return whether a step is sampled; never without parameters whose gradients can be seen."""
         return bool(self._parameters) and noise_is_due(feed.step, feed.total * len(feed.parts[0]))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """See the gradients of all backwards within."""
+        """Watch the gradients of all backwards in this context."""
         zero = torch.zeros((), dtype=self._objective.carry.dtype, device=self._objective.carry.device)
         self._news = (zero, zero, zero)
         handles = [add_gradient_hook(parameter, self._see) for parameter in self._parameters]
@@ -295,7 +298,7 @@ class GradientNoiseProbe:
         self._norms.append(torch.linalg.vector_norm(values.detach(), dtype=self._objective.carry.dtype))
 
     def count(self, share: MicroBatchShare) -> None:
-        """The backward of one micro-batch is over."""
+        """Note the end of a micro-batch's backward."""
         norms, self._norms = self._norms, []
         samples = int(np.count_nonzero(share.batch.weights))
         if samples and norms:
@@ -304,12 +307,12 @@ class GradientNoiseProbe:
             self._news = (parts + torch.stack(norms).square().sum() * unit, counted + samples, shares + 1)
 
     def send(self) -> None:
-        """Let the news of the step before, if there are any, travel with this one."""
+        """Send the measurements of the step before, if there are any, with this step's sums."""
         if self._whole is not None:
             self._objective.news = self._news
 
     def heard(self, told: Sequence[float]) -> GradientScatter | None:
-        """What came of what travelled."""
+        """Return the gradient scatter from the reduced measurements."""
         whole, self._whole = self._whole, None
         if whole is None:
             return None
@@ -317,5 +320,5 @@ class GradientNoiseProbe:
         return GradientScatter(parts=parts, samples=samples, shares=shares, whole=whole)
 
     def keep(self, norm: float, rows: int) -> None:
-        """A sampled step was applied; its averaged gradient has this norm."""
+        """Record the norm of the averaged gradient of a sampled step."""
         self._whole = (norm * rows) ** 2

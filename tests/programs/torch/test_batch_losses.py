@@ -181,7 +181,7 @@ def warmed(ranks: int = 1, micro_batches: int = 2, **changes: Any) -> None:
 def test_a_loss_that_compares_samples_is_refused_where_the_batch_is_cut(
     loss: Any, ranks: int, micro_batches: int
 ) -> None:
-    cut = f"cuts a batch into {ranks} data ranks with {micro_batches} micro-batches each"
+    cut = f"divides a batch over {ranks} data ranks with {micro_batches} micro-batches each"
     with pytest.raises(JobError, match=f"loss= is not of each sample alone.*{cut}.*tw.gather.*batch_loss"):
         warmed(ranks, micro_batches, loss=loss)
     warmed(ranks, micro_batches, loss=loss, inexact=("batch_loss",))
@@ -197,9 +197,9 @@ def test_a_step_that_compares_samples_is_refused_and_losses_of_each_sample_are_n
 
 
 def test_a_gathering_loss_is_refused_in_micro_batches_and_where_places_count() -> None:
-    with pytest.raises(JobError, match=r"tw.gather sees a micro-batch, of which this plan has 2 .*accumulation=1"):
+    with pytest.raises(JobError, match=r"tw.gather sees one of 2 micro-batches.*accumulation=1"):
         warmed(loss=clip)
-    with pytest.raises(JobError, match="no way to the other 1 parts of the batch in this strategy"):
+    with pytest.raises(JobError, match="cannot reach the other 1 parts of the batch in this strategy"):
         warmed(ranks=2, micro_batches=1, loss=clip)
     with pytest.raises(JobError, match=r"depends on the order of the rows.*rank by rank"):
         warmed(loss=by_place)

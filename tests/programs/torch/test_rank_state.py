@@ -263,7 +263,7 @@ def test_another_number_of_ranks_is_refused_and_evaluation_takes_that_of_rank_0(
     for each in declared:
         files.files |= each[4]
     engine = one_device(job(**LOCAL))
-    with pytest.raises(CheckpointError, match=r"local state of 2 data ranks, and there are 1 now") as caught:
+    with pytest.raises(CheckpointError, match=r"local state of 2 data ranks, and this run has 1") as caught:
         engine.load(files)
     assert "workers=2" in caught.value.remedy
     files.weights_only = True
