@@ -57,8 +57,8 @@ class Loops:
         peer = Peer(rank=0, address=self._engine.reserve(generation, "worker"))
         self._engine.form(Group(generation=generation, rank=0, peers=(peer,), threads=THREADS))
         self._stream = BatchLoader(
-            job.train, prepared.train, batch_size=job.batch_size, epochs=job.epochs, seed=job.seed,
-            shuffle=job.shuffle, columns=job.columns, feeding=ONE_RANK,
+            job.train, prepared.train, batch_size=job.batch_size, epochs=job.epochs, seed=job.training.seed,
+            shuffle=job.data.shuffle, columns=job.columns, feeding=ONE_RANK,
         )  # fmt: skip
         self._engine.build(job.model_spec(self._stream.total_steps), plan)
         self._engine.warm(self._stream.warm_feed())

@@ -74,7 +74,7 @@ def run_experiment(job: Job, plan: Plan, options: ChaosOptions, say: _Say = lamb
         JobError: the job or a fault is invalid.
         TrainwrightError: the unbroken run cannot start, or failed.
     """
-    spares = job.spares if job.spares is not None else int(plan.workers > 1)
+    spares = job.recovery.spares if job.recovery.spares is not None else int(plan.workers > 1)
     requirements = FaultRequirements(workers=plan.workers, spares=spares, storage=outage_obstacle(job.storage))
     faults = select_faults(options.faults, requirements)
     pinned = job.replace(workers=plan.workers, strategy=plan.strategy)
@@ -138,8 +138,8 @@ def _draw_schedule(faults: Sequence[FaultType], options: ChaosOptions, total_ste
 
 def _harden(job: Job, unbroken: ObservedRun, schedule: Sequence[ScheduledFault]) -> tuple[Job, tuple[str, ...]]:
     """Return the job with limits that survive so many faults, and the changes in words; its result stays the same."""
-    fields: dict[str, Any] = {"failures": max(job.failures, FAILURE_BUDGET), "failures_an_hour": None}
-    if job.hang_deadline_s is None and any(scheduled.fault.name == "stop" for scheduled in schedule):
+    fields: dict[str, Any] = {"failures": max(job.recovery.failures, FAILURE_BUDGET), "failures_an_hour": None}
+    if job.recovery.hang_deadline_s is None and any(scheduled.fault.name == "stop" for scheduled in schedule):
         slowest_s = max(
             [
                 chaos_report.longest_step_gap_s(unbroken),
@@ -155,12 +155,12 @@ def _harden(job: Job, unbroken: ObservedRun, schedule: Sequence[ScheduledFault])
         and _checkpoint_steps(job, history.summary.start.steps_per_epoch) > max(often, 1)
     ):
         fields["checkpoint_steps"] = max(often, 1)
-    changed = {name: value for name, value in fields.items() if getattr(job, name) != value}
+    changed = {name: value for name, value in fields.items() if job.get(name) != value}
     return job.replace(**changed), tuple(f"{name}={value}" for name, value in changed.items())
 
 
 def _checkpoint_steps(job: Job, steps_per_epoch: int) -> int:
-    given = job.checkpoint_steps
+    given = job.checkpointing.checkpoint_steps
     return given if isinstance(given, int) else steps_per_epoch
 
 
@@ -254,7 +254,9 @@ def run_job(
         named_job.name,
         job_file,
         environment={"RAY_ADDRESS": context.gcs_address},
-        event_timeout_s=_SILENCE_S + job.patience_s(discover(possible=True)) + (job.hang_deadline_s or 0.0),
+        event_timeout_s=_SILENCE_S
+        + job.start_deadline_s(discover(possible=True))
+        + (job.recovery.hang_deadline_s or 0.0),
         schedule=wanted,
         outages=outages,
         on_all_injected=on_all_injected,

@@ -88,7 +88,7 @@ def _load_datasets(path: str, kind: str | None) -> dict[str, tuple[Dataset, dict
         from trainwright.planning.job_file import load_job
 
         job = load_job(path)
-        how = {"batch_size": job.batch_size, "window": job.shuffle_window, "shuffled": job.shuffle}
+        how = {"batch_size": job.batch_size, "window": job.data.shuffle_window, "shuffled": job.data.shuffle}
         found: dict[str, tuple[Dataset, dict[str, Any]]] = {"train": (job.train, how)}
         return found if job.evaluate is None else {**found, "evaluate": (job.evaluate, {"shuffled": False})}
     from trainwright.datasets.tools.dataset_conversion import open_dataset

@@ -144,16 +144,6 @@ class Job(JobModel):
         """Name the nearest field, group or option."""
         return nearest(name, [*cls.model_fields, *GROUP_OF])
 
-    def __getattr__(self, name: str) -> Any:
-        # Temporary, until all readers name the group: job.scaling.workers instead of job.workers.
-        moved = {"elastic": "scaling", "collation": "data", **GROUP_OF}
-        renamed = {"alone": "on_one_device", "patience_s": "start_deadline_s", "wanted_targets": "target_names"}
-        if name in renamed:
-            return getattr(self, renamed[name])
-        if name not in moved:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(getattr(self, moved[name]), name)
-
     def on_one_device(self, **fields: Any) -> Job:
         """Return the job for one worker with one device, without pinned layout or strategy.
 

@@ -106,7 +106,7 @@ def build_loss(
 ) -> DistillationLoss:
     """Return the students' loss. Raises JobError with all mismatches."""
     job, inline = distillation.student, distillation.way == "inline"
-    labels, mask = job.wanted_targets, distillation.loss.mask
+    labels, mask = job.target_names, distillation.loss.mask
     told = [name for teacher in teachers for name in (teacher.wanted if inline else teacher.columns)]
     return DistillationLoss(
         soft=distillation.loss,
@@ -140,7 +140,7 @@ def _beside(
     note: Callable[[str], object],
 ) -> _AddTargets:
     """Return what adds the teachers' columns to a data set."""
-    folder, keep, hang_s = distillation.folder, distillation.keep, distillation.student.hang_deadline_s
+    folder, keep, hang_s = distillation.folder, distillation.keep, distillation.student.recovery.hang_deadline_s
 
     def offline(data: Dataset) -> Dataset:
         told = [
@@ -201,7 +201,7 @@ def _model(
         return students
     row = first_batch(train, train.index())
     told = {name: each for inline in loss.inline for name, each in runners[inline].teach(row.columns).items()}
-    return students.fitted({**job.collation(row), **told}, job.arguments, job.keywords)
+    return students.fitted({**job.data.collation(row), **told}, job.arguments, job.keywords)
 
 
 # --- Compatibility ----------------------------------------------------------------------------------------------------

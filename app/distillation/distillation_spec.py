@@ -100,9 +100,9 @@ class Distillation(StrictModel):
 
     def _unsuited(self) -> list[str]:
         job, problems = self.student, []
-        if job.step is not None:
+        if job.training.step is not None:
             problems.append("student: step= makes its own loss: give the job loss=, inputs= and targets= instead")
-        if job.run == "fit":
+        if job.tensorflow.run == "fit":
             problems.append(
                 'student: run="fit" is Keras\' own step: leave it out, and give the job loss= and optimizer='
             )
@@ -222,7 +222,7 @@ class Teacher(StrictModel):
         ending = {False: "", True: "softmax", "sigmoid": "sigmoid"}[self.probabilities]
         return TeacherOutputs(
             inputs=job.arguments, keywords=job.keywords, output=self.output, layers=self.layers, columns=self.columns,
-            probabilities=ending, precision=job.precision,
+            probabilities=ending, precision=job.training.precision,
         )  # fmt: skip
 
     def inference_job(self, data: Dataset) -> Job:

@@ -111,7 +111,7 @@ class Search(StrictModel):
     @property
     def seed_values(self) -> tuple[int, ...]:
         """The seeds."""
-        return tuple(range(self.student.seed, self.student.seed + self.seeds))
+        return tuple(range(self.student.training.seed, self.student.training.seed + self.seeds))
 
     def settings(self) -> dict[str, tuple[Setting, SoftLoss]]:
         """Return all settings by name, with their losses. Raises JobError for one without a share for the teachers."""
@@ -131,7 +131,7 @@ class Search(StrictModel):
             problems.append("distillation: students=, mutual= and joint= train several: a search is of one student")
         if not distillation.teachers:
             problems.append("distillation: there is no teacher: give teachers=")
-        if not job.wanted_targets or job.loss is None:
+        if not job.target_names or job.loss is None:
             problems.append("student: it has no targets= and loss=, so that it cannot be trained alone for comparison")
         if job.evaluate is None:
             problems.append("student: evaluate= is missing: give the test set, which is looked at once at the end")
@@ -256,7 +256,7 @@ def _split(data: Dataset, share: float) -> tuple[Dataset, Dataset]:
 
 def _fixed_layout(job: Job) -> Job:
     """The job for one of many runs: one worker unless a layout is given, and no in-memory checkpoints."""
-    given = job.model_fields_set
+    given = job.given
     own: dict[str, Any] = {} if given & _LAYOUT else {"workers": 1}
     return job.replace(**own, probe=False, **({} if "keeper_s" in given else {"keeper_s": 0.0}))
 
@@ -372,7 +372,7 @@ def _scorecard(search: Search, jobs: SearchJobs, setting: str, verbose: bool) ->
     """Compare the student of a setting and the first seed with its teachers, on the test set."""
     ((run, job),) = jobs.runs(search, (setting,), search.seed_values[:1]).items()
     once = _targets_once(search.distillation)
-    student = search.student.replace(name=run, seed=job.seed, storage=search.folder)
+    student = search.student.replace(name=run, seed=job.training.seed, storage=search.folder)
     distillation = once.replace(student=student, targets=once.folder)
     own, (_, checkpoint) = students_of(distillation, job)[STUDENT].job, find_checkpoint(job)
     loss: Any = job.loss

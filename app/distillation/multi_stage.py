@@ -255,7 +255,7 @@ class SelfDistillation(MultiStage):
         for number, name in enumerate(self.runs[1:], 1):
             teacher = _teacher_of(stage, f"generation-{number - 1}")
             stage = self.distillation.replace(
-                student=job.replace(name=name, seed=job.seed + number), teachers=(teacher,)
+                student=job.replace(name=name, seed=job.training.seed + number), teachers=(teacher,)
             )  # fmt: skip
             yield stage
 

@@ -75,7 +75,7 @@ def train_in_parallel(
         return
     cluster = discover()
     if parts is not None:
-        parts = max(1, min(parts, cluster.slots // max(prepared.job.workers or 1 for prepared in waiting)))
+        parts = max(1, min(parts, cluster.slots // max(prepared.job.scaling.workers or 1 for prepared in waiting)))
     runs = ParallelRuns(waiting, cluster, parts=parts, verbose=verbose, on_end=on_end)
     with stop_on_signals(runs) as stops:
         runs.train()
@@ -104,7 +104,7 @@ class ParallelRuns:
         verbose: bool = False,
         on_end: Callable[[Job], object] | None = None,
     ) -> None:
-        if all(prepared.job.accelerator == "cpu" for prepared in waiting):
+        if all(prepared.job.scaling.accelerator == "cpu" for prepared in waiting):
             cluster = cluster.without_accelerators()
         self._waiting, self._cluster, self._verbose, self._on_end = list(waiting), cluster, verbose, on_end
         self._free = split_cluster(cluster, parts or len(waiting))

@@ -213,18 +213,18 @@ class StudentEvaluation:
 
     def _read(self, samples: _Array) -> Batch:
         """Return rows with the columns that any model needs, transformed as in `tw.predict`."""
-        counters = Counters(seed=self._job.seed, epoch=0)
+        counters = Counters(seed=self._job.training.seed, epoch=0)
         columns = self._data.transform(self._reader.gather(samples), samples, counters, self._names)
         return Batch(columns=columns, weights=np.ones(len(samples)), samples=samples)
 
     def _targets(self, batch: Batch) -> list[_Array]:
-        wanted = self._job.wanted_targets
-        columns = self._job.collation(batch) if wanted else {}
+        wanted = self._job.target_names
+        columns = self._job.data.collation(batch) if wanted else {}
         return [np.asarray(columns[name]) for name in wanted]
 
     def _metrics(self, name: str, batch: Batch, said: _Array) -> Terms | None:
         """Count the job's loss and metrics of a model's outputs. Return the loss, if there is one."""
-        if not self._job.wanted_targets or self._output_names.get(name, "") is None:
+        if not self._job.target_names or self._output_names.get(name, "") is None:
             return None
         if name not in self._output_names:
             self._output_names[name] = self._output_name(name, batch, said)
@@ -341,7 +341,7 @@ class EvaluatedModel:
         """Return a teacher, or a student whose own model `build` makes. Raises as `load_teacher` and `profile_job`."""
         runner = load_teacher(teacher)
         subject = teacher_inference_model(runner, data)
-        job = subject.job.alone(model=build or subject.architecture)
+        job = subject.job.on_one_device(model=build or subject.architecture)
         profile = profile_job(job, data, data.index())
         return cls(teacher=teacher, runner=runner, profile=profile, student=build is not None)
 

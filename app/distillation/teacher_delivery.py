@@ -221,7 +221,7 @@ class DeliveryPlans:
     def _passes(self) -> float:
         """How often the run reads the training set."""
         job = self.job
-        return job.epochs * (job.epoch_samples or self.index.rows) / max(self.index.rows, 1)
+        return job.epochs * (job.data.epoch_samples or self.index.rows) / max(self.index.rows, 1)
 
     def _stored_bytes(self) -> float:
         return float(stored_bytes(self.teachers, self.job.train, self.index, keep=self.distillation.keep))

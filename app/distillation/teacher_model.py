@@ -136,7 +136,7 @@ def output_signature(job: Job, index: Index, layers: Mapping[str, str] | None = 
     with random_state.preserve_generators():
         model = build_model(job.model)
         teaching = teacher_backend_of(model)
-        sample = job.collation(first_batch(job.train, index, job.columns))
+        sample = job.data.collation(first_batch(job.train, index, job.columns))
         tapped = teaching.tap(model, layers or {})
         try:
             shapes = teaching.shapes(tapped, sample, job.arguments, job.keywords)

@@ -179,7 +179,7 @@ class TeacherRunner:
         """Return the model, built on a device of this process, given columns of a row. Raises as `teach`."""
         data = Dataset(source=TableSource(arrays=dict(row)))
         subject, index = teacher_inference_model(self, data), data.index()
-        job = (subject.single_process_job or subject.job).alone(accelerator="auto")
+        job = (subject.single_process_job or subject.job).on_one_device(accelerator="auto")
         plan = choose(profile_job(job.replace(model=subject.architecture), data, index), _here(), job).chosen
         spec = job.model_spec(1, partial(first_batch, data, index, job.columns))
         with random_state.preserve_generators():

@@ -291,7 +291,9 @@ def _compute(
     from trainwright.ray_cluster.discovery import discover
 
     job, placement = question.subject.job, order.plan.placement
-    timeouts = PoolTimeouts(place_s=job.patience_s(discover(possible=True)), hang_s=job.hang_deadline_s or _HANG_S)
+    timeouts = PoolTimeouts(
+        place_s=job.start_deadline_s(discover(possible=True)), hang_s=job.recovery.hang_deadline_s or _HANG_S
+    )
     device = placement.accelerator or f"CPU, {formatting.count(placement.threads, 'thread')} each"
     meter.note(
         f"{question.manifest.who}: {formatting.count(len(question.waiting), 'part')} of "

@@ -82,7 +82,7 @@ def inference_job(job: Job, data: Dataset) -> Job:
     """Return the job without what only training needs; the data needs no targets. Raises JobError."""
     if not job.inputs:
         raise JobError(["inputs= is missing: name the columns given to the model to predict with it"])
-    needed = job.collation.sources(job.arguments)
+    needed = job.data.collation.sources(job.arguments)
     return job.replace(
         train=data,
         evaluate=None,
@@ -91,7 +91,7 @@ def inference_job(job: Job, data: Dataset) -> Job:
         metrics={},
         targets=(),
         schedule=None,
-        pad={name: pad for name, pad in job.pad.items() if name in needed},
+        pad={name: pad for name, pad in job.data.pad.items() if name in needed},
         workers=None,
         accumulation=1,
         inexact=("batch_norm",),  # its statistics are not taken from batches here
@@ -154,7 +154,7 @@ def _plan_pool(
     job = subject.job
     room = usable_cluster(cluster, job.replace(workers=workers) if workers else job)
     size = min(workers or room.slots, parts)
-    alone = job.alone(model=subject.architecture)
+    alone = job.on_one_device(model=subject.architecture)
     plan = choose(_asked(alone, index), cluster, alone).chosen
     return replace(plan, placement=placement_for(room, size)), size
 
@@ -171,7 +171,7 @@ def _torn(subject: InferenceModel, plan: Plan) -> bool:
 
 def _divided(subject: InferenceModel, index: Index, cluster: Cluster) -> Plan | None:
     """Return the layout of the run, or the pinned one, where several workers hold the model together."""
-    pinned = subject.job.plan if subject.weights is None else None
+    pinned = subject.job.planning.plan if subject.weights is None else None
     found = trained_plan(subject.job) if subject.weights else _chosen(subject, index, cluster) if pinned else None
     return found if found is not None and single_replica(found).workers > 1 else None
 
@@ -182,7 +182,7 @@ def _chosen(subject: InferenceModel, index: Index, cluster: Cluster) -> Plan | N
     try:
         plan = choose(_asked(job, index), cluster, job).chosen
     except PlanError:
-        if subject.weights is None and job.plan:
+        if subject.weights is None and job.planning.plan:
             raise
         return None
     return plan if single_replica(plan).workers > 1 else None

@@ -59,7 +59,7 @@ def fit_plan(cluster: Cluster, plan: Plan, job: Job) -> Plan:
     Raises:
         ResourceError: there is no room for a whole replica.
     """
-    room = usable_cluster(grow_to_slots(cluster, job, plan.workers * plan.devices_per_worker), job.alone())
+    room = usable_cluster(grow_to_slots(cluster, job, plan.workers * plan.devices_per_worker), job.on_one_device())
     most = worker_capacity(room) // (plan.devices_per_worker if room.accelerators else 1)
     for workers in range(min(plan.workers, most), 0, -1):
         try:

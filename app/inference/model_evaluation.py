@@ -52,7 +52,8 @@ def _evaluate_here(job: Job, step: int | None) -> dict[str, float]:
     )
     with_checkpoint(job, step, engine.load)
     stream = BatchLoader(
-        job.evaluate, index, batch_size=job.batch_size, epochs=1, seed=job.seed, shuffle=False, drop_last=False,
+        job.evaluate, index, batch_size=job.batch_size, epochs=1, seed=job.training.seed, shuffle=False,
+        drop_last=False,
         feeding=plan.feed_of(0), columns=job.columns,
     )  # fmt: skip
     return sum((engine.evaluate_step(feed) for feed in stream.feeds(0)), MetricSums()).means()
@@ -60,6 +61,6 @@ def _evaluate_here(job: Job, step: int | None) -> dict[str, float]:
 
 def local_plan(job: Job, data: Dataset) -> tuple[Job, Index, Plan]:
     """Return the job for one CPU device of this machine, the data set's index, and the plan. Raises as planning."""
-    alone, index = job.alone(accelerator="cpu"), data.index()
+    alone, index = job.on_one_device(accelerator="cpu"), data.index()
     here = Cluster(nodes=(Node(name="here", cpus=os.cpu_count() or 1, memory_bytes=0),))
     return alone, index, choose(profile_job(alone, data, index), here, alone).chosen

@@ -138,7 +138,7 @@ class Predictor:
     def __init__(self, order: PredictorConfig, outputs: OutputFunction) -> None:
         self._order, self._outputs, self._form = order, outputs, order.form or _as_it_is
         job = unpickle_job(order.job)
-        self._data, self._seed = job.train, job.seed
+        self._data, self._seed = job.train, job.training.seed
         self._names = _names(job, order)
         self._rows = self._data.reader(order.index, self._names)
 

@@ -86,7 +86,7 @@ class ShardedModel:
         self._actors: list[Any] = []
         self._nodes: list[str] = []
         self._number = self._failures = 0
-        self._hang_s = job.hang_deadline_s or _HANG_S
+        self._hang_s = job.recovery.hang_deadline_s or _HANG_S
         self._closed = threading.Event()
         where = "" if checkpoint is None else " that it was trained in"
         how = f"in the layout{where}: {plan.name}" if plan.mesh.size > plan.mesh.data else "each with the whole model"
@@ -145,7 +145,7 @@ class ShardedModel:
             except (WorkerLost, HangError) as error:
                 self._end()
                 self._failures += 1
-                if self._failures > self._job.failures:
+                if self._failures > self._job.recovery.failures:
                     raise
                 self._note(f"begins again on new workers: {error.what} ({error.where})")
                 self._closed.wait(backoff_s(self._failures))
@@ -184,7 +184,7 @@ class ShardedModel:
                 scheduling_strategy=where, **options
             )  # not detached: Ray ends it with this process
             self._actors.append(made.remote(self._config, berth, TOKEN))
-        patience_s = self._job.patience_s(discover(possible=True))
+        patience_s = self._job.start_deadline_s(discover(possible=True))
         late = ResourceError(
             f"the cluster did not start {self._plan.workers} workers within {patience_s:g} s",
             where=self._job.name,

@@ -304,14 +304,14 @@ def reserve_for_transforms(cluster: Cluster, job: Job) -> tuple[Cluster, tuple[s
         ResourceError: too few GPUs are left for the workers.
     """
     wanted = [(name, need) for name, need in _heavy_transforms(job) if need]
-    if not wanted or cluster.accelerator != "GPU" or job.accelerator == "cpu":
+    if not wanted or cluster.accelerator != "GPU" or job.scaling.accelerator == "cpu":
         return cluster, ()
     names = ", ".join(dict.fromkeys(name for name, _ in wanted))
     taken, there = math.ceil(sum(need for _, need in wanted) - 1e-6), cluster.accelerators
-    if there - taken < (job.workers or 1):
+    if there - taken < (job.scaling.workers or 1):
         raise ResourceError(
             f"the transforms {names} ask for {formatting.count(taken, 'GPU')} and the workers for "
-            f"{job.workers or 'at least 1'}; the cluster has {there}",
+            f"{job.scaling.workers or 'at least 1'}; the cluster has {there}",
             where="map_batches",
             remedy="set fewer workers, give the transforms cpus= or a fraction of a GPU, or compute what they add once "
             "and store it",

@@ -64,7 +64,7 @@ class RunController:
             prepared.store,
             job.name,
             job=prepared.description,
-            keep=job.keep,
+            keep=job.checkpointing.keep,
             fresh=fresh,
             cursor=self._setup.schedule.cursor,
             facts={"strategy": decision.chosen.strategy, "workers": decision.chosen.workers},
@@ -79,7 +79,7 @@ class RunController:
         if decision.cluster.grows:
             self._journal.listen(PendingNodeWatcher(self._journal.write))
         config, write = self._setup.worker_config(self._feeding, row), self._journal.write
-        self._world = EffectExecutor(config, self._ledger, write, elastic=job.elastic, fresh=fresh, room=room)
+        self._world = EffectExecutor(config, self._ledger, write, elastic=job.scaling.elastic, fresh=fresh, room=room)
 
     @property
     def store(self) -> Store:

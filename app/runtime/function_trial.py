@@ -151,7 +151,7 @@ def _left_out(prepared: PreparedJob, *, resume: bool) -> str | None:
     """Why nothing is tried, empty where that goes without saying; None where it is."""
     job = prepared.job
     if (
-        not job.preflight
+        not job.planning.preflight
         or (prepared.begun and not resume)
         or (isinstance(job.loss, DistillationLoss) and job.loss.inline)
     ):
@@ -402,10 +402,11 @@ def _engine_of(job: Job, spec: ModelSpec, framework: str, rows: int) -> Engine:
     name = "tf_one_device" if framework == "tensorflow" else "one_device"
     strategy = STRATEGIES[name]
     plan = Plan(
-        strategy=name, engine=strategy.fit if job.run == "fit" else strategy.engines[framework], mesh=Mesh(),
-        batch_size=rows, placement=WorkerResources(cpus=1.0), precision="bf16" if job.precision == "bf16" else "fp32",
+        strategy=name, engine=strategy.fit if job.tensorflow.run == "fit" else strategy.engines[framework], mesh=Mesh(),
+        batch_size=rows, placement=WorkerResources(cpus=1.0),
+        precision="bf16" if job.training.precision == "bf16" else "fp32",
     )  # fmt: skip
-    replace(spec, compile=job.compile).check(engine_class(plan).capabilities)
+    replace(spec, compile=job.training.compile).check(engine_class(plan).capabilities)
     return single_rank_engine(spec, plan, guest=True)
 
 

@@ -43,7 +43,7 @@ class RayDataFeeder:
             recipes = [
                 make_pipeline_spec(data, index, columns=job.columns, **order) for data, index, order in heavy.values()
             ]
-            hang_s = job.hang_deadline_s or DEADLINE_S
+            hang_s = job.recovery.hang_deadline_s or DEADLINE_S
             fetchers = start_delivery(recipes, cpus=cpus, gpus=gpus, deadline_s=max(hang_s, DEADLINE_S), hang_s=hang_s)
             self._fetchers = dict(zip(heavy, fetchers, strict=True))
 

@@ -64,7 +64,7 @@ class RankStreams:
         )
 
     def _salvage(self, quarantine: Quarantine) -> SkippingReader | None:
-        return SkippingReader(self.job.skip_limit, quarantine) if self.job.on_error == "skip" else None
+        return SkippingReader(self.job.recovery.skip_limit, quarantine) if self.job.data.on_error == "skip" else None
 
 
 class RankFeeds:

@@ -99,11 +99,13 @@ class StepSkipper:
             self.overflowed += report.overflowed
             return report
         except NonFiniteLoss as error:
-            if job.on_nonfinite == "raise":
+            if job.recovery.on_nonfinite == "raise":
                 raise
             self.found.add((feed.step, feed.data_ranks.start))
-            if len(self.found) + len(self.told) > job.skip_limit:
-                error.what = f"{error.what}, and {job.skip_limit} steps were passed by before, which is the limit"
+            if len(self.found) + len(self.told) > job.recovery.skip_limit:
+                error.what = (
+                    f"{error.what}, and {job.recovery.skip_limit} steps were passed by before, which is the limit"
+                )
                 raise
             self._record(feed.step, error.samples, error.what)
         return replace(engine.train_step(zero_weight(feed)), loss=math.nan)

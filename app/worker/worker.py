@@ -210,7 +210,7 @@ class Worker:
             except NonFiniteLoss:  # so many steps on one batch may lead anywhere; on all ranks at once
                 if len(took) >= 2:
                     break
-                if self._job.on_nonfinite == "raise" or blank:
+                if self._job.recovery.on_nonfinite == "raise" or blank:
                     raise
                 feed, blank, over = zero_weight(feed), True, False  # as the run would take it
                 continue

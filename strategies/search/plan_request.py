@@ -64,37 +64,39 @@ class PlanRequest:
     @classmethod
     def of(cls, job: Job, profile: ModelProfile, cluster: Cluster) -> PlanRequest:
         """What a job asks. Raises PlanError where its `plan=` cannot be read."""
-        pins = PlanConstraints.parse(job.plan or "").beside(
-            async_choices(job.consistency, job.wire, job.local_steps, job.outer)
+        pins = PlanConstraints.parse(job.planning.plan or "").beside(
+            async_choices(job.planning.consistency, job.planning.wire, job.planning.local_steps, job.planning.outer)
         )
-        pinned = max(1, pins.mesh.size // (job.devices or 1)) if pins.mesh else None
-        if pins.mesh and job.workers and job.workers * (job.devices or 1) != pins.mesh.size:
-            has = f"workers={job.workers}" + (f" of {job.devices} devices" if job.devices else "")
+        pinned = max(1, pins.mesh.size // (job.tensorflow.devices or 1)) if pins.mesh else None
+        if pins.mesh and job.scaling.workers and job.scaling.workers * (job.tensorflow.devices or 1) != pins.mesh.size:
+            has = f"workers={job.scaling.workers}" + (
+                f" of {job.tensorflow.devices} devices" if job.tensorflow.devices else ""
+            )
             raise PlanError(
                 f"the degrees of plan={pins.text!r} multiply to {pins.mesh.size}, and the job has {has}",
                 where="plan",
                 remedy=f"change a degree, or set workers={pinned} or leave it out",
             )
         return cls(
-            profile=_apply_tensor_plan(profile, job.tensor_plan),
+            profile=_apply_tensor_plan(profile, job.planning.tensor_plan),
             cluster=cluster,
             batch_size=job.batch_size,
-            precision=job.precision,
+            precision=job.training.precision,
             pins=pins,
-            own_step=job.step is not None,
+            own_step=job.training.step is not None,
             offload=bool(pins.choices.get("offload")),
-            together=job.batch_norm == "sync",
-            seated=bool(job.local_state),
-            workers=job.workers or pinned,
-            min_workers=job.min_workers,
-            max_workers=job.max_workers,
-            devices=job.devices,
-            accumulation=job.accumulation or pins.choices.get("accumulation") or _single_micro_batch(job),
-            inexact=job.inexact,
-            run=job.run,
-            compile=job.compile,
-            tf_config=job.tf_config,
-            tpu=job.tpu,
+            together=job.training.batch_norm == "sync",
+            seated=bool(job.training.local_state),
+            workers=job.scaling.workers or pinned,
+            min_workers=job.scaling.min_workers,
+            max_workers=job.scaling.max_workers,
+            devices=job.tensorflow.devices,
+            accumulation=job.training.accumulation or pins.choices.get("accumulation") or _single_micro_batch(job),
+            inexact=job.training.inexact,
+            run=job.tensorflow.run,
+            compile=job.training.compile,
+            tf_config=job.tensorflow.tf_config,
+            tpu=job.tensorflow.tpu,
         )
 
     @property
@@ -232,7 +234,7 @@ class PlanRequest:
 
 def _single_micro_batch(job: Job) -> int | None:
     """One micro-batch of each worker, where batch norms look at all of them as at the whole batch."""
-    return 1 if job.batch_norm == "sync" and _BATCH_NORM not in job.inexact else None
+    return 1 if job.training.batch_norm == "sync" and _BATCH_NORM not in job.training.inexact else None
 
 
 def _apply_tensor_plan(profile: ModelProfile, plan: Mapping[str, str]) -> ModelProfile:

@@ -131,7 +131,7 @@ def test_each_generation_is_taught_by_the_one_before(tmp_path: Path, ray_cluster
     tw.distill(recipe)
     first, second, third = recipe.stages()
     assert isinstance(first, tw.Job) and isinstance(second, tw.Distillation) and isinstance(third, tw.Distillation)
-    assert [first.seed, second.student.seed, third.student.seed] == [5, 6, 7]
+    assert [each.training.seed for each in (first, second.student, third.student)] == [5, 6, 7]
     last = tw.load_model(compose_job(third).job).students["student"].state_dict()
     for name, value in tw.students(recipe)["student"].load_model().state_dict().items():
         torch.testing.assert_close(value, last[name], rtol=0, atol=0)

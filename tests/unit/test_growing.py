@@ -74,7 +74,7 @@ def test_larger_ones_follow_up_to_all() -> None:
 def test_a_cluster_that_starts_nothing_is_as_it_is() -> None:
     still = Cluster(nodes=(HEAD,))
     assert list(expansions(still, job(workers=100))) == [still]
-    assert not still.grows and job().patience_s(still) == START_DEADLINE_S
+    assert not still.grows and job().start_deadline_s(still) == START_DEADLINE_S
 
 
 @pytest.mark.parametrize(
@@ -132,5 +132,5 @@ def test_notes_say_what_comes_and_what_could() -> None:
     assert list(growth_notes(grown, job(workers=6))) == [
         "2 nodes (gpu) to be started first, which can take minutes and cost money"
     ]
-    assert str(grown).endswith("8 A10G, 2 to be started first") and job().patience_s(grown) == NEW_NODE_DEADLINE_S
-    assert job(place_deadline_s=7.0).patience_s(grown) == 7.0
+    assert str(grown).endswith("8 A10G, 2 to be started first") and job().start_deadline_s(grown) == NEW_NODE_DEADLINE_S
+    assert job(place_deadline_s=7.0).start_deadline_s(grown) == 7.0

@@ -272,7 +272,10 @@ def test_a_schedule_that_wants_the_batch_size_is_given_the_jobs() -> None:
 def test_a_job_for_one_device_pins_nothing_of_the_layout() -> None:
     """Or what was trained against servers, or in a pipeline, could not be used in one process."""
     apart = job(batch_size=8, workers=2, strategy="local_sgd", plan="dp=2", wire="int8", local_steps=8, outer="average")
-    assert vars(apart.alone()) == vars(job(batch_size=8, workers=1, devices=1))
-    assert vars(job(batch_size=8, consistency="async").alone()) == vars(apart.alone())
-    assert job(plan="dp=2, servers=2, accumulation=4,recompute=full").alone().plan == "accumulation=4"
-    assert job(plan="fsdp=2,micro_batch=8").alone().plan == "micro_batch=8" and job(plan="a.json").alone().plan is None
+    assert vars(apart.on_one_device()) == vars(job(batch_size=8, workers=1, devices=1))
+    assert vars(job(batch_size=8, consistency="async").on_one_device()) == vars(apart.on_one_device())
+    assert job(plan="dp=2, servers=2, accumulation=4,recompute=full").on_one_device().planning.plan == "accumulation=4"
+    assert (
+        job(plan="fsdp=2,micro_batch=8").on_one_device().planning.plan == "micro_batch=8"
+        and job(plan="a.json").on_one_device().planning.plan is None
+    )

@@ -79,9 +79,9 @@ def test_functions_and_classes_that_make_things_are_what_they_should_be() -> Non
 
 
 def test_names_in_one_text_are_names() -> None:
-    assert job(inexact="batch_norm").inexact == ("batch_norm",)
-    assert job(inexact="batch_norm, dropout").inexact == ("batch_norm", "dropout")
-    assert job(inexact=("batch_norm",)).inexact == ("batch_norm",) and job().inexact == ()
+    assert job(inexact="batch_norm").training.inexact == ("batch_norm",)
+    assert job(inexact="batch_norm, dropout").training.inexact == ("batch_norm", "dropout")
+    assert job(inexact=("batch_norm",)).training.inexact == ("batch_norm",) and job().training.inexact == ()
 
 
 def test_ragged_rows_make_a_column_and_are_told_what_to_do_where_nothing_pads_them() -> None:

@@ -41,7 +41,7 @@ def test_what_is_pinned_of_a_plan_is_kept() -> None:
     chosen = decide(batch_size=64, plan="accumulation=4").chosen
     assert chosen.accumulation == 4 and chosen.strategy == "data_parallel"
     assert decide(plan="dp=1").chosen.strategy == "one_device"
-    lone = choose(PROFILE, LAPTOP, job(plan="dp=2,accumulation=4").alone()).chosen
+    lone = choose(PROFILE, LAPTOP, job(plan="dp=2,accumulation=4").on_one_device()).chosen
     assert (lone.strategy, lone.accumulation) == ("one_device", 4)
     four = decide(plan="dp=4").chosen
     assert four.workers == 4 and four.text == "dp=4"
@@ -60,8 +60,8 @@ def test_a_file_asks_for_its_plan_again(tmp_path: Path) -> None:
     decision = decide(strategy="one_device", accumulation=2)
     write_plan(path, decision)
     again = apply_plan_file(job(plan=path), PROFILE, LAPTOP)
-    assert (again.strategy, again.plan) == ("one_device", "accumulation=2")
-    assert apply_plan_file(job(plan="dp=2"), PROFILE, LAPTOP).plan == "dp=2"
+    assert (again.planning.strategy, again.planning.plan) == ("one_device", "accumulation=2")
+    assert apply_plan_file(job(plan="dp=2"), PROFILE, LAPTOP).planning.plan == "dp=2"
 
 
 def test_a_file_for_something_else_is_refused(tmp_path: Path) -> None:

@@ -207,8 +207,8 @@ def heard(kind: str, student: Teacher, teachers: list[Teacher], job: tw.Job) -> 
     names = tuple(each.name for each in teachers)
     loss = DistillationLoss(
         soft=tw.SoftLoss(kind=kind), hard=job.loss,  # type: ignore[arg-type]
-        targets=(*job.wanted_targets, *(f"teacher.{name}" for name in names)),
-        labels=job.wanted_targets, students=(student.name,), teachers=names,
+        targets=(*job.target_names, *(f"teacher.{name}" for name in names)),
+        labels=job.target_names, students=(student.name,), teachers=names,
     )  # fmt: skip
     speakers = [EvaluatedModel.of(student, job.evaluate, build=student.model)]
     speakers += [EvaluatedModel.of(each, job.evaluate) for each in teachers]

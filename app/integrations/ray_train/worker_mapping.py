@@ -102,7 +102,10 @@ class TrainWorkers:
             ResourceError: it asks for another number.
         """
         size = len(self.seats)
-        least, most = job.min_workers or job.workers or 1, job.max_workers or job.workers or size
+        least, most = (
+            job.scaling.min_workers or job.scaling.workers or 1,
+            job.scaling.max_workers or job.scaling.workers or size,
+        )
         if not least <= size <= most:
             wanted = f"{least}" if least == most else f"{least} to {most}"
             raise ResourceError(

@@ -51,14 +51,15 @@ class Trained:
 def plan_of(job: tw.Job, devices: int = 1) -> Plan:
     """One worker with so many devices."""
     return Plan(
-        strategy="programs", engine=ENGINES[job.run, devices], mesh=Mesh(data=devices), batch_size=job.batch_size,
+        strategy="programs", engine=ENGINES[job.tensorflow.run, devices], mesh=Mesh(data=devices),
+        batch_size=job.batch_size,
         placement=WorkerResources(cpus=1), devices_per_worker=devices,
     )  # fmt: skip
 
 
 def spec_of(job: tw.Job, steps: int) -> ModelSpec:
     """What a worker gives its engine."""
-    validation = partial(_validation, job) if job.run == "fit" and job.evaluate is not None else None
+    validation = partial(_validation, job) if job.tensorflow.run == "fit" and job.evaluate is not None else None
     return job.model_spec(steps, partial(first_batch, job.train, job.train.index(), job.columns), validation)
 
 
