@@ -14,7 +14,7 @@ from trainwright.core.plan import Plan
 from trainwright.strategies.search.registry import STRATEGIES as STRATEGIES
 from trainwright.strategies.search.registry import strategies_for as strategies_for
 
-MOVED = {
+_MOVED = {
     "tensorflow.fit": "tensorflow.keras_fit",
     "tensorflow.central_storage": "tensorflow.strategy_engines",
     "tensorflow.mirrored": "tensorflow.strategy_engines",
@@ -36,7 +36,7 @@ def current_engine(engine: str) -> str:
     """Return an engine's `module:class` in this version; an older version may have stored another place or name."""
     stored = engine.removeprefix(f"{__name__}.")
     module, _, name = stored.partition(":")
-    found = MOVED.get(stored) or (f"{MOVED[module]}:{name}" if module in MOVED else stored)
+    found = _MOVED.get(stored) or (f"{_MOVED[module]}:{name}" if module in _MOVED else stored)
     return f"{__name__}.{found}" if stored != engine else engine
 
 

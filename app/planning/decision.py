@@ -68,7 +68,7 @@ class Decision:
         return plan_html(self)
 
 
-def plan_table(decision: Decision) -> RenderableType:
+def _plan_table(decision: Decision) -> RenderableType:
     """Return the decision for the terminal: the chosen plan with its estimate, then the others with reasons."""
     parts: list[RenderableType] = [
         Text.assemble(("Plan  ", "bold"), (plan_line(decision.chosen), "bold green")),
@@ -86,10 +86,10 @@ def plan_table(decision: Decision) -> RenderableType:
 
 
 def plan_text(decision: Decision, *, width: int = 110) -> str:
-    """Return the table of `plan_table` as plain text without colours."""
+    """Return the table of `_plan_table` as plain text without colours."""
     out = io.StringIO()
     Console(file=out, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(
-        plan_table(decision)
+        _plan_table(decision)
     )
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 
-def session_folder() -> str:
+def _session_folder() -> str:
     """Return the folder of the Ray session that this process is connected to."""
     from ray._private.worker import _global_node
 

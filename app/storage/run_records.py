@@ -250,7 +250,7 @@ class DriverSession:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recovery:
+class RecoveryRecord:
     """A rendezvous after a failure. `failure` is the first cause; None where no cause was reported."""
 
     formed: Formed

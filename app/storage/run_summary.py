@@ -39,7 +39,7 @@ from trainwright.core.events import (
 from trainwright.storage.run_records import (
     MOST_ROWS,
     DriverSession,
-    Recovery,
+    RecoveryRecord,
     StepTable,
     TimeAccount,
     TimeTotals,
@@ -100,7 +100,7 @@ class RunSummary:
         self.steps = StepTable(most_rows)
         self.evaluations: dict[int, Evaluated] = {}
         self.failures: list[Failed] = []
-        self.recoveries: list[Recovery] = []
+        self.recoveries: list[RecoveryRecord] = []
         self.resumes: list[Formed] = []
         self.skipped: list[CheckpointSkipped] = []
         self.notes: list[Noted] = []
@@ -202,7 +202,7 @@ class RunSummary:
         self.stale = [item for item in self.stale if item.step <= event.step]
         self.steps_lost += max(event.steps_lost, lost)
         if self.formed:
-            self.recoveries.append(Recovery(formed=event, failure=self.cause))
+            self.recoveries.append(RecoveryRecord(formed=event, failure=self.cause))
             self.time.recovery_s += event.seconds
         else:
             sessions = self.time.sessions
@@ -289,7 +289,7 @@ class RunSummary:
         found.nodes = escape_control_characters(dict(facts["nodes"]))
         for formed, failure in facts["recoveries"]:
             cause = _events([failure], Failed)[0] if failure else None
-            found.recoveries.append(Recovery(formed=_events([formed], Formed)[0], failure=cause))
+            found.recoveries.append(RecoveryRecord(formed=_events([formed], Formed)[0], failure=cause))
         for name in _LISTS:
             setattr(found, name, _events(facts[name], Event))
         for name in _SINGLE:
