@@ -314,5 +314,5 @@ def _teacher_of(stage: Job | Distillation, name: str) -> Teacher:
     job = stage.student
     if not stage.wrapped:
         return Teacher(name=name, job=job)
-    given = {field: getattr(job, field) for field in JOB_FIELDS}
+    given = {field: job.get(field) for field in JOB_FIELDS}
     return Teacher(name=name, model=trained_student(stage), **given)

@@ -91,7 +91,7 @@ class TensorBoardWriter:
         while self._writes and self._writes[0].done():
             self._waiting_bytes -= self._writes.popleft().result()  # an error has the journal drop this listener
         if self._waiting_bytes > MAX_WAITING_BYTES:
-            raise StorageError("the store does not answer, and too many records wait for it", where=self._prefix)
+            raise StorageError("the store does not answer; too many TensorBoard records wait", where=self._prefix)
         if not self._buffer:
             return
         data, name = bytes(self._buffer), f"events.out.tfevents.{self._token:010d}.{self._part:06d}"

@@ -252,7 +252,7 @@ def test_the_environments_addresses_are_used_on_request(pool: Pool) -> None:
     world.plan = replace(world.plan, engine=GIVEN)
     with world:
         world.every("open", lambda rank: (GIVEN,))
-        with pytest.raises(JobError, match=r"TF_CONFIG of .* tells no address of its own: None"):
+        with pytest.raises(JobError, match=r"TF_CONFIG of .* does not give its own address: None"):
             world.form()
         for index, rank in enumerate(world.ranks):
             config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}

@@ -63,7 +63,7 @@ def test_the_ranges_of_workers_that_die_or_hang_are_computed_by_others(
     check(found.uri, expected)
     told = capsys.readouterr().err
     assert "rows 92 to 114 start again on another worker: the process ended" in told
-    assert "rows 138 to 160 start again on another worker: nothing was heard for 4 s" in told
+    assert "rows 138 to 160 start again on another worker: no answer for 4 s" in told
 
 
 def test_a_range_that_kills_every_worker_is_named(

@@ -168,7 +168,7 @@ def test_what_has_no_place_in_a_recipe_is_told(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="has no teachers="):
         tw.TwoStage(distillation=tw.Distillation(student=student), unlabelled=UNLABELLED)
     taught = tw.Distillation(student=student, teachers=(teacher(tmp_path, "a"),), students={"other": wide})
-    with pytest.raises(JobError, match="students=: a model teaches itself alone"):
+    with pytest.raises(JobError, match="has students=: the only teacher is the model itself"):
         tw.SelfDistillation(distillation=taught)
     with pytest.raises(JobError, match="train=True is for job="):
         tw.Teacher(name="big", model=wide, inputs="x", train=True)

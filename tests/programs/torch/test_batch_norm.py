@@ -231,7 +231,7 @@ def test_batch_norm_is_refused_where_it_would_differ() -> None:
     for changes, how, words in (
         ({}, plan(ranks=2), 'set batch_norm="sync"'),
         ({"batch_norm": "sync"}, plan(ranks=2, accumulation=2), "set accumulation=1"),
-        ({"batch_norm": "sync", "compile": "inductor"}, plan(ranks=2), 'not tried with compile="inductor"'),
+        ({"batch_norm": "sync", "compile": "inductor"}, plan(ranks=2), 'not tested with compile="inductor"'),
         ({"batch_norm": "sync", "model": Own}, plan(ranks=2), "module 'norm' has a forward of its own"),
         ({"batch_norm": "sync", "model": Unkept}, plan(ranks=2), "module 'norm' keeps no running statistics"),
     ):
