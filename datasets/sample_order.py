@@ -21,10 +21,9 @@ import numpy.typing as npt
 
 from trainwright.core.data import Cursor, fold_seed
 from trainwright.core.errors import DataError
-from trainwright.datasets.data_source import Rows
 
 if TYPE_CHECKING:
-    from trainwright.datasets.data_source import Arrays
+    from trainwright.datasets.data_source import Arrays, Rows
 
 
 MEMORY_BYTES = 512 << 20

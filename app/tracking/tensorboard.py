@@ -1,4 +1,4 @@
-"""TensorBoard files, written from events.
+"""TensorBoard files, written from the events of a run.
 
 The files are TFRecord files of messages of `tensorflow/core/util/event.proto` and `.../framework/summary.proto`. The
 existing writers import torch or TensorFlow, which would load a framework into the driver of every job.
@@ -19,7 +19,7 @@ from trainwright.core.events import Checkpointed, Evaluated, Event, Formed, Meas
 from trainwright.core.tfrecord_framing import frame, message_class
 from trainwright.storage.object_store import Store
 
-MAX_WAITING_BYTES = 64 << 20  # that wait for the store
+MAX_WAITING_BYTES = 64 << 20  # limit of bytes that wait for the store
 _START = 1  # SessionLog.START
 _SCHEMA = {
     "Value": {"tag": (1, "string"), "simple_value": (2, "oneof float")},
@@ -36,14 +36,14 @@ _SCHEMA = {
 
 
 class TensorBoardWriter:
-    """A listener that writes scalars to `<run>/tensorboard`.
+    """An event listener that writes scalars to `<run>/tensorboard`.
 
-    In a folder the file grows as the run does. In an object store, which cannot append, each checkpoint and the end
-    add one more file; TensorBoard reads a directory's files in order of their names. After a resume or a recovery the
-    curves go on from the step that was taken up, without doubled points.
+    In a folder one file grows during the run. An object store cannot append, so each checkpoint and the end add a file;
+    TensorBoard reads the files of a directory in order of their names. After a resume or a recovery the curves continue
+    at the resumed step, without repeated points.
 
     Args:
-        store: where the run lives.
+        store: where the run is stored.
         run: name of the run.
     """
 
@@ -58,7 +58,7 @@ class TensorBoardWriter:
         self._waiting_bytes = 0
 
     def on(self, event: Event) -> None:
-        """Take one event; files are written by a thread of their own: a network folder may never answer."""
+        """Take one event. Files are written by a separate thread: a network folder may block."""
         self._last_s = event.time_s
         match event:
             case RunStarted():
@@ -77,7 +77,7 @@ class TensorBoardWriter:
             self._write()
 
     def close(self) -> None:
-        """Write the rest and wait for it."""
+        """Write the rest and wait until it is written."""
         wait(self._writes)
         self._write()
         self._thread.shutdown()
@@ -87,9 +87,9 @@ class TensorBoardWriter:
         self._buffer += frame(message)
 
     def _write(self) -> None:
-        """Have the buffer written behind what is being written. Raises what an earlier write did."""
+        """Queue the buffer for writing. Raises the error of an earlier write."""
         while self._writes and self._writes[0].done():
-            self._waiting_bytes -= self._writes.popleft().result()  # an error has the journal drop this listener
+            self._waiting_bytes -= self._writes.popleft().result()  # after an error the event log removes this listener
         if self._waiting_bytes > MAX_WAITING_BYTES:
             raise StorageError("the store does not answer; too many TensorBoard records wait", where=self._prefix)
         if not self._buffer:
@@ -109,7 +109,7 @@ class TensorBoardWriter:
 
 
 def _folder(uri: str) -> Path | None:
-    """The folder that a URI names on this machine; None for an object store."""
+    """Return the folder of a URI on this machine; None for an object store."""
     path = uri.removeprefix("file://")
     return None if "://" in path else Path(path)
 
@@ -122,7 +122,7 @@ def _append(path: Path, data: bytes, time_s: float) -> int:
 
 
 def step_scalars(event: Steps) -> list[tuple[int, dict[str, float]]]:
-    """Scalars of each step; what is not a number is left out."""
+    """Return the scalars of each step; those that are not finite are left out."""
     rows = []
     norms = event.gradient_norm or [None] * len(event.step)
     for index, step in enumerate(event.step):

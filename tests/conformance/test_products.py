@@ -125,7 +125,7 @@ def test_shards_of_stages_train_in_half_precision(pool: Pool) -> None:
 def apart(outputs: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy, whose logits no rank holds whole."""
     values = torch_case.cross_entropy(outputs, targets)
-    assert isinstance(outputs, ShardedTensor) and outputs.apart
+    assert isinstance(outputs, ShardedTensor) and outputs.is_sharded
     return values
 
 

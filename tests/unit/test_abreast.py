@@ -44,8 +44,14 @@ class Wanted:
     error: Exception | None = None
     accelerator: str = "auto"
 
+    workers: int | None = None
+
     @property
     def job(self) -> Wanted:
+        return self
+
+    @property
+    def scaling(self) -> Wanted:
         return self
 
 

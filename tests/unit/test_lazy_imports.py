@@ -64,7 +64,7 @@ PUBLIC = {
 def test_no_module_hides_a_public_function() -> None:
     """Importing `trainwright.NAME` sets an attribute of that name."""
     modules = {name for name in tw.__all__ if find_spec(f"trainwright.{name}") is not None}
-    assert modules == {"datasets", "trackers"}
+    assert modules == {"datasets"}
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,7 @@ def test_whoever_records_a_batch_again_finds_it_recorded(store: Puts) -> None:
 def test_a_loss_that_is_not_finite_takes_one_file(store: Puts) -> None:
     quarantine = Quarantine(store, "run")
     passing, source = StepSkipper(quarantine), stream(1)
-    job: Any = type("Skips", (), {"on_nonfinite": "skip", "skip_limit": 5})
+    job: Any = SimpleNamespace(recovery=SimpleNamespace(on_nonfinite="skip", skip_limit=5))
     passing.begin({}, source, 0)
     for _ in range(2):
         report = passing.step(NotFinite(), job, source.feed(0, 1))  # type: ignore[arg-type]
