@@ -25,8 +25,8 @@ NOTE = (
     "`examples/distill_fashion_mnist.py`: three teachers and a student of 16 hidden units on Fashion-MNIST, of which "
     "6,000 training images have labels here, three seeds. Temperature and alpha are searched on 1,000 of them, with "
     "the student alone beside; what was chosen and the student alone are compared once on the 10,000 test images. The "
-    f"ratio is {TIMES} of the larger deviation over the seeds, divided by how much better the taught one is: above 1, "
-    "it may be chance. No time is measured, so that the machine need not be quiet."
+    f"ratio is {TIMES} of the larger deviation over the seeds, divided by the gain of the student with teachers: above "
+    "1, it may be chance. No time is measured, so that the machine need not be quiet."
 )
 
 

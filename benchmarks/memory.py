@@ -33,8 +33,8 @@ NOTE = (
     f"any of {STEPS} steps (`mallinfo2`, looked at every {1e3 * EVERY_S:g} ms), less what it had given out before the "
     "worker was made: tensors, gloo's buffers and the batches. Each process does all of it twice, and the second time "
     "counts, so that imports and what libraries keep are not among it. torch's own count of its CPU allocator "
-    "(`profile_memory`) is exact on one device, but does not see what gloo's threads give back. Under peer stands the "
-    "plan's estimate, of the rank's stage; the ratio is the larger over the smaller."
+    "(`profile_memory`) is exact on one device, but does not see what gloo's threads give back. The peer is the "
+    "plan's estimate for the stage of the rank; the ratio is the larger over the smaller."
 )
 _INFO = (
     "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",

@@ -35,7 +35,7 @@ NOTE = (
     f"{WORKERS} workers and {SERVERS} servers, each a process on one machine with 1 thread, float32 parameters in "
     "layers of a million, and no model to run: each push is a step of plain SGD on all parameters. In every way a "
     "worker has its gradient in memory of its own, and the new parameters are in memory of its own at the end. Ours: "
-    "the servers of the torch engine and the workers' `Clients`, with leases, reports and exactly-once pushes, "
+    "the servers of the torch engine and the workers' `ParameterClient`, with leases, reports and exactly-once pushes, "
     "`async`, where it does not say `sync` (one update of both workers' pushes); TCP is the loopback, and fp16 is of "
     "what is pushed. Ray: actors as in Ray's example of an asynchronous parameter server, in shards, with niceness 0. "
     "gloo: `isend` and `irecv` by hand. The memory copy is the limit: as many bytes as are pushed and pulled, by two "

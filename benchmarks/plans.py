@@ -34,10 +34,10 @@ RIGHT, GOOD = 1.15, 1.05
 NOTE = (
     f"Six models (`six_models.py`) under each of {1 + len(PLANS)} plans as far as they fit: one device, data parallel, "
     "ZeRO-2, ZeRO-3, a pipeline in the orders 1F1B and GPipe with four micro-batches; AdamW, two processes on one "
-    "machine with one thread each, gloo, trainwright's worker without Ray around it. The cluster that the planner is "
-    f"told of is two nodes of one CPU. In each of {ROUNDS} rounds every plan of every model takes {STEPS} steps, of "
+    "machine with one thread each, gloo, trainwright's worker without Ray around it. The planner plans for a cluster "
+    f"of two nodes of one CPU. In each of {ROUNDS} rounds every plan of every model takes {STEPS} steps, of "
     "which the slowest rank's median counts. Every other round is calibrated on (`trainwright.calibrate`), the others "
-    "stand under trainwright. Under peer stands the calibrated prediction, and the ratio is the larger over the "
+    "are the column trainwright. The peer is the calibrated prediction, and the ratio is the larger over the "
     "smaller, with the range of the rounds; of a model never seen, it is calibrated on the other five alone, and the "
     "plan that is furthest off is shown. Of a choice, the measured step of the plan that is chosen stands beside that "
     "of the best plan of all: what the planner decides without a measurement and without `plan=`, which is measured "

@@ -32,8 +32,8 @@ _PEERS = (
 _TORCHFT = (
     "torchft 0.2 a replica group of one process for each worker, each under a torchrun of its own, a lighthouse with "
     f"the settings of its README and heartbeats that time out after {torchft_ddp.HEARTBEAT_TIMEOUT_MS / 1000:g} s "
-    "instead of 5 s; it goes on with fewer workers, whose batch is smaller, until the replacement is there, and takes "
-    "no checkpoints."
+    "instead of 5 s; it continues with fewer workers, whose batch is smaller, until the replacement is there, and "
+    "takes no checkpoints."
 )
 _NO_TORCHFT = "torchft was not measured: it was not installed (`pip install torchft`; 0.2 runs with torch 2.13)."
 NOTE = _PEERS + (_TORCHFT if torchft_ddp.INSTALLED else _NO_TORCHFT)

@@ -18,8 +18,8 @@ NOTE = (
     f"The job of `tf_step_time` under MultiWorkerMirroredStrategy with a pause of {PAUSE_S:g} s in each step and a "
     f"checkpoint after each {CHECKPOINT_STEPS} steps; otherwise as `recovery`: rank 1 gets SIGKILL {AFTER_STEPS} steps "
     f"past a checkpoint, {KILLS} times. Steps are stamped by the optimizer, in the graph. Both are given a Ray cluster "
-    "that is up; trainwright its default of a warm shell for each worker, which has imported TensorFlow and no more, "
-    "and a copy of the state in shared memory each second (keeper_s=1)."
+    "that is up; trainwright its default of a warm standby for each worker, which has imported TensorFlow and nothing "
+    "more, and a copy of the state in shared memory each second (keeper_s=1)."
 )
 
 

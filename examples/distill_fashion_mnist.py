@@ -1,11 +1,12 @@
-"""Three teachers and a student of 16 units on 6,000 labels of Fashion-MNIST: does distillation help it?
+"""Search of temperature and alpha for a student of 16 units and three teachers, with 6,000 labels of Fashion-MNIST.
 
     trainwright distill examples/distill_fashion_mnist.py
 
-Of the 60,000 training images 6,000 have labels here: 5,000 to learn from, and 1,000 on which temperature and the share
-of the labels are searched. The teachers are trained first, on the 5,000; the student learns from what they say of all
-images but the 1,000, and from the labels. The best pair and the student alone, which has the same images and learns
-from the labels by as many steps, are compared on the 10,000 test images, once, with three seeds each.
+Of the 60,000 training images, 6,000 have labels here: 5,000 for training, and 1,000 for the choice of temperature and
+alpha (the share of the labels in the loss). The teachers are trained first, on the 5,000. The student learns from
+teacher outputs for all images except the 1,000, and from the labels. The student alone has the same images and as many
+steps, and learns from the labels only. The best setting and the student alone are compared once on the 10,000 test
+images, with three seeds each.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ images = tw.datasets.parquet(data.train)
 
 
 def labelled(columns):
-    """The rows whose labels are learned from."""
+    """Select the rows with labels for training."""
     return columns["id"] < LABELS - VALIDATION
 
 
 def validating(columns):
-    """The rows that settings are compared on."""
+    """Select the rows on which settings are compared."""
     return (columns["id"] >= LABELS - VALIDATION) & (columns["id"] < LABELS)
 
 
 def learned(columns):
-    """All others, with labels or without."""
+    """Select the rows for the student: all except the validation rows, with or without a label."""
     return ~validating(columns)
 
 
 def hide(columns):
-    """Labels that nobody knows."""
+    """Replace the labels of rows outside the labelled ones by UNKNOWN."""
     return {**columns, "label": np.where(labelled(columns), columns["label"], UNKNOWN)}
 
 
 class Scale(nn.Module):
-    """Bytes to floats around zero, so that images travel as bytes."""
+    """Convert bytes to floats around zero, so that images are sent as bytes."""
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """(n, 28, 28) uint8 to (n, 1, 28, 28) float."""
@@ -87,7 +88,7 @@ def adam(rate: float, decay: float, parameters: list[nn.Parameter]) -> torch.opt
 
 
 def job(name: str, model, *, rate: float, decay: float, **fields) -> tw.Job:
-    """What teachers and student have in common."""
+    """Return a job with the options that teachers and student share."""
     return tw.Job(
         name=name,
         model=model,

@@ -1,14 +1,16 @@
-"""A language model taught by one of three times its size, on the King James text; `examples/gpt.py` says what they are.
+"""Distillation of a language model from a teacher of three times its size, on the King James text.
 
     python examples/distill_gpt.py --seeds 2          # the table
     trainwright distill examples/distill_gpt.py --set seed=1 --set alpha=0.3   # one student
 
-The teacher is trained first, where it is not there yet, and what it says of the first 95% of the text is kept: of each
-token its 32 likeliest next ones, and the probability of all others. Then the student learns from these and the text,
-and beside it, by as many steps, one like it from the text alone. The last 5% judge all of them, in bits per character.
+The models are those of `examples/gpt.py`. The teacher is trained first, if it is not trained yet. Its outputs for the
+first 95% of the text are stored: for each token the 32 likeliest next tokens, and the probability of all others. Then
+one student learns from these and the text, and another one from the text alone, by as many steps. All are evaluated on
+the last 5% of the text, in bits per character.
 
-Of one seed, measured on 2 busy CPU cores: teacher 1.783, taught 1.847, alone 1.851, which shows no gain; at temperature
-2 taught 1.865, where the even rest of the 32 counts too much.
+With one seed, measured on 2 busy CPU cores: teacher 1.783, student with the teacher 1.847, student alone 1.851, which
+shows no gain. At temperature 2, the student with the teacher reaches 1.865: the tokens outside the 32 share their
+probability evenly and count too much.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ alone = gpt.job("third")
 
 
 def distillation(seed: int = 0, alpha: float = 0.5, temperature: float = 1.0) -> tw.Distillation:
-    """The student with its teacher; `alpha` is the share of the text."""
+    """Return the student with its teacher; `alpha` is the share of the text in the loss."""
     loss = tw.SoftLoss(kind="language_model", alpha=alpha, temperature=temperature)
     student = alone.replace(name=f"gpt-third-taught-{seed}", seed=seed)
     return tw.Distillation(student=student, teachers=(teacher,), loss=loss, way="offline", keep="topk(32)")
 
 
 def main() -> None:
-    """Train what is not trained yet, and print the table."""
+    """Train the models that are not trained yet, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=2, help="students of each kind")
     parser.add_argument("--alpha", type=float, default=0.5, help="share of the text in the loss")
@@ -48,13 +50,13 @@ def main() -> None:
 
 
 def table(seeds: int, alpha: float = 0.5, temperature: float = 1.0) -> tuple[list[float], list[float]]:
-    """Bits per character of each seed's student, taught and alone."""
+    """Return bits per character of the students of all seeds: with the teacher, and alone."""
     taught = [judged(distillation(seed, alpha, temperature)) for seed in range(seeds)]
     return taught, [judged(alone.replace(name=f"gpt-third-alone-{seed}", seed=seed)) for seed in range(seeds)]
 
 
 def judged(wanted: tw.Job | tw.Distillation) -> float:
-    """Train it where it is not trained yet; its bits per character."""
+    """Train a job that is not trained yet, and return its bits per character."""
     job = wanted if isinstance(wanted, tw.Job) else wanted.student
     with contextlib.suppress(RunFinished):
         tw.fit(wanted) if isinstance(wanted, tw.Job) else tw.distill(wanted)
@@ -62,12 +64,12 @@ def judged(wanted: tw.Job | tw.Distillation) -> float:
 
 
 def mean(values: list[float]) -> float:
-    """Of one or more."""
+    """Return the mean of one or more values."""
     return sum(values) / len(values)
 
 
 def deviation(values: list[float]) -> float:
-    """Of a sample; NaN of one."""
+    """Return the sample standard deviation; NaN for one value."""
     if len(values) < 2:
         return math.nan
     return math.sqrt(sum((value - mean(values)) ** 2 for value in values) / (len(values) - 1))

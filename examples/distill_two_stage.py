@@ -1,14 +1,15 @@
-"""Two stages with three teachers (TMKD, Yang et al. 2019) on Fashion-MNIST, of which 6,000 images have labels.
+"""Distillation in two stages with three teachers (TMKD, Yang et al. 2019), with 6,000 labels of Fashion-MNIST.
 
     python examples/distill_two_stage.py --seeds 3    # the table
     trainwright distill examples/distill_two_stage.py  # one student
 
-Three convolutional networks learn from the 6,000, side by side. A network of 16 hidden units then learns from the
-three on the 54,000 images without labels, and from there from the three and the 6,000 labels. Beside it, by as many
-epochs of the 6,000: one like it from the labels alone, and one from labels and teachers in one stage.
+Three convolutional networks learn from the 6,000 labelled images, in parallel. A student of 16 hidden units then learns
+from the three on the 54,000 images without labels. In the second stage it learns from the three and the 6,000 labels.
+Two other students train for as many epochs of the 6,000: one from the labels alone, one from labels and teachers in one
+stage.
 
-Of one seed, measured on 2 busy CPU cores: accuracy 0.847 in two stages, 0.836 from the labels alone, 0.831 in one
-stage; the teachers' 0.877 to 0.881.
+With one seed, measured on 2 busy CPU cores: accuracy 0.847 in two stages, 0.836 from the labels alone, 0.831 in one
+stage; the teachers have 0.877 to 0.881.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ images = tw.datasets.parquet(whole.data.train)
 
 
 def with_label(columns: dict[str, np.ndarray]) -> np.ndarray:
-    """The rows whose labels are known."""
+    """Select the rows with a label."""
     return columns["id"] < LABELLED
 
 
 def without_label(columns: dict[str, np.ndarray]) -> np.ndarray:
-    """The others."""
+    """Select the rows without a label."""
     return columns["id"] >= LABELLED
 
 
 def small() -> nn.Module:
-    """12,730 parameters."""
+    """Build the student: 12,730 parameters."""
     return nn.Sequential(whole.Scale(), nn.Flatten(), nn.Linear(28 * 28, 16), nn.ReLU(), nn.Linear(16, 10))
 
 
@@ -51,14 +52,14 @@ def adam(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
 
 
 def job(name: str, seed: int, epochs: int, **fields: object) -> tw.Job:
-    """A job of the labelled images, judged at its end."""
+    """Return a job on the labelled images, evaluated at its end."""
     train = images.filter_batches(with_label)
     own = {"train": train, "batch_size": 64, "epochs": epochs, "evaluate_epochs": epochs}
     return whole.job.replace(name=name, seed=seed, **own, **fields)
 
 
 def student(name: str, seed: int) -> tw.Job:
-    """The student as it is trained alone."""
+    """Return the job of the student alone."""
     return job(f"small-{name}-{seed}", seed, 12, model=small, optimizer=partial(adam, rate=3e-3))
 
 
@@ -66,13 +67,13 @@ teachers = tuple(tw.Teacher(name=f"conv-{seed}", job=job(f"conv-{seed}", seed, 1
 
 
 def taught(name: str, seed: int) -> tw.Distillation:
-    """The student with its teachers, on the labelled images."""
+    """Return the distillation of the student from its teachers, on the labelled images."""
     loss = tw.SoftLoss(alpha=0.3, temperature=2.0)
     return tw.Distillation(student=student(name, seed), teachers=teachers, loss=loss, way="offline")
 
 
 def recipe(seed: int = 0) -> tw.TwoStage:
-    """Two stages."""
+    """Return the distillation in two stages."""
     rest = images.filter_batches(without_label)
     return tw.TwoStage(
         distillation=taught("two-stage", seed), unlabelled=rest, fields={"epochs": 4, "evaluate_epochs": 4}
@@ -80,7 +81,7 @@ def recipe(seed: int = 0) -> tw.TwoStage:
 
 
 def main() -> None:
-    """Train what is not trained yet, and print the table."""
+    """Train the models that are not trained yet, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="students of each kind")
     given = parser.parse_args()
@@ -99,7 +100,7 @@ def main() -> None:
 
 
 def judged(wanted: tw.Job | tw.Distillation | tw.TwoStage, last: tw.Job) -> float:
-    """Train it where it is not trained yet; accuracy of its last run."""
+    """Train what is not trained yet, and return the accuracy of its last run."""
     with contextlib.suppress(RunFinished):
         tw.fit(wanted) if isinstance(wanted, tw.Job) else tw.distill(wanted)
     return tw.evaluate(last)["accuracy"]

@@ -2,7 +2,7 @@
 
     trainwright fit examples/fashion_mnist.py
 
-Two worker actors on a machine without accelerators, one for each accelerator otherwise.
+On a machine without accelerators it trains with two workers, otherwise with one for each accelerator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ data = sample_data.fashion_mnist("data/fashion-mnist")
 
 
 class Scale(nn.Module):
-    """Bytes to floats around zero, so that images travel as bytes."""
+    """Convert bytes to floats around zero, so that images are sent as bytes."""
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         """(n, 28, 28) uint8 to (n, 1, 28, 28) float."""

@@ -1,4 +1,4 @@
-"""Text from the run of `examples/gpt.py`, written in the layout that it was trained in, or with --here in this process.
+"""Generate text with the run of `examples/gpt.py`, in the layout of its training, or with --here in this process.
 
 python examples/generate.py "And it came to pass" --tokens 100 --temperature 0.8
 python examples/generate.py "In the beginning" --set size=tiny
@@ -18,7 +18,7 @@ GPT = Path(__file__).with_name("gpt.py")
 
 
 def main() -> None:
-    """Print a prompt and what the model says next."""
+    """Print a prompt and its continuation by the model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("prompt")
     parser.add_argument("--tokens", type=int, default=80, help="to add")

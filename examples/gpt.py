@@ -1,11 +1,12 @@
-"""The second job: a language model, a GPT of today's parts, on the King James text.
+"""The second job: a language model, a GPT with current components, on the King James text.
 
     trainwright fit examples/gpt.py --set plan=pp=2,schedule=1f1b,accumulation=8    # or: make lm
     trainwright fit examples/gpt.py --set size=cluster
     python examples/generate.py "In the beginning"
 
-It learns from the first 95% of the text and is judged by the rest, in bits per character: the surprise at each token of
-the rest, given what stands before it, summed in bits, over the rest's characters. Every token counts once.
+It learns from the first 95% of the text and is evaluated on the rest, in bits per character: the negative
+log-likelihood of each token of the rest given the tokens before it, summed in bits, over the characters of the rest.
+Every token counts once.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ EPOCH = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Of a model and of its training.
+    """Size of a model and of its training.
 
     Attributes:
         vocabulary: byte-pair tokens.
         context: tokens that the model sees at once.
-        width, depth: of the residual stream, and blocks along it.
-        heads, groups: of attention: queries' heads, and those of keys and values.
+        width, depth: width of the residual stream, and number of blocks.
+        heads, groups: heads of the queries, and heads of keys and values.
         hidden: width inside a feed-forward layer.
         batch_size: sequences of `context` tokens.
         epochs: of EPOCH sequences.
@@ -82,7 +83,7 @@ SIZES = {
 
 
 class Attention(nn.Module):
-    """Causal, with fewer keys and values than queries (Ainslie et al. 2023), turned by position (Su et al. 2021)."""
+    """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions (Su et al. 2021)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def _turned(self, heads: Tensor) -> Tensor:
-        """(rows, tokens, heads, size) to (rows, heads, tokens, size), each half-pair turned by its place."""
+        """(rows, tokens, heads, size) to (rows, heads, tokens, size), with rotary positions applied."""
         heads = heads.transpose(1, 2)
         cos, sin = self.cos[: heads.shape[2]], self.sin[: heads.shape[2]]
         left, right = heads.chunk(2, dim=-1)
@@ -158,7 +159,7 @@ class GPT(nn.Module):
         nn.init.zeros_(self.head.weight)  # at first all tokens are as likely
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the token that follows on each."""
+        """Return the logits of the token that follows each token."""
         hidden = self.embedding(tokens) * self.scale
         for block in self.blocks:
             hidden = block(hidden)
@@ -169,7 +170,7 @@ class GPT(nn.Module):
 
 
 def tokenizer(text: str, vocabulary: int) -> Tokenizer:
-    """Byte-pair tokens (Sennrich et al. 2016) learnt from a file, once, and kept beside it until it is written anew."""
+    """Learn byte-pair tokens (Sennrich et al. 2016) from a file, and store them next to it until the file changes."""
     kept = Path(text).with_name(f"tokens-{vocabulary}.json")
     if not kept.is_file() or kept.stat().st_mtime < Path(text).stat().st_mtime:
         learnt = Tokenizer(models.BPE())
@@ -181,12 +182,13 @@ def tokenizer(text: str, vocabulary: int) -> Tokenizer:
 
 
 def windows(tokens: np.ndarray, context: int, new: int) -> dict[str, np.ndarray]:
-    """Sequences that between them predict each token of a text, but for its first `context - new`, once.
+    """Return sequences that together predict each token of a text once, except its first `context - new`.
 
     Args:
         tokens: of the text, in order; more than `context`.
-        context: of a sequence.
-        new: tokens that a sequence predicts, at its end; the last one fewer. The fewer, the more each is given.
+        context: tokens of a sequence.
+        new: tokens that a sequence predicts, at its end; the last sequence predicts fewer. The fewer they are, the more
+            context each has.
 
     Returns:
         `tokens` (sequences, context) int32, and `new` (sequences,) int64.
@@ -200,27 +202,27 @@ def windows(tokens: np.ndarray, context: int, new: int) -> dict[str, np.ndarray]
 
 
 def cross_entropy(logits: Tensor, given: tuple[Tensor, Tensor]) -> tw.Terms:
-    """In nats, of each token that is to be predicted."""
+    """Return the loss in nats of each token to predict."""
     tokens, new = given
     return tw.Terms(surprise(logits, tokens), predicted(tokens, new))
 
 
 def bits_per_character(logits: Tensor, given: tuple[Tensor, Tensor], *, characters: Tensor) -> tw.Terms:
-    """Of the tokens that are to be predicted; `characters` (vocabulary,) says for how many each stands."""
+    """Return bits per character of the tokens to predict; `characters` (vocabulary,) has the length of each token."""
     tokens, new = given
     lengths = characters.to(tokens.device)[tokens[:, 1:].long()]
     return tw.Terms(surprise(logits, tokens) / (math.log(2) * lengths), predicted(tokens, new) * lengths)
 
 
 def surprise(logits: Tensor, tokens: Tensor) -> Tensor:
-    """-log p of each token but the first, in nats: (rows, tokens - 1)."""
+    """Return -log p of each token except the first, in nats: (rows, tokens - 1)."""
     follow = tokens.long().roll(-1, dims=1)  # on the last there follows nothing: its value is left out
     values = functional.cross_entropy(logits.flatten(0, 1), follow.flatten(), reduction="none")
     return values.view_as(follow)[:, :-1]
 
 
 def predicted(tokens: Tensor, new: Tensor) -> Tensor:
-    """1.0 for each token but the first that is new in its sequence, else 0.0."""
+    """Return 1.0 for each token except the first that is new in its sequence, else 0.0."""
     places = torch.arange(1, tokens.shape[1], device=tokens.device)
     return (places >= tokens.shape[1] - new[:, None]).float()
 
@@ -232,9 +234,9 @@ class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024), scaled as AdamW (Liu et al. 2025), for the matrices of blocks; AdamW for all else.
 
     Args:
-        parameters: of the model, or of the part of it that is trained here.
-        vocabulary: tells the embedding from them.
-        rate: the highest of the schedule.
+        parameters: of the model, or of the part of it that this rank trains.
+        vocabulary: number of tokens, by which the embedding is recognized.
+        rate: highest learning rate of the schedule.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, vocabulary: int, rate: float) -> None:
@@ -251,13 +253,13 @@ class Muon(torch.optim.Optimizer):
             part.state = self.state
 
     def step(self, closure: None = None) -> None:
-        """One step of both."""
+        """Take one step with both optimizers."""
         for part in self.parts:
             part.step()
 
 
 def job(size: Literal["tiny", "third", "small", "laptop", "cluster"] = "laptop") -> tw.Job:
-    """Of one of the sizes: `--set size=cluster`."""
+    """Return the job of one of the sizes: `--set size=cluster`."""
     chosen = SIZES[size]
     text = sample_data.king_james(FOLDER)
     learnt = tokenizer(text.train, chosen.vocabulary)

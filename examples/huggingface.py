@@ -3,8 +3,8 @@
     trainwright fit examples/huggingface.py --strategy sharded --workers 2
     trainwright fit examples/huggingface.py --set plan=pp=2,schedule=1f1b,accumulation=4
 
-A small Llama, from nothing, on the bytes of the King James text. `AutoModelForCausalLM.from_pretrained(...)` in
-`build_model` goes on from weights that are there.
+A small Llama with random initial weights, on the bytes of the King James text. To continue from pretrained weights, use
+`AutoModelForCausalLM.from_pretrained(...)` in `build_model`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ text = sample_data.king_james("data/king-james")
 
 
 def build_model() -> nn.Module:
-    """A Llama of 0.8 M parameters; its tokens are bytes, and the end of a verse."""
+    """Build a Llama of 0.8 M parameters; its tokens are bytes, and the end of a verse."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -34,7 +34,7 @@ def build_model() -> nn.Module:
 
 
 def cross_entropy(outputs: Any, given: tuple[Tensor, Tensor]) -> tw.Terms:
-    """Of each byte but a sequence's first, in nats."""
+    """Return the loss in nats of each byte except the first of a sequence."""
     tokens, real = given
     logits, follow = outputs["logits"][:, :-1], tokens[:, 1:].long()
     losses = functional.cross_entropy(logits.flatten(0, 1), follow.flatten(), reduction="none")
@@ -47,7 +47,7 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def verses(path: str) -> Any:
-    """The bytes of verses, laid end to end and cut into sequences."""
+    """Return the bytes of all verses, concatenated and cut into sequences."""
     return tw.datasets.text(path).tokenize().pack(CONTEXT)
 
 

@@ -1,10 +1,10 @@
-"""Workers that step alone, against a server that holds the parameters: two spirals, a small network, some seconds.
+"""Asynchronous training with a parameter server: two spirals, a small network, some seconds.
 
     trainwright fit examples/parameter_server.py
-    trainwright fit examples/parameter_server.py --set form=sync    # one device's gradients, whoever computes them
-    trainwright fit examples/parameter_server.py --set form=local   # DiLoCo: eight local steps, then an outer one
+    trainwright fit examples/parameter_server.py --set form=sync    # the gradients of one device
+    trainwright fit examples/parameter_server.py --set form=local   # DiLoCo: eight local steps, then an outer step
 
-Kill a worker in the middle (`trainwright logs parameter-server-async` tells its pid): the other goes on.
+Kill a worker during the run (`trainwright logs parameter-server-async` shows its pid): the other one continues.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMS: dict[str, tuple[float, dict[str, Any]]] = {
 
 
 def spirals(rows: int, seed: int) -> dict[str, np.ndarray]:
-    """Points on two arms."""
+    """Return points on two arms."""
     rng = np.random.default_rng(seed)
     turn, arm = rng.uniform(0.3, 2.5, rows), rng.integers(0, 2, rows)
     angle = 2 * np.pi * turn / 1.6 + np.pi * arm
@@ -52,7 +52,7 @@ def accuracy(logits: torch.Tensor, arm: torch.Tensor) -> torch.Tensor:
 
 
 def job(form: Literal["sync", "ssp", "async", "local"] = "async") -> tw.Job:
-    """The same job in each form; only the last line differs from one for workers that step together."""
+    """Return the job in one of the forms; only the last two lines differ from a job with synchronous workers."""
     rate, apart = FORMS[form]
     return tw.Job(
         name=f"parameter-server-{form}",

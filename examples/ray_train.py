@@ -2,7 +2,7 @@
 
     python examples/ray_train.py
 
-Ray Train keeps its scaling, its dashboard and its results; order of the data, recovery and log are the job's.
+Scaling, dashboard and results are those of Ray Train. Data order, recovery and the run log are those of the job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HERE = Path.cwd()  # Ray Train's workers have other folders
 
 
 def rows() -> dict[str, np.ndarray]:
-    """Rows whose class is the largest of their first four numbers."""
+    """Return rows whose class is the index of the largest of their first four numbers."""
     x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
     return {"x": x, "y": x[:, :CLASSES].argmax(1)}
 
@@ -63,7 +63,7 @@ job = tw.Job(
 
 
 def train() -> None:
-    """What every worker of Ray Train's calls."""
+    """Train function that each worker of Ray Train calls."""
     run = tw.fit(job)
     print(f"{run.state}: {run.metrics}")
 

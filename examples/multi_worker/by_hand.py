@@ -1,13 +1,13 @@
 """Multi-worker training with plain TensorFlow, after the guide "Custom training loop with Keras and
-MultiWorkerMirroredStrategy": what `job.py` beside it does in a third of the lines.
+MultiWorkerMirroredStrategy". `job.py` in this folder does the same in a third of the lines.
 
-Start it once for each worker, each with a TF_CONFIG of its own, here for the first of two:
+Start it once for each worker, each with its own TF_CONFIG, here for the first of two:
 
     export TF_CONFIG='{"cluster": {"worker": ["localhost:12345", "localhost:23456"]},
                        "task": {"type": "worker", "index": 0}}'
     python examples/multi_worker/by_hand.py
 
-Kill one of them and the other waits, then ends; start both again and they go on from the last whole epoch.
+When one worker is killed, the other one waits and then ends. Start both again to continue from the last complete epoch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BATCH, EPOCHS, FOLDER = 128, 3, Path("runs/by-hand")
 
 
 def dataset(context: tf.distribute.InputContext, file: str) -> tf.data.Dataset:
-    """This worker's share of the images, shuffled."""
+    """Return this worker's share of the images, shuffled."""
     table = pq.read_table(file)
     images = np.stack(table["image"].to_numpy(zero_copy_only=False)).reshape(-1, 28, 28, 1) / np.float32(255)
     rows = tf.data.Dataset.from_tensor_slices((images, table["label"].to_numpy().astype(np.int64)))

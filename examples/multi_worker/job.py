@@ -1,5 +1,6 @@
-"""The same training as `by_hand.py` beside it, as a job: no TF_CONFIG to write, no process to start by hand, and a
-worker that dies is replaced while the others wait a second or two.
+"""The training of `by_hand.py` as a job: no TF_CONFIG to write, and no process to start by hand.
+
+A worker that dies is replaced while the others wait for a second or two.
 
     trainwright fit examples/multi_worker/job.py
 """
