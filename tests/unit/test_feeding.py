@@ -33,8 +33,9 @@ def judge(columns: dict[str, Any]) -> dict[str, Any]:
 def job(**more: Any) -> Any:
     rows = table({"x": np.arange(3)})
     data = rows.map_batches(judge, gpus=0.5).map_batches(Teacher, gpus=1)
-    fields = {"train": data, "evaluate": data, "workers": None, "accelerator": "auto", **more}
-    return SimpleNamespace(ordering=lambda **_: {}, **fields)
+    scaling = SimpleNamespace(workers=more.pop("workers", None), accelerator=more.pop("accelerator", "auto"))
+    fields = {"train": data, "evaluate": data, **more}
+    return SimpleNamespace(ordering=lambda **_: {}, scaling=scaling, **fields)
 
 
 def test_gpus_are_kept_for_the_transforms_that_ask_for_them() -> None:

@@ -18,9 +18,9 @@ from trainwright.strategies.torch.distillation.teacher_backend import take_file
 WITHIN_THE_RUN = {
     "app/runtime/worker_actor.py", "app/runtime/function_trial.py",
     "app/core/pickling.py", "app/integrations/ray_train/rank_loop.py", "app/worker/worker_config.py",
-    "datasets/formats/ray_dataset.py", "datasets/ray_data/ray_fetcher.py",
+    "datasets/formats/ray_dataset.py",
     "datasets/ray_data/delivery_pipeline.py", "datasets/ray_data/delivery_actor.py",
-    "datasets/metadata_cache.py",
+    "datasets/metadata_cache.py", "datasets/first_row.py",
 }  # fmt: skip
 LOADERS = ("cloudpickle.loads", "cloudpickle.load", "loads")  # the last is that of core.byvalue
 UNSAFE = {
