@@ -46,6 +46,27 @@ _LONG = 1000  # plain items of a container that are encoded at once
 _MOST_ITEMS = 200_000  # of a container that are encoded: the first and the last
 _ARRAY_BYTES = 16 * 1024**2  # of a larger array, a million numbers are encoded
 _SHOWN = re.compile(r"-?\d[\w.+-]{0,23}|True|False|None")  # numbers and versions, which are shown as they are
+STORED_NAMES = {
+    "core.engine.Pad": "core.collation.Pad",
+    "core.loss_api.gather": "core.batch_gather.gather",
+    "datasets.formats.image_folder.decode_image": "datasets.formats.images.decode_image",
+    "datasets.ops.row_transforms.StatefulFunction": "datasets.ops.stateful_map.Stateful",
+    "datasets.ops.row_transforms.Tokenize": "datasets.ops.tokenize.Tokenise",
+    "datasets.ops.zip_columns._MergeColumns": "datasets.ops.zip_columns.Together",
+    "datasets.ops.zip_columns._SideTransform": "datasets.ops.zip_columns.Aside",
+    "distillation.distillation_job.TeacherActor": "distillation.compose_job.Speaking",
+    "distillation.distillation_spec.Teacher": "distillation.teachers.Teacher",
+    "distillation.target_cache._TargetReader": "distillation.target_cache.Whole",
+    "distillation.target_encoding.TargetEncoding": "distillation.target_encoding.Form",
+    "distillation.teacher_model.TeacherModelBuilder": "distillation.teacher_model.Taught",
+    "distillation.teacher_runner.TeacherRunner": "distillation.teachers.Lecturer",
+    "inference.prediction_worker.CheckpointWeights": "inference.prediction_worker.Weights",
+    "strategies.distillation.distillation_loss.DistillationLoss": "strategies.distillation.losses.Distilled",
+    "strategies.distillation.layer_match.LayerProjection": "strategies.distillation.layer_projection.Bridge",
+    "strategies.distillation.multi_student.StudentModels": "strategies.distillation.multi_student.Students",
+}
+"""Objects of trainwright that jobs hold or call, and their names in stored digests, which are older."""
+
 _POSITIONS = {"__doc__", "__firstlineno__", "__static_attributes__", "__qualname__", "__module__"}
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _SKIPPED = {"NOP", "CACHE", "RESUME", "EXTENDED_ARG", "PRECALL"}
@@ -299,7 +320,7 @@ class CodeFingerprints:
         """Return the name of an installed object; the version of its distribution counts too."""
         module = str(getattr(value, "__module__", None) or "")
         self._installed(module, refs)
-        return f"{module}.{_qualname(value)}"
+        return stored_name(f"{module}.{_qualname(value)}")
 
     def _installed(self, module: str, refs: _Refs) -> None:
         root = module.partition(".")[0]
@@ -434,6 +455,15 @@ def _is_users_function(function: FunctionType) -> bool:
     if file.startswith("<") and not _NOTEBOOK.search(file):  # made by a decorator, such as dataclass
         return module == "__main__" or module not in sys.modules or is_user_module(sys.modules[module])
     return is_user_file(file)
+
+
+def stored_name(name: str) -> str:
+    """Return the name of an object, with its module, that stored descriptions have."""
+    rest = name.removeprefix("trainwright.")
+    for now, former in STORED_NAMES.items():
+        if rest != name and f"{rest}.".startswith(f"{now}."):  # the object, or a part of it
+            return f"trainwright.{former}{rest[len(now) :]}"
+    return name
 
 
 def _ours(module: str) -> bool:

@@ -12,7 +12,14 @@ from trainwright.core.job import Job
 from trainwright.core.job_options import FIELD_ORDER
 from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Index
-from trainwright.planning.code_fingerprint import MEMORY_ADDRESS, SCHEME, CodeFingerprints, decode_table, encode_table
+from trainwright.planning.code_fingerprint import (
+    MEMORY_ADDRESS,
+    SCHEME,
+    CodeFingerprints,
+    decode_table,
+    encode_table,
+    stored_name,
+)
 
 # Fields that determine where or how fast a job runs, but not what it computes.
 _FREE = frozenset(
@@ -167,7 +174,9 @@ class _Codes:
         if isinstance(value, set | frozenset):
             return f"{{{', '.join(sorted(self.text(name, item) for item in value))}}}"
         if callable(value):
-            called = value if inspect.isclass(value) else getattr(value, "__qualname__", type(value).__qualname__)
+            kind = type(value)
+            former = stored_name(f"{kind.__module__}.{kind.__qualname__}").rpartition(".")[2]
+            called = value if inspect.isclass(value) else getattr(value, "__qualname__", former)
             return f"{str(called).replace('<locals>.', '')} [{self._digest(name, value)}]"
         return MEMORY_ADDRESS.sub("", str(value))
 

@@ -94,8 +94,8 @@ class SocketListener:
         return (self.tcp,) if self.local is None else (self.tcp, self.local)
 
     def accept(self, until: float) -> socket.socket:
-        """Wait for the next TCP connection. Raises OSError at the deadline, and after `cut`."""
-        self.tcp.settimeout(remaining_s(until))
+        """Wait for the next TCP connection. Raises OSError at a deadline and after `cut`; NO_DEADLINE is none."""
+        self.tcp.settimeout(None if until == NO_DEADLINE else remaining_s(until))
         return self.tcp.accept()[0]
 
     def cut(self) -> None:
