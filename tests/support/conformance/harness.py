@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -71,6 +73,14 @@ class Rank:
         self._pipe.close()
 
 
+def _end_fork_server() -> None:
+    """Kill the fork server of this process: it ends by itself only when no forked process holds its pipe any more."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+    server._stop()
+
+
 class Pool:
     """Idle processes by framework.
 
@@ -81,7 +91,7 @@ class Pool:
     """
 
     def __init__(self, modules: Iterable[str] = ()) -> None:
-        forkserver._forkserver._stop()  # one that other tests started has imported less, and would not import more
+        _end_fork_server()  # one that other tests started has imported less, and would not import more
         multiprocessing.set_forkserver_preload(["pytest", rank_process.__name__, *modules])
         self._idle: dict[str, list[Rank]] = {}
 
