@@ -8,11 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainwright.strategies.torch.pipeline.stage_executor import (
-    can_split_backward,
-    stage_backward_input,
-    stage_backward_weight,
-)
+from trainwright.strategies.torch.pipeline.stage_executor import can_split_backward, stage_backward_input
+from trainwright.strategies.torch.torch_compat import backward_of_parameters
 
 Stage = Callable[[nn.ModuleList, list[Tensor]], list[Tensor]]
 ROW: Stage = lambda layers, given: [layers[1](torch.relu(layers[0](given[0])))]  # noqa: E731
@@ -55,7 +52,7 @@ def test_halves_are_a_whole(stage: Stage, halved: bool) -> None:
     if halved:
         groups = stage_backward_input(roots, slopes, given, parameters)
         assert all(parameter.grad is None for parameter in parameters)
-        stage_backward_weight(groups, parameters)
+        backward_of_parameters(parameters, groups)
         for found, wanted in zip(slopes_of(layers, given), expected, strict=True):
             assert (found is None and wanted is None) or torch.allclose(found, wanted)  # type: ignore[arg-type]
 

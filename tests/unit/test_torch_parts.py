@@ -265,7 +265,7 @@ def test_of_two_parts_one_is_held_at_a_time(engine: type[ShardedModelEngine]) ->
             assert not any(each() is not None for each in held)
             replica = TorchReplica(spec, plan, self._device, self._where)
             model = replica.model
-            vars(self).update(dict.fromkeys(vars(self).keys() & {"_calls", "_shards", "_stage"}, model))
+            vars(self).update(dict.fromkeys(vars(self).keys() & {"_calls", "_shards", "_cut"}, model))
             model.itself = [model]  # as modules and their hooks hold each other
             held.append(weakref.ref(model))
             return replica

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,13 +13,7 @@ from torch import Tensor, distributed
 from torch.serialization import safe_globals
 
 from trainwright.core.errors import CheckpointError
-from trainwright.strategies.torch.shard_layout import (
-    WHOLE_MODEL,
-    ModelPart,
-    ShardSlice,
-    is_dtensor,
-    to_local,
-)
+from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice, is_dtensor, to_local
 from trainwright.strategies.torch.training.local_state import LocalState
 from trainwright.strategies.torch.training.train_state import LossScale, TorchReplica, group_settings, set_group_option
 
@@ -83,7 +77,11 @@ class _TensorForm:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    like: bool = False
+    like: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, like: bool) -> _TensorForm:
+        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, like=like)
 
 
 class HostStateCopier:
@@ -99,13 +97,7 @@ class HostStateCopier:
     def of(self, state: HostState) -> HostState:
         """Copy a state to host memory; the memory belongs to the copy as long as it lives."""
         spare, self._spare = self._spare, {}
-        slots = {
-            name: {
-                key: _host(value, spare.get((name, key))) if isinstance(value, Tensor) else value
-                for key, value in entries.items()
-            }
-            for name, entries in state.slots.items()
-        }
+        slots = _map_tensors(state.slots, lambda name, key, value: _host(value, spare.get((name, key))))
         model = {name: _host(value, spare.get((name,))) for name, value in state.model.items()}
         own = state.local
         if own is not None:
@@ -125,28 +117,30 @@ def state_of(replica: TorchReplica) -> HostState:
     Raises:
         CheckpointError: the optimizer keeps something that cannot be saved.
     """
-    model, slots = replica.model.state_dict(), _slots(replica)
+    model, slots, local = replica.model.state_dict(), _slots(replica), None
+    if replica.local:
+        own = {name: buffer for name, buffer in replica.named_buffers() if name in replica.local}
+        local = LocalState(data_rank=replica.data_rank, tensors=own)
     return HostState(
         step=replica.step,
         model={name: to_local(value) for name, value in model.items()},
-        slots={
-            name: {key: to_local(value) if isinstance(value, Tensor) else value for key, value in entries.items()}
-            for name, entries in slots.items()
-        },
+        slots=_map_tensors(slots, lambda _name, _key, value: to_local(value)),
         options=_changed_options(replica),
         optimizer=type(replica.optimizer).__name__,
         scale=None if replica.scale is None else (replica.scale.factor, replica.scale.since),
         trained=tuple(replica.names.values()),
         part=replica.part,
         boxes=replica.boxes | _slot_boxes(replica, slots),
-        local=_local_of(replica),
+        local=local,
     )
 
 
-def _local_of(replica: TorchReplica) -> LocalState | None:
-    """Return the local state of the replica's data rank, in its own tensors; None where the job has none."""
-    tensors = {name: buffer for name, buffer in replica.named_buffers() if name in replica.local}
-    return LocalState(data_rank=replica.data_rank, tensors=tensors) if replica.local else None
+def _map_tensors(slots: OptimizerSlots, change: Callable[[str, str, Tensor], Any]) -> OptimizerSlots:
+    """Return the optimizer's state with other values in place of its tensors."""
+    return {
+        name: {key: change(name, key, value) if isinstance(value, Tensor) else value for key, value in entries.items()}
+        for name, entries in slots.items()
+    }
 
 
 def restore(replica: TorchReplica, state: HostState) -> None:
@@ -159,7 +153,7 @@ def restore(replica: TorchReplica, state: HostState) -> None:
         CheckpointError: names, shapes or types do not fit; says which and what to do.
     """
     own = replica.model.state_dict()
-    _check(own, replica, state)
+    _check(replica, state)
     replica.sound = False
     with torch.no_grad():
         for name, value in own.items():
@@ -174,10 +168,16 @@ def restore(replica: TorchReplica, state: HostState) -> None:
         if state.weights_only:
             replica.step, replica.sound = state.step, True
             return
-        _make_slots(replica, _forms(state))
+        _make_slots(
+            replica,
+            _map_tensors(state.slots, lambda name, key, value: _TensorForm.of(value, f"{name}/{key}" in state.boxes)),
+        )
         for name, key, value in _slot_tensors(replica):
-            # A state without versions is as one whose last step changed nothing.
-            to_local(value).copy_(state.slots[name][key] if key != _PREVIOUS_WEIGHTS else _before(state, name))
+            if key == _PREVIOUS_WEIGHTS:  # a state without versions is as one whose last step changed nothing
+                saved = state.slots.get(name, {}).get(key, state.model[name])
+            else:
+                saved = state.slots[name][key]
+            to_local(value).copy_(saved)
     _set_options(replica, state.options)
     if replica.scale is not None:
         replica.scale = LossScale() if state.scale is None else LossScale(factor=state.scale[0], since=state.scale[1])
@@ -194,8 +194,6 @@ def broadcast(
     """Copy the state of rank `source`, except local state, to all ranks of a process group. All of them call it.
 
     Args:
-        replica: this rank's.
-        source: the rank that sends.
         rank: this rank, as the whole group counts.
         device: where the process group communicates.
         group: ranks that hold the same part; by default all.
@@ -255,12 +253,6 @@ def _slots(replica: TorchReplica) -> OptimizerSlots:
     return found
 
 
-def _before(state: HostState, name: str) -> Tensor:
-    """Return a parameter's weights before the last step."""
-    found: Tensor = state.slots.get(name, {}).get(_PREVIOUS_WEIGHTS, state.model[name])
-    return found
-
-
 def _same_layout(slot: Any, parameter: Any, cut: bool) -> bool:
     """Return whether a slot is divided like its parameter, or neither is divided."""
     if is_dtensor(slot):
@@ -276,19 +268,6 @@ def _slot_boxes(replica: TorchReplica, slots: OptimizerSlots) -> dict[str, Shard
         for name, entries in slots.items()
         for key, value in entries.items()
         if name in boxes and isinstance(value, Tensor) and to_local(value).shape == held[name] and value.dim()
-    }
-
-
-def _forms(state: HostState) -> OptimizerSlots:
-    """Return the optimizer's plain values, and the shapes and types of its tensors."""
-    return {
-        name: {
-            key: _TensorForm(shape=tuple(value.shape), dtype=value.dtype, like=f"{name}/{key}" in state.boxes)
-            if isinstance(value, Tensor)
-            else value
-            for key, value in entries.items()
-        }
-        for name, entries in state.slots.items()
     }
 
 
@@ -326,15 +305,7 @@ _Description = tuple[int | None, OptimizerSlots, list[dict[str, Any]], bool | No
 
 def _description(replica: TorchReplica) -> _Description:
     """Return what a new rank must know before tensors are sent."""
-    slots = {
-        name: {
-            key: _TensorForm(shape=tuple(value.shape), dtype=value.dtype, like=is_dtensor(value))
-            if isinstance(value, Tensor)
-            else value
-            for key, value in entries.items()
-        }
-        for name, entries in _slots(replica).items()
-    }
+    slots = _map_tensors(_slots(replica), lambda _name, _key, value: _TensorForm.of(value, is_dtensor(value)))
     return replica.step, slots, _changed_options(replica), replica.every_used, replica.scale
 
 
@@ -390,11 +361,9 @@ def _host(tensor: Tensor, spare: Tensor | None) -> Tensor:
     return spare.copy_(tensor.detach())
 
 
-def _check(own: Mapping[str, Tensor], replica: TorchReplica, state: HostState) -> None:
+def _check(replica: TorchReplica, state: HostState) -> None:
     """Raise CheckpointError unless a state fits the replica."""
-    problems = [
-        *_model_problems({name: value for name, value in own.items() if name not in replica.local}, replica, state)
-    ]
+    problems = [*_model_problems(replica, state)]
     if not state.weights_only:
         problems += _optimizer_problems(replica, state)
     if problems:
@@ -418,9 +387,10 @@ def _optimizer_problems(replica: TorchReplica, state: HostState) -> Iterator[str
         yield f"optimizer: {found} parameter groups in the checkpoint, {expected} in the job"
 
 
-def _model_problems(own: Mapping[str, Tensor], replica: TorchReplica, state: HostState) -> Iterator[str]:
+def _model_problems(replica: TorchReplica, state: HostState) -> Iterator[str]:
     """Return which parameters and buffers do not fit; training may change the shape of local state."""
     boxes = replica.boxes
+    own = {name: value for name, value in replica.model.state_dict().items() if name not in replica.local}
     found = {name: _form(value, state.boxes.get(name)) for name, value in state.model.items()}
     for name, value in own.items():
         form = _form(value, boxes.get(name))

@@ -52,6 +52,18 @@ def parameter_digest(model: nn.Module) -> int:
     return fold_seed(*_numbers(parameter for parameter in model.parameters() if parameter.requires_grad))
 
 
+def check_same_start(checksum: int, device: torch.device, where: str) -> None:
+    """Compare the checksums of the ranks' initial parameters; every rank calls it.
+
+    Raises:
+        JobError: on every rank, where some differ.
+    """
+    checksums = [each for (each,) in all_gather_ints([checksum], device)]
+    differing = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
+    if differing:
+        raise JobError([_start_problem(f"ranks 0 and {differing[0]} hold different parameters")], where=where)
+
+
 def check_replicas(
     replica: TorchReplica, keys: Sequence[tuple[Hashable, Hashable]], device: torch.device, where: str
 ) -> None:
@@ -69,29 +81,22 @@ def check_replicas(
     """
     if _UNCHECKED in replica.spec.inexact:
         return
-    whole, divided = _compared_entries(replica)
-    sums = all_gather_ints([_total(whole), _total(divided)], device)
-    if all(len(found) == 1 for found in (*_sums_by_key(keys, sums, 0), *_sums_by_key(keys, sums, 1))):
-        return
-    for which, entries in enumerate((whole, divided)):
-        everyone = _all_gather_digests(entries, device)
+    compared = _compared_entries(replica)
+    sums = all_gather_ints([_total(entries) for entries in compared], device)
+    alike: list[list[list[int]]] = []  # for each kind of entries, the ranks that must agree
+    for which in range(len(compared)):
         ranks_of: dict[Hashable, list[int]] = {}
         for rank, own_keys in enumerate(keys):
             ranks_of.setdefault(own_keys[which], []).append(rank)
-        for ranks in ranks_of.values():
+        alike.append([*ranks_of.values()])
+    if all(len({sums[rank][which] for rank in ranks}) == 1 for which, sets in enumerate(alike) for ranks in sets):
+        return
+    for entries, sets in zip(compared, alike, strict=True):
+        everyone = _all_gather_digests(entries, device)
+        for ranks in sets:
             problem = _difference({rank: everyone[rank] for rank in ranks}, replica.step)
             if problem:
                 raise JobError([problem], where=where)
-
-
-def _sums_by_key(
-    keys: Sequence[tuple[Hashable, Hashable]], sums: Sequence[Sequence[int]], which: int
-) -> list[set[int]]:
-    """Return the different digests of each set of ranks that must agree."""
-    found: dict[Hashable, set[int]] = {}
-    for own_keys, own in zip(keys, sums, strict=True):
-        found.setdefault(own_keys[which], set()).add(own[which])
-    return [*found.values()]
 
 
 # --- Compared entries -------------------------------------------------------------------------------------------------
@@ -235,14 +240,18 @@ def _mismatch_message(
     kind, name = key
     who = f"ranks {first} and {', '.join(map(str, others[:_SHOWN]))}"
     if not step and kind == _PARAMETER:
-        return (
-            f"{who} hold different parameters, {name!r} for one: model() must give the same on every rank; draw its "
-            "initial values from torch's own generator, which the job's seed sets"
-        )
+        return _start_problem(f"{who} hold different parameters, {name!r} for one")
     texts = [value[2] if value else "missing" for value in values]
     shown = f" ({texts[0]} and {texts[1]})" if any(texts) else ""
     what = f"after step {step or 0} {who} differ in {kind} {name!r}{shown}, which replicas must have alike"
     return f"{what}: {_mismatch_remedy(kind, name)}"
+
+
+def _start_problem(what: str) -> str:
+    return (
+        f"{what}: model() must give the same on every rank; draw its initial values from torch's own generator, which "
+        "the job's seed sets"
+    )
 
 
 def _mismatch_remedy(kind: str, name: str) -> str:

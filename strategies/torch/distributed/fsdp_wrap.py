@@ -1,9 +1,4 @@
-"""Models sharded by torch's FSDP2: which modules are gathered together, and what a step ran and used.
-
-FSDP2 matches the ranks' collectives by their order alone. Ranks that run different blocks, or another order, would get
-each other's parameters without an error; `BlockCalls` records the order, and the ranks compare it. FSDP2 gives a
-parameter without a gradient zeros, by which an optimizer decays moments and weights, while one device skips it;
-`BlockCalls` records which parameters had a gradient.
+"""Models sharded by torch's FSDP2: which modules are gathered together.
 
 FSDP2 works in hooks around calls of modules. A pipeline stage starts and ends within a forward, so that it does not
 make all of these calls. So `StageShards` gathers its parameters before a step, sums the gradients of all micro-batches
@@ -12,29 +7,21 @@ in them, and shards the sum at the end (ZeRO-2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.distributed.mesh_groups import MeshGroups
 from trainwright.strategies.torch.shard_layout import hook_problem, is_dtensor
-from trainwright.strategies.torch.torch_compat import (
-    FsdpState,
-    forget_gradient,
-    keep_requires_grad,
-    reduce_unused_parameters,
-)
+from trainwright.strategies.torch.torch_compat import FsdpState, forget_gradient, reduce_unused_parameters
 from trainwright.strategies.torch.training.model_blocks import repeated_blocks
 from trainwright.strategies.torch.training.train_state import TorchReplica
-
-_ORDERS = 2**20  # numbers for an order; their squares, summed over ranks, are still exact in float64
 
 
 def fully_shard_model(model: nn.Module, mesh: DeviceMesh, *, zero: int, offload: bool, where: str) -> None:
@@ -76,69 +63,6 @@ def reshard_model(model: nn.Module) -> None:
     """Drop gathered parameters, which a forward without backward leaves behind."""
     for module in fsdp_modules(model):
         module.reshard()
-
-
-def run_step_with_freezing(step: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> Any:
-    """Run a step of the job's own, which may freeze parameters, whether they are gathered at that moment or not."""
-    try:
-        return step(model, batch)
-    finally:
-        for module in fsdp_modules(model):
-            keep_requires_grad(module)
-
-
-class BlockCalls:
-    """Records which blocks a step ran, in which order, and which parameters got a gradient.
-
-    Args:
-        model: divided.
-        names: of the parameters that are trained.
-
-    Attributes:
-        names: in their order.
-    """
-
-    def __init__(self, model: nn.Module, names: dict[nn.Parameter, str]) -> None:
-        self.names = tuple(names.values())
-        self.order = 0
-        self.used: set[str] = set()
-        self._watched: set[str] = set()
-        for number, module in enumerate(fsdp_modules(model), 1):
-            assert isinstance(module, nn.Module)
-            own = [place for place in _own_parameter_sites(module) if place[0]._parameters[place[1]] in names]
-            named = [(*place, names[place[0]._parameters[place[1]]]) for place in own]  # type: ignore[index]
-            module.register_forward_pre_hook(partial(self._entered, number, named))
-
-    def take(self) -> tuple[int, set[str]]:
-        """Return what was recorded so far, and forget it."""
-        kept = self.order, self.used
-        self.order, self.used = 0, set()
-        return kept
-
-    def _entered(self, number: int, named: list[tuple[nn.Module, str, str]], module: nn.Module, _inputs: Any) -> None:
-        """Record that a block starts; FSDP2's own hook, which gathers its parameters, ran before."""
-        if not torch.is_grad_enabled():
-            return
-        self.order = (self.order * 31 + number) % _ORDERS
-        for owner, key, name in named:
-            whole = owner._parameters[key]
-            assert whole is not None, "a parameter of the model"
-            if name not in self._watched and whole.requires_grad:  # a step may have frozen it for a while
-                self._watched.add(name)
-                # FSDP2 gathers into this tensor every time.
-                whole.register_hook(partial(self._given, name))  # type: ignore[no-untyped-call]
-
-    def _given(self, name: str, _gradient: Tensor) -> None:
-        self.used.add(name)
-
-
-def _own_parameter_sites(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return where the parameters are held that are gathered with a module itself."""
-    found = [(module, key) for key, parameter in module._parameters.items() if parameter is not None]
-    for child in module.children():
-        if not isinstance(child, FSDPModule):
-            found += _own_parameter_sites(child)
-    return found
 
 
 def _sharding_problems(model: nn.Module, chosen: list[nn.Module]) -> Iterator[str]:
@@ -209,9 +133,8 @@ class StageShards:
         named = [(one, one.sharded_param) for one in self._each() if one.sharded_param in replica.names]
         flags = [one.unsharded_param.grad is not None for one, _ in named]
         used = torch.tensor(flags, dtype=torch.float32, device=replica.device)
-        for group in (place.shards, place.replicas):
-            if group is not None:
-                distributed.all_reduce(used, group=group)
+        for group in place.data_groups:
+            distributed.all_reduce(used, group=group)
         for group in self._groups:
             group.post_backward()
         self._root.finish_backward()

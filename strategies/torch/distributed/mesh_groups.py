@@ -1,26 +1,25 @@
-"""A rank's place in the mesh of a plan, and the groups that it communicates in."""
+"""A rank's place in the mesh of a plan, the groups that it communicates in, and the sums over the mesh in a step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Literal
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainwright.core.data import Feed
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Mesh
 from trainwright.core.topology import Group
 from trainwright.strategies.torch.shard_layout import ModelPart, to_local
 from trainwright.strategies.torch.training.train_state import TorchReplica
+from trainwright.strategies.torch.training.train_step import StepRunner, StepTotals
 
 _BUCKET_BYTES = 25 * 2**20  # of gradients in one all-reduce, as in DDP
-_Kind = Literal["data", "shard", "tensor"]
-_KINDS: tuple[_Kind, ...] = ("data", "shard", "tensor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +43,8 @@ class MeshGroups:
     tensors: ProcessGroup | None = None
 
     @classmethod
-    def of(cls, planned: Mesh, group: Group, where: str) -> MeshGroups:
-        """Return a rank's place, without groups; a rank that is alone holds the whole model.
+    def join(cls, planned: Mesh, group: Group, where: str) -> MeshGroups:
+        """Make the groups of a mesh; every rank calls it. A rank that is alone holds the whole model.
 
         Raises:
             JobError: the group cannot hold a whole number of models.
@@ -61,12 +60,9 @@ class MeshGroups:
             raise JobError(
                 [f"{group.size} ranks cannot hold a model in {what}: use a multiple of {parts} workers"], where=where
             )
-        return cls(mesh=replace(planned, data=data), rank=group.rank, deadline=deadline)
-
-    def joined(self) -> MeshGroups:
-        """Return the place with its groups; every rank of the world calls it, since each makes all groups."""
-        replicas, shards, tensors = (self._group(kind) for kind in _KINDS)
-        return replace(self, replicas=replicas, shards=shards, tensors=tensors)
+        place = cls(mesh=replace(planned, data=data), rank=group.rank, deadline=deadline)
+        replicas, shards, tensors = (place._group_along(dimension) for dimension in (1, 2, 3))
+        return replace(place, replicas=replicas, shards=shards, tensors=tensors)
 
     @property
     def data_groups(self) -> tuple[ProcessGroup, ...]:
@@ -76,7 +72,7 @@ class MeshGroups:
     @property
     def comparison_keys(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """Keys of the state that each rank holds: (stage, part of layers), and the same with its shard."""
-        at = [tuple(int(each) for each in (self._ranks == rank).nonzero()[0]) for rank in range(self.mesh.size)]
+        at = [self._indices(rank) for rank in range(self.mesh.size)]
         return tuple(((stage, tensor), (stage, shard, tensor)) for stage, _, shard, tensor in at)
 
     def device_mesh(self, device: torch.device) -> DeviceMesh:
@@ -84,52 +80,22 @@ class MeshGroups:
         assert self.shards is not None, "each parameter is divided"
         if self.replicas is None:
             return DeviceMesh.from_group(self.shards, device.type)
-        stage, _, _, tensor = self._at
+        stage, _, _, tensor = self._indices(self.rank)
         ranks, names = self._ranks[stage, :, :, tensor], ("replicate", "shard")
         return DeviceMesh.from_group([self.replicas, self.shards], device.type, mesh=ranks, mesh_dim_names=names)
 
     def batch_group(self) -> ProcessGroup:
         """Make a group of the ranks that hold this stage and part of its layers; every rank calls it."""
-        rows = self._ranks.flatten(1, 2).movedim(1, -1).flatten(0, 1).tolist()
-        groups: list[ProcessGroup] = [distributed.new_group(row, timeout=self.deadline) for row in rows]
-        return next(group for group, row in zip(groups, rows, strict=True) if self.rank in row)
+        return self._own_group(self._ranks.flatten(1, 2).movedim(1, -1).flatten(0, 1).tolist())
 
     @property
     def part(self) -> ModelPart:
         """The part of the model that this rank holds."""
-        stage, _, shard, tensor = self._at
+        stage, _, shard, tensor = self._indices(self.rank)
         mesh = self.mesh
         return ModelPart(
-            stage=stage,
-            stages=mesh.pipeline,
-            shard=shard,
-            shards=mesh.shard,
-            tensor=tensor,
-            tensors=mesh.tensor,
+            stage=stage, stages=mesh.pipeline, shard=shard, shards=mesh.shard, tensor=tensor, tensors=mesh.tensor
         )
-
-    def scaled_sums(self, carried: Tensor) -> Tensor:
-        """Return this rank's contribution to sums over all ranks; tensor-parallel ranks share what all of them know."""
-        sums = carried.double()
-        sums[[*range(2), *range(3, len(sums))]] /= self.mesh.tensor  # all but the wish, which one rank may have alone
-        return sums
-
-    def squared_norm(self, replica: TorchReplica, others: Collection[Tensor] = ()) -> Tensor:
-        """Return this rank's contribution to the squared norm of the whole model's gradient.
-
-        Args:
-            replica: of this rank; its gradients are those of the global batch.
-            others: parameters that count on another rank.
-        """
-        split = replica.split
-        squares = [torch.zeros((), dtype=torch.float64, device=replica.device)]
-        for parameter, name in replica.names.items():
-            if parameter.grad is not None and parameter not in others:
-                held = to_local(parameter.grad)
-                real = torch.view_as_real(held) if held.is_complex() else held
-                holders = self.mesh.data * (1 if name in split else self.mesh.tensor)
-                squares.append(torch.linalg.vector_norm(real, dtype=torch.float64).to(replica.device) ** 2 / holders)
-        return torch.stack(squares).sum()
 
     @property
     def _ranks(self) -> torch.Tensor:
@@ -137,24 +103,98 @@ class MeshGroups:
         mesh = self.mesh
         return torch.arange(mesh.size).reshape(mesh.pipeline, mesh.data, mesh.shard, mesh.tensor)
 
-    @property
-    def _at(self) -> tuple[int, int, int, int]:
-        """This rank's indices in the mesh."""
-        stage, data, shard, tensor = (int(each) for each in (self._ranks == self.rank).nonzero()[0])
+    def _indices(self, rank: int) -> tuple[int, int, int, int]:
+        """Return a rank's indices in the mesh."""
+        stage, data, shard, tensor = (int(each) for each in (self._ranks == rank).nonzero()[0])
         return stage, data, shard, tensor
 
-    def _group(self, kind: _Kind) -> ProcessGroup | None:
-        """Return this rank's group along a dimension of the mesh; None where it is alone."""
-        rows = self._ranks.movedim(1 + _KINDS.index(kind), -1).flatten(0, -2).tolist()
+    def _group_along(self, dimension: int) -> ProcessGroup | None:
+        """Make this rank's group along a dimension of the mesh; None where it is alone."""
+        rows = self._ranks.movedim(dimension, -1).flatten(0, -2).tolist()
         if len(rows[0]) == 1:
             return None
-        if len(rows) == 1:
-            return distributed.group.WORLD
+        return distributed.group.WORLD if len(rows) == 1 else self._own_group(rows)
+
+    def _own_group(self, rows: list[list[int]]) -> ProcessGroup:
+        """Make a group of each row of ranks, and return the one with this rank."""
         groups: list[ProcessGroup] = [distributed.new_group(row, timeout=self.deadline) for row in rows]
         return next(group for group, row in zip(groups, rows, strict=True) if self.rank in row)
 
 
-def all_reduce_gradients(parameters: Sequence[nn.Parameter], group: distributed.ProcessGroup) -> None:
+# --- A step -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshRunner(StepRunner):
+    """Runs micro-batches of a part of a model and adds up the results over the mesh.
+
+    Attributes:
+        place: this rank's place in the mesh.
+        pending_sums: the sums of this step, with the all-reduce that is under way.
+    """
+
+    place: MeshGroups
+    pending_sums: list[tuple[Tensor, Work | None]] = field(default_factory=list)
+    measures_own_time: bool = False
+
+    def accumulate(self, replica: TorchReplica, feed: Feed, *, sampled: bool) -> None:
+        """Run forward and backward of every micro-batch."""
+        self.pending_sums.clear()
+        super().accumulate(replica, feed, sampled=sampled)
+
+    def start_sums(self) -> None:
+        """Start the all-reduce of the step's sums over all ranks."""
+        sums = self.own_sums()
+        self.pending_sums.append((sums, distributed.all_reduce(sums, async_op=True)))
+
+    def own_sums(self) -> Tensor:
+        """Return this rank's contribution to the sums; tensor-parallel ranks share what all of them know."""
+        carried = self.objective.carry.grad
+        assert carried is not None, "all losses have been added"
+        sums = carried.double()
+        # Not the stop request, which one rank may have alone.
+        sums[[*range(2), *range(3, len(sums))]] /= self.place.mesh.tensor
+        return sums / self.objective.world
+
+    def reduce(self, replica: TorchReplica) -> None:
+        """Make each gradient that of the global batch."""
+        if self.place.replicas is not None:
+            _all_reduce_gradients(replica.trainable, self.place.replicas)
+
+    def counted_elsewhere(self) -> frozenset[Tensor]:
+        """Return the parameters whose gradients another rank adds to the norm."""
+        return frozenset()
+
+    def settle(self, replica: TorchReplica, *, wants_norm: bool) -> tuple[list[Tensor], StepTotals]:
+        """Return this rank's gradients, of the global batch, and the sums over all ranks."""
+        if not self.pending_sums:
+            self.start_sums()
+        self.reduce(replica)
+        norm = self._norm(replica) if wants_norm else None
+        sums, work = self.pending_sums.pop()
+        assert work is not None, "this rank is in the group"
+        work.wait()
+        weight, loss, wish, *told = sums.tolist()
+        replica.laps.wait()
+        gradients = [to_local(each.grad) for each in replica.trainable if each.grad is not None]
+        return gradients, StepTotals(weight=weight, loss=loss, wish=wish > 0.5, told=tuple(told), norm=norm)
+
+    def _norm(self, replica: TorchReplica) -> float:
+        """Return the norm of the whole model's gradient."""
+        split, elsewhere = replica.split, self.counted_elsewhere()
+        squares = [torch.zeros((), dtype=torch.float64, device=replica.device)]
+        for parameter, name in replica.names.items():
+            if parameter.grad is not None and parameter not in elsewhere:
+                held = to_local(parameter.grad)
+                real = torch.view_as_real(held) if held.is_complex() else held
+                holders = self.place.mesh.data * (1 if name in split else self.place.mesh.tensor)
+                squares.append(torch.linalg.vector_norm(real, dtype=torch.float64).to(replica.device) ** 2 / holders)
+        square = torch.stack(squares).sum()
+        distributed.all_reduce(square)
+        return float(torch.sqrt(square))
+
+
+def _all_reduce_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
     """Sum the gradients over a group, in buckets; a gradient that no rank has stays None."""
     given = [parameter.grad is not None for parameter in parameters]
     for parameter in parameters:

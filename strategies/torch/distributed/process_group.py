@@ -31,7 +31,7 @@ import torch
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from trainwright.core.errors import JobError, PeerLost
+from trainwright.core.errors import PeerLost
 from trainwright.core.topology import Address, Group
 from trainwright.strategies.common.host_address import LOOPBACK, bind_with_loopback, own_host
 from trainwright.strategies.torch.torch_compat import process_groups, reset_group_count
@@ -258,24 +258,6 @@ def all_gather_ints(own: list[int], device: torch.device) -> list[list[int]]:
     distributed.all_gather(gathered, numbers)
     answers: list[list[int]] = torch.stack(gathered).tolist()
     return answers
-
-
-def check_same_start(checksum: int, device: torch.device, where: str) -> None:
-    """Compare the checksums of the ranks' initial parameters; every rank calls it.
-
-    Raises:
-        JobError: on every rank, where some differ.
-    """
-    checksums = [each for (each,) in all_gather_ints([checksum], device)]
-    differing = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
-    if differing:
-        raise JobError(
-            [
-                f"ranks 0 and {differing[0]} hold different parameters: model() must give the same on every rank; "
-                "draw its initial values from torch's own generator, which the job's seed sets"
-            ],
-            where=where,
-        )
 
 
 def _one_host(group: Group) -> bool:

@@ -3,38 +3,87 @@
 Each rank holds a part of every parameter, of its gradient and of the optimizer's state. After a failure there is a new
 process group, to which neither FSDP2's modules nor DTensors can change. So the job's function builds the model again,
 it is sharded again, and it takes over the tensors that this rank held.
+
+FSDP2 matches the ranks' collectives by their order alone. Ranks that run different blocks, or another order, would get
+each other's parameters without an error; `_BlockCalls` records the order, and the ranks compare it. FSDP2 gives a
+parameter without a gradient zeros, by which an optimizer decays moments and weights, while one device skips it;
+`_BlockCalls` records which parameters had a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainwright.core.data import Columns, Feed, MetricSums
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
-from trainwright.strategies.torch.distributed.fsdp_wrap import (
-    BlockCalls,
-    fsdp_modules,
-    fully_shard_model,
-    reshard_model,
-    run_step_with_freezing,
-)
-from trainwright.strategies.torch.distributed.mesh_runner import MeshRunner
-from trainwright.strategies.torch.distributed.process_group import check_same_start
-from trainwright.strategies.torch.engines.sharded_model_engine import ShardedModelEngine, plan_layers
+from trainwright.strategies.torch.distributed.fsdp_wrap import fsdp_modules, fully_shard_model, reshard_model
+from trainwright.strategies.torch.distributed.mesh_groups import MeshRunner
+from trainwright.strategies.torch.engines.sharded_model_engine import ShardedModelEngine, choose_layers
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ShardSlice
-from trainwright.strategies.torch.torch_compat import queue_backward_callback
+from trainwright.strategies.torch.tensor_parallel.layers import shard_layers
+from trainwright.strategies.torch.torch_compat import keep_requires_grad, queue_backward_callback
 from trainwright.strategies.torch.training.model_blocks import compile_blocks
 from trainwright.strategies.torch.training.objective import Objective
 from trainwright.strategies.torch.training.train_state import TorchReplica
 from trainwright.strategies.torch.training.train_step import GradientNoiseProbe, StepRunner
+
+_ORDERS = 2**20  # numbers for an order; their squares, summed over ranks, are still exact in float64
+
+
+class _BlockCalls:
+    """Records which blocks a step ran, in which order, and which of the named parameters got a gradient."""
+
+    def __init__(self, model: nn.Module, names: dict[nn.Parameter, str]) -> None:
+        self.names = tuple(names.values())
+        self.order = 0
+        self.used: set[str] = set()
+        self._watched: set[str] = set()
+        for number, module in enumerate(fsdp_modules(model), 1):
+            assert isinstance(module, nn.Module)
+            own = [place for place in _own_parameter_sites(module) if place[0]._parameters[place[1]] in names]
+            named = [(*place, names[place[0]._parameters[place[1]]]) for place in own]  # type: ignore[index]
+            module.register_forward_pre_hook(partial(self._entered, number, named))
+
+    def take(self) -> tuple[int, set[str]]:
+        """Return what was recorded so far, and forget it."""
+        kept = self.order, self.used
+        self.order, self.used = 0, set()
+        return kept
+
+    def _entered(self, number: int, named: list[tuple[nn.Module, str, str]], module: nn.Module, _inputs: Any) -> None:
+        """Record that a block starts; FSDP2's own hook, which gathers its parameters, ran before."""
+        if not torch.is_grad_enabled():
+            return
+        self.order = (self.order * 31 + number) % _ORDERS
+        for owner, key, name in named:
+            whole = owner._parameters[key]
+            assert whole is not None, "a parameter of the model"
+            if name not in self._watched and whole.requires_grad:  # a step may have frozen it for a while
+                self._watched.add(name)
+                # FSDP2 gathers into this tensor every time.
+                whole.register_hook(partial(self._given, name))  # type: ignore[no-untyped-call]
+
+    def _given(self, name: str, _gradient: Tensor) -> None:
+        self.used.add(name)
+
+
+def _own_parameter_sites(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return where the parameters are held that are gathered with a module itself."""
+    found = [(module, key) for key, parameter in module._parameters.items() if parameter is not None]
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            found += _own_parameter_sites(child)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +97,7 @@ class _ShardedRunner(MeshRunner):
         calls: what each step ran.
     """
 
-    calls: BlockCalls
+    calls: _BlockCalls
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -62,11 +111,9 @@ class _ShardedRunner(MeshRunner):
 
     def start_sums(self) -> None:
         """Start the all-reduce of the step's sums and of the parameters that were used."""
-        order, used = self.calls.take()
-        carried = self.objective.carry.grad
-        assert carried is not None, "carry is part of every objective"
+        (order, used), sums = self.calls.take(), self.own_sums()
         facts = torch.tensor([order, order**2, *(name in used for name in self.calls.names)], dtype=torch.float64)
-        sums = torch.cat((self.place.scaled_sums(carried) / self.objective.world, facts.to(carried.device)))
+        sums = torch.cat((sums, facts.to(sums.device)))
         self.pending_sums.append((sums, distributed.all_reduce(sums, async_op=True)))
 
     def reduce(self, replica: TorchReplica) -> None:
@@ -99,7 +146,7 @@ class Sharded(ShardedModelEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls: BlockCalls | None = None
+        self._calls: _BlockCalls | None = None
         self._modules_hold_group = True
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -121,26 +168,26 @@ class Sharded(ShardedModelEngine):
         super()._drop_model()
 
     def _build_replica(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
-        step = None if spec.step is None else partial(run_step_with_freezing, spec.step)
+        step = None if spec.step is None else partial(_run_step_with_freezing, spec.step)
         replica = super()._build_replica(replace(spec, step=step), plan)
-        self._calls = BlockCalls(replica.model, replica.names)
+        self._calls = _BlockCalls(replica.model, replica.names)
         return replica
 
     def _shard_model(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
-        boxes = self._layers.shard(model, plan_layers(self._layers, spec, plan, model, self._where))
+        layers = choose_layers(spec, plan, model, self._part.tensors, self._where)
+        slices = shard_layers(model, layers, self._tensor_group, self._where)
         if spec.compile == "inductor":
             compile_blocks(model, self._device)
         mesh = self._placed.device_mesh(self._device)
         fully_shard_model(model, mesh, zero=plan.zero, offload=plan.offload, where=self._where)
-        return boxes
+        return slices
 
     def _warmed(self, feed: Feed) -> StepRunner:
         """Return a runner that has run once on all ranks."""
         if self._part == WHOLE_MODEL:
             return super()._warmed(feed)
+        self._check_start()
         assert self._calls is not None, "build() comes first"
-        check_same_start(0 if self.replica.step else self._checksum, self._device, self._where)
-        self.verify()
         place = self._placed
         objective = Objective(self.replica.model, self._caller(), world=place.mesh.data_ranks)
         runner = _ShardedRunner(
@@ -173,3 +220,12 @@ class Sharded(ShardedModelEngine):
             yield
         finally:
             root.set_requires_all_reduce(True)
+
+
+def _run_step_with_freezing(step: Callable[[Any, Any], Any], model: nn.Module, batch: Any) -> Any:
+    """Run a step of the job's own, which may freeze parameters, whether they are gathered at that moment or not."""
+    try:
+        return step(model, batch)
+    finally:
+        for module in fsdp_modules(model):
+            keep_requires_grad(module)

@@ -19,10 +19,9 @@ from trainwright.core.engine import ModelSpec, StateSnapshot
 from trainwright.core.errors import NonFiniteLoss
 from trainwright.core.plan import Plan
 from trainwright.strategies.torch.distributed.fsdp_wrap import StageShards
-from trainwright.strategies.torch.distributed.process_group import check_same_start
-from trainwright.strategies.torch.engines.sharded_model_engine import ShardedModelEngine, plan_layers
+from trainwright.strategies.torch.engines.sharded_model_engine import ShardedModelEngine, choose_layers
 from trainwright.strategies.torch.pipeline.p2p import StageLinks
-from trainwright.strategies.torch.pipeline.stage_builder import PipelineStage, layout_hash, stage_problems
+from trainwright.strategies.torch.pipeline.split import SplitModel, layout_hash, split_stage, stage_problems
 from trainwright.strategies.torch.pipeline.stage_executor import StageExecutor
 from trainwright.strategies.torch.pipeline.stage_runner import StageRunner
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ShardSlice
@@ -36,7 +35,7 @@ class Pipeline(ShardedModelEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._stage: PipelineStage | None = None
+        self._cut: SplitModel | None = None
         self._links: StageLinks | None = None
         self._shards: StageShards | None = None
 
@@ -115,49 +114,48 @@ class Pipeline(ShardedModelEngine):
         super()._release()
 
     def _drop_model(self) -> None:
-        self._shards = self._stage = None
+        self._shards = self._cut = None
         self._modules_hold_group = False
         super()._drop_model()
 
     def _join_mesh(self, plan: Plan) -> None:
         super()._join_mesh(plan)
         if self._part != WHOLE_MODEL:
-            meant, deadline_s = replace(plan, mesh=self._placed.mesh), self._placed.deadline.total_seconds()
-            self._links = StageLinks.of(meant, self._rank, self._device, deadline_s)
+            meant = replace(plan, mesh=self._placed.mesh)
+            self._links = StageLinks(meant, self._rank, self._device, self._placed.deadline)
             self._layout = f"{self._part.layout}-{layout_hash(plan)}"
 
     def _problems(self, spec: ModelSpec, plan: Plan) -> list[str]:
         return stage_problems(spec, plan)
 
     def _shard_model(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
-        layer_plan = plan_layers(self._layers, spec, plan, model, self._where)
-        self._stage = PipelineStage.cut_from(
-            model, self._part.stage, spec, plan, self._layers, layer_plan, device=self._device, where=self._where
+        part = self._part
+        layers = choose_layers(spec, plan, model, part.tensors, self._where)
+        self._cut, slices = split_stage(
+            model, part.stage, spec, plan, layers, self._tensor_group, device=self._device, where=self._where
         )
         if self._placed.shards is not None:
             self._shards = StageShards(model, self._placed.device_mesh(self._device), self._where)
             self._modules_hold_group = True
-        return self._stage.slices
+        return slices
 
     def _warmed(self, feed: Feed) -> StepRunner:
         """Return a runner that has run once on all ranks."""
         if self._part == WHOLE_MODEL:
             return super()._warmed(feed)
-        assert self._group is not None and self._job is not None and self._stage is not None, "build() comes first"
-        check_same_start(0 if self.replica.step else self._checksum, self._device, self._where)
-        self.verify()
+        self._check_start()
         # FSDP2 gives the mean over ranks.
         world = 1 if self._shards is None else self._placed.mesh.data_ranks
-        objective = Objective(self.replica.model, self._caller(), world=world)
-        pipe = self._executor(objective)
-        runner = StageRunner.of(pipe, self._placed, self._shards)
+        runner = StageRunner.of(self._executor(world), self._placed, self._shards)
         runner.rehearse(feed)
         return runner
 
-    def _executor(self, objective: Objective) -> StageExecutor:
-        assert self._stage is not None, "build() comes first"
+    def _executor(self, world: int) -> StageExecutor:
+        """Return what runs this rank's stage; gradients are averaged over `world` ranks."""
+        assert self._job is not None and self._cut is not None, "build() comes first"
         assert self._links is not None, "form() and build() come first"
-        return self._stage.executor(self._links, objective, self.replica)
+        objective = Objective(self.replica.model, self._caller(), world=world)
+        return StageExecutor(self._job[1], self._cut, self._links, objective, self.replica)
 
     @contextmanager
     def _outputs(self, feed: Feed) -> Iterator[evaluation.OutputsOf]:
@@ -167,10 +165,7 @@ class Pipeline(ShardedModelEngine):
         needed before.
         """
         assert not self._begun, "the announced next step comes first"
-        if isinstance(self._runner, StageRunner):
-            executor = self._runner.pipe
-        else:
-            executor = self._executor(Objective(self.replica.model, self._caller(), world=1))
+        executor = self._runner.pipe if isinstance(self._runner, StageRunner) else self._executor(world=1)
 
         def outputs(batch: Batch) -> Any:
             return executor.outputs(MicroBatchShare(batch=batch, data_rank=feed.data_ranks[0], rows=feed.rows))

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -21,9 +20,8 @@ from trainwright.strategies.torch.checkpoint.host_state import HostState
 from trainwright.strategies.torch.distributed.mesh_groups import MeshGroups
 from trainwright.strategies.torch.engines.process_group_engine import ProcessGroupEngine
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice
-from trainwright.strategies.torch.tensor_parallel.layer_sharding import LayerSharding
 from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan
-from trainwright.strategies.torch.training.batch_norm import batch_norms
+from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorParallelGroup
 from trainwright.strategies.torch.training.objective import JobFunctions
 from trainwright.strategies.torch.training.train_state import TorchReplica, is_elementwise
 
@@ -45,10 +43,6 @@ class _KeptState:
             return None
         return cls(state=state, buffers=dict(replica.named_buffers()), sound=replica.sound)
 
-    def fits(self, part: ModelPart) -> bool:
-        """Whether it is the state after some step of this part of the model."""
-        return self.state.step is not None and self.state.part == part
-
     def restore_into(self, replica: TorchReplica) -> None:
         """Give a fresh replica of the same part this state."""
         host_state.restore(replica, self.state)
@@ -64,7 +58,7 @@ class ShardedModelEngine(ProcessGroupEngine):
         self._place: MeshGroups | None = None
         self._part: ModelPart = WHOLE_MODEL
         self._job: tuple[ModelSpec, Plan] | None = None
-        self._layers = LayerSharding(0, 1, None, "")
+        self._tensor_group = TensorParallelGroup(index=0, size=1)
         self._modules_hold_group = False  # so that they cannot outlive it
         self._layout = WHOLE_MODEL.layout
         self._kept_state: _KeptState | None = None
@@ -152,33 +146,39 @@ class ShardedModelEngine(ProcessGroupEngine):
         if self._part == WHOLE_MODEL:
             return super()._build_replica(spec, plan)
         part = self._part
-        self._layers = LayerSharding(part.tensor, part.tensors, self._placed.tensors, self._where)
-        problems = [*self._problems(spec, plan)]
-        if self._part.tensors > 1 and spec.compile == "inductor":
+        problems, divided = [*self._problems(spec, plan)], part.tensors > 1
+        if divided and spec.compile == "inductor":
             problems.append('compile="inductor" was not tested with tensor parallelism: leave it out, or use tp=1')
-        if self._part.tensors > 1 and not is_elementwise(spec):
+        if divided and not is_elementwise(spec):
             problems.append(
                 "the optimizer is not elementwise, so that it cannot update parts of a layer: use one that is, "
                 'such as AdamW, or strategy="data_parallel"'
             )
         if problems:
             raise JobError(problems, where=self._where)
-        return TorchReplica(
-            spec, plan, self._device, self._where, part=self._part, place=partial(self._partition, spec, plan)
+        self._tensor_group = TensorParallelGroup(
+            index=part.tensor, size=part.tensors, process_group=self._placed.tensors, sequence=plan.sequence
         )
+
+        def place(model: nn.Module) -> Mapping[str, ShardSlice]:
+            self._checksum = replica_digests.parameter_digest(model)
+            return self._shard_model(spec, plan, model)
+
+        return TorchReplica(spec, plan, self._device, self._where, part=part, place=place)
 
     def _problems(self, spec: ModelSpec, plan: Plan) -> Sequence[str]:
         """Return what of a job this engine cannot do."""
         return ()
 
-    def _partition(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
-        """Keep this rank's part of a whole model, on its device; return the slice of each tensor that was cut."""
-        self._checksum = replica_digests.parameter_digest(model)
-        return self._shard_model(spec, plan, model)
-
     def _shard_model(self, spec: ModelSpec, plan: Plan, model: nn.Module) -> Mapping[str, ShardSlice]:
-        """Shard the model; each engine has its own way."""
+        """Keep this rank's part of a whole model, on its device; return the slice of each tensor that was cut."""
         raise NotImplementedError
+
+    def _check_start(self) -> None:
+        """Check that all ranks built the same model, and that replicas hold the same state; raises as `verify`."""
+        checksum = 0 if self.replica.step else self._checksum
+        replica_digests.check_same_start(checksum, self._device, self._where)
+        self.verify()
 
     def verify(self) -> None:
         """Check that replicas hold the same state; every rank calls it, between two steps.
@@ -188,11 +188,8 @@ class ShardedModelEngine(ProcessGroupEngine):
             PeerLost: a rank is gone.
         """
         if self._replica is not None and self._placed.mesh.size > 1:
-            self._guarded(
-                lambda: replica_digests.check_replicas(
-                    self.replica, self._placed.comparison_keys, self._device, self._where
-                )
-            )
+            keys = self._placed.comparison_keys
+            self._guarded(lambda: replica_digests.check_replicas(self.replica, keys, self._device, self._where))
 
     def _make_batch_group(self) -> ProcessGroup:
         return self._placed.batch_group()
@@ -200,7 +197,7 @@ class ShardedModelEngine(ProcessGroupEngine):
     def _join_mesh(self, plan: Plan) -> None:
         """Make the groups of the mesh, and find this rank's part."""
         assert self._group is not None, "form() comes first"
-        self._place = MeshGroups.of(plan.mesh, self._group, self._where).joined()
+        self._place = MeshGroups.join(plan.mesh, self._group, self._where)
         self._part = self._place.part
         self._layout = self._part.layout
 
@@ -209,7 +206,7 @@ class ShardedModelEngine(ProcessGroupEngine):
     def _release(self) -> None:
         """Drop what belongs to the group."""
         self._runner = self._place = None
-        self._layers.set_process_group(None)
+        self._tensor_group.process_group = None
         if self._modules_hold_group:
             if self._replica is not None:
                 self._kept_state = _KeptState.of(self._replica)
@@ -224,10 +221,10 @@ class ShardedModelEngine(ProcessGroupEngine):
         before = self._part
         self._join_mesh(plan)
         if self._replica is not None and self._part == before:
-            self._layers.set_process_group(self._placed.tensors)
+            self._tensor_group.process_group = self._placed.tensors
             return
         held, self._kept_state = self._kept_state, None
-        if held is not None and not held.fits(self._part):
+        if held is not None and (held.state.step is None or held.state.part != self._part):
             held = None
         self._drop_model()
         gc.collect()  # there may be no room for the model of another part beside the next one
@@ -236,13 +233,15 @@ class ShardedModelEngine(ProcessGroupEngine):
             held.restore_into(self._replica)
 
 
-def plan_layers(layers: LayerSharding, spec: ModelSpec, plan: Plan, model: nn.Module, where: str) -> TensorParallelPlan:
-    """Choose how tensor-parallel ranks divide the layers of a whole model. Raises JobError where that is impossible."""
-    rows = 2 if batch_norms(model) else 1  # a batch norm refuses a single row
+def choose_layers(spec: ModelSpec, plan: Plan, model: nn.Module, degree: int, where: str) -> TensorParallelPlan:
+    """Choose how tensor-parallel ranks divide the layers of a whole model. Raises JobError where they cannot."""
+    if degree == 1:
+        return TensorParallelPlan()
+    # Imported here: only tensor parallelism needs the tracer, which takes time to import.
+    from trainwright.strategies.torch.tensor_parallel.plan_search import plan_layers
 
-    def columns() -> Mapping[str, Tensor]:
-        assert spec.sample is not None, "a job has a sample"
-        found = JobFunctions.on_host(spec, plan, where).tensors(spec.sample())
-        return {name: torch.cat([column] * rows) for name, column in found.items()}
-
-    return layers.plan(model, spec, columns, rows=rows, sequence=plan.sequence)
+    assert spec.sample is not None, "a job has a sample"
+    found = JobFunctions.on_host(spec, plan, where).tensors(spec.sample())
+    given = found if spec.step else {name: found[name] for name in spec.inputs}
+    call = spec.inputs, spec.keywords
+    return plan_layers(model, given, call, spec.step, degree, where, named=spec.tensor_plan, sequence=plan.sequence)

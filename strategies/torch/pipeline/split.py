@@ -8,6 +8,7 @@ with it, so that no error stays silent.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,7 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
+from trainwright.core.plan import Plan, chunk_problem, section_of
+from trainwright.strategies.cost_model.plan_constraints import invalid_combination, too_few_micro_batches
+from trainwright.strategies.torch.shard_layout import ShardSlice
+from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan, shard_layers
+from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorParallelGroup
 from trainwright.strategies.torch.torch_compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from trainwright.strategies.torch.tracing.call_trace import (
     CallListener,
@@ -28,13 +35,10 @@ from trainwright.strategies.torch.tracing.call_trace import (
     meta_tensor,
 )
 from trainwright.strategies.torch.tracing.meta_values import MetaValueMode
-from trainwright.strategies.torch.training.objective import evaluation_mode
+from trainwright.strategies.torch.training.model_blocks import compile_blocks
+from trainwright.strategies.torch.training.objective import JobFunctions, evaluation_mode
 
 _HeldNumber = tuple[nn.Module, str, int]  # a number, and where a module holds it
-
-
-def _unprepared(model: nn.Module, users: Mapping[str, frozenset[int]]) -> None:
-    """Leave the modules as they are."""
 
 
 class SplitModel:
@@ -67,7 +71,7 @@ class SplitModel:
         inputs: Sequence[Tensor],
         forward: ForwardFunction,
         where: str,
-        prepare: Callable[[nn.Module, Mapping[str, frozenset[int]]], None] = _unprepared,
+        prepare: Callable[[nn.Module, Mapping[str, frozenset[int]]], None] | None = None,
     ) -> None:
         self._model, self._forward, self._where = model, forward, where
         self._inputs = [meta_tensor(each) for each in inputs]
@@ -85,7 +89,8 @@ class SplitModel:
         _keep_sections(model, users, frozenset(own))
         self._counters = [(module, key) for name, module, key in _buffer_places(model) if name in counting]
         before = _integer_attributes(model, entries)
-        prepare(model, users)
+        if prepare is not None:
+            prepare(model, users)
         now = _integer_attributes(model, entries)
         self._shares = [(*place, each) for place, each in now.items() if 0 < each < before.get(place, 0)]
         self._wholes = [(module, key, before[module, key]) for module, key, _ in self._shares]
@@ -366,3 +371,103 @@ def _keep_sections(model: nn.Module, users: Mapping[str, frozenset[int]], own: f
                 if tensor is not None and not users.get(names[tensor], frozenset({0})) & own:
                     del held[key]
                     module.__dict__[key] = meta_tensor(tensor)
+
+
+# --- The stage of a rank ----------------------------------------------------------------------------------------------
+
+
+def stage_problems(spec: ModelSpec, plan: Plan) -> list[str]:
+    """Return what of a job or plan a pipeline cannot do."""
+    found = []
+    if spec.step is not None or not spec.inputs:
+        found.append(
+            "a pipeline runs the model stage by stage, so that it cannot call step=: give the job inputs=, targets= "
+            "and loss="
+        )
+    if chunk_problem(plan.schedule, plan.chunks):
+        found.append(chunk_problem(plan.schedule, plan.chunks))
+    if len(plan.cuts) + 1 != plan.sections:
+        counts = f"{len(plan.cuts)} cuts for {plan.sections} sections"
+        found.append(f"the plan has {counts}: a plan has one cut fewer than sections")
+    if plan.streamed and plan.accumulation < plan.mesh.pipeline:
+        found.append(": ".join(too_few_micro_batches(plan, plan.accumulation)))
+    refused = invalid_combination(plan)
+    return [*found, *([": ".join(refused)] if refused else []), *spec.collation.static_problems()]
+
+
+def _stage_sections(plan: Plan, stage: int) -> list[int]:
+    """Return the sections of a stage, by chunk."""
+    stages = plan.mesh.pipeline
+    return [section_of(plan.schedule, stage=stage, stages=stages, chunk=chunk) for chunk in range(plan.chunks)]
+
+
+def layout_hash(plan: Plan) -> str:
+    """Return a short hash of the cuts and of the stages that hold the sections between them."""
+    order = [section for stage in range(plan.mesh.pipeline) for section in _stage_sections(plan, stage)]
+    return hashlib.sha256("\n".join((*plan.cuts, str(order))).encode()).hexdigest()[:8]
+
+
+def split_stage(
+    model: nn.Module,
+    stage: int,
+    spec: ModelSpec,
+    plan: Plan,
+    layers: TensorParallelPlan,
+    group: TensorParallelGroup,
+    *,
+    device: torch.device,
+    where: str,
+) -> tuple[SplitModel, dict[str, ShardSlice]]:
+    """Keep one stage of a whole model, or this rank's part of it, and move that to the device.
+
+    Args:
+        model: whole, in host memory; other stages lose their parameters.
+        stage: this rank's.
+        layers: how tensor parallelism divides layers.
+        group: the ranks that divide them.
+        device: where the stage is to live.
+        where: the rank, for errors.
+
+    Returns:
+        The model in sections, and what this rank holds of each parameter that tensor parallelism divides.
+
+    Raises:
+        JobError: the model cannot be cut there, or the stage has nothing to train.
+    """
+    assert spec.sample is not None, "a job has a sample"
+    functions = JobFunctions.on_host(spec, plan, where)
+    columns = functions.inputs(spec.sample())
+    slices: dict[str, ShardSlice] = {}
+
+    def forward(module: nn.Module, tensors: Sequence[Tensor]) -> Any:
+        with functions.precision():
+            return functions.called(module, tensors)
+
+    def prepare(module: nn.Module, users: Mapping[str, frozenset[int]]) -> None:
+        if spec.compile == "inductor":
+            compile_blocks(module, device=device, cuts=plan.cuts)
+        _check_groups(layers, users, where)
+        slices.update(shard_layers(module, layers, group, where))
+
+    given = [columns[name] for name in spec.inputs]
+    split = SplitModel(model, plan.cuts, _stage_sections(plan, stage), given, forward, where, prepare)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise JobError(
+            [f"stage {stage} has no parameter to train: cut the model elsewhere, or into fewer stages"], where=where
+        )
+    model.to(device)
+    return split, slices
+
+
+def _check_groups(layers: TensorParallelPlan, users: Mapping[str, frozenset[int]], where: str) -> None:
+    """Raise JobError where a cut lies between two layers that are divided together."""
+    for group in layers.groups:
+        used = {name: users.get(f"{name}.weight", frozenset()) for name in group}
+        if len(frozenset().union(*used.values())) > 1:
+            raise JobError(
+                [
+                    f"modules {', '.join(map(repr, group))} are divided together by tensor parallelism, and a cut "
+                    "lies between them: cut the model before the first or after the last of them"
+                ],
+                where=where,
+            )

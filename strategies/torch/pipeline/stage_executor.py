@@ -8,7 +8,7 @@ layers with residuals; `can_split_backward` checks that, and other graphs are no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +18,8 @@ from trainwright.core.data import fold_seed
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan, loss_stage
 from trainwright.strategies.cost_model.pipeline_schedules import Operation, stage_operations
-from trainwright.strategies.torch.pipeline.p2p import StageLinks
+from trainwright.strategies.torch.pipeline.p2p import StageLinks, StageMessages
 from trainwright.strategies.torch.pipeline.split import SplitModel
-from trainwright.strategies.torch.pipeline.stage_messages import StageMessages
 from trainwright.strategies.torch.torch_compat import (
     backward_of_inputs,
     backward_of_parameters,
@@ -52,52 +51,32 @@ class _MicroBatchInFlight:
     groups: _WeightGradientGroups | None = None
 
 
-@dataclass(kw_only=True)
 class StageExecutor:
     """Runs the steps of one rank's stage.
 
-    Attributes:
+    Args:
+        plan: gives the order of operations.
         cut: the model.
-        messages: from and to the other stages.
-        stage, stages: this rank's place.
-        chunks: sections of the stage.
-        schedule: names the order.
+        links: to the other stages.
         objective: the loss, on the stage that ends the model.
         replica: holds the parameters.
     """
 
-    cut: SplitModel
-    messages: StageMessages
-    stage: int
-    stages: int
-    chunks: int
-    schedule: str
-    objective: Objective
-    replica: TorchReplica
-    _flights: dict[tuple[int, int], _MicroBatchInFlight] = field(default_factory=dict)
-    _halved: dict[int, bool] = field(default_factory=dict)
-    _begun: int | None = None  # the step whose first forwards were done in the one before
-
-    @classmethod
-    def of(
-        cls, plan: Plan, cut: SplitModel, links: StageLinks, objective: Objective, replica: TorchReplica
-    ) -> StageExecutor:
-        """Return the executor of a rank's stage."""
-        return cls(
-            cut=cut,
-            messages=StageMessages(cut=cut, links=links, schedule=plan.schedule, laps=replica.laps),
-            stage=links.stage,
-            stages=len(links.column),
-            chunks=plan.chunks,
-            schedule=plan.schedule,
-            objective=objective,
-            replica=replica,
-        )
+    def __init__(
+        self, plan: Plan, cut: SplitModel, links: StageLinks, objective: Objective, replica: TorchReplica
+    ) -> None:
+        self._schedule, self._chunks, self._stages = plan.schedule, plan.chunks, len(links.column)
+        self.cut, self.objective, self.replica = cut, objective, replica
+        self.stage = links.stage
+        self.messages = StageMessages(cut=cut, links=links, schedule=plan.schedule, laps=replica.laps)
+        self._flights: dict[tuple[int, int], _MicroBatchInFlight] = {}
+        self._halved: dict[int, bool] = {}
+        self._begun: int | None = None  # the step whose first forwards were done in the one before
 
     @property
     def last(self) -> bool:
         """Whether this stage ends the model."""
-        return self.stage == loss_stage(self.schedule, stages=self.stages, chunks=self.chunks)
+        return self.stage == loss_stage(self._schedule, stages=self._stages, chunks=self._chunks)
 
     def step(
         self,
@@ -124,11 +103,11 @@ class StageExecutor:
             self._forget()
         own = len(shares)
         todo = stage_operations(
-            self.schedule,
+            self._schedule,
             stage=self.stage,
-            stages=self.stages,
+            stages=self._stages,
             micro_batches=own,
-            chunks=self.chunks,
+            chunks=self._chunks,
             begun=self._begun == step,
             followed=bool(following),
         )
@@ -167,7 +146,7 @@ class StageExecutor:
         """Run one micro-batch through all stages."""
         self._forget()
         outputs: Any = None
-        for chunk in range(self.chunks):
+        for chunk in range(self._chunks):
             operation = Operation("forward", 0, chunk)
             if self.objective.caller.autocast:
                 self.messages.receive_dtypes(operation, share.batch.rows)
@@ -198,7 +177,7 @@ class StageExecutor:
         last = max(number for number, each in enumerate(todo) if each.kind == "forward" and each.micro_batch < own)
         coming = [*todo]
         if len(shares) > own:  # of what the stage before sends in this step one is for the next
-            coming.append(Operation("forward", own + self.stages - 1 - self.stage))
+            coming.append(Operation("forward", own + self._stages - 1 - self.stage))
         for each in coming[: _AHEAD - 1]:
             self.messages.expect(each, shares)
         for number, operation in enumerate(todo):
@@ -268,7 +247,8 @@ class StageExecutor:
                 accumulate_gradients(tuple(flight.roots), tuple(flight.slopes))
                 flight.groups = []
         elif operation.kind == "weights" and flight.groups is not None:
-            stage_backward_weight(flight.groups, self.replica.trainable)
+            if flight.groups:
+                backward_of_parameters(self.replica.trainable, flight.groups)
         elif operation.kind != "inputs" and flight.roots:
             accumulate_gradients(tuple(flight.roots), tuple(flight.slopes))
 
@@ -343,9 +323,3 @@ def stage_backward_input(
     except RuntimeError as error:
         raise (error.__cause__ or error) from None  # torch hides what the user's own code raised behind one of its own
     return groups
-
-
-def stage_backward_weight(groups: _WeightGradientGroups, parameters: Sequence[nn.Parameter]) -> None:
-    """Run the second half of a split backward: gradients of parameters."""
-    if groups:
-        backward_of_parameters(parameters, groups)

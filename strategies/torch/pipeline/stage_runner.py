@@ -13,8 +13,7 @@ from torch import Tensor, distributed, nn
 from trainwright.core import random_state
 from trainwright.core.data import Feed
 from trainwright.strategies.torch.distributed.fsdp_wrap import StageShards
-from trainwright.strategies.torch.distributed.mesh_groups import MeshGroups
-from trainwright.strategies.torch.distributed.mesh_runner import MeshRunner
+from trainwright.strategies.torch.distributed.mesh_groups import MeshGroups, MeshRunner
 from trainwright.strategies.torch.pipeline.stage_executor import StageExecutor
 from trainwright.strategies.torch.shard_layout import to_local
 from trainwright.strategies.torch.training.batch_tensors import copy_batch
@@ -22,7 +21,7 @@ from trainwright.strategies.torch.training.objective import MicroBatchShare
 from trainwright.strategies.torch.training.train_state import TorchReplica
 from trainwright.strategies.torch.training.train_step import GradientNoiseProbe, micro_batches_of
 
-SharedParameter = tuple[nn.Parameter, distributed.ProcessGroup, bool]
+_SharedParameter = tuple[nn.Parameter, distributed.ProcessGroup, bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class StageRunner(MeshRunner):
     """
 
     pipe: StageExecutor
-    shared: tuple[SharedParameter, ...]
+    shared: tuple[_SharedParameter, ...]
     shards: StageShards | None = None
 
     @classmethod
@@ -49,7 +48,7 @@ class StageRunner(MeshRunner):
             reduced=objective,
             probe=GradientNoiseProbe(objective, ()),  # no rank sees the gradient of a whole micro-batch
             pipe=pipe,
-            shared=_shared_parameters(pipe, place.rank),
+            shared=_shared_parameters(pipe, place),
             place=place,
             others=place.data_groups,
             shards=shards,
@@ -111,14 +110,15 @@ class StageRunner(MeshRunner):
         return frozenset(parameter for parameter, _, first in self.shared if not first)
 
 
-def _shared_parameters(pipe: StageExecutor, rank: int) -> tuple[SharedParameter, ...]:
+def _shared_parameters(pipe: StageExecutor, place: MeshGroups) -> tuple[_SharedParameter, ...]:
     """Return this stage's parameters that other stages use too. Every rank makes every group."""
     names = {name: parameter for parameter, name in pipe.replica.names.items()}
     columns = pipe.messages.links.columns
     found = []
     for name, sections in sorted(pipe.cut.shared.items()):
         stages = sorted({pipe.messages.stage_of(section) for section in sections})
-        groups = [pipe.messages.links.group([column[stage] for stage in stages]) for column in columns]
+        ranks = ([column[stage] for stage in stages] for column in columns)
+        groups = [distributed.new_group(each, timeout=place.deadline) for each in ranks]
         if len(stages) > 1 and name in names:
-            found.append((names[name], groups[rank % len(columns)], pipe.stage == stages[0]))
+            found.append((names[name], groups[place.rank % len(columns)], pipe.stage == stages[0]))
     return tuple(found)

@@ -15,7 +15,7 @@ from trainwright.core.errors import JobError
 from trainwright.core.model_profile import LayerCost, ModelProfile, append_loss, merge_plain_layers
 from trainwright.strategies.torch.checkpoint.safetensors_files import export, take_weights
 from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan
-from trainwright.strategies.torch.tensor_parallel.plan_search import TensorParallelPlanner
+from trainwright.strategies.torch.tensor_parallel.plan_search import plan_layers
 from trainwright.strategies.torch.torch_compat import storage_key
 from trainwright.strategies.torch.torch_errors import TorchUserCode, summarize_error
 from trainwright.strategies.torch.tracing.call_trace import ForwardTracer, meta_copy
@@ -24,7 +24,6 @@ from trainwright.strategies.torch.tracing.op_trace import (
     ForwardTrace,
     ModuleCalls,
     call_model,
-    meta_runner,
     trace_model,
 )
 from trainwright.strategies.torch.training import batch_tensors as batches
@@ -175,9 +174,8 @@ def _planned_split(
     model: nn.Module, tensors: batches.Tensors, call: CallNames, step: Any, least: int
 ) -> tuple[TensorParallelPlan, str]:
     """Return what tensor parallelism can divide of a model, or why it can divide nothing."""
-    planner = TensorParallelPlanner(model, meta_runner(tensors, call, step, least), None, "profile")
     try:
-        return planner.found(lambda meta_model: trace_model(meta_model, tensors, call, step)), ""
+        return plan_layers(model, tensors, call, step, None, "profile", rows=least), ""
     except JobError as error:
         return TensorParallelPlan(), error.problems[0]
 

@@ -13,7 +13,7 @@ gathered again in backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,20 +26,17 @@ from trainwright.strategies.torch.shard_layout import ShardSlice, hook_problem
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import (
     ShardedTensor,
     check_first_order,
+    exchange,
     from_local,
+    full_gradient,
+    is_sharded,
 )
 from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorParallelGroup
 
 
 def reduce_scatter_tokens(partial: Tensor, group: TensorParallelGroup) -> Tensor:
     """Return the sum over the ranks, sharded by tokens."""
-    made: Tensor = _ReduceScatterTokens.apply(partial, group)  # type: ignore[no-untyped-call]
-    return made
-
-
-def _is_token_sharded(tensor: Tensor) -> bool:
-    """Return whether a tensor is sharded by tokens rather than along its last dimension."""
-    return isinstance(tensor, ShardedTensor) and tensor.is_sharded and tensor.shard_dim != tensor.dim() - 1
+    return exchange(partial, lambda held: _local_tokens(held, group, max(held.dim() - 2, 0)), full_gradient)
 
 
 @dataclass(kw_only=True)
@@ -88,8 +85,13 @@ class GatheredTokens:
         if kind != "meta" and torch.is_autocast_enabled(kind) and given.dtype != torch.float64:
             given = given.to(torch.get_autocast_dtype(kind))
         assert isinstance(given, ShardedTensor), "each rank holds some of the tokens"
-        whole: Tensor = _AllGatherTokens.apply(given, group)  # type: ignore[no-untyped-call]
-        again = _BackwardGather(group=group, width=given.shape[given.shard_dim], shard_dim=given.shard_dim)
+        along, width = given.shard_dim, given.shape[given.shard_dim]
+        whole = exchange(
+            given,
+            lambda held: group.all_gather(held.local, width, along),  # type: ignore[attr-defined]
+            lambda gradient: _local_tokens(gradient, group, along),
+        )
+        again = _BackwardGather(group=group, width=width, shard_dim=along)
         return cls(whole=whole, part=given.local, again=again)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -98,40 +100,9 @@ class GatheredTokens:
         return made
 
 
-def _full_gradient(gradient: Tensor) -> Tensor:
-    return gradient.whole() if isinstance(gradient, ShardedTensor) else gradient
-
-
 def _local_tokens(partial: Tensor, group: TensorParallelGroup, along: int) -> Tensor:
     claim = torch.empty(partial.shape, dtype=partial.dtype, device="meta")
     return ShardedTensor.of(group.reduce_scatter(partial, along), group, along, claim)
-
-
-class _ReduceScatterTokens(torch.autograd.Function):
-    """Reduce-scatter of tokens; backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: TensorParallelGroup) -> Tensor:
-        return _local_tokens(partial, group, max(partial.dim() - 2, 0))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        check_first_order()
-        return _full_gradient(gradients[0]), None
-
-
-class _AllGatherTokens(torch.autograd.Function):
-    """All-gather of tokens; backward reduces and scatters."""
-
-    @staticmethod
-    def forward(ctx: Any, given: ShardedTensor, group: TensorParallelGroup) -> Tensor:
-        ctx.group, ctx.shard_dim = group, given.shard_dim
-        return group.all_gather(given.local, given.shape[given.shard_dim], given.shard_dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        check_first_order()
-        return _local_tokens(gradients[0], ctx.group, ctx.shard_dim), None
 
 
 class _TokenShardedLinear(torch.autograd.Function):
@@ -178,14 +149,12 @@ class TensorParallelPlan:
         groups: modules between which values are divided, so that no cut may lie there.
         attributes: integer attributes of modules that are divided, with each rank's value.
         random: column layers from which on each rank draws its own random numbers, until the next row layer.
-        sequence: between these layers each rank holds some of the tokens, in training.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
     groups: tuple[tuple[str, ...], ...] = ()
     attributes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     random: frozenset[str] = frozenset()
-    sequence: bool = False
 
     def joined(self, other: TensorParallelPlan) -> TensorParallelPlan:
         """Return this plan and another one, of other layers, as one."""
@@ -219,7 +188,7 @@ def shard_layers(
     for name, attributes in split.attributes.items():
         for key, value in attributes.items():
             setattr(model.get_submodule(name), key, value)
-    _without_fast_path(model, split)
+    disable_fast_path(model, split.roles)
     parts: dict[nn.Parameter, tuple[nn.Parameter, ShardSlice]] = {}
     for name, role in split.roles.items():
         module = model.get_submodule(name)
@@ -290,9 +259,9 @@ def _parameter_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn
                 yield f"{path}.{key}" if path else key, owner, key, parameter
 
 
-def _without_fast_path(model: nn.Module, split: TensorParallelPlan) -> None:
-    """Let torch's encoder layers call their modules in evaluation too, not a fused kernel that takes the weights."""
-    for name in split.roles:
+def disable_fast_path(model: nn.Module, names: Iterable[str]) -> None:
+    """Let torch's encoder layers call these modules in evaluation too, not a fused kernel that takes their weights."""
+    for name in names:
         parent = model.get_submodule(name.rpartition(".")[0])
         if isinstance(parent, nn.TransformerEncoderLayer):
             parent.activation_relu_or_gelu = 0
@@ -313,13 +282,17 @@ def copy_to_group(group: TensorParallelGroup, tensor: Tensor) -> Tensor:
     """
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor
-    copy: Tensor = group.once(_CopyToGroup.apply, tensor)
+    copy: Tensor = group.once(_copied, tensor)
     return copy
+
+
+def _copied(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
+    return exchange(tensor, backward=group.all_reduce)
 
 
 def gather_tokens(group: TensorParallelGroup, tensor: Tensor) -> GatheredTokens | None:
     """Return all tokens of a tensor of which each rank holds some, shared likewise; None where it is not divided so."""
-    if not _is_token_sharded(tensor):
+    if not is_sharded(tensor) or tensor.shard_dim == tensor.dim() - 1:
         return None
     found: GatheredTokens = group.once(GatheredTokens.of, tensor)
     return found
@@ -370,8 +343,7 @@ def _reduce_output(group: TensorParallelGroup, partial: Tensor) -> Tensor:
     """Return the sum over the ranks: all of it, or sharded by tokens with sequence parallelism."""
     if group.sequence and torch.is_grad_enabled():
         return reduce_scatter_tokens(partial, group)
-    whole: Tensor = _ReduceFromGroup.apply(partial, group)  # type: ignore[no-untyped-call]
-    return whole
+    return exchange(partial, group.all_reduce)
 
 
 _FORWARDS: Mapping[str, Callable[..., Tensor]] = {
@@ -384,30 +356,3 @@ _FORWARDS: Mapping[str, Callable[..., Tensor]] = {
 
 def _linear(given: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
     return nn.functional.linear(given, weight.T if turned else weight, bias)
-
-
-class _CopyToGroup(torch.autograd.Function):
-    """Identity; backward sums the gradient over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorParallelGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        check_first_order()
-        return ctx.group.all_reduce(gradients[0]), None
-
-
-class _ReduceFromGroup(torch.autograd.Function):
-    """Sum over the ranks; backward is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorParallelGroup) -> Tensor:
-        return group.all_reduce(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        check_first_order()
-        return gradients[0], None

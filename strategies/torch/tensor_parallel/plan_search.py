@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -26,29 +25,68 @@ from trainwright.strategies.torch.shard_layout import ShardSlice
 from trainwright.strategies.torch.tensor_parallel.layers import (
     ROLES,
     TensorParallelPlan,
+    disable_fast_path,
     shard_dims,
     shard_layers,
     weight_is_transposed,
 )
 from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorParallelGroup
-from trainwright.strategies.torch.torch_compat import TorchDispatchMode, storage_key, tree_leaves
+from trainwright.strategies.torch.torch_compat import BatchNorm, TorchDispatchMode, storage_key, tree_leaves
 from trainwright.strategies.torch.torch_errors import summarize_error
 from trainwright.strategies.torch.tracing.call_trace import meta_copy
-from trainwright.strategies.torch.tracing.op_trace import ForwardTrace
+from trainwright.strategies.torch.tracing.op_trace import CallNames, ForwardTrace, meta_runner, trace_model
 
 _MOST = 3  # attributes of a block that are changed together
 _RunOnMeta = Callable[[nn.Module], object]
 
 
-class TensorParallelPlanner:
-    """Finds how the layers of a model can be divided, and proves it without data.
+def plan_layers(
+    model: nn.Module,
+    columns: Mapping[str, Tensor],
+    call: CallNames,
+    step: Any,
+    degree: int | None,
+    where: str,
+    *,
+    rows: int | None = None,
+    named: Mapping[str, str] | None = None,
+    sequence: bool = False,
+) -> TensorParallelPlan:
+    """Choose how tensor-parallel ranks divide the layers of a model.
 
     Args:
         model: whole, in host memory; it is not changed.
-        run: calls a model without data, as for a sample of one row.
+        columns: of a sample, in host memory: the model's inputs, or all of them for a step.
+        call: names of the inputs, and the keywords that they are given as.
+        step: (model, columns) -> losses, in place of the model's call; None for none.
         degree: ranks that divide it; None for as few as share the heads of its attention.
         where: the rank, for errors.
+        rows: the fewest that the model takes; without it those that its norms take of a sample of one row.
+        named: roles of modules by name or pattern, as the job gives them.
+        sequence: the ranks hold parts of the tokens between divided layers.
+
+    Raises:
+        JobError: no layer can be divided, or not as the job says, or the tokens cannot.
     """
+    if rows is None:
+        rows = 2 if any(isinstance(module, BatchNorm) for module in model.modules()) else 1
+        columns = {name: torch.cat([column] * rows) for name, column in columns.items()}
+    run = meta_runner(columns, call, step, rows)
+    planner = _LayerPlanner(model, run, degree, where)
+    if named:
+        plan = planner.planned(named)
+    else:
+        plan = planner.found(lambda meta_model: trace_model(meta_model, columns, call, step))
+    if sequence and degree and (why := sequence_parallel_problem(model, plan, run, degree, where)):
+        raise JobError(
+            [f"sequence=1: the tokens cannot be divided between tensor-parallel layers: {why}; leave it out"],
+            where=where,
+        )
+    return plan
+
+
+class _LayerPlanner:
+    """Finds how the layers of a model can be divided, and proves it; `run` calls a model without data."""
 
     def __init__(self, model: nn.Module, run: _RunOnMeta, degree: int | None, where: str) -> None:
         self._model, self._meta_model, self._run = model, meta_copy(model), run
@@ -58,24 +96,20 @@ class TensorParallelPlanner:
         self._reasons: list[str] = []
 
     def planned(self, plan: Mapping[str, str]) -> TensorParallelPlan:
-        """Return the plan that the job gives by module name or pattern. Raises JobError where it is not possible."""
+        """Return the plan that the job gives by module name or pattern."""
         roles = self._named(plan)
         for name, role in roles.items():
             problem = self._unfit(name, role)
             if problem:
-                raise JobError([f"tensor_plan: module {name!r} cannot be {role!r}: {problem}"], where=self._where)
+                raise self._plan_error(f": module {name!r} cannot be {role!r}: {problem}")
         block = tuple(name for name, role in roles.items() if role in ("column", "row"))
         split = self._proved(roles, [block] if block else [])
         if split is None:
-            raise JobError([f"tensor_plan cannot be followed: {self._reasons[-1]}"], where=self._where)
+            raise self._plan_error(f" cannot be followed: {self._reasons[-1]}")
         return split
 
     def found(self, traced: Callable[[nn.Module], ForwardTrace]) -> TensorParallelPlan:
-        """Search for layers that can be divided. Raises JobError where there are none.
-
-        Args:
-            traced: follows one forward of a model without data.
-        """
+        """Search for layers that can be divided; `traced` follows one forward of a model without data."""
         trace = self._followed(traced)
         split = TensorParallelPlan()
         for roles, blocks in self._kinds(trace):
@@ -174,20 +208,16 @@ class TensorParallelPlanner:
             if not meant:
                 near = get_close_matches(pattern, names, n=1, cutoff=0.0)
                 hint = f"; the nearest is {near[0]!r}" if near else ""
-                raise JobError(
-                    [f"tensor_plan names {pattern!r}, which is no module of the model{hint}"], where=self._where
-                )
+                raise self._plan_error(f" names {pattern!r}, which is no module of the model{hint}")
             if role not in ROLES:
                 near = get_close_matches(role, ROLES, n=1, cutoff=0.0)
-                raise JobError(
-                    [
-                        f"tensor_plan: {role!r} of {pattern!r} is not a role ({', '.join(ROLES)}); the nearest is "
-                        f"{near[0]!r}"
-                    ],
-                    where=self._where,
-                )
+                hint = f"({', '.join(ROLES)}); the nearest is {near[0]!r}"
+                raise self._plan_error(f": {role!r} of {pattern!r} is not a role {hint}")
             roles |= dict.fromkeys(meant, role)
         return roles
+
+    def _plan_error(self, what: str) -> JobError:
+        return JobError([f"tensor_plan{what}"], where=self._where)
 
     def _unfit(self, name: str, role: str) -> str:
         """Return why a module cannot have a role; empty where it can."""
@@ -306,9 +336,7 @@ class TensorParallelPlanner:
         before = [(module, dict(vars(module))) for module in self._meta_model.modules()]
         for name, module in modules.items():
             module.forward = recorder.stand_in(name, roles[name], *self._widths(name, roles[name], degree))
-            parent = self._parent(name)
-            if isinstance(parent, nn.TransformerEncoderLayer):
-                parent.activation_relu_or_gelu = 0
+        disable_fast_path(self._meta_model, roles)
         for path, changed in attributes.items():
             vars(self._meta_model.get_submodule(path)).update(changed)
         try:
@@ -560,28 +588,22 @@ def sequence_parallel_problem(
         run: calls a model without data, with `rows` of them.
         degree: ranks that divide it.
     """
-    tried = (
-        _sequence_run_problem(model, split, partial(run, rows=rows), degree, where) for rows in (1, 2)
-    )  # one row hides views
-    return next(filter(None, tried), "")
-
-
-def _sequence_run_problem(
-    model: nn.Module, split: TensorParallelPlan, run: Callable[[nn.Module], object], degree: int, where: str
-) -> str:
-    """Return the problem of one run."""
-    meta_model, group = meta_copy(model).train(), _MetaGroup(index=0, size=degree, sequence=True)
-    shard_layers(meta_model, split, group, where)
-    try:
-        with torch.enable_grad():
-            run(meta_model)
-    except Exception as error:
-        return f"without data it raised {summarize_error(error)}"
-    if group.shortest < degree:
-        return f"there are {group.shortest} tokens, and {degree} ranks to divide them"
-    if not group.scatters:
-        return "no divided layer ends with a sum over the ranks"
-    return next((f"it needs all for {what}" for what, before in group.asks if 0 < before < group.scatters), "")
+    for rows in (1, 2):  # one row hides views
+        meta_model, group = meta_copy(model).train(), _MetaGroup(index=0, size=degree, sequence=True)
+        shard_layers(meta_model, split, group, where)
+        try:
+            with torch.enable_grad():
+                run(meta_model, rows=rows)
+        except Exception as error:
+            return f"without data it raised {summarize_error(error)}"
+        if group.shortest < degree:
+            return f"there are {group.shortest} tokens, and {degree} ranks to divide them"
+        if not group.scatters:
+            return "no divided layer ends with a sum over the ranks"
+        for what, before in group.asks:
+            if 0 < before < group.scatters:
+                return f"it needs all for {what}"
+    return ""
 
 
 @dataclass(kw_only=True)

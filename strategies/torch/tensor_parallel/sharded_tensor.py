@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorPara
 from trainwright.strategies.torch.torch_compat import (
     DisableTorchFunctionSubclass,
     assert_on_device,
+    tree_leaves,
     tree_map,
     wrapper_subclass,
 )
@@ -65,7 +66,8 @@ class _ShardStorage:
 class ShardedTensor(Tensor):
     """A tensor with the shape of the whole, of which this rank holds a part along one dimension.
 
-    An operation with a rule in `_RULES` computes on the part; every other one gathers the tensor first.
+    An operation with a rule in `_RULES` computes on the part; every other one gathers the tensor first. A rule is asked
+    where at least one of the arguments is sharded.
 
     Attributes:
         shard_storage: the memory, shared with views.
@@ -96,7 +98,9 @@ class ShardedTensor(Tensor):
         rule = _RULES.get(packet)
         if rule is None and torch.Tag.pointwise in func.tags and "out" not in kwargs:
             rule = _in_place_rule if func._schema.is_mutable else _pointwise_rule
-        made = rule(func, args, kwargs) if rule else None
+        made = None
+        if rule is not None and any(map(is_sharded, tree_leaves((args, kwargs)))):
+            made = rule(func, args, kwargs)
         return _run_on_full(func, args, kwargs) if made is None else made
 
     @staticmethod
@@ -185,6 +189,11 @@ class ShardedTensor(Tensor):
         return self.whole().data_ptr()
 
 
+def is_sharded(value: Any) -> TypeGuard[ShardedTensor]:
+    """Return whether a value is a tensor of which this rank holds only its part."""
+    return isinstance(value, ShardedTensor) and value.is_sharded
+
+
 def check_first_order() -> None:
     """Raise JobError where a backward builds a graph: second derivatives are not supported."""
     if torch.is_grad_enabled():
@@ -196,24 +205,35 @@ def check_first_order() -> None:
         )
 
 
-class _FullGradient(torch.autograd.Function):
-    """Identity; backward gathers the gradient."""
+class _Exchange(torch.autograd.Function):
+    """Applies one function to a tensor, and another one to its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
+    def forward(ctx: Any, tensor: Tensor, forward: _View | None, backward: _View | None) -> Tensor:
+        ctx.backward_of = backward
+        return tensor.view_as(tensor) if forward is None else forward(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         check_first_order()
-        (gradient,) = gradients
-        return gradient.whole() if isinstance(gradient, ShardedTensor) else gradient
+        return gradients[0] if ctx.backward_of is None else ctx.backward_of(gradients[0]), None, None
+
+
+def exchange(tensor: Tensor, forward: _View | None = None, backward: _View | None = None) -> Tensor:
+    """Return `forward(tensor)`, whose gradient goes through `backward`; without a function each passes unchanged."""
+    made: Tensor = _Exchange.apply(tensor, forward, backward)  # type: ignore[no-untyped-call]
+    return made
+
+
+def full_gradient(gradient: Tensor) -> Tensor:
+    """Return the gradient, gathered where it is sharded."""
+    return gradient.whole() if isinstance(gradient, ShardedTensor) else gradient
 
 
 def _with_full_gradient(each: Any) -> Any:
     if isinstance(each, ShardedTensor) or not isinstance(each, Tensor) or not each.requires_grad:
         return each
-    made = _FullGradient.apply(each)  # type: ignore[no-untyped-call]
+    made: Any = exchange(each, backward=full_gradient)
     made.met = True
     return made
 
@@ -241,10 +261,10 @@ _MEAN, _SUM = 1, 2  # reductions, as torch numbers them
 def _log_softmax_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """Log-softmax over the sharded dimension: maximum and sum are reduced over the ranks."""
     tensor, dimension, wider = args
-    if not tensor.is_sharded or dimension % tensor.dim() != tensor.shard_dim:
+    if dimension % tensor.dim() != tensor.shard_dim:
         return None
     along, group, numbers = tensor.shard_dim, tensor.shard_storage.group, _at_least_fp32(tensor.local)
-    least = numbers.new_full((*numbers.shape[:along], 1, *numbers.shape[along + 1 :]), -math.inf)
+    least = numbers.new_full(_with_size(numbers.shape, along, 1), -math.inf)
     numbers = numbers - group.all_reduce_max(numbers.amax(along, keepdim=True) if numbers.shape[along] else least)
     made = numbers - group.all_reduce(numbers.exp().sum(along, keepdim=True)).log()
     claim = torch.empty(tensor.shape, dtype=torch.float32 if wider else tensor.dtype, device="meta")
@@ -254,7 +274,7 @@ def _log_softmax_rule(func: Any, args: Any, kwargs: Any) -> Any:
 def _log_softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
     """Its gradient."""
     gradient, tensor, dimension, kind = args
-    if not (isinstance(tensor, ShardedTensor) and tensor.is_sharded) or dimension % tensor.dim() != tensor.shard_dim:
+    if not is_sharded(tensor) or dimension % tensor.dim() != tensor.shard_dim:
         return None
     slopes = _local_operand(tensor, gradient)
     if slopes is None:
@@ -269,7 +289,7 @@ def _nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
     """NLL loss: each target's log-probability comes from the rank that holds it."""
     tensor, targets, weight, reduction, ignored = args
     along = min(tensor.dim() - 1, 1)
-    if not isinstance(tensor, ShardedTensor) or not tensor.is_sharded or tensor.shard_dim != along:
+    if not is_sharded(tensor) or tensor.shard_dim != along:
         return None
     targets = targets.long()  # bytes have no -100, and index as a mask
     _check_targets(targets, tensor.shape[along], ignored)
@@ -289,7 +309,7 @@ def _nll_loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
     """Its gradient."""
     gradient, tensor, targets, weight, reduction, ignored, total = args
     along = min(tensor.dim() - 1, 1)
-    if not isinstance(tensor, ShardedTensor) or not tensor.is_sharded or tensor.shard_dim != along:
+    if not is_sharded(tensor) or tensor.shard_dim != along:
         return None
     targets = targets.long()
     counts, here, places = _target_positions(tensor, targets, ignored)
@@ -343,7 +363,11 @@ def _with_size(shape: Sequence[int], place: int, size: int) -> list[int]:
 def _layer_norm_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """Layer norm and RMS norm over dimensions that are not sharded."""
     tensor, over, *rest = args
-    if not _norm_is_local(tensor, over) or any(isinstance(each, ShardedTensor) for each in rest):
+    if (
+        not is_sharded(tensor)
+        or not _norm_is_local(tensor, over)
+        or any(isinstance(each, ShardedTensor) for each in rest)
+    ):
         return None
     made = func(tensor.local, over, *rest, **kwargs)
     return tuple(_sharded_like(tensor, each) for each in made)
@@ -352,7 +376,7 @@ def _layer_norm_rule(func: Any, args: Any, kwargs: Any) -> Any:
 def _layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
     """Backward of layer norm; gradients of the norm's parameters are summed over the ranks."""
     gradient, tensor, over, *rest = args
-    if not isinstance(tensor, ShardedTensor) or not _norm_is_local(tensor, over):
+    if not is_sharded(tensor) or not _norm_is_local(tensor, over):
         return None
     given = [_local_operand(tensor, each) if isinstance(each, Tensor) else each for each in (gradient, *rest)]
     if any(each is None and other is not None for each, other in zip(given, (gradient, *rest), strict=True)):
@@ -369,8 +393,6 @@ def _layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
 def _dropout_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """Dropout: every rank draws the mask of the whole tensor and takes its part."""
     tensor, share, training = args
-    if not tensor.is_sharded:
-        return None
     ones = torch.ones((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape).contiguous()
     _, mask = func(ones, share, training, **kwargs)
     mask = mask.narrow(tensor.shard_dim, *tensor.local_range).contiguous()
@@ -382,13 +404,12 @@ def _dropout_rule(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _norm_is_local(tensor: ShardedTensor, over: Any) -> bool:
     """Return whether the normalized dimensions are not sharded."""
-    return tensor.is_sharded and tensor.shard_dim < tensor.dim() - len(over)
+    return tensor.shard_dim < tensor.dim() - len(over)
 
 
 def _sharded_like(tensor: ShardedTensor, part: Tensor) -> Tensor:
     """Return a part as a tensor sharded like another one; other dimensions may differ."""
-    shape = [*part.shape]
-    shape[tensor.shard_dim] = tensor.shape[tensor.shard_dim]
+    shape = _with_size(part.shape, tensor.shard_dim, tensor.shape[tensor.shard_dim])
     return tensor.like(part, torch.empty(shape, dtype=part.dtype, device="meta"))
 
 
@@ -410,49 +431,30 @@ _NEW_TENSOR_OPS = (
 
 def from_local(part: Tensor, group: TensorParallelGroup, width: int) -> Tensor:
     """Return a tensor of `width` along the last dimension, of which this rank holds `part`."""
-    made: Tensor = _FromLocal.apply(part, group, width)  # type: ignore[no-untyped-call]
-    return made
+
+    def shard(part: Tensor) -> Tensor:
+        claim = torch.empty((*part.shape[:-1], width), dtype=part.dtype, device="meta")
+        return ShardedTensor.of(part.detach(), group, part.dim() - 1, claim)
+
+    def own_part(gradient: Tensor) -> Tensor:
+        if isinstance(gradient, ShardedTensor) and gradient.is_sharded and gradient.shard_dim == gradient.dim() - 1:
+            return gradient.local
+        box = ShardSlice.share((width,), 0, group.index, group.size)
+        return full_gradient(gradient)[..., box.start[0] : box.stop[0]].contiguous()
+
+    return exchange(part, shard, own_part)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor, with its graph; every rank calls it. A plain tensor is returned as it is."""
-    made: Tensor = _FullTensor.apply(tensor) if isinstance(tensor, ShardedTensor) else tensor  # type: ignore[no-untyped-call]
-    return made
+    if not isinstance(tensor, ShardedTensor):
+        return tensor
 
-
-class _FromLocal(torch.autograd.Function):
-    """Shards from local parts; backward takes this rank's part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: TensorParallelGroup, width: int) -> Tensor:
-        ctx.group, ctx.width = group, width
-        claim = torch.empty((*part.shape[:-1], width), dtype=part.dtype, device="meta")
-        return ShardedTensor.of(part.detach(), group, part.dim() - 1, claim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        check_first_order()
-        (gradient,) = gradients
-        if isinstance(gradient, ShardedTensor):
-            if gradient.is_sharded and gradient.shard_dim == gradient.dim() - 1:
-                return gradient.local, None, None
-            gradient = gradient.whole()
-        box = ShardSlice.share((ctx.width,), 0, ctx.group.index, ctx.group.size)
-        return gradient[..., box.start[0] : box.stop[0]].contiguous(), None, None
-
-
-class _FullTensor(torch.autograd.Function):
-    """Gathers a sharded tensor; backward is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: ShardedTensor) -> Tensor:
-        whole = tensor.whole()
+    def gathered(held: Any) -> Tensor:
+        whole: Tensor = held.whole()
         return whole.view_as(whole)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        check_first_order()
-        return gradients[0]
+    return exchange(tensor, gathered)
 
 
 # --- Running operations -----------------------------------------------------------------------------------------------
@@ -483,9 +485,7 @@ def _global_meta(func: Any, args: Any, kwargs: Any, width: int | None = None) ->
         if isinstance(each, ShardedTensor):
             if width is None:
                 return each.global_meta
-            shape = [*each.shape]
-            shape[each.shard_dim] = width
-            return each.global_meta.new_empty(shape)
+            return each.global_meta.new_empty(_with_size(each.shape, each.shard_dim, width))
         return torch.empty_like(each, device="meta") if isinstance(each, Tensor) else each
 
     given = tree_map(bare, (args, {**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
@@ -495,8 +495,6 @@ def _global_meta(func: Any, args: Any, kwargs: Any, width: int | None = None) ->
 def _view_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """A view that keeps or moves the sharded dimension."""
     tensor = args[0]
-    if not tensor.is_sharded:
-        return None
     claim, width = _global_meta(func, args, kwargs), tensor.shape[tensor.shard_dim]
     other = _global_meta(func, args, kwargs, width - 1)
     differing = [each for each, sizes in enumerate(zip(claim.shape, other.shape, strict=True)) if len({*sizes}) > 1]
@@ -508,8 +506,6 @@ def _view_rule(func: Any, args: Any, kwargs: Any) -> Any:
 def _reshape_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """A reshape that keeps the sharded dimension as one dimension."""
     tensor = args[0]
-    if not tensor.is_sharded:
-        return None
     claim, along, width = _global_meta(func, args, kwargs), tensor.shard_dim, tensor.shape[tensor.shard_dim]
     before = math.prod(tensor.shape[:along])
     found = (each for each, size in enumerate(claim.shape) if (math.prod(claim.shape[:each]), size) == (before, width))
@@ -517,35 +513,30 @@ def _reshape_rule(func: Any, args: Any, kwargs: Any) -> Any:
     if place is None:
         return None
 
-    def seen(held: Tensor) -> Tensor:
-        shape = [*claim.shape]
-        shape[place] = held.shape[along]
-        made: Tensor = func(held, shape)
-        return made
-
-    return tensor.viewed(seen, claim, place)
+    return _viewed_as(func, tensor, claim, place)
 
 
 def _expand_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """An expand of other dimensions than the sharded one."""
     tensor, claim = args[0], _global_meta(func, args, kwargs)
     place = claim.dim() - tensor.dim() + tensor.shard_dim
-    if not tensor.is_sharded or claim.shape[place] != tensor.shape[tensor.shard_dim] or claim.shape[place] == 1:
+    if claim.shape[place] != tensor.shape[tensor.shard_dim] or claim.shape[place] == 1:
         return None
 
-    def seen(held: Tensor) -> Tensor:
-        shape = [*claim.shape]
-        shape[place] = held.shape[tensor.shard_dim]
-        return held.expand(shape)
+    return _viewed_as(func, tensor, claim, place)
 
-    return tensor.viewed(seen, claim, place)
+
+def _viewed_as(func: Any, tensor: ShardedTensor, claim: Tensor, place: int) -> ShardedTensor:
+    """Return a tensor in another global shape, whose dimension `place` is the sharded one."""
+    along = tensor.shard_dim
+    return tensor.viewed(lambda held: func(held, _with_size(claim.shape, place, held.shape[along])), claim, place)
 
 
 def _copy_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """A copy of another type or memory order."""
     (tensor, *_), claim = args, _global_meta(func, args, kwargs)
     moved = kwargs.get("device") not in (None, tensor.device) or not claim.is_floating_point()
-    if not tensor.is_sharded or moved:
+    if moved:
         return None
     return tensor.like(func(tensor.local, *args[1:], **kwargs), claim)
 
@@ -553,7 +544,7 @@ def _copy_rule(func: Any, args: Any, kwargs: Any) -> Any:
 def _index_select_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """An index_select along another dimension than the sharded one."""
     tensor, dimension, *_ = args
-    if not isinstance(tensor, ShardedTensor) or not tensor.is_sharded or dimension % tensor.dim() == tensor.shard_dim:
+    if not is_sharded(tensor) or dimension % tensor.dim() == tensor.shard_dim:
         return None
     return tensor.like(func(tensor.local, *args[1:], **kwargs), _global_meta(func, args, kwargs))
 
@@ -566,11 +557,8 @@ def _new_tensor_rule(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _pointwise_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """A pointwise operation; of plain tensors each rank takes its part."""
-    flat: list[Any] = []
-    tree_map(flat.append, (args, kwargs))
-    tensor = next((each for each in flat if isinstance(each, ShardedTensor) and each.is_sharded), None)
-    if tensor is None:
-        return None
+    flat = tree_leaves((args, kwargs))
+    tensor = next(filter(is_sharded, flat))
     parts = {id(each): _local_operand(tensor, each) for each in flat if isinstance(each, Tensor)}
     if any(each is None for each in parts.values()):
         return None
@@ -584,7 +572,7 @@ def _pointwise_rule(func: Any, args: Any, kwargs: Any) -> Any:
 def _in_place_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """A pointwise operation in place."""
     tensor, *rest = args
-    if not isinstance(tensor, ShardedTensor) or not tensor.is_sharded:
+    if not is_sharded(tensor):
         return None
     given = [_local_operand(tensor, each) if isinstance(each, Tensor) else each for each in rest]
     if any(each is None and other is not None for each, other in zip(given, rest, strict=True)):
@@ -596,8 +584,6 @@ def _in_place_rule(func: Any, args: Any, kwargs: Any) -> Any:
 def _reduction_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """A sum or mean; over the sharded dimension, sums are reduced over the ranks."""
     tensor = args[0]
-    if not tensor.is_sharded:
-        return None
     over = [each % tensor.dim() for each in (args[1] if len(args) > 1 and args[1] else range(tensor.dim()))]
     if tensor.shard_dim in over and func._overloadpacket is _aten.mean:
         return None
@@ -619,10 +605,9 @@ def _select_backward_rule(func: Any, args: Any, kwargs: Any) -> Any:
     dimension %= len(sizes)
     if along is None:
         along = gradient.shard_dim + (dimension <= gradient.shard_dim)
-    if not gradient.is_sharded or along == dimension:
+    if along == dimension:
         return None
-    part = [*sizes]
-    part[along] = gradient.local_range[1]
+    part = _with_size(sizes, along, gradient.local_range[1])
     return gradient.like(func(gradient.local, part, dimension, *rest), _global_meta(func, args, kwargs), along)
 
 
