@@ -312,7 +312,7 @@ def _description(replica: TorchReplica) -> _Description:
 def _broadcast_description(
     own: _Description | None, source: int, device: torch.device, group: distributed.ProcessGroup | None
 ) -> _Description:
-    """Broadcast the source's description as JSON; `broadcast_object_list` would unpickle it."""
+    """Broadcast the source's description as `torch.save` writes it, and load it by an allowlist of classes."""
     file = io.BytesIO()
     torch.save(own, file)
     size = torch.tensor([file.tell()], device=device)
@@ -330,12 +330,12 @@ def _broadcast_tensors(
     tensors: list[Tensor], source: int, device: torch.device, group: distributed.ProcessGroup | None
 ) -> None:
     """Broadcast tensors in place; those elsewhere or not contiguous go through a copy."""
-    staged = [tensor if _sendable(tensor, device) else tensor.to(device).contiguous() for tensor in tensors]
-    handles = [
-        distributed.broadcast(_bits(tensor.reshape(-1)), src=source, group=group, async_op=True)
-        for tensor in staged
-        if tensor.numel()
-    ]
+    staged = [tensor.to(device).contiguous() for tensor in tensors]
+    handles = []
+    for tensor in staged:
+        if tensor.numel():
+            bits = tensor.reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int64))  # every type can be sent
+            handles.append(distributed.broadcast(bits, src=source, group=group, async_op=True))
     for handle in handles:
         assert handle is not None, "an asynchronous collective has a handle"
         handle.wait()
@@ -343,15 +343,6 @@ def _broadcast_tensors(
         for tensor, copy in zip(tensors, staged, strict=True):
             if tensor is not copy:
                 tensor.copy_(copy)
-
-
-def _sendable(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.device == device and tensor.is_contiguous()
-
-
-def _bits(flat: Tensor) -> Tensor:
-    """Return a flat tensor's memory as integers, so that every type can be sent."""
-    return flat.view(_INTEGERS.get(flat.element_size(), torch.int64))
 
 
 def _host(tensor: Tensor, spare: Tensor | None) -> Tensor:

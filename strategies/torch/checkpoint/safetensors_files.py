@@ -4,16 +4,16 @@
 |-------------------------|-----------------------------------------------------------------------------|
 | `model.safetensors`     | the model's state dict: parameters and persistent buffers by full name      |
 | `optimizer.safetensors` | the optimizer's tensors, named `<parameter>/<key>`                          |
-| `host_state.json`            | step, the optimizer's plain values and changed settings, the losses' scale  |
+| `state.json`            | step, the optimizer's plain values and changed settings, the losses' scale  |
 | `local-0-of-2.…`        | buffers that data rank 0 keeps as its own (`local_state=`), and so on       |
 
 Tensors of more than 1 GiB are written to several files, `model.safetensors`, `model-2.safetensors` and so on, whose
-number is in `host_state.json`: they are read, and their checksums made, at the same time.
+number is in `state.json`: they are read, and their checksums made, at the same time.
 
 A divided model has three such files for each part, `model.shard-0-of-4.safetensors`, `model.stage-0-of-2.safetensors`,
 `model.stage-0-of-2.tensor-1-of-2.safetensors` and so on, each written by a rank that holds the part. What is not
 divided is in the files of all parts that have it; of parameter servers' (`model.server-0-of-2.safetensors`), in one.
-`host_state.json` also says of each tensor its type, its whole shape and which box of it is held. Any layout is loaded
+`state.json` also says of each tensor its type, its whole shape and which box of it is held. Any layout is loaded
 into any other: `read` puts together what a rank needs, from the files that hold some of it, one after the other, and
 alone from its own part's where that has all of it.
 

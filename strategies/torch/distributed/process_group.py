@@ -145,7 +145,9 @@ class ProcessGroupHandle:
             self._port = group.peers[0].address.port
             self._by_gloo = device.type != "cuda"
         self._store = self._meet(group, deadline)
-        self._await_all(self._store, group, deadline)
+        if self._store.add("arrived", 1) == group.size:
+            self._store.set("complete", "")
+        self._store.wait(["complete"], deadline)  # where `interrupt` has connections to shut
         # The group's keys in the store carry this count, which torch sets back only with a group that had formed: after
         # one that had not, this process and a new one would wait for each other under different names.
         reset_group_count()
@@ -184,7 +186,15 @@ class ProcessGroupHandle:
         """Return the result of a thread that waits for other ranks. Raises ConnectionAbortedError once interrupted."""
         if self._interrupted.done():
             raise ConnectionAbortedError(otherwise)
-        made = _start_thread(make)
+        made: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                made.set_result(make())
+            except Exception as error:
+                made.set_exception(error)
+
+        threading.Thread(target=run, name="connecting", daemon=True).start()
         either: tuple[Future[Any], ...] = (made, self._interrupted)
         wait(either, return_when=FIRST_COMPLETED)
         if self._interrupted.done():  # maybe before there was a connection to shut
@@ -194,8 +204,8 @@ class ProcessGroupHandle:
     def _meet(self, group: Group, deadline: timedelta) -> TCPStore:
         """Connect to the store at rank 0's reserved port, or open it there.
 
-        torch tries again and again until the deadline where rank 0 has died, or does so before it opens the store, and
-        nothing stops it. So a thread does that, which is left behind where the group is interrupted.
+        torch retries until the deadline where rank 0 has died, or dies before it opens the store, and nothing stops it.
+        So a thread does that, which is left behind where the group is interrupted.
         """
         leader = group.peers[0].address
         one_host = _one_host(group)
@@ -215,31 +225,10 @@ class ProcessGroupHandle:
             "rank 0 had not opened the group's store",
         )
 
-    @staticmethod
-    def _await_all(store: TCPStore, group: Group, deadline: timedelta) -> None:
-        """Wait at the store until every rank is there, where `interrupt` has connections to shut."""
-        if store.add("arrived", 1) == group.size:
-            store.set("complete", "")
-        store.wait(["complete"], deadline)
-
     def _close_sockets(self) -> None:
         for each in self._sockets:
             each.close()
         self._sockets = ()
-
-
-def _start_thread(make: Callable[[], Result]) -> Future[Result]:
-    """Run a function in a thread of its own; return its future."""
-    made: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            made.set_result(make())
-        except Exception as error:
-            made.set_exception(error)
-
-    threading.Thread(target=run, name="connecting", daemon=True).start()
-    return made
 
 
 @cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from trainwright.core import random_state
@@ -42,11 +43,18 @@ class TorchEngine(ReplicaEngine):
 
     def evaluate_step(self, feed: Feed) -> MetricSums:
         """Return local sums of `loss` and the metrics. Raises UserCodeError, JobError."""
-        return self._guarded(lambda: evaluation.evaluate(self.replica.model, self._caller(), feed))
+        with self._evaluating(feed) as through:
+            return self._guarded(lambda: evaluation.evaluate(self.replica.model, self._caller(), feed, through))
 
     def predict_step(self, feed: Feed) -> Columns:
         """Return the model's outputs for the feed's rows. Raises UserCodeError, JobError."""
-        return self._guarded(lambda: evaluation.predict(self.replica.model, self._caller(), feed))
+        with self._evaluating(feed) as through:
+            return self._guarded(lambda: evaluation.predict(self.replica.model, self._caller(), feed, through))
+
+    @contextmanager
+    def _evaluating(self, feed: Feed) -> Iterator[evaluation.OutputsOf | None]:
+        """Give what computes outputs in place of a call of the model; None for the call."""
+        yield None
 
     @property
     def _ready(self) -> StepRunner:

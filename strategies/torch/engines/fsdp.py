@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainwright.core.data import Columns, Feed, MetricSums
+from trainwright.core.data import Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
@@ -149,20 +149,6 @@ class Sharded(ShardedModelEngine):
         self._calls: _BlockCalls | None = None
         self._modules_hold_group = True
 
-    # --- steps --------------------------------------------------------------------------------------------
-
-    def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Return local sums of `loss` and the metrics. Every rank calls it, since parameters are gathered."""
-        with self._gathering():
-            return super().evaluate_step(feed)
-
-    def predict_step(self, feed: Feed) -> Columns:
-        """Return the model's outputs for the feed's rows. Every rank calls it, since parameters are gathered."""
-        with self._gathering():
-            return super().predict_step(feed)
-
-    # --- inside -------------------------------------------------------------------------------------------
-
     def _drop_model(self) -> None:
         self._calls = None
         super()._drop_model()
@@ -204,10 +190,10 @@ class Sharded(ShardedModelEngine):
         return runner
 
     @contextmanager
-    def _gathering(self) -> Iterator[None]:
+    def _evaluating(self, feed: Feed) -> Iterator[None]:
         """Drop gathered parameters at the end: without a backward FSDP2 keeps those that it gathered last."""
         try:
-            yield
+            yield None
         finally:
             reshard_model(self.replica.model)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from trainwright.core.data import Batch, Columns, Feed, MetricSums, StepReport
+from trainwright.core.data import Batch, Feed, StepReport
 from trainwright.core.engine import ModelSpec, StateSnapshot
 from trainwright.core.errors import NonFiniteLoss
 from trainwright.core.plan import Plan
@@ -71,22 +71,6 @@ class Pipeline(ShardedModelEngine):
         if report.wish or report.overflowed or not report.weight:
             self._recall()
         return report
-
-    def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Return local sums of `loss` and the metrics on the stage with the loss. All stages call it."""
-        if self._part == WHOLE_MODEL:
-            return super().evaluate_step(feed)
-        with self._outputs(feed) as through:
-            sums = self._guarded(lambda: evaluation.evaluate(self.replica.model, self._caller(), feed, through))
-        return MetricSums() if self._part.tensor else sums
-
-    def predict_step(self, feed: Feed) -> Columns:
-        """Return the model's outputs on the stage with the loss. All stages call it."""
-        if self._part == WHOLE_MODEL:
-            return super().predict_step(feed)
-        with self._outputs(feed) as through:
-            outputs = self._guarded(lambda: evaluation.predict(self.replica.model, self._caller(), feed, through))
-        return {} if self._part.tensor else outputs
 
     # --- inside -------------------------------------------------------------------------------------------
 
@@ -158,12 +142,14 @@ class Pipeline(ShardedModelEngine):
         return StageExecutor(self._job[1], self._cut, self._links, objective, self.replica)
 
     @contextmanager
-    def _outputs(self, feed: Feed) -> Iterator[evaluation.OutputsOf]:
-        """Run micro-batches through all stages, without gradients.
+    def _evaluating(self, feed: Feed) -> Iterator[evaluation.OutputsOf | None]:
+        """Run micro-batches through all stages, without gradients; no training step is needed before.
 
-        Gives a function that returns a micro-batch's outputs on the stage that ends the model. No training step is
-        needed before.
+        Gives a function that returns a micro-batch's outputs on the stage that ends the model. All stages call it.
         """
+        if self._part == WHOLE_MODEL:
+            yield None
+            return
         assert not self._begun, "the announced next step comes first"
         executor = self._runner.pipe if isinstance(self._runner, StageRunner) else self._executor(world=1)
 

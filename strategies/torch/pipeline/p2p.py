@@ -34,16 +34,11 @@ _TYPES = tuple(sorted({each for each in vars(torch).values() if isinstance(each,
 
 @dataclass(frozen=True, kw_only=True)
 class _P2PTransfer:
-    """Tensors under way; they must not change, and their works must be held, until it has ended.
-
-    Attributes:
-        works: of the tensors; over gloo the last one's end is that of all.
-        stage: the other one's.
-    """
+    """Tensors under way; they must not change, and their works must be held, until it has ended."""
 
     tensors: list[Tensor]
-    works: list[Work]
-    stage: int
+    works: list[Work]  # of the tensors; over gloo the last one's end is that of all
+    stage: int  # the other one's
     way: _Direction
 
     def wait(self) -> None:

@@ -23,7 +23,7 @@ from trainwright.strategies.cost_model.plan_constraints import invalid_combinati
 from trainwright.strategies.torch.shard_layout import ShardSlice
 from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan, shard_layers
 from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorParallelGroup
-from trainwright.strategies.torch.torch_compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from trainwright.strategies.torch.torch_compat import tree_leaves, tree_map, tree_map_only, tree_unflatten
 from trainwright.strategies.torch.tracing.call_trace import (
     CallListener,
     ForwardFunction,
@@ -75,7 +75,11 @@ class SplitModel:
     ) -> None:
         self._model, self._forward, self._where = model, forward, where
         self._inputs = [meta_tensor(each) for each in inputs]
-        self._meta_model = _copied(model, where)
+        try:
+            self._meta_model = meta_copy(model)
+        except Exception as error:
+            what = f"a copy of it without its tensors raised {type(error).__name__}: {error}"
+            raise JobError([f"the model cannot be cut: {what}"], where=where) from error
         self._surveyor = ForwardTracer(self._meta_model, entries, forward, where)
         self._routes: dict[tuple[bool, ...], dict[int, ForwardRoute]] = {}
         self._modules = [*model.modules()]
@@ -174,11 +178,7 @@ class _SectionEnd(BaseException):
 
 
 class _SectionListener(CallListener):
-    """Runs one section within the model's forward.
-
-    Attributes:
-        kept: what the next section takes.
-    """
+    """Runs one section within the model's forward; `kept` is what the next section takes."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class _SectionListener(CallListener):
         self.kept: dict[ValueKey, Tensor] = {}
 
     def enter(self, inputs: Sequence[Tensor]) -> None:
-        """Return the arguments of the forward."""
+        """Note the arguments of the forward."""
         for number, tensor in enumerate(inputs):
             self._note(tensor, ValueKey("input", number))
 
@@ -245,7 +245,8 @@ class _SectionListener(CallListener):
             args, kwargs = self._real((args, kwargs))
             return func(*args, **kwargs)
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
-            args, kwargs = _on_meta((args, kwargs))
+            on_meta = tree_map_only(Tensor, lambda leaf: leaf if leaf.is_meta else meta_tensor(leaf), (args, kwargs))
+            args, kwargs = on_meta
         with self._constants:
             return func(*args, **kwargs)
 
@@ -280,13 +281,11 @@ class _SectionListener(CallListener):
     def _stand_in(self, number: int) -> Any:
         """Return the outputs of a call before the section, without data."""
         result = self._route.results[number]
-        leaves = [self._without_data(leaf) if isinstance(leaf, ValueKey) else leaf for leaf in result.leaves]
+        for key in result.leaves:
+            if isinstance(key, ValueKey) and key not in self._passed:
+                self._passed[key] = self._route.values[key].detach()  # anew: the forward may change it in place
+        leaves = [self._passed[leaf] if isinstance(leaf, ValueKey) else leaf for leaf in result.leaves]
         return tree_unflatten(leaves, result.spec)
-
-    def _without_data(self, key: ValueKey) -> Tensor:
-        if key not in self._passed:
-            self._passed[key] = self._route.values[key].detach()  # anew: the forward may change it in place
-        return self._passed[key]
 
     def _real(self, given: Any) -> Any:
         if not self._stands_for:
@@ -294,14 +293,13 @@ class _SectionListener(CallListener):
         args, kwargs = given
         if not kwargs and all(type(each) is Tensor for each in args):
             return tuple(self._stands_for.get(id(each), each) for each in args), kwargs
-        leaves, spec = tree_flatten(given)
-        return tree_unflatten([self._placed(leaf) for leaf in leaves], spec)
 
-    def _placed(self, leaf: Any) -> Any:
-        """Return a value with data, on the section's device."""
-        if isinstance(leaf, torch.device) and leaf.type == "meta":
-            return next(iter(self._given.values())).device
-        return self._stands_for.get(id(leaf), leaf)
+        def placed(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device) and leaf.type == "meta":
+                return next(iter(self._given.values())).device
+            return self._stands_for.get(id(leaf), leaf)
+
+        return tree_map(placed, given)
 
     def _notes(self, output: Any, source: Any, number: int) -> None:
         if self._begun and not self._wanted:
@@ -320,11 +318,6 @@ class _SectionListener(CallListener):
                 self._passed[key] = tensor
         elif key in self._wanted:
             self.kept[key] = tensor
-
-
-def _on_meta(given: Any) -> Any:
-    """Return all tensors on the meta device."""
-    return tree_map_only(Tensor, lambda leaf: leaf if leaf.is_meta else meta_tensor(leaf), given)
 
 
 def _buffer_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -347,16 +340,6 @@ def _integer_attributes(model: nn.Module, entries: Sequence[str]) -> dict[tuple[
 def _set_attributes(numbers: Sequence[_HeldNumber]) -> None:
     for module, key, value in numbers:
         setattr(module, key, value)
-
-
-def _copied(model: nn.Module, where: str) -> nn.Module:
-    try:
-        return meta_copy(model)
-    except Exception as error:
-        raise JobError(
-            [f"the model cannot be cut: a copy of it without its tensors raised {type(error).__name__}: {error}"],
-            where=where,
-        ) from error
 
 
 def _keep_sections(model: nn.Module, users: Mapping[str, frozenset[int]], own: frozenset[int]) -> None:

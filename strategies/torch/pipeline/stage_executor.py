@@ -36,19 +36,12 @@ _AHEAD = 8  # operations whose messages are awaited at once: they come while oth
 
 @dataclass(kw_only=True)
 class _MicroBatchInFlight:
-    """A micro-batch in a section, between its forward and the end of its backward.
+    """A micro-batch in a section, between its forward and the end of its backward."""
 
-    Attributes:
-        given: inputs of the section, in the graph.
-        roots: outputs, from which backward starts.
-        slopes: gradients of the roots; in the last section known after forward.
-        groups: where gradients of parameters start, once those of inputs are computed.
-    """
-
-    given: list[Tensor]
-    roots: list[Tensor]
-    slopes: list[Tensor] | None = None
-    groups: _WeightGradientGroups | None = None
+    given: list[Tensor]  # inputs of the section, in the graph
+    roots: list[Tensor]  # outputs, from which backward starts
+    slopes: list[Tensor] | None = None  # gradients of the roots; in the last section known after forward
+    groups: _WeightGradientGroups | None = None  # where gradients of parameters start, once those of inputs are known
 
 
 class StageExecutor:
@@ -169,11 +162,7 @@ class StageExecutor:
         step: int,
         losses_done: Callable[[], None],
     ) -> None:
-        """Run the operations in order.
-
-        Args:
-            shares: of the step, `own` of them, and of the next where that follows; each is run at its step's weights.
-        """
+        """Run the operations in order, on `own` shares of the step and some of the next, each at its step's weights."""
         last = max(number for number, each in enumerate(todo) if each.kind == "forward" and each.micro_batch < own)
         coming = [*todo]
         if len(shares) > own:  # of what the stage before sends in this step one is for the next

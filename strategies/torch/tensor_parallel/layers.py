@@ -41,18 +41,12 @@ def reduce_scatter_tokens(partial: Tensor, group: TensorParallelGroup) -> Tensor
 
 @dataclass(kw_only=True)
 class _BackwardGather:
-    """Gathers tokens in backward, once for all layers that share an input.
-
-    Attributes:
-        width: number of tokens of all ranks.
-        shard_dim: dimension of the tokens.
-        layers: number of layers that will ask.
-    """
+    """Gathers tokens in backward, once for all layers that share an input."""
 
     group: TensorParallelGroup
-    width: int
+    width: int  # number of tokens of all ranks
     shard_dim: int
-    layers: int = 0
+    layers: int = 0  # number of layers that will ask
     _asked: int = 0
     _whole: Tensor | None = None
 
@@ -324,8 +318,7 @@ def _gathered(group: TensorParallelGroup, module: Any, turned: bool, given: Tens
 
 def _vocabulary(group: TensorParallelGroup, module: Any, _turned: bool, given: Tensor) -> Tensor:
     """Look rows up in an embedding table of which each rank holds some rows."""
-    first = ShardSlice.share((module.num_embeddings,), 0, group.index, group.size).start[0]
-    count = len(module.weight)
+    first, count = group.own_range(module.num_embeddings)
     places = given - first
     # What no rank has the first or the last one looks up, which raises as on one device.
     elsewhere = (places < 0) & (first > 0) | (places >= count) & (first + count < module.num_embeddings)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.shard_layout import ShardSlice
 from trainwright.strategies.torch.tensor_parallel.layers import (
     ROLES,
     TensorParallelPlan,
@@ -166,7 +165,8 @@ class _LayerPlanner:
             if problems or len(block) < len(columns | rows):
                 self._reasons += problems or ["a product with a parameter that is no linear layer's"]
                 continue
-            kind = tuple(sorted({type(self._parent(name)).__qualname__ for name in block}))
+            parents = (self._meta_model.get_submodule(name.rpartition(".")[0]) for name in block)
+            kind = tuple(sorted({type(parent).__qualname__ for parent in parents}))
             roles, blocks = kinds.setdefault(kind, ({}, []))
             roles |= block
             blocks.append(tuple(block))
@@ -239,78 +239,64 @@ class _LayerPlanner:
             size % self._degree
         )
 
-    def _parent(self, name: str) -> nn.Module:
-        return self._meta_model.get_submodule(name.rpartition(".")[0])
-
     def _proved(self, roles: Mapping[str, str], blocks: Sequence[tuple[str, ...]]) -> TensorParallelPlan | None:
         """Return a plan for alike blocks that is proved, with as few attributes changed as possible; None for none."""
         bad = [name for name in roles if not self._whole_use(name, roles)]
-        if bad:
-            self._fails(roles, f"a parameter of module {bad[0]!r} is also used elsewhere")
+        whole = f"a parameter of module {bad[0]!r} is also used elsewhere" if bad else self._events(roles, 1, {})
+        if isinstance(whole, str):
+            self._refuse(roles, whole)
             return None
         parents = sorted({name.rpartition(".")[0] for name, role in roles.items() if role in ("column", "row")})
-        whole = self._events(roles, 1, {})
-        if isinstance(whole, str):
-            self._fails(roles, whole)
-            return None
         reasons = []
-        for chosen in self._choices(parents):
-            attributes = {path: self._shares(self._meta_model.get_submodule(path), chosen) for path in parents}
-            why = self._differing(whole, roles, attributes)
+        for attributes in self._choices(parents):
+            part = self._events(roles, self._degree, attributes)
+            if isinstance(part, str):
+                why = part
+            else:
+                found = (trace_mismatch(one, other, self._degree) for one, other in zip(whole, part, strict=True))
+                why = next(filter(None, found), "")
             if not why:
                 random = frozenset(name for events in whole for name in _columns_before_random_ops(events))
                 return TensorParallelPlan(roles=roles, groups=tuple(blocks), attributes=attributes, random=random)
             reasons.append(why)
-        self._fails(roles, reasons[0])
+        self._refuse(roles, reasons[0])
         return None
 
-    def _fails(self, roles: Mapping[str, str], why: str) -> None:
+    def _refuse(self, roles: Mapping[str, str], why: str) -> None:
+        """Remember why a block cannot be divided."""
         self._reasons.append(f"the block of module {next(iter(roles))!r} cannot be divided: {why}")
 
-    def _shares(self, module: nn.Module, chosen: Sequence[str]) -> dict[str, int]:
-        """Return one rank's share of some of a module's attributes."""
-        return {
-            key: vars(module)[key] // self._degree for key in chosen if _is_divisible_count(module, key, self._degree)
+    def _choices(self, parents: Sequence[str]) -> Iterator[dict[str, dict[str, int]]]:
+        """Yield one rank's attributes of modules, such as numbers of heads: none, one that differs, and so on."""
+        counts = {
+            path: {
+                key: value // self._degree
+                for key, value in vars(self._meta_model.get_submodule(path)).items()
+                if type(value) is int and value > 1 and not value % self._degree and not key.startswith("_")
+            }
+            for path in parents
         }
-
-    def _differing(
-        self, whole: Sequence[list[TracedOp]], roles: Mapping[str, str], attributes: Mapping[str, Mapping[str, int]]
-    ) -> str:
-        part = self._events(roles, self._degree, attributes)
-        if isinstance(part, str):
-            return part
-        found = (trace_mismatch(one, other, self._degree) for one, other in zip(whole, part, strict=True))
-        return next(filter(None, found), "")
-
-    def _choices(self, parents: Sequence[str]) -> Iterator[tuple[str, ...]]:
-        """Yield sets of attributes to change: none, one, and so on."""
-        modules = [self._meta_model.get_submodule(path) for path in parents]
-        keys = sorted(
-            {key for module in modules for key in vars(module) if _is_divisible_count(module, key, self._degree)}
-        )
+        keys = sorted({key for found in counts.values() for key in found})
         for count in range(_MOST + 1):
-            yield from combinations(keys, count)
+            for chosen in combinations(keys, count):
+                yield {path: {key: found[key] for key in chosen if key in found} for path, found in counts.items()}
 
     def _events(
         self, roles: Mapping[str, str], degree: int, attributes: Mapping[str, Mapping[str, int]]
     ) -> list[list[TracedOp]] | str:
         """Trace a forward in training, with gradients, and in evaluation; return the traces, or what was raised."""
-        modes = [(module, module.training) for module in self._meta_model.modules()]
         found = []
         try:
             for training in (True, False):
-                self._meta_model.train(training)
-                standing_in = self._standing_in(roles, degree, attributes)
-                with standing_in as recorder, torch.set_grad_enabled(training), recorder:
-                    self._run(self._meta_model)
+                with self._standing_in(roles, degree, attributes) as recorder:
+                    self._meta_model.train(training)
+                    with torch.set_grad_enabled(training), recorder:
+                        self._run(self._meta_model)
                 if recorder.called != roles.keys():
                     return f"module {next(iter(roles.keys() - recorder.called))!r} is not called by the forward"
                 found.append(recorder.events)
         except Exception as error:
             return summarize_error(error)
-        finally:
-            for module, training in modes:
-                module.training = training
         return found
 
     def _widths(self, name: str, role: str, degree: int) -> tuple[int, int, torch.dtype]:
@@ -328,7 +314,7 @@ class _LayerPlanner:
     def _standing_in(
         self, roles: Mapping[str, str], degree: int, attributes: Mapping[str, Mapping[str, int]]
     ) -> Iterator[_OpRecorder]:
-        """Replace the modules by stand-ins that return tensors of one rank's shapes."""
+        """Replace the modules by stand-ins that return tensors of one rank's shapes; at the end all is as before."""
         modules = {name: self._meta_model.get_submodule(name) for name in roles}
         recorder = _OpRecorder(
             {storage_key(each): name for name, module in modules.items() for each in module.parameters()}
@@ -347,12 +333,6 @@ class _LayerPlanner:
                 module.__dict__.update(fields)
 
 
-def _is_divisible_count(module: Any, key: str, degree: int) -> bool:
-    """Return whether an attribute is a number that can be divided by the degree, such as a number of heads."""
-    value = vars(module).get(key)
-    return type(value) is int and value > 1 and not value % degree and not key.startswith("_")
-
-
 # --- Comparison of traces ---------------------------------------------------------------------------------------------
 
 
@@ -363,6 +343,8 @@ _DIM_OPS = {  # with the place of the dimension among their arguments
     _aten.slice: 1, _aten.select: 1, _aten.unbind: 1, _aten.split: 2, _aten.split_with_sizes: 2, _aten.narrow: 1,
     _aten.cat: 1, _aten.stack: 1, _aten._softmax: 1, _aten._safe_softmax: 1, _aten._log_softmax: 1,
 }  # fmt: skip
+_JOIN_OPS = (_aten.cat, _aten.stack)
+_SLICE_OPS = (_aten.slice, _aten.split, _aten.split_with_sizes, _aten.narrow)  # which may take all there is
 _NORM_OPS = {_aten.native_layer_norm: 1, _aten._fused_rms_norm: 1}
 _ELEMENTWISE_OPS = (
     _aten.transpose, _aten.permute, _aten.t, _aten.unsqueeze, _aten.squeeze, _aten.expand, _aten.alias, _aten.detach,
@@ -401,8 +383,7 @@ class TracedTensor:
 class _OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations of a forward in which some layers are replaced by stand-ins.
 
-    Args:
-        names: of these layers, by the storage of each of their parameters.
+    `names` are those of these layers, by the storage of each of their parameters.
     """
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -538,10 +519,6 @@ def _is_fused_attention(packet: Any) -> bool:
     return "scaled_dot_product" in str(packet)
 
 
-_JOIN_OPS = (_aten.cat, _aten.stack)
-_SLICE_OPS = (_aten.slice, _aten.split, _aten.split_with_sizes, _aten.narrow)  # which may take all there is
-
-
 def _sharded_dim(whole: _Shape, part: _Shape, degree: int) -> int | None:
     """Return the divided dimension of a tensor; None for none. Raises ValueError where shapes differ otherwise."""
     if whole == part:
@@ -608,23 +585,16 @@ def sequence_parallel_problem(
 
 @dataclass(kw_only=True)
 class _MetaGroup(TensorParallelGroup):
-    """One rank of a group without the others, on the meta device.
+    """One rank of a group without the others, on the meta device, where nothing is sent and no numbers are drawn."""
 
-    Attributes:
-        asks: operations that gathered tokens, with the number of reduce-scatters before.
-        scatters: number of reduce-scatters so far.
-        shortest: smallest number of tokens that was divided.
-    """
-
-    asks: list[tuple[str, int]] = field(default_factory=list)
-    scatters: int = 0
-    shortest: int = 2**62
+    asks: list[tuple[str, int]] = field(default_factory=list)  # what gathered tokens, with the reduce-scatters before
+    scatters: int = 0  # number of reduce-scatters so far
+    shortest: int = 2**62  # smallest number of tokens that was divided
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
-    def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        return tensor.clone()
+    all_reduce_max = all_reduce
 
     def all_gather(self, tensor: Tensor, width: int, dim: int = -1) -> Tensor:
         shape = [*tensor.shape]
@@ -633,13 +603,13 @@ class _MetaGroup(TensorParallelGroup):
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         self.scatters, self.shortest = self.scatters + 1, min(self.shortest, tensor.shape[dim])
-        return tensor.narrow(dim, 0, ShardSlice.share((tensor.shape[dim],), 0, self.index, self.size).count).clone()
+        return tensor.narrow(dim, 0, self.own_range(tensor.shape[dim])[1]).clone()
 
     def fork_rng(self, device: torch.device) -> None:
-        """Draw as before: on the meta device no numbers are drawn."""
+        pass
 
     def restore_rng(self) -> None:
-        """Draw as before: on the meta device no numbers are drawn."""
+        pass
 
     def before_gather(self, func: Any) -> None:
         self.asks.append((str(func._overloadpacket), self.scatters))

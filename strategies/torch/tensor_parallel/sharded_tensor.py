@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.shard_layout import ShardSlice
 from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorParallelGroup
 from trainwright.strategies.torch.torch_compat import (
     DisableTorchFunctionSubclass,
@@ -37,30 +36,23 @@ _View = Callable[[Tensor], Tensor]
 class _ShardStorage:
     """The memory that a sharded tensor and its views share.
 
-    Attributes:
-        group: the ranks that hold it.
-        global_meta: shape, strides and type of the whole, on the meta device.
-        shard_dim: the dimension along which the ranks hold parts.
-        local: this rank's part; None once it was gathered.
-        whole: all of it; None before it was gathered. It stays gathered, so that changes in place reach all views.
+    It stays gathered once it was, so that changes in place reach all views.
     """
 
     group: TensorParallelGroup
-    global_meta: Tensor
+    global_meta: Tensor  # shape, strides and type of the whole, on the meta device
     shard_dim: int
-    local: Tensor | None
-    whole: Tensor | None = None
+    held: Tensor  # this rank's part; the whole once it was gathered
+    is_sharded: bool = True
 
-    def gathered(self) -> Tensor:
-        """Return the whole tensor; every rank calls it."""
-        if self.whole is None:
-            assert self.local is not None, "one of the two is set"
+    def gather(self) -> None:
+        """Hold the whole tensor; every rank calls it."""
+        if self.is_sharded:
             shape, strides = self.global_meta.shape, self.global_meta.stride()
-            joined = self.group.all_gather(self.local, shape[self.shard_dim], self.shard_dim)
+            joined = self.group.all_gather(self.held, shape[self.shard_dim], self.shard_dim)
             if joined.stride() != strides:
                 joined = torch.empty_strided(shape, strides, dtype=joined.dtype, device=joined.device).copy_(joined)
-            self.local, self.whole = None, joined
-        return self.whole
+            self.held, self.is_sharded = joined, False
 
 
 class ShardedTensor(Tensor):
@@ -112,8 +104,7 @@ class ShardedTensor(Tensor):
         shard_dim: int,
     ) -> ShardedTensor:
         """Make a view of the memory."""
-        held = shard_storage.local if shard_storage.whole is None else shard_storage.whole
-        made: ShardedTensor = wrapper_subclass(cls, global_meta, held.device)  # type: ignore[union-attr]
+        made: ShardedTensor = wrapper_subclass(cls, global_meta, shard_storage.held.device)
         made.shard_storage, made._views, made.global_meta, made.shard_dim = shard_storage, views, global_meta, shard_dim
         return made
 
@@ -123,19 +114,18 @@ class ShardedTensor(Tensor):
         strides = global_meta.stride()
         order = sorted(range(global_meta.dim()), key=lambda each: -strides[each])  # in memory, so that views are alike
         local = local.permute(order).contiguous().permute([order.index(each) for each in range(global_meta.dim())])
-        storage = _ShardStorage(group=group, global_meta=global_meta, shard_dim=shard_dim, local=local)
+        storage = _ShardStorage(group=group, global_meta=global_meta, shard_dim=shard_dim, held=local)
         return cls(storage, (), global_meta, shard_dim)
 
     @property
     def is_sharded(self) -> bool:
         """Whether this rank holds only its part: the tensor has not been gathered."""
-        return self.shard_storage.whole is None
+        return self.shard_storage.is_sharded
 
     @property
     def local(self) -> Tensor:
         """This rank's part, seen through the views; the whole tensor once it was gathered."""
-        made = self.shard_storage.local if self.is_sharded else self.shard_storage.whole
-        assert made is not None, "one of the two is there"
+        made = self.shard_storage.held
         for view in self._views:
             made = view(made)
         return made
@@ -143,14 +133,11 @@ class ShardedTensor(Tensor):
     @property
     def local_range(self) -> tuple[int, int]:
         """Start and length of this rank's part along the sharded dimension."""
-        box = ShardSlice.share(
-            (self.shape[self.shard_dim],), 0, self.shard_storage.group.index, self.shard_storage.group.size
-        )
-        return box.start[0], box.count
+        return self.shard_storage.group.own_range(self.shape[self.shard_dim])
 
     def whole(self) -> Tensor:
         """Gather and return the whole tensor, without a graph; every rank calls it."""
-        self.shard_storage.gathered()
+        self.shard_storage.gather()
         return self.local
 
     def viewed(self, view: _View, claim: Tensor, along: int) -> ShardedTensor:
@@ -437,10 +424,9 @@ def from_local(part: Tensor, group: TensorParallelGroup, width: int) -> Tensor:
         return ShardedTensor.of(part.detach(), group, part.dim() - 1, claim)
 
     def own_part(gradient: Tensor) -> Tensor:
-        if isinstance(gradient, ShardedTensor) and gradient.is_sharded and gradient.shard_dim == gradient.dim() - 1:
+        if is_sharded(gradient) and gradient.shard_dim == gradient.dim() - 1:
             return gradient.local
-        box = ShardSlice.share((width,), 0, group.index, group.size)
-        return full_gradient(gradient)[..., box.start[0] : box.stop[0]].contiguous()
+        return full_gradient(gradient).narrow(-1, *group.own_range(width)).contiguous()
 
     return exchange(part, shard, own_part)
 

@@ -38,6 +38,11 @@ class TensorParallelGroup:
     _saved_rng: list[tuple[torch.device, Tensor]] | None = None
     _shared_inputs: dict[_InputKey, tuple[Tensor, int, Any]] = field(default_factory=dict)  # an input, its version then
 
+    def own_range(self, width: int) -> tuple[int, int]:
+        """Return start and length of this rank's part of so many numbers."""
+        box = ShardSlice.share((width,), 0, self.index, self.size)
+        return box.start[0], box.count
+
     def once(self, make: Callable[[Tensor, TensorParallelGroup], Any], tensor: Tensor) -> Any:
         """Return what `make` gives for a tensor; layers given the same, unchanged tensor share the result.
 
@@ -84,7 +89,7 @@ class TensorParallelGroup:
         whole = _padded(tensor, each * self.size, dim).movedim(dim, 0).contiguous()
         own = whole.new_empty((each, *whole.shape[1:]))
         distributed.reduce_scatter_tensor(own, whole, group=self.process_group)
-        return own[: ShardSlice.share((width,), 0, self.index, self.size).count].movedim(0, dim)
+        return own[: self.own_range(width)[1]].movedim(0, dim)
 
     def before_gather(self, func: Any) -> None:
         """Called when an operation without a rule is about to gather a sharded tensor; subclasses record it."""
