@@ -13,7 +13,7 @@ gathered again in backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -194,18 +194,18 @@ def shard_layers(
                 if problem := hook_problem(f"{name}.{key}", whole):
                     raise JobError([problem], where=where)
                 box = ShardSlice.share(whole.shape, dimension, group.index, group.size)
-                held = whole.detach()[box.inside(ShardSlice.all_of(whole.shape))].clone(
-                    memory_format=torch.contiguous_format
-                )
+                held = whole.detach()[box.inside(ShardSlice.all_of(whole.shape))]
+                held = held.clone(memory_format=torch.contiguous_format)
                 part = nn.Parameter(held, requires_grad=whole.requires_grad)
                 part.__dict__.update(whole.__dict__)  # what an optimizer may ask for
                 parts[whole] = part, box
         forward: Callable[..., Tensor] = partial(_FORWARDS[role], group, module, weight_is_transposed(module))
         module.forward = partial(forward, opens=name in split.random) if role == "column" else forward
     boxes = {}
-    for path, owner, key, parameter in _parameter_sites(model):
+    for path, parameter in [*model.named_parameters(remove_duplicate=False)]:
         if parameter in parts:
-            owner._parameters[key], boxes[path] = parts[parameter]
+            owner, _, key = path.rpartition(".")
+            model.get_submodule(owner)._parameters[key], boxes[path] = parts[parameter]
     return boxes
 
 
@@ -243,14 +243,6 @@ def shard_dims(module: nn.Module, role: str) -> dict[str, int]:
     if role == "row":
         return {"weight": 1 - outputs}
     return {"weight": outputs} | ({"bias": 0} if module._parameters.get("bias") is not None else {})
-
-
-def _parameter_sites(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Yield every name of every parameter, with the module and key that hold it."""
-    for path, owner in model.named_modules(remove_duplicate=False):
-        for key, parameter in [*owner._parameters.items()]:
-            if parameter is not None:
-                yield f"{path}.{key}" if path else key, owner, key, parameter
 
 
 def disable_fast_path(model: nn.Module, names: Iterable[str]) -> None:

@@ -239,6 +239,13 @@ def _local_operand(tensor: ShardedTensor, other: Tensor) -> Tensor | None:
     return other.narrow(place, *tensor.local_range)
 
 
+def _local_operands(tensor: ShardedTensor, values: Sequence[Any]) -> list[Any] | None:
+    """Return the values with the part of each tensor that fits; None where one of them has no such part."""
+    given = [_local_operand(tensor, each) if isinstance(each, Tensor) else each for each in values]
+    missing = any(part is None and value is not None for part, value in zip(given, values, strict=True))
+    return None if missing else given
+
+
 # --- Rules: cross-entropy over a sharded vocabulary -------------------------------------------------------------------
 
 
@@ -254,8 +261,7 @@ def _log_softmax_rule(func: Any, args: Any, kwargs: Any) -> Any:
     least = numbers.new_full(_with_size(numbers.shape, along, 1), -math.inf)
     numbers = numbers - group.all_reduce_max(numbers.amax(along, keepdim=True) if numbers.shape[along] else least)
     made = numbers - group.all_reduce(numbers.exp().sum(along, keepdim=True)).log()
-    claim = torch.empty(tensor.shape, dtype=torch.float32 if wider else tensor.dtype, device="meta")
-    return tensor.like(made.to(claim.dtype), claim)
+    return _sharded_like(tensor, made.to(torch.float32 if wider else tensor.dtype))
 
 
 def _log_softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
@@ -269,7 +275,7 @@ def _log_softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
     slopes, along = _at_least_fp32(slopes), tensor.shard_dim
     whole = tensor.shard_storage.group.all_reduce(slopes.sum(along, keepdim=True))
     made = slopes - _at_least_fp32(tensor.local).exp() * whole
-    return tensor.like(made.to(kind), torch.empty(tensor.shape, dtype=kind, device="meta"))
+    return _sharded_like(tensor, made.to(kind))
 
 
 def _nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
@@ -304,7 +310,7 @@ def _nll_loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
     made = torch.zeros_like(tensor.local, memory_format=torch.contiguous_format)
     if tensor.local_range[1]:
         made.scatter_(along, places.unsqueeze(along), slopes.masked_fill(~here, 0.0).to(made.dtype).unsqueeze(along))
-    return tensor.like(made, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+    return _sharded_like(tensor, made)
 
 
 def _target_positions(tensor: ShardedTensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -350,11 +356,7 @@ def _with_size(shape: Sequence[int], place: int, size: int) -> list[int]:
 def _layer_norm_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """Layer norm and RMS norm over dimensions that are not sharded."""
     tensor, over, *rest = args
-    if (
-        not is_sharded(tensor)
-        or not _norm_is_local(tensor, over)
-        or any(isinstance(each, ShardedTensor) for each in rest)
-    ):
+    if not _norm_is_local(tensor, over) or any(isinstance(each, ShardedTensor) for each in rest):
         return None
     made = func(tensor.local, over, *rest, **kwargs)
     return tuple(_sharded_like(tensor, each) for each in made)
@@ -363,10 +365,10 @@ def _layer_norm_rule(func: Any, args: Any, kwargs: Any) -> Any:
 def _layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
     """Backward of layer norm; gradients of the norm's parameters are summed over the ranks."""
     gradient, tensor, over, *rest = args
-    if not is_sharded(tensor) or not _norm_is_local(tensor, over):
+    if not _norm_is_local(tensor, over):
         return None
-    given = [_local_operand(tensor, each) if isinstance(each, Tensor) else each for each in (gradient, *rest)]
-    if any(each is None and other is not None for each, other in zip(given, (gradient, *rest), strict=True)):
+    given = _local_operands(tensor, (gradient, *rest))
+    if given is None:
         return None
     made, *learned = func(given[0], tensor.local, over, *given[1:], **kwargs)
     group = tensor.shard_storage.group
@@ -384,14 +386,13 @@ def _dropout_rule(func: Any, args: Any, kwargs: Any) -> Any:
     _, mask = func(ones, share, training, **kwargs)
     mask = mask.narrow(tensor.shard_dim, *tensor.local_range).contiguous()
     scale = 0.0 if share == 1.0 else 1.0 / (1.0 - share)
-    return _sharded_like(tensor, tensor.local * mask * scale if training else tensor.local.clone()), _sharded_like(
-        tensor, mask
-    )
+    made = tensor.local * mask * scale if training else tensor.local.clone()
+    return _sharded_like(tensor, made), _sharded_like(tensor, mask)
 
 
-def _norm_is_local(tensor: ShardedTensor, over: Any) -> bool:
-    """Return whether the normalized dimensions are not sharded."""
-    return tensor.shard_dim < tensor.dim() - len(over)
+def _norm_is_local(tensor: Tensor, over: Any) -> TypeGuard[ShardedTensor]:
+    """Return whether a tensor is sharded, but not along the normalized dimensions."""
+    return is_sharded(tensor) and tensor.shard_dim < tensor.dim() - len(over)
 
 
 def _sharded_like(tensor: ShardedTensor, part: Tensor) -> Tensor:
@@ -404,16 +405,6 @@ def _sharded_like(tensor: ShardedTensor, part: Tensor) -> Tensor:
 
 
 _aten = torch.ops.aten
-_VIEW_OPS = (
-    _aten.transpose, _aten.permute, _aten.t, _aten.unsqueeze, _aten.squeeze, _aten.slice, _aten.select, _aten.alias,
-    _aten.detach,
-)  # fmt: skip
-_RESHAPE_OPS = (_aten.view, _aten._unsafe_view)
-_COPY_OPS = (_aten.clone, _aten._to_copy)
-_NEW_TENSOR_OPS = (
-    _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like,
-    _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty, _aten.new_empty_strided,
-)  # fmt: skip
 
 
 def from_local(part: Tensor, group: TensorParallelGroup, width: int) -> Tensor:
@@ -498,7 +489,6 @@ def _reshape_rule(func: Any, args: Any, kwargs: Any) -> Any:
     place = next(found, None)
     if place is None:
         return None
-
     return _viewed_as(func, tensor, claim, place)
 
 
@@ -508,7 +498,6 @@ def _expand_rule(func: Any, args: Any, kwargs: Any) -> Any:
     place = claim.dim() - tensor.dim() + tensor.shard_dim
     if claim.shape[place] != tensor.shape[tensor.shard_dim] or claim.shape[place] == 1:
         return None
-
     return _viewed_as(func, tensor, claim, place)
 
 
@@ -521,8 +510,7 @@ def _viewed_as(func: Any, tensor: ShardedTensor, claim: Tensor, place: int) -> S
 def _copy_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """A copy of another type or memory order."""
     (tensor, *_), claim = args, _global_meta(func, args, kwargs)
-    moved = kwargs.get("device") not in (None, tensor.device) or not claim.is_floating_point()
-    if moved:
+    if kwargs.get("device") not in (None, tensor.device) or not claim.is_floating_point():
         return None
     return tensor.like(func(tensor.local, *args[1:], **kwargs), claim)
 
@@ -560,8 +548,8 @@ def _in_place_rule(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
     if not is_sharded(tensor):
         return None
-    given = [_local_operand(tensor, each) if isinstance(each, Tensor) else each for each in rest]
-    if any(each is None and other is not None for each, other in zip(given, rest, strict=True)):
+    given = _local_operands(tensor, rest)
+    if given is None:
         return None
     func(tensor.local, *given, **kwargs)
     return tensor
@@ -577,40 +565,43 @@ def _reduction_rule(func: Any, args: Any, kwargs: Any) -> Any:
     if tensor.shard_dim in over:
         return tensor.shard_storage.group.all_reduce(made)
     kept = len(args) > 2 and args[2]
-    return tensor.like(
-        made,
-        _global_meta(func, args, kwargs),
-        tensor.shard_dim - (0 if kept else sum(each < tensor.shard_dim for each in over)),
-    )
+    along = tensor.shard_dim - (0 if kept else sum(each < tensor.shard_dim for each in over))
+    return tensor.like(made, _global_meta(func, args, kwargs), along)
 
 
 def _select_backward_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """Backward of select and slice along another dimension than the sharded one."""
     gradient, sizes, dimension, *rest = args
-    along = gradient.shard_dim if func._overloadpacket is _aten.slice_backward else None
-    dimension %= len(sizes)
-    if along is None:
-        along = gradient.shard_dim + (dimension <= gradient.shard_dim)
+    dimension, along = dimension % len(sizes), gradient.shard_dim
+    if func._overloadpacket is _aten.select_backward:
+        along += dimension <= along
     if along == dimension:
         return None
     part = _with_size(sizes, along, gradient.local_range[1])
     return gradient.like(func(gradient.local, part, dimension, *rest), _global_meta(func, args, kwargs), along)
 
 
-_RULES: Mapping[Any, Callable[[Any, Any, Any], Any]] = {
-    **dict.fromkeys(_VIEW_OPS, _view_rule),
-    **dict.fromkeys(_RESHAPE_OPS, _reshape_rule),
-    _aten.expand: _expand_rule,
-    _aten.index_select: _index_select_rule,
-    **dict.fromkeys(_COPY_OPS, _copy_rule),
-    **dict.fromkeys(_NEW_TENSOR_OPS, _new_tensor_rule),
-    **dict.fromkeys((_aten.slice_backward, _aten.select_backward), _select_backward_rule),
-    **dict.fromkeys((_aten.nll_loss_forward, _aten.nll_loss2d_forward), _nll_loss),
-    **dict.fromkeys((_aten.nll_loss_backward, _aten.nll_loss2d_backward), _nll_loss_backward),
-    **dict.fromkeys((_aten.native_layer_norm, _aten._fused_rms_norm), _layer_norm_rule),
-    **dict.fromkeys((_aten.native_layer_norm_backward, _aten._fused_rms_norm_backward), _layer_norm_backward),
-    _aten.native_dropout: _dropout_rule,
-    **dict.fromkeys((_aten.sum, _aten.mean), _reduction_rule),
-    _aten._log_softmax: _log_softmax_rule,
-    _aten._log_softmax_backward_data: _log_softmax_backward,
-}
+_OPS: Mapping[Callable[[Any, Any, Any], Any], Sequence[Any]] = {
+    _view_rule: (
+        _aten.transpose, _aten.permute, _aten.t, _aten.unsqueeze, _aten.squeeze, _aten.slice, _aten.select, _aten.alias,
+        _aten.detach,
+    ),
+    _reshape_rule: (_aten.view, _aten._unsafe_view),
+    _expand_rule: (_aten.expand,),
+    _index_select_rule: (_aten.index_select,),
+    _copy_rule: (_aten.clone, _aten._to_copy),
+    _new_tensor_rule: (
+        _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.empty_like, _aten.new_zeros, _aten.new_ones,
+        _aten.new_full, _aten.new_empty, _aten.new_empty_strided,
+    ),
+    _select_backward_rule: (_aten.slice_backward, _aten.select_backward),
+    _nll_loss: (_aten.nll_loss_forward, _aten.nll_loss2d_forward),
+    _nll_loss_backward: (_aten.nll_loss_backward, _aten.nll_loss2d_backward),
+    _layer_norm_rule: (_aten.native_layer_norm, _aten._fused_rms_norm),
+    _layer_norm_backward: (_aten.native_layer_norm_backward, _aten._fused_rms_norm_backward),
+    _dropout_rule: (_aten.native_dropout,),
+    _reduction_rule: (_aten.sum, _aten.mean),
+    _log_softmax_rule: (_aten._log_softmax,),
+    _log_softmax_backward: (_aten._log_softmax_backward_data,),
+}  # fmt: skip
+_RULES = {op: rule for rule, ops in _OPS.items() for op in ops}
