@@ -103,11 +103,7 @@ def check_replicas(
 
 
 def _compared_entries(replica: TorchReplica) -> tuple[_Entries, _Entries]:
-    """Return all that replicas must agree in: what is not divided, and what is.
-
-    Raises:
-        CheckpointError: the optimizer keeps something that cannot be saved.
-    """
+    """Return all that replicas must agree in: what is not divided, and what is. Raises CheckpointError."""
     held = host_state.state_of(replica)
     plain = {(_GROUP, f"{number}: {key}"): text for number, key, text in _settings(replica)}
     whole: _Entries = {**plain, ("scale", "of the losses"): repr(held.scale)}
@@ -161,14 +157,11 @@ def _hash(text: str) -> int:
 def _numbers(tensors: Iterable[Tensor]) -> list[int]:
     """Return digests of tensors; each device is waited for once."""
     sums = [tensor_digest(tensor) for tensor in tensors]
-    by_device: dict[torch.device, list[int]] = {}
-    for number, one in enumerate(sums):
-        by_device.setdefault(one.device, []).append(number)
-    found = [0] * len(sums)
-    for places in by_device.values():
-        for place, value in zip(places, torch.cat([sums[place] for place in places]).tolist(), strict=True):
-            found[place] = value
-    return found
+    found: dict[int, int] = {}
+    for device in {one.device for one in sums}:
+        places = [place for place, one in enumerate(sums) if one.device == device]
+        found |= zip(places, torch.cat([sums[place] for place in places]).tolist(), strict=True)
+    return [found[place] for place in range(len(sums))]
 
 
 # --- Digests ----------------------------------------------------------------------------------------------------------

@@ -202,11 +202,7 @@ def export(model: nn.Module, path: str) -> None:
 
 
 def _part_headers(reader: StateReader, wanted: _WantedSlices | None, own: ModelPart) -> Mapping[ModelPart, _Header]:
-    """Return headers of the parts to read: the rank's own first, and alone where that suffices.
-
-    Raises:
-        CheckpointError: a part is missing, or they are of different states.
-    """
+    """Return headers of the parts to read: the rank's own first, and alone where that suffices."""
     parts = _parts(reader)
     known: dict[ModelPart, _Header] = {part: _read_header(reader, part) for part in parts if part == own}
     if known and (len(parts) == 1 or (wanted is not None and _part_suffices(known[own], wanted))):

@@ -7,17 +7,17 @@ in them, and shards the sum at the end (ZeRO-2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.distributed.mesh_groups import MeshGroups
 from trainwright.strategies.torch.shard_layout import hook_problem, is_dtensor
 from trainwright.strategies.torch.torch_compat import FsdpState, forget_gradient, reduce_unused_parameters
 from trainwright.strategies.torch.training.model_blocks import repeated_blocks
@@ -128,13 +128,13 @@ class StageShards:
         """Keep only this rank's parts."""
         reshard_model(self._stage)
 
-    def reduce(self, replica: TorchReplica, place: MeshGroups) -> None:
-        """Reduce gradients: each parameter gets this rank's part of the mean, or none where no rank has one."""
+    def reduce(self, replica: TorchReplica, groups: Sequence[ProcessGroup]) -> None:
+        """Give each parameter this rank's part of the mean gradient over some groups; none where no rank has one."""
         named = [(one, one.sharded_param) for one in self._each() if one.sharded_param in replica.names]
         flags = [one.unsharded_param.grad is not None for one, _ in named]
         used = torch.tensor(flags, dtype=torch.float32, device=replica.device)
-        for group in place.data_groups:
-            distributed.all_reduce(used, group=group)
+        for each in groups:
+            distributed.all_reduce(used, group=each)
         for group in self._groups:
             group.post_backward()
         self._root.finish_backward()

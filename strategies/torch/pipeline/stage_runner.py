@@ -99,7 +99,7 @@ class StageRunner(MeshRunner):
         if self.shards is None:
             super().reduce(replica)
         else:
-            self.shards.reduce(replica, self.place)
+            self.shards.reduce(replica, self.others)
         for parameter, group, _ in self.shared:  # after the replicas, so that all copies come to the same bits
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -482,6 +482,9 @@ def _sharding_mismatch(
 ) -> str:
     """Return why ranks cannot run an operation on their parts; empty where they can."""
     shape, dimension = next((shape, each) for shape, each in given if each is not None)
+    pointwise, attention = torch.Tag.pointwise in whole.func.tags, _is_fused_attention(packet)
+    if (packet in _BATCHED_PRODUCTS or attention or pointwise) and _plain_arguments(whole) != _plain_arguments(part):
+        return "computes with the size of a part"
     if packet in _VIEW_OPS:
         after = _sharded_dim(whole.made[0], part.made[0], degree)
         slowest = math.prod(shape[:dimension]) == math.prod(whole.made[0][:after])  # of the numbers that it is seen in
@@ -492,26 +495,18 @@ def _sharding_mismatch(
         if along % max(len(shape), 1) != dimension:
             return ""
         return "" if packet in _SLICE_OPS and whole.made == (shape,) else "picks from what is divided"
-    if (packet in _BATCHED_PRODUCTS or _is_fused_attention(packet)) and _plain_arguments(whole) != _plain_arguments(
-        part
-    ):
-        return "computes with the size of a part"
     if packet in _BATCHED_PRODUCTS:
         factors = given[_BATCHED_PRODUCTS[packet] :][:2]
         return "" if [each for _, each in factors] == [0, 0] else "adds up over what is divided"
-    if _is_fused_attention(packet):
+    if attention:
         return "" if {each for _, each in given[:3]} == {1} else "attends over what is divided"
     if packet in _NORM_OPS:
         over = len(whole.given[_NORM_OPS[packet]])
         return "" if dimension is not None and dimension < len(shape) - over else "is over all that is divided"
-    if torch.Tag.pointwise not in whole.func.tags and packet not in _ELEMENTWISE_OPS:
-        return "is not known to work on a part"
-    if torch.Tag.pointwise in whole.func.tags:
-        if len({len(one) - each for one, each in given if each is not None}) > 1:
-            return "brings different dimensions together"
-        if _plain_arguments(whole) != _plain_arguments(part):
-            return "computes with the size of a part"
-    return ""
+    if pointwise:
+        places = {len(one) - each for one, each in given if each is not None}
+        return "" if len(places) == 1 else "brings different dimensions together"
+    return "" if packet in _ELEMENTWISE_OPS else "is not known to work on a part"
 
 
 def _is_fused_attention(packet: Any) -> bool:
