@@ -20,8 +20,13 @@ from trainwright.strategies.torch.shard_layout import (
     is_dtensor,
     to_local,
 )
-from trainwright.strategies.torch.training.local_state import LocalState
-from trainwright.strategies.torch.training.train_state import LossScale, TorchReplica, group_settings, set_group_option
+from trainwright.strategies.torch.training.train_state import (
+    LocalState,
+    LossScale,
+    TorchReplica,
+    group_settings,
+    set_group_option,
+)
 
 OptimizerSlots = dict[str, dict[str, Any]]
 _PREVIOUS_WEIGHTS = "weights_before"  # among the optimizer's state of a parameter: the version before the last step

@@ -22,12 +22,12 @@ from trainwright.strategies.torch.tracing.call_trace import (
     ForwardFunction,
     ForwardRoute,
     ForwardTracer,
+    MetaValueMode,
     ValueKey,
     WatchedModel,
     meta_copy,
     meta_tensor,
 )
-from trainwright.strategies.torch.tracing.meta_values import MetaValueMode
 from trainwright.strategies.torch.training.objective import evaluation_mode
 
 _HeldNumber = tuple[nn.Module, str, int]  # a number, and where a module holds it

@@ -14,7 +14,7 @@ from trainwright.strategies.torch.pipeline.p2p import Direction, StageLinks
 from trainwright.strategies.torch.pipeline.split import SplitModel
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import full_tensor
 from trainwright.strategies.torch.training.objective import MicroBatchShare
-from trainwright.strategies.torch.training.phase_timer import PhaseTimer
+from trainwright.strategies.torch.training.train_state import PhaseTimer
 
 
 @dataclass(kw_only=True)
