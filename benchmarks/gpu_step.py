@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import trainwright as tw
 from trainwright.core.cluster import ACCELERATORS, Accelerator, find_accelerator
-from trainwright.strategies.torch.profiling.device_probe import probe
+from trainwright.strategies.torch.profiling import probe
 from trainwright.worker.worker import Worker
 from trainwright.worker.worker_config import WorkerConfig
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 
-from trainwright.core.engine import Engine
+from trainwright.core.engine import Engine, ModelSpec
 from trainwright.core.frameworks import load_module
 from trainwright.core.plan import Plan
+from trainwright.core.topology import Generation, Group, Peer
 from trainwright.strategies.search.registry import STRATEGIES as STRATEGIES
 from trainwright.strategies.search.registry import strategies_for as strategies_for
 
@@ -23,7 +24,8 @@ _MOVED = {
     "tensorflow.parameter_server:ParameterServer": "tensorflow.ps.parameter_server:TensorFlowParameterServer",
     "tensorflow.ps.parameter_server:ParameterServer": "tensorflow.ps.parameter_server:TensorFlowParameterServer",
     "torch.data_parallel": "torch.engines.data_parallel",
-    "torch.one_device": "torch.engines.one_device",
+    "torch.engines.one_device": "torch.engines.base",
+    "torch.one_device": "torch.engines.base",
     "torch.parameter_server": "torch.engines.parameter_server",
     "torch.pipeline": "torch.engines.pipeline",
     "torch.sharded": "torch.engines.fsdp",
@@ -51,4 +53,22 @@ def engine_class(plan: Plan) -> type[Engine]:
         os.environ["TPU_NAME"] = plan.tpu
     module, name = plan.engine.split(":")
     engine: type[Engine] = getattr(load_module(module), name)
+    return engine
+
+
+def single_rank_engine(spec: ModelSpec, plan: Plan, *, guest: bool = False) -> Engine:
+    """Return an engine with one rank and its model, on the device of the plan.
+
+    Args:
+        spec: the model and the job's functions.
+        plan: of one rank.
+        guest: leave the number of threads of this process as it is.
+    """
+    engine = engine_class(plan)()
+    alone = Generation(token=0, number=0)
+    peer = Peer(rank=0, address=engine.reserve(alone, "worker"))
+    devices = ("cuda:0",) if plan.placement.accelerator == "GPU" else ("cpu",)
+    threads = 0 if guest else plan.placement.threads
+    engine.form(Group(generation=alone, rank=0, peers=(peer,), devices=devices, threads=threads))
+    engine.build(spec, plan)
     return engine

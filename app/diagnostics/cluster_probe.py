@@ -21,7 +21,7 @@ from trainwright.core.errors import StorageError
 from trainwright.diagnostics.machine_probe import ProbeOptions, code_digest, probe_machine
 from trainwright.diagnostics.node_facts import ClusterFacts, LinkMeasurement, MachineFacts, UnreachableNode
 from trainwright.diagnostics.storage_probe import delete_marks, read_marks, write_mark
-from trainwright.strategies.common.host_address import bind_socket, own_host
+from trainwright.strategies.common.socket_transport import bind_socket, own_host
 
 _LINK_TIMEOUT_S = 30.0  # for one measurement, with Ray's own time
 _LOST_REMEDY = (

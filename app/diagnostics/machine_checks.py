@@ -26,7 +26,7 @@ from trainwright.diagnostics.node_facts import (
     Software,
     StorageResult,
 )
-from trainwright.strategies.common.host_address import LOOPBACK
+from trainwright.strategies.common.socket_transport import LOOPBACK
 
 _SLOW_STORE_S = 1.0
 _GPU_MEMORY_IN_USE = 0.1  # share of a GPU's memory that other processes may use

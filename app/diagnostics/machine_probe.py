@@ -39,7 +39,7 @@ from trainwright.diagnostics.node_facts import (
     Software,
 )
 from trainwright.diagnostics.storage_probe import probe_data_paths, probe_storage
-from trainwright.strategies.common.host_address import LOOPBACK, own_host
+from trainwright.strategies.common.socket_transport import LOOPBACK, own_host
 
 
 @dataclass(frozen=True, kw_only=True)

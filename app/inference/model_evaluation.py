@@ -19,7 +19,7 @@ from trainwright.inference.inference_plan import plan_on_cluster, trained_plan
 from trainwright.planning.planner import choose
 from trainwright.planning.profiler import profile_job
 from trainwright.storage.checkpoint_selection import checkpoints_of, load_newest, with_checkpoint
-from trainwright.strategies.common.single_rank import single_rank_engine
+from trainwright.strategies import single_rank_engine
 
 
 def evaluate(job: Job, step: int | None = None, *, here: bool = False, verbose: bool = False) -> dict[str, float]:

@@ -30,7 +30,7 @@ from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.inference.prediction_files import Range, concatenate_outputs, part_table
 from trainwright.storage.checkpoints import CheckpointReader, read_manifest
 from trainwright.storage.object_store import Store
-from trainwright.strategies.common.single_rank import single_rank_engine
+from trainwright.strategies import single_rank_engine
 from trainwright.worker.worker_config import unpickle_job
 
 OutputTransform = Callable[[Columns], Columns]

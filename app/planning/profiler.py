@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 # A framework's models are told by the modules of their classes; the module named here profiles and loads them.
 _FRAMEWORKS = {
     "keras.src.backend.tensorflow": "trainwright.strategies.tensorflow.training.keras_profile",
-    "torch.nn": "trainwright.strategies.torch.profiling.model_profile",
+    "torch.nn": "trainwright.strategies.torch.profiling",
 }
 
 
@@ -172,5 +172,5 @@ def _benchmark(kind: str, resource: str) -> Accelerator:
 
 
 def _run_benchmark(kind: str, device: str) -> Accelerator:
-    measured: Accelerator = load_module("trainwright.strategies.torch.profiling.device_probe").probe(kind, device)
+    measured: Accelerator = load_module("trainwright.strategies.torch.profiling").probe(kind, device)
     return measured

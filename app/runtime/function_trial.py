@@ -43,8 +43,7 @@ from trainwright.datasets.first_row import first_row
 from trainwright.planning.decision import Decision
 from trainwright.planning.job_preparation import PreparedJob
 from trainwright.planning.profiler import build_model, framework_of, profiler_of
-from trainwright.strategies import STRATEGIES, engine_class
-from trainwright.strategies.common.single_rank import single_rank_engine
+from trainwright.strategies import STRATEGIES, engine_class, single_rank_engine
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss
 from trainwright.worker.worker_config import pickle_job, unpickle_job
 

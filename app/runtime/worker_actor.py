@@ -34,7 +34,7 @@ from trainwright.core.topology import Generation, Group
 from trainwright.driver.messages import CallFailure, CallFailureKind, MemoryCheckpoint, SurvivingWorker
 from trainwright.runtime.takeover import NAMESPACE, DriverWatchdog, TakeoverAnswer, memory_store_name
 from trainwright.storage.memory_checkpoints import FetchFile, MemoryCheckpointStore
-from trainwright.strategies.common.host_address import set_own_host
+from trainwright.strategies.common.socket_transport import set_own_host
 from trainwright.worker.interruption import PreemptionNotices
 from trainwright.worker.print_capture import PrintCapture
 from trainwright.worker.worker import Worker

@@ -55,9 +55,7 @@ def _propose_data_parallel(strategy: Strategy, request: PlanRequest) -> Proposal
     yield replicas_plan(strategy, request)
 
 
-ONE_DEVICE = Strategy(
-    name="one_device", engines={"torch": f"{_ENGINES}.one_device:OneDevice"}, propose=_propose_one_device
-)
+ONE_DEVICE = Strategy(name="one_device", engines={"torch": f"{_ENGINES}.base:OneDevice"}, propose=_propose_one_device)
 DATA_PARALLEL = Strategy(
     name="data_parallel", engines={"torch": f"{_ENGINES}.data_parallel:DataParallel"}, propose=_propose_data_parallel
 )

@@ -21,7 +21,6 @@ from trainwright.core.engine import ModelSpec, StateReader, StateSnapshot, State
 from trainwright.core.errors import PeerLost
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Generation, Group, Role, StateTag, StateTransfer
-from trainwright.strategies.common.host_address import bind_socket, own_host
 from trainwright.strategies.common.socket_transport import (
     HANDSHAKE_S,
     LOST_PEER_REMEDY,
@@ -29,7 +28,9 @@ from trainwright.strategies.common.socket_transport import (
     FramedConnection,
     SocketListener,
     accept_member,
+    bind_socket,
     join_group,
+    own_host,
 )
 from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine
 

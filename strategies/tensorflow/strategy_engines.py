@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from trainwright.core.errors import JobError
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role
-from trainwright.strategies.common.host_address import bind_socket, own_host
+from trainwright.strategies.common.socket_transport import bind_socket, own_host
 from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine, device_names
 
 _TF_CONFIG = "TF_CONFIG"

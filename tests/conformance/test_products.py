@@ -67,7 +67,7 @@ def world_of(
 ) -> tuple[World, list[Any]]:
     """Processes of a layout, and feeds of a batch that does not divide, in two micro-batches."""
     mesh, schedule, zero, _ = PRODUCTS.get(name, (Mesh(), "", 0, 1.0))
-    engine = f"{ENGINE}.engines.one_device:OneDevice" if name == "one" else engine_of(mesh)
+    engine = f"{ENGINE}.engines.base:OneDevice" if name == "one" else engine_of(mesh)
     problem = replace(PROBLEMS["ragged"], steps=steps, dtype=dtype)
     plan = problems.plan_of(problem, engine, mesh.size, 1, "collective")
     cuts = ("blocks.1",) if mesh.pipeline > 1 else ()

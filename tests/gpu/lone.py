@@ -20,7 +20,7 @@ from trainwright.core.topology import Generation, Group, Peer
 GPU, CPU = os.environ.get(STAND_IN, "cuda:0"), "cpu"
 TORCH = "trainwright.strategies.torch"
 ONE_DEVICE, PARALLEL = (
-    f"{TORCH}.engines.one_device:OneDevice",
+    f"{TORCH}.engines.base:OneDevice",
     f"{TORCH}.engines.data_parallel:DataParallel",
 )  # over NCCL on a GPU
 GENERATION = Generation(token=1, number=1)

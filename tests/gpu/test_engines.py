@@ -18,7 +18,7 @@ from tests.support.conformance.problems import PROBLEMS, Problem
 from tests.support.conformance.server_processes import Served
 from trainwright.core.data import STEP_PHASES, MetricSums
 from trainwright.core.engine import ModelSpec
-from trainwright.strategies.torch.training.phase_timer import EVERY, FIRST
+from trainwright.strategies.torch.training.train_state import PhaseTimer
 
 pytestmark = pytest.mark.gpu
 
@@ -110,10 +110,10 @@ def test_a_compiled_model_is_near() -> None:
 
 @pytest.mark.gpu(stand_in=False)  # a CPU is timed in every step
 def test_phases_are_told_in_the_step_after_those_that_are_timed() -> None:
-    problem: Problem = replace(ATTENTIVE, steps=FIRST + EVERY + 3)
+    problem: Problem = replace(ATTENTIVE, steps=PhaseTimer.FIRST + PhaseTimer.EVERY + 3)
     reports = trained(Task.of(problem, spec=replace(WIDE, total_steps=problem.steps)), GPU).reports
     told = {number: report.phases for number, report in enumerate(reports) if report.phases is not None}
-    assert [*told] == [FIRST + 1, FIRST + EVERY + 1]
+    assert [*told] == [PhaseTimer.FIRST + 1, PhaseTimer.FIRST + PhaseTimer.EVERY + 1]
     for phases in told.values():
         assert phases.keys() == {"forward", "backward", "optimizer"} <= set(STEP_PHASES)
         assert all(0 < seconds < 10 for seconds in phases.values())

@@ -18,8 +18,7 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.strategies.cost_model.machine_model import EFFICIENCIES
 from trainwright.strategies.cost_model.memory_estimate import stage_memory
-from trainwright.strategies.torch.profiling.device_probe import probe
-from trainwright.strategies.torch.profiling.model_profile import profile_model
+from trainwright.strategies.torch.profiling import probe, profile_model
 
 pytestmark = pytest.mark.gpu(stand_in=False)
 

@@ -13,7 +13,7 @@ from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.core.topology import Generation, Group, Peer
-from trainwright.strategies.torch.engines.one_device import OneDevice
+from trainwright.strategies.torch.engines.base import OneDevice
 
 GENERATION = Generation(token=1, number=1)
 

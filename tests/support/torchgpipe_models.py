@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.model_profile import LayerCost, ModelProfile
-from trainwright.strategies.torch.profiling.model_profile import profile_model
+from trainwright.strategies.torch.profiling import profile_model
 from trainwright.strategies.torch.tracing.op_trace import count_elements
 
 Pair = tuple[Tensor, Tensor]

@@ -10,7 +10,7 @@ import pytest
 TRAINED = """
 import sys, torch
 from trainwright.strategies.torch.engines import data_parallel
-from trainwright.strategies.torch.profiling import model_profile as profile
+from trainwright.strategies.torch import profiling
 from trainwright.strategies.torch.training.objective import BackwardRoots
 from torch.distributed import HashStore, destroy_process_group, init_process_group
 

@@ -14,7 +14,7 @@ import trainwright as tw
 from trainwright.core.model_profile import ModelProfile
 from trainwright.planning.code_fingerprint import CodeFingerprints
 from trainwright.strategies.tensorflow.training.keras_profile import profile_model
-from trainwright.strategies.torch.profiling.model_profile import profile_model as profile_torch
+from trainwright.strategies.torch.profiling import profile_model as profile_torch
 
 NUMBERS = ("parameters", "flops", "output_numbers", "kept_numbers", "traffic_numbers", "matmuls", "launches")
 layers = keras.layers

@@ -246,7 +246,7 @@ def order_of(folder: Path, data: tw.datasets.Dataset, **changes: Any) -> Predict
     )
     job = tw.Job(name="n", model=Net, optimizer=adam, loss=loss, inputs="x", train=data, batch_size=4)
     fields: dict[str, Any] = {
-        "job": pickle_job(job), "plan": plan(engine="trainwright.strategies.torch.engines.one_device:OneDevice"),
+        "job": pickle_job(job), "plan": plan(engine="trainwright.strategies.torch.engines.base:OneDevice"),
         "index": data.index(), "outputs": (), "keep": ("id",), "batch_size": 4,
         "weights": CheckpointWeights(
             runs=store, run="n", checkpoint=CheckpointRef(step=0, path="checkpoints/00000000-1", manifest_sha256=sums)

@@ -14,7 +14,7 @@ import torch
 
 from trainwright.core.errors import PeerLost
 from trainwright.core.topology import Address, Generation, Group, Peer
-from trainwright.strategies.common import host_address
+from trainwright.strategies.common import socket_transport
 from trainwright.strategies.torch.distributed import process_group as membership
 
 STORES = {"one host": ("127.0.0.2", "127.0.0.1"), "two hosts": ("127.0.0.3", "127.0.0.2")}
@@ -26,7 +26,7 @@ def nobody_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a new process."""
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(host_address, "_told", [])
+    monkeypatch.setattr(socket_transport, "_told", [])
     yield
 
 
@@ -37,11 +37,11 @@ def member(*addresses: str) -> Group:
 
 
 def test_who_is_told_where_it_is_reached_asks_no_route() -> None:
-    assert host_address.own_host()
-    host_address.set_own_host("10.78.0.3")
-    assert host_address.own_host() == "10.78.0.3"
-    host_address.set_own_host("10.78.0.4")
-    assert host_address.own_host() == "10.78.0.4"
+    assert socket_transport.own_host()
+    socket_transport.set_own_host("10.78.0.3")
+    assert socket_transport.own_host() == "10.78.0.3"
+    socket_transport.set_own_host("10.78.0.4")
+    assert socket_transport.own_host() == "10.78.0.4"
 
 
 def test_collectives_use_the_interface_of_the_address_that_peers_know() -> None:
@@ -72,7 +72,7 @@ def reaches(host: str, port: int) -> bool:
 @pytest.mark.parametrize(("other", "where"), list(STORES.values()), ids=list(STORES))
 def test_the_store_of_torch_listens_where_its_ranks_are_and_nowhere_else(other: str, where: str) -> None:
     """`127.0.0.2` stands for this node's address on the cluster's network, `127.0.0.3` for another node's."""
-    host_address.set_own_host("127.0.0.2")
+    socket_transport.set_own_host("127.0.0.2")
     first = membership.ProcessGroupHandle()
     port, known = first.reserve().port, ("127.0.0.2", other)
     group = Group(

@@ -20,7 +20,7 @@ from trainwright.driver.driver_state import GroupMember
 from trainwright.driver.dynamic_members import group_for
 from trainwright.driver.run_policy import RunPolicy
 from trainwright.driver.state_machine import begin_run
-from trainwright.strategies.common import host_address, shared_memory, socket_transport
+from trainwright.strategies.common import shared_memory, socket_transport
 from trainwright.strategies.common.socket_transport import ConnectionCanceller
 from trainwright.strategies.ps.client_connection import ServerConnection, connect_to_server
 from trainwright.strategies.ps.server_connections import FrameHeader, FrameKind
@@ -138,7 +138,7 @@ def test_each_generation_of_each_driver_has_a_key_that_nothing_shows() -> None:
 
 
 def test_a_chief_of_tensorflow_seats_members_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_address, "_told", ["127.0.0.1"])
+    monkeypatch.setattr(socket_transport, "_told", ["127.0.0.1"])
     seats = MemberRegistry()
     peers = tuple(Peer(rank=rank, address=seats.address) for rank in range(2))
     group = Group(generation=Generation(token=1, number=1), rank=0, peers=peers, key=KEY, deadline_s=20.0)

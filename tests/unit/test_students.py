@@ -25,7 +25,7 @@ from trainwright.strategies.distillation.distillation_loss import DistillationLo
 from trainwright.strategies.distillation.divergences import tensor_ops_for
 from trainwright.strategies.distillation.multi_student import StudentModels, unwrap_student
 from trainwright.strategies.torch.checkpoint.safetensors_files import export, take_weights
-from trainwright.strategies.torch.profiling.model_profile import profile_model
+from trainwright.strategies.torch.profiling import profile_model
 
 WIDE = torch.float64
 TARGETS = ("y", "teacher.big", "teacher.big/middle")

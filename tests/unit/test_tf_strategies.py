@@ -308,6 +308,7 @@ def test_other_strategies_send_a_keras_model_on_tpus_to_its_own() -> None:
         ("tensorflow.ps.parameter_server:ParameterServer", "tensorflow.ps.parameter_server:TensorFlowParameterServer"),
         ("tensorflow.fit:FitMirrored", "tensorflow.keras_fit:FitMirrored"),
         ("tensorflow.tpu:TPU", "tensorflow.tpu:TPU"),
+        ("torch.engines.one_device:OneDevice", "torch.engines.base:OneDevice"),
     ],
 )
 def test_engines_of_older_runs_have_their_names_of_today(stored: str, now: str) -> None:

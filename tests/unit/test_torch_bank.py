@@ -20,7 +20,7 @@ from trainwright.strategies.ps.parameter_shards import GradientPush
 from trainwright.strategies.ps.update_admission import UpdateAdmission
 from trainwright.strategies.torch.checkpoint import host_state, safetensors_files
 from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
-from trainwright.strategies.torch.ps.parameter_transfer import GradientSender, tensor_pieces
+from trainwright.strategies.torch.ps.parameter_worker import GradientSender, tensor_pieces
 from trainwright.strategies.torch.ps.shard_store import ServedReplica, TorchShardStore, server_shards
 from trainwright.strategies.torch.shard_layout import ModelPart
 

@@ -17,8 +17,8 @@ from trainwright.core.engine import Collation, Pad
 from trainwright.core.errors import DataError, JobError
 from trainwright.core.topology import Capabilities
 from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights
-from trainwright.strategies.torch.engines.one_device import OneDevice
-from trainwright.strategies.torch.profiling.model_profile import profile_model
+from trainwright.strategies.torch.engines.base import OneDevice
+from trainwright.strategies.torch.profiling import profile_model
 from trainwright.strategies.torch.training.batch_tensors import to_tensor
 
 WORDS, WIDTH, CLASSES = 11, 4, 3

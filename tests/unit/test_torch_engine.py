@@ -34,7 +34,7 @@ from tests.support.torch_engines import (
 from trainwright.core.data import Batch, Feed, Terms, fold_seed
 from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
 from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights
-from trainwright.strategies.torch.engines.one_device import OneDevice
+from trainwright.strategies.torch.engines.base import OneDevice
 
 
 def test_a_plain_loop_gives_the_same_parameters() -> None:

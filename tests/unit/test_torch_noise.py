@@ -17,7 +17,8 @@ from tests.support.torch_engines import Net, batch, double, feed, loss, one_devi
 from trainwright.core import data
 from trainwright.core.data import SAMPLE_EVERY_EARLY, Batch, Feed, GradientScatter, StepReport
 from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights
-from trainwright.strategies.torch.training import phase_timer
+from trainwright.strategies.torch.training import train_state
+from trainwright.strategies.torch.training.train_state import PhaseTimer
 
 SAMPLED = SAMPLE_EVERY_EARLY - 1  # the first step that is
 
@@ -187,9 +188,9 @@ class Event:
 
 
 def test_on_a_gpu_events_of_some_steps_are_read_in_the_step_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phase_timer, "_event", Event)
-    timer, found = phase_timer.PhaseTimer(torch.device("cuda")), {}
-    for step in range(phase_timer.FIRST + phase_timer.EVERY + 2):
+    monkeypatch.setattr(train_state, "_event", Event)
+    timer, found = PhaseTimer(torch.device("cuda")), {}
+    for step in range(PhaseTimer.FIRST + PhaseTimer.EVERY + 2):
         timer.begin(step)
         for reduced in (False, True):
             timer.forward()
@@ -200,5 +201,5 @@ def test_on_a_gpu_events_of_some_steps_are_read_in_the_step_after(monkeypatch: p
         assert timer.own_s is None
     known = {step: phases for step, phases in found.items() if phases}
     expected = pytest.approx({"forward": 0.004, "backward": 0.006, "wait": 0.002, "optimizer": 0.002})
-    assert known == {phase_timer.FIRST + 1: expected, phase_timer.FIRST + phase_timer.EVERY + 1: expected}
+    assert known == {PhaseTimer.FIRST + 1: expected, PhaseTimer.FIRST + PhaseTimer.EVERY + 1: expected}
     assert Event.made == 2 * 8

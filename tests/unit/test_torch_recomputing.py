@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.torch_engines import Net, batch, feed, one_device, plan, saved, spec
-from trainwright.strategies.torch.training.model_blocks import checkpoint_blocks
-from trainwright.strategies.torch.training.selective_recompute import SelectiveRecompute
+from trainwright.strategies.torch.training.model_blocks import SelectiveRecompute, checkpoint_blocks
 
 WIDE, ROWS, BLOCKS = 64, 32, 3
 HEADS, TOKENS = 4, 32

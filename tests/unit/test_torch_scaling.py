@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.torch_engines import Files, Net, batch, feed, loss, one_device, plan, saved, spec
 from trainwright.core.data import StepReport
 from trainwright.core.errors import JobError, NonFiniteLoss
-from trainwright.strategies.torch.engines.one_device import OneDevice
+from trainwright.strategies.torch.engines.base import OneDevice
 from trainwright.strategies.torch.training.train_state import LossScale
 
 HALF = plan(precision="fp16")

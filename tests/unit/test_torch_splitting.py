@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.support.conformance.language_model import HEADS, WIDTH, Attention, Language
 from tests.support.split_model import GIVEN, split
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.profiling.model_profile import profile_model
+from trainwright.strategies.torch.profiling import profile_model
 from trainwright.strategies.torch.tensor_parallel.layers import (
     TensorParallelGroup,
     TensorParallelPlan,

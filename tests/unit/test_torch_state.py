@@ -35,7 +35,7 @@ from trainwright.core.errors import CheckpointError, DataError, NonFiniteLoss
 from trainwright.strategies.torch.checkpoint import host_state
 from trainwright.strategies.torch.checkpoint import safetensors_files as files_module
 from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights, to_safetensors
-from trainwright.strategies.torch.profiling.model_profile import profile_model, take_weights
+from trainwright.strategies.torch.profiling import profile_model, take_weights
 from trainwright.strategies.torch.training import batch_tensors as batches
 
 
@@ -225,7 +225,7 @@ def test_a_profile_gives_operations_outside_layers_to_the_module_that_does_them(
 
 
 def test_a_model_that_cannot_be_traced_is_estimated(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="trainwright.strategies.torch.profiling.model_profile"):
+    with caplog.at_level("INFO", logger="trainwright.strategies.torch.profiling"):
         profile = profile_model(Weighing, {"x": np.zeros((1, 4), np.float32)}, ("x",))
     assert profile.flops == 2.0 * profile.parameters == 2.0 * 67
     assert "estimating operations from parameters" in caplog.text and "item()" in profile.untraced
@@ -240,7 +240,7 @@ def test_a_flow_that_depends_on_the_inputs_alone_is_followed() -> None:
 def test_importing_the_engines_imports_neither_ray_nor_tensorflow() -> None:
     code = (
         "import sys; import trainwright.strategies.torch as t; print('torch' in sys.modules);"
-        "import trainwright.strategies.torch.engines.data_parallel, trainwright.strategies.torch.engines.one_device;"
+        "import trainwright.strategies.torch.engines.data_parallel;"
         "print([name for name in ('ray', 'tensorflow', 'keras') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

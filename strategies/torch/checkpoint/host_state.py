@@ -14,8 +14,13 @@ from torch.serialization import safe_globals
 
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice, is_dtensor, to_local
-from trainwright.strategies.torch.training.local_state import LocalState
-from trainwright.strategies.torch.training.train_state import LossScale, TorchReplica, group_settings, set_group_option
+from trainwright.strategies.torch.training.train_state import (
+    LocalState,
+    LossScale,
+    TorchReplica,
+    group_settings,
+    set_group_option,
+)
 
 OptimizerSlots = dict[str, dict[str, Any]]
 _PREVIOUS_WEIGHTS = "weights_before"  # among the optimizer's state of a parameter: the version before the last step

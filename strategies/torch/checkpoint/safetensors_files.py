@@ -37,11 +37,12 @@ from trainwright.core.engine import StateReader, StateWriter
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
 from trainwright.strategies.torch.checkpoint.host_state import HostState, OptimizerSlots
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice
-from trainwright.strategies.torch.training.local_state import DataRank, LocalState, local_state_file
+from trainwright.strategies.torch.training.train_state import DataRank, LocalState
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _FILE, _STATE = "{}{}.safetensors", "state{}.json"
 MAX_FILE_BYTES, _READERS = 1 << 30, 4
+_LOCAL_FILE = re.compile(r"local-(\d+)-of-(\d+)\.safetensors")
 _PARTS = re.compile(r"state((?:\.(?:stage|shard|tensor|server)-\d+-of-\d+)*)\.json")
 _FORMAT = 2
 _Header = Mapping[str, Any]
@@ -176,8 +177,37 @@ def read_local(reader: StateReader, data_rank: DataRank) -> LocalState | None:
 
     None where the model is only evaluated, by another number of data ranks. Raises CheckpointError.
     """
-    name = local_state_file(reader, data_rank)
+    name = _local_state_file(reader, data_rank)
     return None if name is None else LocalState(data_rank=data_rank, tensors=_tensors(reader, [name]))
+
+
+def _local_state_file(reader: StateReader, data_rank: DataRank) -> str | None:
+    """Return the name of the file with a data rank's local state; None where it is not needed.
+
+    It is needed to continue training. Where the model is only evaluated, by another number of ranks than trained it,
+    all of them use that of data rank 0, which is in the model's state dict.
+
+    Raises:
+        CheckpointError: the checkpoint has none, or those of another number of data ranks.
+    """
+    if data_rank.file in reader.names():
+        return data_rank.file
+    if reader.weights_only:
+        return None
+    counts = {int(match[2]) for match in map(_LOCAL_FILE.fullmatch, reader.names()) if match}
+    if not counts:
+        raise CheckpointError(
+            "the checkpoint holds no local state: the job that wrote it had no local_state=",
+            where=data_rank.file,
+            remedy="leave local_state= out, or start a run under a new name",
+        )
+    wrote = max(counts)
+    raise CheckpointError(
+        f"the checkpoint holds the local state of {wrote} data ranks, and this run has {data_rank.ranks}: it cannot "
+        "be redistributed",
+        where=data_rank.file,
+        remedy=f"set workers={wrote}, or start a run under a new name",
+    )
 
 
 def load_weights(reader: StateReader) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trainwright.core.errors import PeerLost
 from trainwright.core.topology import Address, Group
-from trainwright.strategies.common.host_address import LOOPBACK, bind_with_loopback, own_host
+from trainwright.strategies.common.socket_transport import LOOPBACK, bind_with_loopback, own_host
 from trainwright.strategies.torch.torch_compat import process_groups, reset_group_count
 from trainwright.strategies.torch.torch_errors import clear_frames
 

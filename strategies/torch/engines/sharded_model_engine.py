@@ -18,7 +18,7 @@ from trainwright.core.topology import Group, StateTag, StateTransfer
 from trainwright.strategies.torch.checkpoint import host_state, replica_digests
 from trainwright.strategies.torch.checkpoint.host_state import HostState
 from trainwright.strategies.torch.distributed.mesh_groups import MeshGroups
-from trainwright.strategies.torch.engines.process_group_engine import ProcessGroupEngine
+from trainwright.strategies.torch.engines.data_parallel import ProcessGroupEngine
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice
 from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan
 from trainwright.strategies.torch.tensor_parallel.tensor_group import TensorParallelGroup

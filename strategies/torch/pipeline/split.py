@@ -29,12 +29,12 @@ from trainwright.strategies.torch.tracing.call_trace import (
     ForwardFunction,
     ForwardRoute,
     ForwardTracer,
+    MetaValueMode,
     ValueKey,
     WatchedModel,
     meta_copy,
     meta_tensor,
 )
-from trainwright.strategies.torch.tracing.meta_values import MetaValueMode
 from trainwright.strategies.torch.training.model_blocks import compile_blocks
 from trainwright.strategies.torch.training.objective import JobFunctions, evaluation_mode
 

@@ -21,6 +21,7 @@ from trainwright.strategies.cost_model.pipeline_schedules import Operation, stag
 from trainwright.strategies.torch.pipeline.p2p import StageLinks, StageMessages
 from trainwright.strategies.torch.pipeline.split import SplitModel
 from trainwright.strategies.torch.torch_compat import (
+    accumulate_gradients,
     backward_of_inputs,
     backward_of_parameters,
     graph_closure,
@@ -28,7 +29,7 @@ from trainwright.strategies.torch.torch_compat import (
     graph_node,
 )
 from trainwright.strategies.torch.torch_errors import TorchUserCode
-from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective, accumulate_gradients
+from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective
 from trainwright.strategies.torch.training.train_state import TorchReplica
 
 _AHEAD = 8  # operations whose messages are awaited at once: they come while others are computed, in fewer turns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,10 +16,13 @@ from trainwright.strategies.torch.distributed.fsdp_wrap import StageShards
 from trainwright.strategies.torch.distributed.mesh_groups import MeshGroups, MeshRunner
 from trainwright.strategies.torch.pipeline.stage_executor import StageExecutor
 from trainwright.strategies.torch.shard_layout import to_local
-from trainwright.strategies.torch.training.batch_tensors import copy_batch
 from trainwright.strategies.torch.training.objective import MicroBatchShare
 from trainwright.strategies.torch.training.train_state import TorchReplica
-from trainwright.strategies.torch.training.train_step import GradientNoiseProbe, micro_batches_of
+from trainwright.strategies.torch.training.train_step import (
+    GradientNoiseProbe,
+    micro_batches_of,
+    throwaway_micro_batches,
+)
 
 _SharedParameter = tuple[nn.Parameter, distributed.ProcessGroup, bool]
 
@@ -56,10 +59,7 @@ class StageRunner(MeshRunner):
 
     def rehearse(self, feed: Feed) -> None:
         """Run a step of weight 0 that leaves nothing behind."""
-        given = [
-            (micro, replace(share, batch=copy_batch(share.batch)))
-            for micro, share in micro_batches_of(feed, zero_weight=True)
-        ]
+        given = [*throwaway_micro_batches(feed)]
         replica = self.pipe.replica
         with replica.attempt(), random_state.preserve_generators(replica.device), self.objective.checking():
             if self.objective.caller.autocast:

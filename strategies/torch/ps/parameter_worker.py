@@ -1,37 +1,42 @@
-"""An asynchronous worker: it pulls parameters, computes a unit, and pushes the unit's gradients or local change."""
+"""An asynchronous worker: it pulls parameters, computes a unit, and pushes the unit's gradients or local change.
+
+In the last micro-batch of a unit, each gradient is written as soon as backward has computed it: the mean over the unit,
+in the memory that the transport sends from.
+
+Pulled parameters arrive in the model's order. A module waits for its own tensors before its forward, and each torch
+function for its arguments, since a forward can use tensors of another module.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from trainwright.core.data import Feed, StepReport
+from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
-from trainwright.core.topology import Consistency
+from trainwright.core.topology import Consistency, WorkUnit
 from trainwright.strategies.ps.lease_table import Grant
 from trainwright.strategies.ps.parameter_client import ParameterClient
-from trainwright.strategies.ps.parameter_shards import ParameterShard
+from trainwright.strategies.ps.parameter_shards import ParameterShard, ShardSlot
 from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
-from trainwright.strategies.torch.ps.parameter_transfer import (
-    GradientSender,
-    OverlappedPull,
-    ParameterPull,
-    tensor_pieces,
-)
-from trainwright.strategies.torch.ps.shard_store import persistent_buffers
+from trainwright.strategies.torch.ps.shard_store import SPARSE_REFUSED, named_tensors, persistent_buffers, server_shards
 from trainwright.strategies.torch.training import train_step
 from trainwright.strategies.torch.training.objective import BackwardRoots, JobFunctions, MicroBatchShare, Objective
-from trainwright.strategies.torch.training.train_state import MIN_LOSS_SCALE, TorchReplica
+from trainwright.strategies.torch.training.train_state import PhaseTimer, TorchReplica
 from trainwright.strategies.torch.training.train_step import (
     GradientNoiseProbe,
     StepRunner,
-    check_finite,
+    StepTotals,
+    has_overflowed,
     mean_factor,
-    overflows,
     read_totals,
 )
 
@@ -41,21 +46,23 @@ class ParameterWorker:
 
     Args:
         replica: with the model on the worker's device. Its optimizer steps where steps are local alone.
-        shards: what each server holds.
         plan: has the consistency, the compression of gradients, and the number of local steps.
+        where: the rank, for errors.
+
+    Raises:
+        JobError: the servers cannot hold the model.
     """
 
-    def __init__(self, replica: TorchReplica, shards: Sequence[ParameterShard], plan: Plan) -> None:
-        self._replica, self._shards = replica, shards
+    def __init__(self, replica: TorchReplica, plan: Plan, where: str) -> None:
+        shards = server_shards(replica.spec, plan, replica.model, where)
+        self.replica, self._shards = replica, shards
         self._joined: ParameterClient | None = None
         self._forms = [GradientLayout(shard, plan.wire) for shard in shards]
-        where = tensor_pieces(shards)
+        pieces = tensor_pieces(shards)
         self._incoming = ParameterPull(replica.model, shards, replica.device)
         consistency = Consistency.parse(plan.consistency or "sync")
-        self._outgoing = GradientSender(
-            replica=replica, where=where, forms=self._forms, leaves_out=consistency.backup > 0
-        )
-        self._arrivals = OverlappedPull(replica.model, where, self._incoming, replica.laps)
+        self._outgoing = GradientSender(replica, pieces, self._forms, leaves_out=consistency.backup > 0)
+        self._arrivals = OverlappedPull(replica.model, pieces, self._incoming, replica.laps)
         self._ahead = replica.spec.compile != "inductor" and self._arrivals.sees  # of what comes, forward may run
         self._largest = None if consistency.waits else replica.spec.clip_norm
         self._local = plan.local_steps > 1
@@ -100,7 +107,7 @@ class ParameterWorker:
             self._remember(tensor)
 
     def _remember(self, tensor: Tensor) -> None:
-        """Return the pulled values of a tensor that a unit changes."""
+        """Keep the pulled values of a tensor that a unit changes."""
         self._pulled[tensor] = tensor.detach().clone()
 
     @contextmanager
@@ -108,13 +115,13 @@ class ParameterWorker:
         """Compute a unit of one step, which starts while parameters of other machines still arrive."""
         if self._clients.shares or not self._ahead:
             self._begin(grant)
-            self._replica.laps.wait()
+            self.replica.laps.wait()
             yield
             return
         self._undo()
         self._clients.pull(grant.needs, wait=False)
         self._settle()
-        self._replica.laps.wait()
+        self.replica.laps.wait()
         changing = set(self._changing)
         self._arrivals.begin(self._clients, lambda tensor: self._remember(tensor) if tensor in changing else None)
         with self._arrivals.waiting():
@@ -123,13 +130,11 @@ class ParameterWorker:
     def runner(self, caller: JobFunctions) -> StepRunner:
         """Return the runner for micro-batches of a unit."""
         if self._local:
-            objective = Objective(self._replica.model, caller, world=1)
+            objective = Objective(self.replica.model, caller, world=1)
             return StepRunner(objective=objective, reduced=objective, probe=GradientNoiseProbe(objective, ()))
-        unit = _UnitObjective(self._replica.model, caller)
+        unit = _UnitObjective(self.replica.model, caller)
         outgoing = self._outgoing if self._largest is None else None
-        return _UnitRunner(
-            objective=unit, reduced=unit, probe=GradientNoiseProbe(unit, ()), unit=unit, outgoing=outgoing
-        )
+        return _UnitRunner(objective=unit, reduced=unit, probe=GradientNoiseProbe(unit, ()), outgoing=outgoing)
 
     def train(self, runner: StepRunner, feed: Feed) -> StepReport:
         """Compute one step of the unit that was leased last.
@@ -141,17 +146,17 @@ class ParameterWorker:
         grant = self._clients.grant
         assert grant is not None and feed.step in range(grant.unit.step, grant.unit.step + grant.unit.steps)
         if isinstance(runner, _UnitRunner):
-            return self._whole(runner, feed, grant)
-        return self._one_of_several(runner, feed, grant)
+            return self._train_unit(runner, feed, grant)
+        return self._train_locally(runner, feed, grant)
 
-    def _whole(self, runner: _UnitRunner, feed: Feed, grant: Grant) -> StepReport:
+    def _train_unit(self, runner: _UnitRunner, feed: Feed, grant: Grant) -> StepReport:
         """Compute and push a unit of one step."""
-        replica, outgoing, clients = self._replica, self._outgoing, self._clients
+        replica, outgoing, clients = self.replica, self._outgoing, self._clients
         replica.laps.begin(feed.step)
         with replica.attempt() as attempt:
             with self._begun(grant):
                 outgoing.begin(clients)
-                done = _compute_unit(replica, runner, outgoing, feed, largest=self._largest)
+                done, overflowed = self._compute_unit(runner, _as_own_feed(feed))
             outgoing.buffers(self._shards)
             by = clients.push(weight=done.weight, sums=[(done.loss, done.weight)], norm=done.norm or 0.0)
             outgoing.counted(by, grant)
@@ -164,18 +169,50 @@ class ParameterWorker:
             weight=done.weight,
             learning_rate=replica.set_rates(feed.step, runner.where),
             gradient_norm=done.norm if self._largest is not None else None,
-            overflowed=done.overflowed,
+            overflowed=overflowed,
             own_s=replica.laps.own_s,
             phases=replica.laps.ended(),
         )
 
-    def _one_of_several(self, runner: StepRunner, feed: Feed, grant: Grant) -> StepReport:
+    def _compute_unit(self, runner: _UnitRunner, feed: Feed) -> tuple[StepTotals, bool]:
+        """Compute a unit, and leave its gradient in the outbox, clipped where servers do not clip it.
+
+        Returns:
+            The unit's sums, with weight 0 where nothing of it counts, and the norm of its mean gradient before it was
+            clipped, where it is wanted; and whether the gradient was too large for `fp16`.
+
+        Raises:
+            NonFiniteLoss: the loss or the gradient is not finite, with the samples.
+            UserCodeError, JobError: the user's code raised or is wrong.
+        """
+        replica, objective, largest = self.replica, runner.objective, self._largest
+        spec, scale = replica.spec, replica.scale
+        objective.scale = scale.factor if scale else 1.0
+        runner.accumulate(replica, feed, sampled=False)
+        gradients = [each.grad for each in replica.trainable if each.grad is not None]
+        totals = read_totals(runner, gradients, wants_norm=largest is not None or spec.guard or scale is not None)
+        if totals.norm is not None:
+            totals = replace(totals, norm=totals.norm / objective.scale)
+        overflowed = has_overflowed(runner, scale, totals, feed)
+        if scale is not None and (totals.weight or overflowed):
+            replica.scale = scale.overflowed() if overflowed else scale.applied()
+        if overflowed or not totals.weight:
+            return replace(totals, weight=0.0, norm=None), overflowed
+        factor, norm = objective.factor, totals.norm
+        if norm is not None:
+            norm *= mean_factor(totals.weight, feed.rows, objective.carry.dtype)
+            if largest is not None and norm > largest:
+                factor = factor * (largest / norm)
+        self._outgoing.rest(factor)
+        return replace(totals, norm=norm), False
+
+    def _train_locally(self, runner: StepRunner, feed: Feed, grant: Grant) -> StepReport:
         """Take a local step; after the last one, push the change of the parameters."""
-        unit, trainable = grant.unit, self._replica.trainable
+        unit, trainable = grant.unit, self.replica.trainable
         if feed.step == unit.step:
             self._begin(grant)
             self._sums = []
-        report = train_step.train(self._replica, runner, _as_own_feed(feed))
+        report = train_step.train(self.replica, runner, _as_own_feed(feed))
         self._sums.append((report.loss * report.weight, report.weight))
         if feed.step == unit.step + unit.steps - 1:
             self._outgoing.begin(self._clients)
@@ -227,11 +264,10 @@ class _UnitRunner(StepRunner):
     """Runs a unit's micro-batches.
 
     Attributes:
-        unit: the objective.
         outgoing: takes gradients as they come; None where they are clipped as a whole first.
     """
 
-    unit: _UnitObjective
+    objective: _UnitObjective
     outgoing: GradientSender | None
 
     @contextmanager
@@ -240,25 +276,8 @@ class _UnitRunner(StepRunner):
         if self.outgoing is None:
             yield
             return
-        with self.outgoing.watching(lambda: self.unit.factor):
+        with self.outgoing.watching(lambda: self.objective.factor):
             yield
-
-
-@dataclass(frozen=True, kw_only=True)
-class _UnitGradient:
-    """Result of a unit.
-
-    Attributes:
-        weight: sum of its samples' weights; 0 where nothing of it counts.
-        loss: weighted sum of its losses.
-        norm: of its mean gradient, before it was clipped; None where nobody wants to know.
-        overflowed: its gradient was too large for `fp16`.
-    """
-
-    weight: float
-    loss: float
-    norm: float | None
-    overflowed: bool
 
 
 def _as_own_feed(feed: Feed) -> Feed:
@@ -267,36 +286,296 @@ def _as_own_feed(feed: Feed) -> Feed:
     return replace(feed, rows=max(rows, 1))
 
 
-def _compute_unit(
-    replica: TorchReplica, runner: _UnitRunner, outgoing: GradientSender, feed: Feed, *, largest: float | None
-) -> _UnitGradient:
-    """Compute a unit; its gradient is left in the outbox.
+# --- Transfer of tensors ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPiece:
+    """One server's part of one tensor."""
+
+    server: int
+    slot: ShardSlot
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the part's rows as a view of the tensor."""
+        return tensor if self.slot.rows is None else tensor[self.slot.rows[0] : self.slot.rows[1]]
+
+
+def tensor_pieces(shards: Sequence[ParameterShard]) -> dict[str, list[TensorPiece]]:
+    """Return the parts of each tensor, by name."""
+    found: dict[str, list[TensorPiece]] = {}
+    for server, shard in enumerate(shards):
+        for slot in shard.slots:
+            found.setdefault(slot.name, []).append(TensorPiece(server=server, slot=slot))
+    return found
+
+
+class ParameterPull:
+    """Copies of the servers' regions in host memory, from which the model's tensors are filled.
+
+    On the CPU a tensor that one server holds as a whole lives in the copy. To a GPU all is copied from pinned memory.
+
+    Attributes:
+        memory: of each server's copy.
+    """
+
+    def __init__(self, model: nn.Module, shards: Sequence[ParameterShard], device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._bytes = [torch.empty(shard.size_bytes, dtype=torch.uint8, pin_memory=pinned) for shard in shards]
+        self.memory: list[memoryview] = [each.numpy().data for each in self._bytes]
+        self._copied: dict[tuple[int, ShardSlot], tuple[Tensor, Tensor]] = {}  # by server and slot, source and target
+        where = tensor_pieces(shards)
+        for name, tensor in named_tensors(model):
+            for piece in where[name] if tensor.numel() else ():
+                place = self._place(piece, piece.of(tensor.detach()))
+                if piece.slot.rows is None and not pinned:
+                    tensor.data = place.copy_(tensor.detach())
+                else:
+                    self._copied[piece.server, piece.slot] = place, piece.of(tensor.detach())
+
+    def take(self, pieces: Iterable[TensorPiece] | None = None) -> None:
+        """Copy these tensors, by default all, into the model after they arrived."""
+        keys = self._copied if pieces is None else [(piece.server, piece.slot) for piece in pieces]
+        for place, tensor in [self._copied[key] for key in keys if key in self._copied]:
+            tensor.copy_(place, non_blocking=True)
+
+    def _place(self, piece: TensorPiece, like: Tensor) -> Tensor:
+        slot = piece.slot
+        held = self._bytes[piece.server][slot.offset : slot.offset + like.numel() * like.element_size()]
+        return held.view(like.dtype).view(like.shape)
+
+
+class _StagedGradient(NamedTuple):
+    """A gradient that is being copied from the GPU."""
+
+    arrived: torch.cuda.Event
+    piece: TensorPiece
+    values: Tensor
+
+
+class GradientSender:
+    """Writes the gradients of a unit into the outboxes.
 
     Args:
-        largest: norm to which the gradient is clipped here; None where servers do it, or nobody.
-
-    Raises:
-        NonFiniteLoss: the loss or the gradient is not finite, with the samples.
-        UserCodeError, JobError: the user's code raised or is wrong.
+        replica: the worker's.
+        where: pieces of each tensor.
+        forms: of what is pushed to each server.
+        leaves_out: whether a round may go on without a push that a server has taken.
     """
-    spec, scale, objective = replica.spec, replica.scale, runner.unit
-    feed = _as_own_feed(feed)
-    objective.scale = scale.factor if scale else 1.0
-    runner.accumulate(replica, feed, sampled=False)
-    gradients = [each.grad for each in replica.trainable if each.grad is not None]
-    totals = read_totals(runner, gradients, wants_norm=largest is not None or spec.guard or scale is not None)
-    if totals.norm is not None:
-        totals = replace(totals, norm=totals.norm / objective.scale)
-    overflowed = scale is not None and scale.factor > MIN_LOSS_SCALE and overflows(totals)
-    if not overflowed:
-        check_finite(runner, totals, feed)
-    if scale is not None and (totals.weight or overflowed):
-        replica.scale = scale.overflowed() if overflowed else scale.applied()
-    if overflowed or not totals.weight:
-        return _UnitGradient(weight=0.0, loss=totals.loss, norm=None, overflowed=overflowed)
-    factor = objective.factor
-    norm = None if totals.norm is None else totals.norm * mean_factor(totals.weight, feed.rows, objective.carry.dtype)
-    if norm is not None and largest is not None and norm > largest:
-        factor = factor * (largest / norm)
-    outgoing.rest(factor)
-    return _UnitGradient(weight=totals.weight, loss=totals.loss, norm=norm, overflowed=False)
+
+    def __init__(
+        self,
+        replica: TorchReplica,
+        where: Mapping[str, Sequence[TensorPiece]],
+        forms: Sequence[GradientLayout],
+        *,
+        leaves_out: bool = False,
+    ) -> None:
+        self._replica, self._where, self._forms, self._leaves_out = replica, where, forms, leaves_out
+        self._clients: ParameterClient | None = None
+        self._outbox: Sequence[memoryview] = ()
+        self._kept: dict[tuple[int, str], Tensor] = {}  # by server and name, the residual of the next push
+        self._left: dict[tuple[int, str], Tensor] = {}  # the residual after the current push, if it counts
+        self._doubted: dict[tuple[int, int, WorkUnit], dict[str, Tensor]] = {}  # that return to _kept
+        self._written: set[nn.Parameter] = set()
+        self._late: list[_StagedGradient] = []
+
+    def begin(self, clients: ParameterClient) -> None:
+        """Start a push; a former one that was not pushed leaves nothing in the residual."""
+        self._clients, self._outbox = clients, clients.outbox
+        self._left.clear()
+        self._written.clear()
+        self._late.clear()
+
+    @contextmanager
+    def watching(self, factor: Callable[[], float | Tensor]) -> Iterator[None]:
+        """Send each gradient of a backward pass within the block, times a factor, as soon as it is computed."""
+        told = partial(self._told, factor)
+        handles = [each.register_post_accumulate_grad_hook(told) for each in self._replica.trainable]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def rest(self, factor: float | Tensor) -> None:
+        """Send the gradients that were not sent yet; zeros if there is none."""
+        for parameter in self._replica.trainable:
+            if parameter not in self._written:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                self.put(parameter, gradient, factor)
+        self._sent(wait=True)
+
+    def buffers(self, shards: Sequence[ParameterShard]) -> None:
+        """Send the model's buffers, after the gradients."""
+        for name, buffer in self._replica.model.named_buffers():
+            for piece in self._where.get(name, ()):
+                if buffer.numel():
+                    shard, form = shards[piece.server], self._forms[piece.server]
+                    offset = form.size_bytes + piece.slot.offset - shard.trained_bytes
+                    target = torch.frombuffer(
+                        self._outbox[piece.server], dtype=buffer.dtype, count=buffer.numel(), offset=offset
+                    )
+                    target.view(buffer.shape).copy_(buffer)
+
+    def put(self, parameter: nn.Parameter, values: Tensor, factor: float | Tensor = 1.0) -> None:
+        """Write the gradient of a parameter."""
+        self._written.add(parameter)
+        name = self._replica.names[parameter]
+        if values.is_sparse:
+            raise JobError([f"parameter {name!r} {SPARSE_REFUSED}"])
+        for piece in self._where[name]:
+            part = piece.of(values.detach())
+            if part.device.type == "cuda":
+                self._late.append(_stage_gradient(piece, part * factor))
+            else:
+                self._write(piece, part, factor)
+        self._sent(wait=False)
+
+    def _told(self, factor: Callable[[], float | Tensor], parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None, "it was accumulated"
+        self.put(parameter, parameter.grad, factor())
+
+    def counted(self, by: Sequence[bool], grant: Grant) -> None:
+        """Take which servers accepted the push: for the others the residual stays as it was."""
+        for (server, name), kept in self._left.items():
+            if by[server]:
+                if self._leaves_out:
+                    before = self._kept.get((server, name))
+                    gone = -kept if before is None else before - kept
+                    self._doubted.setdefault((server, grant.at, grant.unit), {})[name] = gone
+                self._kept[server, name] = kept
+        self._left.clear()
+
+    def settle(self, left_out: Iterable[tuple[int, int, WorkUnit]], versions: Sequence[int]) -> None:
+        """Return pushes that did not count to the residual; see `ParameterClient.left_out` and `versions`.
+
+        Another worker pushes the gradients of these units: no part of a gradient is lost or counted twice.
+        """
+        for server, at, unit in left_out:
+            for name, gone in self._doubted.pop((server, at, unit), {}).items():
+                self._kept[server, name] += gone
+        self._doubted = {key: gone for key, gone in self._doubted.items() if key[1] >= versions[key[0]]}
+
+    def forget(self) -> None:
+        """Forget former pushes: the servers are others."""
+        self._doubted.clear()
+
+    def _write(self, piece: TensorPiece, values: Tensor, factor: float | Tensor = 1.0) -> None:
+        name, form = piece.slot.name, self._forms[piece.server]
+        kept = None
+        if form.keeps:
+            before = self._kept.get((piece.server, name))
+            kept = torch.zeros(values.shape, dtype=values.dtype) if before is None else before.clone()
+            self._left[piece.server, name] = kept
+        if values.numel():
+            form.write(self._outbox[piece.server], name, values.contiguous(), factor, kept)
+        place = form.places[name]
+        assert self._clients is not None, "begin() comes first"
+        self._clients.ready(piece.server, place.offset, place.size)
+
+    def _sent(self, *, wait: bool) -> None:
+        """Write the gradients that have arrived from the GPU, in order; `wait` for the rest."""
+        while self._late and (wait or self._late[0].arrived.query()):  # type: ignore[no-untyped-call]
+            late = self._late.pop(0)
+            late.arrived.synchronize()
+            self._write(late.piece, late.values)
+
+
+def _stage_gradient(piece: TensorPiece, values: Tensor) -> _StagedGradient:
+    """Start a copy to pinned memory, after the device's current work."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+    return _StagedGradient(arrived=arrived, piece=piece, values=host)
+
+
+# --- Forward while parameters still arrive ---------------------------------------------------------------------------
+
+
+_Arrived = Callable[[Tensor], None]
+
+
+class OverlappedPull(TorchFunctionMode):
+    """Waits for parameters and buffers of a pull that has not finished.
+
+    Args:
+        model: of the worker.
+        where: pieces of each tensor, by name.
+        incoming: takes what has come.
+        laps: counts the time that is waited.
+    """
+
+    def __init__(
+        self, model: nn.Module, where: Mapping[str, Sequence[TensorPiece]], incoming: ParameterPull, laps: PhaseTimer
+    ) -> None:
+        super().__init__()
+        self._model, self._incoming, self._laps = model, incoming, laps
+        self._pieces = {id(tensor): (tensor, where[name]) for name, tensor in named_tensors(model)}
+        self._away: dict[int, tuple[Tensor, Sequence[TensorPiece]]] = {}
+        self._clients: ParameterClient | None = None
+        self._arrived: _Arrived = lambda tensor: None
+
+    @property
+    def sees(self) -> bool:
+        """Whether every use of a tensor can be intercepted; not in scripted modules."""
+        return not any(isinstance(module, torch.jit.ScriptModule) for module in self._model.modules())
+
+    def begin(self, clients: ParameterClient, arrived: _Arrived) -> None:
+        """Start to wait for a pull; `arrived` is called for each tensor before its first use."""
+        self._clients, self._arrived, self._away = clients, arrived, dict(self._pieces)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Run the model within the block; at its end all tensors have arrived. Raises PeerLost."""
+        with ExitStack() as stack:
+            for module in self._model.modules():
+                held = (*module._parameters.values(), *module._buffers.values())
+                own = [tensor for tensor in held if tensor is not None and id(tensor) in self._pieces]
+                if own:
+                    hook = partial(self._before, own)
+                    stack.callback(module.register_forward_pre_hook(hook, prepend=True).remove)
+            stack.callback(self.finish)
+            stack.enter_context(self)
+            yield
+
+    def finish(self) -> None:
+        """Wait for all tensors that were not used. Raises PeerLost."""
+        self._need([tensor for tensor, _ in self._away.values()])
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Wait for the tensors among a function's arguments."""
+        kwargs = kwargs or {}
+        if self._away:
+            self._need(_tensors_in((args, kwargs)))
+        return func(*args, **kwargs)
+
+    def _before(self, own: Iterable[Tensor], module: nn.Module, given: Any) -> None:
+        if self._away:
+            self._need(own)
+
+    def _need(self, tensors: Iterable[Tensor]) -> None:
+        """Wait for these tensors if they have not arrived."""
+        late = [found for tensor in tensors if (found := self._away.pop(id(tensor), None)) is not None]
+        if not late:
+            return
+        assert self._clients is not None, "begin() comes first"
+        self._laps.forward()
+        for tensor, pieces in late:
+            for piece in pieces:
+                self._clients.pulled(piece.server, piece.slot.offset, piece.slot.size)
+            self._incoming.take(pieces)
+            self._arrived(tensor)
+        self._laps.wait()
+
+
+def _tensors_in(given: Any) -> Iterator[Tensor]:
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, Mapping):
+        yield from _tensors_in(given.values())
+    elif isinstance(given, (tuple, list, type({}.values()))):
+        for each in given:
+            yield from _tensors_in(each)

@@ -25,7 +25,6 @@ from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
 from trainwright.strategies.torch.shard_layout import ModelPart, ShardSlice
 from trainwright.strategies.torch.training.train_state import (
     TorchReplica,
-    group_settings,
     is_elementwise,
     set_group_option,
 )
@@ -62,10 +61,10 @@ class TorchShardStore:
         self._mean: list[Tensor] | None = None
 
     @classmethod
-    def of(cls, spec: ModelSpec, plan: Plan, part: ModelPart, where: str) -> TorchShardStore:
+    def of(cls, spec: ModelSpec, plan: Plan, server: int, where: str) -> TorchShardStore:
         """Build a server's shard of the model. Raises JobError, UserCodeError."""
-        replica = ServedReplica(spec, plan, where, part)
-        shard = server_shards(spec, plan, replica.model, where)[part.server]
+        replica = ServedReplica(spec, plan, where, ModelPart(server=server, servers=plan.servers))
+        shard = server_shards(spec, plan, replica.model, where)[server]
         replica.keep({slot.name: slot.rows for slot in shard.slots})
         outer = OuterOptimizer.parse(plan.outer) if plan.local_steps > 1 else None
         return cls(replica, shard, GradientLayout(shard, plan.wire), outer, where)
@@ -157,17 +156,15 @@ class TorchShardStore:
     @contextmanager
     def _rated(self, factor: float) -> Iterator[None]:
         """Multiply learning rates within the block."""
-        groups = self.replica.optimizer.param_groups
-        rates = [group_settings(group).get("lr") for group in groups] if factor != 1.0 else []
+        groups = self.replica.optimizer.param_groups if factor != 1.0 else []
+        rates = [(group, float(group["lr"])) for group in groups if group.get("lr") is not None]
         try:
-            for group, rate in zip(groups, rates, strict=False):
-                if rate is not None:
-                    set_group_option(group, "lr", rate * factor)
+            for group, rate in rates:
+                set_group_option(group, "lr", rate * factor)
             yield
         finally:
-            for group, rate in zip(groups, rates, strict=False):
-                if rate is not None:
-                    set_group_option(group, "lr", rate)
+            for group, rate in rates:
+                set_group_option(group, "lr", rate)
 
 
 def _view_memory(memory: memoryview, offset: int, like: Tensor) -> Tensor:
@@ -239,9 +236,10 @@ class ServedReplica(TorchReplica):
                     parameter.add_(momentum, alpha=outer.rate * outer.momentum)
         self.sound = True
 
-    def _settled(self, model: nn.Module) -> Mapping[str, ShardSlice]:
+    def _place(self, model: nn.Module) -> Mapping[str, ShardSlice]:
         """Keep the model in host memory, and never compile it."""
-        return self._move(model)
+        model.to(self.device)
+        return {}
 
     def _narrow(self, tensor: Tensor, rows: tuple[int, int]) -> None:
         """Keep some rows of a parameter, and of the optimizer state that existed when it was made."""

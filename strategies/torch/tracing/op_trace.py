@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from trainwright.strategies.torch.torch_compat import TorchDispatchMode, storage_key, tree_leaves
-from trainwright.strategies.torch.tracing.meta_values import MetaValueMode, MetaValues
+from trainwright.strategies.torch.tracing.call_trace import MetaValueMode, MetaValues
 
 _aten = torch.ops.aten
 _LINEAR = (_aten.mm, _aten.addmm)

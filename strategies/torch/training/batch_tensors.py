@@ -15,8 +15,7 @@ import torch
 
 from trainwright.core.data import Batch
 from trainwright.core.engine import Collation, stack_column
-from trainwright.core.errors import DataError, JobError
-from trainwright.strategies.common.result_checks import missing_column_problem
+from trainwright.core.errors import DataError, JobError, nearest
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -72,7 +71,8 @@ def to_tensors(columns: Mapping[str, Any], names: Iterable[str], device: torch.d
     chosen = {}
     for name in names:
         if name not in columns:
-            raise JobError([missing_column_problem(name, columns)])
+            problem = f"inputs= and targets= name the column {name!r}, but there is none: {nearest(name, columns)}"
+            raise JobError([problem])
         chosen[name] = to_tensor(name, columns[name], device)
     return chosen
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.data import Batch, Columns, Feed, MetricSums, Terms
-from trainwright.core.errors import JobError
-from trainwright.strategies.common.result_checks import NO_INPUTS, missing_output_problem, named_outputs
+from trainwright.core.errors import JobError, nearest
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.batch_losses import BatchLayout
 from trainwright.strategies.torch.training.objective import JobFunctions, evaluation_mode
@@ -59,7 +58,8 @@ def predict(model: nn.Module, caller: JobFunctions, feed: Feed, through: Outputs
         UserCodeError, JobError: the model raised, or returned something other than one output per sample.
     """
     if not caller.spec.inputs:
-        raise JobError([NO_INPUTS], where=caller.where)
+        problem = "inputs= is missing: name the columns given to the model to predict with it"
+        raise JobError([problem], where=caller.where)
     found: dict[str, list[npt.NDArray[Any]]] = {}
     with evaluation_mode(model), torch.no_grad():
         for batch, _ in _batches(feed):
@@ -96,9 +96,25 @@ def _batches(feed: Feed) -> Iterator[tuple[Batch, BatchLayout]]:
         yield from ((batch, layout) for batch in part)
 
 
-def flat_outputs(value: Any) -> Iterator[tuple[str, Any]]:
-    """Give each output of a model by name, those inside others too."""
-    return named_outputs(value, _parts)
+def flat_outputs(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Give each output of a model by name, those inside others too.
+
+    Outputs without names are `output_0`, `output_1` and so on, parts of an output `name_0` or `name_key`; a single one
+    is `output`. None is left out.
+
+    Args:
+        value: what the model returned.
+        name: of the value, inside another one.
+    """
+    parts = _parts(value)
+    if parts is None:
+        if value is not None:
+            yield name or "output", value
+        return
+    named = isinstance(parts, Mapping)
+    outer = name if named else name or "output"
+    for key, part in parts.items() if isinstance(parts, Mapping) else enumerate(parts):
+        yield from flat_outputs(part, f"{outer}_{key}" if outer else str(key))
 
 
 def _parts(value: Any) -> Mapping[Any, Any] | tuple[Any, ...] | None:
@@ -122,7 +138,7 @@ def _chosen(outputs: Mapping[str, Any], caller: JobFunctions) -> Mapping[str, An
     """Return the outputs that the job asks for."""
     for name in caller.spec.outputs:
         if name not in outputs:
-            raise JobError([missing_output_problem(name, outputs)], where=caller.where)
+            raise JobError([f"the model has no output {name!r}: {nearest(name, outputs)}"], where=caller.where)
     return {name: outputs[name] for name in caller.spec.outputs} if caller.spec.outputs else outputs
 
 

@@ -27,7 +27,8 @@ from trainwright.core.errors import JobError
 from trainwright.core.loss_api import gather_with, outputs_first
 from trainwright.core.plan import Plan
 from trainwright.strategies.common.user_code_errors import loss_broadcast_problem
-from trainwright.strategies.torch import torch_compat
+from trainwright.strategies.torch.tensor_parallel.sharded_tensor import full_tensor
+from trainwright.strategies.torch.torch_compat import accumulate_gradients
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.batch_losses import (
@@ -38,8 +39,8 @@ from trainwright.strategies.torch.training.batch_losses import (
     GroupFactory,
     check_samples_independent,
 )
-from trainwright.strategies.torch.training.loss_terms import loss_terms
-from trainwright.strategies.torch.training.selective_recompute import SelectiveRecompute
+from trainwright.strategies.torch.training.batch_tensors import to_tensor
+from trainwright.strategies.torch.training.model_blocks import SelectiveRecompute
 from trainwright.strategies.torch.training.train_state import AUTOCAST_DTYPES
 
 
@@ -136,7 +137,7 @@ class JobFunctions:
         with self.precision(), self.saved_tensor_context():
             if self.spec.step:
                 result = self._call_step(model, columns, batch, layout)
-                return loss_terms("step=", result, batch, self.where)
+                return _loss_terms("step=", result, batch, self.where)
             outputs = self.outputs(model, columns)
             return self.loss_of(outputs, columns, batch, layout)
 
@@ -146,12 +147,12 @@ class JobFunctions:
         """Return the terms of a metric."""
         what = f"metric {name!r}"
         result = self._call_on_outputs(what, outputs, columns, batch, layout)
-        return loss_terms(what, result, batch, self.where)
+        return _loss_terms(what, result, batch, self.where)
 
     def loss_of(self, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH) -> Terms:
         """Return the loss terms of given outputs."""
         result = self._call_on_outputs("loss=", outputs, columns, batch, layout)
-        return loss_terms("loss=", result, batch, self.where)
+        return _loss_terms("loss=", result, batch, self.where)
 
     @cached_property
     def _functions(self) -> dict[str, Callable[[Any, Any], Any]]:
@@ -235,11 +236,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def accumulate_gradients(roots: tuple[Tensor, ...], slopes: tuple[Tensor, ...]) -> None:
-    """Run backward from roots with the given gradients, and free the graph."""
-    torch_compat.run_backward(roots, slopes, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class Objective(nn.Module):
@@ -336,3 +332,68 @@ def _carried_type(model: nn.Module) -> torch.dtype:
     """Return float64 where parameters in float64 are trained, else float32, so that sums share their buckets."""
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     return torch.float64 if torch.float64 in trained else torch.float32
+
+
+# --- What a loss or metric returned -----------------------------------------------------------------------------------
+
+
+def _loss_terms(what: str, result: Any, batch: Batch, where: str) -> Terms:
+    """Return the values of a loss or metric with their weights, the weights of the samples included.
+
+    Values of weight 0 do not count, whatever they are: not even if they are not finite.
+
+    Args:
+        what: names the function, such as `loss=`.
+        result: what it returned: (samples,) or (samples, ...) values, or Terms.
+        batch: the micro-batch, with (samples,) weights.
+        where: the rank, for errors.
+
+    Raises:
+        JobError: it is no tensor, it was reduced, or its first dimension is not the batch.
+    """
+    values = result.values if isinstance(result, Terms) else result
+    if problem := _values_problem(what, values, batch.rows):
+        raise JobError([problem], where=where)
+    values = full_tensor(values)
+    values = values if values.dtype in (torch.float32, torch.float64) else values.float()
+    weights = to_tensor("weights", batch.weights, values.device).to(values.dtype)
+    if values.dim() > 1:
+        weights = _rowwise(weights, values).expand_as(values)
+    if isinstance(result, Terms):
+        own = full_tensor(torch.as_tensor(result.weights, device=values.device).detach()).to(values.dtype)
+        weights = weights * _expanded(what, own, values, where)
+    if isinstance(result, Terms) or not batch.weights.all():
+        values = values.masked_fill(weights == 0.0, 0.0)
+    return Terms(values, weights)
+
+
+def _values_problem(what: str, values: Any, rows: int) -> str:
+    """Return why values are not one or more for each sample; empty where they are."""
+    if not isinstance(values, Tensor):
+        return f"{what} returned {type(values).__name__}: return a tensor with one value per sample"
+    if values.dim() == 0:
+        loss = 'one loss per sample: use reduction="none"'
+        wanted = "one value per sample, without a mean" if what.startswith("metric") else loss
+        return f"{what} returned a single number: return {wanted}, or Terms(values, weights)"
+    if values.shape[0] == rows:
+        return ""
+    return (
+        f"{what} returned shape {tuple(values.shape)} for a batch of {rows} rows: the first dimension must be the "
+        "batch, one loss per sample; for tokens or pixels return (samples, k) or Terms(values, weights)"
+    )
+
+
+def _expanded(what: str, weights: Tensor, values: Tensor, where: str) -> Tensor:
+    """Return the user's weights in the shape of the values. Raises JobError where they do not fit."""
+    leading = weights.shape == values.shape[: weights.dim()]
+    try:
+        return (_rowwise(weights, values) if leading else weights).expand_as(values)
+    except RuntimeError:
+        shapes = f"{tuple(weights.shape)} for values of shape {tuple(values.shape)}"
+        problem = f"{what} has weights of shape {shapes}: give each value its weight"
+        raise JobError([problem], where=where) from None
+
+
+def _rowwise(weights: Tensor, values: Tensor) -> Tensor:
+    """Return weights of the leading dimensions with dimensions of 1 appended, so that they broadcast to the values."""
+    return weights.reshape(*weights.shape, *(1 for _ in range(values.dim() - weights.dim())))

@@ -9,10 +9,13 @@ on time: draining the pipeline, or dropping and repeating forwards, changes no b
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,16 +25,14 @@ from torch.utils.hooks import RemovableHandle
 from trainwright.core import random_state
 from trainwright.core.data import fold_seed
 from trainwright.core.engine import ModelSpec
-from trainwright.core.errors import JobError
+from trainwright.core.errors import JobError, nearest
 from trainwright.core.plan import Plan
 from trainwright.strategies.cost_model.plan_constraints import invalid_compile
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice, fsdp_slice
 from trainwright.strategies.torch.torch_compat import foreach_copy, preserve_version_counter
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.batch_norm import SyncedBatchNorms, batch_norms, running_norms
-from trainwright.strategies.torch.training.local_state import DataRank, local_buffers
 from trainwright.strategies.torch.training.model_blocks import checkpoint_blocks, checkpointed_buffers, compile_model
-from trainwright.strategies.torch.training.phase_timer import PhaseTimer
 
 _BufferCopies = dict[str, tuple[Tensor, Tensor]]  # by full name: a buffer, and a copy of what it held
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
@@ -107,7 +108,7 @@ class TorchReplica:
         self.synchronized = SyncedBatchNorms(self.model, where) if together else None
         if plan.recompute == "full":
             checkpoint_blocks(self.model, plan.cuts)
-        self._cut = (place or self._settled)(self.model)
+        self._cut = (place or self._place)(self.model)
         self.names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.trainable = list(self.names)
         self.versions = _WeightStash(self.trainable) if plan.streamed else None
@@ -125,7 +126,7 @@ class TorchReplica:
             for key in module._buffers
         }
         self.norms = [] if together else running_norms(self.model)
-        self.local, self.data_rank = local_buffers(self.model, spec.local_state, where), DataRank()
+        self.local, self.data_rank = _local_buffers(self.model, spec.local_state, where), DataRank()
         saved = self.model.state_dict()
         self._fresh = {name: buffer.detach().clone() for name, buffer in self.named_buffers() if name not in saved}
 
@@ -150,16 +151,13 @@ class TorchReplica:
         if device != self.device:
             assert self.step is None, "a trained replica stays where it is"
             self.device, self.laps = device, PhaseTimer(device)
-            self._move(self.model)
+            self.model.to(device)
             self.versions = _WeightStash(self.trainable) if self.versions else None
 
-    def _settled(self, model: nn.Module) -> Mapping[str, ShardSlice]:
+    def _place(self, model: nn.Module) -> Mapping[str, ShardSlice]:
         """Compile a whole model where the job says so, and move it to its device."""
         if self.spec.compile == "inductor":
             compile_model(model, self.device)
-        return self._move(model)
-
-    def _move(self, model: nn.Module) -> Mapping[str, ShardSlice]:
         model.to(self.device)
         return {}
 
@@ -482,3 +480,150 @@ class LossScale:
     def overflowed(self) -> LossScale:
         """Return the scale after a step whose gradient was not finite: half of it."""
         return LossScale(factor=0.5 * self.factor)
+
+
+# --- Phases of a step -------------------------------------------------------------------------------------------------
+
+
+_Mark = tuple[str, Any]  # a phase and when it ended
+
+
+class PhaseTimer:
+    """Times the phases of one rank's steps.
+
+    On the CPU it reads a clock in each step. On a GPU, whose kernels a host's clock does not see, it records events in
+    some steps (FIRST, FIRST + EVERY, ...), and reads them in the step after, which has waited for the device anyway.
+    """
+
+    EVERY, FIRST = 32, 15
+
+    def __init__(self, device: torch.device) -> None:
+        self._by_clock = device.type == "cpu"
+        self._now = time.perf_counter if self._by_clock else _event
+        self._timing = self._own = False
+        self._marks: list[_Mark] = []
+        self._recorded: list[_Mark] = []
+
+    def begin(self, step: int) -> None:
+        """Start a step."""
+        self._timing = self._by_clock or step % self.EVERY == self.FIRST
+        self._marks = []
+        self._lap("")
+
+    def forward(self) -> None:
+        """End the forward of a micro-batch."""
+        self._own = False
+        self._lap("forward")
+
+    def own(self) -> None:
+        """Note that the last of this rank's own gradients of a micro-batch is computed."""
+        self._own = True
+        self._lap("backward")
+
+    def backward(self, *, reduced: bool) -> None:
+        """End the backward of a micro-batch, in which gradients were `reduced` over the ranks, or not."""
+        self._lap("backward" if not reduced else "wait" if self._own else "backward+wait")
+
+    def wait(self) -> None:
+        """End a wait for other ranks."""
+        self._lap("wait")
+
+    def optimizer(self) -> None:
+        """End the update."""
+        self._lap("optimizer")
+
+    @property
+    def own_s(self) -> float | None:
+        """Seconds that this rank took for its losses and gradients without waiting; None where not measured."""
+        if not self._by_clock:
+            return None
+        own = [end - start for (_, start), (phase, end) in pairwise(self._marks) if phase in ("forward", "backward")]
+        return sum(own) if own else None
+
+    def ended(self) -> dict[str, float] | None:
+        """Return seconds by phase of the step that ends now, on a GPU of an earlier one; None where not timed."""
+        if self._by_clock:
+            return _seconds_by_phase(self._marks)
+        marks, self._recorded = self._recorded, self._marks if self._timing else []
+        return _seconds_by_phase(marks)
+
+    def _lap(self, phase: str) -> None:
+        if self._timing:
+            self._marks.append((phase, self._now()))
+
+
+def _event() -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _seconds_by_phase(marks: list[_Mark]) -> dict[str, float] | None:
+    """Seconds by phase; None for a step that did not end in an update."""
+    if not marks or marks[-1][0] != "optimizer":
+        return None
+    spent = dict.fromkeys((phase for phase, _ in marks[1:]), 0.0)
+    for (_, before), (phase, after) in pairwise(marks):
+        spent[phase] += after - before if isinstance(after, float) else before.elapsed_time(after) / 1e3
+    return spent
+
+
+# --- Local state ------------------------------------------------------------------------------------------------------
+
+# Buffers that each data rank keeps as its own, such as a hidden state carried from batch to batch. They are neither
+# averaged nor sent from rank to rank. A checkpoint holds those of every data rank, and each takes its own back. In the
+# model's state dict, which is for a model on one device, are those of data rank 0.
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRank:
+    """A data rank's number and the number of data ranks."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def piece(self) -> str:
+        """The name of its local state in state tags."""
+        return f"local-{self.rank}"
+
+    @property
+    def file(self) -> str:
+        """The checkpoint file that holds its local state."""
+        return f"local-{self.rank}-of-{self.ranks}.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalState:
+    """The local state of one data rank: buffers by full name, including those that are not persistent."""
+
+    data_rank: DataRank
+    tensors: Mapping[str, Tensor]
+
+
+def _local_buffers(model: nn.Module, patterns: Sequence[str], where: str) -> frozenset[str]:
+    """Return the names of the buffers that a job declares as local.
+
+    Args:
+        model: the user's.
+        patterns: names, or patterns such as `*.hidden`.
+        where: the rank, for errors.
+
+    Raises:
+        JobError: a pattern names no buffer.
+    """
+    buffers = [name for name, _ in model.named_buffers()]
+    parameters = {name for name, _ in model.named_parameters()}
+    found: set[str] = set()
+    for pattern in patterns:
+        chosen = {name for name in buffers if fnmatchcase(name, pattern)}
+        if not chosen:
+            raise JobError([f"local_state= names {pattern!r}, {_why_not(pattern, buffers, parameters)}"], where=where)
+        found |= chosen
+    return frozenset(found)
+
+
+def _why_not(pattern: str, buffers: Sequence[str], parameters: Collection[str]) -> str:
+    if any(fnmatchcase(name, pattern) for name in parameters):
+        return "a parameter, which is the same on all ranks: only buffers can be local"
+    return f"which is no buffer of the model: {nearest(pattern, buffers)}" if buffers else "and the model has no buffer"

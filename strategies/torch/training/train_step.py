@@ -24,8 +24,9 @@ from trainwright.strategies.torch.torch_compat import foreach_multiply
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.batch_losses import BatchLayout
 from trainwright.strategies.torch.training.batch_norm import average_statistics, sample_rows
+from trainwright.strategies.torch.training.batch_tensors import copy_batch
 from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective
-from trainwright.strategies.torch.training.train_state import MIN_LOSS_SCALE, TorchReplica, add_gradient_hook
+from trainwright.strategies.torch.training.train_state import MIN_LOSS_SCALE, LossScale, TorchReplica, add_gradient_hook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +117,7 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
         gradients, totals = runner.settle(replica, wants_norm=wants_norm or sampled)
         length = None if totals.norm is None else totals.norm / runner.objective.scale
         totals, scatter = replace(totals, norm=length if wants_norm else None), probe.heard(totals.told)
-        overflowed = scale is not None and scale.factor > MIN_LOSS_SCALE and overflows(totals)
-        if not overflowed:
-            check_finite(runner, totals, feed)
+        overflowed = has_overflowed(runner, scale, totals, feed)
         rate = replica.set_rates(feed.step, runner.where)
         if replica.versions is not None:
             replica.versions.turn()
@@ -162,15 +161,10 @@ def run_micro_batch(
         raise TorchUserCode("the backward pass", where).meaning(error) from None
 
 
-def micro_batches_of(feed: Feed, *, zero_weight: bool = False) -> list[tuple[int, MicroBatchShare]]:
+def micro_batches_of(feed: Feed) -> list[tuple[int, MicroBatchShare]]:
     """Return the numbered micro-batches of a feed; the last one carries the stop request."""
     flat = [
-        (
-            micro,
-            MicroBatchShare(
-                batch=batch, data_rank=data_rank, rows=feed.rows, zero_weight=zero_weight, layout=batch_layout(feed)
-            ),
-        )
+        (micro, MicroBatchShare(batch=batch, data_rank=data_rank, rows=feed.rows, layout=batch_layout(feed)))
         for data_rank, part in zip(feed.data_ranks, feed.parts, strict=True)
         for micro, batch in enumerate(part)
     ]
@@ -178,6 +172,12 @@ def micro_batches_of(feed: Feed, *, zero_weight: bool = False) -> list[tuple[int
         micro, last = flat[-1]
         flat[-1] = micro, replace(last, wish=True)
     return flat
+
+
+def throwaway_micro_batches(feed: Feed) -> Iterator[tuple[int, MicroBatchShare]]:
+    """Yield copies of a feed's micro-batches whose weights count as 0, and which request no stop."""
+    for micro, share in micro_batches_of(feed):
+        yield micro, replace(share, batch=copy_batch(share.batch), zero_weight=True, wish=False)
 
 
 def batch_layout(feed: Feed) -> BatchLayout:
@@ -236,17 +236,17 @@ def mean_factor(weight: float, rows: int, kind: torch.dtype) -> float:
     return 1.0 if abs(weight - rows) <= 4 * torch.finfo(kind).eps * rows else rows / weight
 
 
-def overflows(totals: StepTotals) -> bool:
-    """Return whether a gradient is not finite though the loss is."""
-    finite = math.isfinite(totals.loss) and math.isfinite(totals.weight)
-    return finite and bool(totals.weight) and totals.norm is not None and not math.isfinite(totals.norm)
+def has_overflowed(runner: StepRunner, scale: LossScale | None, totals: StepTotals, feed: Feed) -> bool:
+    """Return whether a gradient is not finite though the loss is, and a smaller loss scale can help.
 
-
-def check_finite(runner: StepRunner, totals: StepTotals, feed: Feed) -> None:
-    """Raise NonFiniteLoss on every rank alike; the rank where it happened names the samples."""
+    Raises:
+        NonFiniteLoss: it is not finite otherwise; on every rank alike. The rank where it happened names the samples.
+    """
     if math.isfinite(totals.loss) and math.isfinite(totals.weight):
         if not totals.weight or totals.norm is None or math.isfinite(totals.norm):
-            return  # what has no weight is not applied
+            return False  # what has no weight is not applied
+        if scale is not None and scale.factor > MIN_LOSS_SCALE:
+            return True
         raise non_finite_error(f"the gradient's norm became {totals.norm} in step {feed.step + 1}", runner.where)
     for share, losses in runner.objective.micro_losses:
         bad = ~torch.isfinite(losses)

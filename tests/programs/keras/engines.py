@@ -15,7 +15,7 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.datasets.first_row import first_batch
 from trainwright.datasets.loading.batch_loader import BatchLoader
-from trainwright.strategies.common.single_rank import single_rank_engine
+from trainwright.strategies import single_rank_engine
 
 TENSORFLOW = "trainwright.strategies.tensorflow"
 ENGINES = {

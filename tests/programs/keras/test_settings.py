@@ -15,7 +15,7 @@ import torch
 import trainwright as tw
 from tests.programs.keras.engines import plan_of, spec_of
 from trainwright.core.pickling import dumps, loads
-from trainwright.strategies.common.single_rank import single_rank_engine
+from trainwright.strategies import single_rank_engine
 
 
 def settings() -> tuple[Any, ...]:

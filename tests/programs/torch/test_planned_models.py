@@ -16,7 +16,7 @@ from trainwright.strategies.cost_model.machine_model import MachineModel
 from trainwright.strategies.cost_model.plan_constraints import invalid_staging
 from trainwright.strategies.search.stage_cuts import section_entries, stage_sizes
 from trainwright.strategies.torch.pipeline.split import SplitModel
-from trainwright.strategies.torch.profiling.model_profile import profile_model
+from trainwright.strategies.torch.profiling import profile_model
 
 ROW = {"x": np.ones((1, 8), np.float32)}
 

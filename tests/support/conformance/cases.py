@@ -151,7 +151,7 @@ CASES = (
     Case(
         name="torch-one-device",
         framework="torch",
-        engine="trainwright.strategies.torch.engines.one_device:OneDevice",
+        engine="trainwright.strategies.torch.engines.base:OneDevice",
         interruptible=False,
         workers=(1,),
     ),

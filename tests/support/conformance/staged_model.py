@@ -20,7 +20,7 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 
 PIPELINE = "trainwright.strategies.torch.engines.pipeline:Pipeline"
-ONE_DEVICE = "trainwright.strategies.torch.engines.one_device:OneDevice"
+ONE_DEVICE = "trainwright.strategies.torch.engines.base:OneDevice"
 WIDTH = 5
 
 

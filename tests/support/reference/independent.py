@@ -31,8 +31,7 @@ from trainwright.core.topology import (
     StateTag,
     WorkUnit,
 )
-from trainwright.strategies.common.host_address import own_host
-from trainwright.strategies.common.socket_transport import SocketListener
+from trainwright.strategies.common.socket_transport import SocketListener, own_host
 from trainwright.strategies.ps.parameter_client import ParameterClient
 from trainwright.strategies.ps.parameter_shards import (
     GradientPush,

@@ -19,8 +19,7 @@ from trainwright.core.errors import CheckpointError, TrainwrightError
 from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
-from trainwright.strategies.common.host_address import own_host
-from trainwright.strategies.common.socket_transport import SocketListener
+from trainwright.strategies.common.socket_transport import SocketListener, own_host
 
 PREFIX, SUFFIX = "state", ".npz"
 

@@ -1,1 +1,0 @@
-"""Costs of a torch model, and figures of a device."""
