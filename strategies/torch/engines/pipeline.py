@@ -22,8 +22,7 @@ from trainwright.strategies.torch.distributed.fsdp_wrap import StageShards
 from trainwright.strategies.torch.engines.sharded_model_engine import ShardedModelEngine, choose_layers
 from trainwright.strategies.torch.pipeline.p2p import StageLinks
 from trainwright.strategies.torch.pipeline.split import SplitModel, layout_hash, split_stage, stage_problems
-from trainwright.strategies.torch.pipeline.stage_executor import StageExecutor
-from trainwright.strategies.torch.pipeline.stage_runner import StageRunner
+from trainwright.strategies.torch.pipeline.stage_executor import StageExecutor, StageRunner
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ShardSlice
 from trainwright.strategies.torch.training import evaluation
 from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective
@@ -82,7 +81,7 @@ class Pipeline(ShardedModelEngine):
     @property
     def _begun(self) -> bool:
         """Whether forwards of the next step have run."""
-        return isinstance(self._runner, StageRunner) and self._runner.pipe.begun
+        return isinstance(self._runner, StageRunner) and self._runner.pipe.begun is not None
 
     def _recall(self) -> None:
         """Drop the forwards of the next step."""

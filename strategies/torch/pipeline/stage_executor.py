@@ -1,4 +1,4 @@
-"""A step of one pipeline stage: its operations in the order of the schedule.
+"""A step of one pipeline stage: its operations in the order of the schedule, then the sums over other ranks.
 
 Zero-bubble schedules split a backward into gradients of inputs and of parameters, by functions of torch. These lose
 gradients silently unless each parameter's path in the graph meets the path of the inputs at one node, as in rows of
@@ -8,18 +8,24 @@ layers with residuals; `can_split_backward` checks that, and other graphs are no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from trainwright.core.data import fold_seed
+from trainwright.core import random_state
+from trainwright.core.data import Feed, fold_seed
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan, loss_stage
 from trainwright.strategies.cost_model.pipeline_schedules import Operation, stage_operations
+from trainwright.strategies.torch.distributed.fsdp_wrap import StageShards
+from trainwright.strategies.torch.distributed.mesh_groups import MeshGroups, MeshRunner
 from trainwright.strategies.torch.pipeline.p2p import StageLinks, StageMessages
 from trainwright.strategies.torch.pipeline.split import SplitModel
+from trainwright.strategies.torch.shard_layout import to_local
 from trainwright.strategies.torch.torch_compat import (
     accumulate_gradients,
     backward_of_inputs,
@@ -31,6 +37,11 @@ from trainwright.strategies.torch.torch_compat import (
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.objective import MicroBatchShare, Objective
 from trainwright.strategies.torch.training.train_state import TorchReplica
+from trainwright.strategies.torch.training.train_step import (
+    GradientNoiseProbe,
+    micro_batches_of,
+    throwaway_micro_batches,
+)
 
 _AHEAD = 8  # operations whose messages are awaited at once: they come while others are computed, in fewer turns
 
@@ -54,6 +65,9 @@ class StageExecutor:
         links: to the other stages.
         objective: the loss, on the stage that ends the model.
         replica: holds the parameters.
+
+    Attributes:
+        begun: the step whose first forwards were done in the one before; None for none.
     """
 
     def __init__(
@@ -65,7 +79,7 @@ class StageExecutor:
         self.messages = StageMessages(cut=cut, links=links, schedule=plan.schedule, laps=replica.laps)
         self._flights: dict[tuple[int, int], _MicroBatchInFlight] = {}
         self._halved: dict[int, bool] = {}
-        self._begun: int | None = None  # the step whose first forwards were done in the one before
+        self.begun: int | None = None
 
     @property
     def last(self) -> bool:
@@ -90,8 +104,8 @@ class StageExecutor:
             UserCodeError, JobError: the user's code raised or is wrong.
             RuntimeError: another rank went away.
         """
-        assert self._begun in (None, step), "the announced next step comes first"
-        if self._begun == step:
+        assert self.begun in (None, step), "the announced next step comes first"
+        if self.begun == step:
             self.cut.look()
         else:
             self._forget()
@@ -102,7 +116,7 @@ class StageExecutor:
             stages=self._stages,
             micro_batches=own,
             chunks=self._chunks,
-            begun=self._begun == step,
+            begun=self.begun == step,
             followed=bool(following),
         )
         try:
@@ -112,17 +126,12 @@ class StageExecutor:
             self._use(before=False)
         self._flights = {(micro - own, chunk): flight for (micro, chunk), flight in self._flights.items()}
         self.messages.renumber(own)
-        self._begun = step + 1 if following else None
+        self.begun = step + 1 if following else None
 
     def recall(self) -> None:
         """Drop the forwards of the next step; messages sent for it are taken first, so that none is under way."""
         self.messages.take_early()
         self._forget()
-
-    @property
-    def begun(self) -> bool:
-        """Whether forwards of the next step have run."""
-        return self._begun is not None
 
     def outputs(self, share: MicroBatchShare) -> Any:
         """Return the model's outputs for a micro-batch on the stage that ends the model; None elsewhere."""
@@ -272,11 +281,114 @@ class StageExecutor:
         """Forget what an error may have left."""
         self._flights.clear()
         self.messages.clear()
-        self._begun = None
+        self.begun = None
         self.cut.look()
 
     def _ends_model(self, operation: Operation) -> bool:
         return self.messages.section(operation) == self.cut.sections - 1
+
+
+# --- A rank's step, with the sums over replicas, shards and the stages that share parameters -------------------------
+
+
+_SharedParameter = tuple[nn.Parameter, distributed.ProcessGroup, bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRunner(MeshRunner):
+    """Runs micro-batches through all stages, and reduces gradients and sums.
+
+    Attributes:
+        pipe: this rank's stage.
+        shared: parameters that other stages use too, with the ranks of this pipeline that do, and whether this one is
+            the first of them.
+        shards: of the stage's parameters, where ranks divide them.
+    """
+
+    pipe: StageExecutor
+    shared: tuple[_SharedParameter, ...]
+    shards: StageShards | None = None
+
+    @classmethod
+    def of(cls, pipe: StageExecutor, place: MeshGroups, shards: StageShards | None) -> StageRunner:
+        """Return the runner of a stage; every rank of the world calls it, since it makes groups."""
+        objective = pipe.objective
+        return cls(
+            objective=objective,
+            reduced=objective,
+            probe=GradientNoiseProbe(objective, ()),  # no rank sees the gradient of a whole micro-batch
+            pipe=pipe,
+            shared=_shared_parameters(pipe, place),
+            place=place,
+            others=place.data_groups,
+            shards=shards,
+        )
+
+    def rehearse(self, feed: Feed) -> None:
+        """Run a step of weight 0 that leaves nothing behind."""
+        given = [*throwaway_micro_batches(feed)]
+        replica = self.pipe.replica
+        with replica.attempt(), random_state.preserve_generators(replica.device), self.objective.checking():
+            if self.objective.caller.autocast:
+                with nullcontext() if self.shards is None else self.shards.gathered():
+                    self.pipe.rehearse(given[0][1])
+                if self.shards is not None:
+                    self.shards.reshard()
+            self.run(given, feed)
+        self.objective.begin()
+
+    def accumulate(self, replica: TorchReplica, feed: Feed, *, sampled: bool) -> None:
+        """Run forward and backward of every micro-batch, in the order of the schedule."""
+        following = feed.following if replica.versions is not None else None
+        assert following is None or following.step == feed.step + 1, "steps follow each other"
+        self.run(micro_batches_of(feed), feed, micro_batches_of(following) if following else ())
+
+    def run(
+        self,
+        given: Sequence[tuple[int, MicroBatchShare]],
+        feed: Feed,
+        following: Sequence[tuple[int, MicroBatchShare]] = (),
+    ) -> None:
+        """Run the given micro-batches, and the first forwards of the next step's."""
+        self.objective.begin()
+        self.pending_sums.clear()
+        with nullcontext() if self.shards is None else self.shards.gathered():
+            self.pipe.step(given, feed.step, partial(self._tell, feed), following)
+
+    def _tell(self, feed: Feed) -> None:
+        """Start the sums over all ranks, without waiting for the last backwards."""
+        if not self.pipe.last:
+            self.objective.add_stop_request(feed.wish)
+        self.start_sums()
+
+    def reduce(self, replica: TorchReplica) -> None:
+        """Make each gradient that of the global batch."""
+        if self.shards is None:
+            super().reduce(replica)
+        else:
+            self.shards.reduce(replica, self.others)
+        for parameter, group, _ in self.shared:  # after the replicas, so that all copies come to the same bits
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            distributed.all_reduce(to_local(parameter.grad), group=group)
+
+    def counted_elsewhere(self) -> frozenset[Tensor]:
+        """Return the parameters whose gradients another stage adds to the norm."""
+        return frozenset(parameter for parameter, _, first in self.shared if not first)
+
+
+def _shared_parameters(pipe: StageExecutor, place: MeshGroups) -> tuple[_SharedParameter, ...]:
+    """Return this stage's parameters that other stages use too. Every rank makes every group."""
+    names = {name: parameter for parameter, name in pipe.replica.names.items()}
+    columns = pipe.messages.links.columns
+    found = []
+    for name, sections in sorted(pipe.cut.shared.items()):
+        stages = sorted({pipe.messages.stage_of(section) for section in sections})
+        ranks = ([column[stage] for stage in stages] for column in columns)
+        groups = [distributed.new_group(each, timeout=place.deadline) for each in ranks]
+        if len(stages) > 1 and name in names:
+            found.append((names[name], groups[place.rank % len(columns)], pipe.stage == stages[0]))
+    return tuple(found)
 
 
 # --- Split backward, for zero-bubble schedules ------------------------------------------------------------------------
