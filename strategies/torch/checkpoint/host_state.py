@@ -216,16 +216,20 @@ def broadcast(
         replica.step, replica.sound, replica.every_used, replica.scale = step, True, every_used, scale
 
 
-def _changed_options(replica: TorchReplica) -> list[dict[str, Any]]:
-    """Return the settings of each group that training changed, without a learning rate that a schedule sets."""
+def kept_settings(replica: TorchReplica) -> list[dict[str, Any]]:
+    """Return the settings of each parameter group, without a learning rate that a schedule sets."""
     scheduled = {"lr"} if replica.spec.schedule is not None else set()
     return [
-        {
-            key: value
-            for key, value in group_settings(group).items()
-            if key not in scheduled and value != initial.get(key)
-        }
-        for group, initial in zip(replica.optimizer.param_groups, replica.initial, strict=True)
+        {key: value for key, value in group_settings(group).items() if key not in scheduled}
+        for group in replica.optimizer.param_groups
+    ]
+
+
+def _changed_options(replica: TorchReplica) -> list[dict[str, Any]]:
+    """Return the settings of each group that training changed."""
+    return [
+        {key: value for key, value in settings.items() if value != initial.get(key)}
+        for settings, initial in zip(kept_settings(replica), replica.initial, strict=True)
     ]
 
 

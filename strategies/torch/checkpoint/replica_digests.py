@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -22,7 +22,7 @@ from trainwright.core.errors import JobError
 from trainwright.strategies.torch.checkpoint import host_state
 from trainwright.strategies.torch.distributed.process_group import all_gather_ints
 from trainwright.strategies.torch.shard_layout import to_local
-from trainwright.strategies.torch.training.train_state import TorchReplica, group_settings
+from trainwright.strategies.torch.training.train_state import TorchReplica
 
 _UNCHECKED = "replicas"  # in a job's `inexact=`: replicas may drift apart
 ROW_WORDS = 1 << 15  # words that are multiplied by the same factors: these stay in a processor's cache
@@ -105,9 +105,14 @@ def check_replicas(
 def _compared_entries(replica: TorchReplica) -> tuple[_Entries, _Entries]:
     """Return all that replicas must agree in: what is not divided, and what is. Raises CheckpointError."""
     held = host_state.state_of(replica)
-    plain = {(_GROUP, f"{number}: {key}"): text for number, key, text in _settings(replica)}
-    whole: _Entries = {**plain, ("scale", "of the losses"): repr(held.scale)}
+    whole: _Entries = {}
     divided: _Entries = {}
+    # Not a rate that a schedule sets: before the next step a joining worker has another one.
+    for number, settings in enumerate(host_state.kept_settings(replica)):
+        for key, value in settings.items():
+            if _is_plain(value):
+                whole[_GROUP, f"{number}: {key}"] = repr(value)
+    whole["scale", "of the losses"] = repr(held.scale)
     for name, buffer in replica.named_buffers():
         if name not in replica.local:
             whole[_BUFFER, name] = to_local(buffer)
@@ -118,18 +123,6 @@ def _compared_entries(replica: TorchReplica) -> tuple[_Entries, _Entries]:
     for name, parameter in replica.model.named_parameters():
         (divided if name in held.boxes else whole)[_PARAMETER, name] = to_local(parameter)
     return whole, divided
-
-
-def _settings(replica: TorchReplica) -> Iterator[tuple[int, str, str]]:
-    """Return the settings of the parameter groups that are plain values, such as learning rates.
-
-    Not a rate that a schedule sets: before the next step a newcomer has another one.
-    """
-    scheduled = {"lr"} if replica.spec.schedule is not None else set()
-    for number, group in enumerate(replica.optimizer.param_groups):
-        for key, value in group_settings(group).items():
-            if _is_plain(value) and key not in scheduled:
-                yield number, key, repr(value)
 
 
 def _is_plain(value: Any) -> bool:

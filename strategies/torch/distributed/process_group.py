@@ -39,7 +39,7 @@ from trainwright.strategies.torch.torch_errors import clear_frames
 
 _GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 _DESTROY_WAIT_S = 1.0  # a group of which nothing is under way has ended in hundredths
 
 
@@ -144,17 +144,17 @@ class ProcessGroupHandle:
             _foreign_epolls()
             self._port = group.peers[0].address.port
             self._by_gloo = device.type != "cuda"
-        self._store = self._meet(group, deadline)
-        if self._store.add("arrived", 1) == group.size:
-            self._store.set("complete", "")
-        self._store.wait(["complete"], deadline)  # where `interrupt` has connections to shut
+        store = self._store = self._meet(group, deadline)
+        if store.add("arrived", 1) == group.size:
+            store.set("complete", "")
+        store.wait(["complete"], deadline)  # where `interrupt` has connections to shut
         # The group's keys in the store carry this count, which torch sets back only with a group that had formed: after
         # one that had not, this process and a new one would wait for each other under different names.
         reset_group_count()
         with self._connecting():
             distributed.init_process_group(
                 backend="gloo" if self._by_gloo else "nccl",
-                store=self._store,
+                store=store,
                 rank=group.rank,
                 world_size=group.size,
                 timeout=deadline,
@@ -182,11 +182,11 @@ class ProcessGroupHandle:
         finally:
             torchs.ProcessGroupGloo = make
 
-    def _reached(self, make: Callable[[], Result], otherwise: str) -> Result:
+    def _reached(self, make: Callable[[], _Result], otherwise: str) -> _Result:
         """Return the result of a thread that waits for other ranks. Raises ConnectionAbortedError once interrupted."""
         if self._interrupted.done():
             raise ConnectionAbortedError(otherwise)
-        made: Future[Result] = Future()
+        made: Future[_Result] = Future()
 
         def run() -> None:
             try:
