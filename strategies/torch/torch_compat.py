@@ -270,9 +270,8 @@ class _DynamoStandIn(ModuleType):
         super().__init__(_NAME)
         self.__spec__, self.__path__ = spec, spec.submodule_search_locations or []
         self._passed: list[tuple[Any, Any, bool]] = []
-        self.utils = _DynamoSubmodule(
-            self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer"
-        )  # the compiler's default
+        # The compiler's default.
+        self.utils = _DynamoSubmodule(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
         self.trace_rules = _DynamoSubmodule(self, "trace_rules", clear_lru_cache=lambda: None)
 
     def __getattr__(self, name: str) -> Any:

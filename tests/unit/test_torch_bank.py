@@ -14,15 +14,14 @@ from tests.support.parameter_server_jobs import JOBS, facts
 from tests.support.torch_engines import Files, adam, one_device, plan, saved, spec
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Plan
-from trainwright.core.topology import Consistency, OuterOptimizer, WorkUnit
+from trainwright.core.topology import Consistency, WorkUnit
 from trainwright.strategies.ps.lease_table import ClosedRound, Grant, LeaseTable
 from trainwright.strategies.ps.parameter_shards import GradientPush
 from trainwright.strategies.ps.update_admission import UpdateAdmission
 from trainwright.strategies.torch.checkpoint import host_state, safetensors_files
 from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
 from trainwright.strategies.torch.ps.parameter_worker import GradientSender, tensor_pieces
-from trainwright.strategies.torch.ps.shard_store import ServedReplica, TorchShardStore, server_shards
-from trainwright.strategies.torch.shard_layout import ModelPart
+from trainwright.strategies.torch.ps.shard_store import TorchShardStore, server_shards
 
 NONE = memoryview(b"")
 
@@ -30,12 +29,8 @@ NONE = memoryview(b"")
 def banks(job: ModelSpec, how: Plan) -> list[TorchShardStore]:
     made = []
     for server in range(how.servers):
-        replica = ServedReplica(job, how, f"rank {server}", ModelPart(server=server, servers=how.servers))
-        shard = server_shards(job, how, replica.model, "")[server]
-        replica.keep({slot.name: slot.rows for slot in shard.slots})
-        outer = OuterOptimizer.parse(how.outer) if how.local_steps > 1 else None
-        bank = TorchShardStore(replica, shard, GradientLayout(shard, how.wire), outer, "")
-        bank.attach(memoryview(bytearray(shard.size_bytes)))
+        bank = TorchShardStore(job, how, server, f"rank {server}")
+        bank.attach(memoryview(bytearray(bank.shard.size_bytes)))
         made.append(bank)
     return made
 

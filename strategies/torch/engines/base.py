@@ -27,10 +27,10 @@ from trainwright.strategies.torch.training.train_step import GradientNoiseProbe,
 Result = TypeVar("Result")
 
 
-class ReplicaEngine:
+class _ReplicaEngine:
     """Holds a replica and moves its state; `TorchEngine` adds the steps.
 
-    `trainwright.core.engine.Engine` says who calls what, and when.
+    `trainwright.core.engine.Engine` says who calls what and when, and what it raises.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -51,7 +51,7 @@ class ReplicaEngine:
         return Address(host="127.0.0.1", port=0)
 
     def form(self, group: Group) -> StateTag:
-        """Set threads and device; return what state this rank holds. Raises PeerLost."""
+        """Set threads and device; return what state this rank holds."""
         self._runner = None
         self._group = group
         self._device = torch.device(group.devices[0])
@@ -74,12 +74,7 @@ class ReplicaEngine:
     # --- the state ----------------------------------------------------------------------------------------
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
-        """Build model and optimizer, the same on every rank for one seed.
-
-        Raises:
-            JobError: the model cannot be trained, or not with this plan.
-            UserCodeError: the user's code raised.
-        """
+        """Build model and optimizer, the same on every rank for one seed."""
         spec.check(self.capabilities)
         self._replica = self._guarded(lambda: self._build_replica(spec, plan))
         self._runner = None
@@ -102,17 +97,17 @@ class ReplicaEngine:
         return StateSnapshot(step=copy.step or 0, size_bytes=copy.size_bytes, state=copy)
 
     def restore(self, copy: StateSnapshot) -> StateTag:
-        """Restore a state copied by `snapshot`. Raises CheckpointError, with nothing changed, where it does not fit."""
+        """Restore a state copied by `snapshot`."""
         host_state.restore(self.replica, copy.state)
         return self._tag()
 
     @staticmethod
     def save(copy: StateSnapshot, writer: StateWriter) -> None:
-        """Write a snapshot's files; may run in another thread, after the engine is gone. Raises StorageError."""
+        """Write a snapshot's files; may run in another thread, after the engine is gone."""
         safetensors_files.write(copy.state, writer)
 
     def load(self, reader: StateReader) -> StateTag:
-        """Load the state of a checkpoint. Raises CheckpointError, with nothing changed, where it does not fit."""
+        """Load the state of a checkpoint."""
         replica, data_rank = self.replica, self._data_rank
         own = safetensors_files.read_local(reader, data_rank) if replica.local else None
         host_state.restore(replica, replace(safetensors_files.read(reader, replica.wanted, replica.part), local=own))
@@ -125,7 +120,6 @@ class ReplicaEngine:
     # --- for the engines ----------------------------------------------------------------------------------
 
     def _build_replica(self, spec: ModelSpec, plan: Plan) -> TorchReplica:
-        """Return a new model and optimizer."""
         return TorchReplica(spec, plan, self._device, self._where)
 
     @property
@@ -185,36 +179,26 @@ class ReplicaEngine:
         raise failure
 
 
-class TorchEngine(ReplicaEngine):
+class TorchEngine(_ReplicaEngine):
     """A replica that takes steps by itself."""
 
     def warm(self, feed: Feed) -> None:
-        """Run a throwaway forward and backward of full shape; parameters, buffers and random states are kept.
-
-        Raises:
-            JobError, UserCodeError, PeerLost: as `train_step`.
-        """
+        """Run a throwaway forward and backward of full shape; parameters, buffers and random states are kept."""
         self._runner = self._guarded(lambda: self._warmed(feed))
 
     def train_step(self, feed: Feed) -> StepReport:
-        """Run this rank's part of one global step.
-
-        Raises:
-            NonFiniteLoss: on every rank, before anything is applied.
-            PeerLost: another rank went away.
-            UserCodeError, JobError: the user's code raised or is wrong.
-        """
+        """Run this rank's part of one global step."""
         if self._runner is None:
             self.warm(feed)
         return self._guarded(lambda: train_step.train(self.replica, self._ready, feed))
 
     def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Return local sums of `loss` and the metrics. Raises UserCodeError, JobError."""
+        """Return local sums of `loss` and the metrics."""
         with self._evaluating(feed) as through:
             return self._guarded(lambda: evaluation.evaluate(self.replica.model, self._caller(), feed, through))
 
     def predict_step(self, feed: Feed) -> Columns:
-        """Return the model's outputs for the feed's rows. Raises UserCodeError, JobError."""
+        """Return the model's outputs for the feed's rows."""
         with self._evaluating(feed) as through:
             return self._guarded(lambda: evaluation.predict(self.replica.model, self._caller(), feed, through))
 

@@ -32,7 +32,7 @@ class ProcessGroupEngine(TorchEngine):
         return self._membership.reserve()
 
     def form(self, group: Group) -> StateTag:
-        """Join the process group. Raises PeerLost where it does not form by the group's deadline."""
+        """Join the process group."""
         self._sharers = None
         super().form(group)
         self._membership.join(group, self._device)
@@ -78,19 +78,14 @@ class DataParallel(ProcessGroupEngine):
     )
 
     def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
-        """Copy the state of the first move's source to every rank, bit by bit. Raises PeerLost."""
+        """Copy the state of the first move's source to every rank, bit by bit."""
         if moves:
             source = moves[0].source
             self._guarded(lambda: host_state.broadcast(self.replica, source, self._rank, self._device))
         return super().transfer(moves)
 
     def verify(self) -> None:
-        """Check that all ranks hold the same state; every rank calls it, between two steps.
-
-        Raises:
-            JobError: on every rank, where some differ.
-            PeerLost: a rank is gone.
-        """
+        """Check that all ranks hold the same state."""
         assert self._group is not None, "form() comes first"
         keys = [("whole", "whole")] * self._group.size
         self._guarded(lambda: replica_digests.check_replicas(self.replica, keys, self._device, self._where))

@@ -38,7 +38,7 @@ from trainwright.strategies.torch.training.train_state import TorchReplica
 from trainwright.strategies.torch.training.train_step import StepRunner
 
 
-class ServerGroupEngine(TorchEngine):
+class _ServerGroupEngine(TorchEngine):
     """A server or a worker, by its role in the group; `ParameterServer` adds the steps.
 
     Servers hold the pieces `shard-0`, `shard-1` and so on, in the order of their ranks; workers hold none.
@@ -69,7 +69,7 @@ class ServerGroupEngine(TorchEngine):
         return self._listener.address
 
     def form(self, group: Group) -> StateTag:
-        """Start to answer workers, or connect to all servers. Raises PeerLost."""
+        """Start to answer workers, or connect to all servers."""
         super().form(group)
         if self._serving:
             assert self._listener is not None, "reserve() comes first"
@@ -107,12 +107,7 @@ class ServerGroupEngine(TorchEngine):
     # --- the state ----------------------------------------------------------------------------------------
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
-        """Build the model; a server keeps its shard of it, a worker has memory for all of it.
-
-        Raises:
-            JobError: the model cannot be trained, or not with this plan.
-            UserCodeError: the user's code raised.
-        """
+        """Build the model; a server keeps its shard of it, a worker has memory for all of it."""
         self._job = spec, plan
         super().build(spec, plan)
         self._join_servers()
@@ -133,14 +128,14 @@ class ServerGroupEngine(TorchEngine):
             return super().snapshot()
 
     def restore(self, copy: StateSnapshot) -> StateTag:
-        """Restore a server's shard that `snapshot` copied. Raises CheckpointError, with nothing changed."""
-        return self._renewed(lambda: super(ServerGroupEngine, self).restore(copy))
+        """Restore a server's shard that `snapshot` copied."""
+        return self._renewed(lambda: super(_ServerGroupEngine, self).restore(copy))
 
     def load(self, reader: StateReader) -> StateTag:
-        """Load a server's shard of a checkpoint; a worker pulls. Raises CheckpointError, with nothing changed."""
+        """Load a server's shard of a checkpoint; a worker pulls."""
         if not self._serving:
             return self._tag()
-        return self._renewed(lambda: super(ServerGroupEngine, self).load(reader))
+        return self._renewed(lambda: super(_ServerGroupEngine, self).load(reader))
 
     # --- for the steps --------------------------------------------------------------------------------------
 
@@ -188,7 +183,7 @@ class ServerGroupEngine(TorchEngine):
         self._store = self._worker = None
         self._built_for = self._place
         if self._serving:
-            self._store = TorchShardStore.of(spec, plan, self._rank, self._where)
+            self._store = TorchShardStore(spec, plan, self._rank, self._where)
             return self._store.replica
         self._worker = ParameterWorker(super()._build_replica(spec, plan), plan, self._where)
         return self._worker.replica
@@ -216,7 +211,7 @@ class ServerGroupEngine(TorchEngine):
             self._trainer.join(self._client)
 
 
-class ParameterServer(ServerGroupEngine):
+class ParameterServer(_ServerGroupEngine):
     """The steps of a worker, and what a server does meanwhile."""
 
     def warm(self, feed: Feed) -> None:
@@ -232,27 +227,24 @@ class ParameterServer(ServerGroupEngine):
     def train_step(self, feed: Feed) -> StepReport:
         """Run a worker's next step of its leased unit: it pulls before the first, and pushes after the last.
 
-        Raises:
-            NonFiniteLoss: nothing of the step counts.
-            PeerLost: a server is gone.
-            UserCodeError, JobError: the user's code raised or is wrong; nothing was pushed.
+        After an error, nothing of the step counts and nothing was pushed.
         """
         if self._runner is None:
             self.warm(feed)
         return self._guarded(lambda: self._trainer.train(self._ready, feed))
 
     def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Return sums at the servers' newest parameters. Raises UserCodeError, JobError, PeerLost."""
+        """Return sums at the servers' newest parameters."""
         self._trainer.pull()
         return super().evaluate_step(feed)
 
     def predict_step(self, feed: Feed) -> Columns:
-        """Return the model's outputs at the servers' newest parameters. Raises UserCodeError, JobError, PeerLost."""
+        """Return the model's outputs at the servers' newest parameters."""
         self._trainer.pull()
         return super().predict_step(feed)
 
     def serve(self, until: int, wish: Callable[[], bool]) -> Iterator[StepReport]:
-        """Let the workers take the steps before `until`; a server calls it. Raises PeerLost, UserCodeError."""
+        """Let the workers take the steps before `until`; a server calls it."""
         replica, server = self.replica, self.server
         yield from server.serve(replica.step or 0, until, wish)
         replica.step = server.step

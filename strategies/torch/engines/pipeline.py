@@ -58,9 +58,6 @@ class Pipeline(ShardedModelEngine):
 
         These forwards change only buffers. All ranks drop them where the next step may not follow: a rank requested to
         stop, or the step was not applied, so that its buffers are restored.
-
-        Raises:
-            NonFiniteLoss, PeerLost, UserCodeError, JobError: as of all engines.
         """
         try:
             report = super().train_step(feed)

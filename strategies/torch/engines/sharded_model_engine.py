@@ -70,10 +70,7 @@ class ShardedModelEngine(ProcessGroupEngine):
         """Join the process group, and hold this rank's part of the model.
 
         What this rank held is kept where that is its part in the new group too, and dropped with its step otherwise.
-
-        Raises:
-            PeerLost: it does not form by the group's deadline.
-            JobError: the plan's parts do not divide the group.
+        Raises JobError where the plan's parts do not divide the group.
         """
         self._release()
         super().form(group)
@@ -89,17 +86,12 @@ class ShardedModelEngine(ProcessGroupEngine):
     # --- the state ----------------------------------------------------------------------------------------
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
-        """Build the whole model and keep this rank's part of it.
-
-        Raises:
-            JobError: the model cannot be trained or divided, or not over this group.
-            UserCodeError: the user's code raised.
-        """
+        """Build the whole model and keep this rank's part of it."""
         self._job, self._place = (spec, plan), None
         return super().build(spec, plan)
 
     def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
-        """Make this rank equal to the one that its part comes from, bit by bit. Raises PeerLost."""
+        """Make this rank equal to the one that its part comes from, bit by bit."""
         source = {move.piece: move.source for move in moves}.get(self._part.name)
         if source is not None:
             group = self._placed.replicas
@@ -181,12 +173,7 @@ class ShardedModelEngine(ProcessGroupEngine):
         self.verify()
 
     def verify(self) -> None:
-        """Check that replicas hold the same state; every rank calls it, between two steps.
-
-        Raises:
-            JobError: on every rank, where some differ.
-            PeerLost: a rank is gone.
-        """
+        """Check that replicas hold the same state; every rank calls it, between two steps."""
         if self._replica is not None and self._placed.mesh.size > 1:
             keys = self._placed.comparison_keys
             self._guarded(lambda: replica_digests.check_replicas(self.replica, keys, self._device, self._where))

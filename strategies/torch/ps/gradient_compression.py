@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,7 @@ _CODEC_ALIGNMENT = 8
 _SAMPLED = 61  # `topk` samples one value of so many; prime, so that it meets all columns of a matrix
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PayloadRange:
+class _PayloadRange(NamedTuple):
     """Byte range of one gradient in a push."""
 
     offset: int
@@ -188,7 +187,6 @@ class _HalfPrecisionCodec(GradientCodec):
     scaled: bool
 
     def size_bytes(self, count: int) -> int:
-        """Return 2 bytes a value, and 8 for the exponent."""
         return _padded(2 * count) + self._prefix
 
     def encode(self, values: Tensor, into: memoryview, residual: Tensor | None = None) -> None:
@@ -207,12 +205,10 @@ class _HalfPrecisionCodec(GradientCodec):
             encoded[stretch] = torch.mul(part, math.ldexp(1.0, -exponent), out=scratch[: len(part)])
 
     def fill(self, data: memoryview, into: Tensor, factor: float = 1.0) -> None:
-        """`into` = `factor` times the values, in one pass."""
         for stretch, values, scale in self._read(data, len(into), factor):
             torch.mul(values, scale, out=into[stretch])
 
     def add(self, data: memoryview, into: Tensor, factor: float = 1.0) -> None:
-        """`into` += `factor` times the values, in one pass."""
         for stretch, values, scale in self._read(data, len(into), factor):
             into[stretch].add_(values.mul_(scale))
 
@@ -253,21 +249,12 @@ class _Int8Codec(GradientCodec):
     block: int = 256
 
     def size_bytes(self, count: int) -> int:
-        """Return 1 byte for each value and 4 for each block."""
         return _padded(4 * self._blocks(count)) + _padded(count)
 
     def encode(self, values: Tensor, into: memoryview, residual: Tensor | None = None) -> None:
-        """Write scales and rounded values, in two passes over stretches that stay in the cache."""
-        self._encode(values.numpy(), into)
-
-    def add(self, data: memoryview, into: Tensor, factor: float = 1.0) -> None:
-        """Add in one pass over stretches."""
-        self._add(data, into.numpy(), factor)
-
-    def _encode(self, values: _Floats, into: memoryview) -> None:
         scales, whole = self._parts(into, len(values))
         for stretch in _stretches(len(values)):
-            part = values[stretch]
+            part = values[stretch].numpy()
             starts = np.arange(0, len(part), self.block)
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
                 scale = (np.maximum.reduceat(np.abs(part), starts) / 127).astype(np.float32)
@@ -276,12 +263,13 @@ class _Int8Codec(GradientCodec):
             scales[stretch.start // self.block :][: len(starts)] = scale
             whole[stretch] = np.rint(np.clip(np.nan_to_num(quotient, nan=0.0), -127, 127))
 
-    def _add(self, data: memoryview, into: _Floats, factor: float) -> None:
-        scales, whole = self._parts(data, len(into))
-        for stretch in _stretches(len(into)):
+    def add(self, data: memoryview, into: Tensor, factor: float = 1.0) -> None:
+        target: _Floats = into.numpy()
+        scales, whole = self._parts(data, len(target))
+        for stretch in _stretches(len(target)):
             size = stretch.stop - stretch.start
-            scale = scales[stretch.start // self.block :][: self._blocks(size)].astype(into.dtype) * factor
-            into[stretch] += whole[stretch] * self._spread(scale, size)
+            scale = scales[stretch.start // self.block :][: self._blocks(size)].astype(target.dtype) * factor
+            target[stretch] += whole[stretch] * self._spread(scale, size)
 
     def _blocks(self, count: int) -> int:
         return -(-count // self.block)
@@ -309,32 +297,26 @@ class _TopKCodec(GradientCodec):
     keeps: ClassVar[bool] = True
 
     def size_bytes(self, count: int) -> int:
-        """Return 8 bytes for each value sent."""
         return 8 * self._sent(count)
 
     def encode(self, values: Tensor, into: memoryview, residual: Tensor | None = None) -> None:
         """Write indices and values. Without a residual, values that are not sent are lost."""
-        self._encode(values.numpy(), into, None if residual is None else residual.numpy())
-
-    def _encode(self, values: _Floats, into: memoryview, residual: _Floats | None) -> None:
         sent = self._sent(len(values))
-        whole = np.array(values, np.float32) if residual is None else np.add(values, residual, dtype=np.float32)
+        whole = (values.clone() if residual is None else values + residual).numpy()
         places = _top_indices(np.abs(whole), sent)
         _as_array(into, np.uint32, sent)[:] = places
         _as_array(into[4 * sent :], np.float32, sent)[:] = whole[places]
         if residual is not None:
             whole[places] = 0
-            np.copyto(residual, whole)
+            residual.copy_(torch.from_numpy(whole))
 
     def add(self, data: memoryview, into: Tensor, factor: float = 1.0) -> None:
-        """Add at the indices sent. Raises ValueError for an index outside the tensor."""
         self.check(data, len(into))
         sent, target = self._sent(len(into)), into.numpy()
         places, values = _as_array(data, np.uint32, sent), _as_array(data[4 * sent :], np.float32, sent)
         target[places] += target.dtype.type(factor) * values
 
     def check(self, data: memoryview, count: int) -> None:
-        """Raise ValueError for an index outside the tensor."""
         sent = self._sent(count)
         if sent and _as_array(data, np.uint32, sent).max() >= count:
             raise ValueError("an index outside the tensor")

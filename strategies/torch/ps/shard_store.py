@@ -38,36 +38,25 @@ class TorchShardStore:
     """One server's shard; `trainwright.strategies.ps.parameter_shards` documents the calls.
 
     Args:
-        replica: what this server was dealt.
-        shard: the same, by place in the region.
-        form: of what is pushed.
-        outer: how differences of parameters are applied; None where gradients are pushed.
+        spec: the job's functions.
+        plan: with the number of servers, the compression, and how differences of parameters are applied.
+        server: the number of this one.
         where: the rank, for errors.
+
+    Raises:
+        JobError, UserCodeError: the model cannot be built, or not be divided.
     """
 
-    def __init__(
-        self,
-        replica: ServedReplica,
-        shard: ParameterShard,
-        form: GradientLayout,
-        outer: OuterOptimizer | None,
-        where: str,
-    ) -> None:
-        self.shard = shard
-        self.replica, self.form, self._outer, self._where = replica, form, outer, where
+    def __init__(self, spec: ModelSpec, plan: Plan, server: int, where: str) -> None:
+        self.replica = _ServedReplica(spec, plan, where, ModelPart(server=server, servers=plan.servers))
+        self.shard = server_shards(spec, plan, self.replica.model, where)[server]
+        self.replica.keep({slot.name: slot.rows for slot in self.shard.slots})
+        self.form, self._where = GradientLayout(self.shard, plan.wire), where
+        self._outer = OuterOptimizer.parse(plan.outer) if plan.local_steps > 1 else None
         self._scratch: list[Tensor] = []
-        self._buffers = [slot for slot in shard.slots if slot.kind == "buffer"]
+        self._buffers = [slot for slot in self.shard.slots if slot.kind == "buffer"]
         self._asked: tuple[GradientPush, ...] = ()  # of what `_mean` is
         self._mean: list[Tensor] | None = None
-
-    @classmethod
-    def of(cls, spec: ModelSpec, plan: Plan, server: int, where: str) -> TorchShardStore:
-        """Build a server's shard of the model. Raises JobError, UserCodeError."""
-        replica = ServedReplica(spec, plan, where, ModelPart(server=server, servers=plan.servers))
-        shard = server_shards(spec, plan, replica.model, where)[server]
-        replica.keep({slot.name: slot.rows for slot in shard.slots})
-        outer = OuterOptimizer.parse(plan.outer) if plan.local_steps > 1 else None
-        return cls(replica, shard, GradientLayout(shard, plan.wire), outer, where)
 
     def attach(self, region: memoryview) -> None:
         """Move the parameters and buffers into a region."""
@@ -183,20 +172,11 @@ def _accumulation_dtype(values: Tensor) -> torch.dtype:
 _Rows = tuple[int, int] | None  # of a tensor's first dimension, from and to; None for all of it
 
 
-class ServedReplica(TorchReplica):
+class _ServedReplica(TorchReplica):
     """A replica reduced to this server's shard. Its model never runs.
 
     The job's optimizer is made for the whole model, so that its groups are the job's however many servers there are; it
     is then left with what was dealt.
-
-    Args:
-        spec: the job's functions.
-        plan: says how the model is trained.
-        where: the rank, for errors.
-        part: of the servers, that this one is.
-
-    Raises:
-        JobError, UserCodeError: as a replica.
     """
 
     def __init__(self, spec: ModelSpec, plan: Plan, where: str, part: ModelPart) -> None:

@@ -47,19 +47,12 @@ class ValueKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _ModuleCall:
-    """A call of a module that lies in one section.
-
-    Attributes:
-        name: of the module.
-        section: in which it begins.
-        whole: it ends there too.
-        begins: it is the section's first.
-    """
+    """A call of a module that lies in one section."""
 
     name: str
-    section: int
-    whole: bool
-    begins: bool
+    section: int  # in which it begins
+    whole: bool  # it ends there too
+    begins: bool  # it is the section's first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +93,7 @@ class ForwardRoute:
 
 
 class WatchedModel:
-    """A module tree whose chosen modules report their calls to a listener.
-
-    Args:
-        model: the tree.
-        names: of the modules chosen.
-    """
+    """A module tree whose modules of these names report their calls to a listener."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self.model = model
@@ -135,7 +123,7 @@ class CallListener(TorchFunctionMode):
     """Listens to the functions that a forward calls between modules, and to calls of watched modules.
 
     Attributes:
-        inside: such a call runs as a whole: nothing is to be heard of.
+        inside: such a call runs as a whole, and nothing is reported.
     """
 
     inside = False

@@ -31,13 +31,8 @@ _JOINS = (_aten.cat, _aten.stack)
 _KEEPS = (_aten.native_dropout, _aten.clone, _aten._to_copy, _aten._unsafe_view, _aten.copy_, _aten.masked_fill)
 _SOFTMAX = (_aten._softmax, _aten._safe_softmax)
 _OVER_LAST = (
-    _aten.mean,
-    _aten.sum,
-    _aten.native_layer_norm,
-    _aten._fused_rms_norm,
-    _aten.amax,
-    _aten.linalg_vector_norm,
-)
+    _aten.mean, _aten.sum, _aten.native_layer_norm, _aten._fused_rms_norm, _aten.amax, _aten.linalg_vector_norm,
+)  # fmt: skip
 _LayerTags = frozenset[int]
 _NO_LAYERS: _LayerTags = frozenset()
 CallNames = tuple[tuple[str, ...], tuple[str, ...]]  # input columns, and the model's arguments that they are given as
@@ -64,11 +59,11 @@ class _DivisionAnalysis:
     """Follows the outputs of linear layers by storage, to find which layers can be divided.
 
     Args:
-        parameters: storages of the model's.
+        parameters: storages of the model's parameters.
         whole: storages of the weights that are not divided, whatever is found.
     """
 
-    def __init__(self, parameters: set[int], whole: frozenset[int] = frozenset()) -> None:
+    def __init__(self, parameters: set[int], whole: frozenset[int]) -> None:
         self._parameters, self._kept = parameters, whole
         self._tags: dict[int, tuple[Tensor, _LayerTags]] = {}  # kept alive, so that no other takes a storage's place
         self._widths: list[int] = []  # outputs of each linear layer that may be divided by them
@@ -197,22 +192,12 @@ class _DivisionAnalysis:
 
 
 _FREE_OPS = (
-    _aten._unsafe_view,
-    _aten.empty,
-    _aten.empty_like,
-    _aten.new_empty,
-    _aten.empty_strided,
-    _aten.detach,
-)
-_GATHER_OPS = (
-    _aten.embedding,
-    _aten.index_select,
-    _aten.gather,
-    _aten.index,
-)  # read as much as they write
-_FUSED_ATTENTION_COST = (
-    1.5  # times the operations of two products: it computes scores twice and is slower (core.profile says the same)
-)
+    _aten._unsafe_view, _aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.detach,
+)  # fmt: skip
+# These read as much as they write.
+_GATHER_OPS = (_aten.embedding, _aten.index_select, _aten.gather, _aten.index)
+# Times the operations of two products: it computes scores twice and is slower.
+_FUSED_ATTENTION_COST = 1.5
 
 
 @dataclass(kw_only=True)
@@ -267,22 +252,18 @@ class _OpTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up each module's own operations, and what autograd saves for backward.
 
     Args:
-        held: storages that are there anyway, such as parameters'.
-        parameters: storages of these.
-        values: of the inputs.
-        rows: samples of the batch.
+        held: storages that are there anyway, such as those of `parameters`.
         whole: storages of the parameters that tensor parallelism does not divide, whatever is found.
     """
 
     def __init__(
-        self, held: set[int], parameters: set[int], values: MetaValues, rows: int, whole: frozenset[int] = frozenset()
+        self, held: set[int], parameters: set[int], values: MetaValues, rows: int, whole: frozenset[int]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: dict[nn.Module, ModuleCalls] = {}
         self._open: list[nn.Module] = []
-        self._saved: dict[
-            int, tuple[Tensor, ModuleCalls]
-        ] = {}  # by storage; kept alive, so that no other takes its place
+        # By storage; kept alive, so that no other takes its place.
+        self._saved: dict[int, tuple[Tensor, ModuleCalls]] = {}
         self._held = held
         self._spans: dict[int, tuple[Tensor, int, int]] = {}  # first and last place of all that make or read each
         self._values = values
@@ -419,10 +400,7 @@ def _all_divided(tags: _LayerTags, divided: _LayerTags) -> bool:
 
 
 class _FusedKernels(TorchFunctionMode):
-    """Traces attention and dropout as one kernel, as accelerators compute them.
-
-    So attention's scores are never written, and of dropout a mask is kept.
-    """
+    """Traces attention and dropout as one kernel each: scores are never written, and of dropout a mask is kept."""
 
     def __init__(self, tracer: _OpTracer) -> None:
         super().__init__()
@@ -494,15 +472,10 @@ def _size(tensor: Tensor) -> float:
 
 @dataclass(kw_only=True, eq=False)
 class _ScoreChain:
-    """A batched product and what is computed of it elementwise.
+    """A batched product and what is computed of it elementwise."""
 
-    Attributes:
-        normalised: by a softmax over its last dimension.
-        used: thereafter as a factor of another batch of products: these are scores.
-    """
-
-    normalised: bool = False
-    used: bool = False
+    normalised: bool = False  # by a softmax over its last dimension
+    used: bool = False  # thereafter as a factor of another batch of products: these are scores
 
 
 class _AttentionScores:
@@ -510,16 +483,12 @@ class _AttentionScores:
 
     What a softmax has made into weights and another product has used is attention's: a classifier's or a router's
     probabilities come from a product with a parameter, which is none of a batch.
-
-    Args:
-        rows: samples of the batch.
     """
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
-        self._chains: dict[
-            int, tuple[Tensor, _ScoreChain]
-        ] = {}  # by storage; kept alive, so that no other takes its place
+        # By storage; kept alive, so that no other takes its place.
+        self._chains: dict[int, tuple[Tensor, _ScoreChain]] = {}
         self.heads = 0
         self.tokens = 1
 
