@@ -1,10 +1,10 @@
-"""A plan's step before it is run: seconds by term with an interval, and memory by stage."""
+"""Predict a plan's step: seconds by term with an interval, and memory by stage. Calibrate by measured steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from trainwright.strategies.cost_model.step_time import convergence_factors, ste
 from trainwright.strategies.cost_model.step_work import StepWork, compute_step_work
 
 _INTERVAL_DEVIATIONS = 1.645  # standard deviations to either side: nine of ten steps
-_STEP = 1e-3  # of a logarithm, for slopes
 
 
 def estimate(
@@ -39,7 +38,7 @@ def estimate(
     precision: str,
     calibration: Calibration | None = None,
 ) -> Estimate:
-    """The step of a plan on a cluster, which need not be there.
+    """Predict the step of a plan on a cluster that need not exist.
 
     Args:
         profile: of the model, such as `trainwright.transformer_profile(...)`.
@@ -59,53 +58,38 @@ def estimate(
     known = calibration or DEFAULT
     machine = MachineModel.of(cluster, plan.mesh.size)
     work = compute_step_work(profile, machine, plan, batch_size=batch_size, precision=precision)
-    found = expected_terms(work, known)
-    step_s = sum(found.values())
-    slopes = np.array([_log_step(work, known, name) for name in EFFICIENCY_NAMES]) - math.log(
-        _step_seconds(work, np.array(known.logs))
-    )
-    slopes /= _STEP
+    memory = stage_memory(profile, plan, batch_size=batch_size, precision=precision, apart=machine.device.apart)
+    found = point_estimate(work, memory, known)
+    slopes = _slopes([work], np.array(known.logs))[0]
     _, unexplained = known.residual(work.shape, work.kind)
     if work.kind not in known.kinds:
         unexplained += work.machine.device.unsure**2
     deviation = math.sqrt(float(slopes @ np.array(known.covariance) @ slopes) + unexplained)
+    factor = math.exp(_INTERVAL_DEVIATIONS * deviation)
+    return replace(found, low_s=found.step_s / factor, high_s=found.step_s * factor)
+
+
+def point_estimate(work: StepWork, stage_memory_bytes: tuple[int, ...], calibration: Calibration) -> Estimate:
+    """Return the estimate of a step without an interval: both of its ends are the expected time."""
+    terms = expected_terms(work, calibration)
+    step_s = sum(terms.values())
     return Estimate(
-        step_s=step_s,
-        low_s=step_s * math.exp(-_INTERVAL_DEVIATIONS * deviation),
-        high_s=step_s * math.exp(_INTERVAL_DEVIATIONS * deviation),
-        terms=found,
-        stage_memory_bytes=stage_memory(
-            profile, plan, batch_size=batch_size, precision=precision, apart=machine.device.apart
-        ),
-        device_memory_bytes=work.machine.device.memory_bytes,
-        factors=convergence_factors(work),
-    )
+        step_s=step_s, low_s=step_s, high_s=step_s, terms=terms, stage_memory_bytes=stage_memory_bytes,
+        device_memory_bytes=work.machine.device.memory_bytes, factors=convergence_factors(work),
+    )  # fmt: skip
 
 
 def expected_terms(work: StepWork, calibration: Calibration) -> dict[str, float]:
-    """Seconds by term."""
+    """Return the expected seconds of a step by term."""
     residual, _ = calibration.residual(work.shape, work.kind)
     return {name: seconds * math.exp(residual) for name, seconds in step_terms(work, calibration.efficiencies).items()}
-
-
-def _log_step(work: StepWork, calibration: Calibration, name: str) -> float:
-    logs = np.array(calibration.logs)
-    logs[EFFICIENCY_NAMES.index(name)] += _STEP
-    return math.log(_step_seconds(work, logs))
-
-
-def _step_seconds(work: StepWork, logs: Vector) -> float:
-    """Seconds of a step with these efficiencies, without residual."""
-    return sum(step_terms(work, efficiencies(logs)).values())
 
 
 # --- Efficiencies from measured steps ---------------------------------------------------------------------------------
 
 
 _ROUNDS, _ENOUGH = 40, 1e-4
-_STUDENT_T_FREEDOM = (
-    3.0  # degrees of freedom of Student's distribution: a step that went wrong must not bend the others
-)
+_STUDENT_T_FREEDOM = 3.0  # degrees of freedom of Student's distribution: one wrong measurement must not bend the others
 _SLOPE_STEP = 1e-4
 
 
@@ -127,14 +111,14 @@ class Measurement:
 
 
 def calibrate(measurements: Sequence[Measurement]) -> Calibration:
-    """The most probable efficiencies given what was measured and what is known of machines in general.
+    """Return the most probable efficiencies, given measured steps and what is known of machines in general.
 
     Least squares of logarithms by Gauss and Newton with Levenberg's damping, the defaults as a prior; so any number of
     measurements will do, and none gives the defaults.
 
     Raises:
-        ValueError: a measurement took no time.
-        PlanError: one of its plans cannot be.
+        ValueError: a measured time is not above 0.
+        PlanError: one of the plans is not possible.
     """
     if any(one.step_s <= 0 for one in measurements):
         raise ValueError("every measurement must have step_s > 0")
@@ -170,7 +154,7 @@ def calibrate(measurements: Sequence[Measurement]) -> Calibration:
 def _fit_efficiencies(
     works: Sequence[StepWork], measured: Vector, whitened: Vector, prior: Vector
 ) -> tuple[Vector, Vector]:
-    """Logarithms of the efficiencies, and the slopes of the whitened predictions there."""
+    """Return the logarithms of the efficiencies, and the slopes of the whitened predictions there."""
     logs, damping = np.zeros(len(EFFICIENCY_NAMES)), 1e-2
     missed = whitened @ (_predicted(works, logs) - measured)
     slopes = whitened @ _slopes(works, logs)
@@ -192,7 +176,7 @@ def _fit_efficiencies(
 
 
 def _robust_loss(missed: Vector, moved: Vector) -> float:
-    """Twice the negative logarithm of the probability, but for a constant."""
+    """Return twice the negative logarithm of the probability, up to a constant."""
     return float((_STUDENT_T_FREEDOM + 1) * np.log1p(missed**2 / _STUDENT_T_FREEDOM).sum() + moved @ moved)
 
 

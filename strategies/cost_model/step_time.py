@@ -32,7 +32,6 @@ from trainwright.strategies.cost_model.step_work import (
     LAUNCHES_BACK,
     UPDATE_BYTES,
     LayerWork,
-    LossModelWork,
     StepWork,
 )
 
@@ -165,11 +164,11 @@ def _loss_models(work: StepWork, rates: _Rates) -> Vector:
     found = np.zeros(len(work.layers.counts))
     for guest in work.guests:
         device, told, _ = _forward_parts(guest, rates)
-        found[-1] += float(guest.counts @ _soft_maximum(device, told))
+        found[-1] += float(guest.counts[0] @ _soft_maximum(device, told))
     return found
 
 
-def _forward_parts(of: LayerWork | LossModelWork, rates: _Rates) -> tuple[Vector, Vector, Vector]:
+def _forward_parts(of: LayerWork, rates: _Rates) -> tuple[Vector, Vector, Vector]:
     """Return the seconds of forward on the device, of launching it, and of one pass over the parameters."""
     weights = of.weights_s / rates["traffic"]
     product = _soft_maximum(of.flops_s / rates["matmul"], weights * (of.flops_s > 0)) + of.matmuls * rates["matmul_s"]

@@ -42,19 +42,6 @@ NUMBER_BYTES = {"fp16": 2, "bf16": 2}  # 4 in all other precisions
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossModelWork:
-    """A model that runs forward in the loss, complete on each rank. Vectors as in `LayerWork`."""
-
-    counts: Vector
-    flops_s: Vector
-    matmuls: Vector
-    weights_s: Vector
-    traffic_s: Vector
-    scores_s: Vector
-    launches: Vector
-
-
-@dataclass(frozen=True, kw_only=True)
 class LayerWork:
     """The work of each distinct layer, of one micro-batch on one rank, forward.
 
@@ -161,7 +148,7 @@ class StepWork:
     data: RankGroup
     shard: RankGroup
     remote: bool
-    guests: tuple[LossModelWork, ...]
+    guests: tuple[LayerWork, ...]
     shape: tuple[float, ...]
     kind: str
 
@@ -335,10 +322,12 @@ def _layer_work(
     }
 
 
-def _loss_model_work(profile: ModelProfile, device: Accelerator, precision: str, rows: int) -> LossModelWork:
-    found = _layer_work(profile, device, precision, 1, rows)
-    own = {item.name: found[item.name] for item in fields(LossModelWork) if item.name != "counts"}
-    return LossModelWork(counts=section_counts(profile, (len(profile.layers),))[0], **own)
+def _loss_model_work(profile: ModelProfile, device: Accelerator, precision: str, rows: int) -> LayerWork:
+    """Return the work of a model that runs forward in the loss, complete on each rank."""
+    counts = section_counts(profile, (len(profile.layers),))
+    none = np.zeros(counts.shape[1])
+    work = _layer_work(profile, device, precision, 1, rows)
+    return LayerWork(counts=counts, **work, passes=none, again=none, regathered=0.0)
 
 
 @lru_cache(maxsize=256)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import PlanError
 from trainwright.core.model_profile import ModelProfile
-from trainwright.core.plan import InfeasiblePlan, Mesh, Plan, PlanConstraints, WorkerResources
+from trainwright.core.plan import Mesh, Plan, PlanConstraints, WorkerResources
 from trainwright.core.topology import async_choices
 
 if TYPE_CHECKING:
@@ -22,6 +22,14 @@ _NO_PINS = PlanConstraints()
 _CPU_WORKERS_PER_CPU = 4  # more than this on one CPU is a mistake
 _BATCH_NORM = "batch_norm"  # among what differs from one device
 _REPLICATED = ("one_device", "data_parallel")  # strategies that have all of a torch model on each worker
+
+
+class Refusal(Exception):
+    """A strategy has no plan for a request: the reason, and what to do instead."""
+
+    def __init__(self, reason: str, hint: str) -> None:
+        super().__init__(reason)
+        self.reason, self.hint = reason, hint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,50 +194,44 @@ class PlanRequest:
         found = self.inexact_parts
         return tuple(f"{item}: computed over each device's own share, as the job accepts" for item in found)
 
-    def refuse_inexact(self, strategy: str, data_ranks: int) -> InfeasiblePlan | None:
-        """Return why this many data ranks differ from one device; None where they do not, or the job accepts that."""
+    def check_inexact(self, strategy: str, data_ranks: int) -> None:
+        """Raise Refusal where this many data ranks differ from one device and the job does not accept that."""
         if self.batch_size < data_ranks:
             reason = f"batch_size={self.batch_size} is smaller than the {data_ranks} data ranks"
-            return InfeasiblePlan(strategy=strategy, reason=reason, hint=f"set batch_size={data_ranks} or more")
+            raise Refusal(reason, f"set batch_size={data_ranks} or more")
         if self.undeclared and data_ranks > 1:
-            reason = f"{', '.join(self.undeclared)} would give another result than one device"
-            accepted = f"inexact={self.undeclared}"
-            synced = (
-                'set batch_norm="sync", ' if self.undeclared == (_BATCH_NORM,) and strategy == _REPLICATED[-1] else ""
+            synced = self.undeclared == (_BATCH_NORM,) and strategy == _REPLICATED[-1]
+            sync = 'set batch_norm="sync", ' if synced else ""
+            raise Refusal(
+                f"{', '.join(self.undeclared)} would give another result than one device",
+                f"{sync}use a layer that looks at one sample (group or layer norm), or accept it: "
+                f"inexact={self.undeclared}",
             )
-            hint = f"{synced}use a layer that looks at one sample (group or layer norm), or accept it: {accepted}"
-            return InfeasiblePlan(strategy=strategy, reason=reason, hint=hint)
-        return None
 
-    def refuse_divided_model(self, strategy: str) -> InfeasiblePlan | None:
-        """Return why a strategy cannot do what the job asks of replicas; None where it can."""
+    def check_replicas(self, strategy: str) -> None:
+        """Raise Refusal where the job asks something of replicas that a strategy cannot do."""
         own = strategy in _REPLICATED and self.profile.framework in ("torch", "")
         if own or not (self.together or self.seated):
-            return None
+            return
         asked = "local_state=" if self.seated else 'batch_norm="sync"'
         if self.profile.framework != "torch":
             hint = "leave it out" if self.seated else "Keras has BatchNormalization(synchronized=True)"
-            return InfeasiblePlan(strategy=strategy, reason=f"{asked} is for torch models", hint=hint)
-        reason = f"{asked} needs all of the model on each worker"
-        return InfeasiblePlan(strategy=strategy, reason=reason, hint=f"use {_REPLICATED[-1]}")
+            raise Refusal(f"{asked} is for torch models", hint)
+        raise Refusal(f"{asked} needs all of the model on each worker", f"use {_REPLICATED[-1]}")
 
-    def refuse_tpu(self, strategy: str) -> InfeasiblePlan | None:
-        """Return why the model cannot run on TPUs in any strategy but tf_tpu; None elsewhere."""
+    def check_tpu(self) -> None:
+        """Raise Refusal on TPUs, where only tf_tpu can run the model."""
         if self.cluster.accelerator != "TPU" or not self.profile.framework:
-            return None
+            return
         if self.profile.framework == "tensorflow":
-            return InfeasiblePlan(
-                strategy=strategy, reason="TensorFlow's TPUs have their own strategy", hint="use tf_tpu"
-            )
-        reason = f"there is no engine for {self.profile.framework} on TPU yet"
-        return InfeasiblePlan(strategy=strategy, reason=reason, hint="use GPU or CPU")
+            raise Refusal("TensorFlow's TPUs have their own strategy", "use tf_tpu")
+        raise Refusal(f"there is no engine for {self.profile.framework} on TPU yet", "use GPU or CPU")
 
-    def refuse_single_rank(self, strategy: str) -> InfeasiblePlan | None:
-        """Return why there is only one rank, and how to have more; None where there are several."""
-        if self.ranks > 1 or self.elastic:
-            return None
-        why = "workers=1 is pinned" if self.workers else "there is room for one worker only"
-        return InfeasiblePlan(strategy=strategy, reason=why, hint="give the job two workers or more")
+    def check_several(self, ranks: int) -> None:
+        """Raise Refusal where there is only one rank and the number of workers is fixed."""
+        if ranks == 1 and not self.elastic:
+            why = "workers=1 is pinned" if self.workers else "there is room for one worker only"
+            raise Refusal(why, "give the job two workers or more")
 
 
 def _single_micro_batch(job: Job) -> int | None:
@@ -274,8 +276,3 @@ def placement_for(cluster: Cluster, workers: int, devices: int = 1) -> WorkerRes
         threads=max(1, int(cpus // on_a_node)),
         data_cpus=reserved * nodes,
     )
-
-
-def divisors(number: int) -> Iterator[int]:
-    """All of them, from 1 up."""
-    yield from (each for each in range(1, number + 1) if number % each == 0)
