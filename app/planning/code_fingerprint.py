@@ -16,7 +16,6 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -645,24 +644,3 @@ def _short(text: str) -> str:
 
 def _sha(texts: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(texts).encode(errors="surrogatepass")).hexdigest()
-
-
-def encode_table(scheme: str, fields: Mapping[str, Mapping[str, str]]) -> str:
-    """Encode definitions by the field that reaches them; each is written once."""
-    parts: dict[tuple[str, str], int] = {}
-    rows = {
-        name: [parts.setdefault(item, len(parts)) for item in reached.items()]
-        for name, reached in fields.items()
-        if reached
-    }
-    return json.dumps({"scheme": scheme, "parts": [list(item) for item in parts], "fields": rows})
-
-
-def decode_table(text: str) -> tuple[str, dict[str, dict[str, str]]]:
-    """Return the scheme and the definitions by field; the scheme is "" for a text that is no table."""
-    try:
-        table = json.loads(text)
-        parts = [(str(label), str(value)) for label, value in table["parts"]]
-        return str(table["scheme"]), {name: dict(parts[n] for n in rows) for name, rows in table["fields"].items()}
-    except (ValueError, TypeError, KeyError, IndexError):
-        return "", {}

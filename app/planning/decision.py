@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -81,17 +80,13 @@ def _plan_table(decision: Decision) -> RenderableType:
         parts.append(Padding(estimate_table(decision.chosen.estimate), (1, 0, 0, 2)))
     others = other_rows(other_plans(decision))
     if others:
-        parts.append(Padding(_others_table(others), (1, 0, 0, 2)))
+        parts.append(Padding(others_table(others), (1, 0, 0, 2)))
     return Group(*parts)
 
 
 def plan_text(decision: Decision, *, width: int = 110) -> str:
-    """Return the table of `_plan_table` as plain text without colours."""
-    out = io.StringIO()
-    Console(file=out, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(
-        _plan_table(decision)
-    )
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    """Return the decision as plain text without colours."""
+    return formatting.plain_text(_plan_table(decision), width)
 
 
 def plan_html(decision: Decision) -> str:
@@ -138,12 +133,13 @@ def _context(decision: Decision) -> list[tuple[str, str]]:
     return [("model", f"{parameters}, {profile.framework}"), ("cluster", str(decision.cluster))]
 
 
-def _others_table(rows: Sequence[tuple[str, str, str]]) -> Table:
+def others_table(rows: Sequence[tuple[str, str, str]]) -> Table:
+    """Return plans that were not chosen: name, verdict and reason of each."""
     table = Table(title="Not chosen", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     for name in ("plan", "", "why"):
         table.add_column(name, header_style="dim", overflow="fold")
     for plan, verdict, why in rows:
-        table.add_row(Text(plan), Text(verdict, style="yellow" if verdict == "rejected" else "red"), Text(why))
+        table.add_row(Text(plan), Text(verdict, style="red" if verdict == "not possible" else "yellow"), Text(why))
     return table
 
 

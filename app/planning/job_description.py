@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,8 +17,6 @@ from trainwright.planning.code_fingerprint import (
     MEMORY_ADDRESS,
     SCHEME,
     CodeFingerprints,
-    decode_table,
-    encode_table,
     stored_name,
 )
 
@@ -70,16 +69,16 @@ def imported_sources(job: Job) -> dict[str, str]:
 def select_fields(description: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Return some fields of a description, with the definitions that they reach."""
     kept = {name: description[name] for name in names}
-    scheme, fields = decode_table(description[CODE_FIELD])
+    scheme, fields = _decode_table(description[CODE_FIELD])
     return {
         **kept,
-        CODE_FIELD: encode_table(scheme, {name: reached for name, reached in fields.items() if name in kept}),
+        CODE_FIELD: _encode_table(scheme, {name: reached for name, reached in fields.items() if name in kept}),
     }
 
 
 def comparable(old: Mapping[str, str]) -> bool:
     """Return whether the code in an older description can be compared with a description made now."""
-    return decode_table(old.get(CODE_FIELD, ""))[0] == SCHEME
+    return _decode_table(old.get(CODE_FIELD, ""))[0] == SCHEME
 
 
 def description_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
@@ -90,7 +89,7 @@ def description_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[
     where another version of Python or an older trainwright wrote the old description; see `comparable`.
     """
     old = {name: redact(words) for name, words in old.items()}
-    before, now = (decode_table(each.get(CODE_FIELD, "")) for each in (old, new))
+    before, now = (_decode_table(each.get(CODE_FIELD, "")) for each in (old, new))
     if CODE_FIELD in new and before[0] != now[0]:
         old, new = ({name: _DIGESTS.sub("", words) for name, words in each.items()} for each in (old, new))
     free = _FREE if new["schedule"] != "None" else _FREE | {"epochs", "epoch_samples"}
@@ -142,6 +141,27 @@ def _rows(index: Index | None) -> str:
     return f"{index.rows:,} rows in {len(index.groups):,} row groups" if index else "not read"
 
 
+def _encode_table(scheme: str, fields: Mapping[str, Mapping[str, str]]) -> str:
+    """Encode definitions by the field that reaches them; each is written once."""
+    parts: dict[tuple[str, str], int] = {}
+    rows = {
+        name: [parts.setdefault(item, len(parts)) for item in reached.items()]
+        for name, reached in fields.items()
+        if reached
+    }
+    return json.dumps({"scheme": scheme, "parts": [list(item) for item in parts], "fields": rows})
+
+
+def _decode_table(text: str) -> tuple[str, dict[str, dict[str, str]]]:
+    """Return the scheme and the definitions by field; the scheme is "" for a text that is no table."""
+    try:
+        table = json.loads(text)
+        parts = [(str(label), str(value)) for label, value in table["parts"]]
+        return str(table["scheme"]), {name: dict(parts[n] for n in rows) for name, rows in table["fields"].items()}
+    except (ValueError, TypeError, KeyError, IndexError):
+        return "", {}
+
+
 class _Codes:
     """Texts of a job's fields, and the definitions that they reach."""
 
@@ -155,8 +175,8 @@ class _Codes:
         return self._prints.imported
 
     def table(self) -> str:
-        """Of all fields so far; see `encode_table`."""
-        return encode_table(SCHEME, self._fields)
+        """Of all fields so far; see `_encode_table`."""
+        return _encode_table(SCHEME, self._fields)
 
     def contents(self, name: str, functions: Iterable[Any], index: Index | None) -> str:
         """Return digests of a data set's rows and of the functions applied to them."""

@@ -10,16 +10,19 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
 
 from trainwright.core import formatting
 from trainwright.core.cluster import Cluster
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan
-from trainwright.planning.cluster_sizing import ClusterChoice
 from trainwright.reporting.plan_view import plan_name
 from trainwright.strategies.cost_model.machine_model import DEFAULT, Calibration, MachineModel
 from trainwright.strategies.cost_model.step_timeline import Span, SpanKind, Timeline, timeline
 from trainwright.strategies.cost_model.step_work import compute_step_work
+
+if TYPE_CHECKING:
+    from trainwright.planning.what_if import ClusterChoice
 
 _SPAN_KINDS: Mapping[SpanKind, tuple[str, str]] = {
     "forward": ("forward", "var(--series-1,#3f7fdd)"),
