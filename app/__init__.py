@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from trainwright.core.job_options import Scaling as Scaling
     from trainwright.core.job_options import TensorFlow as TensorFlow
     from trainwright.core.job_options import Training as Training
+    from trainwright.core.loss_api import Match as Match
+    from trainwright.core.loss_api import SoftLoss as SoftLoss
     from trainwright.core.loss_api import gather as gather
     from trainwright.core.model_profile import transformer_profile as transformer_profile
     from trainwright.core.plan import Estimate as Estimate
     from trainwright.core.plan import Plan as Plan
-    from trainwright.core.soft_loss import Match as Match
-    from trainwright.core.soft_loss import SoftLoss as SoftLoss
     from trainwright.distillation.distillation_spec import Distillation as Distillation
     from trainwright.distillation.distillation_spec import Teacher as Teacher
     from trainwright.distillation.distilled_run import DistilledRun as DistilledRun
@@ -75,10 +75,9 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "core.errors": ("TrainwrightError",),
     "core.job": ("Job",),
     "core.job_options": ("Checkpointing", "Data", "Planning", "Recovery", "Scaling", "TensorFlow", "Training"),
-    "core.loss_api": ("gather",),
+    "core.loss_api": ("Match", "SoftLoss", "gather"),
     "core.model_profile": ("transformer_profile",),
     "core.plan": ("Estimate", "Plan"),
-    "core.soft_loss": ("Match", "SoftLoss"),
     "distillation.distillation_spec": ("Distillation", "Teacher"),
     "distillation.distilled_run": ("DistilledRun",),
     "distillation.hyperparameter_search": ("Search", "search"),

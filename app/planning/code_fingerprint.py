@@ -47,6 +47,8 @@ _ARRAY_BYTES = 16 * 1024**2  # of a larger array, a million numbers are encoded
 _SHOWN = re.compile(r"-?\d[\w.+-]{0,23}|True|False|None")  # numbers and versions, which are shown as they are
 STORED_NAMES = {
     "core.engine.Pad": "core.collation.Pad",
+    "core.loss_api.Match": "core.soft_loss.Match",
+    "core.loss_api.SoftLoss": "core.soft_loss.SoftLoss",
     "core.loss_api.gather": "core.batch_gather.gather",
     "datasets.formats.image_folder.decode_image": "datasets.formats.images.decode_image",
     "datasets.ops.row_transforms.StatefulFunction": "datasets.ops.stateful_map.Stateful",

@@ -44,7 +44,17 @@ def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = N
         train: index of the training set.
         evaluate: index of the evaluation set.
     """
+    return _describe(job, _Codes(), train, evaluate)
+
+
+def imported_sources(job: Job) -> dict[str, str]:
+    """Return module name -> file of the user's modules that the job's functions import when called."""
     codes = _Codes()
+    _describe(job, codes)
+    return codes.imported
+
+
+def _describe(job: Job, codes: _Codes, train: Index | None = None, evaluate: Index | None = None) -> dict[str, str]:
     words = {name: codes.text(name, job.get(name)) for name in FIELD_ORDER if name != "trackers"}
     words["trackers"] = ", ".join(type(each).__name__ for each in job.trackers)  # no more: they may hold a secret
     for name, index in (("train", train), ("evaluate", evaluate)):
@@ -53,17 +63,6 @@ def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = N
             words[name] = f"{dataset!r}, {_rows(index)}{_DATA}{codes.contents(name, dataset.functions, index)}"
     words[CODE_FIELD] = codes.table()
     return {name: redact(text) for name, text in words.items()}
-
-
-def imported_sources(job: Job) -> dict[str, str]:
-    """Return module name -> file of the user's modules that the job's functions import when called."""
-    codes = _Codes()
-    for name in FIELD_ORDER:
-        codes.text(name, job.get(name))
-    for name, dataset in (("train", job.train), ("evaluate", job.evaluate)):
-        if dataset is not None:
-            codes.contents(name, dataset.functions, None)
-    return codes.imported
 
 
 def select_fields(description: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:

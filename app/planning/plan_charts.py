@@ -1,6 +1,6 @@
 """Charts of a plan as inline SVG: the timeline of a step, and time and cost by the number of accelerators.
 
-Colours are the page's CSS variables where it has them, else ones that are seen on light and on dark; texts take the
+Colours are the page's CSS variables where it has them, else colours that suit light and dark pages; texts take the
 page's own colour and font.
 """
 
@@ -17,7 +17,7 @@ from trainwright.core.cluster import Cluster
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan
 from trainwright.reporting.plan_view import plan_name
-from trainwright.strategies.cost_model.machine_model import DEFAULT, Calibration, MachineModel
+from trainwright.strategies.cost_model.machine_model import MachineModel
 from trainwright.strategies.cost_model.step_timeline import Span, SpanKind, Timeline, timeline
 from trainwright.strategies.cost_model.step_work import compute_step_work
 
@@ -45,23 +45,22 @@ _ROUND = {1: (1, 2, 5, 10, 20), 60: (1, 2, 5, 10, 20), 3600: (1, 2, 4, 8), 86400
 _TICKS_S = [unit * times for unit, some in _ROUND.items() for times in some or [10**n for n in range(9)]]
 
 
-def timeline_svg(profile: ModelProfile, cluster: Cluster, plan: Plan, *, calibration: Calibration = DEFAULT) -> str:
+def timeline_svg(profile: ModelProfile, cluster: Cluster, plan: Plan) -> str:
     """Draw the predicted step of a plan on a cluster: a lane for each stage, with gradient reductions below it.
 
     Args:
         profile: of the model.
-        cluster: that the plan is for; it need not be there.
+        cluster: that the plan is for; it need not exist.
         plan: with its batch size and precision, as the ranking gives it.
-        calibration: see `trainwright.calibrate`.
 
     Raises:
-        PlanError: the plan cannot be carried out by this cluster, or with this model and batch.
-        ResourceError: nothing is known of an accelerator.
+        PlanError: the plan is impossible on this cluster, or with this model and batch.
+        ResourceError: an accelerator is not in the table.
     """
     work = compute_step_work(
         profile, MachineModel.of(cluster, plan.mesh.size), plan, batch_size=plan.batch_size, precision=plan.precision
     )
-    found = timeline(work, calibration)
+    found = timeline(work)
     stages = list(range(len(found.lanes)))
     shown = stages if len(stages) <= 2 * _EDGE_STAGES + 1 else stages[:_EDGE_STAGES] + stages[-_EDGE_STAGES:]
     spans = [span for stage in shown for span in (*found.lanes[stage], *found.reductions[stage])]

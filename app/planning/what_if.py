@@ -113,12 +113,7 @@ class SizingRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class _Goodput:
-    """The share of time that failures leave.
-
-    Attributes:
-        share: of the time in steps that count.
-        interval_s: between checkpoints, the best by Young (1974).
-    """
+    """The share of time in steps that count, and the best interval between checkpoints by Young (1974)."""
 
     share: float
     interval_s: float

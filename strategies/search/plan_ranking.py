@@ -1,4 +1,4 @@
-"""All plans for a model on a cluster, best first."""
+"""Rank all plans for a model on a cluster, and divide the layers of pipelines into stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from trainwright.core.cluster import Cluster
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Estimate, InfeasiblePlan, Plan
-from trainwright.strategies.cost_model.estimator import estimate, point_estimate
+from trainwright.strategies.cost_model.estimator import estimate, layer_seconds, point_estimate, send_seconds
 from trainwright.strategies.cost_model.machine_model import (
     DEFAULT,
     Calibration,
@@ -33,7 +33,6 @@ from trainwright.strategies.cost_model.memory_estimate import (
 )
 from trainwright.strategies.cost_model.plan_constraints import invalid_combination, invalid_compile
 from trainwright.strategies.cost_model.stage_partition import MemoryLimit, partition_in_memory
-from trainwright.strategies.cost_model.step_time import layer_seconds, send_seconds
 from trainwright.strategies.cost_model.step_work import (
     NUMBER_BYTES,
     Indices,
@@ -45,21 +44,19 @@ from trainwright.strategies.cost_model.step_work import (
 from trainwright.strategies.search.plan_request import PlanRequest
 from trainwright.strategies.search.registry import strategies_for
 
-USABLE = 0.92  # of a device's memory: the rest is the framework's, and lost between blocks
+USABLE = 0.92  # of a device's memory; the framework and fragmentation take the rest
 _INTERVAL_PLANS = 20  # plans that get an interval, beside the best of each strategy
-_REQUIRED_SPEEDUP = (
-    1.1  # times as quickly to the same loss as all others, before ranks step alone, or stale, that nobody asked for
-)
+_REQUIRED_SPEEDUP = 1.1  # to the same loss, for asynchronous or stale training that the job does not ask for
 _CONSISTENCIES = ("", "sync", "ssp", "async")  # the simplest first
 TIE_RATIO = 1.02  # times the best step: the simplest of these is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """Plans that fit, best first, and what makes others impossible, the nearest to fitting first.
+    """Plans that fit, best first, and plans that do not, the nearest to fitting first.
 
-    By time to the same loss (`Estimate.target_s`), as far as that can be told. Plans whose ranks step alone come last,
-    but for those that are far ahead of all others on a cluster for which they are made.
+    Plans are ordered by the time to the same loss (`Estimate.target_s`). Asynchronous plans come last, except those at
+    `ahead_s` or below, which are far ahead of all others on an uneven cluster.
     """
 
     plans: tuple[Plan, ...]
@@ -68,7 +65,7 @@ class Ranking:
 
     @property
     def unasked(self) -> tuple[Plan, ...]:
-        """Those that may be chosen where nobody asked for ranks that step alone: these, where they are far ahead."""
+        """Plans for jobs that do not ask for asynchronous training: such plans only where they are far ahead."""
         return tuple(
             plan for plan in self.plans if not is_asynchronous(plan) or estimate_of(plan).target_s <= self.ahead_s
         )
@@ -82,7 +79,7 @@ def rank(
     precision: str,
     calibration: Calibration | None = None,
 ) -> list[Plan]:
-    """The plans that fit, by predicted step, best first; the first ones have an estimate with an interval.
+    """Return the plans that fit, best first; the first ones have an estimate with an interval.
 
     Args:
         profile, cluster, batch_size, precision, calibration: as for `estimate`.
@@ -95,7 +92,7 @@ def rank(
 
 
 def search_plans(question: PlanRequest, calibration: Calibration | None = None) -> Ranking:
-    """The plans of all strategies for the model's framework; on accelerators, where none fits, those that offload.
+    """Return the plans of all strategies for the model's framework; where none fits, those that offload too.
 
     Raises:
         ResourceError: nothing is known of an accelerator.
@@ -116,12 +113,12 @@ def search_plans(question: PlanRequest, calibration: Calibration | None = None) 
 
 
 def with_interval(question: PlanRequest, plan: Plan) -> Plan:
-    """A plan that was ranked, with the interval of its estimate, which only the first ones have."""
+    """Return a ranked plan with the interval of its estimate, which only the first ones have."""
     return _PlanSizer(question, DEFAULT).sure(plan)
 
 
 def _fitting(sized: _PlanSizer) -> tuple[list[Plan], list[InfeasiblePlan]]:
-    """What fits and what does not, in the order of the strategies."""
+    """Return the plans that fit and those that do not, in the order of the strategies."""
     fitting: list[Plan] = []
     misfits: list[InfeasiblePlan] = []
     strategies = strategies_for(sized.question.profile.framework).values()
@@ -132,9 +129,9 @@ def _fitting(sized: _PlanSizer) -> tuple[list[Plan], list[InfeasiblePlan]]:
 
 
 def simplest_plan(plans: Iterable[Plan]) -> Plan:
-    """Of plans, best first, the simplest of those that are as good as the first.
+    """Return the simplest of the plans that are about as fast as the first; plans come best first.
 
-    Plans whose updates are stale only where they are far ahead of the same strategy's `sync`.
+    A plan with stale updates is chosen only where it is far ahead of the same strategy's `sync`.
     """
     found = list(plans)
     fresh = [plan for plan in found if plan.strategy == found[0].strategy and plan.consistency in ("", "sync")]
@@ -150,9 +147,9 @@ def simplest_plan(plans: Iterable[Plan]) -> Plan:
 
 
 def without_model_parallel(plans: Iterable[Plan]) -> list[Plan]:
-    """Without those that divide a model, by ZeRO, in stages or by layers, which as many ranks could hold whole.
+    """Leave out plans that divide the model although the same number of ranks could each hold all of it.
 
-    Dividing it costs more than the estimate knows: FSDP2's steps on CPUs take 1.3 to 7 times DDP's.
+    Dividing costs more than the estimate says: FSDP2's steps on CPUs take 1.3 to 7 times as long as DDP's.
     """
     found = list(plans)
     whole = {plan.mesh.size for plan in found if not is_model_parallel(plan) and not is_asynchronous(plan)}
@@ -160,25 +157,25 @@ def without_model_parallel(plans: Iterable[Plan]) -> list[Plan]:
 
 
 def is_model_parallel(plan: Plan) -> bool:
-    """Whether no rank holds all of the model."""
+    """Return whether no rank holds all of the model."""
     return bool(plan.zero) or plan.mesh.pipeline > 1 or plan.mesh.tensor > 1
 
 
 def estimate_of(plan: Plan) -> Estimate:
-    """Of a plan that was ranked."""
+    """Return the estimate of a ranked plan."""
     assert plan.estimate is not None, "a ranked plan has an estimate"
     return plan.estimate
 
 
 def is_asynchronous(plan: Plan) -> bool:
-    """Whether ranks step alone, against servers."""
+    """Return whether ranks step asynchronously, against servers."""
     return plan.topology == "independent" or plan.servers > 0
 
 
 def _speedup_limit(question: PlanRequest, plans: Iterable[Plan], calibration: Calibration | None) -> float:
-    """Seconds to the same loss that ranks which step alone must not take longer than, to be chosen unasked.
+    """Return the most seconds to the same loss for asynchronous plans of jobs that do not ask for them.
 
-    Where accelerators differ, those of one kind that step together are what they are held against too.
+    Where accelerators differ, synchronous plans on those of one kind are compared too.
     """
     kinds = question.cluster.kinds if len(question.cluster.kinds) > 1 and not question.workers else ()
     found = list(plans)
@@ -191,13 +188,13 @@ def _speedup_limit(question: PlanRequest, plans: Iterable[Plan], calibration: Ca
 
 
 def _order(plan: Plan, ahead_s: float) -> tuple[bool, float]:
-    """Ranks that step alone come last, unless they are as far ahead as this."""
+    """Return the sort key: asynchronous plans come last, unless they take `ahead_s` or less."""
     target_s = estimate_of(plan).target_s
     return is_asynchronous(plan) and target_s > ahead_s, target_s
 
 
 def _complexity(plan: Plan) -> tuple[int, ...]:
-    """Fewer kinds of parallelism, then less of each that costs something."""
+    """Return the sort key by complexity: the kinds of parallelism, then the degree of each costly one."""
     mesh = plan.mesh
     kinds = sum(degree > 1 for degree in (mesh.pipeline, mesh.data, mesh.shard, mesh.tensor))
     apart = (plan.local_steps, _CONSISTENCIES.index(plan.consistency.partition("(")[0]), plan.servers)
@@ -209,14 +206,14 @@ _RecomputeChoices = tuple[str, ...]  # of recomputation, from the quickest on
 
 
 class _EstimateOptions(TypedDict):
-    """What every estimate is asked with."""
+    """Arguments of every estimate."""
 
     batch_size: int
     precision: str
 
 
 class _PlanSizer:
-    """A question whose plans are measured against time and memory; what several of them share is found once."""
+    """Estimates time and memory of a request's plans; values that plans share are computed once."""
 
     def __init__(self, question: PlanRequest, calibration: Calibration) -> None:
         self.question, self.calibration = question, calibration
@@ -225,11 +222,11 @@ class _PlanSizer:
         self._numbers: _EstimateOptions = {"batch_size": question.batch_size, "precision": question.precision}
 
     def machine(self, plan: Plan) -> MachineModel:
-        """That the plan's ranks run on."""
+        """Return the devices for the plan's ranks."""
         return self._machine(plan.mesh.size)
 
     def sized(self, plan: Plan) -> Plan | InfeasiblePlan:
-        """The plan with its estimate, or why it cannot be."""
+        """Return the plan with its estimate, or why it is impossible."""
         profile, machine = self.question.profile, self.machine(plan)
         reason = invalid_plan(profile, machine, plan, self.question.batch_size) or (
             plan.engine and invalid_combination(plan)
@@ -264,16 +261,16 @@ class _PlanSizer:
         return replace(plan, estimate=point_estimate(work, memory, self.calibration))
 
     def sure(self, plan: Plan) -> Plan:
-        """The plan with the interval of its estimate."""
+        """Return the plan with the interval of its estimate."""
         question = self.question
         found = estimate(question.profile, question.cluster, plan, calibration=self.calibration, **self._numbers)
         return replace(plan, estimate=found)
 
 
 def _variants(sized: _PlanSizer, plan: Plan) -> Iterator[Plan | InfeasiblePlan]:
-    """A proposal with every number of micro-batches and recomputation that may be best.
+    """Yield a proposal with every number of micro-batches and recomputation that may be best.
 
-    Computing again is never quicker, so it is looked at only where without it memory does not do.
+    Recomputation is never faster, so it is tried only where memory does not suffice without it.
     """
     counts, choices = _micro_batches(sized.question, plan), _recomputations(sized.question)
     return (
@@ -286,7 +283,7 @@ def _variants(sized: _PlanSizer, plan: Plan) -> Iterator[Plan | InfeasiblePlan]:
 def _unstaged_variants(
     sized: _PlanSizer, plan: Plan, counts: Sequence[int], choices: _RecomputeChoices
 ) -> Iterator[Plan | InfeasiblePlan]:
-    """Without a pipeline fewer micro-batches are never slower, so that the fewest which fit are enough."""
+    """Yield the fewest micro-batches that fit, for each recomputation: without a pipeline fewer are never slower."""
     for recompute in choices:
         found = _first_fitting(sized, (_variant(sized.question, plan, count, recompute) for count in counts))
         if found is not None:
@@ -298,7 +295,7 @@ def _unstaged_variants(
 def _pipeline_variants(
     sized: _PlanSizer, plan: Plan, counts: Sequence[int], choices: _RecomputeChoices
 ) -> Iterator[Plan | InfeasiblePlan]:
-    """Larger micro-batches never hold less: what does not fit is not asked for again."""
+    """Yield pipelines from the smallest micro-batches on, until larger ones do not fit."""
     fits = False
     for count in reversed(counts):
         tried = (_variant(sized.question, plan, count, recompute) for recompute in choices)
@@ -319,7 +316,7 @@ def _variant(question: PlanRequest, plan: Plan, count: int, recompute: str) -> P
 
 
 def _first_fitting(sized: _PlanSizer, plans: Iterable[Plan]) -> Plan | InfeasiblePlan | None:
-    """The first that fits, else why the last does not; None where there is none."""
+    """Return the first plan that fits, else why the last does not; None without plans."""
     found: Plan | InfeasiblePlan | None = None
     for plan in plans:
         found = sized.sized(plan)
@@ -329,7 +326,7 @@ def _first_fitting(sized: _PlanSizer, plans: Iterable[Plan]) -> Plan | Infeasibl
 
 
 def _recomputations(question: PlanRequest) -> _RecomputeChoices:
-    """Attention's scores alone where there are any, and no compiler chooses by itself what it makes again."""
+    """Return the recomputations to try; `selective` only for models with attention scores, without inductor."""
     if "recompute" in question.pins.choices:
         return (question.pins.choices["recompute"],)
     scores = any(layer.scores_numbers for layer in question.profile.layers)
@@ -338,7 +335,7 @@ def _recomputations(question: PlanRequest) -> _RecomputeChoices:
 
 
 def _micro_batches(question: PlanRequest, plan: Plan) -> list[int]:
-    """How many a data rank's share may be divided into: as the job says, or so that they hold powers of two."""
+    """Return the numbers of micro-batches to try: as the job says, or such that they hold powers of two."""
     fixed = question.run == "fit" or question.undeclared or (plan.mesh.pipeline > 1 and not plan.schedule)
     if question.accumulation or fixed:
         return [question.accumulation or 1]
@@ -371,23 +368,23 @@ _FORBIDDEN_CUT_S = 1e6  # over a cut that must not be
 def stage_sizes(
     profile: ModelProfile, machine: MachineModel, plan: Plan, *, batch_size: int, precision: str, room_bytes: float
 ) -> _Sizes:
-    """Layers of each stage of a plan, or of each of its chunks.
+    """Return the number of layers of each stage of a plan, or of each of its chunks.
 
-    A micro-batch's time on the slowest stage, with what is computed again, and its way over the slowest cut are as
-    little as can be together. Where that does not fit `room_bytes`, the slowest stage is as quick as can be among the
-    divisions that do, by cuts that are no slower if that is possible. Where none does it is the quickest of all:
-    `stage_memory` says by how much it does not fit, and where. Chunks are always cut for time: a stage's do not lie
-    beside each other. Each stage has a layer that is trained, where there are as many.
+    It minimizes a micro-batch's time on the slowest stage, recomputation included, plus its time over the slowest cut.
+    Where that does not fit `room_bytes`, it is the division with the fastest slowest stage among those that fit, with
+    cuts that are no slower if possible. Where none fits, it is the fastest of all, and `stage_memory` says where and by
+    how much it does not fit. Chunks are always cut for time, since the chunks of a stage are not adjacent. Each stage
+    has a trained layer, if there are enough.
 
     Args:
         profile, batch_size, precision: as for `estimate`.
-        machine: that the plan runs on.
-        plan: whose own `stages` are not looked at.
-        room_bytes: of each device.
+        machine: devices of the plan.
+        plan: its own `stages` are ignored.
+        room_bytes: usable memory of each device.
 
     Raises:
         ValueError: there are fewer layers than stages or chunks.
-        PlanError: the plan cannot be.
+        PlanError: the plan is impossible.
     """
     stages, (_, rows) = plan.sections, plan.micro_batches(batch_size)
     if plan.mesh.pipeline == 1:
@@ -413,12 +410,12 @@ def stage_sizes(
 
 
 def section_entries(profile: ModelProfile, sizes: _Sizes) -> tuple[str, ...]:
-    """Names of the layers with which a pipeline's sections after the first begin, given the sizes of all."""
+    """Return the names of the first layers of a pipeline's sections after the first, given the sizes of all."""
     return tuple(profile.layers[first].name for first in accumulate(sizes[:-1]))
 
 
 def _cut_tensor_layer(profile: ModelProfile, plan: Plan) -> str:
-    """The layer behind a cut of which tensor parallelism divides what it is given; empty where there is none."""
+    """Return the layer behind a cut whose input is divided by tensor parallelism; empty without one."""
     names = [layer.name for layer in profile.layers]
     cut = [names.index(name) for name in plan.cuts]
     if plan.mesh.tensor == 1:
@@ -428,7 +425,7 @@ def _cut_tensor_layer(profile: ModelProfile, plan: Plan) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _MicroBatchStep:
-    """What the time of a micro-batch depends on, beside the model and the machine."""
+    """The key of a micro-batch's time, beside the model and the machine."""
 
     tensor: int
     rows: int
@@ -439,19 +436,19 @@ class _MicroBatchStep:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _LayerMemoryLimit:
-    """What memory allows, layer by layer."""
+    """The memory of each layer, and of a stage."""
 
     memory: LayerMemory
     order: Indices
     room_bytes: float
 
     def may_do(self, stages: int) -> bool:
-        """Whether an average stage fits: most plans that are too large are told by this."""
+        """Return whether an average stage fits; this excludes most plans that are too large."""
         least = self.memory.states + self.memory.flight[-1] * self.memory.kept
         return bool(least[self.order].sum() <= stages * self.room_bytes)
 
     def of(self, begins: Indices) -> MemoryLimit:
-        """For runs of layers, given where each begins."""
+        """Return the limit for groups of layers, given the first layer of each."""
         return MemoryLimit(
             fixed_bytes=np.add.reduceat(self.memory.states[self.order], begins).tolist(),
             kept_bytes=np.add.reduceat(self.memory.kept[self.order], begins).tolist(),
@@ -463,9 +460,9 @@ class _LayerMemoryLimit:
 
 @lru_cache(maxsize=4096)
 def _quickest(profile: ModelProfile, machine: MachineModel, step: _MicroBatchStep, stages: int) -> tuple[_Sizes, float]:
-    """Whatever memory says: the least sum of the slowest stage and the slowest cut, and how long a cut may take for it.
+    """Return the sizes with the least sum of slowest stage and slowest cut, whatever the memory, and that cut's time.
 
-    Cuts that are slower than one after the other are allowed, until even the quickest stages could not make up for it.
+    Slower and slower cuts are allowed, until even the fastest stages could not make up for them.
     """
     layered = _times(profile, machine, step)
     *limits, widest = np.unique(layered.cut_s[:-1]).tolist()
@@ -483,7 +480,7 @@ def _quickest(profile: ModelProfile, machine: MachineModel, step: _MicroBatchSte
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _LayerTimes:
-    """Of each layer: seconds of a micro-batch in it and over a cut behind it, and whether it is trained."""
+    """Seconds of a micro-batch in each layer and over a cut behind it, and whether the layer is trained."""
 
     seconds: Vector
     cut_s: Vector
@@ -492,13 +489,13 @@ class _LayerTimes:
 
 @lru_cache(maxsize=1024)
 def _times(profile: ModelProfile, machine: MachineModel, step: _MicroBatchStep) -> _LayerTimes:
-    """Seconds of a micro-batch, layer by layer."""
+    """Return the times of a micro-batch by layer."""
     alone = replace(Plan.parse(f"tp={step.tensor}"), micro_batch=step.rows, recompute=step.recompute)
     work = replace(
         compute_step_work(profile, machine, alone, batch_size=step.rows, precision=step.precision), remote=step.remote
     )
     layers = layer_vectors(profile)
-    # Dear enough to be avoided wherever there is another cut; where there is none, the plan is refused.
+    # So expensive that another cut is taken where there is one; otherwise the plan is refused.
     forbidden = np.array([step.tensor > 1 and layer.leads for layer in profile.layers]) * _FORBIDDEN_CUT_S
     sent = step.rows * NUMBER_BYTES.get(step.precision, 4) * layers.over_cuts() / step.tensor
     return _LayerTimes(
@@ -511,10 +508,10 @@ def _times(profile: ModelProfile, machine: MachineModel, step: _MicroBatchStep) 
 def _partition_below(
     layered: _LayerTimes, stages: int, limit: float, room: _LayerMemoryLimit | None
 ) -> tuple[_Sizes, float] | None:
-    """The best division of which no cut takes longer than a limit, and its slowest stage; None where there is none.
+    """Return the best division without cuts above a limit, and the seconds of its slowest stage; None without one.
 
-    A stage without a trained layer has nothing for an optimizer: where one would come of it, the layers between two
-    places where a cut may be are joined until each run has one, if there are as many trained layers as stages.
+    A stage without a trained layer has nothing to optimize. If there are enough trained layers, such divisions are
+    avoided: groups of layers between possible cuts are joined until each has a trained one.
     """
     begins = np.concatenate(([0], np.flatnonzero(layered.cut_s[:-1] <= limit) + 1))
     if len(begins) < stages:
@@ -529,7 +526,7 @@ def _partition_below(
 
 
 def _trained_runs(trained: npt.NDArray[np.bool_], begins: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where runs of layers begin that have a trained one each."""
+    """Return the first layers of groups that have a trained layer each."""
     kept = [0]
     for begin in begins[1:].tolist():
         if trained[kept[-1] : begin].any() and trained[begin:].any():
@@ -540,7 +537,7 @@ def _trained_runs(trained: npt.NDArray[np.bool_], begins: npt.NDArray[np.int64])
 def _partition_runs(
     layered: _LayerTimes, begins: npt.NDArray[np.int64], stages: int, room: _LayerMemoryLimit | None
 ) -> tuple[_Sizes, float] | None:
-    """The best division into stages of whole runs of layers, given where each begins."""
+    """Return the best division into stages of whole groups of layers, given the first layer of each group."""
     seconds = layered.seconds
     costs = np.add.reduceat(seconds, begins)
     sizes = partition_in_memory(costs.tolist(), stages, room.of(begins) if room else None)
@@ -551,7 +548,7 @@ def _partition_runs(
     return tuple(found.tolist()), float(np.add.reduceat(costs, firsts).max())
 
 
-# --- The nearest things that would fit, where nothing does ------------------------------------------------------------
+# --- The least changes after which a plan fits ------------------------------------------------------------------------
 
 
 _MAX_NODE_FACTOR = 256  # times the nodes
@@ -559,12 +556,12 @@ _MAX_DEVICES = 16_384  # looked at
 
 
 def is_synchronous(plan: Plan) -> bool:
-    """Whether all ranks step together."""
+    """Return whether all ranks step together."""
     return plan.topology != "independent"
 
 
 def suggest_changes(question: PlanRequest, suited: Callable[[Plan], bool] = is_synchronous) -> str:
-    """The least change of each kind after which some plan that is suited fits, in words; empty where there is none."""
+    """Return the least change of each kind after which a suited plan fits, as text; empty where there is none."""
     found = [*_offloaded(question, suited), *_smaller_batch(question, suited), *_more_nodes(question, suited)]
     return ", or ".join(found)
 
