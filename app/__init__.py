@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from trainwright.core.data import Terms as Terms
     from trainwright.core.engine import Pad as Pad
     from trainwright.core.errors import TrainwrightError as TrainwrightError
+    from trainwright.core.job import Checkpointing as Checkpointing
+    from trainwright.core.job import Data as Data
     from trainwright.core.job import Job as Job
-    from trainwright.core.job_options import Checkpointing as Checkpointing
-    from trainwright.core.job_options import Data as Data
-    from trainwright.core.job_options import Planning as Planning
-    from trainwright.core.job_options import Recovery as Recovery
-    from trainwright.core.job_options import Scaling as Scaling
-    from trainwright.core.job_options import TensorFlow as TensorFlow
-    from trainwright.core.job_options import Training as Training
+    from trainwright.core.job import Planning as Planning
+    from trainwright.core.job import Recovery as Recovery
+    from trainwright.core.job import Scaling as Scaling
+    from trainwright.core.job import TensorFlow as TensorFlow
+    from trainwright.core.job import Training as Training
     from trainwright.core.loss_api import Match as Match
     from trainwright.core.loss_api import SoftLoss as SoftLoss
     from trainwright.core.loss_api import gather as gather
@@ -73,8 +73,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "core.data": ("Terms",),
     "core.engine": ("Pad",),
     "core.errors": ("TrainwrightError",),
-    "core.job": ("Job",),
-    "core.job_options": ("Checkpointing", "Data", "Planning", "Recovery", "Scaling", "TensorFlow", "Training"),
+    "core.job": ("Checkpointing", "Data", "Job", "Planning", "Recovery", "Scaling", "TensorFlow", "Training"),
     "core.loss_api": ("Match", "SoftLoss", "gather"),
     "core.model_profile": ("transformer_profile",),
     "core.plan": ("Estimate", "Plan"),

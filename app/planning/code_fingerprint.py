@@ -29,8 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.core.job import Job
-from trainwright.core.job_options import FIELD_ORDER
+from trainwright.core.job import FIELD_ORDER, Job
 from trainwright.core.pickling import is_user_file, is_user_module
 from trainwright.core.redaction import redact
 
@@ -47,6 +46,13 @@ _ARRAY_BYTES = 16 * 1024**2  # of a larger array, a million numbers are encoded
 _SHOWN = re.compile(r"-?\d[\w.+-]{0,23}|True|False|None")  # numbers and versions, which are shown as they are
 STORED_NAMES = {
     "core.engine.Pad": "core.collation.Pad",
+    "core.job.Checkpointing": "core.job_options.Checkpointing",
+    "core.job.Data": "core.job_options.Data",
+    "core.job.Planning": "core.job_options.Planning",
+    "core.job.Recovery": "core.job_options.Recovery",
+    "core.job.Scaling": "core.job_options.Scaling",
+    "core.job.TensorFlow": "core.job_options.TensorFlow",
+    "core.job.Training": "core.job_options.Training",
     "core.loss_api.Match": "core.soft_loss.Match",
     "core.loss_api.SoftLoss": "core.soft_loss.SoftLoss",
     "core.loss_api.gather": "core.batch_gather.gather",

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainwright.core.events import CODE_FIELD
-from trainwright.core.job import Job
-from trainwright.core.job_options import FIELD_ORDER
+from trainwright.core.job import FIELD_ORDER, Job
 from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Index
 from trainwright.planning.code_fingerprint import (

@@ -24,8 +24,7 @@ from trainwright.core.cluster import Cluster, find_accelerator
 from trainwright.core.errors import PlanError, ResourceError, nearest
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Estimate, InfeasiblePlan, Plan
-from trainwright.planning.decision import compare_plans, others_table
-from trainwright.planning.plan_charts import curve_svg, timeline_svg
+from trainwright.planning.decision import compare_plans, curve_svg, others_table, timeline_svg
 from trainwright.reporting.html.templates import render_template
 from trainwright.reporting.plan_view import (
     estimate_table,

@@ -28,6 +28,7 @@ from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import STREAMED_SCHEDULES, Estimate, Plan
 from trainwright.strategies.cost_model.machine_model import (
     DEFAULT,
+    EFFICIENCIES,
     EFFICIENCY_NAMES,
     MEASUREMENT_NOISE,
     Calibration,
@@ -35,15 +36,12 @@ from trainwright.strategies.cost_model.machine_model import (
     RankGroup,
     Vector,
     efficiencies,
-    prior_deviations,
     shape_covariance,
 )
 from trainwright.strategies.cost_model.memory_estimate import stage_memory
 from trainwright.strategies.cost_model.pipeline_schedules import SPLIT_BACKWARD
 from trainwright.strategies.cost_model.step_work import (
-    BACKWARD,
     HOST_BYTES_PER_S,
-    LAUNCHES_BACK,
     UPDATE_BYTES,
     LayerWork,
     StepWork,
@@ -113,6 +111,8 @@ def expected_terms(work: StepWork, calibration: Calibration) -> dict[str, float]
 
 
 _Rates = Mapping[str, float]
+_BACKWARD = 2.0  # operations and traffic of backward, in those of forward
+_LAUNCHES_BACK = 1.6  # operations of backward, in those of forward: many are fused
 _MAX_SHARPNESS = 4.0  # how sharply the longer of two overlapping times wins
 _PCIE_BYTES_PER_S = 1.2e10  # of a device to its host, one direction: assumed
 _GLOO = 30.0  # times as long as NCCL's take the small collectives of gloo
@@ -233,7 +233,7 @@ def _compute(work: StepWork, rates: _Rates) -> tuple[Vector, Vector]:
     """Return the seconds of forward and of backward of each distinct layer."""
     device, told, weights = _forward_parts(work.layers, rates)
     return _soft_maximum(device, told), _soft_maximum(
-        BACKWARD * device + work.layers.passes * weights, LAUNCHES_BACK * told
+        _BACKWARD * device + work.layers.passes * weights, _LAUNCHES_BACK * told
     )
 
 
@@ -476,6 +476,7 @@ def _preemptible_nodes(work: StepWork) -> int:
 # --- Efficiencies from measured steps ---------------------------------------------------------------------------------
 
 
+_DEVICE_EFFICIENCIES = ("matmul", "traffic", "launch_s", "update")  # as uncertain as the device's own speed
 _ROUNDS, _ENOUGH = 40, 1e-4
 _STUDENT_T_FREEDOM = 3.0  # degrees of freedom of Student's distribution: one wrong measurement must not bend the others
 _SLOPE_STEP = 1e-4
@@ -526,7 +527,9 @@ def calibrate(measurements: Sequence[Measurement]) -> Calibration:
     shapes, kinds = np.array([work.shape for work in works]), [work.kind for work in works]
     inverse = np.linalg.inv(shape_covariance(shapes, kinds, shapes, kinds) + MEASUREMENT_NOISE**2 * np.eye(len(works)))
     whitened = np.linalg.cholesky(inverse).T  # errors of shapes that are alike are alike: they count as few
-    prior = prior_deviations(max(work.machine.device.unsure for work in works))
+    unsure = max(work.machine.device.unsure for work in works)
+    known = EFFICIENCIES.items()
+    prior = np.array([math.hypot(item.spread, unsure if name in _DEVICE_EFFICIENCIES else 0.0) for name, item in known])
     logs, slopes = _fit_efficiencies(works, measured, whitened, prior)
     return Calibration(
         logs=tuple(logs),

@@ -8,7 +8,6 @@ pick a slow kernel for one shape only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -216,7 +215,6 @@ EFFICIENCIES: Mapping[str, _Efficiency] = {
     "step_s": _Efficiency(default=4e-3, spread=0.8, what="seconds of each step for everything else"),
 }
 EFFICIENCY_NAMES = tuple(EFFICIENCIES)
-_DEVICE_EFFICIENCIES = ("matmul", "traffic", "launch_s", "update")  # as unsure as the device's own speed
 _RESIDUAL = 0.10  # standard deviation of a shape's own error, of the logarithm
 MEASUREMENT_NOISE = 0.03  # of one measurement's
 _UNMODELLED = 0.08  # of what this model leaves out, measured on no machine like it
@@ -266,12 +264,6 @@ def efficiencies(logs: Vector) -> Mapping[str, float]:
     """Return efficiencies from the logarithms of their ratios to the defaults."""
     pairs = zip(EFFICIENCIES.items(), logs, strict=True)
     return {name: item.default * float(np.exp(log)) for (name, item), log in pairs}
-
-
-def prior_deviations(unsure: float) -> Vector:
-    """Return the prior deviations of all efficiencies; `unsure` is that of the logarithm of the device's speed."""
-    known = EFFICIENCIES.items()
-    return np.array([math.hypot(item.spread, unsure if name in _DEVICE_EFFICIENCIES else 0.0) for name, item in known])
 
 
 def shape_covariance(one: Vector, kinds: Sequence[str], other: Vector, others: Sequence[str]) -> Vector:

@@ -31,8 +31,6 @@ from trainwright.strategies.cost_model.plan_constraints import crosses_stages, i
 from trainwright.strategies.cost_model.stage_partition import balanced_partition
 
 Indices = npt.NDArray[np.intp]
-BACKWARD = 2.0  # operations and traffic of backward, in those of forward
-LAUNCHES_BACK = 1.6  # operations of backward, in those of forward: many are fused
 _SCORES_SHARE = 0.08  # of a block's forward: attention's scores, which selective recomputation computes again
 UPDATE_BYTES = {2: 34.0, 4: 28.0}  # that Adam reads and writes for each parameter, by bytes of a number
 _ACCUMULATE_PASSES = 3.0  # passes over a gradient that is added to another: both are read, one is written

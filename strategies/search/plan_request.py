@@ -15,8 +15,7 @@ from trainwright.core.plan import Mesh, Plan, PlanConstraints, WorkerResources
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
 
 if TYPE_CHECKING:
-    from trainwright.core.job import Job
-    from trainwright.core.job_options import Planning
+    from trainwright.core.job import Job, Planning
 
 _RESERVED_CPUS = 1.0  # of each node, for Ray Data and the driver
 _NO_PINS = PlanConstraints()

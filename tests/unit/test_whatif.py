@@ -22,7 +22,7 @@ import trainwright as tw
 from trainwright.cli.main import app
 from trainwright.cli.plan_commands import parse_batch_sizes, parse_hours, parse_price
 from trainwright.core.errors import PlanError, ResourceError
-from trainwright.planning.plan_charts import RECTANGLES, curve_svg, timeline_svg
+from trainwright.planning.decision import RECTANGLES, curve_svg, timeline_svg
 from trainwright.planning.what_if import (
     COPY_BYTES_PER_S,
     RECOVER_S,
