@@ -107,14 +107,18 @@ def search_plans(question: PlanRequest, calibration: Calibration | None = None) 
     fitting.sort(key=lambda plan: _order(plan, ahead_s))
     best = {plan.strategy: number for number, plan in reversed([*enumerate(fitting)])}
     for number in {*range(min(_INTERVAL_PLANS, len(fitting))), *best.values()}:
-        fitting[number] = sized.sure(fitting[number])
+        fitting[number] = with_interval(question, fitting[number], calibration)
     misfits.sort(key=lambda one: (one.plan is not None and is_asynchronous(one.plan), one.missing_bytes or math.inf))
     return Ranking(plans=tuple(fitting), misfits=tuple(misfits), ahead_s=ahead_s)
 
 
-def with_interval(question: PlanRequest, plan: Plan) -> Plan:
+def with_interval(question: PlanRequest, plan: Plan, calibration: Calibration | None = None) -> Plan:
     """Return a ranked plan with the interval of its estimate, which only the first ones have."""
-    return _PlanSizer(question, DEFAULT).sure(plan)
+    found = estimate(
+        question.profile, question.cluster, plan, batch_size=question.batch_size, precision=question.precision,
+        calibration=calibration,
+    )  # fmt: skip
+    return replace(plan, estimate=found)
 
 
 def _fitting(sized: _PlanSizer) -> tuple[list[Plan], list[InfeasiblePlan]]:
@@ -259,12 +263,6 @@ class _PlanSizer:
             return InfeasiblePlan(strategy=plan.strategy, reason=what, hint=hint, plan=plan, missing_bytes=missing)
         work = compute_step_work(profile, machine, plan, **self._numbers)
         return replace(plan, estimate=point_estimate(work, memory, self.calibration))
-
-    def sure(self, plan: Plan) -> Plan:
-        """Return the plan with the interval of its estimate."""
-        question = self.question
-        found = estimate(question.profile, question.cluster, plan, calibration=self.calibration, **self._numbers)
-        return replace(plan, estimate=found)
 
 
 def _variants(sized: _PlanSizer, plan: Plan) -> Iterator[Plan | InfeasiblePlan]:
