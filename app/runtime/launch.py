@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any
 
@@ -187,20 +188,22 @@ class RemoteRunController:
 
     def begin(self) -> None:
         """Wait until the driver has started the run. Raises as `tw.start` if it could not."""
-        finish: FinishRun | None = self._answer(self._driver.begun.remote())
+        finish: FinishRun | None = self._answer(self._driver.begun.remote().future())
         if finish is not None and finish.error is not None:
             ray.kill(self._driver, no_restart=True)
             raise finish.error
+        # Asked here: with `--detach` the process exits next, and a thread that then is within Ray would crash it.
+        self._end: Future[FinishRun] = self._driver.end.remote().future()
 
     def run(self) -> FinishRun:
         """Wait for the end."""
-        finish: FinishRun = self._answer(self._driver.end.remote())
+        finish: FinishRun = self._answer(self._end)
         ray.kill(self._driver, no_restart=True)
         return finish
 
-    def _answer(self, asked: Any) -> Any:
+    def _answer(self, asked: Future[Any]) -> Any:
         try:
-            return ray.get(asked)
+            return asked.result()
         except RayError as error:
             raise ResourceError(
                 f"the detached driver cannot be reached: {error}", remedy="see trainwright show; the run may go on"

@@ -83,8 +83,7 @@ def test_a_step_without_any_weight_applies_nothing(pool: Pool, case: Case, worke
 def test_a_wish_of_one_rank_is_heard_by_all_in_the_same_step(pool: Pool, case: Case, workers: int) -> None:
     problem = PROBLEMS["ragged"]
     feeds = case.feeds(problem, workers, range(3))
-    wisher = 0 if case.topology == "coordinator" else workers - 1
-    feeds[1][wisher] = replace(feeds[1][wisher], wish=True)
+    feeds[1][-1] = replace(feeds[1][-1], wish=True)
     with case.world(pool, problem, workers) as world:
         world.start(feeds[0])
         for reports in world.train(feeds):
@@ -97,11 +96,8 @@ def test_evaluation_sums_merge_to_the_mean_of_the_whole_set(pool: Pool, case: Ca
     feeds = case.feeds(problem, workers, range(-(-problem.rows // problem.batch_size)))
     with case.world(pool, problem, workers) as world:
         world.form()
-        if case.topology == "coordinator":
-            sums = world.ranks[0].call("evaluate", [step[0] for step in feeds])
-        else:
-            sums = sum(world.every("evaluate", lambda rank: ([step[rank] for step in feeds],)), start=MetricSums())
-        outputs = _predicted(case, world, [_whole(problem)] * workers)[0]
+        sums = sum(world.every("evaluate", lambda rank: ([step[rank] for step in feeds],)), start=MetricSums())
+        outputs = _predicted(world, [_whole(problem)] * workers)[0]
     y = problems.columns(problem)["y"]
     losses = np.log(np.exp(outputs).sum(axis=1)) - outputs[np.arange(problem.rows), y]
     assert sums.totals["loss"] == pytest.approx((losses.sum(), problem.rows), rel=1e-12)
@@ -114,9 +110,9 @@ def test_predictions_are_in_the_order_of_the_feed(pool: Pool, case: Case, worker
     feeds = case.feeds(problem, workers, range(1))
     with case.world(pool, problem, workers) as world:
         world.form()
-        whole = _predicted(case, world, [_whole(problem)] * workers)[0]
+        whole = _predicted(world, [_whole(problem)] * workers)[0]
         assert whole.shape == (problem.rows, problems.CLASSES)
-        for feed, predicted in zip(feeds[0], _predicted(case, world, feeds[0]), strict=False):
+        for feed, predicted in zip(feeds[0], _predicted(world, feeds[0]), strict=False):
             assert np.allclose(predicted, whole[problems.rows_of(feed)], rtol=0, atol=1e-12)
 
 
@@ -167,10 +163,8 @@ def _check_facts(problem: Problem, reports: list[StepReport], norms: list[float]
         assert all(report.gradient_norm is None for report in reports)
 
 
-def _predicted(case: Case, world: World, feeds: list[Feed]) -> list[np.ndarray]:
-    """Outputs of the ranks that have them, all at once; in the coordinator topology of rank 0."""
-    if case.topology == "coordinator":
-        return [world.ranks[0].call("predict", feeds[0])["output"]]
+def _predicted(world: World, feeds: list[Feed]) -> list[np.ndarray]:
+    """Outputs of the ranks that have them, all at once."""
     return [outputs["output"] for outputs in world.every("predict", lambda rank: (feeds[rank],)) if outputs]
 
 

@@ -30,14 +30,13 @@ def test_a_killed_rank_is_replaced_and_the_run_is_the_unbroken_one(
     dead = case.losing(workers)[victim]
     whole, feeds = unbroken(pool, case, workers), case.feeds(PROBLEM, workers, range(WHOLE))
     with case.world(pool, PROBLEM, workers) as world:
-        _arm(case, world, dead, "kill")
         world.start(feeds[0])
         pids = list(world.pids)
         world.train(feeds[:PART])
         files = world.files()
         outcomes, spent_s = world.train_with_fault(feeds[PART : PART + 1], dead, "kill")
         assert outcomes[dead].dead
-        _check_survivors(case, outcomes, dead)
+        _check_survivors(outcomes, dead)
         assert spent_s < SOON_S
         _recover(world, dead, feeds, files)
         assert [pid for rank, pid in enumerate(world.pids) if rank != dead] == [
@@ -65,7 +64,6 @@ def test_an_error_in_one_rank_ends_the_step_for_all(pool: Pool, case: Case, work
     kind, words = FAULTS[fault]
     feeds = case.feeds(PROBLEM, workers, range(PART + 1))
     with case.world(pool, PROBLEM, workers) as world:
-        _arm(case, world, victim, fault)
         world.start(feeds[0])
         world.train(feeds[:PART])
         before = state_of(case, world)
@@ -73,7 +71,7 @@ def test_an_error_in_one_rank_ends_the_step_for_all(pool: Pool, case: Case, work
         assert spent_s < SOON_S
         _check_error(outcomes[victim].error, kind, words, victim)
         if fault == "nan":
-            share = feeds[PART][0].parts[victim] if case.topology == "coordinator" else feeds[PART][victim].parts[0]
+            share = feeds[PART][victim].parts[0]
             rows = share[0].samples[share[0].columns["w"] > 0]
             assert str(rows[0]) in str(outcomes[victim].error), "the samples are not named"
         for outcome in outcomes:
@@ -138,10 +136,6 @@ def test_ranks_that_leave_free_the_others(pool: Pool, case: Case, workers: int) 
     feeds = case.feeds(problem, workers, range(1))
     with case.world(pool, problem, workers) as world:
         world.start(feeds[0])
-        if case.topology == "coordinator":
-            world.leave()
-            assert {tag.step for tag in world.form()} == {0}
-            return
         world.ranks[0].send("train", feeds and [feeds[0][0]])
         for rank in world.ranks[1:]:
             rank.call("leave")
@@ -149,19 +143,10 @@ def test_ranks_that_leave_free_the_others(pool: Pool, case: Case, workers: int) 
         assert isinstance(outcome.error, PeerLost), outcome
 
 
-def _arm(case: Case, world: World, victim: int, fault: str) -> None:
-    """A follower is armed before it serves: it calls the loss for each micro-batch, of the throwaway step too."""
-    if case.topology == "coordinator" and victim:
-        world.arm(victim, fault, PROBLEM.accumulation * (1 + PART))
-
-
-def _check_survivors(case: Case, outcomes: list[Outcome], dead: int) -> None:
-    """All but the dead lost a peer; followers of a dead coordinator simply stop serving."""
+def _check_survivors(outcomes: list[Outcome], dead: int) -> None:
+    """All but the dead lost a peer."""
     for rank, outcome in enumerate(outcomes):
-        if rank == dead:
-            continue
-        follower = case.topology == "coordinator" and rank > 0
-        assert isinstance(outcome.error, PeerLost) or (follower and not outcome.error), outcome
+        assert rank == dead or isinstance(outcome.error, PeerLost), outcome
 
 
 def _recover(world: World, newcomer: int, feeds: list[list[object]], files: Mapping[str, bytes]) -> None:

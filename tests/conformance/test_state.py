@@ -60,13 +60,13 @@ def test_a_snapshot_is_a_copy_and_restores_bitwise(pool: Pool, case: Case, worke
         world.start(feeds[0])
         world.train(feeds[:PART])
         then = state_of(case, world)
-        assert _lead(case, world, "keep", "then") == [PART] * _led(case, workers)
+        assert world.every("keep", lambda _: ("then",)) == [PART] * workers
         reports = world.train(feeds[PART:])
         end = state_of(case, world)
         assert_same(then, case.code.state(world.files("then")))
         world.leave()
         world.form()
-        assert {tag.step for tag in _lead(case, world, "restore", "then")} == {PART}
+        assert {tag.step for tag in world.every("restore", lambda _: ("then",))} == {PART}
         world.settle(0, feeds[PART])
         assert world.train(feeds[PART:]) == reports
         assert_same(end, state_of(case, world))
@@ -148,12 +148,3 @@ def run_whole(pool: Pool, case: Case, workers: int, problem: problems.Problem) -
 def _load(world: World, files: Mapping[str, bytes], step: int) -> None:
     world.form()
     assert {tag.step for tag in world.every("load", lambda rank: (files,))} == {step}
-
-
-def _led(case: Case, workers: int) -> int:
-    return 1 if case.topology == "coordinator" else workers
-
-
-def _lead(case: Case, world: World, verb: str, name: str) -> list[Any]:
-    """Ask the ranks that lead; in the coordinator topology the others serve."""
-    return [rank.call(verb, name) for rank in world.ranks[: _led(case, len(world.ranks))]]

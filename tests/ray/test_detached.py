@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
 
+import trainwright as tw
 from tests.support import processes
 from tests.support.finished_runs import final_state
 from tests.support.processes import wait_for
+from trainwright.planning.job_file import load_job
 from trainwright.runtime.takeover import NAMESPACE
 from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
@@ -107,3 +112,19 @@ def test_what_keeps_the_driver_from_beginning_is_said_by_the_command(tmp_path: P
     code, _, err = processes.finish("fit", file, "--detach", cluster=processes.address())
     assert code == 2 and "no key for the tracker where the driver runs" in err, err
     assert not (tmp_path / "lines").exists()
+
+
+def test_a_thread_that_waits_for_the_end_is_not_within_ray(tmp_path: Path) -> None:
+    """The process of `--detach` exits while this thread waits, and one that is within Ray then crashes it at times."""
+    run = tw.start(load_job(str(written(tmp_path))), detached=True)
+    (waiting,) = [thread for thread in threading.enumerate() if thread.name == "trainwright-faulty"]
+
+    def modules() -> list[str]:
+        assert waiting.ident is not None
+        frame = sys._current_frames().get(waiting.ident)
+        return [each.f_globals["__name__"] for each, _ in traceback.walk_stack(frame)]
+
+    wait_for(lambda: modules()[0] in ("threading", "ray._private.worker"))
+    assert not [name for name in modules() if name.partition(".")[0] == "ray"]
+    (tmp_path / "gate").touch()
+    assert run.wait(100) and run.state == "done"

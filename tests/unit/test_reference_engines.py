@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.reference import state as states
-from tests.support.reference.collective import NewProcess, Reference
-from tests.support.reference.coordinator import Coordinator, pack_feed, unpack_feed
+from tests.support.reference.collective import Reference
 from tests.support.reference.model import LossWithGradient, Mlp, Sgd, cross_entropy
 from tests.support.reference.reference_engine import ReferenceEngine
 from tests.support.reference.star_transport import StarGroup
@@ -122,36 +120,11 @@ def test_a_dead_address_is_lost_at_once() -> None:
 # --- engines ----------------------------------------------------------------------------------------------
 
 
-def test_results_do_not_depend_on_the_number_of_actors_of_a_coordinator() -> None:
-    """Bit by bit, because it adds up by data rank."""
-    found = set()
-    for actors in (1, 2, 3):
-        engines = formed(Coordinator, actors)
-        whole = feed(batch(), batch(5), ranks=range(4))
-        report, *_ = together(
-            lambda leader=engines[0], whole=whole: _then_leave(leader, whole), *(one.follow for one in engines[1:])
-        )
-        copies = {states.to_bytes(one.state) for one in engines}
-        assert len(copies) == 1 and report.weight == 44
-        found |= copies
-        together(*(one.leave for one in engines))
-    assert len(found) == 1
-
-
 def test_an_infinite_gradient_of_a_finite_loss_is_not_applied() -> None:
     engine = alone(replace(SPEC, loss=lambda o, t: LossWithGradient(o[:, 0], np.full_like(o, np.inf))))
     with np.errstate(invalid="ignore"), pytest.raises(NonFiniteLoss, match="gradient of step 1"):
         engine.train_step(feed(batch()))
     assert engine.snapshot().step == 0 and engine.state.step is None
-
-
-def test_a_feed_comes_back() -> None:
-    whole = feed(batch(), batch(2), step=4, ranks=range(1, 7, 3))
-    again, apply = unpack_feed(pack_feed(whole, True))
-    assert apply and (again.step, again.data_ranks, again.rows) == (4, whole.data_ranks, 6)
-    assert [len(part) for part in again.parts] == [2, 2]
-    assert np.array_equal(again.parts[1][1].columns["x"], whole.parts[1][1].columns["x"])
-    assert again.parts[0][0].samples.tolist() == whole.parts[0][0].samples.tolist()
 
 
 def test_an_error_in_a_step_frees_the_other_ranks_before_anyone_leaves() -> None:
@@ -173,13 +146,6 @@ def test_the_core_must_feed_the_next_step() -> None:
     engine.train_step(feed(batch()))
     with pytest.raises(TrainwrightError, match=r"fed step 0 .* standing at step 1"):
         engine.train_step(feed(batch()))
-
-
-def test_one_group_in_a_process_life() -> None:
-    engine = formed(NewProcess, 1)[0]
-    engine.leave()
-    with pytest.raises(TrainwrightError, match="one group"):
-        engine.reserve(FIRST, "worker")
 
 
 def test_a_checkpoint_without_or_with_damaged_files_is_refused() -> None:
@@ -241,13 +207,6 @@ def alone(spec: ModelSpec = SPEC) -> Reference:
     engine.form(_group(0, [engine.reserve(FIRST, "worker")], FIRST))
     engine.build(spec, PLAN)
     return engine
-
-
-def _then_leave(leader: Coordinator, whole: Feed) -> Any:
-    leader.warm(whole)
-    report = leader.train_step(whole)
-    leader.leave()
-    return report
 
 
 def _star(rank: int, addresses: Sequence[Address], generation: Generation) -> StarGroup:

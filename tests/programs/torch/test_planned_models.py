@@ -15,7 +15,7 @@ from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
 from trainwright.strategies.cost_model.machine_model import MachineModel
 from trainwright.strategies.cost_model.plan_constraints import invalid_staging
-from trainwright.strategies.search.stage_cuts import section_entries, stage_sizes
+from trainwright.strategies.search.plan_ranking import section_entries, stage_sizes
 from trainwright.strategies.torch.pipeline.split import SplitModel
 
 ROW = {"x": np.ones((1, 8), np.float32)}

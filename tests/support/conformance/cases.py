@@ -125,29 +125,7 @@ class Case:
 REFERENCE, TENSORFLOW = "tests.support.reference", "trainwright.strategies.tensorflow"
 KERAS: dict[str, Any] = {"framework": "tensorflow", "in_place": False, "interruptible": False}
 CASES = (
-    Case(name="reference", framework="reference", engine=f"{REFERENCE}.collective:Reference"),
-    Case(
-        name="reference-new-process",
-        framework="reference",
-        engine=f"{REFERENCE}.collective:NewProcess",
-        workers=(2,),
-        in_place=False,
-        variant=True,
-        problems=("ragged", "weights"),
-    ),
-    Case(
-        name="reference-two-devices",
-        framework="reference",
-        engine=f"{REFERENCE}.collective:TwoDevices",
-        workers=(1, 2),
-        devices=2,
-    ),
-    Case(
-        name="reference-coordinator",
-        framework="reference",
-        engine=f"{REFERENCE}.coordinator:Coordinator",
-        topology="coordinator",
-    ),
+    Case(name="reference", framework="reference", engine=f"{REFERENCE}.collective:Reference", workers=(2,)),
     Case(
         name="torch-one-device",
         framework="torch",
@@ -278,7 +256,14 @@ CASES = (
         problems=("ragged", "tokens"),
         **KERAS,
     ),
-    Case(name="tf-mirrored", engine=f"{TENSORFLOW}.strategy_engines:Mirrored", workers=(1,), devices=2, **KERAS),
+    Case(
+        name="tf-mirrored",
+        engine=f"{TENSORFLOW}.strategy_engines:Mirrored",
+        workers=(1,),
+        devices=2,
+        problems=("ragged", "weights", "clip", "tokens"),
+        **KERAS,
+    ),
     Case(
         name="tf-central-storage",
         engine=f"{TENSORFLOW}.strategy_engines:CentralStorage",
@@ -328,9 +313,8 @@ def several(*wanted: int, **only: bool) -> list[tuple[Case, int]]:
 
 
 def new_process() -> list[tuple[Case, int]]:
-    """Cases whose new generation needs new processes; of TensorFlow's without variants."""
-    chosen = [case for case in CASES if not case.in_place and (not case.variant or case.framework == "reference")]
-    return [(case, case.workers[0]) for case in chosen]
+    """Cases whose new generation needs new processes, without variants."""
+    return [(case, case.workers[0]) for case in CASES if not case.in_place and not case.variant]
 
 
 def variants() -> list[tuple[Case, int]]:

@@ -134,7 +134,6 @@ class World:
         self._built = [False] * plan.processes
         self._generation, self._serving = 0, False
         self.groups: list[Group] = []
-        self._faults: dict[int, tuple[str, int]] = {}
         self.pids: list[int] = self.every("open", lambda number: (plan.engine,))
 
     def start(self, feed: list[Feed] | None = None, *, source: int = 0) -> list[StateTag]:
@@ -257,10 +256,6 @@ class World:
                 self._admit(number, self._process())
         return outcomes, spent_s
 
-    def arm(self, follower: int, fault: str, after: int) -> None:
-        """In the coordinator topology: `fault` will strike a follower after so many calls of its loss, once."""
-        self._faults[follower] = (fault, after)
-
     def leave(self) -> None:
         """All leave the group, rank 0 first; followers return from serving then."""
         self.ranks[0].call("leave")
@@ -326,8 +321,8 @@ class World:
 
     def _follow(self) -> None:
         if self._coordinated and not self._serving:
-            for number, rank in enumerate(self.ranks[1:], 1):
-                rank.send("follow", *self._faults.pop(number, ()))
+            for rank in self.ranks[1:]:
+                rank.send("follow")
             self._serving = True
 
     def _led(self, verb: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -149,9 +149,8 @@ class Session:
                 reports.append(self.engine.train_step(zero_weight(feed)))
         return reports
 
-    def follow(self, fault: str = "", after: int = 0) -> None:
-        """Do what rank 0 wants; `fault` strikes after so many calls of the loss."""
-        self.faulty.arm(fault, after)
+    def follow(self) -> None:
+        """Do what rank 0 asks for."""
         self._stepping(self.engine.follow)
 
     def serve(self, until: int) -> list[StepReport]:

@@ -11,11 +11,8 @@ numpy has no autograd, so a job for these engines gives derivatives along with i
 - `step`: (model, batch of columns) -> `LossWithGradient`; it calls the model once, and `gradient` is by its outputs.
 - `metrics`: (outputs, targets) -> values of shape (rows,) or (rows, k), or Terms.
 
-| engine                    | topology    | forms again      | data ranks of a worker       |
-|---------------------------|-------------|------------------|------------------------------|
-| `collective:Reference`    | collective  | in place         | 1                            |
-| `collective:NewProcess`   | collective  | in a new process | 1                            |
-| `collective:TwoDevices`   | collective  | in place         | 2                            |
-| `coordinator:Coordinator` | coordinator | in place         | all at rank 0, which shares  |
-| `independent:Independent` | independent | in place         | 1, against parameter servers |
+| engine                    | topology    | forms again | data ranks of a worker       |
+|---------------------------|-------------|-------------|------------------------------|
+| `collective:Reference`    | collective  | in place    | 1                            |
+| `independent:Independent` | independent | in place    | 1, against parameter servers |
 """

@@ -17,8 +17,10 @@ from trainwright.core.data import Feed, StepReport
 from trainwright.core.topology import Capabilities, Group, StateTag, StateTransfer
 
 
-class ReplicatedEngine(ReferenceEngine):
-    """Ranks in a star, the whole state on each of them."""
+class Reference(ReferenceEngine):
+    """Ranks in a star, the whole state on each of them; a new generation forms in the surviving processes."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities()
 
     @property
     def star(self) -> StarGroup:
@@ -57,12 +59,6 @@ class ReplicatedEngine(ReferenceEngine):
         total[-1] = float(feed.wish)
         return total
 
-
-class Reference(ReplicatedEngine):
-    """One data rank for each actor; a new generation forms in the surviving processes."""
-
-    capabilities: ClassVar[Capabilities] = Capabilities()
-
     def warm(self, feed: Feed) -> None:
         """One throwaway step of weight 0, its sum included. Nothing is applied."""
         with self._acting():
@@ -86,15 +82,3 @@ class Reference(ReplicatedEngine):
             times.append(time.perf_counter())
         spent = [after - before for before, after in pairwise(times)]
         return replace(report, phases=dict(zip(("forward+backward", "wait", "optimizer"), spent, strict=True)))
-
-
-class NewProcess(Reference):
-    """Like an engine whose framework cannot leave a group: a new generation needs new processes."""
-
-    capabilities: ClassVar[Capabilities] = Capabilities(reform="new_process")
-
-
-class TwoDevices(Reference):
-    """Two virtual devices, and so two data ranks, for each actor."""
-
-    capabilities: ClassVar[Capabilities] = Capabilities(devices_per_worker=2)

@@ -53,13 +53,10 @@ class ReferenceEngine:
         self._program: ReferenceProgram | None = None
         self._state: ReferenceState | None = None
         self._busy = threading.Lock()
-        self._left = False
 
     def reserve(self, generation: Generation, role: Role) -> Address:
         """Listen on a port that the system chooses."""
         self.leave()
-        if self._left and self.capabilities.reform == "new_process":
-            raise TrainwrightError("this engine forms one group in the life of a process", remedy="start a new process")
         self._port = SocketListener(self._host or own_host(), unix=False)
         return self._port.address
 
@@ -125,7 +122,6 @@ class ReferenceEngine:
 
     def leave(self) -> None:
         """End the group and keep the state."""
-        self._left = self._left or self._connections is not None
         for held in (self._connections, self._port):
             if held is not None:
                 held.close()
