@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from trainwright.core.data import Terms as Terms
     from trainwright.core.engine import Pad as Pad
     from trainwright.core.errors import TrainwrightError as TrainwrightError
+    from trainwright.core.job import Checkpointing as Checkpointing
+    from trainwright.core.job import Data as Data
     from trainwright.core.job import Job as Job
-    from trainwright.core.job_options import Checkpointing as Checkpointing
-    from trainwright.core.job_options import Data as Data
-    from trainwright.core.job_options import Planning as Planning
-    from trainwright.core.job_options import Recovery as Recovery
-    from trainwright.core.job_options import Scaling as Scaling
-    from trainwright.core.job_options import TensorFlow as TensorFlow
-    from trainwright.core.job_options import Training as Training
+    from trainwright.core.job import Planning as Planning
+    from trainwright.core.job import Recovery as Recovery
+    from trainwright.core.job import Scaling as Scaling
+    from trainwright.core.job import TensorFlow as TensorFlow
+    from trainwright.core.job import Training as Training
+    from trainwright.core.loss_api import Match as Match
+    from trainwright.core.loss_api import SoftLoss as SoftLoss
     from trainwright.core.loss_api import gather as gather
     from trainwright.core.model_profile import transformer_profile as transformer_profile
     from trainwright.core.plan import Estimate as Estimate
     from trainwright.core.plan import Plan as Plan
-    from trainwright.core.soft_loss import Match as Match
-    from trainwright.core.soft_loss import SoftLoss as SoftLoss
     from trainwright.distillation.distillation_spec import Distillation as Distillation
     from trainwright.distillation.distillation_spec import Teacher as Teacher
     from trainwright.distillation.distilled_run import DistilledRun as DistilledRun
@@ -65,51 +65,29 @@ __version__ = "0.1.0"
 
 isolate_llvm()
 
-_HOMES = {
-    "Calibration": "trainwright.strategies.cost_model.machine_model",
-    "Checkpointing": "trainwright.core.job_options",
-    "Cluster": "trainwright.core.cluster",
-    "Data": "trainwright.core.job_options",
-    "Distillation": "trainwright.distillation.distillation_spec",
-    "DistilledRun": "trainwright.distillation.distilled_run",
-    "Estimate": "trainwright.core.plan",
-    "Job": "trainwright.core.job",
-    "Match": "trainwright.core.soft_loss",
-    "Measurement": "trainwright.strategies.cost_model.estimator",
-    "Pad": "trainwright.core.engine",
-    "Plan": "trainwright.core.plan",
-    "Planning": "trainwright.core.job_options",
-    "Recovery": "trainwright.core.job_options",
-    "Run": "trainwright.runtime.run_handle",
-    "Scaling": "trainwright.core.job_options",
-    "Search": "trainwright.distillation.hyperparameter_search",
-    "SelfDistillation": "trainwright.distillation.multi_stage",
-    "SoftLoss": "trainwright.core.soft_loss",
-    "Teacher": "trainwright.distillation.distillation_spec",
-    "TensorFlow": "trainwright.core.job_options",
-    "Terms": "trainwright.core.data",
-    "Training": "trainwright.core.job_options",
-    "TrainwrightError": "trainwright.core.errors",
-    "TwoStage": "trainwright.distillation.multi_stage",
-    "calibrate": "trainwright.strategies.cost_model.estimator",
-    "chaos": "trainwright.api",
-    "distill": "trainwright.api",
-    "doctor": "trainwright.api",
-    "estimate": "trainwright.strategies.cost_model.estimator",
-    "evaluate": "trainwright.api",
-    "export": "trainwright.api",
-    "fit": "trainwright.api",
-    "gather": "trainwright.core.loss_api",
-    "generate": "trainwright.api",
-    "load_model": "trainwright.api",
-    "plan": "trainwright.api",
-    "predict": "trainwright.api",
-    "rank": "trainwright.strategies.search.plan_ranking",
-    "search": "trainwright.distillation.hyperparameter_search",
-    "start": "trainwright.api",
-    "students": "trainwright.distillation.trained_student",
-    "transformer_profile": "trainwright.core.model_profile",
-}
+_EXPORTS: dict[str, tuple[str, ...]] = {
+    "api": (
+        "chaos", "distill", "doctor", "evaluate", "export", "fit", "generate", "load_model", "plan", "predict", "start",
+    ),
+    "core.cluster": ("Cluster",),
+    "core.data": ("Terms",),
+    "core.engine": ("Pad",),
+    "core.errors": ("TrainwrightError",),
+    "core.job": ("Checkpointing", "Data", "Job", "Planning", "Recovery", "Scaling", "TensorFlow", "Training"),
+    "core.loss_api": ("Match", "SoftLoss", "gather"),
+    "core.model_profile": ("transformer_profile",),
+    "core.plan": ("Estimate", "Plan"),
+    "distillation.distillation_spec": ("Distillation", "Teacher"),
+    "distillation.distilled_run": ("DistilledRun",),
+    "distillation.hyperparameter_search": ("Search", "search"),
+    "distillation.multi_stage": ("SelfDistillation", "TwoStage"),
+    "distillation.trained_student": ("students",),
+    "runtime.run_handle": ("Run",),
+    "strategies.cost_model.estimator": ("Measurement", "calibrate", "estimate"),
+    "strategies.cost_model.machine_model": ("Calibration",),
+    "strategies.search.plan_ranking": ("rank",),
+}  # fmt: skip
+_HOMES = {name: f"trainwright.{module}" for module, names in _EXPORTS.items() for name in names}
 _MODULES = {
     "datasets": "trainwright.datasets",
     "schedules": "trainwright.lr_schedules",

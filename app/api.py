@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from trainwright.distillation.distillation_spec import Distillation, SupportsDistill
     from trainwright.distillation.distilled_run import DistilledRun
     from trainwright.inference.batch_inference import Prediction
-    from trainwright.planning.cluster_sizing import Goal, Price
     from trainwright.planning.decision import Decision
-    from trainwright.planning.what_if import WhatIf
+    from trainwright.planning.what_if import Goal, Price, WhatIf
     from trainwright.runtime.run_handle import Run
 
 
@@ -79,9 +78,8 @@ def plan(
     from trainwright.distillation.distillation_spec import Distillation
     from trainwright.distillation.multi_stage import next_stage
     from trainwright.distillation.teacher_delivery import plan_distillation
-    from trainwright.planning.cluster_sizing import SizingRequest
     from trainwright.planning.job_preparation import decide_plan, needs_cluster_to_open, prepare, profile_of
-    from trainwright.planning.what_if import what_if
+    from trainwright.planning.what_if import SizingRequest, what_if
     from trainwright.ray_cluster.discovery import connect
 
     stage = next_stage(job)

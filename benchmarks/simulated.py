@@ -13,8 +13,7 @@ from pairs import Ratio
 
 from trainwright.core.data import Columns
 from trainwright.core.topology import Consistency
-from trainwright.simulator.event_simulator import Simulation
-from trainwright.simulator.scenario import Scenario, SimulationResult
+from trainwright.simulator.event_simulator import Scenario, Simulation, SimulationResult
 
 RULES = ("sync", "sync(backup=1)", "ssp(3)", "async")
 WORKERS, SHARE, STEPS, PAUSE_S, SLOWER, TIMES, NEAR = 4, 64, 60, 0.06, 5, 3, 1.15

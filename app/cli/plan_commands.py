@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,7 +26,9 @@ from trainwright.cli.options import (
 )
 from trainwright.core.errors import PlanError
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
-from trainwright.planning.cluster_sizing import Price
+
+if TYPE_CHECKING:
+    from trainwright.planning.what_if import Price
 
 _WIDTH = 140  # of the simulation's table in files and pipes
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
@@ -218,8 +220,7 @@ def _run(
     as_json: bool,
 ) -> None:  # fmt: skip
     """Simulate all combinations and show the results. Raises ResourceError if the page cannot be written."""
-    from trainwright.simulator.event_simulator import Simulation
-    from trainwright.simulator.scenario import Scenario
+    from trainwright.simulator.event_simulator import Scenario, Simulation
     from trainwright.simulator.simulation_view import as_data, as_page, as_table
 
     scenarios = [Scenario(consistency=rule, servers=count, **facts) for rule in rules for count in servers]

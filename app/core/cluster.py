@@ -22,21 +22,21 @@ class Accelerator:
     """One kind of accelerator.
 
     Attributes:
-        name: as it is known, with its memory: `A100-80GB`.
+        name: with its memory, such as `A100-80GB`.
         memory_bytes: of one device.
         flops_per_s: peak rate by precision (`fp32`, `tf32`, `fp16`, `bf16`).
         memory_bytes_per_s: of the device's own memory.
-        sustained: of the peak rate that its power lets large matrix products keep up, against an A100.
-        link_bytes_per_s: to the others of the same node, one direction.
-        network_bytes_per_s: its share of the node's network, one direction, where the cluster says nothing else.
-        host: seconds that its host needs for each operation and step, against those of a GPU's.
+        sustained: share of the peak rate that its power limit allows in large matrix products, relative to an A100.
+        link_bytes_per_s: to the other devices of the node, one direction.
+        network_bytes_per_s: its share of the node's network, one direction, unless the cluster says otherwise.
+        host: time of its host for each operation and step, relative to the host of a GPU.
         unsure: standard deviation of the logarithm of its speed, where that is assumed.
-        node: devices of one node, usually.
-        price: of one hour, in US dollars; None where there is no usual offer.
-        spot_price: of one hour that may be taken back.
+        node: usual number of devices of a node.
+        price: US dollars an hour; None where there is no usual offer.
+        spot_price: the same for preemptible machines.
         source: of the figures.
-        aliases: other names, such as Ray's `accelerator_type` or what a driver reports.
-        resource: Ray's name for it.
+        aliases: other names, such as Ray's `accelerator_type` or the driver's name.
+        resource: Ray's resource name.
     """
 
     name: str
@@ -162,7 +162,7 @@ ACCELERATORS: dict[str, Accelerator] = {item.name: item for item in _BUILT_IN}
 
 
 def find_accelerator(kind: str) -> Accelerator | None:
-    """Return the accelerator with a name in any spelling; None where the table has none."""
+    """Return the accelerator with a name in any spelling; None if the table has none."""
     wanted = _normalized(kind)
     for item in ACCELERATORS.values():
         if wanted in map(_normalized, (item.name, *item.aliases)):
@@ -185,8 +185,8 @@ _PART = re.compile(
     r"(?:(?P<nodes>\d+)x)?(?P<each>\d+)x?(?P<kind>[A-Za-z][\w-]*)(?:@(?P<network>\d+(?:\.\d+)?)Gb)?"
     r"(?:/(?P<region>[\w-]+))?(?P<spot>:spot)?"
 )
-FAR_BYTES_PER_S = 1.25e8  # of a node's network, below which the others are far: 1 Gb/s
-_CPU_MEMORY_BYTES = 4 * _GIB  # for each CPU of a node that is only imagined
+FAR_BYTES_PER_S = 1.25e8  # of a node's network, below which other nodes are far: 1 Gb/s
+_CPU_MEMORY_BYTES = 4 * _GIB  # for each CPU of a described node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,17 +194,16 @@ class Node:
     """One machine.
 
     Attributes:
-        name: of the machine.
-        cpus: that Ray may give away.
-        memory_bytes: likewise.
-        accelerators: how many.
-        accelerator: Ray's resource name of them (`GPU`, `TPU`) or empty.
-        head: Ray's resource of the first host of a TPU slice, where this is one.
-        kind: their model, as in `trainwright.core.cluster`, or what Ray calls it.
-        network_bytes_per_s: of the whole machine, one direction; 0 where it is what the accelerator usually has.
-        region: of the provider, between which links are long; empty where that is not known.
+        cpus: available to Ray.
+        memory_bytes: available to Ray.
+        accelerators: number of accelerators.
+        accelerator: their resource name in Ray (`GPU`, `TPU`) or empty.
+        head: Ray's resource of the first host of a TPU slice, if this is one.
+        kind: model of the accelerators, as in the table above or as Ray calls it.
+        network_bytes_per_s: of the whole machine, one direction; 0 for the accelerator's usual network.
+        region: of the provider, with slow links to other regions; empty where unknown.
         preemptible: it may be taken back at any time (a spot instance).
-        coming: it does not run yet: the cluster starts it when it is asked for.
+        coming: it does not run yet: the cluster starts it on demand.
     """
 
     name: str
@@ -225,9 +224,9 @@ class Cluster:
     """The machines a job may use.
 
     Attributes:
-        nodes: of it.
-        possible: nodes that the cluster would start if they were asked for, named `TYPE#NUMBER`.
-        unseen: why those are not known; empty where they are.
+        nodes: running ones, and those to be started first.
+        possible: further nodes that the cluster starts on demand, named `TYPE#NUMBER`.
+        unseen: why `possible` is unknown; empty where it is known.
     """
 
     nodes: tuple[Node, ...]
@@ -261,7 +260,7 @@ class Cluster:
 
     @classmethod
     def discover(cls) -> Cluster:
-        """Return the living nodes of the Ray cluster that `RAY_ADDRESS` names or that this process is connected to.
+        """Return the live nodes of the Ray cluster that `RAY_ADDRESS` names or that this process is connected to.
 
         Raises:
             ResourceError: it cannot be reached, or no node is alive.
@@ -356,7 +355,7 @@ class Cluster:
 
 
 def _described_node(name: str, each: int, kind: str, network: float, text: str) -> Node:
-    """Return a node that is described and not connected."""
+    """Return a node of a text description."""
     if kind.upper() == "CPU":
         return Node(name=name, cpus=each, memory_bytes=each * _CPU_MEMORY_BYTES, network_bytes_per_s=network)
     found: Accelerator | None = find_accelerator(kind)

@@ -1,8 +1,8 @@
 """Values that pass between data, engine and core: batches, feeds, terms, sums and the cursor.
 
-It is tr(Sigma) / |G|^2, with G the mean gradient of a sample and Sigma the covariance of one sample's gradient. Both
-are estimated from the gradients of a batch's shares: with s_i the sum of the gradients of share i's n_i samples, s the
-sum of all k shares and n their samples, the analysis of variance gives
+The gradient noise scale (McCandlish et al., 2018) is tr(Sigma) / |G|^2, with G the mean gradient of a sample and Sigma
+the covariance of one sample's gradient. Both are estimated from the gradients of a batch's shares: with s_i the sum of
+the gradients of share i's n_i samples, s the sum of all k shares and n their samples, the analysis of variance gives
 
     tr(Sigma) = (sum |s_i|^2 / n_i - |s|^2 / n) / (k - 1)
     |G|^2     = (k |s|^2 / n - sum |s_i|^2 / n_i) / (n (k - 1))
@@ -74,7 +74,7 @@ class Feed:
         data_ranks: the data ranks fed, of `total`.
         total: number of data ranks.
         rows: real samples in the global batch, over all data ranks.
-        wish: this rank's wish to stop; it travels in the reduction that carries the weights.
+        wish: this rank asks to stop; that travels in the reduction that carries the weights.
         following: the feed of the step after, which may have one too: where the plan's steps may begin before the one
             before them ends, and these are sure to be asked for next; on all ranks or on none.
     """
@@ -104,7 +104,7 @@ class StepReport:
         weight: sum of weights over the global batch.
         learning_rate: of the first parameter group, as used.
         gradient_norm: global norm before clipping; None when the job does not clip.
-        wish: some rank wished to stop.
+        wish: some rank asked to stop.
         overflowed: nothing was applied, because the gradient was too large for `fp16`.
         finished: nothing is left to train, though steps may be left, as a callback of Keras' may decide.
         own_s: what this rank took before it waited for others; None where the engine cannot tell.
@@ -206,11 +206,8 @@ def fold_seed(*numbers: int) -> int:
 # --- The gradient noise scale -----------------------------------------------------------------------------------------
 
 
-_SAMPLE_EVERY, _EARLY_STEPS, SAMPLE_EVERY_EARLY = (
-    64,
-    1024,
-    32,
-)  # steps between two samples, and those of the first EARLY steps
+_SAMPLE_EVERY, SAMPLE_EVERY_EARLY = 64, 32  # steps between two samples; the latter in the first `_EARLY_STEPS`
+_EARLY_STEPS = 1024
 _AVERAGE_DECAY = 0.95  # of the averages from sample to sample: about the last 39 samples count
 LEAST_NOISE_SAMPLES = 12  # samples before an average is trusted
 _DEVIATIONS = 2.2  # standard deviations to either side: 19 of 20 of a few dozen samples
@@ -372,23 +369,15 @@ def merge_phase_times(found: Sequence[PhaseTimes]) -> PhaseTimes | None:
     if not alike:
         return None
     weights = [phases.steps for phases in alike]
+
+    def median(values: list[float]) -> float:
+        return float(np.quantile(values, 0.5, weights=weights, method="inverted_cdf"))
+
     return PhaseTimes(
         steps=sum(weights),
-        medians={
-            name: _weighted_median([phases.medians[name] for phases in alike], weights) for name in alike[-1].medians
-        },
-        data_s=_weighted_median([phases.data_s for phases in alike], weights),
+        medians={name: median([phases.medians[name] for phases in alike]) for name in alike[-1].medians},
+        data_s=median([phases.data_s for phases in alike]),
     )
-
-
-def _weighted_median(values: Sequence[float], weights: Sequence[int]) -> float:
-    """Return the weighted median."""
-    passed, half = 0.0, sum(weights) / 2
-    for value, weight in sorted(zip(values, weights, strict=True)):
-        passed += weight
-        if passed >= half:
-            return value
-    raise AssertionError("some weight is positive")
 
 
 def slowest_phase_times(found: Iterable[PhaseTimes]) -> PhaseTimes | None:

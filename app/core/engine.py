@@ -4,14 +4,12 @@ Who calls when: `reserve`, `form`, `build` (first time in a process), then one o
 start at step 0), then `warm`, then `train_step` and `evaluate_step`. After a failure: `leave`, then again from
 `reserve`; `build` is not repeated in a process that has built. It follows `form` at once, where others may wait for it.
 
-Engines apply it where a batch becomes tensors. There the rows of a micro-batch are final, so each micro-batch is padded
-to its own longest row; until there rows stay as short as they are in memory and on the wire; and training, evaluation,
-prediction and the throwaway step all pass through that one place.
+Engines apply a collation where a batch becomes tensors: there the rows of a micro-batch are final, so each micro-batch
+is padded to its own longest row. Training, evaluation, prediction and warm-up all pass through that one place.
 """
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
@@ -20,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.data import Batch, Columns, Cursor, Feed, MetricSums, StepReport
-from trainwright.core.errors import DataError, JobError, UserCodeError, nearest
+from trainwright.core.errors import DataError, JobError, UserCodeError, nearest, user_traceback
 from trainwright.core.plan import Plan
 from trainwright.core.topology import (
     Address,
@@ -238,7 +236,7 @@ def _apply_collate(function: _CollateFunction, batch: Batch) -> Mapping[str, Any
             f"collate= raised {type(error).__name__}: {error}",
             where=where,
             remedy="mend the function, or the rows it was given",
-            detail=_user_traceback(error),
+            detail=user_traceback(error),
         ) from None
     if not isinstance(result, Mapping):
         raise DataError(
@@ -270,13 +268,6 @@ def _as_array(name: str, value: Any, where: str) -> Any:
             where=where,
             remedy="give every row one shape: pad",
         ) from None
-
-
-def _user_traceback(error: Exception) -> str:
-    """Return the traceback from the user's function on, without trainwright's own frame before it."""
-    trace = error.__traceback__
-    own = trace.tb_next if trace is not None and trace.tb_next is not None else trace
-    return "".join(traceback.format_exception(type(error), error, own))
 
 
 # --- Engine -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -172,6 +173,13 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     names = sorted(valid)
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"valid names: {', '.join(names)}"
+
+
+def user_traceback(error: Exception) -> str:
+    """Return the traceback of user code, without our own frame, which called it."""
+    trace = error.__traceback__
+    own = trace.tb_next if trace is not None and trace.tb_next is not None else trace
+    return "".join(traceback.format_exception(type(error), error, own))
 
 
 # --- Findings of a diagnosis ------------------------------------------------------------------------------------------

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def duration(seconds: float) -> str:
@@ -76,3 +81,12 @@ def timestamp(time_s: float, *, utc: bool = False) -> str:
         return "-"
     moment = datetime.fromtimestamp(time_s, UTC if utc else None)
     return moment.strftime("%Y-%m-%d %H:%M:%S UTC" if utc else "%Y-%m-%d %H:%M:%S")
+
+
+def plain_text(table: RenderableType, width: int = 110) -> str:
+    """A table of rich as plain text without colours, in lines of at most `width` characters."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

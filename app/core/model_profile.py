@@ -9,7 +9,7 @@ from functools import cached_property
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """Cost of one layer, for one sample, forward. A number is an element of a tensor, whatever its type.
+    """Cost of one layer for one sample, forward. A number is an element of a tensor of any type.
 
     Attributes:
         name: the module's name.
@@ -17,20 +17,19 @@ class LayerCost:
         parameter_bytes: their size as stored.
         flops: floating-point operations of one forward pass of one sample.
         output_numbers: size of its output for one sample.
-        cut_numbers: what travels to the next pipeline stage if the cut is behind it, for one sample: all that layers
-            before it make and others need; 0 where that is its output.
-        kept_numbers: what backward needs of one sample, the output included.
+        cut_numbers: sent to the next pipeline stage by a cut behind it, for one sample: everything that later layers
+            need; 0 where that is its output.
+        kept_numbers: kept of one sample for backward, the output included.
         traffic_numbers: read and written by operations other than matrix products.
-        scores_numbers: of these and of what is kept, attention's own that a fused kernel never writes; they are not
-            among the former.
-        matmuls: matrix products.
-        launches: operations, of each of which a device must be told.
+        scores_numbers: attention scores, kept and written unless a kernel is fused; not part of the two above.
+        matmuls: number of matrix products.
+        launches: number of operations that the host launches.
         splits: whether tensor parallelism divides it.
-        shared_kept: share of what is kept that every tensor rank holds whole.
-        shared_traffic: share of the traffic that every tensor rank has whole.
-        reductions: all-reduces of its output, forward, where tensor parallelism divides it.
-        leads: what it gives is divided then: no cut may follow on it.
-        tied_parameters: parameters that are another layer's, and held again where that one is on another stage.
+        shared_kept: share of `kept_numbers` that every tensor rank holds whole.
+        shared_traffic: share of `traffic_numbers` that every tensor rank has whole.
+        reductions: all-reduces of its output in forward, where tensor parallelism divides it.
+        leads: tensor parallelism leaves its output divided: no cut may follow it.
+        tied_parameters: parameters of another layer, held twice where that layer is on another stage.
         trained: some of its own parameters are trained.
     """
 
@@ -59,21 +58,21 @@ class ModelProfile:
     """A model's layers in order.
 
     Attributes:
-        framework: `torch`, `tensorflow`, `reference`, or empty where it is numbers alone.
+        framework: `torch`, `tensorflow`, `reference`, or empty for a profile without a model.
         layers: in the order in which they run.
-        inexact: what cannot be equal across layouts, such as `batch_norm`.
-        keras_backend: that of a Keras model.
-        heads: attention heads, which tensor parallelism divides; 0 where there are none.
-        tokens: of one sample; 1 where a sample is one thing.
-        indivisible: why no tensor-parallel rank can do its part of any layer as the model is written.
-        recounted: a buffer of the state inside of what recompute=full computes again; empty where there is none.
-        trained: rows (of the first dimension) and bytes of each parameter that is trained; empty where not known.
-        uncut: why a pipeline's stages cannot follow its forward, each for itself; empty where they can.
-        untraced: what stopped the model's trace; then its layers are their parameters, with two operations each.
+        inexact: parts that are not equal across layouts, such as `batch_norm`.
+        keras_backend: of a Keras model.
+        heads: attention heads, which tensor parallelism divides; 0 without attention.
+        tokens: of one sample; 1 where a sample is no sequence.
+        indivisible: why tensor parallelism cannot divide any layer of the model as it is written.
+        recounted: a buffer of the state inside a part that recompute=full recomputes; empty without one.
+        trained: rows (of the first dimension) and bytes of each trained parameter; empty where unknown.
+        uncut: why the model's forward cannot be divided into pipeline stages; empty where it can.
+        untraced: the error that stopped the model's trace; its layers then have two operations for each parameter.
         loss_scale: whether it computes in float16 with a scaled loss, as Keras' policy `mixed_float16` does.
-        guests: models that run in the loss, forward alone and untrained, such as teachers; their inputs are the
-            targets, so that no layout divides them.
-        trains: whether it does; a model that predicts has neither gradients nor an optimizer, and keeps no activations.
+        guests: untrained models that run forward in the loss, such as teachers; no layout divides them, since their
+            inputs are targets.
+        trains: false for a model that predicts: it has no gradients, optimizer and kept activations.
     """
 
     framework: str
@@ -152,7 +151,7 @@ def _joined(one: LayerCost, other: LayerCost) -> LayerCost:
 
 
 def _mean(one: LayerCost, other: LayerCost, weight: str, shares: tuple[float, float]) -> float:
-    """Combine the shares of two layers; None where one of them is not divided."""
+    """Return the weighted mean of two layers' shares; 0 where the first is not divided."""
     weights = getattr(one, weight), getattr(other, weight)
     if not one.splits or not sum(weights):
         return 0.0

@@ -91,10 +91,10 @@ class Estimate:
         step_s: seconds.
         low_s, high_s: nine of ten steps are expected between them.
         terms: seconds by name; they add up to `step_s`.
-        stage_memory_bytes: that each pipeline stage takes of a device.
-        device_memory_bytes: of one device; 0 where that is not known.
-        factors: by what the same loss takes longer than so many steps, by name: `staleness`, `local_steps` (more steps
-            for it), `preemptions` (time lost to them). Models, not verified.
+        stage_memory_bytes: needed by each pipeline stage on a device.
+        device_memory_bytes: of one device; 0 where unknown.
+        factors: by which the same loss takes longer, by name: `staleness` and `local_steps` (more steps), `preemptions`
+            (lost time). Models, not verified.
     """
 
     step_s: float
@@ -121,31 +121,29 @@ class Plan:
         mesh: degrees of parallelism.
         batch_size: global batch, in samples.
         accumulation: micro-batches of one rank in one step.
-        devices_per_worker: data ranks one actor drives (virtual or local devices).
+        devices_per_worker: data ranks that one actor drives (virtual or local devices).
         topology: of the engine.
-        keras_backend: that the model was made with; empty for one that is not Keras'.
+        keras_backend: of a Keras model; empty for other models.
         precision: `fp32` (the model's own types), `bf16` (autocast) or `fp16` (autocast and scaled losses).
-        micro_batch: samples of one micro-batch of a data rank; 0 where `accumulation` says how many there are.
+        micro_batch: samples of one micro-batch of a data rank; 0 where `accumulation` gives their number.
         schedule: of a pipeline: `gpipe`, `1f1b`, `interleaved`, `zero_bubble`, `zbv` or `pipedream`.
-        chunks: of layers that each stage holds: some of an interleaved pipeline, two of `zbv`.
-        recompute: activations computed again in backward: `none`, `selective` (attention's scores) or `full`.
-        sequence: between the layers that tensor parallelism divides each of its ranks holds some of the tokens.
-        zero: what `mesh.shard` ranks divide between them: 1 the optimizer's state, 2 gradients too, 3 parameters too.
-        offload: what `zero` divides is kept and updated in the memory of the host, and visits the device.
-        servers: processes that hold the parameters, where workers step alone.
-        tpu: that the job names.
-        in_flight: steps that a coordinator has begun and not completed, at most.
-        consistency: how far these may be apart (see `Consistency.parse`).
-        wire: in what form they push gradients: `full`, `fp16`, `bf16`, `int8` or `topk(share)`.
-        local_steps: steps that each of them takes by itself between two pushes.
-        outer: how the servers apply what several local steps came to: `average` (local SGD) or `nesterov` (DiLoCo),
-            with a learning rate and momentum of their own: `nesterov(0.7,0.9)`.
-        stages: layers of each of the pipeline's sections, in order: of each stage, or of each of its chunks; empty
-            where they are as equal as can be.
-        cuts: modules with whose calls the sections after the first begin.
-        placement: what each worker actor reserves.
+        chunks: of layers that each stage holds: some in an interleaved pipeline, two in `zbv`.
+        recompute: activations recomputed in backward: `none`, `selective` (attention's scores) or `full`.
+        sequence: sequence parallelism: between divided layers, each tensor-parallel rank holds some of the tokens.
+        zero: state that `mesh.shard` ranks divide: 1 the optimizer's, 2 gradients too, 3 parameters too.
+        offload: the state that `zero` divides is kept and updated in host memory.
+        servers: number of parameter servers, where workers step asynchronously.
+        tpu: name of the job's TPU.
+        in_flight: most steps that a coordinator has begun and not completed.
+        consistency: how far asynchronous workers may be apart (see `Consistency.parse`).
+        wire: compression of pushed gradients: `full`, `fp16`, `bf16`, `int8` or `topk(share)`.
+        local_steps: steps of a worker between two pushes.
+        outer: how servers apply the result of local steps: `average` (local SGD) or `nesterov(rate,momentum)` (DiLoCo).
+        stages: layers of each of the pipeline's sections in order, one or several a stage; empty for an even division.
+        cuts: names of the modules at which the sections after the first begin.
+        placement: resources that each worker actor reserves.
         estimate: predicted figures; None where the strategy has none.
-        notes: what the user should know about this plan, such as what is not equal to one device.
+        notes: for the user, such as differences from one device.
     """
 
     strategy: str
@@ -182,22 +180,20 @@ class Plan:
         """Return a plan from degrees and choices: `dp=8,tp=2,pp=4,micro_batch=4,schedule=1f1b,recompute=full`.
 
         Args:
-            text: any of `dp`, `fsdp` (ZeRO-3 over so many ranks, `dp` times), `zero` (1, 2 or 3: over all `dp`
-                ranks), `offload` (0 or 1), `tp`, `sequence` (0 or 1), `pp`, `micro_batch`, `accumulation`,
-                `schedule`, `chunks`, `recompute`, `precision`, and for workers that step alone `servers`,
-                `consistency`, `wire`, `local_steps`, `outer`; what is left out is 1, none, or with a pipeline
-                micro-batches of one sample in the order 1F1B.
+            text: any of `dp`, `fsdp` (ZeRO-3 over this many ranks, with `dp` replicas), `zero` (1, 2 or 3, over all
+                `dp` ranks), `offload` (0 or 1), `tp`, `sequence` (0 or 1), `pp`, `micro_batch`, `accumulation`,
+                `schedule`, `chunks`, `recompute`, `precision`, and for asynchronous workers `servers`, `consistency`,
+                `wire`, `local_steps`, `outer`. The default is 1 or none; a pipeline has micro-batches of one sample in
+                the order 1F1B.
 
         Raises:
             PlanError: a name or a value is not known.
         """
-
         return cls(batch_size=0, placement=WorkerResources(cpus=1.0), engine="", **_parse_plan(text))
 
     @property
     def text(self) -> str:
         """The text that `Plan.parse` and a job's `plan=` read; without stage sizes and precision."""
-
         return _format_plan(self)
 
     @property
@@ -296,11 +292,11 @@ class InfeasiblePlan:
     """A plan or strategy that is not possible: why, and what would make it possible.
 
     Attributes:
-        strategy: whose it is.
-        reason: why.
+        strategy: name of the strategy.
+        reason: why it is not possible.
         hint: what would make it possible.
-        plan: that cannot be, where there is one.
-        missing_bytes: of memory on its fullest stage; 0 where memory is not what is missing.
+        plan: the impossible plan, if there is one.
+        missing_bytes: memory missing on its fullest stage; 0 for other reasons.
     """
 
     strategy: str
@@ -424,7 +420,7 @@ def _mesh_of(given: dict[str, Any]) -> tuple[Mesh, int]:
 
 
 def _format_plan(plan: Plan) -> str:
-    """Parse the choices of a plan."""
+    """Return the text of a plan, without values that are defaults."""
     mesh = plan.mesh
     hybrid = mesh.shard > 1 and mesh.data > 1
     parts = {

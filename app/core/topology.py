@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from trainwright.core.errors import PlanError
 
@@ -85,12 +85,11 @@ class Group:
     Attributes:
         rank: the receiver's own rank; `peers[rank]` is itself.
         peers: all members in rank order.
-        key: random, of this generation: members prove by it to each other that they belong together. Empty only where a
-            rank is alone.
+        key: random key of this epoch, by which members authenticate each other. Empty only for a single rank.
         devices: the receiver's devices, such as `("cpu",)` or `("cuda:0",)`.
-        slot: the receiver's room, for as long as it lives.
-        accelerators: their ids on the node, which a process that was not given them must make visible to itself.
-        threads: CPU threads the receiver may use; 0 where its process has others to serve and keeps those it has.
+        slot: the receiver's worker slot, for its whole life.
+        accelerators: their ids on the node; a process that Ray did not assign them must make them visible itself.
+        threads: CPU threads of the receiver; 0 leaves the process as it is, where it also serves others.
         deadline_s: seconds within which the group must have formed and any collective must end.
     """
 
@@ -146,7 +145,7 @@ class StateAgreement:
     moves: tuple[StateTransfer, ...] = field(default=())
 
 
-# --- How far workers that step alone may be apart, what they are given to do, and how stale it was --------------------
+# --- Asynchronous workers: consistency, units of work, staleness ------------------------------------------------------
 
 
 _CONSISTENCY_FORM = re.compile(r"\s*(?P<kind>[a-z]+)\s*(\(\s*(?P<arguments>[^()]*?)\s*\))?\s*")
@@ -158,14 +157,14 @@ _CONSISTENCY_REMEDY = 'write "sync", "sync(backup=1)", "ssp(3)", "async" or "asy
 class Consistency:
     """When a worker may start a unit of work, and when its push is applied.
 
-    `sync` and `ssp` apply one update a step, of all its units, in the order of steps, whoever computed them (bounded
-    delay: Li et al., OSDI 2014): a unit of step t begins at parameters that hold the updates of all steps before
-    t - bound, so that `ssp(0)` is `sync`, which equals one device. `async` applies each unit when it comes.
+    `sync` and `ssp` apply one update of all units a step, in the order of steps (bounded delay: Li et al., OSDI 2014):
+    a unit of step t starts from parameters with the updates of all steps before t - bound. `ssp(0)` is `sync`, which
+    equals one device. `async` applies each unit when it arrives.
 
     Attributes:
-        bound: steps that a unit's parameters may lack at most; None for any number (`async`).
-        backup: shares of a step that are not waited for: the slowest are dropped, and their samples handed out again
-            with a later step (Chen et al., 2016). Only for `sync`.
+        bound: most steps whose updates a unit's parameters may miss; None for any number (`async`).
+        backup: number of slowest shares of a step that are dropped; their samples are used in a later step (Chen et
+            al., 2016). Only for `sync`.
         scaled: the learning rate of an update is divided by its staleness, where that is more than 1 (Zhang et al.,
             IJCAI 2016). Only for `async`.
     """
@@ -198,17 +197,17 @@ class Consistency:
 
     @property
     def waits(self) -> bool:
-        """Whether an update holds a whole step instead of one unit."""
+        """Whether an update is of a whole step instead of one unit."""
         return self.bound is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCompression:
-    """The compression of pushes; the rest that `topk` leaves out is added to the next push.
+    """The compression of pushes; numbers that `topk` leaves out are added to the next push.
 
     Attributes:
         kind: `full` (the gradient's own numbers), `fp16`, `bf16`, `int8` (one scale for each block) or `topk`.
-        share: of the numbers that `topk` sends, those that are largest, with their places.
+        share: of the numbers that `topk` sends: the largest, with their indices.
     """
 
     kind: Literal["full", "fp16", "bf16", "int8", "topk"] = "full"
@@ -265,25 +264,15 @@ class OuterOptimizer:
         return "average" if self == OuterOptimizer() else f"nesterov({self.rate:g},{self.momentum:g})"
 
 
-def async_choices(consistency: str | None, wire: str, local_steps: int, outer: str | None) -> dict[str, Any]:
-    """Return the plan's choices that a job's options of these names pin; nothing for options left out."""
-    given: dict[str, Any] = {"consistency": str(Consistency.parse(consistency))} if consistency else {}
-    if GradientCompression.parse(wire) != GradientCompression():
-        given["wire"] = str(GradientCompression.parse(wire))
-    if local_steps > 1:
-        given |= {"local_steps": local_steps, "outer": str(OuterOptimizer.parse(outer or "average"))}
-    return given
-
-
 class WorkUnit(NamedTuple):
     """A unit of work: a data rank's share of one step, or of several consecutive steps.
 
-    A tuple, since books of leases compare and look up several for each that is done.
+    A tuple, since lease tables compare and look up several for each completed one.
 
     Attributes:
         step: the first, from 0.
-        share: data rank whose samples they are.
-        steps: how many; more than one where steps are local, and only what they come to is pushed.
+        share: data rank of the samples.
+        steps: number of steps; more than one for local steps, of which only the difference is pushed.
     """
 
     step: int
@@ -297,9 +286,9 @@ class StalenessCounts:
 
     Attributes:
         counts: applied pushes by staleness.
-        unit: what that is counted in: updates applied in between (`async`), or steps (`sync`, `ssp`).
-        dropped: pushes that were not applied, since another worker's of the same unit was.
-        again: units that were handed out again, since their worker was lost or too slow.
+        unit: of the staleness: updates applied in between (`async`), or steps (`sync`, `ssp`).
+        dropped: pushes that were not applied because another worker pushed the same unit first.
+        again: units that were leased again because their worker was lost or too slow.
     """
 
     counts: Mapping[int, int] = field(default_factory=dict)

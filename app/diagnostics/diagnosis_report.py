@@ -6,7 +6,6 @@ remedy}], notes}.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import socket
@@ -15,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -219,10 +218,7 @@ class Diagnosis:
         return _table(self)
 
     def __repr__(self) -> str:
-        out = io.StringIO()
-        console = Console(file=out, width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False)
-        console.print(self)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        return formatting.plain_text(self, _WIDTH)
 
     def _repr_html_(self) -> str:
         rows = "".join(_html_row(line) for line in group_findings(self.findings))

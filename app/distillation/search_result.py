@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import statistics
@@ -11,7 +10,7 @@ from html import escape
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -156,12 +155,8 @@ class SearchResult:
         return TypeAdapter(cls).validate_python(facts)
 
     def __repr__(self) -> str:
-        out = io.StringIO()
-        console = Console(file=out, width=120, color_system=None, force_terminal=False, force_jupyter=False)
-        console.print(_result_table(self))
-        return "\n".join(
-            line.rstrip() for line in [*out.getvalue().splitlines(), "", *str(self.scorecard).splitlines()]
-        )
+        verdicts = (line.rstrip() for line in str(self.scorecard).splitlines())
+        return "\n".join([formatting.plain_text(_result_table(self), 120), "", *verdicts])
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(repr(self))}</pre>"

@@ -15,7 +15,7 @@ from trainwright.core import random_state
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.data import Batch, Columns
 from trainwright.core.errors import JobError
-from trainwright.core.job_options import ColumnNames
+from trainwright.core.job import ColumnNames
 from trainwright.core.model_profile import ModelProfile
 from trainwright.datasets.data_source import TableSource
 from trainwright.datasets.dataset import Dataset

@@ -16,7 +16,6 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -30,8 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.core.job import Job
-from trainwright.core.job_options import FIELD_ORDER
+from trainwright.core.job import FIELD_ORDER, Job
 from trainwright.core.pickling import is_user_file, is_user_module
 from trainwright.core.redaction import redact
 
@@ -48,6 +46,15 @@ _ARRAY_BYTES = 16 * 1024**2  # of a larger array, a million numbers are encoded
 _SHOWN = re.compile(r"-?\d[\w.+-]{0,23}|True|False|None")  # numbers and versions, which are shown as they are
 STORED_NAMES = {
     "core.engine.Pad": "core.collation.Pad",
+    "core.job.Checkpointing": "core.job_options.Checkpointing",
+    "core.job.Data": "core.job_options.Data",
+    "core.job.Planning": "core.job_options.Planning",
+    "core.job.Recovery": "core.job_options.Recovery",
+    "core.job.Scaling": "core.job_options.Scaling",
+    "core.job.TensorFlow": "core.job_options.TensorFlow",
+    "core.job.Training": "core.job_options.Training",
+    "core.loss_api.Match": "core.soft_loss.Match",
+    "core.loss_api.SoftLoss": "core.soft_loss.SoftLoss",
     "core.loss_api.gather": "core.batch_gather.gather",
     "datasets.formats.image_folder.decode_image": "datasets.formats.images.decode_image",
     "datasets.ops.row_transforms.StatefulFunction": "datasets.ops.stateful_map.Stateful",
@@ -645,24 +652,3 @@ def _short(text: str) -> str:
 
 def _sha(texts: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(texts).encode(errors="surrogatepass")).hexdigest()
-
-
-def encode_table(scheme: str, fields: Mapping[str, Mapping[str, str]]) -> str:
-    """Encode definitions by the field that reaches them; each is written once."""
-    parts: dict[tuple[str, str], int] = {}
-    rows = {
-        name: [parts.setdefault(item, len(parts)) for item in reached.items()]
-        for name, reached in fields.items()
-        if reached
-    }
-    return json.dumps({"scheme": scheme, "parts": [list(item) for item in parts], "fields": rows})
-
-
-def decode_table(text: str) -> tuple[str, dict[str, dict[str, str]]]:
-    """Return the scheme and the definitions by field; the scheme is "" for a text that is no table."""
-    try:
-        table = json.loads(text)
-        parts = [(str(label), str(value)) for label, value in table["parts"]]
-        return str(table["scheme"]), {name: dict(parts[n] for n in rows) for name, rows in table["fields"].items()}
-    except (ValueError, TypeError, KeyError, IndexError):
-        return "", {}

@@ -1,13 +1,15 @@
-"""The decision for a plan, and how it is shown: a table in the terminal, HTML in a notebook."""
+"""The decision for a plan, and how it is shown: a table in the terminal, HTML with charts in a notebook."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +18,6 @@ from trainwright.core import formatting
 from trainwright.core.cluster import Cluster
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Estimate, InfeasiblePlan, Plan, RejectedPlan
-from trainwright.planning.plan_charts import timeline_svg
 from trainwright.reporting.plan_view import (
     estimate_table,
     factor_texts,
@@ -31,7 +32,13 @@ from trainwright.reporting.plan_view import (
     planned_nodes,
     share_of_step,
 )
+from trainwright.strategies.cost_model.machine_model import MachineModel
+from trainwright.strategies.cost_model.step_timeline import Span, SpanKind, Timeline, timeline
+from trainwright.strategies.cost_model.step_work import compute_step_work
 from trainwright.strategies.search.plan_ranking import is_asynchronous
+
+if TYPE_CHECKING:
+    from trainwright.planning.what_if import ClusterChoice
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -81,17 +88,13 @@ def _plan_table(decision: Decision) -> RenderableType:
         parts.append(Padding(estimate_table(decision.chosen.estimate), (1, 0, 0, 2)))
     others = other_rows(other_plans(decision))
     if others:
-        parts.append(Padding(_others_table(others), (1, 0, 0, 2)))
+        parts.append(Padding(others_table(others), (1, 0, 0, 2)))
     return Group(*parts)
 
 
 def plan_text(decision: Decision, *, width: int = 110) -> str:
-    """Return the table of `_plan_table` as plain text without colours."""
-    out = io.StringIO()
-    Console(file=out, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(
-        _plan_table(decision)
-    )
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    """Return the decision as plain text without colours."""
+    return formatting.plain_text(_plan_table(decision), width)
 
 
 def plan_html(decision: Decision) -> str:
@@ -138,12 +141,13 @@ def _context(decision: Decision) -> list[tuple[str, str]]:
     return [("model", f"{parameters}, {profile.framework}"), ("cluster", str(decision.cluster))]
 
 
-def _others_table(rows: Sequence[tuple[str, str, str]]) -> Table:
+def others_table(rows: Sequence[tuple[str, str, str]]) -> Table:
+    """Return plans that were not chosen: name, verdict and reason of each."""
     table = Table(title="Not chosen", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     for name in ("plan", "", "why"):
         table.add_column(name, header_style="dim", overflow="fold")
     for plan, verdict, why in rows:
-        table.add_row(Text(plan), Text(verdict, style="yellow" if verdict == "rejected" else "red"), Text(why))
+        table.add_row(Text(plan), Text(verdict, style="red" if verdict == "not possible" else "yellow"), Text(why))
     return table
 
 
@@ -169,3 +173,295 @@ def _others_html(rows: Sequence[tuple[str, str, str]]) -> str:
         return ""
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<p class='tw-head'>Not chosen</p><table>{body}</table>"
+
+
+# --- Charts as inline SVG: the timeline of a step, and time and cost by the number of accelerators --------------------
+
+# Colours are the page's CSS variables where it has them, else colours that suit light and dark pages; texts take the
+# page's own colour and font.
+
+
+_SPAN_KINDS: Mapping[SpanKind, tuple[str, str]] = {
+    "forward": ("forward", "var(--series-1,#3f7fdd)"),
+    "recompute": ("forward again", "var(--series-4,#d9920f)"),
+    "backward": ("backward", "var(--series-2,#22a07a)"),
+    "inputs": ("backward of inputs", "var(--series-2,#22a07a)"),
+    "weights": ("backward of weights", "var(--series-6,#8bbf3f)"),
+    "gather": ("parameters gathered", "var(--series-3,#9170d8)"),
+    "send": ("sending", "var(--series-7,#d4679e)"),
+    "reduction": ("gradients reduced", "var(--series-3,#9170d8)"),
+    "optimizer": ("optimizer", "var(--bad,#d8504a)"),
+    "other": ("other", "var(--series-5,#7c8fa6)"),
+}
+_EDGE_STAGES = 4  # stages that are drawn at either end of a longer pipeline
+RECTANGLES = 1200  # more spans than this are drawn as columns, so that a page stays small
+_COLUMNS, _COLUMN_PARTS = 150, 24  # of a lane, and of a column's height
+_WIDE, _LEFT, _RIGHT, _LANE, _BAR, _STRIP = 960.0, 76.0, 936.0, 34.0, 20.0, 6.0
+_INK, _SOFT, _GRID = "var(--ink,currentColor)", "var(--soft,#7b8694)", "var(--grid,#8a94a033)"
+_ROUND = {1: (1, 2, 5, 10, 20), 60: (1, 2, 5, 10, 20), 3600: (1, 2, 4, 8), 86400: (1, 2, 5, 10, 30, 90), 31536000: ()}
+_TICKS_S = [unit * times for unit, some in _ROUND.items() for times in some or [10**n for n in range(9)]]
+
+
+def timeline_svg(profile: ModelProfile, cluster: Cluster, plan: Plan) -> str:
+    """Draw the predicted step of a plan on a cluster: a lane for each stage, with gradient reductions below it.
+
+    Args:
+        profile: of the model.
+        cluster: that the plan is for; it need not exist.
+        plan: with its batch size and precision, as the ranking gives it.
+
+    Raises:
+        PlanError: the plan is impossible on this cluster, or with this model and batch.
+        ResourceError: an accelerator is not in the table.
+    """
+    work = compute_step_work(
+        profile, MachineModel.of(cluster, plan.mesh.size), plan, batch_size=plan.batch_size, precision=plan.precision
+    )
+    found = timeline(work)
+    stages = list(range(len(found.lanes)))
+    shown = stages if len(stages) <= 2 * _EDGE_STAGES + 1 else stages[:_EDGE_STAGES] + stages[-_EDGE_STAGES:]
+    spans = [span for stage in shown for span in (*found.lanes[stage], *found.reductions[stage])]
+    column_s = _column_s(found) if sum(span.kind != "idle" for span in spans) > RECTANGLES else 0.0
+    kinds = [kind for kind in _SPAN_KINDS if any(span.kind == kind for span in spans)]
+    rows = [*shown[: len(shown) // 2], None, *shown[len(shown) // 2 :]] if len(shown) < len(stages) else shown
+    parts: list[str] = []
+    for number, stage in enumerate(rows):
+        top = number * _LANE
+        if stage is None:
+            between = f"stages {shown[_EDGE_STAGES - 1] + 1} to {shown[_EDGE_STAGES] - 1} are left out"
+            parts.append(_text(_LEFT, top + 15, between, fill=_SOFT))
+            continue
+        parts.append(_text(_LEFT - 12, top + 15, f"stage {stage}" if len(stages) > 1 else "device", end=True))
+        parts += _columns(found, stage, top, column_s) if column_s else _lane(found, stage, top)
+    low = len(rows) * _LANE
+    note = f"devices idle for {formatting.percent(found.share('idle'))} of the step"
+    if column_s:
+        note += f"; drawn in columns of {formatting.duration(column_s)}, whose colours are their shares of that time"
+    parts += [*_time_axis(found.step_s, low), _text(_LEFT, low + 42, note, fill=_SOFT)]
+    legend, low = _legend([_SPAN_KINDS[kind] for kind in kinds], low + 66)
+    parts += legend
+    label = f"One step of {plan_name(plan)}, {formatting.duration(found.step_s)}"
+    return _svg(label, _WIDE, low + 8, parts)
+
+
+def _lane(found: Timeline, stage: int, top: float) -> Iterator[str]:
+    """Draw every span of a stage, with the number of its micro-batch where there is room."""
+    for spans, y, height in ((found.lanes[stage], top, _BAR), (found.reductions[stage], top + _BAR + 2, _STRIP)):
+        for kind, same in groupby(sorted(spans, key=lambda span: span.kind), key=lambda span: span.kind):
+            if kind != "idle":
+                rects = "".join(_bar(span, found, y, height) for span in same)
+                yield f'<g style="fill:{_SPAN_KINDS[kind][1]}">{rects}</g>'
+    yield from (
+        _text((_x(span.begin_s, found) + _x(span.end_s, found)) / 2, top + 14, str(span.micro_batch), number=True)
+        for span in found.lanes[stage]
+        if span.kind in ("forward", "backward", "inputs") and _x(span.seconds, found) - _LEFT > 17
+    )
+
+
+def _bar(span: Span, found: Timeline, y: float, height: float) -> str:
+    begin, end = _x(span.begin_s, found), _x(span.end_s, found)
+    where = "" if span.micro_batch is None else f", micro-batch {span.micro_batch}"
+    faint = ""
+    if span.chunk:
+        where, faint = f"{where}, chunk {span.chunk}", ' opacity=".72"'
+    said = f"{_SPAN_KINDS[span.kind][0]}{where}: {formatting.duration(span.seconds)}"
+    return _rect(begin, y, max(end - begin - 0.4, 0.3), height, said, faint)
+
+
+def _columns(found: Timeline, stage: int, top: float, column_s: float) -> Iterator[str]:
+    """Draw a stage as columns of equal time, one path for each kind; equal neighbours are merged."""
+    for spans, y, height in ((found.lanes[stage], top, _BAR), (found.reductions[stage], top + _BAR + 2, _STRIP)):
+        shares = _shares(spans, column_s, math.ceil(found.step_s / column_s))
+        drawn: dict[SpanKind, list[str]] = {}
+        for mix, same in groupby(range(len(shares)), key=lambda column: _rounded(shares[column])):
+            columns = list(same)
+            begin, end = (_x(min(edge * column_s, found.step_s), found) for edge in (columns[0], columns[-1] + 1))
+            for kind, under, over in mix:
+                low, tall = y + height * (1 - under / _COLUMN_PARTS), height * (over - under) / _COLUMN_PARTS
+                drawn.setdefault(kind, []).append(f"M{begin:.1f} {low:.1f}v-{tall:.1f}H{end:.1f}v{tall:.1f}z")
+        for kind, paths in drawn.items():
+            part = sum(span.seconds for span in spans if span.kind == kind) / found.step_s
+            said = f"stage {stage}, {_SPAN_KINDS[kind][0]}: {formatting.percent(part)} of the step"
+            yield f'<path style="fill:{_SPAN_KINDS[kind][1]}" d="{"".join(paths)}"><title>{said}</title></path>'
+
+
+def _column_s(found: Timeline) -> float:
+    """Return the time of a column: whole micro-batches of the busiest stage, so that each column has the same mix."""
+    busy = [[span for span in lane if span.micro_batch is not None] for lane in found.lanes]
+    each_s = max(sum(span.seconds for span in lane) for lane in busy) / len({span.micro_batch for span in busy[0]})
+    return each_s * math.ceil(found.step_s / each_s / _COLUMNS)
+
+
+def _shares(spans: Iterable[Span], column_s: float, columns: int) -> list[dict[SpanKind, float]]:
+    """Return the shares of each column's time by kind."""
+    shares: list[dict[SpanKind, float]] = [{} for _ in range(columns)]
+    for span in spans:
+        if span.kind != "idle":
+            for column in range(int(span.begin_s / column_s), min(math.ceil(span.end_s / column_s), columns)):
+                inside = min(span.end_s, (column + 1) * column_s) - max(span.begin_s, column * column_s)
+                shares[column][span.kind] = shares[column].get(span.kind, 0.0) + inside / column_s
+    return shares
+
+
+def _rounded(shares: Mapping[SpanKind, float]) -> tuple[tuple[SpanKind, int, int], ...]:
+    """Stack kinds: where each starts and ends, in parts of a column's height."""
+    kinds = [kind for kind in _SPAN_KINDS if kind in shares]
+    tops = [round(_COLUMN_PARTS * top) for top in accumulate(shares[kind] for kind in kinds)]
+    return tuple(
+        (kind, under, over) for kind, under, over in zip(kinds, [0, *tops], tops, strict=False) if over > under
+    )
+
+
+def _x(seconds: float, found: Timeline) -> float:
+    return _LEFT + (_RIGHT - _LEFT) * seconds / found.step_s
+
+
+def _time_axis(step_s: float, y: float) -> Iterator[str]:
+    step = _nice_step(step_s / 8)
+    wide = _RIGHT - _LEFT
+    yield _line(_LEFT, y + 2, _RIGHT, y + 2)
+    for number in range(int(step_s / step) + 1):
+        x = _LEFT + wide * number * step / step_s
+        yield _line(x, y + 2, x, y + 6)
+        yield _text(x, y + 20, formatting.duration(number * step) if number else "0", fill=_SOFT, middle=bool(number))
+
+
+def curve_svg(sizes: Sequence[ClusterChoice], chosen: ClusterChoice) -> str:
+    """Draw the time of the run by the number of accelerators, with linear scaling for comparison, and its cost.
+
+    Both axes of time are logarithmic, cost begins at 0 and is left out where no price is known. Empty for one size.
+    """
+    if len(sizes) < 2:
+        return ""
+    first = sizes[0]
+    ideal = [first.total_s * first.accelerators / size.accelerators for size in sizes]
+    times = [size.total_s for size in sizes]
+    low, high = math.log(min(*times, *ideal) / 1.25), math.log(max(*times, *ideal) * 1.25)
+    round_s = [seconds for seconds in _TICKS_S if low <= math.log(seconds) <= high]
+    ticks = [(seconds, _round_duration(seconds)) for seconds in round_s[:: math.ceil(len(round_s) / 6) or 1]]
+    parts = [
+        *_panel(
+            0,
+            "time of the run; dotted: as if all were worth the first",
+            sizes,
+            chosen,
+            times,
+            lambda s: (math.log(s) - low) / (high - low),
+            ticks,
+        )
+    ]
+    parts.insert(0, _path(_points(0, sizes, ideal, lambda s: (math.log(s) - low) / (high - low)), _SOFT, dashed=True))
+    if chosen.dollars is not None:
+        costs = [size.dollars or 0.0 for size in sizes]
+        top = 1.12 * max(costs)
+        step = _nice_step(top / 4)
+        money = [(step * number, f"${step * number:,.10g}") for number in range(int(top / step) + 1)]
+        parts += _panel(490, "cost of the run", sizes, chosen, costs, lambda dollars: dollars / top, money)
+    return _svg("Time and cost by the number of accelerators", _WIDE, 262, parts)
+
+
+_Scale = Callable[[float], float]  # from a value to 0 (below) to 1 (above)
+
+
+def _panel(
+    left: float, title: str, sizes: Sequence[ClusterChoice], chosen: ClusterChoice, values: Sequence[float],
+    scale: _Scale,
+    ticks: Sequence[tuple[float, str]],
+) -> Iterator[str]:  # fmt: skip
+    """Draw one curve over accelerators with labelled points."""
+    yield _text(left + 8, 14, title, fill=_SOFT)
+    for value, said in ticks:
+        y = _down(scale(value))
+        yield _line(left + 68, y, left + 458, y)
+        yield _text(left + 60, y + 4, said, end=True, fill=_SOFT)
+    points = _points(left, sizes, values, scale)
+    every = math.ceil(len(sizes) / 8)
+    for number, (x, _) in enumerate(points):
+        if (len(points) - 1 - number) % every == 0:
+            yield _text(x, 240, f"{sizes[number].accelerators:,}", fill=_SOFT, middle=True)
+    yield _text(left + 263, 258, "accelerators", fill=_SOFT, middle=True)
+    yield _path(points, "var(--series-1,#3f7fdd)")
+    for (x, y), size in zip(points, sizes, strict=True):
+        cost = "" if size.dollars is None else f", ${size.dollars:,.0f}"
+        many = formatting.count(size.accelerators, "accelerator")
+        said = f"{many}: {formatting.duration(size.total_s)}{cost}; {plan_name(size.plan)}"
+        ring = f'stroke="{_INK}" stroke-width="2"' if size is chosen else ""
+        radius = 6 if size is chosen else 3.5
+        yield (
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" style="fill:var(--series-1,#3f7fdd)" {ring}>'
+            f"<title>{escape(said)}</title></circle>"
+        )
+
+
+def _points(
+    left: float, sizes: Sequence[ClusterChoice], values: Sequence[float], scale: _Scale
+) -> list[tuple[float, float]]:
+    counts = [math.log(size.accelerators) for size in sizes]
+    wide = counts[-1] - counts[0]
+    return [
+        (left + 84 + 358 * (count - counts[0]) / wide, _down(scale(value)))
+        for count, value in zip(counts, values, strict=True)
+    ]
+
+
+def _down(share: float) -> float:
+    return 222 - 194 * share
+
+
+def _nice_step(least: float) -> float:
+    """Return the next of 1, 2, 5, 10, 20 ..."""
+    unit = 10.0 ** math.floor(math.log10(least))
+    return next(unit * times for times in (1, 2, 5, 10) if unit * times >= least)
+
+
+def _round_duration(seconds: float) -> str:
+    """Return a round time: `10 min`, `7 days`."""
+    for size, name in ((365 * 86400, "year"), (86400, "day"), (3600, "h"), (60, "min"), (1, "s")):
+        if seconds >= size:
+            count = round(seconds / size)
+            return formatting.count(count, name) if name in ("year", "day") else f"{count} {name}"
+    return formatting.duration(seconds)
+
+
+def _legend(kinds: Sequence[tuple[str, str]], y: float) -> tuple[list[str], float]:
+    """Draw the colours with names in rows; return the position of the last row too."""
+    parts, x = [], _LEFT
+    for name, colour in kinds:
+        wide = 24 + 6.9 * len(name)
+        if x + wide > _WIDE:
+            x, y = _LEFT, y + 20
+        parts.append(f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="11" height="11" rx="2.5" style="fill:{colour}"/>')
+        parts.append(_text(x + 17, y + 1, name))
+        x += wide + 14
+    return parts, y
+
+
+def _svg(label: str, wide: float, high: float, parts: Iterable[str]) -> str:
+    return (
+        f'<svg class="figure" viewBox="0 0 {wide:g} {high:g}" role="img" aria-label="{escape(label)}" '
+        f'style="width:100%;max-width:{wide:g}px;height:auto" '
+        f'font-size="12.5" font-family="inherit">{"".join(parts)}</svg>'
+    )
+
+
+def _rect(x: float, y: float, wide: float, high: float, said: str, more: str = "") -> str:
+    size = f'x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{high:.1f}"'
+    return f"<rect {size}{more}><title>{escape(said)}</title></rect>"
+
+
+def _text(
+    x: float, y: float, said: str, *, fill: str = _INK, end: bool = False, middle: bool = False, number: bool = False
+) -> str:
+    anchor = ' text-anchor="end"' if end else ' text-anchor="middle"' if middle or number else ""
+    look = 'style="fill:var(--paper,#fff);pointer-events:none" font-size="10.5"' if number else f'style="fill:{fill}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}"{anchor} {look}>{escape(said)}</text>'
+
+
+def _line(x: float, y: float, to_x: float, to_y: float) -> str:
+    return f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" style="stroke:{_GRID}"/>'
+
+
+def _path(points: Sequence[tuple[float, float]], colour: str, *, dashed: bool = False) -> str:
+    drawn = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    dash = ";stroke-dasharray:3 4;stroke-width:1.2" if dashed else ";stroke-width:2"
+    return f'<path d="M{drawn}" style="fill:none;stroke:{colour}{dash}"/>'

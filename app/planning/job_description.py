@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainwright.core.events import CODE_FIELD
-from trainwright.core.job import Job
-from trainwright.core.job_options import FIELD_ORDER
+from trainwright.core.job import FIELD_ORDER, Job
 from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Index
 from trainwright.planning.code_fingerprint import (
     MEMORY_ADDRESS,
     SCHEME,
     CodeFingerprints,
-    decode_table,
-    encode_table,
     stored_name,
 )
 
@@ -45,7 +43,17 @@ def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = N
         train: index of the training set.
         evaluate: index of the evaluation set.
     """
+    return _describe(job, _Codes(), train, evaluate)
+
+
+def imported_sources(job: Job) -> dict[str, str]:
+    """Return module name -> file of the user's modules that the job's functions import when called."""
     codes = _Codes()
+    _describe(job, codes)
+    return codes.imported
+
+
+def _describe(job: Job, codes: _Codes, train: Index | None = None, evaluate: Index | None = None) -> dict[str, str]:
     words = {name: codes.text(name, job.get(name)) for name in FIELD_ORDER if name != "trackers"}
     words["trackers"] = ", ".join(type(each).__name__ for each in job.trackers)  # no more: they may hold a secret
     for name, index in (("train", train), ("evaluate", evaluate)):
@@ -56,30 +64,19 @@ def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = N
     return {name: redact(text) for name, text in words.items()}
 
 
-def imported_sources(job: Job) -> dict[str, str]:
-    """Return module name -> file of the user's modules that the job's functions import when called."""
-    codes = _Codes()
-    for name in FIELD_ORDER:
-        codes.text(name, job.get(name))
-    for name, dataset in (("train", job.train), ("evaluate", job.evaluate)):
-        if dataset is not None:
-            codes.contents(name, dataset.functions, None)
-    return codes.imported
-
-
 def select_fields(description: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Return some fields of a description, with the definitions that they reach."""
     kept = {name: description[name] for name in names}
-    scheme, fields = decode_table(description[CODE_FIELD])
+    scheme, fields = _decode_table(description[CODE_FIELD])
     return {
         **kept,
-        CODE_FIELD: encode_table(scheme, {name: reached for name, reached in fields.items() if name in kept}),
+        CODE_FIELD: _encode_table(scheme, {name: reached for name, reached in fields.items() if name in kept}),
     }
 
 
 def comparable(old: Mapping[str, str]) -> bool:
     """Return whether the code in an older description can be compared with a description made now."""
-    return decode_table(old.get(CODE_FIELD, ""))[0] == SCHEME
+    return _decode_table(old.get(CODE_FIELD, ""))[0] == SCHEME
 
 
 def description_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
@@ -90,7 +87,7 @@ def description_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[
     where another version of Python or an older trainwright wrote the old description; see `comparable`.
     """
     old = {name: redact(words) for name, words in old.items()}
-    before, now = (decode_table(each.get(CODE_FIELD, "")) for each in (old, new))
+    before, now = (_decode_table(each.get(CODE_FIELD, "")) for each in (old, new))
     if CODE_FIELD in new and before[0] != now[0]:
         old, new = ({name: _DIGESTS.sub("", words) for name, words in each.items()} for each in (old, new))
     free = _FREE if new["schedule"] != "None" else _FREE | {"epochs", "epoch_samples"}
@@ -142,6 +139,27 @@ def _rows(index: Index | None) -> str:
     return f"{index.rows:,} rows in {len(index.groups):,} row groups" if index else "not read"
 
 
+def _encode_table(scheme: str, fields: Mapping[str, Mapping[str, str]]) -> str:
+    """Encode definitions by the field that reaches them; each is written once."""
+    parts: dict[tuple[str, str], int] = {}
+    rows = {
+        name: [parts.setdefault(item, len(parts)) for item in reached.items()]
+        for name, reached in fields.items()
+        if reached
+    }
+    return json.dumps({"scheme": scheme, "parts": [list(item) for item in parts], "fields": rows})
+
+
+def _decode_table(text: str) -> tuple[str, dict[str, dict[str, str]]]:
+    """Return the scheme and the definitions by field; the scheme is "" for a text that is no table."""
+    try:
+        table = json.loads(text)
+        parts = [(str(label), str(value)) for label, value in table["parts"]]
+        return str(table["scheme"]), {name: dict(parts[n] for n in rows) for name, rows in table["fields"].items()}
+    except (ValueError, TypeError, KeyError, IndexError):
+        return "", {}
+
+
 class _Codes:
     """Texts of a job's fields, and the definitions that they reach."""
 
@@ -155,8 +173,8 @@ class _Codes:
         return self._prints.imported
 
     def table(self) -> str:
-        """Of all fields so far; see `encode_table`."""
-        return encode_table(SCHEME, self._fields)
+        """Of all fields so far; see `_encode_table`."""
+        return _encode_table(SCHEME, self._fields)
 
     def contents(self, name: str, functions: Iterable[Any], index: Index | None) -> str:
         """Return digests of a data set's rows and of the functions applied to them."""

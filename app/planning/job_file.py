@@ -26,16 +26,8 @@ _STRINGS = ("string_type", "literal_error")  # what pydantic says where only str
 
 @dataclass(frozen=True, kw_only=True)
 class _FileObject:
-    """A kind of object that a file can hold.
+    """A kind of object that a file can hold: its names, the usual one first, a check, and how it is written."""
 
-    Attributes:
-        word: for it.
-        names: that it may have, the first is the usual one.
-        fits: whether a value is one.
-        written: how it is written.
-    """
-
-    word: str
     names: tuple[str, ...]
     fits: Callable[[Any], bool]
     written: str
@@ -46,12 +38,9 @@ def _is_distillation(value: Any) -> bool:
     return callable(getattr(type(value), "distill", None)) or type(value).__name__ == "Distillation"
 
 
-_JOB = _FileObject(word="job", names=("job",), fits=lambda value: isinstance(value, Job), written="tw.Job(...)")
+_JOB = _FileObject(names=("job",), fits=lambda value: isinstance(value, Job), written="tw.Job(...)")
 _DISTILLATION = _FileObject(
-    word="distillation",
-    names=("distillation", "search", "recipe"),
-    fits=_is_distillation,
-    written="tw.Distillation(...)",
+    names=("distillation", "search", "recipe"), fits=_is_distillation, written="tw.Distillation(...)"
 )
 
 
@@ -106,13 +95,6 @@ def _makes(value: Any) -> TypeGuard[FunctionType]:
     return isinstance(value, FunctionType) and not value.__module__.startswith("trainwright.")
 
 
-def _module(path: str) -> ModuleType:
-    file = Path(path)
-    if not file.is_file():
-        raise JobError([f"{path}: there is no such file"])
-    return _run(file)
-
-
 def _made(make: FunctionType, texts: dict[str, str], values: dict[str, Any], path: str, sought: _FileObject) -> Any:
     """Call a file's function with values, or with their text where it takes only strings: a tag may be 2024."""
     wrong: list[Any] = []
@@ -147,7 +129,11 @@ def _problem(item: Any, make: str) -> str:
     return f"--set {name}={item['input']}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
-def _run(file: Path) -> ModuleType:
+def _module(path: str) -> ModuleType:
+    """Run a job file."""
+    file = Path(path)
+    if not file.is_file():
+        raise JobError([f"{path}: there is no such file"])
     name = f"trainwright_job_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file.resolve())
     if spec is None or spec.loader is None:
@@ -160,7 +146,7 @@ def _run(file: Path) -> ModuleType:
     except TrainwrightError:
         raise
     except Exception as error:
-        raise _raised("the job file", error, str(file)) from error
+        raise _raised("the job file", error, path) from error
     return module
 
 
@@ -185,7 +171,7 @@ def _value_of(module: ModuleType, sought: _FileObject, path: str) -> Any:
     name = sought.names[0]
     listed = f"found {', '.join(found)}: name the one to run `{name}`"
     told = listed if found else f"write `{name} = {sought.written}` in it"
-    raise JobError([f"{path}: one {sought.word} is needed; {told}"])
+    raise JobError([f"{path}: one {name} is needed; {told}"])
 
 
 def _texts(overrides: Iterable[str]) -> tuple[dict[str, str], list[str]]:

@@ -97,7 +97,7 @@ def _shared(cluster: Cluster, chosen: Plan) -> Iterator[str]:
 
 
 def _stale(eligible: Iterable[Plan], chosen: Plan) -> tuple[str, ...]:
-    """Which consistency was chosen where the job says none, and why."""
+    """Note which consistency was chosen where the job names none, and why."""
     if chosen.topology != "independent":
         return ()
     target_s: dict[str, float] = {}
@@ -138,7 +138,7 @@ def _names(job: Job, framework: str, pins: PlanConstraints) -> Collection[str]:
 
 
 def usable_cluster(cluster: Cluster, job: Job) -> Cluster:
-    """The part of the cluster that the job may use. Raises ResourceError for a demand that it can never meet."""
+    """Return the part of the cluster that the job may use. Raises ResourceError for more workers than it can hold."""
     wanted = job.scaling.accelerator.upper()
     if wanted in ("GPU", "TPU"):
         cluster = cluster.only(wanted)
@@ -151,7 +151,7 @@ def usable_cluster(cluster: Cluster, job: Job) -> Cluster:
     elif wanted == "CPU":
         cluster = cluster.without_accelerators()
     elif cluster.accelerators:
-        cluster = cluster.only(cluster.accelerator)  # a head without any is no place for a worker
+        cluster = cluster.only(cluster.accelerator)  # without the head node, where it has none
     room = worker_capacity(cluster)
     needed = job.scaling.min_workers or job.scaling.workers
     if needed and needed > room:
@@ -163,7 +163,7 @@ def usable_cluster(cluster: Cluster, job: Job) -> Cluster:
 
 
 def _known(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
-    """The cluster with what nothing is known of as an accelerator without a name, and a note on each."""
+    """Return the cluster with unknown accelerators made nameless, and a note on each."""
     unknown = [kind for kind in cluster.kinds if find_accelerator(kind) is None]
     nodes = tuple(replace(node, kind="" if node.kind in unknown else node.kind) for node in cluster.nodes)
     notes = tuple(
@@ -175,7 +175,7 @@ def _known(cluster: Cluster) -> tuple[Cluster, tuple[str, ...]]:
 
 
 def _nothing(question: PlanRequest, found: Ranking, names: Collection[str]) -> PlanError:
-    """Why no plan can run the job, and what would."""
+    """Return the error that no plan can run the job, with reasons and a remedy."""
     pins = question.pins
     misfits = sorted(found.misfits, key=lambda item: item.plan is None or not pins.allow(item.plan))  # asked for: first
     reasons = [f"{item.strategy}: {item.reason} ({item.hint})" for item in _nearest(misfits) if item.strategy in names]
@@ -192,7 +192,7 @@ def _nothing(question: PlanRequest, found: Ranking, names: Collection[str]) -> P
 
 
 def _not_the_best(question: PlanRequest, job: Job, chosen: Plan) -> tuple[str, ...]:
-    """That what the job pins is not the best, and by how much."""
+    """Note that the pinned choices are not the best, and by how much."""
     names = ("strategy", "plan", "workers", "accumulation", "consistency")
     pinned = {name: job.get(name) for name in names}
     given = ", ".join(f"{name}={value!r}" for name, value in pinned.items() if value is not None)
@@ -207,7 +207,7 @@ def _not_the_best(question: PlanRequest, job: Job, chosen: Plan) -> tuple[str, .
 
 
 def _better_alone(question: PlanRequest, chosen: Plan) -> tuple[str, ...]:
-    """That the accelerators of one kind alone would be quicker than all, which wait for the slowest."""
+    """Note that the accelerators of one kind alone would be faster than all, which wait for the slowest."""
     kinds = question.cluster.kinds
     steps = {}
     for kind in kinds if len(kinds) > 1 and not question.workers else ():
@@ -224,7 +224,7 @@ def _better_alone(question: PlanRequest, chosen: Plan) -> tuple[str, ...]:
 
 
 def _others(plans: Iterable[Plan], chosen: Plan) -> list[Plan]:
-    """The best of each other strategy, and of the chosen one's what would be quicker."""
+    """Return the best plan of each other strategy, and a faster plan of the chosen strategy."""
     limit = estimate_of(chosen).target_s
     found = [plan for plan in _best(plans) if plan.strategy != chosen.strategy]
     quicker = [plan for plan in plans if plan.strategy == chosen.strategy and estimate_of(plan).target_s < limit]
@@ -232,7 +232,7 @@ def _others(plans: Iterable[Plan], chosen: Plan) -> list[Plan]:
 
 
 def _best(plans: Iterable[Plan]) -> list[Plan]:
-    """The first plan of each strategy; one that can be carried out, where there is one."""
+    """Return the first plan of each strategy, preferably one with an engine."""
     found: dict[str, Plan] = {}
     for plan in plans:
         known = found.setdefault(plan.strategy, plan)

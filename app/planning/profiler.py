@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from trainwright.core.cluster import ACCELERATORS, Accelerator, Cluster, find_accelerator
-from trainwright.core.errors import JobError, MissingFramework, ResourceError, UserCodeError
+from trainwright.core.errors import JobError, MissingFramework, ResourceError, UserCodeError, user_traceback
 from trainwright.core.frameworks import load_module, missing_framework
 from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
@@ -24,7 +23,7 @@ from trainwright.strategies.distillation.distillation_loss import DistillationLo
 
 _log = logging.getLogger(__name__)
 
-# A framework's models are told by the modules of their classes; the module named here profiles and loads them.
+# The module of a model's class tells its framework; the module named here profiles and loads its models.
 _FRAMEWORKS = {
     "keras.src.backend.tensorflow": "trainwright.strategies.tensorflow.training.keras_profile",
     "torch.nn": "trainwright.strategies.torch.profiling",
@@ -58,10 +57,9 @@ def build_model(build: Callable[[], Any]) -> Any:
     try:
         return build()
     except Exception as error:
-        absent, trace = missing_framework(error, "model"), error.__traceback__
-        detail = "".join(traceback.format_exception(type(error), error, trace.tb_next if trace else None))
         what = f"model() raised {type(error).__name__}: {error}"
-        raise absent or UserCodeError(what, where="model", detail=detail) from error
+        raised = UserCodeError(what, where="model", detail=user_traceback(error))
+        raise missing_framework(error, "model") or raised from error
 
 
 def profiler_of(model: Any) -> Any:
@@ -87,7 +85,7 @@ def _meta_device() -> contextlib.AbstractContextManager[Any]:
     return torch.device("meta") if torch is not None else contextlib.nullcontext()
 
 
-# --- Accelerators that nothing is known of, measured where they are ---------------------------------------------------
+# --- Benchmarks of accelerators missing from the built-in table -------------------------------------------------------
 
 
 _BENCHMARK_DEADLINE_S = 180.0  # for a process to start and measure

@@ -1,72 +1,353 @@
-"""The answer to "what if this job ran on that cluster": a table in the terminal, HTML with charts in a notebook."""
+"""The answer to "what if this job ran on that cluster": the best plan for each size, with time and price.
+
+It shows as a table in the terminal, and as HTML with charts in a notebook. Steps to a target by batch size follow
+McCandlish et al. (2018): S = S_min (1 + B_crit / B), so that batches far above the critical one take hardly fewer
+steps. Losses by failures follow Young (1974).
+"""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Literal
 
 from markupsafe import Markup
-from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from trainwright.core import formatting
 from trainwright.core.cluster import Cluster, find_accelerator
+from trainwright.core.errors import PlanError, ResourceError, nearest
 from trainwright.core.model_profile import ModelProfile
-from trainwright.core.plan import Estimate
-from trainwright.planning.cluster_sizing import GOALS, ClusterChoice, SizeComparison, SizingRequest, compare_sizes
-from trainwright.planning.decision import compare_plans
-from trainwright.planning.plan_charts import curve_svg, timeline_svg
+from trainwright.core.plan import Estimate, InfeasiblePlan, Plan
+from trainwright.planning.decision import compare_plans, curve_svg, others_table, timeline_svg
 from trainwright.reporting.html.templates import render_template
-from trainwright.reporting.plan_view import estimate_table, infeasible_name, memory_text, plan_name, stage_sizes_text
-from trainwright.strategies.search.plan_ranking import estimate_of
+from trainwright.reporting.plan_view import (
+    estimate_table,
+    facts_table,
+    infeasible_name,
+    memory_text,
+    plan_name,
+    stage_sizes_text,
+)
+from trainwright.strategies.search.plan_ranking import (
+    TIE_RATIO,
+    Ranking,
+    estimate_of,
+    search_plans,
+    simplest_plan,
+    suggest_changes,
+)
+from trainwright.strategies.search.plan_request import PlanRequest
 
-_SHOWN_OTHERS = 6
-_NUMBERS = ("accelerators", "time", "cost", "goodput", "batch size", "steps to target")  # headings of columns
+Goal = Literal["fastest", "cheapest", "smallest"]
+Price = Literal["on-demand", "spot"] | float
+_GOALS: Mapping[Goal, str] = {
+    "fastest": "least time",
+    "cheapest": "least dollars for the run",
+    "smallest": "fewest accelerators on which the model fits",
+}
+COPY_BYTES_PER_S = 10e9  # of a device's state to its host, for a checkpoint: assumed
+RECOVER_S = 60.0  # from a failure to the next step, without repeated steps: assumed
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizingRequest:
+    """A job and the aim by which accelerators are chosen for it. Raises PlanError for values that make no sense.
+
+    Attributes:
+        batch_size: of the job, global, in samples.
+        precision: of its steps.
+        steps: of the whole run with that batch size.
+        aim: `fastest`, `cheapest` (dollars of the run) or `smallest` (accelerators).
+        price: of an accelerator: its list price on demand or as a spot machine, or dollars an hour.
+        mtbf_hours: mean time between failures of one accelerator and what belongs to it; None for no failures.
+        critical_batch: samples; the gradient noise scale (McCandlish et al., 2018); None where it is unknown.
+        batch_sizes: other batch sizes, compared by the time to the same loss; needs `critical_batch`.
+    """
+
+    batch_size: int
+    precision: str
+    steps: int
+    aim: Goal = "fastest"
+    price: Price = "on-demand"
+    mtbf_hours: float | None = None
+    critical_batch: float | None = None
+    batch_sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.aim not in _GOALS:
+            raise PlanError(f"unknown aim {self.aim!r}", where="for", remedy=nearest(self.aim, _GOALS))
+        if isinstance(self.price, str) and self.price not in ("on-demand", "spot"):
+            remedy = "write on-demand, spot, or the dollars an hour of one accelerator: 2.50"
+            raise PlanError(f"unknown price {self.price!r}", where="price", remedy=remedy)
+        for name in ("price", "mtbf_hours", "critical_batch"):
+            value = getattr(self, name)
+            if isinstance(value, int | float) and not 0 < value < math.inf:
+                raise PlanError(f"{name}={value:g} must be above 0 and finite", where=name, remedy="give another")
+        if any(size < 1 for size in self.batch_sizes):
+            wrong = min(self.batch_sizes)
+            raise PlanError(
+                f"batch size {wrong} is below 1", where="batch_sizes", remedy="give sizes in samples, from 1"
+            )
+        if self.batch_sizes and self.critical_batch is None:
+            raise PlanError(
+                "batch sizes cannot be compared without the critical batch, which determines their steps to the target",
+                where="batch_sizes",
+                remedy="give it in samples: critical_batch=2000 (the gradient noise scale; see README)",
+            )
+
+    def steps_with(self, batch_size: int) -> int:
+        """Return the steps with a batch size to the loss that the job reaches with its own."""
+        if self.critical_batch is None:
+            return self.steps
+        taken = [1 + self.critical_batch / size for size in (batch_size, self.batch_size)]
+        return max(1, round(self.steps * taken[0] / taken[1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Goodput:
+    """The share of time in steps that count, and the best interval between checkpoints by Young (1974)."""
+
+    share: float
+    interval_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterChoice:
+    """The best plan with a number of accelerators.
+
+    Attributes:
+        accelerators, nodes: of the plan.
+        batch_size: global.
+        steps: to the target.
+        plan: with its estimate.
+        goodput: None where no mean time between failures was given.
+        total_s: of the run, failures included.
+        dollars_an_hour: of all accelerators; None where the table has no price.
+        dollars: of the run, likewise.
+    """
+
+    accelerators: int
+    nodes: int
+    batch_size: int
+    steps: int
+    plan: Plan
+    goodput: _Goodput | None
+    total_s: float
+    dollars_an_hour: float | None
+    dollars: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _InfeasibleSize:
+    """A size at which no plan fits, and the plan that comes nearest."""
+
+    accelerators: int
+    nearest: InfeasiblePlan
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class WhatIf(SizeComparison):
-    """The best plan on a cluster that need not exist. Prints as a table; HTML with charts in a notebook."""
+class WhatIf:
+    """The best plans of a job on a cluster that need not exist, on parts of it, and with other batch sizes.
+
+    Prints as a table; HTML with charts in a notebook.
+
+    Attributes:
+        profile, cluster, wishes: the question; `--json` shows it under these names.
+        chosen: the best choice by the aim: accelerators, batch size and plan, with time and price.
+        plans: that fit the chosen accelerators and batch size, best first; of equal plans, the simplest comes first.
+        misfits: plans that do not fit, the nearest to fitting first.
+        sizes: the best choice for each number of accelerators looked at, with the chosen batch size.
+        unfit: numbers of accelerators at which no plan fits.
+        batches: the best choice of each requested batch size.
+    """
+
+    profile: ModelProfile
+    cluster: Cluster
+    wishes: SizingRequest
+    chosen: ClusterChoice
+    plans: tuple[Plan, ...]
+    misfits: tuple[InfeasiblePlan, ...]
+    sizes: tuple[ClusterChoice, ...]
+    unfit: tuple[_InfeasibleSize, ...]
+    batches: tuple[ClusterChoice, ...]
 
     def __repr__(self) -> str:
-        out = io.StringIO()
-        console = Console(file=out, width=110, color_system=None, force_terminal=False, force_jupyter=False)
-        console.print(_what_if_table(self))
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        return formatting.plain_text(_what_if_table(self))
 
     def _repr_html_(self) -> str:
         return _what_if_html(self)
 
 
 def what_if(profile: ModelProfile, cluster: Cluster, request: SizingRequest) -> WhatIf:
-    """Find the best plan on a cluster with accelerators, or on a part of it.
+    """Compare 1, 2, 4 ... accelerators of a node, 1, 2, 4 ... nodes and all of a cluster, with each batch size.
 
     Raises:
         ResourceError: the cluster has no accelerator, one that is not in the table, or the cheapest has no price.
-        PlanError: the model fits nowhere, or its batch leaves no plan; names the nearest plan.
+        PlanError: the model fits nowhere, or its batch leaves no plan; names what comes nearest.
     """
-    return WhatIf(**vars(compare_sizes(profile, cluster, request)))
+    if not cluster.accelerators:
+        raise ResourceError(
+            "cluster= needs accelerators: there is no data sheet for CPUs",
+            where="cluster",
+            remedy="leave cluster= out",
+        )
+    if request.aim == "cheapest" and _dollars_an_hour(cluster, request.price) is None:
+        remedy = "give dollars an hour of one accelerator: price=2.50"
+        raise ResourceError(f"no {request.price} price is known of {' or '.join(cluster.kinds)}", remedy=remedy)
+    sizes = every_size(cluster)
+    batch_sizes = dict.fromkeys((request.batch_size, *request.batch_sizes))
+    looked = {batch_size: _search_sizes(profile, sizes, request, batch_size) for batch_size in batch_sizes}
+    best = [best_of(choices, request.aim) for choices in map(_feasible, looked.values()) if choices]
+    if not best:
+        raise _nothing_fits(_plan_request(profile, cluster, request, request.batch_size), looked[request.batch_size])
+    chosen = best_of(best, request.aim)
+    found = looked[chosen.batch_size]
+    ranking = next(ranking for choice, ranking in found if choice is chosen)
+    return WhatIf(
+        profile=profile,
+        cluster=cluster,
+        wishes=request,
+        chosen=chosen,
+        plans=ranking.plans,
+        misfits=ranking.misfits,
+        sizes=tuple(_feasible(found)),
+        unfit=tuple(choice for choice, _ in found if isinstance(choice, _InfeasibleSize)),
+        batches=tuple(sorted(best, key=lambda choice: choice.batch_size)),
+    )
+
+
+def every_size(cluster: Cluster) -> list[Cluster]:
+    """Return all parts of a cluster: accelerators of the first node one by one, then node by node."""
+    nodes = tuple(node for node in cluster.nodes if node.accelerators)
+    parts = [Cluster(nodes=(replace(nodes[0], accelerators=count),)) for count in range(1, nodes[0].accelerators)]
+    return parts + [Cluster(nodes=nodes[:count]) for count in range(1, len(nodes) + 1)]
+
+
+def doubling(sizes: Sequence[Cluster]) -> list[int]:
+    """Return the indices in all sizes of 1, 2, 4 ... accelerators of a node, 1, 2, 4 ... nodes, and the last."""
+    node = len(sizes) - len(sizes[-1].nodes)
+    powers = [2**power for power in range(len(sizes).bit_length())]
+    within = [power - 1 for power in powers if power <= node]
+    return sorted({*within, *(node - 1 + power for power in powers if node - 1 + power < len(sizes)), len(sizes) - 1})
+
+
+def best_of(choices: Sequence[ClusterChoice], aim: Goal) -> ClusterChoice:
+    """Return the best choice by the aim; of equally fast ones the smallest, of equally cheap ones the fastest."""
+    if aim == "smallest":
+        return min(choices, key=lambda choice: (choice.accelerators, choice.total_s))
+    if aim == "fastest":
+        limit = TIE_RATIO * min(choice.total_s for choice in choices)
+        tied = [choice for choice in choices if choice.total_s <= limit]
+        return min(tied, key=lambda choice: (choice.accelerators, choice.total_s))
+    limit = TIE_RATIO * min(choice.dollars or 0.0 for choice in choices)
+    return min((choice for choice in choices if (choice.dollars or 0.0) <= limit), key=lambda choice: choice.total_s)
+
+
+_SizeResult = tuple[ClusterChoice | _InfeasibleSize, Ranking]
+
+
+def _search_sizes(
+    profile: ModelProfile, sizes: Sequence[Cluster], request: SizingRequest, batch_size: int
+) -> list[_SizeResult]:
+    """Return the best choice at each size; for `smallest`, also search between the last too small size and the next."""
+    found = {place: _best_at_size(profile, sizes[place], request, batch_size) for place in doubling(sizes)}
+    if request.aim == "smallest":
+        fits = min((place for place, (best, _) in found.items() if isinstance(best, ClusterChoice)), default=0)
+        below = max((place for place in found if place < fits), default=-1)
+        while fits - below > 1:
+            middle = (below + fits) // 2
+            found[middle] = _best_at_size(profile, sizes[middle], request, batch_size)
+            below, fits = (below, middle) if isinstance(found[middle][0], ClusterChoice) else (middle, fits)
+    return [found[place] for place in sorted(found)]
+
+
+def _feasible(found: Sequence[_SizeResult]) -> list[ClusterChoice]:
+    return [choice for choice, _ in found if isinstance(choice, ClusterChoice)]
+
+
+def _best_at_size(profile: ModelProfile, cluster: Cluster, request: SizingRequest, batch_size: int) -> _SizeResult:
+    """Return the best choice on all accelerators of a cluster, and the ranking, its simplest best plan first."""
+    found = search_plans(_plan_request(profile, cluster, request, batch_size))
+    if not found.plans:
+        return _InfeasibleSize(accelerators=cluster.accelerators, nearest=found.misfits[0]), found
+    plan, steps = simplest_plan(found.plans), request.steps_with(batch_size)
+    found = replace(found, plans=(plan, *(other for other in found.plans if other is not plan)))
+    goodput = _goodput(plan, cluster.accelerators, request.mtbf_hours) if request.mtbf_hours else None
+    total_s = steps * estimate_of(plan).target_s / (goodput.share if goodput else 1.0)
+    dollars = _dollars_an_hour(cluster, request.price)
+    choice = ClusterChoice(
+        accelerators=cluster.accelerators,
+        nodes=len(cluster.nodes),
+        batch_size=batch_size,
+        steps=steps,
+        plan=plan,
+        goodput=goodput,
+        total_s=total_s,
+        dollars_an_hour=dollars,
+        dollars=None if dollars is None else dollars * total_s / 3600,
+    )
+    return choice, found
+
+
+def _plan_request(profile: ModelProfile, cluster: Cluster, request: SizingRequest, batch_size: int) -> PlanRequest:
+    return PlanRequest(profile=profile, cluster=cluster, batch_size=batch_size, precision=request.precision)
+
+
+def _nothing_fits(question: PlanRequest, found: Sequence[_SizeResult]) -> PlanError:
+    last = [best.nearest for best, _ in found if isinstance(best, _InfeasibleSize)][-1]
+    what = f"no plan fits {question.cluster}; the nearest, {infeasible_name(last)}: {last.reason}"
+    return PlanError(what, where="cluster", remedy=suggest_changes(question) or last.hint)
+
+
+def _goodput(plan: Plan, devices: int, mtbf_hours: float) -> _Goodput:
+    """Return the goodput by Young (1974).
+
+    Of the time, C / tau + tau / (2 M) + R / M are lost, least at tau = sqrt(2 C M).
+    """
+    failure_s = mtbf_hours * 3600 / devices
+    copy_s = max(estimate_of(plan).stage_memory_bytes) / COPY_BYTES_PER_S
+    interval_s = math.sqrt(2 * copy_s * failure_s)
+    lost = copy_s / interval_s + interval_s / (2 * failure_s) + RECOVER_S / failure_s
+    return _Goodput(share=max(1 - lost, 0.01), interval_s=interval_s)
+
+
+def _dollars_an_hour(cluster: Cluster, price: Price) -> float | None:
+    """Return the dollars of an hour of all accelerators; None where a price is unknown."""
+    if isinstance(price, int | float):
+        return price * cluster.accelerators
+    total = 0.0
+    for kind in cluster.kinds:
+        device = find_accelerator(kind)
+        each = device and (device.spot_price if price == "spot" else device.price)
+        if not each:
+            return None
+        total += each * sum(node.accelerators for node in cluster.nodes if node.kind == kind)
+    return total
+
+
+# --- Tables and pages -------------------------------------------------------------------------------------------------
+
+
+_SHOWN_OTHERS = 6
+_NUMBERS = ("accelerators", "time", "cost", "goodput", "batch size", "steps to target")  # headings of columns
 
 
 def _what_if_table(answer: WhatIf) -> RenderableType:
     """Return the answer for the terminal."""
     estimate = estimate_of(answer.chosen.plan)
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column(overflow="fold")
-    for name, value in _fact_rows(answer):
-        facts.add_row(name, Text(value))
-    parts: list[RenderableType] = [facts, estimate_table(estimate), _table("Accelerators", *_size_rows(answer))]
-    batches = _batch_rows(answer)
+    parts = [facts_table(_fact_rows(answer)), estimate_table(estimate), _table("Accelerators", *_size_rows(answer))]
+    batches, others = _batch_rows(answer), _other_rows(answer)
     if batches[1]:
         parts.append(_table("Batch sizes", *batches))
-    others = _other_rows(answer)
     if others:
-        parts.append(_table("Not chosen", ("plan", "", "why"), others))
+        parts.append(others_table(others))
     head = Text.assemble(("Plan  ", "bold"), (_headline(answer), "bold green"))
     return Group(head, *(Padding(part, (1, 0, 0, 2)) for part in parts))
 
@@ -88,7 +369,7 @@ def _fact_rows(answer: WhatIf) -> list[tuple[str, str]]:
     rows = [
         ("model", f"{parameters}, batch {chosen.batch_size:,}, {chosen.plan.precision}"),
         ("cluster", f"{answer.cluster}; predicted, not measured"),
-        ("used", f"{used} of {answer.cluster.accelerators:,} accelerators: {request.aim}, {GOALS[request.aim]}"),
+        ("used", f"{used} of {answer.cluster.accelerators:,} accelerators: {request.aim}, {_GOALS[request.aim]}"),
         ("step, predicted", f"{formatting.duration(estimate.step_s)} ({formatting.duration(estimate.low_s)} to "
          f"{formatting.duration(estimate.high_s)}, nine of ten)"),
         ("memory by stage", memory_text(estimate)),
@@ -137,10 +418,10 @@ def _batch_rows(answer: WhatIf) -> _TableRows:
     return headings, [(f"{size:,}", f"{answer.wishes.steps_with(size):,}", *row) for size, row in sorted(found.items())]
 
 
-def _other_rows(answer: WhatIf) -> list[tuple[str, ...]]:
+def _other_rows(answer: WhatIf) -> list[tuple[str, str, str]]:
     """Return the best plan of each other strategy, and the nearest ones that do not fit."""
     shown = {answer.plans[0].strategy}
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for plan in answer.plans:
         if plan.strategy not in shown:
             shown.add(plan.strategy)
@@ -148,13 +429,8 @@ def _other_rows(answer: WhatIf) -> list[tuple[str, ...]]:
     for misfit in answer.misfits:
         if misfit.strategy not in shown:
             shown.add(misfit.strategy)
-            rows.append(
-                (
-                    f"{misfit.strategy}: {infeasible_name(misfit)}" if misfit.plan else misfit.strategy,
-                    "not possible",
-                    f"{misfit.reason}; {misfit.hint}",
-                )
-            )
+            name = f"{misfit.strategy}: {infeasible_name(misfit)}" if misfit.plan else misfit.strategy
+            rows.append((name, "not possible", f"{misfit.reason}; {misfit.hint}"))
     return rows[:_SHOWN_OTHERS]
 
 

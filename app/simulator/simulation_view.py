@@ -9,7 +9,7 @@ without learning the last four are null or empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
@@ -19,14 +19,15 @@ from rich.table import Table
 from rich.text import Text
 
 from trainwright.core import formatting
+from trainwright.core.topology import StalenessCounts
 from trainwright.reporting.html.run_charts import curves_chart
 from trainwright.reporting.html.templates import render_template
-from trainwright.simulator.scenario import SimulationResult, fewest_servers, staleness_percentile
+from trainwright.simulator.event_simulator import SimulationResult
 
 _SHOWN = 1.25  # times the least loss that a run of `sync`, or the first, comes to: the target
 _NUMBER_COLUMNS = ("steps/s", "waiting", "stale, mean", "95%", "most", "rate", "loss", "to target")
 _HEADINGS = ("consistency", "servers", *_NUMBER_COLUMNS[:5], "servers' busiest", *_NUMBER_COLUMNS[5:])
-_ASSUMPTIONS = "simulated on a virtual clock with the real book of leases and gate; nothing here was measured"
+_ASSUMPTIONS = "simulated on a virtual clock with the real lease table and update admission; nothing here was measured"
 _WAITED = "waiting is for other workers and for fresh parameters; what links take is not part of it"
 _LEARNED = (
     "the loss is of a noisy quadratic of 24 numbers, each row at its own best of 8 learning rates: it compares forms "
@@ -83,6 +84,26 @@ def _facts(one: SimulationResult, target: float | None) -> dict[str, Any]:
         "target_s": one.reaches(target) if target is not None else None,
         "curve": [[seconds, loss if math.isfinite(loss) else None] for seconds, loss in one.losses],
     }
+
+
+def staleness_percentile(staleness: StalenessCounts, part: float) -> int:
+    """Return the staleness that a share of the pushes does not exceed; 0 without pushes."""
+    total, seen = sum(staleness.counts.values()), 0
+    for age, count in sorted(staleness.counts.items()):
+        seen += count
+        if seen >= part * total:
+            return age
+    return 0
+
+
+def fewest_servers(outcomes: Sequence[SimulationResult], gain: float = 1.05) -> Mapping[str, int]:
+    """Return by consistency the fewest servers whose time is within a factor of the fastest."""
+    found: dict[str, int] = {}
+    for name in dict.fromkeys(str(one.scenario.consistency) for one in outcomes):
+        mine = [one for one in outcomes if str(one.scenario.consistency) == name]
+        most = max(one.steps_per_s for one in mine)
+        found[name] = min(one.scenario.servers for one in mine if gain * one.steps_per_s >= most)
+    return found
 
 
 def _rows(outcomes: Sequence[SimulationResult]) -> list[tuple[str, ...]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ import pyarrow as pa
 
 from trainwright.core import random_state
 from trainwright.core.data import fold_seed
-from trainwright.core.errors import DataError, UserCodeError
+from trainwright.core.errors import DataError, UserCodeError, user_traceback
 from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, hash_parts, select_columns, to_array
 from trainwright.datasets.dataset import Dataset
 
@@ -198,12 +197,11 @@ class _SampleAccess:
         try:
             return ask()
         except Exception as error:
-            own = error.__traceback__.tb_next if error.__traceback__ is not None else None
             raise UserCodeError(
                 f"the data set {kind} raised {type(error).__name__}: {error}",
                 where=where,
                 remedy=f"mend {kind}, or the row that it was asked for",
-                detail="".join(traceback.format_exception(type(error), error, own)),
+                detail=user_traceback(error),
             ) from None
 
     def _named(self, sample: Any, row: int) -> Mapping[str, Any]:

@@ -6,7 +6,6 @@ import copy
 import hashlib
 import importlib
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.core.data import fold_seed
-from trainwright.core.errors import DataError, TrainwrightError, UserCodeError
+from trainwright.core.errors import DataError, TrainwrightError, UserCodeError, user_traceback
 from trainwright.datasets.data_source import Arrays, Rows, stack_rows
 
 RowFunction = Callable[[dict[str, Any], np.random.Generator], Mapping[str, Any]]
@@ -188,14 +187,11 @@ def call_user_function(
 
 
 def _user_code_error(function: Callable[..., Any], error: Exception, where: str) -> UserCodeError:
-    """The user's own frames only: ours is the first."""
-    trace = error.__traceback__
-    own = trace.tb_next if trace is not None and trace.tb_next is not None else trace
     return UserCodeError(
         f"the transform {function_name(function)} raised {type(error).__name__}: {error}",
         where=where,
         remedy="mend the function, or the row it was given: dataset.read(index, [row]) shows it",
-        detail="".join(traceback.format_exception(type(error), error, own)),
+        detail=user_traceback(error),
     )
 
 
@@ -269,12 +265,11 @@ class StatefulFunction:
         except TrainwrightError:
             raise
         except Exception as error:
-            trace = error.__traceback__
             raise UserCodeError(
                 f"the constructor of the transform {self.func.__qualname__} raised {type(error).__name__}: {error}",
                 where="map_batches",
                 remedy="mend it, or what it is given; what it opens must be where the transform runs",
-                detail="".join(traceback.format_exception(type(error), error, trace.tb_next if trace else None)),
+                detail=user_traceback(error),
             ) from None
 
 

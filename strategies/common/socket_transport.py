@@ -1,4 +1,4 @@
-"""Sockets between the processes of a group: listen, connect, prove membership, and send and receive whole messages.
+"""Sockets between the processes of a group, and the address at which other nodes reach this process.
 
 A connection begins with a handshake by the group's key (HMAC-SHA256), before anything else is read from it:
 

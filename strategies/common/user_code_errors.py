@@ -126,9 +126,9 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 
-def format_samples(samples: list[Any], most: int = 10) -> str:
-    """Return the first of many samples as text."""
-    return ", ".join(map(str, samples[:most]))
+def format_samples(samples: list[Any]) -> str:
+    """Return the first ten samples as text."""
+    return ", ".join(map(str, samples[:10]))
 
 
 # --- Shapes of losses and metrics ---------------------------------------

@@ -1,14 +1,13 @@
-"""The devices that a plan's ranks run on, and how the ranks of a group lie on them.
+"""The devices that a plan's ranks run on, where the ranks of a group are, and the devices' efficiencies.
 
-Uncalibrated they are the defaults, and an estimate's interval is as wide as `spread` says. Measurements narrow both:
-`fitting.calibrate` finds the most probable efficiencies, and what they leave unexplained is kept as a residual by shape
-of work (Gaussian process regression; Rasmussen and Williams 2006, algorithm 2.1): a kernel that a library picks badly
-for one shape is met again wherever that shape comes again, and nowhere else.
+Without calibration the efficiencies are the defaults, and an estimate's interval is as wide as `spread` says. With
+measurements, `estimator.calibrate` finds the most probable efficiencies. What these leave unexplained is kept as a
+residual by shape of work (Gaussian process regression; Rasmussen and Williams 2006, algorithm 2.1), since a library may
+pick a slow kernel for one shape only.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,16 +25,16 @@ _NETWORK_BYTES_PER_S = 1.25e9  # of a node without accelerators, where the clust
 
 @dataclass(frozen=True, kw_only=True)
 class MachineModel:
-    """The devices that a plan's ranks run on; where they differ, all wait for the slowest.
+    """The devices of a cluster; where they differ, all wait for the slowest.
 
     Attributes:
-        device: its data sheet.
+        device: data sheet of the slowest.
         per_node: devices of a node.
-        devices: of all nodes.
+        devices: number of devices of all nodes.
         network_bytes_per_s: of one device, one direction.
-        host_bytes: of the host's memory, a device's share; 0 where it is not known.
-        each: of all devices, where they differ; empty where they are alike.
-        preemptible, steady: nodes that may be taken back, and others.
+        host_bytes: a device's share of the host's memory; 0 where it is not known.
+        each: data sheet of each device, where they differ; else empty.
+        preemptible, steady: number of preemptible nodes, and of others.
     """
 
     device: Accelerator
@@ -48,7 +47,7 @@ class MachineModel:
     steady: int = 0
 
     def speeds(self, ranks: int, precision: str) -> tuple[float, ...]:
-        """Of so many devices, the slowest ones, in those of the slowest, from that up."""
+        """Return the speeds of a number of devices, the slowest of all, ascending and relative to the slowest."""
         if not self.each:
             return (1.0,) * ranks
         rates = sorted(item.rate(precision) * item.sustained for item in self.each)
@@ -56,12 +55,12 @@ class MachineModel:
 
     @property
     def nodes(self) -> int:
-        """That the devices are of."""
+        """Number of nodes."""
         return -(-self.devices // self.per_node)
 
     @classmethod
     def of(cls, cluster: Cluster, ranks: int | None = None) -> MachineModel:
-        """The accelerators of a cluster, or the shares of its CPUs that so many ranks get, one for each slot if None.
+        """Return the accelerators of a cluster, or the share of its CPUs for each rank (by default one rank a slot).
 
         Raises:
             ResourceError: an accelerator is not in the table.
@@ -97,7 +96,7 @@ class MachineModel:
 
 
 def _network(cluster: Cluster, of_device: float) -> float:
-    """A device's share of the network, where the way to another region is what limits it."""
+    """Return a device's share of the network, limited by the link to another region where there is one."""
     regions = len({node.region for node in cluster.nodes})
     told = any(node.network_bytes_per_s for node in cluster.nodes)
     if regions == 1 or told:
@@ -131,7 +130,7 @@ _UNKNOWN_ACCELERATOR = Accelerator(
 
 
 def _cpu_machine(cluster: Cluster, ranks: int) -> MachineModel:
-    """Equal shares of each node; n threads on one operation are worth n ** 0.8."""
+    """Return equal shares of each node's CPUs; n threads on one operation are worth n ** 0.8."""
     on_a_node = -(-ranks // len(cluster.nodes))
     share = min(node.cpus for node in cluster.nodes) / on_a_node
     speed = share**THREAD_EXPONENT if share > 1 else share
@@ -157,8 +156,8 @@ class RankGroup:
     """Ranks that reduce together.
 
     Attributes:
-        size: ranks.
-        local: of them on one node.
+        size: number of ranks.
+        local: number of them on one node.
     """
 
     size: int
@@ -166,24 +165,24 @@ class RankGroup:
 
     @property
     def nodes(self) -> int:
-        """Nodes that they lie on."""
+        """Number of nodes that they are on."""
         return self.size // self.local
 
 
 def next_stage_is_remote(machine: MachineModel, mesh: Mesh) -> bool:
-    """Whether the next stage is on another node, for some: replica after replica fills the nodes (`core.arranging`)."""
+    """Return whether some next stage is on another node: replica after replica fills the nodes (`core.plan`)."""
     return mesh.size > machine.per_node and machine.per_node % (mesh.size // mesh.data) > 0
 
 
 def rank_group(machine: MachineModel, size: int, stride: int) -> RankGroup:
-    """Ranks so many apart, on nodes that are filled one after the other."""
+    """Return a group of ranks that are `stride` apart, on nodes that are filled one after the other."""
     local = max(1, min(size, machine.per_node // min(stride, machine.per_node)))
     while size % local:
         local -= 1
     return RankGroup(size=size, local=local)
 
 
-# --- How well real machines do what their data sheets say -------------------------------------------------------------
+# --- Efficiencies: how much of their data sheets real machines reach --------------------------------------------------
 
 
 Vector = npt.NDArray[np.float64]
@@ -191,7 +190,7 @@ Vector = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class _Efficiency:
-    """One of them: what it is without measurements, and the standard deviation of its logarithm."""
+    """An efficiency: its default, the standard deviation of its logarithm, and what it is a share of."""
 
     default: float
     spread: float
@@ -216,25 +215,24 @@ EFFICIENCIES: Mapping[str, _Efficiency] = {
     "step_s": _Efficiency(default=4e-3, spread=0.8, what="seconds of each step for everything else"),
 }
 EFFICIENCY_NAMES = tuple(EFFICIENCIES)
-_DEVICE_EFFICIENCIES = ("matmul", "traffic", "launch_s", "update")  # as unsure as the device's own speed
 _RESIDUAL = 0.10  # standard deviation of a shape's own error, of the logarithm
 MEASUREMENT_NOISE = 0.03  # of one measurement's
 _UNMODELLED = 0.08  # of what this model leaves out, measured on no machine like it
-_SHAPE_SCALES = (0.7, 0.7, 0.7, 3.0, 6.0, 6.0)  # octaves over which shapes are alike; `work.Shape` says of what
+_SHAPE_SCALES = (0.7, 0.7, 0.7, 3.0, 6.0, 6.0)  # octaves over which shapes are alike; see `step_work._shape`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Efficiencies and how sure they are.
+    """Efficiencies and their uncertainty.
 
     Attributes:
         logs: logarithm of each efficiency over its default, in the order of `EFFICIENCY_NAMES`.
         covariance: of `logs`.
-        shapes: of the work that was measured, see `work.Shape`.
-        kinds: what must be the same for a shape to say anything of another.
+        shapes: of the measured work; see `step_work._shape`.
+        kinds: of the measured work; shapes of different kinds say nothing of each other.
         residuals: weights of the shapes' errors.
         inverse: of the shapes' covariance.
-        measurements: how many there were.
+        measurements: number of measurements.
     """
 
     logs: tuple[float, ...] = (0.0,) * len(EFFICIENCY_NAMES)
@@ -250,11 +248,11 @@ class Calibration:
 
     @cached_property
     def efficiencies(self) -> Mapping[str, float]:
-        """By name."""
+        """Efficiencies by name."""
         return efficiencies(np.array(self.logs))
 
     def residual(self, shape: tuple[float, ...], kind: str) -> tuple[float, float]:
-        """Mean and variance of what the efficiencies leave unexplained, as a logarithm."""
+        """Return mean and variance of the unexplained part, as a logarithm."""
         if not self.shapes:
             return 0.0, _UNMODELLED**2 + _RESIDUAL**2
         near = shape_covariance(np.array([shape]), [kind], np.array(self.shapes), self.kinds)[0]
@@ -263,19 +261,13 @@ class Calibration:
 
 
 def efficiencies(logs: Vector) -> Mapping[str, float]:
-    """Efficiencies from their logarithms."""
+    """Return efficiencies from the logarithms of their ratios to the defaults."""
     pairs = zip(EFFICIENCIES.items(), logs, strict=True)
     return {name: item.default * float(np.exp(log)) for (name, item), log in pairs}
 
 
-def prior_deviations(unsure: float) -> Vector:
-    """Of all efficiencies, on a device of whose speed the logarithm has this standard deviation."""
-    known = EFFICIENCIES.items()
-    return np.array([math.hypot(item.spread, unsure if name in _DEVICE_EFFICIENCIES else 0.0) for name, item in known])
-
-
 def shape_covariance(one: Vector, kinds: Sequence[str], other: Vector, others: Sequence[str]) -> Vector:
-    """Covariance of the errors of shapes (n, features) with those of (m, features): (n, m)."""
+    """Return the covariance (n, m) of the errors of shapes (n, features) with those of shapes (m, features)."""
     apart = (((one[:, None] - other[None]) / np.array(_SHAPE_SCALES)) ** 2).sum(axis=2)
     same = np.array(kinds)[:, None] == np.array(others)[None]
     found: Vector = _RESIDUAL**2 * np.exp(-0.5 * apart) * same

@@ -1,9 +1,9 @@
-"""Bytes that each pipeline stage holds on one device: never an average, the fullest stage decides.
+"""Bytes that each pipeline stage holds on one device; the fullest stage decides.
 
 Model states as in Rajbhandari et al. (2020), table 1: with Adam 16 bytes a parameter, in half precision 2 for it, 2 for
 its gradient and 12 for the optimizer's full-precision copies; in full precision 4, 4 and 8. The engines' half precision
-is autocast: states as in full precision, and of a product's weights a copy in half precision, which backward needs and
-no ZeRO divides. Activations as in Korthikanti et al. (2022).
+is autocast: states as in full precision, plus a copy of a product's weights in half precision, which backward needs and
+ZeRO does not divide. Activations as in Korthikanti et al. (2022).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _GATHERED_COPIES = {2: 2, 3: 4}  # by ZeRO, of a layer that is worked on: gradie
 
 
 def model_state_bytes(parameters: float, *, zero: int, degree: int, precision: str) -> float:
-    """Of one device.
+    """Return the bytes of parameters, gradients and optimizer state on one device.
 
     Args:
-        parameters: that its share of the model has before ZeRO divides it.
-        zero: 0 to 3.
+        parameters: number of the device's share of the model, before ZeRO divides it.
+        zero: stage of ZeRO, 0 to 3.
         degree: ranks that ZeRO divides over.
         precision: of the step.
     """
@@ -49,11 +49,12 @@ def model_state_bytes(parameters: float, *, zero: int, degree: int, precision: s
 def stage_memory(
     profile: ModelProfile, plan: Plan, *, batch_size: int, precision: str, apart: bool = True
 ) -> tuple[int, ...]:
-    """Bytes of each stage: model states, activations of the micro-batches in flight, and what one layer works with;
-    with the loss, the models that run in it.
+    """Return the bytes of each stage: model states, activations of micro-batches in flight, and working memory.
+
+    The stage with the loss also holds the models that run in it.
 
     Args:
-        apart: whether devices have memory of their own; the state of a CPU stays where it is when it is offloaded.
+        apart: whether devices have their own memory; on a CPU, offloading moves nothing.
     """
     plan = plan if apart else replace(plan, offload=False)
     layers = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
@@ -73,16 +74,16 @@ def stage_memory(
 
 @dataclass(frozen=True, eq=False)
 class LayerMemory:
-    """Bytes of each distinct layer on one device; an optimizer's update comes when the activations are gone.
+    """Bytes of each distinct layer on one device. The optimizer runs after the activations are freed.
 
     Attributes:
-        states: of the model.
-        gradients: of these.
-        update: that the optimizer works with.
-        kept: of one micro-batch.
-        working: what the layer works with, of which a stage needs the most of its layers.
-        flight: micro-batches that each section keeps at once; where a stage is one, none keeps more than the one
-            before it.
+        states: parameters, gradients and optimizer state.
+        gradients: the part of `states` that is gradients.
+        update: working memory of the optimizer.
+        kept: activations of one micro-batch.
+        working: working memory of the layer; a stage needs that of its largest layer.
+        flight: micro-batches that each section keeps at once; where each stage has one section, never more than the
+            stage before it.
     """
 
     states: Vector
@@ -93,15 +94,17 @@ class LayerMemory:
     flight: Vector
 
     def of_stages(self, counts: Vector, schedule: str, stages: int) -> Vector:
-        """Of each stage, given how many of each layer stand in each section (sections, layers)."""
+        """Return the bytes of each stage, given the count of each layer in each section (sections, layers)."""
         held = sum_by_stage(counts @ self.states + self.flight * (counts @ self.kept), schedule, stages)
         standing = sum_by_stage(counts, schedule, stages)
         found: Vector = held + np.where(standing > 0, self.working, 0.0).max(axis=1)
         return found
 
     def of_whole(self, order: Indices, *, gradients_stay: bool) -> float:
-        """Of a model in one stage, whose layers stand in this order; gradients stay from step to step, or come one by
-        one in backward, while the activations behind them go."""
+        """Return the bytes of a model in one stage with its layers in this order.
+
+        Gradients stay from step to step, or appear one by one in backward while activations are freed.
+        """
         gradients, kept = self.gradients[order], np.cumsum(self.kept[order])
         here = gradients.sum() if gradients_stay else np.cumsum(gradients[::-1])[::-1]
         backward = (kept + here + self.working[order]).max()
@@ -109,13 +112,13 @@ class LayerMemory:
 
 
 def _gradients_stay(plan: Plan, batch_size: int) -> bool:
-    """Whether new ones are added to those of micro-batches before, or written into the buckets of a reduction."""
+    """Return whether gradients are accumulated over micro-batches, or written into the buckets of a reduction."""
     micro_batches, _ = plan.micro_batches(batch_size)
     return micro_batches > 1 or (plan.mesh.data > 1 and not plan.zero)
 
 
 def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precision: str) -> LayerMemory:
-    """What the layers ask of a stage that holds them."""
+    """Return the memory of each distinct layer under a plan."""
     mesh, width, own = plan.mesh, NUMBER_BYTES.get(precision, 4), parameter_precision(profile, precision)
     micro_batches, rows = plan.micro_batches(batch_size)
     held, kept, working = _numbers(profile, mesh.tensor, mesh.pipeline > 1, plan.recompute, plan.sequence)
@@ -162,7 +165,7 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
 def _numbers(
     profile: ModelProfile, tensor: int, staged: bool, recompute: str, sequence: bool
 ) -> tuple[Vector, Vector, Vector]:
-    """Of each distinct layer: parameters, what backward keeps of one sample, and what it works with beside that."""
+    """Return each distinct layer's parameters, numbers kept of one sample for backward, and other working numbers."""
     layers = layer_vectors(profile)
     kept = layers.kept(tensor, recompute, sequence=sequence)
     whole = layers.kept(tensor, "none", sequence=sequence)
@@ -172,19 +175,19 @@ def _numbers(
 
 @lru_cache(maxsize=512)
 def _autocast_parameters(profile: ModelProfile, tensor: int) -> Vector:
-    """Parameters of each distinct layer of which autocast makes a copy for each forward: those of products."""
+    """Return the parameters of each distinct layer that autocast copies for each forward: those of products."""
     layers = layer_vectors(profile)
     return layers.held(2) / layers.over(tensor) * (layers.flops > 0)
 
 
 def _loss_model_bytes(profile: ModelProfile, plan: Plan, *, batch_size: int) -> int:
-    """Of one device that computes the loss, for the models in it: their parameters, and what a layer works with."""
+    """Return the bytes of the models in the loss on the device that computes it: parameters and working memory."""
     _, rows = plan.micro_batches(batch_size)
     return int(sum(guest.parameter_bytes + 4 * rows * guest.working_numbers for guest in profile.guests))
 
 
 def host_bytes(profile: ModelProfile, plan: Plan, *, precision: str) -> int:
-    """Of the host's memory, what a device keeps there; 0 where nothing is offloaded."""
+    """Return the bytes that a device offloads to its host's memory."""
     degree = plan.mesh.shard if plan.mesh.shard > 1 else plan.mesh.data
     found = model_state_bytes(
         profile.parameters, zero=3, degree=degree, precision=parameter_precision(profile, precision)
@@ -193,7 +196,7 @@ def host_bytes(profile: ModelProfile, plan: Plan, *, precision: str) -> int:
 
 
 def push_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
-    """Of the host's memory, where a worker writes what it pushes: twice, where servers read it there round by round."""
+    """Return the bytes of a worker's push buffer in host memory; two buffers where servers read round by round."""
     if plan.topology != "independent":
         return 0
     halves = 2 if Consistency.parse(plan.consistency).waits else 1
@@ -201,7 +204,7 @@ def push_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
 
 
 def server_bytes(profile: ModelProfile, plan: Plan, *, nodes: int) -> int:
-    """Of a node's memory, what its servers keep there: parameters, what workers read of them, and Adam's state."""
+    """Return the bytes of a node's servers: parameters, the copy that workers read, and Adam's state."""
     if not plan.servers:
         return 0
     own = model_state_bytes(profile.parameters, zero=0, degree=1, precision=parameter_precision(profile, "fp32"))
@@ -209,11 +212,11 @@ def server_bytes(profile: ModelProfile, plan: Plan, *, nodes: int) -> int:
 
 
 def micro_batches_in_flight(plan: Plan, micro_batches: int) -> Vector:
-    """Micro-batches whose activations each section holds at once, in the order of `orders.order`.
+    """Return the micro-batches whose activations each section holds at once, in the order of `stage_operations`.
 
-    ZB-H1 keeps them until the gradients of weights are made, which later stages put off for longer. A stage of an
-    interleaved pipeline holds so many of all its chunks together, dealt out evenly here; one of ZB-V as many as twice
-    the stages, most of them of the chunk that the model begins with.
+    ZB-H1 keeps them until the weights' gradients are computed, which later stages delay for longer. In an interleaved
+    pipeline the count is of all chunks of a stage, divided evenly here. A stage of ZB-V holds up to twice the number of
+    stages, most of them of the model's first chunk.
     """
     stages, chunks = plan.mesh.pipeline, plan.chunks
     if stages == 1:

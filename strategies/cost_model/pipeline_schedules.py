@@ -1,7 +1,7 @@
-"""In which order a pipeline stage does its work, schedule by schedule: what the picture of a step and an engine follow.
+"""The order of a pipeline stage's operations in each schedule, for the timeline of a step and for the engine.
 
-Stages count from 0. A stage of an interleaved or a folded pipeline holds several chunks of layers, so the model passes
-through it as often: `core.sections` says which section of the model each is. In all other schedules a stage is one.
+Stages count from 0. A stage of an interleaved or a folded pipeline holds several chunks of layers, and the model passes
+through it once for each: `core.plan.section_of` says which section of the model a chunk is.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ SPLIT_BACKWARD = frozenset({"zero_bubble", "zbv"})  # schedules whose backward i
 
 
 class Operation(NamedTuple):
-    """What a stage does with one micro-batch.
+    """An operation of a stage on one micro-batch.
 
     Attributes:
-        kind: `forward`; `backward`, or where it is halved `inputs`, the gradients that the stage before waits for, and
-            `weights`, those of the parameters.
+        kind: `forward`; `backward`, or in split schedules `inputs`, the gradients that the stage before waits for, and
+            `weights`, the gradients of the parameters.
         micro_batch: from 0.
         chunk: of the stage.
     """
@@ -41,7 +41,7 @@ def stage_operations(
     begun: bool = False,
     followed: bool = False,
 ) -> list[Operation]:
-    """All operations of a stage in one step.
+    """Return all operations of a stage in one step.
 
     Args:
         schedule: `gpipe` (Huang et al., 2019), `1f1b` (PipeDream-Flush; Narayanan et al., 2021a), `interleaved`
@@ -49,9 +49,9 @@ def stage_operations(
             `pipedream` (PipeDream-2BW; Narayanan et al., 2021a); empty for a model on one stage, or one without
             micro-batches.
         chunks: of each stage: some of an interleaved pipeline, two of `zbv`.
-        begun: of `pipedream`, whether the step before was followed by this one: its first forwards are done.
-        followed: of `pipedream`, whether the next step follows without a drain: its micro-batches are counted on from
-            `micro_batches`, and the first ones go forward in this step.
+        begun: `pipedream` only: the step before has already computed the first forwards of this one.
+        followed: `pipedream` only: this step computes the first forwards of the next one, whose micro-batches are
+            numbered from `micro_batches`.
 
     Raises:
         ValueError: interleaved micro-batches are no multiple of the stages.
@@ -65,9 +65,9 @@ def stage_operations(
 def required_operation(
     operation: Operation, *, schedule: str, stage: int, stages: int, chunks: int = 1
 ) -> tuple[int, Operation] | None:
-    """The stage and the operation on it whose output this one takes in; None for the first of all.
+    """Return the stage and operation whose output an operation needs; None for the first of all.
 
-    `weights` need nothing from elsewhere. The last section of the model goes back from its own forward.
+    `weights` need only their own stage. The last section of the model starts backward from its own forward.
     """
     kind, micro_batch, chunk = operation
     if kind == "weights":
@@ -88,14 +88,14 @@ def _gpipe(stage: int, stages: int, micro_batches: int, chunks: int) -> Iterator
 
 
 def _no_schedule(stage: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Operation]:
-    """Each micro-batch forward and at once backward."""
+    """Each micro-batch forward and then backward."""
     for number in range(micro_batches):
         yield Operation("forward", number)
         yield Operation("backward", number)
 
 
 def _one_forward_one_backward(stage: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Operation]:
-    """As many forwards as stages follow, then one and one, then what is left backwards."""
+    """As many forwards as stages follow, then backward and forward in turn, then the remaining backwards."""
     ahead = min(stages - 1 - stage, micro_batches)
     for number in range(micro_batches + ahead):
         if number < micro_batches:
@@ -105,7 +105,7 @@ def _one_forward_one_backward(stage: int, stages: int, micro_batches: int, chunk
 
 
 def _two_buffered(stage: int, stages: int, micro_batches: int, *, begun: bool, followed: bool) -> list[Operation]:
-    """Of 1F1B over all micro-batches of many steps what comes after the last backward of the step before."""
+    """The part of an endless 1F1B that begins after the last backward of the step before."""
     endless = list(_one_forward_one_backward(stage, stages, 2 * micro_batches, 1))
     end = endless.index(Operation("backward", micro_batches - 1)) + 1
     found = endless[stages - 1 - stage if begun else 0 : end]
@@ -128,7 +128,7 @@ def _interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> It
 
 
 def _zero_bubble(stage: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Operation]:
-    """1F1B whose gradients of weights wait, on each stage for as many micro-batches as stages lie before it."""
+    """1F1B with delayed gradients of weights, on each stage by as many micro-batches as stages precede it."""
     late = min(stage, micro_batches)
     for kind, number, _ in _one_forward_one_backward(stage, stages, micro_batches, chunks):
         yield Operation("inputs" if kind == "backward" else kind, number)
@@ -138,9 +138,9 @@ def _zero_bubble(stage: int, stages: int, micro_batches: int, chunks: int) -> It
 
 
 def _v_schedule(stage: int, stages: int, micro_batches: int, chunks: int) -> Iterator[Operation]:
-    """ZB-V, after torch's own: forwards and halved backwards of both chunks in turn, weights left over at the end.
+    """ZB-V, after torch's own: forwards and split backwards of both chunks in turn, remaining weights at the end.
 
-    It is made for 2 * stages - 1 micro-batches or more; of fewer it is the same without those that are not there.
+    The order is that for at least 2 * stages - 1 micro-batches; with fewer, missing ones are left out.
     """
     after, count = stages - stage, max(micro_batches, 2 * stages - 1)
     down, up = Operation("forward", 0, 0), Operation("forward", 0, 1)

@@ -1,4 +1,4 @@
-"""A pipeline's sections on its stages: what they come to on each, and which pipelines cannot be."""
+"""Sums over the sections of pipeline stages, and plans that are impossible."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ from trainwright.strategies.cost_model.pipeline_schedules import SPLIT_BACKWARD
 
 
 def sum_by_stage(values: Vector, schedule: str, stages: int) -> Vector:
-    """Sums over the sections of each stage.
-
-    Args:
-        values: (sections, ...).
-        schedule: says which stage holds which.
-        stages: how many.
-    """
+    """Return the sums over the sections of each stage, (stages, ...), of values (sections, ...)."""
     if len(values) == stages:
         return values
     found: Vector = values[_sections_of_stages(schedule, stages, len(values) // stages)].sum(axis=0)
@@ -30,7 +24,7 @@ def sum_by_stage(values: Vector, schedule: str, stages: int) -> Vector:
 
 @lru_cache(maxsize=1024)
 def crosses_stages(schedule: str, stages: int, sections: int) -> Vector:
-    """Of each cut between sections: 1 where it is between stages, 0 where both are on one."""
+    """Return for each cut between sections 1 where it is between two stages, else 0."""
     found: Vector = (
         np.diff([stage_of_section(schedule, section=each, stages=stages)[0] for each in range(sections)]) != 0
     )
@@ -39,7 +33,7 @@ def crosses_stages(schedule: str, stages: int, sections: int) -> Vector:
 
 @lru_cache(maxsize=1024)
 def _sections_of_stages(schedule: str, stages: int, chunks: int) -> npt.NDArray[np.intp]:
-    """Sections of each stage (chunks, stages)."""
+    """Return the sections of each stage (chunks, stages)."""
     turns = range(chunks)
     return np.array(
         [[section_of(schedule, stage=stage, stages=stages, chunk=turn) for stage in range(stages)] for turn in turns]
@@ -47,14 +41,14 @@ def _sections_of_stages(schedule: str, stages: int, chunks: int) -> npt.NDArray[
 
 
 def too_few_micro_batches(plan: Plan, micro_batches: int) -> tuple[str, str]:
-    """Why so few micro-batches cannot fill a pipeline that does not drain, and what can."""
+    """Return why too few micro-batches cannot fill a pipeline that does not drain, and a remedy."""
     stages = plan.mesh.pipeline
     reason = f"{micro_batches} micro-batches for the {stages} stages of schedule={plan.schedule}"
     return f"{reason}: they cannot fill the pipeline", f"use accumulation={stages} or more, or schedule=1f1b"
 
 
 def invalid_staging(profile: ModelProfile, plan: Plan, batch_size: int) -> tuple[str, str] | None:
-    """Why a model cannot run in a plan's stages, and what would make it possible; None where it can."""
+    """Return why a model cannot run in a plan's stages, and a remedy; None where it can."""
     mesh, layers = plan.mesh, len(profile.layers)
     if mesh.pipeline > 1 and profile.untraced:
         return f"its layers cannot be put into stages: tracing the model raised {profile.untraced}", "use pp=1"
@@ -79,11 +73,11 @@ def invalid_staging(profile: ModelProfile, plan: Plan, batch_size: int) -> tuple
     return None
 
 
-# --- Which ways of dividing and computing a model do not go together, for planner and engines alike -------------------
+# --- Combinations that planner and engines refuse ---------------------------------------------------------------------
 
 
 def invalid_combination(plan: Plan) -> tuple[str, str] | None:
-    """Why what a plan combines cannot be right, and what can; None where it can."""
+    """Return why a plan's combination of choices is wrong, and a remedy; None where it is right."""
     mesh = plan.mesh
     if mesh.pipeline == 1 or mesh.shard == 1:
         return None
@@ -100,10 +94,10 @@ def invalid_combination(plan: Plan) -> tuple[str, str] | None:
 
 
 def invalid_compile(recompute: str, buffer: str) -> tuple[str, str] | None:
-    """Why a model that torch compiles cannot be computed again so, and what can be; None where it can.
+    """Return why a model that torch compiles cannot recompute activations this way, and a remedy; None where it can.
 
     Args:
-        buffer: of the model's state, inside of what `full` computes again; empty where there is none.
+        buffer: a buffer of the model's state inside a part that `full` recomputes; empty without one.
     """
     if recompute == "selective":
         reason = 'compile="inductor" chooses by itself what it computes again of attention'

@@ -15,13 +15,13 @@ _Fits = Callable[[int, int, int], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLimit:
-    """What layers take of a stage's memory.
+    """Memory of layers in a stage.
 
     Attributes:
-        fixed_bytes: of each layer, whatever is in flight.
-        kept_bytes: of each layer, for each micro-batch in flight.
-        working_bytes: of each layer; a stage needs those of its largest.
-        in_flight: micro-batches of each stage; never more than of the stage before.
+        fixed_bytes: of each layer.
+        kept_bytes: of each layer and each micro-batch in flight.
+        working_bytes: of each layer; a stage needs that of its largest layer.
+        in_flight: micro-batches of each stage; never more than the stage before has.
         room_bytes: of each stage.
     """
 
@@ -33,11 +33,11 @@ class MemoryLimit:
 
 
 def balanced_partition(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Sizes of contiguous, non-empty stages with the least maximum of summed costs.
+    """Return the sizes of contiguous, non-empty stages with the least maximum of summed costs.
 
     Args:
         costs: of each layer, not negative.
-        stages: how many.
+        stages: number of stages.
 
     Raises:
         ValueError: there are fewer layers than stages.
@@ -48,19 +48,19 @@ def balanced_partition(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def partition_in_memory(costs: Sequence[float], stages: int, room: MemoryLimit | None) -> tuple[int, ...] | None:
-    """As `balanced_partition`, of the divisions whose stages all fit their memory; None where none does.
+    """Return the best of the divisions whose stages all fit their memory, as `balanced_partition`; None without one.
 
     Stages are filled from the last to the first, each with as many layers as a limit of cost and its memory allow. That
-    finds a division wherever there is one: a run that fits a stage still fits without its last layers, so a stage that
-    ends earlier need not begin later; and as no stage holds more micro-batches in flight than the one before, what fits
-    a stage fits each after it, so none is left without a layer. (From the first to the last it would not: a layer may
-    be too large for the stage that it falls to, and fit the next.) A limit that is too low says how much higher it must
-    be for any stage to take another layer, so the search ends at the least one itself.
+    finds a division wherever there is one: layers that fit a stage still fit without the last of them, so a stage that
+    ends earlier need not begin later; and as no stage holds more micro-batches in flight than the one before, layers
+    that fit a stage fit each later stage, so no stage stays empty. (From the first to the last it would fail: a layer
+    may be too large for one stage and fit the next.) A limit that is too low gives the next higher limit at which some
+    stage takes another layer, so the search ends at the least limit itself.
 
     Args:
         costs: of each layer, not negative.
-        stages: how many.
-        room: what memory allows; None for any division.
+        stages: number of stages.
+        room: memory of the stages; None for any division.
 
     Raises:
         ValueError: there are fewer layers than stages.
@@ -85,11 +85,9 @@ def partition_in_memory(costs: Sequence[float], stages: int, room: MemoryLimit |
 def _fill_stages(
     ends: Sequence[int], stages: int, limit: int, fits: _Fits | None
 ) -> tuple[tuple[int, ...] | None, int]:
-    """Stages filled up to a limit, None where they are not enough; and the least limit that would fill any more.
+    """Return stages filled up to a limit, None where layers are left; and the least limit that fills any stage more.
 
-    Args:
-        ends: cost of all layers before each, and of all.
-        fits: whether layers `begin` to `end` (exclusive) fit the memory of a stage: (stage, begin, end).
+    `ends` has the cost of all layers before each layer, and of all. `fits(stage, begin, end)`: the end is exclusive.
     """
     end, sizes, higher = len(ends) - 1, [], ends[-1] + 1
     for stage in range(stages - 1, -1, -1):
@@ -106,12 +104,12 @@ def _fill_stages(
 
 
 def _first(fits: _Fits, stage: int, begin: int, end: int) -> int:
-    """The first layer from which a stage fits; `end` where none does."""
+    """Return the first layer from which a stage fits; `end` where none does."""
     return bisect_left(range(end), True, begin, end, key=lambda first: fits(stage, first, end))
 
 
 def _fits_memory(room: MemoryLimit) -> _Fits:
-    """Whether a run of layers fits a stage, asked in any order: sums and maxima of runs are prepared."""
+    """Return a function that says whether layers fit a stage, from prepared sums and maxima."""
     if any(after > before for before, after in pairwise(room.in_flight)):
         raise ValueError("a stage has more micro-batches in flight than the one before it")
     fixed, kept = ([0.0, *accumulate(each)] for each in (room.fixed_bytes, room.kept_bytes))
@@ -126,7 +124,7 @@ def _fits_memory(room: MemoryLimit) -> _Fits:
 
 
 def _range_maximum(values: Sequence[float]) -> Callable[[int, int], float]:
-    """The largest of any run `begin` to `end` (exclusive), from those of all runs as long as a power of two."""
+    """Return a function for the largest value from `begin` to `end` (exclusive): a sparse table of powers of two."""
     if not any(values):
         return lambda begin, end: 0.0
     table = [np.array(values, float)]

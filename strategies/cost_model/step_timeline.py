@@ -1,7 +1,7 @@
-"""One step as it would be seen from outside: what each pipeline stage does when, and what it waits for.
+"""The timeline of one step: what each pipeline stage does when, and what it waits for.
 
-`timing` adds a step up from formulas; here its pieces run in the order of the schedule, each as soon as its stage is
-free and its input has come. Where stages are equal the two agree; where they differ this one is right about who waits.
+`estimator` adds up a step by formulas. Here its operations run in the order of the schedule, each as soon as its stage
+is free and its input has arrived. Both agree for equal stages; for unequal stages the waiting here is exact.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from trainwright.core.plan import STREAMED_SCHEDULES, section_of
+from trainwright.strategies.cost_model.estimator import LAST_BUCKET_SHARE, StageTimes, stage_times
 from trainwright.strategies.cost_model.machine_model import DEFAULT, Calibration, Vector
 from trainwright.strategies.cost_model.pipeline_schedules import (
     Operation,
@@ -22,30 +23,27 @@ from trainwright.strategies.cost_model.pipeline_schedules import (
     required_operation,
     stage_operations,
 )
-from trainwright.strategies.cost_model.step_time import LAST_BUCKET_SHARE, StageTimes, stage_times
 from trainwright.strategies.cost_model.step_work import StepWork
 
 SpanKind = Literal[
     "forward", "recompute", "backward", "inputs", "weights", "gather", "send", "reduction", "optimizer", "other", "idle"
 ]
-GRADIENT_BUCKETS = round(1 / LAST_BUCKET_SHARE)  # of gradients: the last of them is what `timing` never hides
-_WEIGHT_GRADIENT_SHARE = (
-    0.5  # of backward, where it is halved: gradients of parameters (Qi et al., 2023: as long as those of inputs)
-)
+GRADIENT_BUCKETS = round(1 / LAST_BUCKET_SHARE)  # of gradients; `estimator` never hides the last one
+_WEIGHT_GRADIENT_SHARE = 0.5  # of a split backward (Qi et al., 2023: as long as the gradients of inputs)
 _FORWARD_GATHERS = 1 / 3  # ZeRO-3 gathers for forward, gathers for backward, and scatters gradients
-_STEPS, _SHOWN = 4, 2  # of a pipeline that does not drain: until it goes on alike, and which one is seen
-_OVERLAPPED_SENDS = "gpipe"  # whose messages go while the next micro-batch is computed, see `timing`
+_STEPS, _SHOWN = 4, 2  # of a pipeline that does not drain: steps until it repeats, and the step that is shown
+_OVERLAPPED_SENDS = "gpipe"  # sends while the next micro-batch is computed, see `estimator`
 
 
 class Span(NamedTuple):
-    """What a stage does for a while.
+    """An interval of a stage.
 
     Attributes:
         stage: from 0.
-        kind: `reduction` runs beside the others, which follow each other; `inputs` and `weights` are the halves of a
-            backward; `gather` is what ZeRO-3 adds; `other` is what a step takes beside all that.
-        micro_batch: from 0; None for what is done once a step.
-        chunk: of the stage; None likewise, but for a reduction.
+        kind: a `reduction` overlaps the others, which follow each other; `inputs` and `weights` are the halves of a
+            split backward; `gather` is the communication of ZeRO-3; `other` is the rest of a step.
+        micro_batch: from 0; None for what happens once a step.
+        chunk: of the stage; None for what happens once a step, except reductions.
         begin_s, end_s: since the step began.
     """
 
@@ -58,18 +56,18 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """Duration."""
         return self.end_s - self.begin_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One step; of a pipeline that does not drain what its stages do in the time of one, of two steps in part.
+    """The timeline of one step; of a pipeline that does not drain, a window as long as a step, with parts of two.
 
     Attributes:
-        lanes: of each stage, by their begin; what its device computes and sends, and where it idles, leaves no gap.
-        reductions: of each stage's gradients, which run beside its lane.
-        step_s: until the last stage is done.
+        lanes: of each stage, its spans in order without gaps: compute, sends and idle time.
+        reductions: of each stage's gradients, which overlap its lane.
+        step_s: end of the last stage.
     """
 
     lanes: tuple[tuple[Span, ...], ...]
@@ -77,13 +75,13 @@ class Timeline:
     step_s: float
 
     def share(self, kind: SpanKind) -> float:
-        """Of the time of all stages that goes into one kind."""
+        """Return the share of all stages' time that is spent in one kind."""
         spent = sum(span.seconds for span in chain(*self.lanes, *self.reductions) if span.kind == kind)
         return spent / (self.step_s * len(self.lanes))
 
 
 def timeline(work: StepWork, calibration: Calibration = DEFAULT) -> Timeline:
-    """The step of a plan, from `work_of`, as long as `estimating.expected` says up to what its formulas leave out."""
+    """Return the timeline of a step; it is about as long as `estimator.expected_terms` says."""
     residual, _ = calibration.residual(work.shape, work.kind)
     made = stage_times(work, calibration.efficiencies).times(math.exp(residual))
     hidden_s = calibration.efficiencies["overlap"] * work.by_stage(made.backward + made.recompute) / work.chunks
@@ -107,7 +105,7 @@ def timeline(work: StepWork, calibration: Calibration = DEFAULT) -> Timeline:
 
 
 def _stream(work: StepWork, made: StageTimes, hidden_s: Vector) -> tuple[list[list[Span]], list[list[Span]]]:
-    """Lanes and reductions of several steps on end: a stage updates its weights when its own gradients are there."""
+    """Return lanes and reductions of several steps without a drain: a stage updates once its gradients are reduced."""
     reductions: list[list[Span]] = [[] for _ in range(work.mesh.pipeline)]
 
     def updated(lane: list[Span]) -> None:
@@ -123,7 +121,7 @@ def _stream(work: StepWork, made: StageTimes, hidden_s: Vector) -> tuple[list[li
 
 
 def _steady_step(work: StepWork, lanes: list[list[Span]], reductions: list[list[Span]]) -> Timeline:
-    """What is seen of a stream from one step's first loss to the next one's; each step's micro-batches from 0 again."""
+    """Return the window from one step's first loss to the next step's, with each step's micro-batches from 0."""
     count = work.micro_batches
     losses = (span for span in lanes[-1] if span.kind == "forward" and not (span.micro_batch or 0) % count)
     begin_s, end_s = (span.begin_s for span in list(losses)[_SHOWN : _SHOWN + 2])
@@ -145,11 +143,9 @@ def _steady_step(work: StepWork, lanes: list[list[Span]], reductions: list[list[
 def _lanes(
     work: StepWork, made: StageTimes, steps: int = 1, ended: Callable[[list[Span]], None] | None = None
 ) -> list[list[Span]]:
-    """What each stage does before gradients are reduced: a stage goes on as far as what it needs has come.
+    """Return the spans of each stage before gradients are reduced; a stage runs as soon as its input has arrived.
 
-    Args:
-        steps: on end, without a drain between them.
-        ended: told a stage's lane when the stage has done all of a step.
+    There are several steps without a drain between them. `ended` gets a stage's lane at the end of each step.
     """
     stages, chunks, count = work.mesh.pipeline, work.chunks, work.micro_batches
     todo = [deque(_operations(work, stage, steps)) for stage in range(stages)]
@@ -178,12 +174,12 @@ def _lanes(
                 ended(lane)
             if (stage, operation) in waiting:
                 able.append(waiting.pop((stage, operation)))
-    assert not any(todo), "an order in which stages wait for each other in a ring"
+    assert not any(todo), "stages wait for each other in a cycle"
     return lanes
 
 
 def _operations(work: StepWork, stage: int, steps: int) -> Iterator[Operation]:
-    """Of a stage in so many steps; micro-batches are counted on."""
+    """Yield the operations of a stage in several steps; micro-batches are numbered through."""
     for step in range(steps):
         for each in stage_operations(
             work.schedule,
@@ -200,7 +196,7 @@ def _operations(work: StepWork, stage: int, steps: int) -> Iterator[Operation]:
 def _parts(
     work: StepWork, made: StageTimes, stage: int, kind: OperationKind, chunk: int
 ) -> Iterator[tuple[SpanKind, float]]:
-    """What an operation of a stage takes, one after the other; sending keeps the sender, but for GPipe's."""
+    """Yield the parts of an operation with their seconds; sending occupies the sender, except in GPipe."""
     section = section_of(work.schedule, stage=stage, stages=work.mesh.pipeline, chunk=chunk)
     if made.gather and kind != "weights":
         yield "gather", made.gather / work.chunks * (_FORWARD_GATHERS if kind == "forward" else 1 - _FORWARD_GATHERS)
@@ -217,18 +213,15 @@ def _parts(
 
 
 def _message_s(made: StageTimes, section: int, kind: OperationKind) -> float:
-    """Of a section's activations to the next one, or of their gradients back; none at the ends and within a stage."""
+    """Return the seconds to send a section's activations on, or their gradients back; 0 at the ends of the model."""
     cut = section if kind == "forward" else section - 1
     return float(made.send[cut]) if kind != "weights" and 0 <= cut < len(made.send) else 0.0
 
 
 def _reductions(lane: list[Span], spent_s: float, hidden_s: float) -> list[Span]:
-    """Of a stage's gradients, chunk by chunk and bucket by bucket: each when it is made and the one before is done.
+    """Return the reductions of a stage's gradients, by chunk and bucket, each after its bucket and the one before.
 
-    Args:
-        lane: of the stage, backwards done.
-        spent_s: of all its gradients.
-        hidden_s: at the end of each chunk's last backward: buckets are made evenly over it.
+    All take `spent_s`. Buckets become ready evenly over the last `hidden_s` of each chunk's last backward.
     """
     done = {span.chunk: span for span in lane if span.kind in ("backward", "weights")}  # the last of each chunk
     if not spent_s:
@@ -243,7 +236,7 @@ def _reductions(lane: list[Span], spent_s: float, hidden_s: float) -> list[Span]
 
 
 def _with_idle(lane: Iterable[Span], stage: int, end_s: float) -> Iterator[Span]:
-    """With the time between spans, and after the last, as idle."""
+    """Yield the spans, and idle time between and after them."""
     now_s = 0.0
     for span in lane:
         if span.begin_s > now_s:

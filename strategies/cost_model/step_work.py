@@ -1,7 +1,7 @@
-"""What one step asks of a machine, before anything is said of how well the machine does it.
+"""The work of one step of a plan, independent of the machine's efficiencies.
 
-A step of a plan is a few numbers for each distinct layer, and how many of each stand on each pipeline stage. They are
-gathered once for a plan and timed as often as a calibration likes.
+It is a few numbers for each distinct layer, and the count of each layer on each pipeline stage. They are computed once
+for a plan, and timed many times by a calibration.
 """
 
 from __future__ import annotations
@@ -31,27 +31,12 @@ from trainwright.strategies.cost_model.plan_constraints import crosses_stages, i
 from trainwright.strategies.cost_model.stage_partition import balanced_partition
 
 Indices = npt.NDArray[np.intp]
-BACKWARD = 2.0  # operations and traffic of backward, in those of forward
-LAUNCHES_BACK = 1.6  # operations of backward, in those of forward: many are fused
-_SCORES_SHARE = 0.08  # of a block's forward that makes attention's scores, which selective recomputation makes again
-UPDATE_BYTES = {2: 34.0, 4: 28.0}  # Adam reads and writes so many a parameter, by bytes of a number
+_SCORES_SHARE = 0.08  # of a block's forward: attention's scores, which selective recomputation computes again
+UPDATE_BYTES = {2: 34.0, 4: 28.0}  # that Adam reads and writes for each parameter, by bytes of a number
 _ACCUMULATE_PASSES = 3.0  # passes over a gradient that is added to another: both are read, one is written
-_LIST_ITEM = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")  # the name of what a list holds
+_LIST_ITEM = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")  # the name of an item of a module list
 HOST_BYTES_PER_S = 2e10  # of the host's memory, a device's share: assumed
 NUMBER_BYTES = {"fp16": 2, "bf16": 2}  # 4 in all other precisions
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossModelWork:
-    """A model that runs forward in the loss, complete on each rank. Vectors as in `LayerWork`."""
-
-    counts: Vector
-    flops_s: Vector
-    matmuls: Vector
-    weights_s: Vector
-    traffic_s: Vector
-    scores_s: Vector
-    launches: Vector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +44,18 @@ class LayerWork:
     """The work of each distinct layer, of one micro-batch on one rank, forward.
 
     Attributes:
-        counts: (sections, layers): how many of each layer are in each section.
+        counts: (sections, layers): number of each layer in each section.
         flops_s: seconds at the peak rate.
         matmuls: matrix products.
         weights_s: seconds of one pass over the parameters at the full memory bandwidth.
-        passes: how many more of these passes backward makes, over the gradients.
+        passes: further such passes that backward makes, over the gradients.
         traffic_s: of all other operations, at the full memory bandwidth.
         scores_s: the same for attention scores.
         launches: operations.
         reduced_bytes: of the all-reduces of tensor parallelism.
         reductions: number of these all-reduces.
-        again: share of forward that backward computes again.
-        regathered: share of forward's reductions that backward repeats, to gather inputs again.
+        again: share of forward that backward recomputes.
+        regathered: share of forward's reductions that backward repeats to gather inputs.
     """
 
     counts: Vector
@@ -106,11 +91,11 @@ class StateWork:
 
 @dataclass(frozen=True, kw_only=True)
 class AsynchronousWork:
-    """What asynchronous ranks send.
+    """The traffic of asynchronous ranks.
 
     Attributes:
         speeds: of the ranks' devices, ascending, relative to the slowest.
-        servers: that hold the parameters; 0 where ranks step together.
+        servers: number of parameter servers; 0 where ranks step together.
         consistency: between the ranks.
         pushed: share of the gradient bytes that is sent.
         local_steps: between two pushes.
@@ -128,22 +113,21 @@ class StepWork:
     """The work of one step.
 
     Attributes:
-        machine: that does it.
+        machine: devices that do it.
         mesh: degrees.
         layers: by distinct layer.
         state: on parameters, gradients and optimizer state.
         asynchronous: of ranks that push to servers.
-        sent_bytes: over each cut between sections, of one micro-batch; 0 where both are on one stage.
+        sent_bytes: of one micro-batch over each cut between sections; 0 where both are on one stage.
         micro_batches: of a data rank.
-        schedule: of the pipeline.
         chunks: of each stage.
-        zero: what is sharded.
+        zero: stage of ZeRO.
         gathers: collectives of ZeRO for each micro-batch.
         tensor, data, shard: the groups that reduce with each other.
         remote: whether the next stage is on another node.
         guests: models that run in the loss.
-        shape: see `Shape`.
-        kind: of work that can be compared.
+        shape: see `_shape`.
+        kind: only work of the same kind is compared.
     """
 
     machine: MachineModel
@@ -161,18 +145,18 @@ class StepWork:
     data: RankGroup
     shard: RankGroup
     remote: bool
-    guests: tuple[LossModelWork, ...]
+    guests: tuple[LayerWork, ...]
     shape: tuple[float, ...]
     kind: str
 
     def by_stage(self, values: Vector) -> Vector:
-        """Sums over the sections of each stage."""
+        """Return the sums over the sections of each stage."""
         return sum_by_stage(values, self.schedule, self.mesh.pipeline)
 
 
 @dataclass(frozen=True, eq=False)
 class _LayerVectors:
-    """A profile's layers as vectors: one entry for each distinct one, `order` says which stands where."""
+    """A profile's layers as vectors with one entry for each distinct layer; `order` has the entry of each layer."""
 
     order: Indices
     last: int
@@ -192,24 +176,24 @@ class _LayerVectors:
     splits: Vector
 
     def over(self, tensor: int) -> Vector:
-        """By how much tensor parallelism divides each."""
+        """Return by how much tensor parallelism divides each layer."""
         return np.where(self.splits > 0, float(tensor), 1.0)
 
     def counts(self, sizes: Sequence[int]) -> Vector:
-        """How many of each layer stand in each section of so many (sections, layers)."""
+        """Return the number of each layer in each section (sections, layers), given the sections' sizes."""
         section = np.repeat(np.arange(len(sizes)), sizes)
         counts = np.zeros((len(sizes), len(self.flops)))
         np.add.at(counts, (section, self.order), 1.0)
         return counts
 
     def held(self, stages: int) -> Vector:
-        """Parameters that each needs where it stands."""
+        """Return the parameters of each layer, those tied to a layer of another stage included."""
         return self.parameters + (self.tied_parameters if stages > 1 else 0.0)
 
     def kept(self, tensor: int, recompute: str, *, sequence: bool = False) -> Vector:
-        """Numbers that backward needs of one sample; if all is recomputed a layer's input, as large as its output.
+        """Return the numbers of one sample that backward needs; with full recomputation, a layer's input alone.
 
-        With sequence parallelism no rank keeps anything whole.
+        The input is taken to be as large as the output. With sequence parallelism all of it is divided.
         """
         if recompute == "full":
             return np.minimum(self.output_numbers, self.kept_numbers) / (tensor if sequence else 1)
@@ -220,7 +204,7 @@ class _LayerVectors:
         return kept
 
     def again(self, recompute: str) -> Vector:
-        """Share of each layer's forward that backward computes again; the last layer's is at hand."""
+        """Return the share of each layer's forward that backward recomputes; the last layer is still in memory."""
         found = np.full(len(self.flops), {"none": 0.0, "selective": 0.0, "full": 1.0}[recompute])
         if recompute == "selective":
             found += _SCORES_SHARE * (self.scores_numbers > 0)
@@ -228,18 +212,18 @@ class _LayerVectors:
         return found
 
     def sent(self, sizes: Sequence[int]) -> Vector:
-        """Numbers that each section but the last gives on, of one sample."""
+        """Return the numbers of one sample that each section but the last sends on."""
         found: Vector = self.over_cuts()[self.order[np.cumsum(sizes)[:-1] - 1]]
         return found
 
     def over_cuts(self) -> Vector:
-        """Numbers that each layer's cut sends on, of one sample."""
+        """Return the numbers of one sample that a cut behind each layer sends on."""
         return np.where(self.cut_numbers > 0, self.cut_numbers, self.output_numbers)
 
 
 @lru_cache(maxsize=64)
 def layer_vectors(profile: ModelProfile) -> _LayerVectors:
-    """The layers of a profile as vectors."""
+    """Return the layers of a profile as vectors."""
     distinct = list(dict.fromkeys(profile.layers))
     index = {layer: number for number, layer in enumerate(distinct)}
     names = [item.name for item in fields(_LayerVectors) if item.name not in ("order", "last")]
@@ -250,17 +234,17 @@ def layer_vectors(profile: ModelProfile) -> _LayerVectors:
 
 @lru_cache(maxsize=512)
 def section_counts(profile: ModelProfile, sizes: tuple[int, ...]) -> Vector:
-    """`Layers.counts`, once for the many plans that have the same sections."""
+    """Return `_LayerVectors.counts`, once for the many plans with the same sections."""
     return layer_vectors(profile).counts(sizes)
 
 
 def compute_step_work(
     profile: ModelProfile, machine: MachineModel, plan: Plan, *, batch_size: int, precision: str
 ) -> StepWork:
-    """The work of one step.
+    """Return the work of one step.
 
     Raises:
-        PlanError: the plan cannot be carried out by this machine, or with this model and batch.
+        PlanError: the plan is impossible on this machine, or with this model and batch.
     """
     mesh = plan.mesh
     micro_batches, rows = plan.micro_batches(batch_size)
@@ -335,15 +319,17 @@ def _layer_work(
     }
 
 
-def _loss_model_work(profile: ModelProfile, device: Accelerator, precision: str, rows: int) -> LossModelWork:
-    found = _layer_work(profile, device, precision, 1, rows)
-    own = {item.name: found[item.name] for item in fields(LossModelWork) if item.name != "counts"}
-    return LossModelWork(counts=section_counts(profile, (len(profile.layers),))[0], **own)
+def _loss_model_work(profile: ModelProfile, device: Accelerator, precision: str, rows: int) -> LayerWork:
+    """Return the work of a model that runs forward in the loss, complete on each rank."""
+    counts = section_counts(profile, (len(profile.layers),))
+    none = np.zeros(counts.shape[1])
+    work = _layer_work(profile, device, precision, 1, rows)
+    return LayerWork(counts=counts, **work, passes=none, again=none, regathered=0.0)
 
 
 @lru_cache(maxsize=256)
 def fsdp_units(profile: ModelProfile) -> int:
-    """Groups of layers that ZeRO gathers one after the other: each that a list holds, and the rest together."""
+    """Return how many groups of layers ZeRO gathers: each item of a module list, and the rest as one."""
     if not profile.framework:
         return len(profile.layers)
     listed = {found[0] for found in map(_LIST_ITEM.match, (layer.name for layer in profile.layers)) if found}
@@ -351,10 +337,10 @@ def fsdp_units(profile: ModelProfile) -> int:
 
 
 def _passes(profile: ModelProfile, micro_batches: int) -> Vector:
-    """Over the gradients of each layer's parameters, beside those of its products.
+    """Return the passes over each layer's gradients beside those of its products.
 
-    What is looked up gives a gradient of all that there is; and our engines add that of a micro-batch to those before
-    it, where what has no framework does so within the product.
+    A table that is looked up has a gradient of all its rows. Our engines add each micro-batch's gradient to the sum;
+    published systems, whose profiles have no framework, do so within the product.
     """
     looked_up = layer_vectors(profile).flops == 0
     added = _ACCUMULATE_PASSES if micro_batches > 1 and profile.framework else 0.0
@@ -363,23 +349,23 @@ def _passes(profile: ModelProfile, micro_batches: int) -> Vector:
 
 
 def parameter_precision(profile: ModelProfile, precision: str) -> str:
-    """The precision of parameters and gradients where a step is in this one.
+    """Return the precision of parameters and gradients for a step's precision.
 
-    Engines compute under autocast, of parameters in full precision. What has no framework is as published systems keep
-    it, in the step's own.
+    Engines use autocast on parameters in full precision. Published systems, whose profiles have no framework, keep
+    parameters in the step's precision.
     """
     return "fp32" if profile.framework else precision
 
 
 def check_plan(profile: ModelProfile, machine: MachineModel, plan: Plan, batch_size: int) -> None:
-    """Raises PlanError where the plan cannot be."""
+    """Raise PlanError where the plan is impossible."""
     reason = invalid_plan(profile, machine, plan, batch_size)
     if reason is not None:
         raise PlanError(reason[0], where=str(plan.mesh), remedy=reason[1])
 
 
 def invalid_plan(profile: ModelProfile, machine: MachineModel, plan: Plan, batch_size: int) -> tuple[str, str] | None:
-    """Why a plan cannot be, and what would make it possible; None where it can."""
+    """Return why a plan is impossible, and a remedy; None where it is possible."""
     mesh = plan.mesh
     if mesh.size > machine.devices:
         return f"the plan takes {mesh.size} devices, the cluster has {machine.devices}", "lower a degree"
@@ -397,7 +383,7 @@ def invalid_plan(profile: ModelProfile, machine: MachineModel, plan: Plan, batch
 
 @lru_cache(maxsize=256)
 def even_partition(profile: ModelProfile, stages: int) -> tuple[int, ...]:
-    """Layers of each stage as people divide them: as many of the repeated blocks on each, the rest at the ends.
+    """Return the layers of each stage with equally many of the repeated blocks, and the rest at both ends.
 
     A model without blocks is divided by operations.
     """
@@ -417,7 +403,7 @@ def even_partition(profile: ModelProfile, stages: int) -> tuple[int, ...]:
 
 
 def _shape(profile: ModelProfile, mesh: Mesh, rows: int, micro_batches: int) -> tuple[float, ...]:
-    """Octaves of: tensor degree, tokens of a micro-batch, width, stages, micro-batches, data ranks."""
+    """Return log2 of the tensor degree, tokens of a micro-batch, width, stages, micro-batches and data ranks."""
     heavy = max(profile.layers, key=lambda layer: layer.flops)
     width = math.sqrt(max(heavy.parameters, 1))
     facts = (mesh.tensor, rows * profile.tokens, width, mesh.pipeline, micro_batches, mesh.data_ranks)

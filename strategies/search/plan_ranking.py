@@ -1,41 +1,62 @@
-"""All plans for a model on a cluster, best first."""
+"""Rank all plans for a model on a cluster, and divide the layers of pipelines into stages."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
+from itertools import accumulate, chain
 from typing import TypedDict
+
+import numpy as np
+import numpy.typing as npt
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Estimate, InfeasiblePlan, Plan
-from trainwright.strategies.cost_model.estimator import estimate, expected_terms
-from trainwright.strategies.cost_model.machine_model import DEFAULT, Calibration, MachineModel
-from trainwright.strategies.cost_model.memory_estimate import host_bytes, push_buffer_bytes, server_bytes, stage_memory
+from trainwright.strategies.cost_model.estimator import estimate, layer_seconds, point_estimate, send_seconds
+from trainwright.strategies.cost_model.machine_model import (
+    DEFAULT,
+    Calibration,
+    MachineModel,
+    Vector,
+    next_stage_is_remote,
+)
+from trainwright.strategies.cost_model.memory_estimate import (
+    LayerMemory,
+    host_bytes,
+    layer_memory,
+    push_buffer_bytes,
+    server_bytes,
+    stage_memory,
+)
 from trainwright.strategies.cost_model.plan_constraints import invalid_combination, invalid_compile
-from trainwright.strategies.cost_model.step_time import convergence_factors
-from trainwright.strategies.cost_model.step_work import compute_step_work, invalid_plan
+from trainwright.strategies.cost_model.stage_partition import MemoryLimit, partition_in_memory
+from trainwright.strategies.cost_model.step_work import (
+    NUMBER_BYTES,
+    Indices,
+    compute_step_work,
+    invalid_plan,
+    layer_vectors,
+    section_counts,
+)
 from trainwright.strategies.search.plan_request import PlanRequest
 from trainwright.strategies.search.registry import strategies_for
-from trainwright.strategies.search.stage_cuts import cut_tensor_layer, section_entries, stage_sizes
 
-USABLE = 0.92  # of a device's memory: the rest is the framework's, and lost between blocks
+USABLE = 0.92  # of a device's memory; the framework and fragmentation take the rest
 _INTERVAL_PLANS = 20  # plans that get an interval, beside the best of each strategy
-_REQUIRED_SPEEDUP = (
-    1.1  # times as quickly to the same loss as all others, before ranks step alone, or stale, that nobody asked for
-)
+_REQUIRED_SPEEDUP = 1.1  # to the same loss, for asynchronous or stale training that the job does not ask for
 _CONSISTENCIES = ("", "sync", "ssp", "async")  # the simplest first
 TIE_RATIO = 1.02  # times the best step: the simplest of these is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """Plans that fit, best first, and what makes others impossible, the nearest to fitting first.
+    """Plans that fit, best first, and plans that do not, the nearest to fitting first.
 
-    By time to the same loss (`Estimate.target_s`), as far as that can be told. Plans whose ranks step alone come last,
-    but for those that are far ahead of all others on a cluster for which they are made.
+    Plans are ordered by the time to the same loss (`Estimate.target_s`). Asynchronous plans come last, except those at
+    `ahead_s` or below, which are far ahead of all others on an uneven cluster.
     """
 
     plans: tuple[Plan, ...]
@@ -44,7 +65,7 @@ class Ranking:
 
     @property
     def unasked(self) -> tuple[Plan, ...]:
-        """Those that may be chosen where nobody asked for ranks that step alone: these, where they are far ahead."""
+        """Plans for jobs that do not ask for asynchronous training: such plans only where they are far ahead."""
         return tuple(
             plan for plan in self.plans if not is_asynchronous(plan) or estimate_of(plan).target_s <= self.ahead_s
         )
@@ -58,7 +79,7 @@ def rank(
     precision: str,
     calibration: Calibration | None = None,
 ) -> list[Plan]:
-    """The plans that fit, by predicted step, best first; the first ones have an estimate with an interval.
+    """Return the plans that fit, best first; the first ones have an estimate with an interval.
 
     Args:
         profile, cluster, batch_size, precision, calibration: as for `estimate`.
@@ -71,7 +92,7 @@ def rank(
 
 
 def search_plans(question: PlanRequest, calibration: Calibration | None = None) -> Ranking:
-    """The plans of all strategies for the model's framework; on accelerators, where none fits, those that offload.
+    """Return the plans of all strategies for the model's framework; where none fits, those that offload too.
 
     Raises:
         ResourceError: nothing is known of an accelerator.
@@ -86,30 +107,35 @@ def search_plans(question: PlanRequest, calibration: Calibration | None = None) 
     fitting.sort(key=lambda plan: _order(plan, ahead_s))
     best = {plan.strategy: number for number, plan in reversed([*enumerate(fitting)])}
     for number in {*range(min(_INTERVAL_PLANS, len(fitting))), *best.values()}:
-        fitting[number] = sized.sure(fitting[number])
+        fitting[number] = with_interval(question, fitting[number], calibration)
     misfits.sort(key=lambda one: (one.plan is not None and is_asynchronous(one.plan), one.missing_bytes or math.inf))
     return Ranking(plans=tuple(fitting), misfits=tuple(misfits), ahead_s=ahead_s)
 
 
-def with_interval(question: PlanRequest, plan: Plan) -> Plan:
-    """A plan that was ranked, with the interval of its estimate, which only the first ones have."""
-    return _PlanSizer(question, DEFAULT).sure(plan)
+def with_interval(question: PlanRequest, plan: Plan, calibration: Calibration | None = None) -> Plan:
+    """Return a ranked plan with the interval of its estimate, which only the first ones have."""
+    found = estimate(
+        question.profile, question.cluster, plan, batch_size=question.batch_size, precision=question.precision,
+        calibration=calibration,
+    )  # fmt: skip
+    return replace(plan, estimate=found)
 
 
 def _fitting(sized: _PlanSizer) -> tuple[list[Plan], list[InfeasiblePlan]]:
-    """What fits and what does not, in the order of the strategies."""
+    """Return the plans that fit and those that do not, in the order of the strategies."""
     fitting: list[Plan] = []
     misfits: list[InfeasiblePlan] = []
-    for item in _proposals(sized.question):
+    strategies = strategies_for(sized.question.profile.framework).values()
+    for item in chain.from_iterable(strategy.proposals(sized.question) for strategy in strategies):
         for found in [item] if isinstance(item, InfeasiblePlan) else _variants(sized, item):
             (misfits if isinstance(found, InfeasiblePlan) else fitting).append(found)  # type: ignore[arg-type]
     return fitting, misfits
 
 
 def simplest_plan(plans: Iterable[Plan]) -> Plan:
-    """Of plans, best first, the simplest of those that are as good as the first.
+    """Return the simplest of the plans that are about as fast as the first; plans come best first.
 
-    Plans whose updates are stale only where they are far ahead of the same strategy's `sync`.
+    A plan with stale updates is chosen only where it is far ahead of the same strategy's `sync`.
     """
     found = list(plans)
     fresh = [plan for plan in found if plan.strategy == found[0].strategy and plan.consistency in ("", "sync")]
@@ -125,9 +151,9 @@ def simplest_plan(plans: Iterable[Plan]) -> Plan:
 
 
 def without_model_parallel(plans: Iterable[Plan]) -> list[Plan]:
-    """Without those that divide a model, by ZeRO, in stages or by layers, which as many ranks could hold whole.
+    """Leave out plans that divide the model although the same number of ranks could each hold all of it.
 
-    Dividing it costs more than the estimate knows: FSDP2's steps on CPUs take 1.3 to 7 times DDP's.
+    Dividing costs more than the estimate says: FSDP2's steps on CPUs take 1.3 to 7 times as long as DDP's.
     """
     found = list(plans)
     whole = {plan.mesh.size for plan in found if not is_model_parallel(plan) and not is_asynchronous(plan)}
@@ -135,25 +161,25 @@ def without_model_parallel(plans: Iterable[Plan]) -> list[Plan]:
 
 
 def is_model_parallel(plan: Plan) -> bool:
-    """Whether no rank holds all of the model."""
+    """Return whether no rank holds all of the model."""
     return bool(plan.zero) or plan.mesh.pipeline > 1 or plan.mesh.tensor > 1
 
 
 def estimate_of(plan: Plan) -> Estimate:
-    """Of a plan that was ranked."""
+    """Return the estimate of a ranked plan."""
     assert plan.estimate is not None, "a ranked plan has an estimate"
     return plan.estimate
 
 
 def is_asynchronous(plan: Plan) -> bool:
-    """Whether ranks step alone, against servers."""
+    """Return whether ranks step asynchronously, against servers."""
     return plan.topology == "independent" or plan.servers > 0
 
 
 def _speedup_limit(question: PlanRequest, plans: Iterable[Plan], calibration: Calibration | None) -> float:
-    """Seconds to the same loss that ranks which step alone must not take longer than, to be chosen unasked.
+    """Return the most seconds to the same loss for asynchronous plans of jobs that do not ask for them.
 
-    Where accelerators differ, those of one kind that step together are what they are held against too.
+    Where accelerators differ, synchronous plans on those of one kind are compared too.
     """
     kinds = question.cluster.kinds if len(question.cluster.kinds) > 1 and not question.workers else ()
     found = list(plans)
@@ -166,13 +192,13 @@ def _speedup_limit(question: PlanRequest, plans: Iterable[Plan], calibration: Ca
 
 
 def _order(plan: Plan, ahead_s: float) -> tuple[bool, float]:
-    """Ranks that step alone come last, unless they are as far ahead as this."""
+    """Return the sort key: asynchronous plans come last, unless they take `ahead_s` or less."""
     target_s = estimate_of(plan).target_s
     return is_asynchronous(plan) and target_s > ahead_s, target_s
 
 
 def _complexity(plan: Plan) -> tuple[int, ...]:
-    """Fewer kinds of parallelism, then less of each that costs something."""
+    """Return the sort key by complexity: the kinds of parallelism, then the degree of each costly one."""
     mesh = plan.mesh
     kinds = sum(degree > 1 for degree in (mesh.pipeline, mesh.data, mesh.shard, mesh.tensor))
     apart = (plan.local_steps, _CONSISTENCIES.index(plan.consistency.partition("(")[0]), plan.servers)
@@ -180,36 +206,18 @@ def _complexity(plan: Plan) -> tuple[int, ...]:
     return kinds, *apart, *divided, plan.recompute != "none", plan.chunks, plan.accumulation
 
 
-def _proposals(question: PlanRequest) -> Iterator[Plan | InfeasiblePlan]:
-    """Yield what the strategies for the model's framework propose."""
-    for name, strategy in strategies_for(question.profile.framework).items():
-        refused = question.refuse_divided_model(name)
-        if refused is not None:
-            yield refused
-        elif question.run == "fit" and not strategy.fit:
-            framework = question.profile.framework
-            no_fit = "and it has no such strategy" if framework == "tensorflow" else f"and this model is of {framework}"
-            reason = strategy.no_fit or f'run="fit" is Keras\' own, {no_fit}'
-            yield strategy.refusal(reason, "leave run= out: trainwright's steps train any model")
-        elif not question.offload or strategy.offloads:
-            yield from strategy.proposals(question)
-        else:
-            hint = "leave offload out, or use a strategy that divides the model's state"
-            yield strategy.refusal("it keeps the model's state on the device", hint)
-
-
 _RecomputeChoices = tuple[str, ...]  # of recomputation, from the quickest on
 
 
 class _EstimateOptions(TypedDict):
-    """What every estimate is asked with."""
+    """Arguments of every estimate."""
 
     batch_size: int
     precision: str
 
 
 class _PlanSizer:
-    """A question whose plans are measured against time and memory; what several of them share is found once."""
+    """Estimates time and memory of a request's plans; values that plans share are computed once."""
 
     def __init__(self, question: PlanRequest, calibration: Calibration) -> None:
         self.question, self.calibration = question, calibration
@@ -218,11 +226,11 @@ class _PlanSizer:
         self._numbers: _EstimateOptions = {"batch_size": question.batch_size, "precision": question.precision}
 
     def machine(self, plan: Plan) -> MachineModel:
-        """That the plan's ranks run on."""
+        """Return the devices for the plan's ranks."""
         return self._machine(plan.mesh.size)
 
     def sized(self, plan: Plan) -> Plan | InfeasiblePlan:
-        """The plan with its estimate, or why it cannot be."""
+        """Return the plan with its estimate, or why it is impossible."""
         profile, machine = self.question.profile, self.machine(plan)
         reason = invalid_plan(profile, machine, plan, self.question.batch_size) or (
             plan.engine and invalid_combination(plan)
@@ -236,7 +244,7 @@ class _PlanSizer:
             plan = replace(plan, stages=stage_sizes(profile, machine, plan, room_bytes=room, **self._numbers))
             if plan.engine:
                 plan = replace(plan, cuts=section_entries(profile, plan.stages))
-                layer = cut_tensor_layer(profile, plan)
+                layer = _cut_tensor_layer(profile, plan)
                 if layer:
                     why = f"the stages cut the block of {layer!r}, which tp={plan.mesh.tensor} divides"
                     return InfeasiblePlan(
@@ -254,25 +262,13 @@ class _PlanSizer:
             hint = f"{more}, or use nodes with more memory"
             return InfeasiblePlan(strategy=plan.strategy, reason=what, hint=hint, plan=plan, missing_bytes=missing)
         work = compute_step_work(profile, machine, plan, **self._numbers)
-        terms = expected_terms(work, self.calibration)
-        step_s = sum(terms.values())
-        found = Estimate(
-            step_s=step_s, low_s=step_s, high_s=step_s, terms=terms, stage_memory_bytes=memory,
-            device_memory_bytes=machine.device.memory_bytes, factors=convergence_factors(work),
-        )  # fmt: skip
-        return replace(plan, estimate=found)
-
-    def sure(self, plan: Plan) -> Plan:
-        """The plan with the interval of its estimate."""
-        question = self.question
-        found = estimate(question.profile, question.cluster, plan, calibration=self.calibration, **self._numbers)
-        return replace(plan, estimate=found)
+        return replace(plan, estimate=point_estimate(work, memory, self.calibration))
 
 
 def _variants(sized: _PlanSizer, plan: Plan) -> Iterator[Plan | InfeasiblePlan]:
-    """A proposal with every number of micro-batches and recomputation that may be best.
+    """Yield a proposal with every number of micro-batches and recomputation that may be best.
 
-    Computing again is never quicker, so it is looked at only where without it memory does not do.
+    Recomputation is never faster, so it is tried only where memory does not suffice without it.
     """
     counts, choices = _micro_batches(sized.question, plan), _recomputations(sized.question)
     return (
@@ -285,7 +281,7 @@ def _variants(sized: _PlanSizer, plan: Plan) -> Iterator[Plan | InfeasiblePlan]:
 def _unstaged_variants(
     sized: _PlanSizer, plan: Plan, counts: Sequence[int], choices: _RecomputeChoices
 ) -> Iterator[Plan | InfeasiblePlan]:
-    """Without a pipeline fewer micro-batches are never slower, so that the fewest which fit are enough."""
+    """Yield the fewest micro-batches that fit, for each recomputation: without a pipeline fewer are never slower."""
     for recompute in choices:
         found = _first_fitting(sized, (_variant(sized.question, plan, count, recompute) for count in counts))
         if found is not None:
@@ -297,7 +293,7 @@ def _unstaged_variants(
 def _pipeline_variants(
     sized: _PlanSizer, plan: Plan, counts: Sequence[int], choices: _RecomputeChoices
 ) -> Iterator[Plan | InfeasiblePlan]:
-    """Larger micro-batches never hold less: what does not fit is not asked for again."""
+    """Yield pipelines from the smallest micro-batches on, until larger ones do not fit."""
     fits = False
     for count in reversed(counts):
         tried = (_variant(sized.question, plan, count, recompute) for recompute in choices)
@@ -318,7 +314,7 @@ def _variant(question: PlanRequest, plan: Plan, count: int, recompute: str) -> P
 
 
 def _first_fitting(sized: _PlanSizer, plans: Iterable[Plan]) -> Plan | InfeasiblePlan | None:
-    """The first that fits, else why the last does not; None where there is none."""
+    """Return the first plan that fits, else why the last does not; None without plans."""
     found: Plan | InfeasiblePlan | None = None
     for plan in plans:
         found = sized.sized(plan)
@@ -328,7 +324,7 @@ def _first_fitting(sized: _PlanSizer, plans: Iterable[Plan]) -> Plan | Infeasibl
 
 
 def _recomputations(question: PlanRequest) -> _RecomputeChoices:
-    """Attention's scores alone where there are any, and no compiler chooses by itself what it makes again."""
+    """Return the recomputations to try; `selective` only for models with attention scores, without inductor."""
     if "recompute" in question.pins.choices:
         return (question.pins.choices["recompute"],)
     scores = any(layer.scores_numbers for layer in question.profile.layers)
@@ -337,7 +333,7 @@ def _recomputations(question: PlanRequest) -> _RecomputeChoices:
 
 
 def _micro_batches(question: PlanRequest, plan: Plan) -> list[int]:
-    """How many a data rank's share may be divided into: as the job says, or so that they hold powers of two."""
+    """Return the numbers of micro-batches to try: as the job says, or such that they hold powers of two."""
     fixed = question.run == "fit" or question.undeclared or (plan.mesh.pipeline > 1 and not plan.schedule)
     if question.accumulation or fixed:
         return [question.accumulation or 1]
@@ -360,7 +356,197 @@ def _out_of_memory(plan: Plan, memory: tuple[int, ...], room: float) -> Infeasib
     )
 
 
-# --- The nearest things that would fit, where nothing does ------------------------------------------------------------
+# --- Where a pipeline is cut: the slowest stage as fast as possible, and none over its memory -------------------------
+
+
+_Sizes = tuple[int, ...]
+_FORBIDDEN_CUT_S = 1e6  # over a cut that must not be
+
+
+def stage_sizes(
+    profile: ModelProfile, machine: MachineModel, plan: Plan, *, batch_size: int, precision: str, room_bytes: float
+) -> _Sizes:
+    """Return the number of layers of each stage of a plan, or of each of its chunks.
+
+    It minimizes a micro-batch's time on the slowest stage, recomputation included, plus its time over the slowest cut.
+    Where that does not fit `room_bytes`, it is the division with the fastest slowest stage among those that fit, with
+    cuts that are no slower if possible. Where none fits, it is the fastest of all, and `stage_memory` says where and by
+    how much it does not fit. Chunks are always cut for time, since the chunks of a stage are not adjacent. Each stage
+    has a trained layer, if there are enough.
+
+    Args:
+        profile, batch_size, precision: as for `estimate`.
+        machine: devices of the plan.
+        plan: its own `stages` are ignored.
+        room_bytes: usable memory of each device.
+
+    Raises:
+        ValueError: there are fewer layers than stages or chunks.
+        PlanError: the plan is impossible.
+    """
+    stages, (_, rows) = plan.sections, plan.micro_batches(batch_size)
+    if plan.mesh.pipeline == 1:
+        return (len(profile.layers),)
+    remote = next_stage_is_remote(machine, plan.mesh)
+    step = _MicroBatchStep(
+        tensor=plan.mesh.tensor, rows=rows, recompute=plan.recompute, precision=precision, remote=remote
+    )
+    quickest, limit = _quickest(profile, machine, step, stages)
+    if plan.chunks > 1:
+        return quickest
+    layers = layer_vectors(profile)
+    memory = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
+    room = _LayerMemoryLimit(memory=memory, order=layers.order, room_bytes=room_bytes)
+    if not room.may_do(stages) or memory.of_stages(section_counts(profile, quickest), "", stages).max() <= room_bytes:
+        return quickest
+    layered = _times(profile, machine, step)
+    for most in (limit, float(layered.cut_s.max())):
+        found = _partition_below(layered, stages, most, room)
+        if found is not None:
+            return found[0]
+    return quickest
+
+
+def section_entries(profile: ModelProfile, sizes: _Sizes) -> tuple[str, ...]:
+    """Return the names of the first layers of a pipeline's sections after the first, given the sizes of all."""
+    return tuple(profile.layers[first].name for first in accumulate(sizes[:-1]))
+
+
+def _cut_tensor_layer(profile: ModelProfile, plan: Plan) -> str:
+    """Return the layer behind a cut whose input is divided by tensor parallelism; empty without one."""
+    names = [layer.name for layer in profile.layers]
+    cut = [names.index(name) for name in plan.cuts]
+    if plan.mesh.tensor == 1:
+        return ""
+    return next((names[place] for place in cut if profile.layers[place - 1].leads), "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MicroBatchStep:
+    """The key of a micro-batch's time, beside the model and the machine."""
+
+    tensor: int
+    rows: int
+    recompute: str
+    precision: str
+    remote: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _LayerMemoryLimit:
+    """The memory of each layer, and of a stage."""
+
+    memory: LayerMemory
+    order: Indices
+    room_bytes: float
+
+    def may_do(self, stages: int) -> bool:
+        """Return whether an average stage fits; this excludes most plans that are too large."""
+        least = self.memory.states + self.memory.flight[-1] * self.memory.kept
+        return bool(least[self.order].sum() <= stages * self.room_bytes)
+
+    def of(self, begins: Indices) -> MemoryLimit:
+        """Return the limit for groups of layers, given the first layer of each."""
+        return MemoryLimit(
+            fixed_bytes=np.add.reduceat(self.memory.states[self.order], begins).tolist(),
+            kept_bytes=np.add.reduceat(self.memory.kept[self.order], begins).tolist(),
+            working_bytes=np.maximum.reduceat(self.memory.working[self.order], begins).tolist(),
+            in_flight=self.memory.flight.tolist(),
+            room_bytes=self.room_bytes,
+        )
+
+
+@lru_cache(maxsize=4096)
+def _quickest(profile: ModelProfile, machine: MachineModel, step: _MicroBatchStep, stages: int) -> tuple[_Sizes, float]:
+    """Return the sizes with the least sum of slowest stage and slowest cut, whatever the memory, and that cut's time.
+
+    Slower and slower cuts are allowed, until even the fastest stages could not make up for them.
+    """
+    layered = _times(profile, machine, step)
+    *limits, widest = np.unique(layered.cut_s[:-1]).tolist()
+    floor = _partition_below(layered, stages, widest, None)
+    assert floor is not None  # only memory can forbid every division
+    best, most, least = floor[0], widest, floor[1] + widest
+    for limit in limits:
+        if limit + floor[1] >= least:
+            break
+        found = _partition_below(layered, stages, limit, None)
+        if found is not None and found[1] + limit < least:
+            best, most, least = found[0], limit, found[1] + limit
+    return best, most
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _LayerTimes:
+    """Seconds of a micro-batch in each layer and over a cut behind it, and whether the layer is trained."""
+
+    seconds: Vector
+    cut_s: Vector
+    trained: npt.NDArray[np.bool_]
+
+
+@lru_cache(maxsize=1024)
+def _times(profile: ModelProfile, machine: MachineModel, step: _MicroBatchStep) -> _LayerTimes:
+    """Return the times of a micro-batch by layer."""
+    alone = replace(Plan.parse(f"tp={step.tensor}"), micro_batch=step.rows, recompute=step.recompute)
+    work = replace(
+        compute_step_work(profile, machine, alone, batch_size=step.rows, precision=step.precision), remote=step.remote
+    )
+    layers = layer_vectors(profile)
+    # So expensive that another cut is taken where there is one; otherwise the plan is refused.
+    forbidden = np.array([step.tensor > 1 and layer.leads for layer in profile.layers]) * _FORBIDDEN_CUT_S
+    sent = step.rows * NUMBER_BYTES.get(step.precision, 4) * layers.over_cuts() / step.tensor
+    return _LayerTimes(
+        seconds=layer_seconds(work)[layers.order],
+        cut_s=send_seconds(work, sent)[layers.order] + forbidden,
+        trained=np.array([layer.trained for layer in profile.layers]),
+    )
+
+
+def _partition_below(
+    layered: _LayerTimes, stages: int, limit: float, room: _LayerMemoryLimit | None
+) -> tuple[_Sizes, float] | None:
+    """Return the best division without cuts above a limit, and the seconds of its slowest stage; None without one.
+
+    A stage without a trained layer has nothing to optimize. If there are enough trained layers, such divisions are
+    avoided: groups of layers between possible cuts are joined until each has a trained one.
+    """
+    begins = np.concatenate(([0], np.flatnonzero(layered.cut_s[:-1] <= limit) + 1))
+    if len(begins) < stages:
+        return None
+    found = _partition_runs(layered, begins, stages, room)
+    if found is None or layered.trained.sum() < stages:
+        return found
+    if np.logical_or.reduceat(layered.trained, np.cumsum((0, *found[0][:-1]))).all():
+        return found
+    joined = _trained_runs(layered.trained, begins)
+    return _partition_runs(layered, joined, stages, room) if len(joined) >= stages else None
+
+
+def _trained_runs(trained: npt.NDArray[np.bool_], begins: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the first layers of groups that have a trained layer each."""
+    kept = [0]
+    for begin in begins[1:].tolist():
+        if trained[kept[-1] : begin].any() and trained[begin:].any():
+            kept.append(begin)
+    return np.array(kept, dtype=np.int64)
+
+
+def _partition_runs(
+    layered: _LayerTimes, begins: npt.NDArray[np.int64], stages: int, room: _LayerMemoryLimit | None
+) -> tuple[_Sizes, float] | None:
+    """Return the best division into stages of whole groups of layers, given the first layer of each group."""
+    seconds = layered.seconds
+    costs = np.add.reduceat(seconds, begins)
+    sizes = partition_in_memory(costs.tolist(), stages, room.of(begins) if room else None)
+    if sizes is None:
+        return None
+    firsts = np.cumsum((0, *sizes[:-1]))
+    found = np.diff(np.append(begins[firsts], len(seconds)))
+    return tuple(found.tolist()), float(np.add.reduceat(costs, firsts).max())
+
+
+# --- The least changes after which a plan fits ------------------------------------------------------------------------
 
 
 _MAX_NODE_FACTOR = 256  # times the nodes
@@ -368,12 +554,12 @@ _MAX_DEVICES = 16_384  # looked at
 
 
 def is_synchronous(plan: Plan) -> bool:
-    """Whether all ranks step together."""
+    """Return whether all ranks step together."""
     return plan.topology != "independent"
 
 
 def suggest_changes(question: PlanRequest, suited: Callable[[Plan], bool] = is_synchronous) -> str:
-    """The least change of each kind after which some plan that is suited fits, in words; empty where there is none."""
+    """Return the least change of each kind after which a suited plan fits, as text; empty where there is none."""
     found = [*_offloaded(question, suited), *_smaller_batch(question, suited), *_more_nodes(question, suited)]
     return ", or ".join(found)
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import PlanError
 from trainwright.core.model_profile import ModelProfile
-from trainwright.core.plan import InfeasiblePlan, Mesh, Plan, PlanConstraints, WorkerResources
-from trainwright.core.topology import async_choices
+from trainwright.core.plan import Mesh, Plan, PlanConstraints, WorkerResources
+from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
 
 if TYPE_CHECKING:
-    from trainwright.core.job import Job
+    from trainwright.core.job import Job, Planning
 
 _RESERVED_CPUS = 1.0  # of each node, for Ray Data and the driver
 _NO_PINS = PlanConstraints()
@@ -24,19 +24,27 @@ _BATCH_NORM = "batch_norm"  # among what differs from one device
 _REPLICATED = ("one_device", "data_parallel")  # strategies that have all of a torch model on each worker
 
 
+class Refusal(Exception):
+    """A strategy has no plan for a request: the reason, and what to do instead."""
+
+    def __init__(self, reason: str, hint: str) -> None:
+        super().__init__(reason)
+        self.reason, self.hint = reason, hint
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """This model on this cluster, and what of the answer is given already.
+    """A model on a cluster, and the parts of the plan that the job fixes.
 
     Attributes:
         profile: of the model.
-        cluster: what there is.
+        cluster: the usable nodes.
         batch_size: global, in samples.
         precision: of the step.
-        pins: what is said of the plan itself.
-        own_step: the job's own function calls the model.
-        offload: only plans are asked for that keep the model's state in the memory of the host.
-        together: batch norms look at the whole batch.
+        pins: constraints on the plan.
+        own_step: the job's own step function calls the model.
+        offload: only plans that keep the model's state in host memory.
+        together: batch norms see the whole batch.
         seated: each data rank keeps state of its own.
         workers, min_workers, max_workers, devices, accumulation, inexact, run, compile, tf_config, tpu: as in `Job`.
     """
@@ -63,10 +71,8 @@ class PlanRequest:
 
     @classmethod
     def of(cls, job: Job, profile: ModelProfile, cluster: Cluster) -> PlanRequest:
-        """What a job asks. Raises PlanError where its `plan=` cannot be read."""
-        pins = PlanConstraints.parse(job.planning.plan or "").beside(
-            async_choices(job.planning.consistency, job.planning.wire, job.planning.local_steps, job.planning.outer)
-        )
+        """Return the request of a job. Raises PlanError where its `plan=` cannot be read."""
+        pins = PlanConstraints.parse(job.planning.plan or "").beside(_async_choices(job.planning))
         pinned = max(1, pins.mesh.size // (job.tensorflow.devices or 1)) if pins.mesh else None
         if pins.mesh and job.scaling.workers and job.scaling.workers * (job.tensorflow.devices or 1) != pins.mesh.size:
             has = f"workers={job.scaling.workers}" + (
@@ -101,48 +107,44 @@ class PlanRequest:
 
     @property
     def free(self) -> PlanRequest:
-        """The same without what is pinned of the layout."""
-        return PlanRequest(
-            profile=self.profile, cluster=self.cluster, batch_size=self.batch_size, precision=self.precision,
-            own_step=self.own_step, inexact=self.inexact, run=self.run, compile=self.compile,
-            together=self.together, seated=self.seated,
-            tf_config=self.tf_config, tpu=self.tpu,
-        )  # fmt: skip
+        """The request without the pinned parts of the layout."""
+        pinned = ("workers", "min_workers", "max_workers", "devices", "accumulation")
+        return replace(self, pins=_NO_PINS, offload=False, **dict.fromkeys(pinned))  # type: ignore[arg-type]
 
     @property
     def elastic(self) -> bool:
-        """Whether the number of workers may change while it runs."""
+        """Whether the number of workers may change during the run."""
         return self.min_workers is not None or self.max_workers is not None
 
     @cached_property
     def undeclared(self) -> tuple[str, ...]:
-        """What would differ from one device and is not accepted."""
+        """Parts of the model that would differ from one device, and that the job does not accept."""
         return tuple(item for item in self.inexact_parts if item not in self.inexact)
 
     @property
     def inexact_parts(self) -> tuple[str, ...]:
-        """What of the model differs from one device, on several."""
+        """Parts of the model that differ from one device on several."""
         return tuple(item for item in self.profile.inexact if not (self.together and item == _BATCH_NORM))
 
     @cached_property
     def per_node(self) -> int:
-        """Ranks that lie on one node, where every device of the cluster has one."""
+        """Ranks on one node, where every device of the cluster has one."""
         if self.cluster.accelerators:
             return min(node.accelerators for node in self.cluster.nodes if node.accelerators)
         return max(1, self.ranks // len(self.cluster.nodes))
 
     @cached_property
     def ranks(self) -> int:
-        """Of a plan with one device in each worker."""
+        """Number of ranks of a plan with one device in each worker."""
         return self.workers_of()
 
     @property
     def own_devices(self) -> int:
-        """Devices of a worker that drives all of its node's: accelerators, or logical devices of a CPU."""
+        """Devices of a worker that drives all of its node: accelerators, or logical devices of a CPU."""
         return self.devices or min((node.accelerators for node in self.cluster.nodes if node.accelerators), default=1)
 
     def workers_of(self, devices: int = 1) -> int:
-        """Workers to begin with: those pinned, or one for each slot; an elastic job begins with what there is.
+        """Return the first number of workers: the pinned one, or one for each slot; an elastic job takes what there is.
 
         Args:
             devices: of each worker; on a CPU they share a slot.
@@ -156,13 +158,13 @@ class PlanRequest:
 
     @cached_property
     def place(self) -> Callable[..., WorkerResources]:
-        """`placement_for` on this cluster, remembered: a node is looked at once, not for each of thousands of plans."""
+        """`placement_for` on this cluster, cached for the thousands of plans."""
         return cache(partial(placement_for, self.cluster))
 
     def plan(
         self, strategy: str, engine: str, mesh: Mesh, *, devices: int = 1, servers: int = 0, **choices: object
     ) -> Plan:
-        """A plan with so many devices in each worker; what the strategy does not choose is as the job says."""
+        """Return a plan with some devices in each worker; choices that the strategy leaves open are the job's."""
         beside = servers + (choices.get("topology") == "coordinator")  # a chief
         return Plan(
             strategy=strategy,
@@ -182,63 +184,71 @@ class PlanRequest:
 
     @cached_property
     def _inexact_notes(self) -> tuple[str, ...]:
-        """What is not equal to one device."""
+        """Notes on parts that are not equal to one device."""
         found = self.inexact_parts
         return tuple(f"{item}: computed over each device's own share, as the job accepts" for item in found)
 
-    def refuse_inexact(self, strategy: str, data_ranks: int) -> InfeasiblePlan | None:
-        """Return why this many data ranks differ from one device; None where they do not, or the job accepts that."""
+    def check_inexact(self, strategy: str, data_ranks: int) -> None:
+        """Raise Refusal where this many data ranks differ from one device and the job does not accept that."""
         if self.batch_size < data_ranks:
             reason = f"batch_size={self.batch_size} is smaller than the {data_ranks} data ranks"
-            return InfeasiblePlan(strategy=strategy, reason=reason, hint=f"set batch_size={data_ranks} or more")
+            raise Refusal(reason, f"set batch_size={data_ranks} or more")
         if self.undeclared and data_ranks > 1:
-            reason = f"{', '.join(self.undeclared)} would give another result than one device"
-            accepted = f"inexact={self.undeclared}"
-            synced = (
-                'set batch_norm="sync", ' if self.undeclared == (_BATCH_NORM,) and strategy == _REPLICATED[-1] else ""
+            synced = self.undeclared == (_BATCH_NORM,) and strategy == _REPLICATED[-1]
+            sync = 'set batch_norm="sync", ' if synced else ""
+            raise Refusal(
+                f"{', '.join(self.undeclared)} would give another result than one device",
+                f"{sync}use a layer that looks at one sample (group or layer norm), or accept it: "
+                f"inexact={self.undeclared}",
             )
-            hint = f"{synced}use a layer that looks at one sample (group or layer norm), or accept it: {accepted}"
-            return InfeasiblePlan(strategy=strategy, reason=reason, hint=hint)
-        return None
 
-    def refuse_divided_model(self, strategy: str) -> InfeasiblePlan | None:
-        """Return why a strategy cannot do what the job asks of replicas; None where it can."""
+    def check_replicas(self, strategy: str) -> None:
+        """Raise Refusal where the job asks something of replicas that a strategy cannot do."""
         own = strategy in _REPLICATED and self.profile.framework in ("torch", "")
         if own or not (self.together or self.seated):
-            return None
+            return
         asked = "local_state=" if self.seated else 'batch_norm="sync"'
         if self.profile.framework != "torch":
             hint = "leave it out" if self.seated else "Keras has BatchNormalization(synchronized=True)"
-            return InfeasiblePlan(strategy=strategy, reason=f"{asked} is for torch models", hint=hint)
-        reason = f"{asked} needs all of the model on each worker"
-        return InfeasiblePlan(strategy=strategy, reason=reason, hint=f"use {_REPLICATED[-1]}")
+            raise Refusal(f"{asked} is for torch models", hint)
+        raise Refusal(f"{asked} needs all of the model on each worker", f"use {_REPLICATED[-1]}")
 
-    def refuse_tpu(self, strategy: str) -> InfeasiblePlan | None:
-        """Return why the model cannot run on TPUs in any strategy but tf_tpu; None elsewhere."""
+    def check_tpu(self) -> None:
+        """Raise Refusal on TPUs, where only tf_tpu can run the model."""
         if self.cluster.accelerator != "TPU" or not self.profile.framework:
-            return None
+            return
         if self.profile.framework == "tensorflow":
-            return InfeasiblePlan(
-                strategy=strategy, reason="TensorFlow's TPUs have their own strategy", hint="use tf_tpu"
-            )
-        reason = f"there is no engine for {self.profile.framework} on TPU yet"
-        return InfeasiblePlan(strategy=strategy, reason=reason, hint="use GPU or CPU")
+            raise Refusal("TensorFlow's TPUs have their own strategy", "use tf_tpu")
+        raise Refusal(f"there is no engine for {self.profile.framework} on TPU yet", "use GPU or CPU")
 
-    def refuse_single_rank(self, strategy: str) -> InfeasiblePlan | None:
-        """Return why there is only one rank, and how to have more; None where there are several."""
-        if self.ranks > 1 or self.elastic:
-            return None
-        why = "workers=1 is pinned" if self.workers else "there is room for one worker only"
-        return InfeasiblePlan(strategy=strategy, reason=why, hint="give the job two workers or more")
+    def check_several(self, ranks: int) -> None:
+        """Raise Refusal where there is only one rank and the number of workers is fixed."""
+        if ranks == 1 and not self.elastic:
+            why = "workers=1 is pinned" if self.workers else "there is room for one worker only"
+            raise Refusal(why, "give the job two workers or more")
+
+
+def _async_choices(options: Planning) -> dict[str, Any]:
+    """Return the plan's choices that a job's options for asynchronous training pin; nothing for options left out."""
+    given: dict[str, Any] = {}
+    if options.consistency:
+        given["consistency"] = str(Consistency.parse(options.consistency))
+    wire = GradientCompression.parse(options.wire)
+    if wire != GradientCompression():
+        given["wire"] = str(wire)
+    if options.local_steps > 1:
+        outer = OuterOptimizer.parse(options.outer or "average")
+        given |= {"local_steps": options.local_steps, "outer": str(outer)}
+    return given
 
 
 def _single_micro_batch(job: Job) -> int | None:
-    """One micro-batch of each worker, where batch norms look at all of them as at the whole batch."""
+    """Return one micro-batch a worker where batch norms must see the whole batch at once; else None."""
     return 1 if job.training.batch_norm == "sync" and _BATCH_NORM not in job.training.inexact else None
 
 
 def _apply_tensor_plan(profile: ModelProfile, plan: Mapping[str, str]) -> ModelProfile:
-    """A model whose layers tensor parallelism divides as a job says, by name or pattern; without a plan as it is."""
+    """Return the profile with layers divided by tensor parallelism as the job says, by name or pattern."""
     if not plan:
         return profile
     roles = [
@@ -252,14 +262,14 @@ def _apply_tensor_plan(profile: ModelProfile, plan: Mapping[str, str]) -> ModelP
 
 
 def worker_capacity(cluster: Cluster) -> int:
-    """Workers that the cluster can hold: one for each accelerator, a few for each CPU where there is none."""
+    """Return the workers that the cluster can hold: one for each accelerator, or a few for each CPU without any."""
     return cluster.accelerators or int(cluster.cpus * _CPU_WORKERS_PER_CPU)
 
 
 def placement_for(cluster: Cluster, workers: int, devices: int = 1) -> WorkerResources:
-    """What each of `workers` actors with so many devices reserves, leaving CPU on every node for Ray Data.
+    """Return the resources of each of `workers` actors with some devices; some CPU of each node is left for Ray Data.
 
-    Servers are counted as workers here, and reserve a worker's share or less.
+    Servers count as workers here, and reserve a worker's share or less.
     """
     nodes = len(cluster.nodes)
     cpus = min(node.cpus for node in cluster.nodes)
@@ -274,8 +284,3 @@ def placement_for(cluster: Cluster, workers: int, devices: int = 1) -> WorkerRes
         threads=max(1, int(cpus // on_a_node)),
         data_cpus=reserved * nodes,
     )
-
-
-def divisors(number: int) -> Iterator[int]:
-    """All of them, from 1 up."""
-    yield from (each for each in range(1, number + 1) if number % each == 0)

@@ -3,7 +3,7 @@
 `engines/` holds one engine for each strategy and what they share. `training/` holds the training step: `train_state`
 (model and optimizer), `objective` (losses as terms), `train_step`. `checkpoint/` holds copies and files of state,
 `distributed/` process groups and FSDP2; `pipeline/`, `tensor_parallel/` and `ps/` hold what these strategies need.
-`tracing/` runs models without data, `profiling/` derives their costs. `shard_layout`, `torch_errors` and `torch_compat`
+`tracing/` runs models without data, `profiling` derives their costs. `shard_layout`, `torch_errors` and `torch_compat`
 are below all of them.
 """
 

@@ -1,4 +1,4 @@
-"""Profiles a torch model layer by layer, on the meta device, where tensors have shapes but no memory."""
+"""Profiles a torch model layer by layer, on the meta device, where tensors have no memory; and measures devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainwright.strategies.torch.checkpoint.safetensors_files import export, ta
 from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan
 from trainwright.strategies.torch.tensor_parallel.plan_search import plan_layers
 from trainwright.strategies.torch.torch_compat import storage_key
-from trainwright.strategies.torch.torch_errors import TorchUserCode, summarize_error
+from trainwright.strategies.torch.torch_errors import summarize_error
 from trainwright.strategies.torch.tracing.call_trace import ForwardTracer, meta_copy
 from trainwright.strategies.torch.tracing.op_trace import (
     CallNames,
@@ -35,7 +35,7 @@ from trainwright.strategies.torch.training.batch_norm import batch_norms
 from trainwright.strategies.torch.training.model_blocks import checkpointed_buffers
 from trainwright.strategies.torch.training.train_state import sparse_problems
 
-__all__ = ["export", "profile_model", "take_weights", "weight_bytes"]
+__all__ = ["export", "probe", "profile_model", "take_weights", "weight_bytes"]
 
 _log = logging.getLogger(__name__)
 _REASON = 300  # letters of an error that is shown
@@ -44,7 +44,7 @@ _Sizes = Mapping[str, tuple[int, int]]  # of each parameter: how many numbers, h
 
 
 def profile_model(
-    model: nn.Module | Callable[[], Any],
+    model: nn.Module,
     sample: _Sample,
     inputs: tuple[str, ...],
     *,
@@ -57,7 +57,7 @@ def profile_model(
     operations are estimated as two for each parameter and sample, activations are not known, and `untraced` says why.
 
     Args:
-        model: () -> torch.nn.Module, called once or twice; or a module, which is moved to the meta device.
+        model: it is moved to the meta device.
         sample: columns of one or a few rows, collated.
         inputs: columns given to the model, as positional arguments where there are no keywords; none where `step` is
             given.
@@ -65,40 +65,38 @@ def profile_model(
         step: (model, batch) -> losses, traced instead of the model's call where there are no inputs.
 
     Raises:
-        UserCodeError: `model()` raised.
-        JobError: it returned no module, one with sparse tensors, or `inputs` names no column.
+        JobError: the model has sparse tensors, or `inputs` names no column.
     """
-    built = model if isinstance(model, nn.Module) else _built(model)
-    if problems := sparse_problems(built):
+    if problems := sparse_problems(model):
         raise JobError(problems)
-    norms = ("batch_norm",) if batch_norms(built) else ()
+    norms = ("batch_norm",) if batch_norms(model) else ()
     columns = {name: array for name, array in sample.items() if not inputs or name in inputs}
     tensors = batches.to_tensors(columns, inputs or tuple(columns), torch.device("cpu"))
-    held = {name: (each.numel(), each.numel() * each.element_size()) for name, each in built.named_parameters()}
+    held = {name: (each.numel(), each.numel() * each.element_size()) for name, each in model.named_parameters()}
     known = ModelProfile(
-        framework="torch", layers=(), inexact=norms, keras_backend=_backend(built), trained=_trained(built)
+        framework="torch", layers=(), inexact=norms, keras_backend=_backend(model), trained=_trained(model)
     )
-    known = replace(known, recounted=next(iter(checkpointed_buffers(built)), ""))
+    known = replace(known, recounted=next(iter(checkpointed_buffers(model)), ""))
     call = inputs, keywords
-    trace, least = _first_traced(built.to("meta"), tensors, call, step), 1
+    trace, least = _first_traced(model.to("meta"), tensors, call, step), 1
     if isinstance(trace, str):  # a norm of batches takes no less than two rows
         least = 2
         tensors = {name: torch.cat((value, value)) for name, value in tensors.items()}
-        trace = _first_traced(built, tensors, call, step)
+        trace = _first_traced(model, tensors, call, step)
     if isinstance(trace, str):
         _log.info("estimating operations from parameters, since tracing raised %s", trace)
-        return replace(known, layers=_parameter_costs(built, held, _tokens(tensors)), untraced=trace)
+        return replace(known, layers=_parameter_costs(model, held, _tokens(tensors)), untraced=trace)
     rows = max((len(value) for value in tensors.values()), default=1)
     split, indivisible = TensorParallelPlan(), ""
     if trace.division.blocks(trace.heads):
-        split, indivisible = _planned_split(built, tensors, call, step, least)
-        whole = trace.division.weights(trace.heads) - _divided_weights(built, split)
-        again = _first_traced(built, tensors, call, step, whole) if whole and split.roles else trace
+        split, indivisible = _planned_split(model, tensors, call, step, least)
+        whole = trace.division.weights(trace.heads) - _divided_weights(model, split)
+        again = _first_traced(model, tensors, call, step, whole) if whole and split.roles else trace
         trace = trace if isinstance(again, str) else again
-    layers = merge_plain_layers(_mark_divided_spans(_costs(built, held, trace, rows), split))
+    layers = merge_plain_layers(_mark_divided_spans(_costs(model, held, trace, rows), split))
     if inputs:
-        layers = append_loss(layers, trace.calls[built].output / rows)
-    uncut = _pipeline_problem(built, tensors, call) if trace.asks and inputs else ""
+        layers = append_loss(layers, trace.calls[model].output / rows)
+    uncut = _pipeline_problem(model, tensors, call) if trace.asks and inputs else ""
     return replace(known, layers=layers, heads=trace.heads, tokens=trace.tokens, indivisible=indivisible, uncut=uncut)
 
 
@@ -132,20 +130,6 @@ def _trained(model: nn.Module) -> tuple[tuple[int, int], ...]:
     """Return rows and bytes of each trained parameter."""
     trained = [each for each in model.parameters() if each.requires_grad]
     return tuple((len(each) if each.dim() else 1, each.numel() * each.element_size()) for each in trained)
-
-
-def _built(build: Callable[[], Any]) -> nn.Module:
-    """Build the module, on the meta device where the user's code allows that."""
-    try:
-        with torch.device("meta"):
-            model = build()
-    except Exception as error:
-        _log.info("building model() in memory, since it raised on the meta device: %s: %s", type(error).__name__, error)
-        with TorchUserCode("model()", "profile"):
-            model = build()
-    if not isinstance(model, nn.Module):
-        raise JobError([f"model() returned {type(model).__name__}: return a torch.nn.Module"])
-    return model
 
 
 def _first_traced(

@@ -85,7 +85,7 @@ def written(world: World) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def alone(pool: Pool) -> Any:
     """What one device does."""
-    return trained(pool, "one_device:OneDevice", Mesh())
+    return trained(pool, "base:OneDevice", Mesh())
 
 
 CUT: dict[str, Any] = {"cuts": ("model.layers.1",), "schedule": "1f1b"}

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.gpu.lone import GPU, ONE_DEVICE, Lone, Task
+from tests.support.torch_profile import profile_model
 from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.strategies.cost_model.machine_model import EFFICIENCIES
 from trainwright.strategies.cost_model.memory_estimate import stage_memory
-from trainwright.strategies.torch.profiling import probe, profile_model
+from trainwright.strategies.torch.profiling import probe
 
 pytestmark = pytest.mark.gpu(stand_in=False)
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tests.support.torch_profile import profile_model
 from trainwright.core.model_profile import LayerCost, ModelProfile
-from trainwright.strategies.torch.profiling import profile_model
 from trainwright.strategies.torch.tracing.op_trace import count_elements
 
 Pair = tuple[Tensor, Tensor]

@@ -16,7 +16,7 @@ from trainwright.strategies.cost_model.estimator import estimate
 from trainwright.strategies.cost_model.machine_model import MachineModel
 from trainwright.strategies.cost_model.memory_estimate import stage_memory
 from trainwright.strategies.cost_model.stage_partition import MemoryLimit, balanced_partition, partition_in_memory
-from trainwright.strategies.search.stage_cuts import stage_sizes
+from trainwright.strategies.search.plan_ranking import stage_sizes
 
 Sizes = tuple[int, ...]
 NODE = tw.Cluster.parse("8xA100-80GB")

@@ -10,7 +10,7 @@ import pytest
 
 import trainwright as tw
 from trainwright.core.errors import JobError
-from trainwright.core.job_options import FIELD_ORDER, GROUP_OF, GROUPS
+from trainwright.core.job import FIELD_ORDER, GROUP_OF, GROUPS
 from trainwright.planning.job_file import load_distillation, load_job
 
 DATA = tw.datasets.table({"x": [[1.0]], "y": [0]})

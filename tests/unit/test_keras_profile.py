@@ -11,10 +11,10 @@ import tensorflow as tf
 from torch import nn
 
 import trainwright as tw
+from tests.support.torch_profile import profile_model as profile_torch
 from trainwright.core.model_profile import ModelProfile
 from trainwright.planning.code_fingerprint import CodeFingerprints
 from trainwright.strategies.tensorflow.training.keras_profile import profile_model
-from trainwright.strategies.torch.profiling import profile_model as profile_torch
 
 NUMBERS = ("parameters", "flops", "output_numbers", "kept_numbers", "traffic_numbers", "matmuls", "launches")
 layers = keras.layers

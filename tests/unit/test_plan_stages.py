@@ -11,7 +11,7 @@ import trainwright as tw
 from tests.support.planner_cases import DEEP, LAPTOP, LAYERS, decide
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import PlanError
-from trainwright.strategies.search.torch_strategies import STALE_WEIGHTS
+from trainwright.strategies.search.registry import STALE_WEIGHTS
 
 PIPELINE = "trainwright.strategies.torch.engines.pipeline:Pipeline"
 

@@ -19,9 +19,14 @@ from trainwright.core.events import Formed, Stale
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer, WorkUnit
 from trainwright.reporting.html.run_charts import staleness_chart
 from trainwright.reporting.run_history import RunHistory
-from trainwright.simulator.event_simulator import ComputedPush, QuadraticProblem, Simulation
-from trainwright.simulator.scenario import Scenario, SimulationResult, fewest_servers, staleness_percentile
-from trainwright.simulator.simulation_view import as_data, as_page
+from trainwright.simulator.event_simulator import (
+    ComputedPush,
+    QuadraticProblem,
+    Scenario,
+    Simulation,
+    SimulationResult,
+)
+from trainwright.simulator.simulation_view import as_data, as_page, fewest_servers, staleness_percentile
 from trainwright.storage.run_records import staleness_of, staleness_text
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from tests.support.torch_engines import adam, feed, loss, one_device, plan, saved, spec
+from tests.support.torch_profile import profile_model
 from trainwright.core.data import Batch, Terms, fold_seed
 from trainwright.core.engine import Collation, Pad
 from trainwright.core.errors import DataError, JobError
 from trainwright.core.topology import Capabilities
 from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights
 from trainwright.strategies.torch.engines.base import OneDevice
-from trainwright.strategies.torch.profiling import profile_model
 from trainwright.strategies.torch.training.batch_tensors import to_tensor
 
 WORDS, WIDTH, CLASSES = 11, 4, 3

@@ -7,10 +7,10 @@ import pytest
 from torch import nn
 
 from tests.support.torch_engines import one_device, plan, spec
+from tests.support.torch_profile import profile_model
 from trainwright.core.errors import JobError
 from trainwright.core.topology import Capabilities
 from trainwright.strategies.cost_model.plan_constraints import invalid_compile
-from trainwright.strategies.torch.profiling import profile_model
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 
 

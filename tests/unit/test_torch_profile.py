@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import trainwright as tw
+from tests.support.torch_profile import profile_model
 from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.strategies.cost_model.machine_model import MachineModel
-from trainwright.strategies.search.stage_cuts import stage_sizes
-from trainwright.strategies.torch.profiling import profile_model
+from trainwright.strategies.search.plan_ranking import stage_sizes
 
 WIDTH, LAYERS, HEADS, TOKENS, WORDS = 2048, 24, 16, 512, 50_257
 

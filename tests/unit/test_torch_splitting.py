@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tests.support.conformance.language_model import HEADS, WIDTH, Attention, Language
 from tests.support.split_model import GIVEN, split
+from tests.support.torch_profile import profile_model
 from trainwright.core.errors import JobError
-from trainwright.strategies.torch.profiling import profile_model
 from trainwright.strategies.torch.tensor_parallel.layers import (
     TensorParallelGroup,
     TensorParallelPlan,

@@ -30,12 +30,13 @@ from tests.support.torch_engines import (
     saved,
     spec,
 )
+from tests.support.torch_profile import profile_model
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import CheckpointError, DataError, NonFiniteLoss
 from trainwright.strategies.torch.checkpoint import host_state
 from trainwright.strategies.torch.checkpoint import safetensors_files as files_module
 from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights, to_safetensors
-from trainwright.strategies.torch.profiling import profile_model, take_weights
+from trainwright.strategies.torch.profiling import take_weights
 from trainwright.strategies.torch.training import batch_tensors as batches
 
 

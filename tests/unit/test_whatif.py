@@ -22,16 +22,18 @@ import trainwright as tw
 from trainwright.cli.main import app
 from trainwright.cli.plan_commands import parse_batch_sizes, parse_hours, parse_price
 from trainwright.core.errors import PlanError, ResourceError
-from trainwright.planning.cluster_sizing import (
+from trainwright.planning.decision import RECTANGLES, curve_svg, timeline_svg
+from trainwright.planning.what_if import (
     COPY_BYTES_PER_S,
     RECOVER_S,
     SizingRequest,
+    WhatIf,
     best_of,
     doubling,
     every_size,
+    standalone_page,
+    what_if,
 )
-from trainwright.planning.plan_charts import RECTANGLES, curve_svg, timeline_svg
-from trainwright.planning.what_if import WhatIf, standalone_page, what_if
 from trainwright.reporting.plan_view import plan_name
 from trainwright.strategies.cost_model.machine_model import MachineModel
 from trainwright.strategies.cost_model.step_timeline import timeline

@@ -67,7 +67,7 @@ class LayerOutputModel(keras.Model):  # type: ignore[misc]
 
     Args:
         model: with its variables.
-        layers: name of the output -> layer, as in `core.soft_loss.Match`.
+        layers: name of the output -> layer, as in `core.loss_api.Match`.
 
     Raises:
         JobError: there is no such layer; when called: it did not run, or gives no such item.

@@ -15,7 +15,7 @@ from trainwright.core.loss_api import TEACHER_WEIGHTS_OUTPUT
 from trainwright.strategies.distillation.layer_match import LayerProjection, Shape
 from trainwright.strategies.distillation.multi_student import Builder, Names, RequestedOutputs, StudentBackend
 from trainwright.strategies.torch.distillation.teacher_backend import LayerHooks
-from trainwright.strategies.torch.torch_compat import tree_leaves, tree_map_only
+from trainwright.strategies.torch.torch_compat import tree_leaves
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.evaluation import LOSS
 from trainwright.strategies.torch.training.objective import JobFunctions
@@ -105,8 +105,8 @@ def _run(model: nn.Module, given: list[Tensor], keywords: Names) -> Mapping[str,
     model.eval()
     with torch.no_grad():
         named = dict(zip(keywords, given, strict=True)) if keywords else {}
-        outputs = model(*(() if named else given), **named)
-    return dict(tree_map_only(Tensor, Tensor.detach, outputs))
+        outputs: Mapping[str, Any] = model(*(() if named else given), **named)
+    return outputs
 
 
 def _key(output: str) -> str:

@@ -1,4 +1,4 @@
-"""Training, evaluation and prediction steps of a replica: what all torch engines share but the process group."""
+"""What all torch engines share but the process group: state and steps of a replica; and the engine of one device."""
 
 from __future__ import annotations
 

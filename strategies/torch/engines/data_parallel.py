@@ -1,4 +1,4 @@
-"""The engine of synchronous data parallelism: torch's DistributedDataParallel, over gloo or NCCL."""
+"""Engines with a process group; and synchronous data parallelism: DistributedDataParallel, over gloo or NCCL."""
 
 from __future__ import annotations
 

@@ -262,21 +262,17 @@ class _CallSpans:
     def __init__(self) -> None:
         self._now = 0
         self._open: list[int] = []
-        self._found: list[tuple[str, int, int]] = []
-
-    @property
-    def spans(self) -> list[tuple[str, int, int]]:
-        return self._found
+        self.spans: list[tuple[str, int, int]] = []
 
     def begin(self, name: str, _module: nn.Module, _args: Any) -> None:
         self._now += 1
-        self._open.append(len(self._found))
-        self._found.append((name, self._now, self._now))
+        self._open.append(len(self.spans))
+        self.spans.append((name, self._now, self._now))
 
     def end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         self._now += 1
         number = self._open.pop()
-        self._found[number] = (*self._found[number][:2], self._now)
+        self.spans[number] = (*self.spans[number][:2], self._now)
 
 
 class _ValueRecorder(CallListener):

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: found, compiled by `torch.compile`, and checkpointed to save activations.
+"""The repeated blocks of a model, compiled by `torch.compile`; and activations that backward computes again.
 
 Only what a module's call runs is compiled, so that names, parameters and checkpoints stay the same.
 """
@@ -163,6 +163,15 @@ class _EarlierBuffers(AbstractContextManager[None]):
 
 
 # --- Selective recomputation ------------------------------------------------------------------------------------------
+
+# Attention scores are recomputed in backward instead of kept, in any model. A model computes scores by several
+# functions: a batched product, scaling and masking, a softmax, perhaps dropout, and a second product. These calls are
+# recorded. At the second product, what they have saved for backward is dropped, except their inputs from outside.
+# Backward repeats the calls, with the same random numbers, up to the last missing tensor. A fused kernel never writes
+# scores, and is not changed.
+#
+# See Korthikanti et al. (2022), section 5. torch's own selective checkpointing keeps the output of every operation that
+# it does not recompute, needed or not, and needs a policy for each model.
 
 
 _F = nn.functional

@@ -43,6 +43,8 @@ from trainwright.strategies.torch.training.batch_tensors import to_tensor
 from trainwright.strategies.torch.training.model_blocks import SelectiveRecompute
 from trainwright.strategies.torch.training.train_state import AUTOCAST_DTYPES
 
+_Function = Callable[[Any, Any], Any]
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchShare:
@@ -134,67 +136,53 @@ class JobFunctions:
         self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH
     ) -> Terms:
         """Return the loss terms of a micro-batch, sample weights included; weights never require a gradient."""
+        step = self.spec.step
         with self.precision(), self.saved_tensor_context():
-            if self.spec.step:
-                result = self._call_step(model, columns, batch, layout)
-                return _loss_terms("step=", result, batch, self.where)
-            outputs = self.outputs(model, columns)
-            return self.loss_of(outputs, columns, batch, layout)
+            if not step:
+                return self.loss_of(self.outputs(model, columns), columns, batch, layout)
+
+            def called(given: Any, _: Any) -> Any:
+                return step(model, dict(given))
+
+            return self._terms("step=", called, dict(columns), (), batch, layout, model)
 
     def metric(
         self, name: str, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH
     ) -> Terms:
         """Return the terms of a metric."""
         what = f"metric {name!r}"
-        result = self._call_on_outputs(what, outputs, columns, batch, layout)
-        return _loss_terms(what, result, batch, self.where)
+        return self._terms(what, self._functions[what], outputs, self.targets(columns), batch, layout)
 
     def loss_of(self, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH) -> Terms:
         """Return the loss terms of given outputs."""
-        result = self._call_on_outputs("loss=", outputs, columns, batch, layout)
-        return _loss_terms("loss=", result, batch, self.where)
+        return self._terms("loss=", self._functions["loss="], outputs, self.targets(columns), batch, layout)
 
     @cached_property
-    def _functions(self) -> dict[str, Callable[[Any, Any], Any]]:
+    def _functions(self) -> dict[str, _Function]:
         """The job's loss and metrics as functions of (outputs, targets), by their names in errors."""
         given = {"loss=": self.spec.loss, **{f"metric {name!r}": each for name, each in self.spec.metrics.items()}}
         return {what: outputs_first(function) for what, function in given.items() if function is not None}
 
-    def _call_on_outputs(
+    def _terms(
         self,
         what: str,
-        outputs: Any,
-        columns: batches.Tensors,
+        function: _Function,
+        given: Any,
+        targets: Any,
         batch: Batch,
         layout: BatchLayout,
-    ) -> Any:
-        """Call a loss or metric; return its result for this rank's rows."""
-        targets, ordered = self.targets(columns), self._functions[what]
-        if self._compares(layout):
-            check_samples_independent(what, ordered, outputs, targets, batch, layout, self.where)
+        model: nn.Module | None = None,
+    ) -> Terms:
+        """Call a loss, a metric or, with its `model`, a step; return the terms of this rank's rows."""
+        if self.checking and not layout.whole and BATCH_LOSS not in self.spec.inexact:
+            parameters = () if model is None else model.parameters()
+            with nullcontext() if model is None else evaluation_mode(model):
+                check_samples_independent(what, function, given, targets, batch, layout, self.where, parameters)
         rows = BatchRows(batch, layout, self.group, self.where)
         with TorchUserCode(what, self.where), gather_with(rows.gather):
-            result = ordered(outputs, targets)
-        self._check_broadcast(what, outputs, targets, result)
-        return rows.own(result)
-
-    def _call_step(self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout) -> Any:
-        """Call the job's own step; return its result for this rank's rows."""
-        step = self.spec.step
-        assert step is not None, "asked for only where there is one"
-        if self._compares(layout):
-            with evaluation_mode(model):
-                check_samples_independent(
-                    "step=", lambda given, _: step(model, dict(given)), dict(columns), (), batch, layout, self.where,
-                    model.parameters(),
-                )  # fmt: skip
-        rows = BatchRows(batch, layout, self.group, self.where)
-        with TorchUserCode("step=", self.where), gather_with(rows.gather):
-            result = step(model, dict(columns))
-        return rows.own(result)
-
-    def _compares(self, layout: BatchLayout) -> bool:
-        return self.checking and not layout.whole and BATCH_LOSS not in self.spec.inexact
+            result = function(given, targets)
+        self._check_broadcast(what, given, targets, result)
+        return _loss_terms(what, rows.own(result), batch, self.where)
 
     def _check_broadcast(self, what: str, outputs: Any, targets: Any, result: Any) -> None:
         """Raise JobError where outputs and targets were broadcast to all pairs of samples."""

@@ -93,8 +93,18 @@ class StepRunner:
 
     def settle(self, replica: TorchReplica, *, wants_norm: bool) -> tuple[list[Tensor], StepTotals]:
         """Return averaged gradients and sums over all ranks. Raises JobError where DDP could not average one."""
-        gradients = _gradients(replica, self)
-        return gradients, read_totals(self, gradients, wants_norm=wants_norm)
+        gradients = [parameter.grad for parameter in replica.trainable]
+        present = [gradient for gradient in gradients if gradient is not None]
+        if self.every_used and len(present) < len(gradients):
+            missing = replica.names[replica.trainable[gradients.index(None)]]
+            raise JobError(
+                [
+                    f"parameter {missing!r} got no gradient in this batch but did in others: use every parameter in "
+                    "every batch, for instance by adding 0.0 * parameter.sum() to the loss"
+                ],
+                where=self.where,
+            )
+        return present, read_totals(self, present, wants_norm=wants_norm)
 
 
 def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
@@ -183,22 +193,6 @@ def throwaway_micro_batches(feed: Feed) -> Iterator[tuple[int, MicroBatchShare]]
 def batch_layout(feed: Feed) -> BatchLayout:
     """Return how the global batch is divided."""
     return BatchLayout(ranks=feed.total, micro_batches=len(feed.parts[0]))
-
-
-def _gradients(replica: TorchReplica, runner: StepRunner) -> list[Tensor]:
-    """Return the averaged gradients. Raises JobError where DDP could not average one."""
-    gradients = [parameter.grad for parameter in replica.trainable]
-    present = [gradient for gradient in gradients if gradient is not None]
-    if runner.every_used and len(present) < len(gradients):
-        missing = replica.names[replica.trainable[gradients.index(None)]]
-        raise JobError(
-            [
-                f"parameter {missing!r} got no gradient in this batch but did in others: use every parameter in every "
-                "batch, for instance by adding 0.0 * parameter.sum() to the loss"
-            ],
-            where=runner.where,
-        )
-    return present
 
 
 def read_totals(runner: StepRunner, gradients: list[Tensor], *, wants_norm: bool) -> StepTotals:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.torch_profile import profile_model
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
 from trainwright.strategies.cost_model.machine_model import MachineModel
 from trainwright.strategies.cost_model.plan_constraints import invalid_staging
-from trainwright.strategies.search.stage_cuts import section_entries, stage_sizes
+from trainwright.strategies.search.plan_ranking import section_entries, stage_sizes
 from trainwright.strategies.torch.pipeline.split import SplitModel
-from trainwright.strategies.torch.profiling import profile_model
 
 ROW = {"x": np.ones((1, 8), np.float32)}
 
