@@ -50,6 +50,19 @@ def test_collectives_use_the_interface_of_the_address_that_peers_know() -> None:
     assert not os.environ.keys() & set(VARIABLES)
 
 
+def test_groups_that_are_made_within_a_group_use_that_interface_too() -> None:
+    """Those of stages, shards and tensor parallelism: the host's name may be loopback's, as Debian's 127.0.1.1 is."""
+    handle = membership.ProcessGroupHandle()
+    for _ in range(2):
+        address = handle.reserve()
+        peers = (Peer(rank=0, address=address),)
+        group = Group(generation=Generation(token=1, number=1), rank=0, peers=peers, threads=1, deadline_s=30.0)
+        handle.join(group, torch.device("cpu"))
+        assert os.environ[VARIABLES[0]] == "lo"
+        handle.leave()
+        assert not os.environ.keys() & set(VARIABLES)
+
+
 def test_an_address_of_no_interface_leaves_the_choice_to_the_libraries() -> None:
     with membership.socket_interface(member("192.0.2.7", "192.0.2.8")):
         assert not os.environ.keys() & set(VARIABLES)

@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -60,6 +60,7 @@ class ProcessGroupHandle:
         self._port: int | None = None  # of the store, while this process is in a group or joins one
         self._by_gloo = True
         self._interrupted: Future[None] = Future()
+        self._interface = ExitStack()  # of the sockets of this group and of those that are made of its ranks
 
     def reserve(self) -> Address:
         """Bind a port that the system chooses, and listen; the host is this node's address."""
@@ -78,8 +79,8 @@ class ProcessGroupHandle:
         self._end()
         failure: PeerLost | None = None
         try:
-            with socket_interface(group):
-                self._join(group, device)
+            self._interface.enter_context(socket_interface(group))
+            self._join(group, device)
         except (RuntimeError, OSError) as error:
             until = "before it was interrupted" if self._interrupted.done() else f"within {group.deadline_s:g} s"
             failure = PeerLost(
@@ -124,6 +125,7 @@ class ProcessGroupHandle:
         The last holder of a group over gloo waits for them, and gloo may forget one for the whole deadline, as `gloo`
         says. Its connections are shut then, so that nobody else does: this rank is not to wait for it either.
         """
+        self._interface.close()
         self._shut()
         with self._lock:
             self._port = None
@@ -271,7 +273,7 @@ def socket_interface(group: Group) -> Iterator[None]:
         yield
     finally:
         for variable in ours:
-            del os.environ[variable]
+            os.environ.pop(variable, None)
 
 
 def interface_name(host: str) -> str | None:
