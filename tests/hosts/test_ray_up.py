@@ -118,6 +118,15 @@ def test_a_job_typed_by_hand(up: World, tunnel: None) -> None:
     assert set(formed[0].nodes) == {host.name for host in up.cluster}, said
 
 
+def test_replicas_of_stages_on_several_hosts_reach_each_other(up: World, tunnel: None) -> None:
+    """Through groups of two ranks each, on hosts whose own names mean 127.0.1.1."""
+    said = ended(typed(up, "name=stages", "workers=4", "plan=dp=2,pp=2,schedule=gpipe,accumulation=2"))
+    formed: Any = told(up.runs(), "stages", events.Formed)
+    assert len(set(formed[0].nodes)) > 1, said
+    staged, plain = (final_state(up.runs(), name) for name in ("stages", "unbroken"))
+    assert staged.step == plain.step, said
+
+
 def test_a_host_is_killed_and_another_cut_off(up: World, tunnel: None) -> None:
     job = submitted(up, "name=broken", f"pace_s={PACE_S}")
     up.wait("workers", "broken", 3)
