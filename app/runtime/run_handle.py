@@ -1,4 +1,4 @@
-"""A handle on a run: wait, stop, look at its history, use its model."""
+"""A handle on a run: wait, stop, look at its history; load or export its model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainwright.core.job import Job
 from trainwright.driver.messages import FinishRun
+from trainwright.planning.profiler import profiler_of
 from trainwright.reporting.run_history import RunHistory, read_history, read_steps
+from trainwright.storage.checkpoint_selection import with_checkpoint
 from trainwright.storage.event_log import EventListener
 from trainwright.storage.object_store import Store
+from trainwright.strategies.distillation.multi_student import unwrap_student
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -128,8 +131,6 @@ class Run:
 
     def load_model(self) -> Any:
         """The model with the weights of the newest checkpoint, in this process."""
-        from trainwright.runtime.model_loading import load_model
-
         return load_model(self.job)
 
     def _repr_html_(self) -> str:
@@ -195,3 +196,49 @@ def stop_on_signals(run: _Stoppable) -> Iterator[_SignalHandler]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def wait_for_run(run: Run) -> None:
+    """Wait until a run has ended; signals stop it. Raises as `Run.wait`."""
+    with stop_on_signals(run) as stops:
+        while not run.wait(timeout_s=0.5):  # a join without a timeout would not let signals through
+            continue
+    run.signal = stops.last
+
+
+# --- The trained model ------------------------------------------------------------------------------------------------
+
+
+def load_model(job: Job, step: int | None = None) -> Any:
+    """Return the job's model with the weights of its run's newest checkpoint, or of the one at `step`.
+
+    Where the run trained several students and one alone is wanted (`StudentModels.alone`), return that student.
+
+    Raises:
+        CheckpointError: there is none, or it does not fit the model.
+    """
+    model = job.model()
+    with_checkpoint(job, step, lambda reader: profiler_of(model).take_weights(model, reader))
+    return unwrap_student(model)
+
+
+def export(job: Job, path: str, step: int | None = None) -> str:
+    """Write the trained model to a file or folder, in the format of the path's ending.
+
+    Raises:
+        JobError: the ending names no format; lists the formats.
+        CheckpointError: there is no checkpoint, or it does not fit the model.
+    """
+    model = load_model(job, step)
+    profiler_of(model).export(model, path)
+    return path
+
+
+def loading_code(file: str, overrides: list[str]) -> str:
+    """Return the Python code that loads the model of a run that was started from a job file."""
+    if not overrides:
+        return f"import trainwright as tw; model = tw.load_model({file!r})"
+    return (
+        "import trainwright as tw; from trainwright.planning.job_file import load_job; "
+        f"model = tw.load_model(load_job({file!r}, {overrides!r}))"
+    )

@@ -8,9 +8,14 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import signal
 import socket
+import sys
 import threading
+import time
 import traceback
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +32,7 @@ from trainwright.core.errors import (
     StorageError,
     TrainwrightError,
     UserCodeError,
+    escape_control_characters,
 )
 from trainwright.core.events import Steps
 from trainwright.core.redaction import redact
@@ -35,8 +41,6 @@ from trainwright.driver.messages import CallFailure, CallFailureKind, MemoryChec
 from trainwright.runtime.takeover import NAMESPACE, DriverWatchdog, TakeoverAnswer, memory_store_name
 from trainwright.storage.memory_checkpoints import FetchFile, MemoryCheckpointStore
 from trainwright.strategies.common.socket_transport import set_own_host
-from trainwright.worker.interruption import PreemptionNotices
-from trainwright.worker.print_capture import PrintCapture
 from trainwright.worker.worker import Worker
 from trainwright.worker.worker_config import WorkerConfig
 
@@ -91,7 +95,7 @@ class WorkerProcess:
         self._rank = -1  # that it was given last
         self._turn = threading.Condition()  # guards the token
         self._orphanage = DriverWatchdog(lent=berth.lent is not None)
-        self._notices = PreemptionNotices(order.preemption_s)  # here, since this is the main thread
+        self._notices = _PreemptionNotices(order.preemption_s)  # here, since this is the main thread
         self._where = f"worker {berth.worker} on {socket.gethostname()}, pid {os.getpid()}"
         self._order = order
         self._worker: Worker | None = None
@@ -422,3 +426,124 @@ def join_argument(own: Any, common: bytes) -> Any:
         return own
     value = cloudpickle.loads(common)
     return value if own is None else replace(own, peers=value)
+
+
+# --- SIGTERM as a preemption notice -----------------------------------------------------------------------------------
+
+
+_EXIT_CODE = 128 + signal.SIGTERM
+
+
+class _PreemptionNotices:
+    """Takes SIGTERM from now on; made in the main thread. The process ends itself `preemption_s` after the first one.
+
+    In Ray's workers the main thread seldom runs Python, so a Python handler would come late: the number of the signal
+    is read from the wake-up descriptor instead, which is written to at once.
+    """
+
+    def __init__(self, preemption_s: float) -> None:
+        self._preemption_s = preemption_s
+        self._came = threading.Event()
+        self._ends_s = 0.0
+        self._ear, mouth = socket.socketpair()
+        mouth.setblocking(False)
+        self._mouth = mouth  # kept open
+        signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+        os.register_at_fork(after_in_child=_restore_sigterm)
+        threading.Thread(target=self._listen, name="notices", daemon=True).start()
+
+    def _listen(self) -> None:
+        while signal.SIGTERM not in self._ear.recv(64):
+            pass
+        self._ends_s = time.monotonic() + self._preemption_s
+        self._came.set()
+        threading.Event().wait(self._preemption_s)
+        os._exit(_EXIT_CODE)
+
+    def wait(self) -> float:
+        """Block until the notice comes; the seconds that are left then."""
+        self._came.wait()
+        return max(0.0, self._ends_s - time.monotonic())
+
+
+def _restore_sigterm() -> None:
+    """A child that the job forks ends at SIGTERM, and that is no notice to its parent."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+# --- Captured prints --------------------------------------------------------------------------------------------------
+
+
+BURST_LINES, _LINES_PER_S = 300, 10.0  # lines at once, and in the long run
+MAX_LINES = 1000  # lines that nobody has asked for, the newest
+MAX_LINE_LENGTH = 2000  # letters of a line
+_RAY_MARKERS = (":actor_name:", ":task_name:", ":job_id:")  # lines that Ray itself writes into its log files
+
+
+class PrintCapture:
+    """A text stream before another one, which remembers the lines that pass. All methods may be called at any time.
+
+    Args:
+        behind: the stream that everything is passed on to.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, behind: Any, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._behind, self._clock = behind, clock
+        self._news = threading.Condition()
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
+        self._open = ""  # of a line that is not ended yet
+        self._left_out = 0
+        self._allowed, self._allowed_s = float(BURST_LINES), clock()
+
+    @classmethod
+    def installed(cls) -> PrintCapture:
+        """The one that is this process's standard output, from now on."""
+        if not isinstance(sys.stdout, cls):
+            sys.stdout = cls(sys.stdout)
+        found: PrintCapture = sys.stdout
+        return found
+
+    def write(self, text: str) -> int:
+        """Pass text on, and keep its lines; of one that is written over (`\\r`), what stands there in the end."""
+        written: int = self._behind.write(text)
+        with self._news:
+            *ended, self._open = (self._open + text).split("\n")
+            self._open = self._open[-MAX_LINE_LENGTH:]
+            for line in ended:
+                self._add(line.rstrip("\r").rpartition("\r")[2])
+            if ended:
+                self._news.notify_all()
+        return written
+
+    def _add(self, line: str) -> None:
+        if line.startswith(_RAY_MARKERS):
+            return
+        now = self._clock()
+        self._allowed = min(self._allowed + (now - self._allowed_s) * _LINES_PER_S, float(BURST_LINES))
+        self._allowed_s = now
+        if self._allowed < 1.0:
+            self._left_out += 1
+            return
+        self._allowed -= 1.0
+        self._tell_left_out()
+        self._lines.append(line)
+
+    def _tell_left_out(self) -> None:
+        if self._left_out:
+            self._lines.append(f"... {self._left_out:,} lines are left out here; Ray's log of this process has them")
+            self._left_out = 0
+
+    def take(self, timeout_s: float) -> list[str]:
+        """Lines since the last call, printable and without secrets; waits up to `timeout_s` for the first one."""
+        with self._news:
+            self._news.wait_for(lambda: bool(self._lines), timeout_s)
+            if not timeout_s:
+                self._tell_left_out()
+            taken, self._lines = self._lines, deque(maxlen=MAX_LINES)
+        return [escape_control_characters(redact(line[:MAX_LINE_LENGTH])) for line in taken]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._behind, name)

@@ -10,7 +10,7 @@ from tests.support.driver_harness import Story
 from trainwright.core import events
 from trainwright.driver import messages as m
 from trainwright.driver.driver_state import Phase
-from trainwright.worker.interruption import thread_stacks
+from trainwright.worker.worker import thread_stacks
 
 
 def progressed(story: Story, step: int, after_s: float) -> Story:
