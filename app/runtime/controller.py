@@ -144,14 +144,14 @@ class RunController:
 
 
 class EffectExecutor:
-    """Carries out effects and collects events, on one thread: callbacks of other threads only queue.
+    """Carries out effects and collects events, on one thread: callbacks of other threads only add to the queue.
 
     Args:
-        order: what every worker gets.
+        order: configuration that every worker gets.
         ledger: the run's log.
         emit: takes each event of the run.
-        elastic: the number of workers may change.
-        fresh: the run starts again: surviving processes are ended.
+        elastic: whether the number of workers may change.
+        fresh: whether the run starts again, so that surviving processes are ended.
         room: placement of the workers; by default placement groups of Ray.
     """
 
@@ -291,7 +291,7 @@ class EffectExecutor:
 # --- Effects on the run log -------------------------------------------------------------------------------------------
 
 
-OVERDUE_S = 120.0  # of a write that is not answered, before the user is told
+OVERDUE_S = 120.0  # without an answer to a write, before the user is told
 
 
 class RunStorage:
@@ -299,8 +299,8 @@ class RunStorage:
 
     Args:
         ledger: the run's log.
-        queue: that gets the events.
-        uri: of the store, for messages.
+        queue: gets the events.
+        uri: address of the store, for messages.
         note: tells the user something.
     """
 

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class RunDriver(Protocol):
-    """Who drives a run: a session in this process, or a driver in the cluster."""
+    """The driver of a run: in this process, or in an actor of the cluster."""
 
     @property
     def store(self) -> Store:
         """Where the run lives."""
 
     def run(self) -> FinishRun:
-        """Returns when the run has ended."""
+        """Drive the run to its end."""
 
     def stop(self, now: bool = False) -> None:
         """Ask the run to end."""
@@ -40,15 +40,15 @@ class RunDriver(Protocol):
         """Write the events so far."""
 
     def listen(self, listener: EventListener) -> None:
-        """Add somebody who hears every event. Raises TrainwrightError where none can be heard."""
+        """Add a listener for every event. Raises TrainwrightError if the driver is in another process."""
 
 
 class Run:
     """A run that was started here. Everything but `wait`, `stop` and `listen` is read from storage.
 
     Attributes:
-        job: what was started.
-        plan: how it runs.
+        job: the job.
+        plan: its plan.
         signal: number of the signal that stopped it, 0 for none.
     """
 
@@ -93,7 +93,7 @@ class Run:
         self._session.stop(now)
 
     def listen(self, listener: EventListener) -> None:
-        """Let somebody hear every event, those so far first."""
+        """Add a listener for every event, those so far first."""
         self._session.listen(listener)
 
     @property
@@ -159,21 +159,21 @@ _STDERR = 2
 
 
 class _Stoppable(Protocol):
-    """What can be asked to end."""
+    """A run that can be stopped."""
 
     def stop(self, now: bool = False) -> None:
-        """Ask for the end."""
+        """Ask the run to end."""
 
 
 class _SignalHandler:
-    """Which signals came. `last` is the number of the newest one, 0 for none."""
+    """Stops a run at a signal. `last` is the number of the newest signal, 0 for none."""
 
     def __init__(self, run: _Stoppable) -> None:
         self._run = run
         self.last = 0
 
     def take(self, number: int, _frame: FrameType | None) -> None:
-        """First a checkpoint, then no more waiting; what is done is said at once."""
+        """Stop after a checkpoint, or at once at the second signal; say so."""
         self._run.stop(now=self.last != 0)
         told, self.last = SECOND_SIGNAL_TEXT if self.last else FIRST_SIGNAL_TEXT, number
         with contextlib.suppress(OSError):  # the terminal may be gone: that is why the signal came
@@ -182,7 +182,7 @@ class _SignalHandler:
 
 @contextlib.contextmanager
 def stop_on_signals(run: _Stoppable) -> Iterator[_SignalHandler]:
-    """Within it, SIGINT and SIGTERM stop the run; afterwards they are what they were.
+    """Let SIGINT and SIGTERM stop the run within a block; restore their handlers afterwards.
 
     Outside the main thread Python delivers no signals, and this does nothing.
     """
@@ -212,7 +212,7 @@ def wait_for_run(run: Run) -> None:
 def load_model(job: Job, step: int | None = None) -> Any:
     """Return the job's model with the weights of its run's newest checkpoint, or of the one at `step`.
 
-    Where the run trained several students and one alone is wanted (`StudentModels.alone`), return that student.
+    If the run trained several students and one of them is wanted (`StudentModels.alone`), return that student.
 
     Raises:
         CheckpointError: there is none, or it does not fit the model.

@@ -36,7 +36,7 @@ from trainwright.planning.decision import Decision, other_plans
 from trainwright.planning.job_description import state_relevant_fields
 from trainwright.planning.job_preparation import PreparedJob, store_metadata
 from trainwright.planning.planner import apply_plan_file
-from trainwright.ray_cluster.autoscaling import PendingNodeWatcher
+from trainwright.ray_cluster.discovery import PendingNodeWatcher
 from trainwright.ray_cluster.placement_groups import WorkerPlacement, device_names
 from trainwright.ray_cluster.ray_compat import dashboard_link
 from trainwright.storage.event_files import EventCompactor
@@ -220,20 +220,20 @@ def _spares(plan: Plan, capabilities: Capabilities) -> int:
 # --- Delivery by Ray Data ---------------------------------------------------------------------------------------------
 
 
-_WARMUP_STEPS = 10  # steps after which waiting for data is no longer that for the first of them
-_MIN_STEPS = 30  # steps whose waiting tells something
+_WARMUP_STEPS = 10  # steps whose waiting does not count, because the delivery has just started
+_MIN_STEPS = 30  # steps in the share, at least
 _MIN_WAIT_SHARE = 0.2  # share of their time
 
 
 class RayDataFeeder:
-    """Starts the feeder of a run's heavy data sets, and tells once where the steps wait for it.
+    """Starts the delivery of a run's heavy data sets, and warns once if the steps wait for it.
 
     Args:
         train, evaluate: indexes of the data sets.
-        cpus, gpus: that the workers leave.
+        cpus, gpus: resources that the workers do not use.
 
     Raises:
-        ResourceError: the transforms ask for more.
+        ResourceError: the transforms need more.
     """
 
     def __init__(self, job: Job, train: Index, evaluate: Index | None, *, cpus: float, gpus: float) -> None:
@@ -258,16 +258,16 @@ class RayDataFeeder:
 
     @property
     def train(self) -> Fetcher | None:
-        """The training set's fetcher; None where the workers read it for themselves."""
+        """The fetcher of the training set; None if the workers read it themselves."""
         return self._fetchers.get("train")
 
     @property
     def evaluate(self) -> Fetcher | None:
-        """The evaluation set's."""
+        """The fetcher of the evaluation set."""
         return self._fetchers.get("evaluate")
 
     def on(self, event: Event) -> None:
-        """Take note of what steps waited."""
+        """Note how long steps waited."""
         if isinstance(event, Steps):
             for step_s, wait_s in zip(event.step_s, event.wait_s, strict=True):
                 self._steps += 1
@@ -276,14 +276,14 @@ class RayDataFeeder:
                     self._step_s, self._wait_s = self._step_s + step_s, self._wait_s + wait_s
 
     def news(self) -> list[str]:
-        """Lines for people that were not told yet; waits for nothing."""
+        """Return new lines for the user; wait for nothing."""
         told = [self.verdict()]
-        for fetcher in list(self._fetchers.values())[:1]:  # all are of one
+        for fetcher in list(self._fetchers.values())[:1]:  # all belong to one delivery
             told += fetcher.news()
         return [line for line in told if line]
 
     def verdict(self) -> str:
-        """That steps wait for Ray Data, for which stage, and what helps; empty where they do not, or it was said."""
+        """Return a warning if steps wait for Ray Data: at which stage, and what helps. Empty after the first time."""
         share = self._wait_s / self._step_s if self._step_s > 0 else 0.0
         if self._told or "train" not in self._fetchers or self._counted < _MIN_STEPS or share < _MIN_WAIT_SHARE:
             return ""
@@ -292,14 +292,14 @@ class RayDataFeeder:
         return _bottleneck_text(share, stages) if stages else ""
 
     def close(self) -> None:
-        """End the feeder with all that it started. Safe to call twice."""
-        for fetcher in list(self._fetchers.values())[:1]:  # all are of one
+        """End the delivery with all that it started. Safe to call twice."""
+        for fetcher in list(self._fetchers.values())[:1]:  # all belong to one delivery
             fetcher.close()
         self._fetchers.clear()
 
 
 def _bottleneck_text(share: float, stages: Any) -> str:
-    """What to do where steps wait for so large a share of their time; `stages` are those of a feeder."""
+    """Return the warning for steps that wait for this share of their time; `stages` are those of a delivery."""
     slowest = max(stages, key=lambda stage: stage.seconds / stage.slots)
     at = "1 process" if slowest.slots == 1 else f"{slowest.slots} processes"
     busy = f"{slowest.name}: {at}, {formatting.percent(slowest.busy)} busy"

@@ -27,9 +27,9 @@ class RankStreams:
     """Opens streams for any data ranks.
 
     Attributes:
-        accumulation: micro-batches of a data rank; to evaluate takes no more memory than to train.
+        accumulation: micro-batches of a data rank, for evaluation too, so that it takes no more memory.
         static_shapes: see `core.group.Capabilities`.
-        quarantine, evaluate_quarantine: take samples that cannot be read, where the job goes on without them.
+        quarantine, evaluate_quarantine: take unreadable samples, if the job skips them.
     """
 
     job: Job
@@ -40,7 +40,7 @@ class RankStreams:
     evaluate_quarantine: Quarantine
 
     def training(self, feeding: FeedAssignment) -> BatchLoader:
-        """The training set's."""
+        """Return the stream of the training set."""
         job, order = self.job, self.order
         return BatchLoader(
             job.train,
@@ -56,7 +56,7 @@ class RankStreams:
         )
 
     def evaluation(self, feeding: FeedAssignment) -> BatchLoader:
-        """The evaluation set's."""
+        """Return the stream of the evaluation set."""
         job, order = self.job, self.order
         assert job.evaluate is not None, "asked for only where there is an evaluation set"
         return BatchLoader(
@@ -158,8 +158,8 @@ _FOLDER = "quarantine"
 class Quarantine:
     """Records skipped samples of one data set; `parquet(<storage>/<run>/quarantine)` reads them all.
 
-    The name of a file is that of its samples, so that those met again, by another worker or after a recovery, are there
-    once. What a call was given is stored when it returns.
+    Each file is named after its samples, so that samples that another worker skips too, or after a recovery, are stored
+    once. A call returns when its samples are stored.
 
     Args:
         data: `train` or `evaluate`.
@@ -198,23 +198,23 @@ class StepSkipper:
     """Takes the steps of one process, and counts those that change nothing.
 
     Attributes:
-        overflowed: whose gradient was too large.
-        found: whose loss was not finite.
-        told: that end the workers, as the driver found out, and how; from 0.
+        overflowed: number of steps whose gradient was too large.
+        found: (step, first data rank) of the steps whose loss was not finite.
+        told: steps (from 0) that the driver has skipped, because they end the workers, and why.
     """
 
     def __init__(self, quarantine: Quarantine) -> None:
         self._quarantine = quarantine
-        self._blank: Feed | None = None  # of weight 0, of another step than those told of
+        self._blank: Feed | None = None  # of weight 0, from a step that is not skipped
         self.overflowed = 0
         self.found: set[tuple[int, int]] = set()  # step, first data rank
         self.told: Mapping[int, str] = {}
 
     def begin(self, told: Mapping[int, str], stream: BatchLoader, step: int) -> Feed:
-        """Steps from `step` on follow; gives a feed of weight 0 whose samples are none of those told of.
+        """Start at `step`; return a feed of weight 0 without samples of skipped steps.
 
-        The worker of the first data rank records the batches of steps told of, before any is passed by: a worker that
-        dies in such a step, or the one after, leaves nothing to record.
+        The worker of the first data rank records the batches of skipped steps now: a worker that dies in such a step,
+        or in the one after, cannot record them.
         """
         blank = stream.warm_feed(step, told)
         self.told, self._blank = told, blank if told else None
@@ -224,7 +224,7 @@ class StepSkipper:
         return blank
 
     def step(self, engine: Engine, job: Job, feed: Feed) -> StepReport:
-        """One step; where the job says so, one whose loss is not finite is taken with weight 0."""
+        """Take a step; if the job says so, repeat it with weight 0 if its loss is not finite."""
         if feed.step in self.told:
             return self._pass_by(engine, feed)
         try:
@@ -244,7 +244,7 @@ class StepSkipper:
         return replace(engine.train_step(zero_weight(feed)), loss=math.nan)
 
     def _pass_by(self, engine: Engine, feed: Feed) -> StepReport:
-        """Take a step with weight 0 and without its batch, which stays in the order of the samples all the same."""
+        """Take a step with weight 0 and without its batch, which keeps its place in the sample order."""
         assert self._blank is not None, "heal comes before run"
         blank = replace(self._blank, step=feed.step, wish=feed.wish, data_ranks=feed.data_ranks)
         return replace(engine.train_step(blank), loss=math.nan)

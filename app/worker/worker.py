@@ -72,10 +72,10 @@ _REHEARSAL = Generation(token=0, number=0)  # of a spare, alone
 
 
 class Worker:
-    """The methods named after verbs run on one thread, `upload`, `keep`, `watch`, `stop` and `interrupt` on others.
+    """One rank. Methods named after verbs run on the thread of steps; `upload` to `interrupt` and `watch` on others.
 
     Args:
-        node: this process's, as the driver names it.
+        node: name of this node, as the driver knows it.
         fetch: reads from the memory of another node.
     """
 
@@ -89,7 +89,7 @@ class Worker:
         self._quarantine = Quarantine(store, order.run)
         self._evaluate_quarantine = Quarantine(store, order.run, "evaluate")
         self._records, self._meter = StepLog(), StepTimer()
-        self._wish = threading.Event()
+        self._stop_requested = threading.Event()
         self._built = False
         self._tried = False  # steps were taken of which nothing may be left
         self._seat = (-1, 0)  # rank and world size that the streams are for
@@ -103,9 +103,10 @@ class Worker:
         self._staleness: StalenessCounts | None = None  # of the last stretch of steps, where this one told of it
 
     def rehearse(self) -> None:
-        """Do alone, on the CPU, what a first step needs, so that a rank can be taken at once; nothing is trained.
-        Where a new generation needs new processes anyway, the framework's imports are all: a job that is opened may use
-        the framework, which some cannot bear before their group is formed.
+        """Warm up a standby alone, on the CPU, so that it can take a rank at once; nothing is trained.
+
+        If each rendezvous epoch needs new processes, only the framework is imported: an opened job may use it, which
+        some frameworks do not allow before their group is formed.
         """
         self._spare = True
         capabilities = self._engine.capabilities
@@ -118,7 +119,7 @@ class Worker:
         self._engine.leave()
 
     def reserve(self, wanted: ReserveRequest) -> Address:
-        """Bind a port for the generation to come; begin anew where its plan wants another layout than is built."""
+        """Bind a port for the next rendezvous epoch; start a new engine if its plan has another layout."""
         self._interruption.enter(wanted.generation)
         plan = wanted.plan or self._order.plan
         if self._tried or plan.layout != self._plan.layout:
@@ -129,7 +130,7 @@ class Worker:
         return self._engine.reserve(wanted.generation, wanted.role)
 
     def _begin_anew(self, plan: Plan) -> None:
-        """Let go of the engine with all that it holds, for another one."""
+        """Replace the engine, with all that it holds, by a new one."""
         with self._interruption.lock:
             self._engine.leave()
             self._engine = engine_class(plan)()
@@ -151,19 +152,19 @@ class Worker:
         if not self._built:
             validation = self._feeds.evaluation if self._job.evaluate is not None else None
             spec = self._job.model_spec(self._feeds.training.total_steps, self._row, validation)
-            gc.freeze()  # `leave` collects what holds the group, or the model too: 0.2 s where it looks through imports
+            gc.freeze()  # the collection in `leave` would take 0.2 s more to look through imports
             tag = self._engine.build(replace(spec, outputs=self._order.outputs), self._plan)
             self._built = True
             gc.enable()
         return tag
 
     def _row(self) -> Batch:
-        """One of the training set."""
+        """Return a row of the training set."""
         return self._order.row or first_batch(self._job.train, self._order.train, self._job.columns)
 
     @cached_property
     def _job(self) -> Job:
-        """Opened only after the engine has formed its first group."""
+        """The job, which is opened only after the engine has formed its first group."""
         return unpickle_job(self._order.job)
 
     def _open(self, rank: int, plan: Plan) -> None:
@@ -182,7 +183,7 @@ class Worker:
         return self._data
 
     def heal(self, heal: RestorePlan) -> StateTag:
-        """Bring the state to the agreed step, the stream to its cursor, and ready the group for steps."""
+        """Bring the state and the data stream to the agreed step, and warm up."""
         self._close_feeds()
         alone = self._plan.topology == "independent"
         if heal.source == "join" or (alone and self._role == "worker"):
@@ -205,11 +206,11 @@ class Worker:
         return replace(tag, step=heal.step)
 
     def load(self, checkpoint: CheckpointRef, *, weights_only: bool = True) -> StateTag:
-        """Take the state of a checkpoint: by itself enough to evaluate and predict, which needs no throwaway step."""
+        """Load a checkpoint; that is enough to evaluate and predict, without a throwaway step."""
         return self._engine.load(self._copies.checkpoint(checkpoint, weights_only=weights_only))
 
     def probe(self, wanted: ProbeRequest) -> float:
-        """Median seconds of a step under the plan: real ones on one batch, all ranks as many, after an untimed one."""
+        """Return the median seconds of a step: all ranks take the same number on one batch, after an untimed one."""
         self._close_feeds()  # they would read ahead meanwhile
         self._tried = True
         feed, begun, took = self._feeds.training.full_feed(0, self._passing.told), time.perf_counter(), list[float]()
@@ -230,7 +231,7 @@ class Worker:
         return statistics.median(took[1:])
 
     def run(self, steps: range) -> SegmentReport:
-        """Take these steps, or fewer where a wish to stop has reached every rank; what that is by role."""
+        """Take these steps, or fewer if a stop request has reached every rank."""
         stopped = finished = False
         working = self._plan.topology == "independent" and self._role == "worker"
         if working:
@@ -241,8 +242,8 @@ class Worker:
             cast(CoordinatorTopologyEngine, self._engine).follow()
         else:
             stopped, finished = self._step_together(steps.stop)
-            self._engine.verify()  # whatever follows, a checkpoint or an evaluation, is of one state
-        self._wish.clear()
+            self._engine.verify()  # checkpoints and evaluations follow: all ranks must hold the same state
+        self._stop_requested.clear()
         reached = steps.stop if working else self._step  # others may have done the last ones
         over = stopped or finished or reached >= self._feeds.training.total_steps
         return SegmentReport(
@@ -254,10 +255,10 @@ class Worker:
         )  # fmt: skip
 
     def _serve(self, until: int) -> bool:
-        """A server: let the others step. The first one tells of each step; a wish counts once it told of one."""
+        """Serve workers that step independently. The first server reports steps, and stops after one of them."""
         engine, first, stopped = cast(IndependentEngine, self._engine), self._step, False
         begun = time.perf_counter()
-        for report in engine.serve(until, lambda: self._wish.is_set() and self._step > first):
+        for report in engine.serve(until, lambda: self._stop_requested.is_set() and self._step > first):
             self._step, stopped, now = report.step, report.wish, time.perf_counter()
             self._records.add(
                 report, samples=self._feeds.training.size(report.step - 1), step_s=now - begun, wait_s=math.nan
@@ -267,7 +268,7 @@ class Worker:
         return stopped
 
     def _work(self, first: int) -> None:
-        """A worker that steps alone: one unit after the other, until the steps from `first` on are over."""
+        """Step independently: one leased unit after the other, until the steps from `first` on are over."""
         units = self._feeds.units
         assert units is not None, "this rank steps alone"
         engine = cast(IndependentEngine, self._engine)
@@ -282,13 +283,13 @@ class Worker:
             self._step = max(self._step, unit.step + unit.steps)
 
     def _step_together(self, until: int) -> tuple[bool, bool]:
-        """Whether a wish was heard, and whether nothing is left to train."""
+        """Take steps; return whether a stop request came, and whether a callback ended the training."""
         stopped = finished = False
         while self._step < until and not (stopped or finished):
             begun = time.perf_counter()
             feed = self._feeds.next(until)
             fed = time.perf_counter()
-            feed = replace(feed, wish=True) if self._wish.is_set() else feed
+            feed = replace(feed, wish=True) if self._stop_requested.is_set() else feed
             report = self._passing.step(self._engine, self._job, feed)
             self._step, stopped, finished = report.step, report.wish, report.finished
             times = {"step_s": time.perf_counter() - begun, "wait_s": fed - begun}
@@ -297,14 +298,14 @@ class Worker:
         return stopped, finished
 
     def evaluate(self, wanted: EvaluateRequest) -> MetricSums:
-        """Sums over this rank's share of the evaluation set, or over the one that it is given."""
+        """Return metric sums over this rank's share of the evaluation set, or over the requested one."""
         if wanted.feeding is None:
             return self._sums(self._feeds.evaluation())
         with self._feeds.evaluation(wanted.feeding) as feeds:
             return self._sums(feeds)
 
     def evaluate_some(self, steps: range) -> MetricSums:
-        """The same over some batches of it, which are read ahead from those that were asked for before."""
+        """Return metric sums over some batches of it; they are read ahead after the batches of the last call."""
         sums = self._sums(itertools.islice(self._feeds.evaluation_from(steps.start), len(steps)))
         self._feeds.evaluated_until(steps.stop)
         return sums
@@ -313,7 +314,7 @@ class Worker:
         return sum((self._engine.evaluate_step(feed) for feed in feeds), MetricSums())
 
     def predict(self, wanted: PredictRequest) -> tuple[Columns, ...]:
-        """The model's outputs for each feed, on the ranks that have them; nothing on the others."""
+        """Return the model's outputs for each feed, on the ranks that have them; nothing on the others."""
         return tuple(wanted.chosen(self._engine.predict_step(feed)) for feed in wanted.feeds)
 
     def snapshot(self, wanted: SnapshotRequest) -> SnapshotTaken:
@@ -329,13 +330,14 @@ class Worker:
         return self._copies.keep(order)
 
     def stop(self) -> None:
-        """Wish to stop; it travels with the next reduction, so that all ranks leave after the same step."""
-        self._wish.set()
+        """Request a stop; the next reduction carries it, so that all ranks leave after the same step."""
+        self._stop_requested.set()
 
     def interrupt(self, generation: Generation, explain: bool) -> str:
-        """Make what waits for peers of that generation raise PeerLost, or will wait for them, if the engine can.
+        """Have collectives of a rendezvous epoch raise PeerLost, now and later, if the engine can.
 
-        With `explain`, the stacks of all threads as they stood before; otherwise nothing.
+        Returns:
+            with `explain`, the stack traces of all threads before that; otherwise an empty text.
         """
         found = thread_stacks(self._stepping) if explain else ""
         self._interruption.end(generation, self._interrupt)
@@ -346,11 +348,11 @@ class Worker:
 
     @property
     def held(self) -> tuple[Plan | None, int]:
-        """The plan whose part of the state is held here, and its completed steps; None and 0 where none is."""
+        """The plan whose part of the state is held here, and its completed steps; None and 0 for none."""
         return (self._plan, self._step) if self._step and not self._tried else (None, 0)
 
     def renew(self, order: WorkerConfig, token: int) -> None:
-        """Another driver: let go of the group of the one before. Its streams are opened anew."""
+        """Obey another driver: leave the group of the previous one, and open the streams again."""
         self._order, self._seat = order, (-1, 0)
         self._interruption.end(Generation(token=token, number=0), self._interrupt)
 
@@ -361,11 +363,11 @@ class Worker:
 
     @property
     def newest(self) -> int:
-        """The newest completed step that `watch` can tell of."""
+        """The newest completed step that `watch` can report."""
         return self._records.newest
 
     def watch(self, after: int, timeout_s: float) -> Steps:
-        """Steps completed after step `after`, at most `timeout_s` later; empty when there is no news."""
+        """Return the steps completed after `after`; wait up to `timeout_s` for the first one."""
         return self._records.since(after, timeout_s)
 
     def _close_feeds(self) -> None:
@@ -377,14 +379,14 @@ class Worker:
 
 
 class Interruption:
-    """Brings interrupts to the generation that they are for, and to no other.
+    """Applies interrupts to the rendezvous epoch that they are for, and to no other.
 
-    The driver's calls and its interrupts are carried out by different threads of this process: an interrupt may come
-    before the call that it is for has begun, or when the next generation's has.
+    Calls and interrupts run on different threads: an interrupt may come before the call that it is for has started, or
+    after the next epoch has.
 
     Attributes:
-        lock: held while an engine is interrupted; hold it to exchange the engine.
-        current: the generation that this rank takes part in, or took part in last.
+        lock: held while an engine is interrupted; hold it to replace the engine.
+        current: the epoch that this rank takes part in, or took part in last.
     """
 
     def __init__(self) -> None:
@@ -392,7 +394,7 @@ class Interruption:
         self.current = self._over = Generation(token=-1, number=0)
 
     def enter(self, generation: Generation) -> None:
-        """Take part in a generation from now on. Raises PeerLost where it is over already."""
+        """Take part in a rendezvous epoch from now on. Raises PeerLost if it is over already."""
         with self.lock:
             self.current = generation
             if generation <= self._over:
@@ -402,7 +404,7 @@ class Interruption:
                 )
 
     def end(self, generation: Generation, interrupt: Callable[[], object]) -> None:
-        """A generation is over, and so are those before it: call `interrupt` where this rank takes part in one."""
+        """End a rendezvous epoch and those before it: call `interrupt` if this rank takes part in one."""
         with self.lock:
             self._over = max(self._over, generation)
             if self.current <= generation:
@@ -416,10 +418,10 @@ _MAX_STACK_CHARACTERS = 16_000
 
 
 def thread_stacks(first: int | None = None) -> str:
-    """The Python stacks of all threads but the caller's, the most recent call last.
+    """Return the Python stacks of all threads but the caller's, the most recent call last.
 
     Args:
-        first: ident of the thread to begin with.
+        first: ident of the thread whose stack comes first.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
@@ -447,7 +449,7 @@ class _Record:
 
 
 class StepLog:
-    """A bounded queue between the thread that steps and the one that is watched."""
+    """A rank's completed steps, until the driver polls them; bounded. For the thread of steps and that of `watch`."""
 
     def __init__(self) -> None:
         self._news = threading.Condition()
@@ -456,7 +458,7 @@ class StepLog:
         self._own_s: deque[float] = deque(maxlen=MEDIAN_STEPS)
 
     def begin(self, generation: int, step: int) -> None:
-        """A generation starts at `step`; steps after it that an older one completed will be done again."""
+        """Start a rendezvous epoch at `step`; steps after it will be done again."""
         with self._news:
             self._generation = generation
             self._own_s.clear()
@@ -473,17 +475,17 @@ class StepLog:
 
     @property
     def newest(self) -> int:
-        """The last completed step that is recorded; 0 before there is one."""
+        """The last recorded step; 0 before there is one."""
         with self._news:
             return self._records[-1].report.step if self._records else 0
 
     @property
     def own_s(self) -> float | None:
-        """Median seconds of this rank's own part of its last steps; None before there are enough, or none is known."""
+        """Median seconds of this rank's own part of its last steps; None for too few steps."""
         return median(self._own_s) if len(self._own_s) == MEDIAN_STEPS else None
 
     def since(self, after: int, timeout_s: float) -> Steps:
-        """Steps after `after`; waits up to `timeout_s` for the first one."""
+        """Return the steps after `after`; wait up to `timeout_s` for the first one."""
         with self._news:
             self._news.wait_for(lambda: bool(self._records) and self._records[-1].report.step > after, timeout_s)
             told = [*takewhile(lambda item: item.report.step > after, reversed(self._records))][::-1]
@@ -508,7 +510,7 @@ _MIN_TIMED_STEPS = 20
 
 
 class StepTimer:
-    """One thread's. Phases are of one generation, the average of the noise lives as long as the process."""
+    """Phase times of one rendezvous epoch, and the noise scale of the whole process. For one thread."""
 
     def __init__(self) -> None:
         self._average = NoiseScaleAverage()
@@ -517,18 +519,18 @@ class StepTimer:
         )  # phases, step_s, wait_s
 
     def begin(self) -> None:
-        """A generation starts."""
+        """Start a rendezvous epoch."""
         self._steps.clear()
 
     def add(self, report: StepReport, *, step_s: float, wait_s: float) -> None:
-        """Take one step, of which so many seconds waited for data."""
+        """Note one step, which waited `wait_s` for data."""
         if report.scatter is not None:
             self._average.add(report.scatter)
         if report.phases is not None:
             self._steps.append((report.phases, step_s, wait_s))
 
     def phases(self, *, last: bool) -> PhaseTimes | None:
-        """Medians since they were told last; None where too few steps were timed, unless they are the run's `last`."""
+        """Return medians since the last call; None for too few steps, unless they are the `last` of the run."""
         if len(self._steps) < (1 if last else _MIN_TIMED_STEPS):
             return None
         names = self._steps[-1][0].keys()
@@ -540,10 +542,10 @@ class StepTimer:
 
     @property
     def sampled(self) -> int:
-        """Steps whose gradients were looked at."""
+        """Steps whose gradients were sampled."""
         return self._average.count
 
     @property
     def noise(self) -> NoiseScale | None:
-        """The gradient noise scale; None while it cannot be trusted."""
+        """The gradient noise scale; None while it is not reliable."""
         return self._average.noise()
