@@ -135,7 +135,7 @@ def fit(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: b
     Raises:
         TrainwrightError: the run could not start, or failed; the first failing rank's own error.
     """
-    from trainwright.runtime.launch import wait_for_run
+    from trainwright.runtime.run_handle import wait_for_run
 
     run = start(job, resume=resume, fresh=fresh, verbose=verbose)
     wait_for_run(run)
@@ -309,9 +309,9 @@ def load_model(job: Job | str, *, step: int | None = None) -> Any:
     Raises:
         TrainwrightError: there is no checkpoint, or it does not fit the model.
     """
-    from trainwright.runtime import model_loading
+    from trainwright.runtime import run_handle
 
-    return model_loading.load_model(_job(job), step)
+    return run_handle.load_model(_job(job), step)
 
 
 def export(job: Job | str, path: str, *, step: int | None = None) -> str:
@@ -321,9 +321,9 @@ def export(job: Job | str, path: str, *, step: int | None = None) -> str:
     Raises:
         TrainwrightError: there is no checkpoint, it does not fit the model, or the path's ending names no form.
     """
-    from trainwright.runtime import model_loading
+    from trainwright.runtime import run_handle
 
-    return model_loading.export(_job(job), path, step)
+    return run_handle.export(_job(job), path, step)
 
 
 def chaos(

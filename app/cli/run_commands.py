@@ -321,7 +321,7 @@ def _trained(file: str, overrides: list[str] | None, student: str | None) -> Any
 
 def _print_result(run: Any, file: str, overrides: list[str]) -> None:
     """Print where the results are, and how to use the model."""
-    from trainwright.runtime.model_loading import loading_code
+    from trainwright.runtime.run_handle import loading_code
 
     _print_result_lines(run, loading_code(file, overrides), _command_arguments(file, overrides))
 

@@ -20,8 +20,8 @@ from trainwright.distillation.teacher_delivery import choose_delivery, record_de
 from trainwright.distillation.trained_student import Student, students_of
 from trainwright.reporting.html import write_report
 from trainwright.reporting.scorecard import Scorecard
-from trainwright.runtime.launch import prepare_run, wait_for_run
-from trainwright.runtime.run_handle import Run, RunDriver
+from trainwright.runtime.launch import prepare_run
+from trainwright.runtime.run_handle import Run, RunDriver, wait_for_run
 from trainwright.storage.checkpoint_selection import find_checkpoint
 from trainwright.storage.event_files import append_event
 

@@ -17,8 +17,8 @@ from trainwright.distillation.distillation_spec import JOB_FIELDS, STUDENT, Dist
 from trainwright.distillation.distilled_run import run_distillation
 from trainwright.distillation.trained_student import trained_student
 from trainwright.reporting.progress_bar import print_status
-from trainwright.runtime.launch import prepare_run, wait_for_run
-from trainwright.runtime.run_handle import Run
+from trainwright.runtime.launch import prepare_run
+from trainwright.runtime.run_handle import Run, wait_for_run
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import RunLog
 

@@ -13,7 +13,7 @@ from trainwright.distillation.teacher_model import teacher_backend_of
 from trainwright.inference import batch_inference, model_evaluation
 from trainwright.inference.prediction_worker import CheckpointWeights
 from trainwright.planning.profiler import profiler_of
-from trainwright.runtime import model_loading
+from trainwright.runtime import run_handle
 from trainwright.storage.checkpoint_selection import find_checkpoint
 from trainwright.strategies.distillation.multi_student import StudentModels, unwrap_student
 
@@ -44,11 +44,11 @@ class Student:
 
     def load_model(self, *, step: int | None = None) -> Any:
         """See `tw.load_model`."""
-        return model_loading.load_model(self.job, step)
+        return run_handle.load_model(self.job, step)
 
     def export(self, path: str, *, step: int | None = None) -> str:
         """See `tw.export`."""
-        return model_loading.export(self.job, path, step)
+        return run_handle.export(self.job, path, step)
 
     def evaluate(self, *, step: int | None = None, here: bool = False, verbose: bool = False) -> dict[str, float]:
         """Return the student's own loss and metrics, without those of the teachers; see `tw.evaluate`."""

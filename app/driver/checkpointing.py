@@ -3,14 +3,14 @@
 An upload continues after the rendezvous epoch that started it, as long as the processes that owe its files live. It
 remains a valid state of the run, even if the ranks were restored to an earlier step.
 
-One in-memory checkpoint is complete at any time, and a second may be under way; it is complete when each rank has
-written its files. None are taken if each piece is on two nodes anyway, in processes that survive a failure.
+At most one in-memory checkpoint is complete, and one more may be under way. It is complete when each rank has written
+its files. None are taken if each piece of the state is on two nodes, in processes that survive a failure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Literal
@@ -20,13 +20,51 @@ from trainwright.core.errors import StorageError, WorkerLost
 from trainwright.core.events import Checkpointed, CheckpointSkipped, Kept, Noted
 from trainwright.core.topology import RestartMode, StateTag
 from trainwright.driver import messages as m
-from trainwright.driver.driver_state import CheckpointUpload, DriverState, MemoryCopy, Phase, Transition
+from trainwright.driver.driver_state import CheckpointUpload, DriverState, GroupMember, MemoryCopy, Phase, Transition
 from trainwright.driver.persistent_collections import PersistentSet
 from trainwright.driver.run_policy import RunPolicy
 
 
+def on_lease_acquired(turn: Transition, event: m.LeaseAcquired) -> None:
+    """Note the checkpoints that the run has already."""
+    turn.change(
+        head=event.head, older=event.older, saved_s=turn.now_s,
+        kept=event.kept, versions=event.kept.version if event.kept else 0,
+    )  # fmt: skip
+
+
+def on_state_restored(turn: Transition, tags: Mapping[int, StateTag]) -> None:
+    """Choose the ranks that write checkpoints, once all ranks are restored."""
+    state = turn.state
+    assert state.epoch.heal is not None, "there is a restore plan"
+    nodes = [member.node for member in state.membership.members]
+    turn.change(
+        writers=choose_writers(tags),
+        keepers=() if state.memory.keep_off else choose_memory_copy_ranks(tags, nodes, state.settings.world.reform),
+        kept_s=turn.now_s if state.epoch.heal.source != "keeper" else state.memory.kept_s,
+        layout=tags[0].layout,
+        considered=-1,
+    )
+
+
+def piece_holders(
+    held: Mapping[int, StateTag] | Mapping[int, GroupMember], ranks: Iterable[int] | None = None
+) -> dict[str, int]:
+    """Return the lowest rank that holds each piece of the state, by piece; of these `ranks`, or of all."""
+    holders: dict[str, int] = {}
+    for rank in sorted(held if ranks is None else ranks):
+        for piece in held[rank].pieces:
+            holders.setdefault(piece, rank)
+    return holders
+
+
+def choose_writers(held: Mapping[int, StateTag] | Mapping[int, GroupMember]) -> tuple[int, ...]:
+    """Return the ranks that write a checkpoint: the lowest that holds each piece. Rank 0 alone for replicas."""
+    return tuple(sorted(set(piece_holders(held).values())))
+
+
 def wants_checkpoint(state: DriverState, now_s: float) -> bool:
-    """Whether the ranks, idle at `driver_state.step`, are to be copied into storage now."""
+    """Whether a checkpoint of the current step is to be written now."""
     upload, step = state.checkpoints.upload, state.position.step
     if state.committed >= step or upload is not None:
         return False
@@ -39,43 +77,38 @@ def wants_checkpoint(state: DriverState, now_s: float) -> bool:
 
 
 def skip_if_upload_runs(turn: Transition) -> None:
-    """Let a checkpoint that falls due go while another is on its way, unless it is the last one."""
-    state = turn.state
-    due = (
-        checkpoint_due(state.settings, state.position.step)
-        and state.checkpoints.considered != state.position.step
-        and not state.ending
-    )
-    if (
-        due
-        and state.checkpoints.upload is not None
-        and state.checkpoints.upload.step != state.position.step
-        and state.committed < state.position.step
-    ):
-        turn.change(considered=state.position.step)
-        reason = f"the checkpoint of step {state.checkpoints.upload.step} is still being written"
-        turn.emit(CheckpointSkipped(step=state.position.step, reason=reason))
+    """Skip a checkpoint that is due while another is being uploaded, unless it is the last one."""
+    checkpoints, step = turn.state.checkpoints, turn.state.position.step
+    if checkpoints.upload is None or checkpoints.upload.step == step or turn.state.committed >= step:
+        return
+    if checkpoint_due(turn.settings, step) and checkpoints.considered != step and not turn.state.ending:
+        turn.change(considered=step)
+        reason = f"the checkpoint of step {checkpoints.upload.step} is still being written"
+        turn.emit(CheckpointSkipped(step=step, reason=reason))
 
 
-def take_snapshot(turn: Transition, *verbs: Literal["upload", "keep"]) -> None:
-    """Take a snapshot of the pieces on the ranks that write to the store, to memory, or to both."""
+def take_snapshot(turn: Transition, *verbs: Literal["upload", "keep"], writers: tuple[int, ...] | None = None) -> None:
+    """Copy the state on the ranks that write to the store, to memory, or to both; `writers` replaces the first ones."""
+    if writers is not None:
+        turn.change(writers=writers)
     state = turn.state
     ranks = {"upload": frozenset(state.checkpoints.writers), "keep": frozenset(state.memory.keepers)}
     copying = sorted({rank for verb in verbs for rank in ranks[verb]})
     workers = [state.membership.members[rank].worker for rank in copying]
-    turn.enter(Phase.SNAPSHOTTING, awaiting=PersistentSet(workers), copying=verbs)
+    turn.enter(Phase.SNAPSHOTTING, copying=verbs)
+    turn.await_workers(workers)
     for rank, worker in zip(copying, workers, strict=True):
         own = tuple(verb for verb in verbs if rank in ranks[verb])
         turn.call([worker], "snapshot", m.SnapshotRequest(step=state.position.step, verbs=own))
-    turn.arm("hang", hang_deadline_s(state))
+    turn.arm("hang", state.hang_deadline_s)
 
 
 def on_snapshots_taken(turn: Transition) -> None:
-    """All pieces are copied: have them stored, and let the ranks go on."""
+    """Have the copies stored while the ranks continue."""
     state = turn.state
     copies: Mapping[int, m.SnapshotTaken] = state.answers
     assert all(copy.step == state.position.step for copy in copies.values()), "copies of another step"
-    turn.change(phase=Phase.READY)
+    turn.enter(Phase.READY)
     if "upload" in state.checkpoints.copying:
         _begin_upload(turn, [copies[rank] for rank in state.checkpoints.writers])
     if "keep" in state.checkpoints.copying:
@@ -83,47 +116,39 @@ def on_snapshots_taken(turn: Transition) -> None:
 
 
 def _begin_upload(turn: Transition, copies: Sequence[m.SnapshotTaken]) -> None:
-    state = turn.state
-    path = checkpoint_path(
-        state.position.step,
-        state.epoch.generation.token,
-        0 if state.position.step > state.checkpoints.named else state.checkpoints.uploads,
-    )
-    workers = [state.membership.members[rank].worker for rank in state.checkpoints.writers]
+    state, checkpoints, step = turn.state, turn.state.checkpoints, turn.state.position.step
+    again = 0 if step > checkpoints.named else checkpoints.uploads
+    workers = [state.membership.members[rank].worker for rank in checkpoints.writers]
     upload = CheckpointUpload(
-        step=state.position.step,
-        path=path,
+        step=step,
+        path=checkpoint_path(step, state.epoch.generation.token, again),
         owing=PersistentSet(workers),
         generation=state.epoch.generation,
         size_bytes=sum(copy.size_bytes for copy in copies),
         blocked_s=max(copy.blocked_s for copy in copies),
         started_s=turn.now_s,
     )
-    named = max(state.checkpoints.named, state.position.step)
     turn.change(
-        upload=upload, uploads=state.checkpoints.uploads + 1, named=named,
-        considered=state.position.step, saved_s=turn.now_s,
-        saving_s=upload.blocked_s,
+        upload=upload, uploads=checkpoints.uploads + 1, named=max(checkpoints.named, step),
+        considered=step, saved_s=turn.now_s, saving_s=upload.blocked_s,
     )  # fmt: skip
-    turn.call(workers, "upload", path)
+    turn.call(workers, "upload", upload.path)
 
 
 def on_upload_returned(turn: Transition, event: m.CallReturned) -> None:
-    """One writer's files are stored; after the last one the checkpoint is named."""
+    """Note the stored files of one writer; commit the checkpoint after the last one."""
     upload = _current_upload(turn)
-    turn.change(
-        upload=replace(upload, owing=upload.owing - {event.worker}, files=upload.files + tuple(event.value)),
-    )
+    turn.change(upload=replace(upload, owing=upload.owing - {event.worker}, files=upload.files + tuple(event.value)))
     _commit_if_complete(turn)
 
 
 def on_upload_raised(turn: Transition, event: m.CallRaised) -> None:
-    """One writer could not store its files: this checkpoint will not be."""
+    """Give up a checkpoint of which one writer could not store its files."""
     drop_upload_workers(turn, frozenset({event.worker}), event.failure.error)
 
 
 def drop_upload_workers(turn: Transition, workers: frozenset[int], trouble: Exception | None = None) -> None:
-    """These workers will bring no more files; nothing to do where they owe none."""
+    """Give up a checkpoint of which these workers owe files, because they will deliver none."""
     upload = turn.state.checkpoints.upload
     if upload is None or not upload.owing & workers:
         return
@@ -133,7 +158,7 @@ def drop_upload_workers(turn: Transition, workers: frozenset[int], trouble: Exce
 
 
 def on_committed(turn: Transition, event: m.CheckpointCommitted) -> None:
-    """The log names the checkpoint."""
+    """Note that the run log names the checkpoint."""
     upload = _current_upload(turn)
     assert event.checkpoint.path == upload.path, "the answer to another commit"
     turn.change(head=event.checkpoint, older=event.older, attempts=0, upload_s=turn.now_s - upload.started_s)
@@ -150,17 +175,24 @@ def on_committed(turn: Transition, event: m.CheckpointCommitted) -> None:
 
 
 def on_commit_failed(turn: Transition, event: m.CommitFailed) -> None:
-    """The log could not be written: this checkpoint is not."""
+    """Give up a checkpoint that the run log does not name, because it could not be written."""
     turn.change(upload=replace(_current_upload(turn), trouble=event.error))
     _skip_checkpoint(turn)
 
 
 def abandon_upload(turn: Transition, reason: str) -> None:
-    """Stop waiting for files. A commit under way is always waited for, so that the log's entries come in order."""
+    """Stop waiting for files. A commit under way is always waited for, so that entries of the log stay in order."""
+    turn.change(considered=turn.state.position.step)  # its writers may still be busy: do not try this step again
     upload = turn.state.checkpoints.upload
     if upload is not None and not upload.committing:
         turn.change(upload=replace(upload, owing=PersistentSet(), trouble=StorageError(reason)))
         _skip_checkpoint(turn)
+
+
+def drop_damaged_head(turn: Transition) -> None:
+    """Take the checkpoint before the newest one, which is damaged, as the newest."""
+    *older, head = turn.state.checkpoints.older
+    turn.change(head=head, older=tuple(older))
 
 
 def _commit_if_complete(turn: Transition) -> None:
@@ -181,7 +213,7 @@ def _commit_if_complete(turn: Transition) -> None:
 
 
 def _skip_checkpoint(turn: Transition) -> None:
-    """The upload failed. It counts as an attempt where the run waits for it and storage is the cause."""
+    """Report a failed upload. It counts as an attempt if the run waits for it and storage is the cause."""
     upload, state = _current_upload(turn), turn.state
     needed = state.phase is Phase.WAITING and state.ending and upload.step == state.position.step
     if needed and not isinstance(upload.trouble, WorkerLost):
@@ -195,12 +227,12 @@ def _end_upload(turn: Transition) -> None:
     turn.disarm("upload")
     turn.change(upload=None)
     if turn.state.phase is Phase.WAITING:
-        turn.change(phase=Phase.READY)
+        turn.enter(Phase.READY)
 
 
 def _current_upload(turn: Transition) -> CheckpointUpload:
     upload = turn.state.checkpoints.upload
-    assert upload is not None, "no upload is on its way"
+    assert upload is not None, "nothing is being uploaded"
     return upload
 
 
@@ -219,15 +251,15 @@ TOKEN_BITS = 32  # a later driver's versions are higher
 def choose_memory_copy_ranks(
     tags: Mapping[int, StateTag], nodes: Sequence[str], reform: RestartMode
 ) -> tuple[int, ...]:
-    """The ranks that copy what they hold: for each piece the lowest holder on each of two nodes, where there are two.
+    """Return the ranks that copy what they hold: the lowest holder of each piece on each of two nodes, if possible.
 
-    None where each piece lives on two nodes, in processes that survive; a copy of some pieces alone is of no use.
+    Return none if each piece is on two nodes, in processes that survive a failure. A copy of some pieces is useless.
 
     Args:
         tags: what each rank holds, by rank.
-        nodes: by rank.
+        nodes: name of the node of each rank.
     """
-    holders: dict[str, dict[str, int]] = {}  # the lowest on each node, by piece
+    holders: dict[str, dict[str, int]] = {}  # the lowest rank on each node, by piece
     for rank in sorted(tags):
         for piece in tags[rank].pieces:
             holders.setdefault(piece, {}).setdefault(nodes[rank], rank)
@@ -237,7 +269,7 @@ def choose_memory_copy_ranks(
 
 
 def wants_memory_copy(state: DriverState, now_s: float) -> bool:
-    """Whether the ranks, idle at `driver_state.step`, are to be copied into memory now."""
+    """Whether the current step is to be copied into memory now."""
     interval_s = _memory_copy_interval_s(state)
     if interval_s is None or state.memory.keeping is not None or state.ending:
         return False
@@ -245,7 +277,6 @@ def wants_memory_copy(state: DriverState, now_s: float) -> bool:
 
 
 def _begin_memory_copy(turn: Transition, copies: Mapping[int, m.SnapshotTaken]) -> None:
-    """Write the snapshot to the nodes' memory, while the ranks continue."""
     state = turn.state
     workers = [state.membership.members[rank].worker for rank in state.memory.keepers]
     keeping = MemoryCopy(
@@ -263,15 +294,15 @@ def _begin_memory_copy(turn: Transition, copies: Mapping[int, m.SnapshotTaken]) 
 
 def on_memory_copy_returned(turn: Transition, event: m.CallReturned) -> None:
     """Note one rank's files in memory; the copy is complete after the last one."""
-    state = turn.state
-    node = state.membership.members[state.membership.rank_of[event.worker]].node
+    membership, keeping = turn.state.membership, _current_memory_copy(turn.state)
+    node = membership.members[membership.rank_of[event.worker]].node
     files = tuple(m.NodeMemoryFile(node=node, file=file) for file in event.value)
-    turn.change(keeping=replace(_current_memory_copy(state), files=_current_memory_copy(state).files + files))
+    turn.change(keeping=replace(keeping, files=keeping.files + files))
     _drop_memory_copy_owing(turn, frozenset({event.worker}))
 
 
 def drop_memory_copy_workers(turn: Transition, workers: frozenset[int]) -> None:
-    """These workers will deliver nothing more: the version on its way will not be."""
+    """Give up an in-memory copy of which these workers owe files, because they will deliver none."""
     keeping = turn.state.memory.keeping
     if keeping is not None and keeping.owing & workers:
         turn.change(keeping=replace(keeping, spoiled=True))
@@ -279,7 +310,7 @@ def drop_memory_copy_workers(turn: Transition, workers: frozenset[int]) -> None:
 
 
 def discard_memory_copies_from(turn: Transition, step: int) -> None:
-    """No copy that holds this step is to be used, by this driver or one after it."""
+    """Use no in-memory copy of this step or later, in this driver or in the next."""
     kept, keeping = turn.state.memory.kept, turn.state.memory.keeping
     if kept is not None and kept.step >= step:
         turn.change(kept=None)
@@ -288,8 +319,13 @@ def discard_memory_copies_from(turn: Transition, step: int) -> None:
         turn.change(keeping=replace(keeping, spoiled=True))
 
 
+def forget_memory_checkpoint(turn: Transition) -> None:
+    """Do not restore from the in-memory checkpoint again, because a worker could not read it."""
+    turn.change(kept=None)
+
+
 def on_memory_copy_refused(turn: Transition, event: m.CallRaised) -> None:
-    """Stop in-memory checkpoints, because a node has no memory for one, and tell the user."""
+    """Stop in-memory checkpoints, because a node has no memory for one."""
     turn.change(keepers=(), keep_off=True)
     turn.emit(Noted(text=f"no more copies of the state are kept in memory: {event.failure.error}"))
     drop_memory_copy_workers(turn, frozenset({event.worker}))
@@ -315,45 +351,40 @@ def _drop_memory_copy_owing(turn: Transition, workers: frozenset[int]) -> None:
 
 
 def _current_memory_copy(state: DriverState) -> MemoryCopy:
-    assert state.memory.keeping is not None, "nothing is being kept"
+    assert state.memory.keeping is not None, "nothing is being copied into memory"
     return state.memory.keeping
 
 
 # --- Milestones -------------------------------------------------------------------------------------------------------
 
 
-_RECHECK_S = 1.0  # to look again while one is on its way
-_MEMORY_COPY_SHARE = 0.01  # of the time, for copies in memory
+_RECHECK_S = 1.0  # before the next look, while a copy is under way
+_MEMORY_COPY_SHARE = 0.01  # of the time, at most, for copies in memory
 MIN_CHECKPOINT_INTERVAL_S, _SECONDS_PER_HOUR, ASSUMED_UPTIME_S = 10.0, 3600.0, 86400.0
-HANG_FACTOR = 30.0  # times the longest wait so far
-MIN_HANG_DEADLINE_S, _MAX_HANG_DEADLINE_S = (
-    120.0,
-    900.0,
-)  # a store that is slow is read again for a minute, and that is no hang
 
 
 def checkpoint_due(settings: RunPolicy, step: int) -> bool:
-    """Whether a checkpoint belongs to this many completed steps."""
+    """Whether a checkpoint is due after this many completed steps."""
     if settings.saving.checkpoint_auto:
         return step >= settings.length.total_steps
     return _is_multiple_reached(settings, step, _checkpoint_steps(settings))
 
 
 def evaluation_due(settings: RunPolicy, step: int) -> bool:
-    """Whether an evaluation belongs to this many completed steps."""
+    """Whether an evaluation is due after this many completed steps."""
     every = settings.length.evaluate_steps
     return every is not None and _is_multiple_reached(settings, step, every)
 
 
 def _is_multiple_reached(settings: RunPolicy, step: int, every: int) -> bool:
-    """Whether a multiple of `every` was reached in the last stride, or the end."""
+    """Whether the last stride reached a multiple of `every`, or the end."""
     return step > 0 and (
         step // every > (step - settings.length.stride) // every or step >= settings.length.total_steps
     )
 
 
 def next_milestone(settings: RunPolicy, step: int) -> int:
-    """The first step after `step` at which anything is due, at most the last one."""
+    """Return the first step after `step` at which something is due, at most the last step."""
     intervals = [settings.length.total_steps if settings.saving.checkpoint_auto else _checkpoint_steps(settings)]
     if settings.length.evaluate_steps is not None:
         intervals.append(settings.length.evaluate_steps)
@@ -362,7 +393,7 @@ def next_milestone(settings: RunPolicy, step: int) -> int:
 
 
 def _memory_copy_interval_s(state: DriverState) -> float | None:
-    """Seconds between copies of the state in memory: as wanted, but for at most a hundredth of the time."""
+    """Seconds between copies in memory: as the job wants, but they may take a hundredth of the time at most."""
     least_s = state.settings.saving.keep_s
     if least_s is None or state.memory.keep_off or not state.memory.keepers:
         return None
@@ -370,32 +401,28 @@ def _memory_copy_interval_s(state: DriverState) -> float | None:
 
 
 def checkpoint_interval_s(state: DriverState) -> float | None:
-    """Seconds between checkpoints where time decides: sqrt(2 x cost x mean time between failures) (Young, 1974).
+    """Return the seconds between checkpoints: sqrt(2 x cost x mean time between failures) (Young, 1974).
 
-    The cost is what the steps lost to the last checkpoint, and no upload begins before twice the time of the last one
-    has passed. The rate of failures is that of the last hour, at least one a day.
+    The cost is the time that the last checkpoint blocked the steps. The interval is at least twice the time of the last
+    upload. The rate of failures is that of the last hour, at least one a day. None: checkpoints come by steps.
     """
     if not state.settings.saving.checkpoint_auto:
         return None
     if not state.checkpoints.saving_s:
         return MIN_CHECKPOINT_INTERVAL_S
-    between_s = (
-        min(ASSUMED_UPTIME_S, _SECONDS_PER_HOUR / len(state.recovery.failed_s))
-        if state.recovery.failed_s
-        else ASSUMED_UPTIME_S
-    )
-    return max(
-        math.sqrt(2 * state.checkpoints.saving_s * between_s), 2 * state.checkpoints.upload_s, MIN_CHECKPOINT_INTERVAL_S
-    )
+    failures = len(state.recovery.failed_s)
+    between_s = min(ASSUMED_UPTIME_S, _SECONDS_PER_HOUR / failures) if failures else ASSUMED_UPTIME_S
+    young_s = math.sqrt(2 * state.checkpoints.saving_s * between_s)
+    return max(young_s, 2 * state.checkpoints.upload_s, MIN_CHECKPOINT_INTERVAL_S)
 
 
 def is_copy_due(state: DriverState, now_s: float) -> bool:
-    """Whether the time for a copy in memory or in storage has come, and none of its kind is on its way."""
+    """Whether it is time for a copy in memory or a checkpoint, and none of its kind is under way."""
     return any(idle and due_s <= now_s for idle, due_s in _timed_copies(state))
 
 
 def seconds_until_copy(state: DriverState, now_s: float) -> float | None:
-    """Seconds until the ranks may have to pause for a copy that is due by time; None for never."""
+    """Return the seconds until the ranks may have to pause for a copy that is due by time; None for never."""
     copies = _timed_copies(state)
     if not copies:
         return None
@@ -403,28 +430,14 @@ def seconds_until_copy(state: DriverState, now_s: float) -> float | None:
 
 
 def _timed_copies(state: DriverState) -> list[tuple[bool, float]]:
-    """Of those that come by time: whether none is on its way, and when the next is due."""
+    """For each kind of copy that comes by time: whether none is under way, and when the next is due."""
     keep_s, checkpoint_s = _memory_copy_interval_s(state), checkpoint_interval_s(state)
-    keep = [(state.memory.keeping is None, state.memory.kept_s + keep_s)] if keep_s is not None else []
-    checkpoint = (
-        [(state.checkpoints.upload is None, state.checkpoints.saved_s + checkpoint_s)]
-        if checkpoint_s is not None
-        else []
-    )
-    return keep + checkpoint
-
-
-def hang_deadline_s(state: DriverState) -> float:
-    """Seconds without a completed step that are a hang: as the job says, or many times the longest wait so far.
-
-    Before the first step, which may compile, and for evaluations nothing is known: a quarter of an hour.
-    """
-    given = state.settings.deadlines.hang_deadline_s
-    if given is not None:
-        return given
-    if state.phase is Phase.EVALUATING or not state.segment.longest_s:
-        return _MAX_HANG_DEADLINE_S
-    return min(max(HANG_FACTOR * state.segment.longest_s, MIN_HANG_DEADLINE_S), _MAX_HANG_DEADLINE_S)
+    copies = []
+    if keep_s is not None:
+        copies.append((state.memory.keeping is None, state.memory.kept_s + keep_s))
+    if checkpoint_s is not None:
+        copies.append((state.checkpoints.upload is None, state.checkpoints.saved_s + checkpoint_s))
+    return copies
 
 
 def _checkpoint_steps(settings: RunPolicy) -> int:

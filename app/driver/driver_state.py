@@ -1,8 +1,12 @@
-"""The driver's state, immutable and in parts, and the draft of one decision (`Transition`)."""
+"""The driver's state, immutable and in parts, and the draft of one decision (`Transition`).
+
+One module writes each part of the state; `tests/unit/test_state_owners.py` checks it. Other modules change a part by
+calling a function of its owner, or a method of `Transition`, which owns the general fields, the position and the end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal
@@ -33,13 +37,13 @@ from trainwright.driver.run_policy import RunPolicy
 class Phase(Enum):
     """What the workers do, as far as the driver knows.
 
-    An unbroken run goes ACQUIRING, GATHERING, RESERVING, FORMING, HEALING, then RUNNING, SNAPSHOTTING and EVALUATING as
-    the milestones want, WAITING for the last upload, CLOSING, RELEASING, FINISHED. Every failure leads to GATHERING;
-    so does PROBING, which follows HEALING under each plan that is to be measured.
+    A run without failures goes through ACQUIRING, GATHERING, RESERVING, FORMING and HEALING. RUNNING, SNAPSHOTTING and
+    EVALUATING alternate until the last step. WAITING, CLOSING, RELEASING and FINISHED end the run. Each failure leads
+    to GATHERING; so does PROBING, which follows HEALING under each plan that is measured.
     """
 
     ACQUIRING = "acquiring"
-    GATHERING = "gathering"  # processes start, survivors let go of the old group
+    GATHERING = "gathering"  # processes start, survivors leave the old group
     RESERVING = "reserving"
     FORMING = "forming"
     HEALING = "healing"
@@ -48,7 +52,7 @@ class Phase(Enum):
     RUNNING = "running"
     SNAPSHOTTING = "snapshotting"
     EVALUATING = "evaluating"
-    WAITING = "waiting"  # nothing is left to do but to make the last step durable
+    WAITING = "waiting"  # the ranks are idle until an upload ends
     CLOSING = "closing"  # the outcome is decided, an upload may still end
     RELEASING = "releasing"
     FINISHED = "finished"
@@ -59,6 +63,9 @@ class Phase(Enum):
 STEADY_PHASES = frozenset({Phase.RUNNING, Phase.SNAPSHOTTING, Phase.EVALUATING, Phase.READY, Phase.WAITING})
 RECOVERY_PHASES = frozenset({Phase.GATHERING, Phase.RESERVING, Phase.FORMING, Phase.HEALING, Phase.PROBING})
 _NO_GENERATION = Generation(token=0, number=0)
+HANG_FACTOR = 30.0  # times the longest wait so far
+MIN_HANG_DEADLINE_S = 120.0  # reads from a slow store are repeated for a minute, which is no hang
+_MAX_HANG_DEADLINE_S = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +75,8 @@ class GroupMember:
     Attributes:
         slot: its worker slot.
         home: Ray's id of the node.
-        told: it knows its rank.
-        fresh: its first rendezvous is not complete yet.
+        told: whether it knows its rank.
+        fresh: whether its first rendezvous is still incomplete.
         pieces: pieces of the state that it held after the last rendezvous.
         part: number of the replica's part that these pieces are; -1 for none.
     """
@@ -86,9 +93,9 @@ class GroupMember:
 
 @dataclass(frozen=True, kw_only=True)
 class StandbyWorker:
-    """A process that waits for a rank. It is `ready` once it is warm; a joining worker has a `slot` of its own.
+    """A process that waits for a rank: a warm standby, or a joining worker, which has a `slot` of its own.
 
-    `home` is Ray's id of the node.
+    It is `ready` once it is warmed up. `home` is Ray's id of the node.
     """
 
     slot: int | None = None
@@ -99,12 +106,12 @@ class StandbyWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointUpload:
-    """The one checkpoint on its way to the store.
+    """The checkpoint that is being uploaded; there is one at most.
 
     Attributes:
-        owing: workers whose files are missing; answers of another `generation` belong to an upload that was given up.
+        owing: workers whose files are missing; answers of another `generation` belong to an abandoned upload.
         trouble: why it will not become a checkpoint.
-        committing: all files are stored and the log is being written.
+        committing: whether all files are stored and the run log is being written.
     """
 
     step: int
@@ -124,9 +131,9 @@ class MemoryCopy:
     """The in-memory checkpoint under way.
 
     Attributes:
-        owing: workers whose answer is missing. The next copy starts only when there are none, so that an answer
-            always belongs to this copy.
-        spoiled: some files are lost.
+        owing: workers whose answer is missing. The next copy starts when there are none, so that each answer belongs
+            to this copy.
+        spoiled: whether files are lost.
     """
 
     version: int
@@ -157,15 +164,15 @@ PendingStage = Literal["start", "hold", "reserve", "form", "heal", "run", "evalu
 
 @dataclass(frozen=True, kw_only=True)
 class PendingMember:
-    """What a dynamic member does, for which the others do not wait (see `DynamicMembers.apart`).
+    """A dynamic member that the others do not wait for (see `DynamicMembers.apart`).
 
     Attributes:
-        doing: `start` (it was placed), `hold` (it is up and waits for its time), or the verb that it was called for.
-        until_s: when it is given up; of `hold`, when it goes on.
-        since_s: when it was wanted.
+        doing: `start` (it was placed), `hold` (it is up and waits until `until_s`), or the verb that it was called for.
+        until_s: deadline; when it joins, for `hold`.
+        since_s: when a process was wanted for its rank.
         former: worker that held its rank before; -1 for none.
-        tries: to join that were in vain, of its process or of those before it.
-        blame: a peer that it lost, where another's end may yet turn out to be the cause.
+        tries: failed attempts to join, of this process and of those before it.
+        blame: the peer that it lost, as long as the end of another process may explain that.
     """
 
     doing: PendingStage
@@ -178,7 +185,7 @@ class PendingMember:
 
 @dataclass(frozen=True, kw_only=True)
 class CrashLoop:
-    """Equal failures at one step, which was never completed. `cause` is the text of the first one."""
+    """Equal failures at one step that was never completed. `cause` is the text of the first one."""
 
     step: int
     rank: int
@@ -189,7 +196,7 @@ class CrashLoop:
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedError:
-    """The last error of the job's code: the highest step then, when, and how often in a row."""
+    """The last error of the job's code, at which highest step and time, and how often in a row."""
 
     cause: str
     high: int
@@ -207,7 +214,7 @@ class Membership:
         next_worker: number of the next worker to be placed.
         starting: workers that are placed and not up yet.
         spares: warm standbys and joining workers, by worker; none of them is in `rank_of` or `starting`.
-        spares_lost: spares that ended by themselves since one was ready last.
+        spares_lost: standbys that ended by themselves since the last one became ready.
         accelerators: accelerators of each slot, as Ray gave them to its first process.
         plan: plan of this rendezvous epoch or of the one before; None if and only if `RunPolicy.layouts` is None.
     """
@@ -276,7 +283,7 @@ class Position:
         progress: newest completed step since the last restore, as far as known.
         high: highest step ever completed; only a higher step clears `failures`.
         told: newest step that the previous driver reported; 0 once the first rendezvous is complete.
-        pausing: the ranks were asked to pause.
+        pausing: whether the ranks were asked to pause.
     """
 
     step: int = 0
@@ -300,7 +307,7 @@ class Segment:
         passed: steps without an update because the loss was not finite, as last reported.
         overflowed: steps without an update because the gradient was too large for `fp16`, as last reported.
         prefetch: how far the ranks read ahead, as last reported.
-        advised: whether the run already said that the batch is too large.
+        advised: whether the user was told that the batch is too large.
     """
 
     until: int = 0
@@ -325,10 +332,10 @@ class FailureRecord:
         losing: ranks of dynamic members that were lost since the last new step.
         blame: cause of the failure that the driver recovers from.
         suspect: the same cause, if a step can be the reason for it.
-        loop: how often the last equal failures came at one step.
+        loop: the last equal failures at one step.
         repeated: last error that was raised by the code of the job.
         passing: steps whose batch is skipped.
-        losses: step and loss of the last steps, in which spikes are looked for.
+        losses: step and loss of the last steps, to detect spikes.
         spiked: step before which the ranks must be restored after a loss spike; 0 for none.
         stacks: stack traces of the ranks that hung, by rank.
         since_s: when the recovery, or the run, started.
@@ -396,7 +403,7 @@ class MemoryCheckpoints:
         keeping: copy under way.
         kept: newest complete copy.
         versions: number of the last copy that was started.
-        keep_off: copies are off, because a node had no memory for one.
+        keep_off: whether copies are off, because a node had no memory for one.
         kept_s: when the last copy started, or when the ranks were restored.
         copied_s: seconds that the last copy blocked the steps.
     """
@@ -415,7 +422,7 @@ class Shutdown:
     """The end of the run.
 
     Attributes:
-        stopping: a stop was requested.
+        stopping: whether a stop was requested.
         outcome: outcome of the run.
         error: error that ended the run.
     """
@@ -523,6 +530,19 @@ class DriverState:
         """Whether no step follows the current one."""
         return self.shutdown.stopping or self.position.step >= self.settings.length.total_steps
 
+    @property
+    def hang_deadline_s(self) -> float:
+        """Seconds without a completed step that are a hang: as the job says, or many times the longest wait so far.
+
+        It is 15 minutes before the first step, which may compile, and for evaluations, whose time is not known.
+        """
+        given = self.settings.deadlines.hang_deadline_s
+        if given is not None:
+            return given
+        if self.phase is Phase.EVALUATING or not self.segment.longest_s:
+            return _MAX_HANG_DEADLINE_S
+        return min(max(HANG_FACTOR * self.segment.longest_s, MIN_HANG_DEADLINE_S), _MAX_HANG_DEADLINE_S)
+
 
 _PARTS: Mapping[str, type] = {
     "membership": Membership,
@@ -567,15 +587,15 @@ class Transition:
         self.change(settings=self.settings.with_fields(**changes))
 
     def enter(self, phase: Phase, **changes: Any) -> None:
-        """Enter a phase, without answers yet."""
-        self.change(phase=phase, phase_s=self.now_s, answers=PersistentMap(), **changes)
+        """Enter a phase. No answers have come yet, and no pause was requested."""
+        self.change(phase=phase, phase_s=self.now_s, answers=PersistentMap(), pausing=False, **changes)
 
     def want(self, effect: Effect) -> None:
-        """Ask for an effect, after those already asked for."""
+        """Add an effect to carry out."""
         self.effects.append(effect)
 
     def emit(self, event: Event) -> None:
-        """Ask for an event of the run to be written."""
+        """Have an event of the run written."""
         self.effects.append(EmitEvent(event=event))
 
     def call(self, workers: Iterable[int], verb: Verb, argument: Any = None) -> None:
@@ -587,11 +607,27 @@ class Transition:
 
     def call_all(self, verb: Verb, argument: Any = None) -> None:
         """Call every member of the collective group, and wait for all answers."""
-        workers = [
-            member.worker for member in self.state.membership.members if member.worker not in self.state.dynamic.apart
-        ]
-        self.change(awaiting=PersistentSet(workers))
+        apart = self.state.dynamic.apart
+        workers = [member.worker for member in self.state.membership.members if member.worker not in apart]
+        self.await_workers(workers)
         self.call(workers, verb, argument)
+
+    def await_workers(self, workers: Iterable[int]) -> None:
+        """Wait for the answers of these workers, and of no others."""
+        self.change(awaiting=PersistentSet(workers))
+
+    def also_await(self, workers: Set[int]) -> None:
+        """Wait for the answers of these workers too."""
+        self.change(awaiting=self.state.awaiting | workers)
+
+    def no_longer_await(self, workers: Set[int]) -> None:
+        """Do not wait for answers of these workers."""
+        self.change(awaiting=self.state.awaiting - workers)
+
+    def put_answer(self, worker: int, answer: Any) -> None:
+        """Keep the answer of a worker until the phase ends."""
+        rank = self.state.membership.rank_of[worker]
+        self.change(awaiting=self.state.awaiting - {worker}, answers=self.state.answers.put(rank, answer))
 
     def arm(self, name: str, after_s: float) -> None:
         """Set a timer; it replaces one of the same name."""
@@ -607,13 +643,32 @@ class Transition:
             for name in running:
                 self.want(CancelTimer(name=name))
 
+    # --- Position and end of the run ----------------------------------------------------------------------
+
     def reached(self, step: int) -> None:
-        """Note a completed step. A new one clears the failures, except the current one."""
-        position, recovery = self.state.position, self.state.recovery
-        if step > position.high:
-            self.change(high=step, progress=step)
-            if recovery.failures or recovery.losing:
-                failures = min(recovery.failures, 1) if self.state.phase in RECOVERY_PHASES else 0
-                self.change(failures=failures, losing=frozenset())
-        elif step > position.progress:
-            self.change(progress=step)
+        """Note a completed step."""
+        position = self.state.position
+        if step > position.progress:
+            self.change(progress=step, high=max(step, position.high))
+
+    def stand_at(self, step: int, told: int = 0) -> None:
+        """Note that every rank is at a step; `told` is the newest step that the previous driver reported."""
+        self.change(step=step, progress=step, high=max(step, self.state.position.high), told=told)
+
+    def request_pause(self) -> None:
+        """While steps run: have the ranks stop soon, all after the same step."""
+        if not self.state.position.pausing:
+            self.change(pausing=True)
+            self.call([self.state.membership.members[0].worker], "stop")
+
+    def request_stop(self) -> None:
+        """Note that the user wants the run to end."""
+        self.change(stopping=True)
+
+    def end_run(self, outcome: RunOutcome, error: Exception | None = None) -> None:
+        """Decide the outcome. From now on, answers of workers are ignored, except to uploads."""
+        self.disarm()
+        self.enter(Phase.CLOSING, outcome=outcome, error=error)
+        self.await_workers(())
+        if self.state.checkpoints.upload is not None and not self.state.checkpoints.upload.committing:
+            self.arm("upload", self.settings.saving.upload_deadline_s)

@@ -11,11 +11,10 @@ import math
 from dataclasses import replace
 
 from trainwright.core.errors import HangError, ResourceError, WorkerLost
-from trainwright.core.events import Joined, Leaving, Waiting
+from trainwright.core.events import Joined, Waiting
 from trainwright.core.topology import Address, Group, Peer
-from trainwright.driver import checkpointing, failure_policy
+from trainwright.driver import failure_policy
 from trainwright.driver import messages as m
-from trainwright.driver.checkpointing import drop_upload_workers, hang_deadline_s
 from trainwright.driver.driver_state import (
     STEADY_PHASES,
     DriverState,
@@ -32,20 +31,19 @@ from trainwright.driver.membership import (
     assign_rank,
     choose_standby,
     describe_starting,
+    drop_workers,
+    update_member,
 )
 from trainwright.driver.messages import ReserveRequest
-from trainwright.driver.persistent_collections import PersistentSet
-from trainwright.driver.shutdown import end_run
 
-_RETRY_S, _MAX_RETRY_S = 1.0, 60.0  # before one that lost its peers tries again: by then it is known whether one ended
-_SAME_FAILURE_S = 10.0  # losses of several ranks that are one failure
+_RETRY_S, _MAX_RETRY_S = 1.0, 60.0  # before a member that lost its peers joins again; the cause is known by then
 NO_ADDRESS = Address(host="", port=0)
 _JOINING = frozenset({"reserve", "form", "heal"})
 _CALLED = _JOINING | {"run"}
 
 
 def is_dynamic(state: DriverState, worker: int) -> bool:
-    """Whether the others go on without this process now."""
+    """Whether the others continue without this process now."""
     return (
         state.phase in STEADY_PHASES
         and worker in state.membership.rank_of
@@ -54,21 +52,22 @@ def is_dynamic(state: DriverState, worker: int) -> bool:
 
 
 def follows_chief(state: DriverState, worker: int) -> bool:
-    """Whether such a process follows a chief, to the end of the generation."""
+    """Whether this process follows a chief until the rendezvous epoch ends."""
     return state.settings.world.topology == "coordinator" and is_dynamic(state, worker)
 
 
 def active_workers(state: DriverState) -> list[int]:
-    """Processes of tolerated roles that take part, in the order of ranks."""
-    members = [
-        member.worker for rank, member in enumerate(state.membership.members) if state.settings.world.spares_rank(rank)
-    ]
-    return [worker for worker in members if worker not in state.dynamic.apart]
+    """Return the dynamic members that take part, in the order of ranks."""
+    spares_rank, apart = state.settings.world.spares_rank, state.dynamic.apart
+    members = [member.worker for rank, member in enumerate(state.membership.members) if spares_rank(rank)]
+    return [worker for worker in members if worker not in apart]
 
 
 def _anybody_works(state: DriverState) -> bool:
-    """Whether one takes part, or ends its part, or follows the chief."""
-    late = [state.membership.rank_of[worker] for worker, doing in state.dynamic.apart.items() if doing.doing == "run"]
+    """Whether a dynamic member takes part, still finishes its steps, or follows the chief."""
+    late = [
+        state.membership.rank_of[worker] for worker, pending in state.dynamic.apart.items() if pending.doing == "run"
+    ]
     return bool(active_workers(state)) or any(state.settings.world.spares_rank(rank) for rank in late)
 
 
@@ -76,173 +75,143 @@ def _anybody_works(state: DriverState) -> bool:
 
 
 def on_members_lost(turn: Transition, blame: FailureCause, workers: frozenset[int], *, kill: bool = False) -> None:
-    """Replace these processes, which ended or must end, unless that was one failure too many."""
+    """Replace dynamic members that ended, or that `kill` ends, unless there were too many failures."""
     if _count_and_go_on(turn, blame, workers):
         for worker in sorted(workers):
             _replace(turn, worker, kill=kill)
-        update_hang_timer(turn)
+        _update_hang_timer(turn)
     elif not kill:
-        turn.change(rank_of=turn.state.membership.rank_of.without(workers))
+        drop_workers(turn, workers)
+
+
+def replace_member(turn: Transition, worker: int) -> None:
+    """End a dynamic member, which must go, and give its rank to another process."""
+    _replace(turn, worker, kill=True)
+    _update_hang_timer(turn)
 
 
 def on_member_left(turn: Transition, worker: int, blame: FailureCause) -> None:
-    """A process has left the group by an error that need not come again: it joins once more.
+    """Have a member join again that left the group by an error that may not come again.
 
-    A lost peer is no failure until it is clear that none has ended.
+    A lost peer counts as a failure only once it is clear that no process ended.
     """
     if not blame.peer and not _count_and_go_on(turn, blame, frozenset({worker})):
         return
-    state = turn.state
-    was = state.dynamic.apart.get(worker)
-    tries = was.tries + 1 if was and was.doing != "run" else 0
+    was = turn.state.dynamic.apart.get(worker)
+    tries = _failed_tries(was)
     wait_s = max(min(_MAX_RETRY_S, _RETRY_S * 2**tries), failure_policy.backoff_s(turn.state.recovery.failures))
-    turn.change(awaiting=state.awaiting - {worker})
-    since_s = was.since_s if was else turn.now_s
+    turn.no_longer_await({worker})
     _set_pending(turn, worker, PendingMember(
-        doing="hold", until_s=turn.now_s + wait_s, since_s=since_s, former=worker, tries=tries,
-        blame=blame if blame.peer else None,
+        doing="hold", until_s=turn.now_s + wait_s, since_s=was.since_s if was else turn.now_s, former=worker,
+        tries=tries, blame=blame if blame.peer else None,
     ))  # fmt: skip
-    update_hang_timer(turn)
+    _update_hang_timer(turn)
 
 
-def on_member_preempted(turn: Transition, event: m.PreemptionNoticed) -> None:
-    """A process will be ended soon: it is let go of at once, and another takes its rank. No failure."""
-    state = turn.state
-    rank = state.membership.rank_of[event.worker]
-    node = state.membership.members[rank].node
-    turn.emit(Leaving(worker=event.worker, rank=rank, node=node, why="preemption notice", left_s=event.left_s))
-    turn.want(m.ExcludeNode(worker=event.worker))
-    _replace(turn, event.worker, kill=True)
-    update_hang_timer(turn)
-
-
-def replace_preempted(turn: Transition) -> None:
-    """Those who are to go by now, and that the others do without, go."""
-    for worker in sorted(turn.state.handover.leaving):
-        if is_dynamic(turn.state, worker):
-            _replace(turn, worker, kill=True)
-            turn.change(leaving={other: by_s for other, by_s in turn.state.handover.leaving.items() if other != worker})
-            update_hang_timer(turn)
+def _failed_tries(was: PendingMember | None) -> int:
+    return was.tries + 1 if was and was.doing != "run" else 0
 
 
 def _count_and_go_on(turn: Transition, blame: FailureCause, workers: frozenset[int]) -> bool:
-    """Whether the run continues after this failure; those of one node count as one."""
+    """Count a failure, and return whether the run continues; losses at about the same time count as one."""
     state = turn.state
     ranks = frozenset(state.membership.rank_of[worker] for worker in workers)
     turn.emit(blame.event)
     doing = {state.dynamic.apart[worker].doing for worker in workers if worker in state.dynamic.apart}
     in_vain = "start" in doing or (bool(doing & _JOINING) and not _anybody_works(state))
-    turn.change(blame=blame)
-    alike = bool(state.recovery.losing) and turn.now_s - state.recovery.failed_s[-1] < _SAME_FAILURE_S
-    if in_vain or not alike or ranks & state.recovery.losing:
-        failure_policy.count_failure(turn)
-    turn.change(losing=state.recovery.losing | ranks)
+    failure_policy.set_cause(turn, blame)
+    failure_policy.count_member_failure(turn, ranks, in_vain=in_vain)
     return not failure_policy.is_given_up(turn)
 
 
 def _replace(turn: Transition, worker: int, *, kill: bool) -> None:
-    """Give a rank to a spare or a new process, which is not waited for; later each time that one does not come far."""
-    state = turn.state
-    rank, was = state.membership.rank_of[worker], state.dynamic.apart.get(worker)
-    gone = frozenset({worker})
+    """Give a rank to a standby or a new process, which is not awaited; later after each failed attempt to join."""
+    rank, was = turn.state.membership.rank_of[worker], turn.state.dynamic.apart.get(worker)
     if kill:
         turn.want(m.KillWorker(worker=worker))
-    turn.change(
-        rank_of=state.membership.rank_of.without(gone),
-        apart={other: doing for other, doing in state.dynamic.apart.items() if other != worker},
-        starting=state.membership.starting - gone,
-        awaiting=state.awaiting - gone,
-    )
-    drop_upload_workers(turn, gone)
-    checkpointing.drop_memory_copy_workers(turn, gone)
-    tries = was.tries + 1 if was and was.doing != "run" else 0
+    drop_pending(turn, worker)
+    drop_workers(turn, {worker})
+    tries = _failed_tries(was)
     wait_s = failure_policy.backoff_s(tries)
-    assign_rank(turn, rank, choose_standby(turn.state, state.membership.members[rank].node), wait_s)
-    new = turn.state.membership.members[rank].worker
-    starts = new in turn.state.membership.starting
-    deadline_s = (
-        wait_s + turn.settings.deadlines.place_deadline_s
-        if starts
-        else failure_policy.backoff_s(turn.state.recovery.failures)
-    )
-    doing: PendingStage = "start" if starts else "hold"
+    assign_rank(turn, rank, choose_standby(turn.state, turn.state.membership.members[rank].node), wait_s)
+    membership = turn.state.membership
+    new = membership.members[rank].worker
+    doing: PendingStage = "hold"
+    deadline_s = failure_policy.backoff_s(turn.state.recovery.failures)
+    if new in membership.starting:
+        doing, deadline_s = "start", wait_s + turn.settings.deadlines.place_deadline_s
     since_s = was.since_s if was else turn.now_s
-    _set_pending(
-        turn,
-        new,
-        PendingMember(doing=doing, until_s=turn.now_s + deadline_s, since_s=since_s, former=worker, tries=tries),
-    )
+    _set_pending(turn, new, PendingMember(
+        doing=doing, until_s=turn.now_s + deadline_s, since_s=since_s, former=worker, tries=tries,
+    ))  # fmt: skip
 
 
-def update_hang_timer(turn: Transition) -> None:
-    """After a change of who takes part: steps cannot be late while nobody is there to take them.
-
-    Nor can an evaluation at a chief, which workers compute.
-    """
+def _update_hang_timer(turn: Transition) -> None:
+    """Run the hang timer only while a member computes steps, or an evaluation that a chief leads."""
     state, settings = turn.state, turn.settings
     led = settings.world.topology == "coordinator" and state.phase is Phase.EVALUATING
     if not settings.world.tolerates or not (led or state.phase is Phase.RUNNING):
         return
     working = _anybody_works(state)
     if working and "hang" not in state.timers:
-        turn.arm("hang", hang_deadline_s(state))
+        turn.arm("hang", state.hang_deadline_s)
     elif not working and "hang" in state.timers:
         turn.disarm("hang")
         turn.emit(Waiting(what="a worker to take its part again", deadline_s=turn.settings.deadlines.place_deadline_s))
 
 
+def arm_hang_timer(turn: Transition) -> None:
+    """Give the members their time again, after a step or at the start of steps and evaluations."""
+    turn.arm("hang", turn.state.hang_deadline_s)
+    _update_hang_timer(turn)
+
+
 # --- Joining ----------------------------------------------------------------------------------------------------------
 
 
-def _admit_pending(turn: Transition, worker: int) -> None:
-    """The world grows by a process that is up; nobody pauses for it."""
-    admit_joiner(turn, worker)
-    _set_pending(turn, worker, PendingMember(doing="hold", until_s=turn.now_s, since_s=turn.now_s))
-    _reserve(turn, worker)
-
-
 def admit_joiners(turn: Transition) -> None:
-    """The world grows by those that are up, where workers join by themselves."""
+    """Let joining workers that are up join while the others continue, if workers step independently."""
     state = turn.state
     if state.phase in STEADY_PHASES and state.settings.world.topology == "independent" and not state.shutdown.stopping:
         for worker in admissible_joiners(state):
-            _admit_pending(turn, worker)
+            admit_joiner(turn, worker)
+            _set_pending(turn, worker, PendingMember(doing="hold", until_s=turn.now_s, since_s=turn.now_s))
+            _reserve(turn, worker)
 
 
 def on_member_started(turn: Transition, worker: int) -> None:
-    """A process that takes a rank is up: it joins, after failures in a row a little later."""
-    state = turn.state
-    wait_s = failure_policy.backoff_s(state.recovery.failures)
-    since_s = state.recovery.failed_s[-1] if state.recovery.failed_s else turn.now_s
-    until_s = max(turn.now_s, since_s + wait_s)
-    _set_pending(turn, worker, replace(state.dynamic.apart[worker], doing="hold", until_s=until_s))
+    """Let a process that takes a rank join; after several failures in a row, a little later."""
+    recovery = turn.state.recovery
+    since_s = recovery.failed_s[-1] if recovery.failed_s else turn.now_s
+    until_s = max(turn.now_s, since_s + failure_policy.backoff_s(recovery.failures))
+    _set_pending(turn, worker, replace(turn.state.dynamic.apart[worker], doing="hold", until_s=until_s))
     if until_s <= turn.now_s:
         _reserve(turn, worker)
 
 
 def on_member_answered(turn: Transition, event: m.CallReturned) -> None:
-    """One that is not waited for has done what it was called for: on to the next."""
-    state = turn.state
-    apart, rank = state.dynamic.apart[event.worker], state.membership.rank_of[event.worker]
+    """Call a member that is not awaited for the next verb of its way into the group."""
+    state, worker = turn.state, event.worker
+    pending, rank = state.dynamic.apart[worker], state.membership.rank_of[worker]
     match event.verb:
         case "reserve":
-            _form(turn, event.worker, rank, event.value)
+            _form(turn, worker, rank, event.value)
         case "form":
             heal = m.RestorePlan(step=state.position.step, source="join", passing=state.recovery.passing)
-            _call(turn, event.worker, "heal", heal)
+            _call(turn, worker, "heal", heal)
         case "heal":
-            member = replace(state.membership.members[rank], told=True, fresh=False)
-            turn.change(members=state.membership.members.put(rank, member))
+            update_member(turn, rank, told=True, fresh=False)
             turn.emit(Joined(
-                generation=state.epoch.generation.number, worker=event.worker, rank=rank, node=member.node,
-                former=apart.former, seconds=turn.now_s - apart.since_s,
+                generation=state.epoch.generation.number, worker=worker, rank=rank,
+                node=state.membership.members[rank].node, former=pending.former, seconds=turn.now_s - pending.since_s,
             ))  # fmt: skip
-            _activate(turn, event.worker)
+            _activate(turn, worker)
         case "run":
-            _activate(turn, event.worker)
+            _activate(turn, worker)
 
 
 def _reserve(turn: Transition, worker: int) -> None:
+    """Have a member bind a port; the port of the process before it at its rank, if the others know it."""
     state = turn.state
     rank = state.membership.rank_of[worker]
     known = state.dynamic.peers[rank].address if rank < len(state.dynamic.peers) else NO_ADDRESS
@@ -253,7 +222,7 @@ def _reserve(turn: Transition, worker: int) -> None:
 
 
 def _form(turn: Transition, worker: int, rank: int, address: Address) -> None:
-    """The group as it stands, with this process in it; the others need not know. One still to join has no port."""
+    """Tell a member its peers. The others need not know of it; a peer that has not joined yet has no port."""
     state = turn.state
     peers = dict(enumerate(state.dynamic.peers))
     for other in (*range(len(peers), rank), rank):
@@ -264,8 +233,15 @@ def _form(turn: Transition, worker: int, rank: int, address: Address) -> None:
     _call(turn, worker, "form", group_for(turn.state, rank))
 
 
+def form_group(turn: Transition, peers: tuple[Peer, ...]) -> None:
+    """Tell every rank its peers, for a new rendezvous epoch."""
+    turn.change(peers=peers)
+    for rank, member in enumerate(turn.state.membership.members):
+        turn.call([member.worker], "form", group_for(turn.state, rank))
+
+
 def group_for(state: DriverState, rank: int) -> Group:
-    """What one rank is told of the generation."""
+    """Return what a rank is told of its group."""
     slot, serves = state.membership.members[rank].slot, state.settings.world.role_of(rank) == "server"
     return Group(
         generation=state.epoch.generation, rank=rank, peers=state.dynamic.peers, slot=slot,
@@ -279,32 +255,24 @@ def group_for(state: DriverState, rank: int) -> Group:
 def _call(turn: Transition, worker: int, verb: PendingStage, argument: object) -> None:
     until_s = turn.now_s + turn.settings.deadlines.call_deadline_s
     _set_pending(turn, worker, replace(turn.state.dynamic.apart[worker], doing=verb, until_s=until_s))
-    assert verb != "start" and verb != "hold", "what nobody is called for"
+    assert verb != "start" and verb != "hold", "these are no verbs"
     turn.call([worker], verb, argument)
 
 
 def _activate(turn: Transition, worker: int) -> None:
-    """From now on it is one of the others: steps under way are shared with it at once."""
-    state = turn.state
-    turn.change(apart={other: doing for other, doing in state.dynamic.apart.items() if other != worker})
+    """Let a member take part from now on, in steps under way too."""
+    drop_pending(turn, worker)
     _arm_deadline(turn)
-    _call_idle(turn)
-    update_hang_timer(turn)
-
-
-def _call_idle(turn: Transition) -> None:
-    """While steps are taken: those who have come to take part are called for what is left of them."""
     state = turn.state
-    if state.phase is not Phase.RUNNING or not is_segment_open(state):
-        return
-    idle = [worker for worker in active_workers(state) if worker not in state.awaiting]
-    if idle:
-        turn.change(awaiting=state.awaiting | frozenset(idle))
+    if state.phase is Phase.RUNNING and is_segment_open(state):
+        idle = [worker for worker in active_workers(state) if worker not in state.awaiting]
+        turn.also_await(frozenset(idle))
         turn.call(idle, "run", range(state.position.step, state.segment.until))
+    _update_hang_timer(turn)
 
 
 def is_segment_open(state: DriverState) -> bool:
-    """Whether one that decides about the end of the steps under way is still at them."""
+    """Whether a rank that decides about the end of the steps under way still runs."""
     return any(state.settings.world.ends_segment(state.membership.rank_of[worker]) for worker in state.awaiting)
 
 
@@ -312,75 +280,71 @@ def is_segment_open(state: DriverState) -> bool:
 
 
 def detach_late_workers(turn: Transition) -> None:
-    """The steps are over: who is still at them ends its part when it can."""
-    state = turn.state
-    late = sorted(state.awaiting)
+    """Do not wait for members that still finish steps when the others have ended them."""
+    late = sorted(turn.state.awaiting)
     if not late:
         return
-    follows = state.settings.world.topology == "coordinator"  # and does so to the end of the generation
-    until_s = math.inf if follows else turn.now_s + hang_deadline_s(state)
+    follows = turn.settings.world.topology == "coordinator"  # these run until the rendezvous epoch ends
+    until_s = math.inf if follows else turn.now_s + turn.state.hang_deadline_s
     apart = {worker: PendingMember(doing="run", until_s=until_s, since_s=turn.now_s, former=worker) for worker in late}
-    turn.change(awaiting=PersistentSet(), apart={**state.dynamic.apart, **apart})
+    turn.await_workers(())
+    turn.change(apart={**turn.state.dynamic.apart, **apart})
     _arm_deadline(turn)
 
 
 def extend_deadlines(turn: Transition) -> None:
-    """Whoever could not answer before, since no steps were taken, has all its time again."""
-    until_s = turn.now_s + hang_deadline_s(turn.state)
+    """Give late members their full time again when steps start: without steps they could not answer."""
+    until_s = turn.now_s + turn.state.hang_deadline_s
     apart = {
-        worker: replace(doing, until_s=until_s) if doing.doing == "run" and doing.until_s < until_s else doing
-        for worker, doing in turn.state.dynamic.apart.items()
+        worker: replace(pending, until_s=until_s) if pending.doing == "run" and pending.until_s < until_s else pending
+        for worker, pending in turn.state.dynamic.apart.items()
     }
     turn.change(apart=apart)
     _arm_deadline(turn)
 
 
 def on_deadline(turn: Transition) -> FailureCause | None:
-    """The time of one or more is over. Gives the cause where they and all others are cut off from those who stay."""
-    due = [
-        worker
-        for worker, apart in turn.state.dynamic.apart.items()
-        if apart.until_s <= turn.now_s + failure_policy.TIMER_TOLERANCE_S
-    ]
-    for worker in sorted(due):
+    """Handle members whose deadline passed. Return the cause if no dynamic member reaches the ranks that all need."""
+    due_s = turn.now_s + failure_policy.TIMER_TOLERANCE_S
+    for worker in sorted(worker for worker, pending in turn.state.dynamic.apart.items() if pending.until_s <= due_s):
         apart = turn.state.dynamic.apart.get(worker)
-        if apart is not None and apart.blame is not None and apart.tries and not _anybody_works(turn.state):
+        if apart is None or turn.state.phase not in STEADY_PHASES:
+            continue
+        if apart.blame is not None and apart.tries and not _anybody_works(turn.state):
             return _isolated_cause(apart.blame)
-        if apart is not None:
-            _on_overdue(turn, worker)
+        _on_overdue(turn, worker)
     if turn.state.phase in STEADY_PHASES:
         _arm_deadline(turn)
     return None
 
 
 def _on_overdue(turn: Transition, worker: int) -> None:
-    state = turn.state
-    apart, settings = state.dynamic.apart[worker], state.settings
+    state, settings, alone = turn.state, turn.settings, frozenset({worker})
+    apart = state.dynamic.apart[worker]
     match apart.doing:
         case "hold" if apart.blame is not None and settings.world.reform == "new_process":
-            on_members_lost(turn, _isolated_cause(apart.blame), frozenset({worker}), kill=True)
+            on_members_lost(turn, _isolated_cause(apart.blame), alone, kill=True)
         case "hold":
-            if apart.blame is None or _count_and_go_on(turn, _isolated_cause(apart.blame), frozenset({worker})):
+            if apart.blame is None or _count_and_go_on(turn, _isolated_cause(apart.blame), alone):
                 _reserve(turn, worker)
         case "start" if not _is_any_alive(state):
-            missing = describe_starting(state)
             error = ResourceError(
-                f"no worker is alive, and {missing} did not start within {settings.deadlines.place_deadline_s:g} s",
+                f"no worker is alive, and {describe_starting(state)} did not start within "
+                f"{settings.deadlines.place_deadline_s:g} s",
                 remedy="free resources or add nodes, or raise place_deadline_s",
             )
-            end_run(
-                turn, "stopped" if state.shutdown.stopping else "failed", None if state.shutdown.stopping else error
-            )
+            stopping = state.shutdown.stopping
+            turn.end_run("stopped" if stopping else "failed", None if stopping else error)
         case "start":
             _set_pending(turn, worker, replace(apart, until_s=turn.now_s + settings.deadlines.place_deadline_s))
         case "run" if state.phase is not Phase.RUNNING and active_workers(state):
-            _set_pending(turn, worker, replace(apart, until_s=turn.now_s + hang_deadline_s(state)))
+            _set_pending(turn, worker, replace(apart, until_s=turn.now_s + state.hang_deadline_s))
         case _:
-            on_members_silent(turn, frozenset({worker}))
+            on_members_silent(turn, alone)
 
 
 def _isolated_cause(blame: FailureCause) -> FailureCause:
-    """A lost peer that nobody's end explains."""
+    """Return the cause for a lost peer if no process ended."""
     error = WorkerLost(
         f"rank {blame.event.rank} lost the others, and none of them ended",
         where=f"node {blame.event.node}",
@@ -391,7 +355,7 @@ def _isolated_cause(blame: FailureCause) -> FailureCause:
 
 
 def _is_any_alive(state: DriverState) -> bool:
-    """Whether a process of a tolerated role is up."""
+    """Whether a dynamic member is up."""
     return any(
         state.settings.world.spares_rank(rank) and w not in state.membership.starting
         for w, rank in state.membership.rank_of.items()
@@ -400,31 +364,33 @@ def _is_any_alive(state: DriverState) -> bool:
 
 def on_members_silent(turn: Transition, workers: frozenset[int]) -> None:
     """Replace members that do not answer."""
-    state = turn.state
-    rank = min(state.membership.rank_of[worker] for worker in workers)
-    doing = (
-        state.dynamic.apart[state.membership.members[rank].worker].doing
-        if state.membership.members[rank].worker in state.dynamic.apart
-        else "evaluate"
-    )
+    membership = turn.state.membership
+    rank = min(membership.rank_of[worker] for worker in workers)
+    member = membership.members[rank]
+    pending = turn.state.dynamic.apart.get(member.worker)
     error = HangError(
-        f"rank {rank} hung: it did not {doing} in time, while the others went on",
-        where=f"node {state.membership.members[rank].node}",
+        f"rank {rank} hung: it did not {pending.doing if pending else 'evaluate'} in time, while the others went on",
+        where=f"node {member.node}",
         remedy="if a step or an evaluation takes that long, raise hang_deadline_s",
     )
-    event = failure_policy.failed_event(turn.state, state.membership.members[rank].worker, rank, error.what)
+    event = failure_policy.failed_event(turn.state, member.worker, rank, error.what)
     on_members_lost(turn, FailureCause(error=error, event=event, kind="hung"), workers, kill=True)
 
 
-def _set_pending(turn: Transition, worker: int, apart: PendingMember) -> None:
-    """Note what one does that the others do not wait for."""
-    turn.change(apart={**turn.state.dynamic.apart, worker: apart})
+def _set_pending(turn: Transition, worker: int, pending: PendingMember) -> None:
+    """Note what a member does that the others do not wait for."""
+    turn.change(apart={**turn.state.dynamic.apart, worker: pending})
     _arm_deadline(turn)
 
 
+def drop_pending(turn: Transition, worker: int) -> None:
+    """Note that a member ended or takes part, so that it is no longer pending."""
+    turn.change(apart={other: pending for other, pending in turn.state.dynamic.apart.items() if other != worker})
+
+
 def _arm_deadline(turn: Transition) -> None:
-    """One timer, for the first whose time will be over."""
-    first_s = min((apart.until_s for apart in turn.state.dynamic.apart.values()), default=math.inf)
+    """Set the one timer of all pending members to the first deadline."""
+    first_s = min((pending.until_s for pending in turn.state.dynamic.apart.values()), default=math.inf)
     if math.isfinite(first_s):
         turn.arm("apart", max(0.0, first_s - turn.now_s))
     else:
@@ -432,10 +398,11 @@ def _arm_deadline(turn: Transition) -> None:
 
 
 def reabsorb_members(turn: Transition) -> None:
-    """The generation ends: who is called is waited for again, and those who start as all do."""
-    state = turn.state
-    if not state.dynamic.apart:
+    """Wait for pending members like for all others, because the rendezvous epoch ends."""
+    apart = turn.state.dynamic.apart
+    if not apart:
         return
-    busy = frozenset(worker for worker, apart in state.dynamic.apart.items() if apart.doing in _CALLED)
-    turn.change(apart={}, awaiting=state.awaiting | busy, losing=frozenset())
+    turn.change(apart={})
+    turn.also_await(frozenset(worker for worker, pending in apart.items() if pending.doing in _CALLED))
+    failure_policy.forget_lost_members(turn)
     arm_start_deadline(turn)

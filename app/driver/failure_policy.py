@@ -1,8 +1,8 @@
-"""Crash loops, loss spikes and pauses before the next attempt: what the driver does about repeated failures. Pure.
+"""Repeated failures: when the run gives up, crash loops, loss spikes, pauses before the next attempt.
 
-A step is the suspect if it, or the throwaway step before it, ended the same rank in the same way repeatedly, and no
-later step was completed. The survivors' positions tell which step that is; without survivors, or if steps overlap, the
-first steps after a failure are taken one at a time (see `limit_target_step`).
+A crash loop is a step that ended the same rank in the same way again and again, and that was never completed; a
+throwaway step counts as the step after it. The survivors' positions tell which step that is. Without survivors, or if
+steps overlap, the first steps after a failure are taken one at a time (see `limit_target_step`).
 
 A loss spike is handled as in the training of PaLM (Chowdhery et al., 2022, 5.1): restart from a checkpoint before the
 spike and skip its batch. The driver detects spikes in the reports of steps, so no rank waits; later steps are undone.
@@ -15,14 +15,20 @@ from dataclasses import replace
 from statistics import median
 
 from trainwright.core.errors import HangError, LossSpike, TrainwrightError, WorkerLost
-from trainwright.core.events import Failed, Noted
+from trainwright.core.events import Failed, Noted, Stacks
 from trainwright.core.job import CRASH_LOOP_FAILURES
 from trainwright.driver import checkpointing
 from trainwright.driver import messages as m
-from trainwright.driver.driver_state import CrashLoop, DriverState, FailureCause, RepeatedError, Transition
-from trainwright.driver.membership import request_pause
+from trainwright.driver.driver_state import (
+    RECOVERY_PHASES,
+    CrashLoop,
+    DriverState,
+    FailureCause,
+    RepeatedError,
+    Transition,
+)
 from trainwright.driver.messages import SkippedBatch
-from trainwright.driver.shutdown import end_run
+from trainwright.driver.persistent_collections import PersistentMap
 
 _SHOWN_SAMPLES = 20
 _PROGRAMMING_ERRORS = frozenset(
@@ -32,42 +38,107 @@ _PROGRAMMING_ERRORS = frozenset(
         "UnboundLocalError", "UnimplementedError", "ValueError", "ZeroDivisionError",
     }
 )  # fmt: skip
-"""Exceptions that say that code is wrong: the same code raises them again."""
+"""Exceptions that the same code raises again, because it is wrong."""
 _TRACEBACK_REMEDY = (
     "read the traceback: its last lines are where the error was raised; mend the job, or report it if none are yours"
 )
 _MAX_BACKOFF_S, _SECONDS_PER_HOUR = 60.0, 3600.0
-TIMER_TOLERANCE_S = 1e-3  # a wait that is as good as over
+_SAME_FAILURE_S = 10.0  # losses of several dynamic members within this time are one failure
+TIMER_TOLERANCE_S = 1e-3  # a remaining wait that is not worth a timer
 
 
 def failed_event(state: DriverState, worker: int, rank: int, cause: str, detail: str = "") -> Failed:
-    """The event that tells of a failure."""
+    """Return the event that reports a failure; rank -1 for none."""
     node = state.membership.members[rank].node if rank >= 0 else ""
     number, step = state.epoch.generation.number, state.position.progress
     return Failed(generation=number, worker=worker, rank=rank, node=node, cause=cause, detail=detail, step=step)
 
 
+def start_recovery(turn: Transition) -> None:
+    """Note when the recovery started, unless one runs already, and forget the stack traces of an earlier one."""
+    since_s = turn.state.recovery.since_s if turn.state.phase in RECOVERY_PHASES else turn.now_s
+    turn.change(since_s=since_s, stacks=PersistentMap())
+
+
+def set_cause(turn: Transition, cause: FailureCause | None) -> None:
+    """Note the cause of the failure that the driver recovers from; None for no failure."""
+    turn.change(blame=cause)
+
+
+def set_suspect(turn: Transition, cause: FailureCause | None) -> None:
+    """Note a failure that a step can be the reason for."""
+    turn.change(suspect=cause)
+
+
+def on_stacks_returned(turn: Transition, event: m.CallReturned) -> None:
+    """Keep the stack trace of a rank that hung."""
+    state = turn.state
+    rank = state.membership.rank_of[event.worker]
+    turn.change(stacks=state.recovery.stacks.put(rank, event.value))
+    turn.emit(Stacks(worker=event.worker, rank=rank, node=state.membership.members[rank].node, text=event.value))
+
+
 def count_failure(turn: Transition) -> None:
-    """One failure more, in a row and within the hour."""
+    """Count a failure, in a row and within the hour."""
     state = turn.state
     recent = tuple(failed_s for failed_s in state.recovery.failed_s if failed_s > turn.now_s - _SECONDS_PER_HOUR)
     turn.change(failures=state.recovery.failures + 1, failed_s=(*recent, turn.now_s))
 
 
+def uncount_failure(turn: Transition) -> None:
+    """Take back the last failure, which turned out to be none of the run."""
+    recovery = turn.state.recovery
+    turn.change(failures=recovery.failures - 1, failed_s=recovery.failed_s[:-1], suspect=None)
+
+
+def count_member_failure(turn: Transition, ranks: frozenset[int], *, in_vain: bool) -> None:
+    """Count the loss of dynamic members; losses of several ranks at about the same time are one failure.
+
+    Args:
+        ranks: ranks of the members.
+        in_vain: whether they had not yet taken part, so that this is a failure of its own.
+    """
+    recovery = turn.state.recovery
+    alike = bool(recovery.losing) and turn.now_s - recovery.failed_s[-1] < _SAME_FAILURE_S
+    if in_vain or not alike or ranks & recovery.losing:
+        count_failure(turn)
+    turn.change(losing=recovery.losing | ranks)
+
+
+def forget_lost_members(turn: Transition) -> None:
+    """Let the next loss of a dynamic member count as a failure of its own."""
+    turn.change(losing=frozenset())
+
+
+def note_step(turn: Transition, step: int) -> None:
+    """Note a completed step. A step that was never completed before clears the failures, but not the current one."""
+    state, recovery = turn.state, turn.state.recovery
+    if step > state.position.high and (recovery.failures or recovery.losing):
+        failures = min(recovery.failures, 1) if state.phase in RECOVERY_PHASES else 0
+        turn.change(failures=failures, losing=frozenset())
+    turn.reached(step)
+
+
+def on_state_restored(turn: Transition, step: int) -> None:
+    """Forget losses of steps that are done again, and a spike before which the ranks were restored."""
+    losses = tuple((done, loss) for done, loss in turn.state.recovery.losses if done <= step)
+    turn.change(losses=losses, spiked=0)
+
+
 def is_given_up(turn: Transition) -> bool:
-    """Whether the failures are too many: the run ends by the last one's error."""
+    """End the run with the error of the last failure if there were too many; return whether it did."""
     state, settings = turn.state, turn.settings
     budget = settings.limits.failures_an_hour
     if _is_repeated_error(turn) and not settings.limits.pass_limit:
-        end_run(turn, "failed", _final_error(state, "a new process raised the same error at the same place"))
+        turn.end_run("failed", _final_error(state, "a new process raised the same error at the same place"))
         return True
     if state.recovery.failures > settings.limits.failures:
         text = f"failure {state.recovery.failures} in a row, none of which got past step {state.position.high}"
-        end_run(turn, "failed", _final_error(state, f"{text}; failures={settings.limits.failures}"))
+        turn.end_run("failed", _final_error(state, f"{text}; failures={settings.limits.failures}"))
         return True
     if budget is not None and len(state.recovery.failed_s) > budget:
         text = f"failure {len(state.recovery.failed_s)} within an hour; failures_an_hour={budget}"
-        end_run(turn, "failed", _final_error(state, text))
+        turn.end_run("failed", _final_error(state, text))
         return True
     return False
 
@@ -75,25 +146,23 @@ def is_given_up(turn: Transition) -> bool:
 def _is_repeated_error(turn: Transition) -> bool:
     """Whether an error of code ended one process after the other, with no step completed in between.
 
-    Such errors do not pass by themselves, as those of networks, disks and memory may. Each failure is looked at once,
-    when its cause is settled.
+    Such errors do not pass by themselves, as those of networks, disks and memory may. Each failure counts once, when
+    its cause is settled.
     """
-    state, last = turn.state, turn.state.recovery.repeated
-    blame = state.recovery.blame
-    if blame is None or blame.kind not in _PROGRAMMING_ERRORS or not state.recovery.failed_s:
+    recovery, high = turn.state.recovery, turn.state.position.high
+    blame, last = recovery.blame, recovery.repeated
+    if blame is None or blame.kind not in _PROGRAMMING_ERRORS or not recovery.failed_s:
         return False
-    if last is None or last.failed_s != state.recovery.failed_s[-1]:
-        alike = last is not None and (last.cause, last.high) == (blame.event.cause, state.position.high)
-        times = last.times + 1 if last is not None and alike else 1
-        last = RepeatedError(
-            cause=blame.event.cause, high=state.position.high, failed_s=state.recovery.failed_s[-1], times=times
-        )
+    if last is None or last.failed_s != recovery.failed_s[-1]:
+        cause, failed_s = blame.event.cause, recovery.failed_s[-1]
+        times = last.times + 1 if last is not None and (last.cause, last.high) == (cause, high) else 1
+        last = RepeatedError(cause=cause, high=high, failed_s=failed_s, times=times)
         turn.change(repeated=last)
     return last.times > 1
 
 
 def _final_error(state: DriverState, text: str) -> Exception:
-    """The last failure's error; our own ones say how many came before."""
+    """Return the error of the last failure; errors of trainwright say how many came before."""
     assert state.recovery.blame is not None, "a failure has a cause"
     error = state.recovery.blame.error
     loop = _describe_loop(state)
@@ -103,32 +172,27 @@ def _final_error(state: DriverState, text: str) -> Exception:
     code = state.recovery.blame.kind in _PROGRAMMING_ERRORS and isinstance(error, TrainwrightError)
     if not code and not isinstance(error, (WorkerLost, HangError)):
         return error
-    assert isinstance(error, TrainwrightError), "those alone are left"
+    assert isinstance(error, TrainwrightError), "all other errors were returned"
     remedy = _TRACEBACK_REMEDY if code else error.remedy
     return type(error)(f"{error.what}; {text}", where=error.where, remedy=remedy, detail=error.detail)
 
 
 def backoff_s(failures: int) -> float:
-    """Seconds between a failure and the next try: none after the first in a row, then 1, 2, 4, up to a minute."""
+    """Return the seconds between a failure and the next attempt: 0 after the first in a row, then 1, 2, 4, up to 60."""
     return 0.0 if failures < 2 else min(_MAX_BACKOFF_S, 2.0 ** min(failures - 2, 10))
 
 
 def limit_target_step(state: DriverState, until: int) -> int:
-    """The step to run to, until at most: one at a time past the highest one known, where the last tries failed."""
-    streamed = (
-        state.membership.plan is not None and state.membership.plan.streamed
-    )  # a step begins the next one, which may be the cause
-    if (
-        not state.recovery.failures
-        or state.epoch.heal is None
-        or (state.epoch.heal.source == "replica" and not streamed)
-    ):
+    """Return the step to run to, `until` at most: after failures, one step at a time past the highest one known."""
+    heal, plan, position = state.epoch.heal, state.membership.plan, state.position
+    streamed = plan is not None and plan.streamed  # a step begins the next one, which may be the cause
+    if not state.recovery.failures or heal is None or (heal.source == "replica" and not streamed):
         return until
-    return min(until, state.position.high if state.position.step < state.position.high else state.position.step + 1)
+    return min(until, position.high if position.step < position.high else position.step + 1)
 
 
 def _extend_loop(state: DriverState, suspect: FailureCause | None) -> CrashLoop | None:
-    """The loop with one more failure: a longer one where it is like those before, else a new one."""
+    """Return the crash loop with one more failure, or a new one if this failure is not like those before."""
     if suspect is None or not suspect.kind:
         return state.recovery.loop
     step, rank, last = state.position.high + 1, suspect.event.rank, state.recovery.loop
@@ -138,30 +202,31 @@ def _extend_loop(state: DriverState, suspect: FailureCause | None) -> CrashLoop 
 
 
 def record_crash_loop(turn: Transition) -> None:
-    """All have told where they stand: count the failure, and pass the batch by where the job allows it."""
+    """Count the failure, once all ranks told where they stand; skip the batch of a crash loop if the job allows it."""
     state = turn.state
     loop = _extend_loop(state, state.recovery.suspect)
     turn.change(loop=loop, suspect=None)
     if loop is None or loop.times < CRASH_LOOP_FAILURES or loop.step != state.position.high + 1:
         return
-    if (
-        any(passed.step == loop.step for passed in state.recovery.passing)
-        or len(state.recovery.passing) >= state.settings.limits.pass_limit
-    ):
+    if _is_skipped(state, loop.step) or len(state.recovery.passing) >= state.settings.limits.pass_limit:
         return
     why = _loop_text(loop)
     turn.change(passing=(*state.recovery.passing, SkippedBatch(step=loop.step, why=why)))
     turn.emit(Noted(text=f"{why}; its batch is passed by, its samples get lines in quarantine/ beside the run"))
 
 
+def _is_skipped(state: DriverState, step: int) -> bool:
+    return any(passed.step == step for passed in state.recovery.passing)
+
+
 def _describe_loop(state: DriverState) -> tuple[str, str] | None:
-    """What happened and what to do, of a run that ends in a crash loop; None where it does not."""
+    """Return what happened and what to do, for a run that ends in a crash loop; None for others."""
     suspect = state.recovery.suspect
     loop = _extend_loop(state, suspect)
     if suspect is None or not suspect.kind or suspect is not state.recovery.blame or loop is None or loop.times < 2:
         return None
     what = _loop_text(loop)
-    if any(passed.step == loop.step for passed in state.recovery.passing):
+    if _is_skipped(state, loop.step):
         return (
             f"{what}; passing its batch by did not help",
             "the batch is not the cause: look at what all steps do there, and at batches that are read ahead",
@@ -181,11 +246,11 @@ def _loop_text(loop: CrashLoop) -> str:
 
 
 def _samples_text(state: DriverState, loop: CrashLoop) -> str:
-    """`; its share of the batch holds samples 3, 17 and 40`."""
-    if state.settings.length.samples_of is None or not 0 <= loop.rank < len(state.membership.members):
+    """`; its share of that batch holds samples 3, 17, 40 and 5 more`."""
+    samples_of, workers = state.settings.length.samples_of, len(state.membership.members)
+    if samples_of is None or not 0 <= loop.rank < workers:
         return ""
-    found = state.settings.length.samples_of(loop.step, loop.rank, len(state.membership.members), state.membership.plan)
-    samples = [str(sample) for sample in sorted(found)]
+    samples = [str(row) for row in sorted(samples_of(loop.step, loop.rank, workers, state.membership.plan))]
     shown, more = ", ".join(samples[:_SHOWN_SAMPLES]), len(samples) - _SHOWN_SAMPLES
     return f"; its share of that batch holds samples {shown}{f' and {more} more' if more > 0 else ''}"
 
@@ -193,12 +258,12 @@ def _samples_text(state: DriverState, loop: CrashLoop) -> str:
 # --- Loss spikes ------------------------------------------------------------------------------------------------------
 
 
-_MAX_LOSSES, MIN_LOSSES = 100, 20  # steps that say what is usual, at most and at least
+_MAX_LOSSES, MIN_LOSSES = 100, 20  # losses in the median, at most and at least
 _SPIKE_REMEDY = "look at the batch, lower the learning rate, take checkpoints more often, or raise max_loss_ratio"
 
 
 def check_losses(turn: Transition, event: m.StepsCompleted) -> None:
-    """Steps were completed while all ranks step."""
+    """Look for a loss spike in completed steps."""
     limit = turn.settings.limits.max_loss_ratio
     if limit is None or turn.state.recovery.spiked:
         return
@@ -213,33 +278,26 @@ def check_losses(turn: Transition, event: m.StepsCompleted) -> None:
 
 
 def median_loss(state: DriverState) -> float | None:
-    """The median of the last losses; None where there are too few, or where it is no measure of size."""
-    usual = median(loss for _, loss in state.recovery.losses) if len(state.recovery.losses) >= MIN_LOSSES else 0.0
+    """Return the median of the last losses; None if there are too few, or if it is not positive."""
+    losses = [loss for _, loss in state.recovery.losses]
+    usual = median(losses) if len(losses) >= MIN_LOSSES else 0.0
     return usual if usual > 0 else None
 
 
-def losses_until(state: DriverState, step: int) -> tuple[tuple[int, float], ...]:
-    """The losses that are left when all stand at a step again."""
-    return tuple((done, loss) for done, loss in state.recovery.losses if done <= step)
-
-
 def _on_loss_spike(turn: Transition, step: int, what: str) -> None:
-    state, settings = turn.state, turn.settings
+    state, limit, skipped = turn.state, turn.settings.limits.spike_limit, turn.state.recovery.passing
     turn.emit(Failed(generation=state.epoch.generation.number, cause=what, step=state.position.progress))
-    if settings.limits.spike_limit == 0:
-        end_run(turn, "failed", LossSpike(what, remedy='on_spike="rollback" goes back to before it and passes it by'))
+    error = None
+    if limit == 0:
+        error = LossSpike(what, remedy='on_spike="rollback" goes back to before it and passes it by')
     elif state.committed >= step:
-        end_run(
-            turn, "failed", LossSpike(f"{what}, and the newest checkpoint is not from before it", remedy=_SPIKE_REMEDY)
-        )
-    elif len(state.recovery.passing) >= settings.limits.spike_limit:
-        end_run(
-            turn,
-            "failed",
-            LossSpike(f"{what}; {len(state.recovery.passing)} batches were passed by before", remedy=_SPIKE_REMEDY),
-        )
-    else:
-        checkpointing.discard_memory_copies_from(turn, step)
-        turn.change(spiked=step, passing=(*state.recovery.passing, m.SkippedBatch(step=step, why=what)))
-        turn.emit(Noted(text=f"{what}: going back to before it; its batch is passed by"))
-        request_pause(turn)
+        error = LossSpike(f"{what}, and the newest checkpoint is not from before it", remedy=_SPIKE_REMEDY)
+    elif len(skipped) >= limit:
+        error = LossSpike(f"{what}; {len(skipped)} batches were passed by before", remedy=_SPIKE_REMEDY)
+    if error is not None:
+        turn.end_run("failed", error)
+        return
+    checkpointing.discard_memory_copies_from(turn, step)
+    turn.change(spiked=step, passing=(*skipped, SkippedBatch(step=step, why=what)))
+    turn.emit(Noted(text=f"{what}: going back to before it; its batch is passed by"))
+    turn.request_pause()

@@ -10,112 +10,117 @@ the run's plan, the run continues in their layout and changes to its plan from a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict, replace
 from heapq import heapify, heappop, heapreplace
+from typing import Any
 
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Noted, Placed, Promoted, Replanned, Resized, Waiting
 from trainwright.core.plan import Plan, assign_slots
-from trainwright.driver import checkpointing
 from trainwright.driver import messages as m
-from trainwright.driver.checkpointing import drop_upload_workers
+from trainwright.driver.checkpointing import drop_memory_copy_workers, drop_upload_workers
 from trainwright.driver.driver_state import DriverState, GroupMember, Phase, StandbyWorker, Transition
 from trainwright.driver.persistent_collections import PersistentList, PersistentMap, PersistentSet
-from trainwright.driver.shutdown import end_run
 
-_UNASSIGNED = -1  # holds a rank for which a process is about to be placed
-MAX_STANDBY_FAILURES = 3  # that ended by themselves, one after another
+_UNASSIGNED = -1  # number of a worker that is about to be placed
+MAX_STANDBY_FAILURES = 3  # standbys in a row that ended by themselves
 
 
 def replace_workers(turn: Transition, ranks: Iterable[int], *, kill: bool = False) -> None:
     """Give each rank a new process in its slot. `kill` ends those that hold the ranks now."""
-    gone: set[int] = set()
-    starting = turn.state.membership.starting
+    ranks, membership = [*ranks], turn.state.membership
+    holders = [membership.members[rank].worker for rank in ranks]
+    gone = [worker for worker in holders if worker in membership.rank_of]
+    if kill:
+        for worker in gone:
+            turn.want(m.KillWorker(worker=worker))
+    drop_workers(turn, frozenset(gone))
     for rank in ranks:
-        state = turn.state
-        old = state.membership.members[rank]
-        if old.worker in state.membership.rank_of:
-            gone.add(old.worker)
-            if kill:
-                turn.want(m.KillWorker(worker=old.worker))
-            turn.change(rank_of=state.membership.rank_of.without({old.worker}))
-        assign_rank(turn, rank, choose_standby(state, old.node))
-    state = turn.state
-    turn.change(starting=state.membership.starting - gone, awaiting=state.awaiting - gone)
-    drop_upload_workers(turn, frozenset(gone))
-    checkpointing.drop_memory_copy_workers(turn, frozenset(gone))
-    if turn.state.membership.starting - starting:
-        if not starting:
+        assign_rank(turn, rank, choose_standby(turn.state, turn.state.membership.members[rank].node))
+    if turn.state.membership.starting - membership.starting:
+        if not membership.starting:
             what = describe_starting(turn.state)
             turn.emit(Waiting(what=f"{what} to start", deadline_s=turn.settings.deadlines.place_deadline_s))
         arm_start_deadline(turn)
 
 
+def drop_workers(turn: Transition, workers: Set[int]) -> None:
+    """Forget workers that ended, or that are being ended: nothing that they owe is waited for."""
+    membership = turn.state.membership
+    turn.change(
+        rank_of=membership.rank_of.without(workers),
+        starting=membership.starting - workers,
+        spares=membership.spares.without(workers),
+    )
+    turn.no_longer_await(workers)
+    drop_upload_workers(turn, frozenset(workers))
+    drop_memory_copy_workers(turn, frozenset(workers))
+
+
+def drop_all_workers(turn: Transition) -> None:
+    """Forget all workers, because the run ends."""
+    turn.change(rank_of=PersistentMap(), starting=PersistentSet(), spares=PersistentMap())
+    turn.await_workers(())
+
+
 def arm_start_deadline(turn: Transition) -> None:
-    """Those who start have so much time."""
+    """Set the timers for the processes that start."""
     if turn.state.membership.starting:
         turn.arm("place", turn.settings.deadlines.place_deadline_s)
         if turn.settings.world.fewest < len(turn.state.membership.members):
             turn.arm("shrink", turn.settings.deadlines.shrink_s)
 
 
-def assign_rank(turn: Transition, rank: int, spare: int | None, wait_s: float = 0.0) -> None:
-    """Give a rank to a spare, or to a new process, which is started after a while."""
+def assign_rank(turn: Transition, rank: int, standby: int | None, wait_s: float = 0.0) -> None:
+    """Give a rank to a standby, or to a new process, which is started after `wait_s`."""
     state = turn.state
-    held = None if spare is None else state.membership.spares[spare]
-    worker = state.membership.next_worker if spare is None else spare
+    held = None if standby is None else state.membership.spares[standby]
+    worker = state.membership.next_worker if standby is None else standby
     slot = state.membership.members[rank].slot if held is None or held.slot is None else held.slot
     member = GroupMember(worker=worker, slot=slot, node=held.node if held else "", home=held.home if held else "")
     turn.change(
         members=state.membership.members.put(rank, member),
         rank_of=state.membership.rank_of.put(worker, rank),
-        next_worker=state.membership.next_worker + (spare is None),
+        next_worker=state.membership.next_worker + (standby is None),
         starting=state.membership.starting if held and held.ready else state.membership.starting | {worker},
         spares=state.membership.spares.without({worker}),
     )
-    if spare is None:
+    if standby is None:
         turn.want(m.StartWorker(worker=worker, slot=slot, after_s=wait_s))
     else:
         turn.emit(Promoted(worker=worker, rank=rank, slot=slot, node=member.node))
 
 
 def choose_standby(state: DriverState, node: str) -> int | None:
-    """The spare that can take a rank of this node soonest; None where there is none.
+    """Return the standby that can take a rank of this node soonest; None if there is none.
 
-    A recruit that is up will do where no other spare does, one that is still to come may never.
+    A joining worker that is up will do if there is no warm standby; one that is still to start may never come.
     """
-    stay, doomed = (
-        state.settings.world.spares_stay,
-        _nodes_to_leave(state),
-    )  # then a node that is not known yet is no match
-    lasting = {worker: spare for worker, spare in state.membership.spares.items() if spare.node not in doomed}
+    spares, stay, doomed = state.membership.spares, state.settings.world.spares_stay, _nodes_to_leave(state)
+    lasting = {worker: spare for worker, spare in spares.items() if spare.node not in doomed}
+    # With `stay`, a node that is not known yet is no match.
     beside = [w for w, s in lasting.items() if s.slot is None and (not stay or (node and s.node == node))]
     fitting = beside or [worker for worker, spare in lasting.items() if spare.slot is not None and spare.ready]
     return min(
         fitting,
-        key=lambda worker: (
-            not state.membership.spares[worker].ready,
-            state.membership.spares[worker].node != node,
-            worker,
-        ),
+        key=lambda worker: (not spares[worker].ready, spares[worker].node != node, worker),
         default=None,
     )
 
 
 def _nodes_to_leave(state: DriverState) -> frozenset[str]:
-    """Nodes of members that must go, where there are others: such a notice concerns a whole node as a rule."""
+    """Return the nodes of members with a notice, if there are other nodes: a notice concerns a whole node as a rule."""
     if not state.handover.leaving:
         return frozenset()
-    nodes = {member.node for member in state.membership.members} | {
-        spare.node for spare in state.membership.spares.values()
-    }
-    doomed = {member.node for member in state.membership.members if member.worker in state.handover.leaving}
+    members = state.membership.members
+    nodes = {member.node for member in members} | {spare.node for spare in state.membership.spares.values()}
+    doomed = {member.node for member in members if member.worker in state.handover.leaving}
     return frozenset(doomed if nodes - doomed - {""} else ())
 
 
 def start_standbys(turn: Transition) -> None:
-    """Start missing warm standbys and joining workers; none after several of them ended by themselves."""
+    """Start missing warm standbys and joining workers; none once several in a row ended by themselves."""
     state = turn.state
     if state.membership.spares_lost >= MAX_STANDBY_FAILURES or state.shutdown.stopping:
         return
@@ -140,25 +145,22 @@ def _start_standby(turn: Transition, own: int | None, slot: int) -> None:
 
 
 def on_worker_started(turn: Transition, event: m.WorkerStarted) -> None:
-    """A placed process is up."""
+    """Note that a placed process is up."""
     state = turn.state
     if event.worker in state.membership.spares:
         _on_standby_started(turn, event)
         return
     rank = state.membership.rank_of[event.worker]
     _note_accelerators(turn, state.membership.members[rank].slot, event)
-    member = replace(state.membership.members[rank], node=event.node, home=event.home)
-    turn.change(
-        members=state.membership.members.put(rank, member),
-        starting=state.membership.starting - {event.worker},
-    )
+    turn.change(starting=state.membership.starting - {event.worker})
+    update_member(turn, rank, node=event.node, home=event.home)
     turn.emit(Placed(worker=event.worker, node=event.node, pid=event.pid))
     if not turn.state.membership.starting:
         turn.disarm("place", "shrink")
 
 
 def _on_standby_started(turn: Transition, event: m.WorkerStarted) -> None:
-    """A spare is up. For a recruit the others pause, so that it can join."""
+    """Note that a standby is up. The ranks pause for a joining worker, so that it can join."""
     state = turn.state
     spare = replace(state.membership.spares[event.worker], node=event.node, home=event.home, ready=True)
     turn.change(spares=state.membership.spares.put(event.worker, spare), spares_lost=0)
@@ -166,7 +168,7 @@ def _on_standby_started(turn: Transition, event: m.WorkerStarted) -> None:
     if spare.slot is not None:
         _note_accelerators(turn, spare.slot, event)
     if state.phase is Phase.RUNNING and can_grow(turn.state):
-        request_pause(turn)
+        turn.request_pause()
 
 
 def _note_accelerators(turn: Transition, slot: int, event: m.WorkerStarted) -> None:
@@ -174,11 +176,28 @@ def _note_accelerators(turn: Transition, slot: int, event: m.WorkerStarted) -> N
         turn.change(accelerators=turn.state.membership.accelerators.put(slot, event.accelerators))
 
 
+def update_member(turn: Transition, rank: int, **changes: Any) -> None:
+    """Replace fields of the member that holds a rank."""
+    members = turn.state.membership.members
+    turn.change(members=members.put(rank, replace(members[rank], **changes)))
+
+
+def update_members(turn: Transition, members: Iterable[GroupMember]) -> None:
+    """Replace all members; each keeps its rank."""
+    turn.change(members=PersistentList(members))
+
+
+def restart_members(turn: Transition) -> None:
+    """Have all ranks restart from the initial state, under a plan to be chosen."""
+    turn.change(plan=None)
+    update_members(turn, (replace(member, told=False) for member in turn.state.membership.members))
+
+
 # --- Shrinking and growing --------------------------------------------------------------------------------------------
 
 
 def complete_members(turn: Transition) -> bool:
-    """Whether all ranks are held by processes that are up; gives up those that are missing for too long, if it may."""
+    """Return whether all ranks are held by processes that are up; drop those that are late, if the run may shrink."""
     if turn.state.membership.starting and _can_shrink(turn.state):
         _remove_late_members(turn)
     if not turn.state.membership.starting:
@@ -187,82 +206,64 @@ def complete_members(turn: Transition) -> bool:
 
 
 def arrange_ranks(turn: Transition, plan: Plan | None) -> None:
-    """Place the ranks on the nodes as the mesh needs them, if no rank has been told or all restart."""
-    state, mesh = turn.state, turn.settings.world.mesh
-    anew = plan is not None and state.membership.plan is not None and plan.layout != state.membership.plan.layout
-    if mesh is None or (any(member.told for member in state.membership.members) and not anew):
+    """Take a plan. Assign ranks to nodes as its mesh needs, if no rank was told to its process or all restart."""
+    members, former, mesh = turn.state.membership.members, turn.state.membership.plan, turn.settings.world.mesh
+    turn.change(plan=plan)
+    restart = plan is not None and former is not None and plan.layout != former.layout
+    if mesh is None or (any(member.told for member in members) and not restart):
         return
-    order = assign_slots(
-        plan.mesh if plan else mesh,
-        [member.home or member.node for member in state.membership.members],
-        len(turn.settings.world.devices),
-    )
-    members = tuple(state.membership.members[place] for place in order)
-    assign_ranks(turn, members)
+    homes = [member.home or member.node for member in members]
+    order = assign_slots(plan.mesh if plan else mesh, homes, len(turn.settings.world.devices))
+    assign_ranks(turn, tuple(members[place] for place in order))
 
 
 def can_grow(state: DriverState) -> bool:
-    """Whether a recruit is up, and the survivors can take it in."""
+    """Whether a joining worker is up, and the run can use it."""
     if state.settings.world.tolerates:
-        return False  # they join by themselves
+        return False  # dynamic members join by themselves
     room = len(state.membership.members) < state.settings.world.most and state.settings.world.reform == "in_place"
     return room and not state.shutdown.stopping and target_size(state) > len(state.membership.members)
 
 
 def target_size(state: DriverState) -> int:
-    """How many of the members and the recruits that are up the run can use."""
+    """Return how many of the members and the joining workers that are up the run can use."""
     ready = len(state.membership.members) + len(_joiners_up(state))
     return state.seats(min(ready, state.settings.world.most))
 
 
 def _joiners_up(state: DriverState) -> list[int]:
-    """Recruits that are up."""
     return sorted(worker for worker, spare in state.membership.spares.items() if spare.slot is not None and spare.ready)
 
 
-def request_pause(turn: Transition) -> None:
-    """While steps run: have the ranks stop after the same one, soon, for something that is due."""
-    if not turn.state.position.pausing:
-        turn.change(pausing=True)
-        turn.call([turn.state.membership.members[0].worker], "stop")
-
-
 def _can_shrink(state: DriverState) -> bool:
-    if state.settings.world.fewest == len(state.membership.members) or "shrink" in state.timers:
+    membership, world = state.membership, state.settings.world
+    if world.fewest == len(membership.members) or "shrink" in state.timers:
         return False
-    if any(
-        state.settings.world.role_of(state.membership.rank_of[worker]) != "worker"
-        for worker in state.membership.starting
-    ):
+    if any(world.role_of(membership.rank_of[worker]) != "worker" for worker in membership.starting):
         return False
-    left = len(state.membership.members) - len(state.membership.starting)
-    return left >= state.settings.world.fewest and state.seats(left) > 0
+    left = len(membership.members) - len(membership.starting)
+    return left >= world.fewest and state.seats(left) > 0
 
 
 def _remove_late_members(turn: Transition) -> None:
-    """Go on without those that did not start in time: they join when they come."""
-    state = turn.state
-    late = {
-        member.worker: StandbyWorker(slot=member.slot)
-        for member in state.membership.members
-        if member.worker in state.membership.starting
-    }
+    """Continue without members that did not start in time; they join when they are up."""
+    state, deadlines = turn.state, turn.settings.deadlines
+    members, starting = state.membership.members, state.membership.starting
+    late = {member.worker: StandbyWorker(slot=member.slot) for member in members if member.worker in starting}
     turn.disarm("place")
     turn.change(starting=PersistentSet(), spares=PersistentMap({**state.membership.spares, **late}))
-    patience_s = (
-        state.settings.deadlines.shrink_s if "place" in state.timers else state.settings.deadlines.place_deadline_s
-    )
-    waited = f"no more started within {patience_s:g} s"
-    _resize(turn, tuple(member for member in state.membership.members if member.worker not in late), waited)
+    waited_s = deadlines.shrink_s if "place" in state.timers else deadlines.place_deadline_s
+    waited = f"no more started within {waited_s:g} s"
+    _resize(turn, tuple(member for member in members if member.worker not in late), waited)
 
 
 def _admit_joiners(turn: Transition) -> None:
     """Give ranks to joining workers that are up; release members for which the plan has no rank."""
     state, count = turn.state, len(turn.state.membership.members)
     total = target_size(state)
-    unknown = state.epoch.heal is None  # how far those are who outlived another driver
+    unknown = state.epoch.heal is None  # the step of workers that outlived another driver
     if state.loses_state(total) and (unknown or state.position.progress > state.copied):
-        total = state.seats(count)  # what the members hold is newer than any copy: they grow when there is one
+        total = state.seats(count)  # the members hold a newer state than any copy: grow once it is copied
     change = total - count
     if change > 0:
         ready = _joiners_up(state)[:change]
@@ -274,7 +275,7 @@ def _admit_joiners(turn: Transition) -> None:
 
 
 def _surplus_members(state: DriverState, number: int) -> frozenset[int]:
-    """So many members whose part others hold too, as far as there are such; the last ones where there is a choice."""
+    """Return that many members, first those whose part of the state others hold too; the last ranks of them."""
     holders: dict[int, list[int]] = {}  # ranks, by part
     for rank, member in enumerate(state.membership.members):
         holders.setdefault(member.part, []).append(rank)
@@ -293,30 +294,29 @@ def _surplus_members(state: DriverState, number: int) -> frozenset[int]:
 
 
 def _member_of_joiner(worker: int, spare: StandbyWorker) -> GroupMember:
-    assert spare.slot is not None, "a recruit has a slot"
+    assert spare.slot is not None, "a joining worker has a slot"
     return GroupMember(worker=worker, slot=spare.slot, node=spare.node, home=spare.home)
 
 
 def admissible_joiners(state: DriverState) -> list[int]:
-    """Recruits that are up, as far as the world may grow."""
+    """Return the joining workers that are up, as far as the run may grow."""
     return _joiners_up(state)[: max(0, state.settings.world.most - len(state.membership.members))]
 
 
 def admit_joiner(turn: Transition, worker: int) -> None:
-    """Give a recruit the next rank."""
+    """Give a joining worker the next rank."""
     state = turn.state
     turn.change(spares=state.membership.spares.without({worker}))
     assign_ranks(turn, (*state.membership.members, _member_of_joiner(worker, state.membership.spares[worker])))
 
 
 def assign_ranks(turn: Transition, members: tuple[GroupMember, ...]) -> None:
-    """Number the members by their order."""
+    """Assign ranks to the members in their order."""
     ranks = PersistentMap((member.worker, rank) for rank, member in enumerate(members))
     turn.change(members=PersistentList(members), rank_of=ranks)
 
 
 def _resize(turn: Transition, members: tuple[GroupMember, ...], why: str) -> None:
-    """Number the ranks anew."""
     former = len(turn.state.membership.members)
     assign_ranks(turn, members)
     workers, before = (turn.settings.world.crew(total)[0] for total in (len(members), former))
@@ -325,11 +325,9 @@ def _resize(turn: Transition, members: tuple[GroupMember, ...], why: str) -> Non
 
 def remove_members(turn: Transition, workers: frozenset[int], why: str) -> None:
     """Continue without these idle members; joining workers replace them later."""
-    turn.change(awaiting=turn.state.awaiting - workers)
     for worker in sorted(workers):
         turn.want(m.KillWorker(worker=worker))
-    drop_upload_workers(turn, workers)
-    checkpointing.drop_memory_copy_workers(turn, workers)
+    drop_workers(turn, workers)
     _resize(turn, tuple(member for member in turn.state.membership.members if member.worker not in workers), why)
 
 
@@ -337,48 +335,36 @@ def remove_members(turn: Transition, workers: frozenset[int], why: str) -> None:
 
 
 def on_standby_died(turn: Transition, event: m.WorkerDied) -> None:
-    """A process without a rank ended; after some that did so one after another no more are started."""
-    state = turn.state
-    turn.change(
-        spares=state.membership.spares.without({event.worker}),
-        spares_lost=state.membership.spares_lost + 1,
-    )
+    """Replace a process without a rank that ended; start no more after several in a row."""
+    lost = turn.state.membership.spares_lost + 1
+    drop_workers(turn, {event.worker})
+    turn.change(spares_lost=lost)
     if turn.state.phase is Phase.RUNNING:
         start_standbys(turn)
-    if turn.state.membership.spares_lost == MAX_STANDBY_FAILURES:
-        turn.emit(
-            Noted(
-                text=f"going on without spare workers, since {MAX_STANDBY_FAILURES} ended by themselves: {event.cause}"
-            )
-        )
+    if lost == MAX_STANDBY_FAILURES:
+        turn.emit(Noted(text=f"going on without spare workers, since {lost} ended by themselves: {event.cause}"))
 
 
 def on_start_deadline(turn: Transition) -> None:
-    """Not all processes started in time: where nobody said how many there must be, fewer go on from now on."""
-    if turn.settings.world.last_resort is not None and not turn.state.shutdown.stopping:
-        turn.adjust_policy(min_workers=turn.settings.world.last_resort)
+    """Continue with fewer workers if the user gave no number of them; otherwise end the run."""
+    state, world, stopping = turn.state, turn.settings.world, turn.state.shutdown.stopping
+    if world.last_resort is not None and not stopping:
+        turn.adjust_policy(min_workers=world.last_resort)
         if _can_shrink(turn.state):
-            return  # `recovering.gathered` sees to it
-    state = turn.state
-    total, missing, layouts = (
-        len(state.membership.members),
-        len(state.membership.starting),
-        state.settings.world.layouts,
-    )
-    lacking = layouts.lacking(total - missing) if layouts is not None and missing < total else ""
+            return  # `complete_members` removes the late ones
+    total, started = len(state.membership.members), len(state.membership.members) - len(state.membership.starting)
     error = ResourceError(
-        f"{total - missing} of {_count_text(total)} started within {state.settings.deadlines.place_deadline_s:g} s",
-        where=lacking,
-        remedy=f"free resources or add nodes, or set workers={max(1, total - missing)}, or raise place_deadline_s",
+        f"{started} of {_count_text(total)} started within {state.settings.deadlines.place_deadline_s:g} s",
+        where=world.layouts.lacking(started) if world.layouts is not None and started else "",
+        remedy=f"free resources or add nodes, or set workers={max(1, started)}, or raise place_deadline_s",
     )
-    end_run(turn, "stopped" if state.shutdown.stopping else "failed", None if state.shutdown.stopping else error)
+    turn.end_run("stopped" if stopping else "failed", None if stopping else error)
 
 
 def describe_starting(state: DriverState) -> str:
-    """Who starts: `2 workers and 1 server`, of a coordinator also `1 chief`."""
-    roles = Counter(
-        state.settings.world.role_of(state.membership.rank_of[worker]) for worker in state.membership.starting
-    )
+    """`2 workers and 1 server`, the processes that start; of a coordinator also `1 chief`."""
+    rank_of, role_of = state.membership.rank_of, state.settings.world.role_of
+    roles = Counter(role_of(rank_of[worker]) for worker in state.membership.starting)
     found = [_count_text(roles[role], role) for role in ("worker", "server", "chief") if roles[role]]
     return " and ".join(filter(None, (", ".join(found[:-1]), found[-1])))
 
@@ -392,7 +378,7 @@ def _count_text(number: int, what: str = "worker") -> str:
 
 
 def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()) -> None:
-    """Take over what lives of the driver before us, and start what is missing."""
+    """Take over the workers of the previous driver that live, and start the missing ones."""
     living = _reusable_workers(turn, living)
     plan = _adopt_plan(turn, living)
     settings = turn.settings
@@ -407,7 +393,7 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
     }
     held = {one.slot for one in ranked} | {spare.slot for spare in waiting.values()}
     free = [slot for slot in range(settings.world.most) if slot not in held]
-    servers = sum(settings.world.role_of(slot) != "worker" for slot in free)  # none can do without them
+    servers = sum(settings.world.role_of(slot) != "worker" for slot in free)  # the run needs all of them
     members = _members_by_rank(turn, ranked, free[: max(servers, workers - len(ranked))])
     rank_of = PersistentMap(
         (member.worker, rank) for rank, member in enumerate(members) if member.worker != _UNASSIGNED
@@ -419,8 +405,8 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
         next_worker=max((turn.state.membership.next_worker, *(one.worker + 1 for one in living))),
         spares=PersistentMap(waiting),
         accelerators=PersistentMap((_slot_of_survivor(one), one.accelerators) for one in living if one.accelerators),
-        awaiting=PersistentSet(rank_of),
     )
+    turn.await_workers(rank_of)
     for one in living:
         turn.emit(Placed(worker=one.worker, node=one.node, pid=one.pid, spare=one.worker in waiting))
     _emit_repeated_steps(turn, living)
@@ -432,10 +418,10 @@ def take_over_workers(turn: Transition, living: Sequence[m.SurvivingWorker] = ()
 
 
 def _emit_repeated_steps(turn: Transition, living: Sequence[m.SurvivingWorker]) -> None:
-    """Say which steps are done again, where no process holds what the driver before had reached."""
+    """Report how many steps are done again, if no worker holds the newest step that the previous driver reported."""
     state = turn.state
     if any(one.plan is not None for one in living):
-        return  # the first group tells what was lost
+        return  # the first rendezvous reports it
     begin, kept = state.committed, state.memory.kept.step if state.memory.kept else 0
     lost = state.position.told - max(begin, kept)
     if lost > 0:
@@ -447,7 +433,7 @@ def _emit_repeated_steps(turn: Transition, living: Sequence[m.SurvivingWorker]) 
 
 
 def _reusable_workers(turn: Transition, living: Sequence[m.SurvivingWorker]) -> Sequence[m.SurvivingWorker]:
-    """Those who can form a group: where that takes new processes, spares alone. The others end."""
+    """Return the workers that can form a group, and end the others: all but standbys if a group needs new processes."""
     if turn.settings.world.reform == "in_place":
         return living
     spent = [one.worker for one in living if not one.waiting]
@@ -463,28 +449,30 @@ def _reusable_workers(turn: Transition, living: Sequence[m.SurvivingWorker]) -> 
 
 def _adopt_plan(turn: Transition, living: Sequence[m.SurvivingWorker]) -> Plan | None:
     """Choose the plan of the survivors, if their state would be lost under the run's own plan, and report it."""
-    state, settings, layouts = turn.state, turn.settings, turn.settings.world.layouts
-    theirs = _plan_of_newest_state(living, state.copied)
+    world, layouts = turn.settings.world, turn.settings.world.layouts
+    theirs = _plan_of_newest_state(living, turn.state.copied)
     if layouts is None or theirs is None:
         return None
-    own = layouts.on(settings.world.workers, settings.world.fewest)
+    own, fewest = layouts.on(world.workers, world.fewest), world.fewest
     if own is not None and own.layout == theirs.layout:
-        turn.change(plan=theirs)  # whose parts seat them where there are more or fewer replicas now
+        turn.change(plan=theirs)  # its parts decide who gets which rank if there are more or fewer replicas now
         return None
-    if theirs.workers < settings.world.fewest and settings.world.last_resort is not None:
-        settings = settings.with_fields(min_workers=settings.world.last_resort)  # as the driver before did
-    plan = layouts.on(theirs.workers, settings.world.fewest)
+    if theirs.workers < fewest and world.last_resort is not None:
+        fewest = world.last_resort  # as the previous driver did
+    plan = layouts.on(theirs.workers, fewest)
     if plan is None or (plan.layout, plan.workers) != (theirs.layout, theirs.workers):
-        return None  # the run's plans are others by now
-    turn.change(settings=settings, plan=plan)
-    why = f"those who outlived the driver before hold {plan.name} of a step that no copy is of"
-    told = Replanned(plan=asdict(plan), name=plan.name, former=layouts.plans[0].name, workers=plan.workers, why=why)
-    turn.emit(told)
+        return None  # the run has other plans by now
+    if fewest != world.fewest:
+        turn.adjust_policy(min_workers=fewest)
+    turn.change(plan=plan)
+    why = f"the workers hold the state of {plan.name} at a step that no copy is of"
+    former = layouts.plans[0].name
+    turn.emit(Replanned(plan=asdict(plan), name=plan.name, former=former, workers=plan.workers, why=why))
     return plan
 
 
 def _plan_of_newest_state(living: Sequence[m.SurvivingWorker], copied: int) -> Plan | None:
-    """The plan whose newest state those who live hold all parts of; None where a copy is as new."""
+    """Return the plan of the newest state that the survivors hold completely; None if a copy is as new."""
     newest = max(living, key=lambda one: one.step, default=None)
     if newest is None or newest.plan is None or newest.step <= copied:
         return None
@@ -496,9 +484,9 @@ def _plan_of_newest_state(living: Sequence[m.SurvivingWorker], copied: int) -> P
 def _members_by_rank(
     turn: Transition, living: Sequence[m.SurvivingWorker], free: Sequence[int]
 ) -> tuple[GroupMember, ...]:
-    """Those who live at the ranks that they held, whose part of the model they have; nobody yet in the free slots.
+    """Return members by rank: survivors at the ranks that they held, unassigned ones in the free slots.
 
-    The slots of servers are theirs alone.
+    Slots of servers are for servers only.
     """
     plan, role_of, size = turn.state.membership.plan, turn.settings.world.role_of, len(living) + len(free)
     served = [slot for slot in free if role_of(slot) != "worker"]
@@ -523,7 +511,7 @@ def _members_by_rank(
 
 
 def _part_of_survivor(living: m.SurvivingWorker, plan: Plan | None) -> int:
-    """The part of a replica that one holds in the layout of a plan; -1 for none."""
+    """Return the number of the replica's part that a survivor holds in the layout of a plan; -1 for none."""
     held = living.plan
     if plan is None or held is None or held.layout != plan.layout:
         return -1

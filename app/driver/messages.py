@@ -1,23 +1,23 @@
 """The messages between the pure driver and the effect executor: events that happened, effects to carry out.
 
-Verbs of `CallWorker`, in the order of a run (the worker's methods of the same names):
+Verbs of `CallWorker`, in the order of a run. They are methods of `Worker`, which run on the given thread:
 
 | verb       | argument            | answers                  | thread |
 |------------|---------------------|--------------------------|--------|
-| reserve    | Reservation         | Address                  | steps  |
+| reserve    | ReserveRequest      | Address                  | steps  |
 | form       | Group               | StateTag                 | steps  |
-| heal       | Heal                | StateTag                 | steps  |
-| probe      | Probing             | seconds of a step        | steps  |
+| heal       | RestorePlan         | StateTag                 | steps  |
+| probe      | ProbeRequest        | seconds of a step        | steps  |
 | run        | steps: range        | SegmentReport            | steps  |
-| evaluate   | Evaluation          | Sums                     | steps  |
-| snapshot   | Copying             | Snapshot                 | steps  |
-| upload     | checkpoint path     | tuple[FileEntry, ...]    | upload |
-| keep       | KeepOrder           | tuple[FileEntry, ...]    | keep   |
+| evaluate   | EvaluateRequest     | MetricSums               | steps  |
+| snapshot   | SnapshotRequest     | SnapshotTaken            | steps  |
+| upload     | checkpoint path     | CheckpointFile, ...      | upload |
+| keep       | MemoryCopyRequest   | CheckpointFile, ...      | keep   |
 | stop       | None                | None                     | watch  |
 | interrupt  | explain: bool       | str: stacks, if explain  | watch  |
 | leave      | None                | StateTag                 | steps  |
 
-A verb that meets a lost peer raises PeerLost after it has left the group, so that the others notice too.
+If a verb loses a peer, it leaves the group, so that the others notice too, and raises PeerLost.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NodeMemoryFile:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCheckpoint:
-    """A state in the nodes' memory. A file may be there several times, on different nodes."""
+    """A state in the nodes' memory. The same file may be on several nodes."""
 
     version: int
     step: int
@@ -60,7 +60,7 @@ class MemoryCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotRequest:
-    """A snapshot is wanted, for these verbs to come."""
+    """Take a snapshot, which the given verbs will write."""
 
     step: int
     verbs: tuple[Literal["upload", "keep"], ...]
@@ -68,7 +68,7 @@ class SnapshotRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCopyRequest:
-    """Put the last snapshot into the node's memory as this version; of older ones, those in `hold` stay."""
+    """Write the last snapshot to the node's memory as this version; delete older versions that are not in `hold`."""
 
     version: int
     hold: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class MemoryCopyRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SkippedBatch:
-    """A step that is taken with weight 0 and without its batch, since that ends the workers. Counted from 1."""
+    """A step (from 1) that is taken with weight 0 and without its batch, because the batch ends the workers."""
 
     step: int
     why: str
@@ -84,9 +84,9 @@ class SkippedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class RestorePlan:
-    """How a group gets its state: by moves between ranks, a keeper, a checkpoint, rank 0's build, or not (`join`).
+    """Where a group gets its state: other ranks, an in-memory checkpoint (`keeper`), a checkpoint or rank 0's build.
 
-    `passing` are all steps of the run whose batch is not to be touched.
+    A member that joins others gets none (`join`). `passing` are all steps of the run whose batch is skipped.
     """
 
     step: int
@@ -99,18 +99,18 @@ class RestorePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentReport:
-    """The end of a `run`: all ranks after the same step, or rank 0 for all if workers step independently.
+    """The answer to `run`: from all ranks after the same step, or from rank 0 if workers step independently.
 
     Attributes:
-        finished: nothing is left to train, though steps may be left.
-        skipped: samples that this process has put into the quarantine so far.
-        passed, overflowed: steps that changed nothing so far: their loss was not finite, or their gradient too large.
-        prefetch: how far it reads ahead by now.
-        own_s: median over its last steps of what it does before it waits for others; None where that is not known.
-        phases: what its last steps took; None where too few were timed since it was told last.
-        sampled: steps whose gradients were looked at for their noise.
-        noise: the gradient noise scale; None while it cannot be trusted.
-        staleness: of what was pushed; of rank 0, where workers step alone.
+        finished: whether training ended before its last step.
+        skipped: samples that this process put into the quarantine so far.
+        passed, overflowed: steps without an update so far: their loss was not finite, or their gradient too large.
+        prefetch: how far it reads ahead.
+        own_s: median seconds of its own part of the last steps, before it waits for others; None if unknown.
+        phases: times of its last steps; None if too few were timed since the last report.
+        sampled: steps whose gradients were sampled for the noise scale.
+        noise: the gradient noise scale; None while it is not reliable.
+        staleness: of applied updates; from rank 0 if workers step independently.
     """
 
     step: int
@@ -128,7 +128,7 @@ class SegmentReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotTaken:
-    """A copy in host memory was taken."""
+    """A copy of the state in host memory."""
 
     step: int
     size_bytes: int
@@ -140,8 +140,8 @@ class CallFailure:
     """Why a call raised.
 
     Attributes:
-        error: the original, picklable.
-        step: of `run`: newest completed step that the process can tell of; -1 where that is not known.
+        error: the original error, which can be pickled.
+        step: newest completed step that the process can report, for `run`; -1 if unknown.
     """
 
     kind: CallFailureKind
@@ -154,14 +154,14 @@ class CallFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class SurvivingWorker:
-    """A worker process that outlived the driver before us, has let go of what it did, and is ours now.
+    """A worker of the previous driver that this driver has taken over.
 
     Attributes:
-        slot: of which it holds the bundle; None for a spare beside others.
-        waiting: it has never held a rank.
-        rank: that it held last; -1 for none.
+        slot: slot whose bundle it holds; None for a warm standby.
+        waiting: whether it has never held a rank.
+        rank: rank that it held last; -1 for none.
         home: Ray's id of the node.
-        plan: whose part of the state it holds, after `step` steps; None where it holds none.
+        plan: plan whose part of the state it holds, after `step` steps; None if it holds none.
     """
 
     worker: int
@@ -178,13 +178,14 @@ class SurvivingWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseAcquired:
-    """The log is ours.
+    """This driver has the lease of the run.
 
     Attributes:
-        head: the newest checkpoint that has all its files, which whoever loads it verifies; `older` are those before.
-        told: newest step that storage has an event of.
-        living: workers of the driver before.
-        kept: the newest state that is whole in the nodes' memory.
+        head: newest checkpoint with all its files, which are verified when they are loaded.
+        older: checkpoints before it, newest last.
+        told: newest step of the stored events.
+        living: workers of the previous driver.
+        kept: newest complete in-memory checkpoint.
     """
 
     token: int
@@ -197,16 +198,16 @@ class LeaseAcquired:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseLost:
-    """The log is not, or no longer, ours, or cannot be reached; `error` says why."""
+    """The lease could not be acquired, was lost, or the store cannot be reached; `error` says why."""
 
     error: Exception
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStarted:
-    """A placed worker process is up and answers; a spare has rehearsed.
+    """A placed worker process is up; a standby is warmed up.
 
-    `accelerators` are ids of those that Ray gave it, none for a spare beside others; `home` is Ray's id of the node.
+    `accelerators` are ids of those that Ray gave it, none for a warm standby; `home` is Ray's id of the node.
     """
 
     worker: int
@@ -246,7 +247,7 @@ class WorkerDied:
 
 @dataclass(frozen=True, kw_only=True)
 class PreemptionNoticed:
-    """A worker process was told that it will be ended in `left_s` seconds (a preemption notice). It lives on."""
+    """A worker process got a preemption notice: it will be ended in `left_s` seconds."""
 
     worker: int
     left_s: float
@@ -254,7 +255,7 @@ class PreemptionNoticed:
 
 @dataclass(frozen=True, kw_only=True)
 class StepsCompleted:
-    """Steps were completed, up to `step`; the last of them with these losses."""
+    """Steps up to `step` were completed; `losses` are those of the last ones."""
 
     generation: Generation
     step: int
@@ -263,7 +264,7 @@ class StepsCompleted:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointCommitted:
-    """The log names the checkpoint, and before it those in `older`, newest last."""
+    """The run log names the checkpoint, and those in `older` before it, newest last."""
 
     checkpoint: CheckpointRef
     older: tuple[CheckpointRef, ...] = ()
@@ -279,14 +280,14 @@ class CommitFailed:
 
 @dataclass(frozen=True, kw_only=True)
 class StopRequested:
-    """The user (or a preemption notice) wants the run to end. `now` does not wait for a checkpoint."""
+    """The user wants the run to end. `now` does not wait for a checkpoint."""
 
     now: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimerExpired:
-    """A timer ran out. `number` is the one given to SetTimer; older ones are dropped."""
+    """A timer expired. `number` is that of SetTimer; timers that were replaced are dropped."""
 
     name: str
     number: int
@@ -294,7 +295,7 @@ class TimerExpired:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseReleased:
-    """The log holds our release."""
+    """The run log holds the release of the lease."""
 
 
 DriverEvent = (
@@ -318,12 +319,12 @@ DriverEvent = (
 
 @dataclass(frozen=True, kw_only=True)
 class AcquireLease:
-    """Take the run's log. Answers Acquired or Lost."""
+    """Acquire the lease of the run. Answers LeaseAcquired or LeaseLost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartWorker:
-    """Start a process in bundle `slot`: Started or Died. A `spare` rehearses first; `beside` takes none of its room."""
+    """Start a process in a slot: WorkerStarted or WorkerDied. A `spare` warms up first; `beside` takes no resources."""
 
     worker: int
     slot: int
@@ -334,7 +335,7 @@ class StartWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class KillWorker:
-    """End a worker process at once. Answers Died (once, also when it was dead already and that was not yet told)."""
+    """End a worker process at once. Answers WorkerDied, unless that was already reported."""
 
     worker: int
 
@@ -348,7 +349,7 @@ class ExcludeNode:
 
 @dataclass(frozen=True, kw_only=True)
 class CallWorker:
-    """Call a worker. Answers Returned, Raised or Died."""
+    """Call a worker. Answers CallReturned, CallRaised or WorkerDied."""
 
     worker: int
     generation: Generation
@@ -358,7 +359,7 @@ class CallWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitCheckpoint:
-    """Write the manifest and name the checkpoint in the log. Answers Committed, CommitFailed or Lost (fenced)."""
+    """Write the manifest and name the checkpoint in the run log: CheckpointCommitted, CommitFailed or LeaseLost."""
 
     step: int
     path: str
@@ -369,14 +370,14 @@ class CommitCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class MarkComplete:
-    """Tell the in-memory stores which checkpoint is complete, for the next driver; None if none may be used."""
+    """Tell the in-memory checkpoint stores which copy the next driver may use; None for none."""
 
     kept: MemoryCheckpoint | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseLease:
-    """Give the log back. Answers Released, or Lost."""
+    """Release the lease. Answers LeaseReleased or LeaseLost."""
 
     outcome: RunOutcome
     step: int
@@ -391,7 +392,7 @@ class EmitEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class SetTimer:
-    """Answer Expired after `after_s`; replaces the timer of that name."""
+    """Answer TimerExpired after `after_s`; replaces the timer of that name."""
 
     name: str
     number: int
@@ -407,7 +408,7 @@ class CancelTimer:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishRun:
-    """The driver is through: kill what is left of the workers and hand the outcome to the user."""
+    """End the remaining workers and return the outcome to the user."""
 
     outcome: RunOutcome
     step: int
@@ -435,14 +436,14 @@ Effect = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReserveRequest:
-    """A generation to come, and the plan that it works under; None for the one that every process was given.
-
-    A process that has built for another layout begins anew, and holds no state then.
+    """Prepare for a rendezvous epoch.
 
     Attributes:
-        role: that the process will have.
-        former: the address of the process before it at its rank, in this very generation, for engines whose groups
-            know each other by fixed addresses: it is to be bound again; None for any.
+        plan: plan of the epoch; None for the plan that every process was started with. A process that was built for
+            another layout rebuilds its engine, and holds no state then.
+        role: role that the process will have.
+        former: address to bind again, of the process that held this rank before in the same epoch, for engines whose
+            members know fixed addresses; None for any.
     """
 
     generation: Generation
@@ -453,9 +454,9 @@ class ReserveRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest:
-    """Measure throwaway steps of the plan: `steps` at most, and none is begun after `seconds`, but for the first two.
+    """Time throwaway steps: at least two, then until `steps` were taken or `seconds` have passed.
 
-    They train, so that all of a step is timed; the process builds anew before it trains on.
+    They train, so that complete steps are timed. The process rebuilds its engine afterwards.
     """
 
     steps: int
@@ -464,10 +465,10 @@ class ProbeRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateRequest:
-    """The evaluation set is to be judged at a step, by those who have its shares.
+    """Evaluate a share of the evaluation set at a step.
 
     Attributes:
-        feeding: the receiver's share; None for that of its rank in the plan.
+        feeding: share of the receiver; None for that of its rank in the plan.
     """
 
     step: int
@@ -476,18 +477,18 @@ class EvaluateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictRequest:
-    """The model's outputs are wanted for some feeds.
+    """Compute the model's outputs for some feeds.
 
     Attributes:
-        place: along the second dimension, the only one that is kept of outputs (rows, places, ...), others stay as they
-            are; None for all.
+        place: index along the second dimension to return, for outputs (rows, places, ...); None for all. Other outputs
+            are returned completely.
     """
 
     feeds: tuple[Feed, ...]
     place: int | None = None
 
     def chosen(self, outputs: Columns) -> Columns:
-        """What is wanted of a feed's outputs."""
+        """Return the requested part of a feed's outputs."""
         if self.place is None:
             return outputs
         kept = slice(self.place, self.place + 1)
@@ -495,38 +496,38 @@ class PredictRequest:
 
 
 class PlanSelector(Protocol):
-    """The plans of a run, all with one device in each worker. Pure: the same question gives the same answer."""
+    """The plans of a run, all with one device in each worker. Pure: the same call gives the same answer."""
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plan of the run, then those that it is measured against before the first step."""
+        """The plan of the run, then those that are tried against it before the first step."""
 
     def on(self, room: int, fewest: int) -> Plan | None:
-        """For at most `room` and at least `fewest` workers: the run's plan, smaller where it must be, else another."""
+        """Return a plan for `fewest` to `room` workers: the run's plan, smaller if necessary, otherwise another."""
 
     def lacking(self, room: int) -> str:
-        """Why the run's own plan is none for so many workers, and why no other is either where that is so."""
+        """Return why the run's own plan does not fit so many workers, and why no other does if that is so."""
 
     def measured(self, step_s: Mapping[int, float], aside: Mapping[int, str]) -> tuple[PlanSelector, Probed]:
-        """The same with the best measured of `plans` as the run's, and an event that tells of it.
+        """Return a selector with the fastest measured plan as the run's, and an event that reports it.
 
         Args:
-            step_s: seconds of a step by place in `plans`; at least one.
+            step_s: seconds of a step by index in `plans`; at least one.
             aside: why the others could not be measured.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanTrials:
-    """Plans that are measured before the first step, by their places in `Layouts.plans`.
+    """Plans that are measured before the first step, by their index in `PlanSelector.plans`.
 
     Attributes:
-        left: that are still to be measured, in order.
+        left: plans that are still to be measured, in order.
         step_s: seconds of a step.
-        aside: why one cannot be measured.
-        first: the error of the first that was set aside.
-        trying: the first of `left` has been begun with.
-        since_s: when the first of all was begun with; 0 before.
+        aside: why a plan cannot be measured.
+        first: error of the first plan that was set aside.
+        trying: whether the trial of the first plan of `left` has started.
+        since_s: when the first trial started; 0 before.
     """
 
     left: tuple[int, ...]

@@ -15,68 +15,80 @@ from collections.abc import Mapping
 from statistics import median_low
 
 from trainwright.core.events import Leaving, Straggling
-from trainwright.driver import dynamic_members
+from trainwright.driver import dynamic_members, failure_policy
 from trainwright.driver import messages as m
-from trainwright.driver.checkpointing import abandon_upload, take_snapshot
+from trainwright.driver.checkpointing import abandon_upload, choose_writers, take_snapshot
 from trainwright.driver.driver_state import DriverState, FailureCause, Phase, Transition
-from trainwright.driver.membership import choose_standby, remove_members, replace_workers, start_standbys
+from trainwright.driver.membership import (
+    choose_standby,
+    drop_workers,
+    remove_members,
+    replace_workers,
+    start_standbys,
+)
 
-_MARGIN = 0.2  # of the time of a notice, for those who go to be gone by then
-
-
-def _can_lose_worker(state: DriverState, worker: int) -> bool:
-    """Whether the others hold the whole state without this member, those who must go left out."""
-    return worker not in state.handover.leaving and _others_hold_state(
-        state.with_fields(leaving={**state.handover.leaving, worker: math.inf})
-    )
+_MARGIN = 0.2  # of the time of a notice: the worker must be gone by then
 
 
 def is_stale_notice(state: DriverState, event: m.PreemptionNoticed) -> bool:
-    """Whether a notice is known, or concerns nobody any more."""
+    """Whether a notice is known already, or concerns no worker of the run."""
     known = event.worker in state.membership.rank_of or event.worker in state.membership.spares
     return not known or event.worker in state.handover.leaving or state.phase is Phase.CLOSING
 
 
 def on_preemption_notice(turn: Transition, event: m.PreemptionNoticed) -> None:
-    """A process will be ended soon. A spare is let go of at once, a rank is handed over (see `begin_handover`)."""
-    state = turn.state
-    if event.worker in state.membership.spares:
-        node = state.membership.spares[event.worker].node
-        turn.emit(Leaving(worker=event.worker, node=node, why="preemption notice", left_s=event.left_s))
-        turn.want(m.ExcludeNode(worker=event.worker))
-        turn.want(m.KillWorker(worker=event.worker))
-        turn.change(spares=state.membership.spares.without({event.worker}))
-        if state.phase is Phase.RUNNING:
-            start_standbys(turn)
-    elif dynamic_members.is_dynamic(state, event.worker):
-        dynamic_members.on_member_preempted(turn, event)
-    else:
-        _request_handover(turn, event.worker, "preemption notice", event.left_s)
+    """End a standby at once, replace a dynamic member at once, and have any other member hand its rank over."""
+    state, worker = turn.state, event.worker
+    standby = worker in state.membership.spares
+    if not standby and not dynamic_members.is_dynamic(state, worker):
+        _request_handover(turn, worker, "preemption notice", event.left_s)
+        return
+    _announce_leaving(turn, worker, "preemption notice", event.left_s)
+    if not standby:
+        dynamic_members.replace_member(turn, worker)
+        return
+    turn.want(m.KillWorker(worker=worker))
+    drop_workers(turn, {worker})
+    if state.phase is Phase.RUNNING:
+        start_standbys(turn)
+
+
+def replace_preempted(turn: Transition) -> None:
+    """Replace workers with a notice that have become dynamic members meanwhile."""
+    for worker in sorted(turn.state.handover.leaving):
+        if dynamic_members.is_dynamic(turn.state, worker):
+            turn.change(leaving={other: by_s for other, by_s in turn.state.handover.leaving.items() if other != worker})
+            dynamic_members.replace_member(turn, worker)
 
 
 def _request_handover(turn: Transition, worker: int, why: str, left_s: float = math.inf) -> None:
-    """Have a member hand its rank over, within a time or at leisure."""
-    state = turn.state
-    rank = state.membership.rank_of[worker]
-    turn.change(leaving={**state.handover.leaving, worker: turn.now_s + left_s})
-    turn.want(m.ExcludeNode(worker=worker))
-    told_s = left_s if math.isfinite(left_s) else 0.0
-    turn.emit(Leaving(worker=worker, rank=rank, node=state.membership.members[rank].node, why=why, left_s=told_s))
+    """Have a member hand its rank over within `left_s`; without a limit, when it suits."""
+    turn.change(leaving={**turn.state.handover.leaving, worker: turn.now_s + left_s})
+    _announce_leaving(turn, worker, why, left_s if math.isfinite(left_s) else 0.0)
     arm_handover_timer(turn)
 
 
+def _announce_leaving(turn: Transition, worker: int, why: str, left_s: float) -> None:
+    """Report that a worker leaves, and place no more workers on its node."""
+    membership = turn.state.membership
+    rank = membership.rank_of.get(worker, -1)
+    node = membership.members[rank].node if rank >= 0 else membership.spares[worker].node
+    turn.want(m.ExcludeNode(worker=worker))
+    turn.emit(Leaving(worker=worker, rank=rank, node=node, why=why, left_s=left_s))
+
+
 def is_expected_failure(state: DriverState, blame: FailureCause) -> bool:
-    """Whether a failure is no more than the end of a process that was to end, as itself or its peers tell of it."""
+    """Whether a failure is only the end of a worker that leaves, reported by itself or by its peers."""
     return blame.event.worker in state.handover.leaving or (blame.peer and bool(leaving_members(state)))
 
 
 def leaving_members(state: DriverState) -> frozenset[int]:
-    """The members that must go."""
+    """Return the members that must leave."""
     return frozenset(worker for worker in state.handover.leaving if worker in state.membership.rank_of)
 
 
 def wants_handover(state: DriverState, now_s: float) -> bool:
-    """While steps run: whether they are to pause for a hand-over."""
+    """Whether steps under way are to pause for a handover."""
     return (
         bool(leaving_members(state))
         and not state.ending
@@ -85,62 +97,55 @@ def wants_handover(state: DriverState, now_s: float) -> bool:
 
 
 def arm_handover_timer(turn: Transition) -> None:
-    """While steps run, or an upload is waited for: see to it that the hand-over comes in time."""
+    """Set a timer for the handover, while steps run or an upload is awaited."""
     by_s = _handover_deadline_s(turn.state)
     if turn.state.phase in (Phase.RUNNING, Phase.WAITING) and math.isfinite(by_s):
         turn.arm("notice", max(0.0, by_s - turn.now_s))
 
 
 def on_handover_deadline(turn: Transition) -> None:
-    """No upload is waited for any longer. While steps run, the next look at `wants_handover` pauses them."""
+    """Wait for an upload no longer. While steps run, the next look at `wants_handover` pauses them."""
     if turn.state.phase is Phase.WAITING and not turn.state.ending:
-        turn.change(considered=turn.state.position.step)  # the writers of this one are busy still, and there is no time
         abandon_upload(turn, "there was no more time for it before a worker had to go")
 
 
 def begin_handover(turn: Transition) -> bool:
-    """All ranks stand idle: whether something was begun for those who must go, a checkpoint or the hand-over."""
+    """Start a checkpoint or the handover for workers that must leave. Return whether something was started."""
     turn.disarm("notice")
     state = turn.state
     if not leaving_members(state) or state.ending:
         return False
+    upload, step, held = state.checkpoints.upload, state.position.step, _others_hold_state(state)
     if _wants_checkpoint(state, turn.now_s):
-        if _others_hold_state(state):
-            turn.change(writers=_staying_writers(state))
-        take_snapshot(turn, "upload")
+        take_snapshot(turn, "upload", writers=_staying_writers(state) if held else None)
         return True
     if not _is_overdue(state, turn.now_s):
-        if (
-            state.checkpoints.upload is not None
-            and state.checkpoints.upload.step == state.position.step
-            and _awaits_upload(state)
-        ):
+        if upload is not None and upload.step == step and _awaits_upload(state):
             turn.enter(Phase.WAITING)
             arm_handover_timer(turn)
             return True
-        if _awaits_upload(state) or not (_others_hold_state(state) or state.committed >= state.position.step):
+        if _awaits_upload(state) or not (held or state.committed >= step):
             return False  # an older upload must end first, or this one failed: steps go on until the next one
     begin_regroup(turn, leaving_members(turn.state))
     return True
 
 
 def _wants_checkpoint(state: DriverState, now_s: float) -> bool:
-    """Once for a step, and where it can help: those who go at leisure leave a state that is safe."""
-    if (
-        state.checkpoints.upload is not None
-        or state.committed >= state.position.step
-        or state.checkpoints.considered == state.position.step
-    ):
+    """Whether to take a checkpoint before the handover, once for a step."""
+    checkpoints, step = state.checkpoints, state.position.step
+    if checkpoints.upload is not None or state.committed >= step or checkpoints.considered == step:
         return False
-    return not _others_hold_state(state) or (
-        math.isfinite(_handover_deadline_s(state)) and not _is_overdue(state, now_s)
-    )
+    # Workers without a deadline leave a state that is safe.
+    in_time = math.isfinite(_handover_deadline_s(state)) and not _is_overdue(state, now_s)
+    return not _others_hold_state(state) or in_time
 
 
 def begin_regroup(turn: Transition, going: frozenset[int] = frozenset()) -> None:
     """Release the group of idle ranks, and replace the workers that leave."""
     turn.disarm()
-    turn.enter(Phase.GATHERING, since_s=turn.now_s, blame=None)
+    failure_policy.start_recovery(turn)
+    failure_policy.set_cause(turn, None)
+    turn.enter(Phase.GATHERING)
     dynamic_members.reabsorb_members(turn)
     state = turn.state
     if state.settings.world.reform == "new_process":
@@ -149,7 +154,7 @@ def begin_regroup(turn: Transition, going: frozenset[int] = frozenset()) -> None
         busy = state.awaiting - going
         here = [member.worker for member in state.membership.members if member.worker not in state.membership.starting]
         staying = [worker for worker in here if worker not in going | busy]
-        turn.change(awaiting=busy | frozenset(staying))
+        turn.await_workers(busy | frozenset(staying))
         turn.call(sorted(busy), "interrupt", False)
         turn.call(staying, "leave")
         if turn.state.awaiting:
@@ -160,7 +165,7 @@ def begin_regroup(turn: Transition, going: frozenset[int] = frozenset()) -> None
 
 
 def _refill(turn: Transition, going: frozenset[int]) -> None:
-    """A spare for each, as far as there are some; then fewer where the world may shrink, or new processes."""
+    """Give ranks to standbys; then continue with fewer workers if the run may shrink, or start new processes."""
     for worker in sorted(going):
         rank = turn.state.membership.rank_of[worker]
         if choose_standby(turn.state, turn.state.membership.members[rank].node) is not None:
@@ -175,7 +180,7 @@ def _refill(turn: Transition, going: frozenset[int]) -> None:
 
 
 def _others_hold_state(state: DriverState) -> bool:
-    """Whether those who stay hold the whole state, and keep it."""
+    """Whether the members that stay hold the whole state, and keep it."""
     going = leaving_members(state)
     whole = frozenset().union(*(member.pieces for member in state.membership.members))
     stay = [member.pieces for member in state.membership.members if member.worker not in going]
@@ -185,24 +190,21 @@ def _others_hold_state(state: DriverState) -> bool:
 
 
 def _staying_writers(state: DriverState) -> tuple[int, ...]:
-    """Ranks that together hold each piece once, of those who stay."""
+    """Return ranks that stay and together hold each piece once."""
     going = leaving_members(state)
-    holders: dict[str, int] = {}
-    for rank, member in enumerate(state.membership.members):
-        if member.worker not in going:
-            for piece in member.pieces:
-                holders.setdefault(piece, rank)
-    return tuple(sorted(set(holders.values())))
+    return choose_writers(
+        {rank: member for rank, member in enumerate(state.membership.members) if member.worker not in going}
+    )
 
 
 def _awaits_upload(state: DriverState) -> bool:
-    """Whether an upload is worth waiting for: one that those who go still owe, or from which all will begin."""
+    """Whether the handover waits for an upload: leaving workers owe files of it, or all ranks will restart from it."""
     upload = state.checkpoints.upload
     return upload is not None and (not _others_hold_state(state) or bool(upload.owing & leaving_members(state)))
 
 
 def _handover_deadline_s(state: DriverState) -> float:
-    """When the hand-over must come at the latest, for those who go to be gone in time."""
+    """Return when the handover must come at the latest."""
     soonest_s = min((state.handover.leaving[worker] for worker in leaving_members(state)), default=math.inf)
     return soonest_s - _MARGIN * state.settings.deadlines.preemption_s
 
@@ -214,50 +216,47 @@ def _is_overdue(state: DriverState, now_s: float) -> bool:
 # --- Stragglers -------------------------------------------------------------------------------------------------------
 
 
-_COMPARE_EVERY_S = 60.0  # between pauses to compare, where nothing else pauses the ranks
-_MIN_STEPS_BETWEEN = 20  # in a rank's median, and at least between two comparisons
+_COMPARE_EVERY_S = 60.0  # between pauses to compare, if nothing else pauses the ranks
+_MIN_STEPS_BETWEEN = 20  # steps between two comparisons, at least
 _SLOW_IN_A_ROW = 2  # comparisons in a row that find the same rank slow
 _SLOW_RATIO = 1.5  # to the median of all ranks
-_MIN_EXCESS_S = 0.005  # beyond the median: a difference worth a word
+_MIN_EXCESS_S = 0.005  # beyond the median
 _REPLACE_EVERY_S = 3600.0  # before another worker of the same node is replaced
 
 
 def seconds_until_comparison(state: DriverState, now_s: float) -> float | None:
-    """Seconds until steps that run are to pause for a comparison; None for never."""
+    """Return the seconds until steps under way are to pause for a comparison; None for never."""
     if len(state.membership.members) < 2 or state.settings.world.topology == "independent":
         return None
     return max(0.0, _COMPARE_EVERY_S - (now_s - state.phase_s))
 
 
 def is_comparison_due(state: DriverState, now_s: float) -> bool:
-    """Whether that time has come, by a timer that need not be exact."""
+    """Whether it is time for a comparison, by a timer that need not be exact."""
     after_s = seconds_until_comparison(state, now_s)
     return after_s is not None and after_s < _COMPARE_EVERY_S / 100
 
 
 def compare_ranks(turn: Transition, own_s: Mapping[int, float | None]) -> None:
-    """All ranks stand idle: look who was slow. `own_s`: each rank's median part of a step, where it knows one."""
-    state = turn.state
+    """Look for slow ranks while all are idle. `own_s`: median seconds of each rank's own part of a step, if known."""
+    members, handover, step = turn.state.membership.members, turn.state.handover, turn.state.position.step
     known = {rank: seconds for rank, seconds in own_s.items() if seconds is not None}
-    if (
-        len(known) < max(2, len(state.membership.members))
-        or 0 <= state.position.step - state.handover.compared < _MIN_STEPS_BETWEEN
-    ):
+    if len(known) < max(2, len(members)) or 0 <= step - handover.compared < _MIN_STEPS_BETWEEN:
         return
     usual_s = median_low(known.values())
     slow = {
-        state.membership.members[rank].worker: seconds
+        members[rank].worker: seconds
         for rank, seconds in known.items()
         if seconds > _SLOW_RATIO * usual_s and seconds - usual_s > _MIN_EXCESS_S
     }
-    turn.change(compared=state.position.step, slow={worker: state.handover.slow.get(worker, 0) + 1 for worker in slow})
+    turn.change(compared=step, slow={worker: handover.slow.get(worker, 0) + 1 for worker in slow})
     for worker, seconds in slow.items():
         if turn.state.handover.slow[worker] >= _SLOW_IN_A_ROW:
             _on_slow_rank(turn, worker, seconds, usual_s)
 
 
 def _on_slow_rank(turn: Transition, worker: int, own_s: float, usual_s: float) -> None:
-    """Name it once; replace it, at most one worker of a node within an hour."""
+    """Report a slow rank once; replace it, at most one worker of a node within an hour."""
     state = turn.state
     rank = state.membership.rank_of[worker]
     node, ratio = state.membership.members[rank].node, own_s / max(usual_s, 1e-9)
@@ -269,3 +268,10 @@ def _on_slow_rank(turn: Transition, worker: int, own_s: float, usual_s: float) -
     if least is not None and ratio >= least and rested and _can_lose_worker(state, worker):
         turn.change(relieved={**state.handover.relieved, node: turn.now_s})
         _request_handover(turn, worker, f"its steps took {ratio:.1f} times as long as those of the others")
+
+
+def _can_lose_worker(state: DriverState, worker: int) -> bool:
+    """Whether the others hold the whole state without this member and those that leave."""
+    return worker not in state.handover.leaving and _others_hold_state(
+        state.with_fields(leaving={**state.handover.leaving, worker: math.inf})
+    )

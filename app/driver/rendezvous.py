@@ -1,35 +1,54 @@
-"""The rendezvous: ranks bind ports, form a group and agree on the step and its state."""
+"""The rendezvous: ranks bind ports, form a group and agree on the step and its state. Trials of plans before the run.
+
+Each plan on trial is timed in a rendezvous epoch of its own, on the same processes: all ranks take throwaway steps and
+rebuild their engine afterwards. A plan that fails is set aside, and the fastest is chosen. The plan that would run
+without trials comes first. The driver recovers from failures of its processes as it would later, and an error that all
+plans raise is reported as the error of this plan.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 
-from trainwright.core.events import Formed, Replanned
+from trainwright.core.errors import TrainwrightError
+from trainwright.core.events import Formed, Noted, Replanned
 from trainwright.core.plan import Plan, ranks_by_node
 from trainwright.core.topology import Address, Generation, Peer, Role, StateAgreement, StateTag, StateTransfer
-from trainwright.driver import plan_trials
-from trainwright.driver.checkpointing import choose_memory_copy_ranks
+from trainwright.driver import checkpointing, failure_policy, segments
+from trainwright.driver import messages as m
+from trainwright.driver.checkpointing import piece_holders
 from trainwright.driver.driver_state import DriverState, GroupMember, Phase, Transition
-from trainwright.driver.dynamic_members import group_for
-from trainwright.driver.failure_policy import losses_until, record_crash_loop
-from trainwright.driver.membership import arrange_ranks, assign_ranks, replace_workers
-from trainwright.driver.messages import ReserveRequest, RestorePlan
-from trainwright.driver.persistent_collections import PersistentList, PersistentSet
+from trainwright.driver.dynamic_members import form_group
+from trainwright.driver.membership import (
+    arrange_ranks,
+    assign_ranks,
+    replace_workers,
+    restart_members,
+    update_members,
+)
+from trainwright.driver.messages import PlanTrials, ProbeRequest, ReserveRequest, RestorePlan
+
+PROBE_STEPS, PROBE_SECONDS = 8, 3.0  # of timed steps, at most; a step that takes longer is timed once
+
+
+def start_epochs(turn: Transition, token: int) -> None:
+    """Number the rendezvous epochs of a driver from 1 on."""
+    turn.change(generation=Generation(token=token, number=0))
 
 
 def begin_rendezvous(turn: Transition) -> None:
     """Start the next rendezvous epoch: every rank binds a port."""
-    plan = plan_trials.next_candidate(turn) or _plan_for_members(turn)
+    plan = _next_candidate(turn) or _plan_for_members(turn)
     state = turn.state
     generation = Generation(token=state.epoch.generation.token, number=state.epoch.generation.number + 1)
     if plan is not None and state.membership.plan is not None and plan.layout == state.membership.plan.layout:
         _keep_state_parts(turn, plan)
     arrange_ranks(turn, plan)
     turn.disarm()
-    turn.enter(Phase.RESERVING, generation=generation, plan=plan)
-    turn.change(awaiting=PersistentSet(member.worker for member in turn.state.membership.members))
-    wanted: dict[Role, ReserveRequest] = {}  # one for all of a role, so that it is pickled once
+    turn.enter(Phase.RESERVING, generation=generation)
+    turn.await_workers(member.worker for member in turn.state.membership.members)
+    wanted: dict[Role, ReserveRequest] = {}  # one for each role, so that it is pickled once
     for rank, member in enumerate(turn.state.membership.members):
         role = state.settings.world.role_of(rank)
         wanted.setdefault(role, ReserveRequest(generation=generation, plan=plan, role=role))
@@ -39,14 +58,11 @@ def begin_rendezvous(turn: Transition) -> None:
 
 def _plan_for_members(turn: Transition) -> Plan | None:
     """Return the plan for the present number of workers; report a change of layout."""
-    state, layouts = turn.state, turn.settings.world.layouts
+    layouts, count = turn.settings.world.layouts, len(turn.state.membership.members)
     if layouts is None:
         return None
-    plan, former = (
-        layouts.on(len(state.membership.members), turn.settings.world.fewest),
-        state.membership.plan or layouts.plans[0],
-    )
-    assert plan is not None and plan.workers == len(state.membership.members), "the members have the ranks of a plan"
+    plan, former = layouts.on(count, turn.settings.world.fewest), turn.state.membership.plan or layouts.plans[0]
+    assert plan is not None and plan.workers == count, "each member has a rank in the plan"
     if plan.layout != former.layout:
         why = layouts.lacking(plan.workers)
         turn.emit(Replanned(plan=asdict(plan), name=plan.name, former=former.name, workers=plan.workers, why=why))
@@ -54,9 +70,9 @@ def _plan_for_members(turn: Transition) -> Plan | None:
 
 
 def _keep_state_parts(turn: Transition, plan: Plan) -> None:
-    """Where there are more or fewer replicas than before, give each member a rank that holds what it holds.
+    """Give each member a rank whose part of the state it holds, if there are more or fewer replicas than before.
 
-    Whoever can stay at a rank does, those first who hold a part of the state.
+    Members that hold a part of the state choose first. A member keeps its rank if it can.
     """
     parts = [plan.mesh.part_of(rank * plan.devices_per_worker) for rank in range(plan.workers)]
     places: dict[int, list[int]] = {}  # ranks, by part
@@ -65,7 +81,7 @@ def _keep_state_parts(turn: Transition, plan: Plan) -> None:
     by_part, every = {part: iter(ranks) for part, ranks in places.items()}, iter(range(len(parts)))
     claims: tuple[Callable[[int, GroupMember], Iterable[int]], ...] = (
         lambda rank, member: [rank] if parts[rank] == member.part else [],
-        lambda rank, member: by_part.get(member.part, ()),  # what one has looked at and not taken, nobody can take
+        lambda rank, member: by_part.get(member.part, ()),  # a rank that one member had to skip is taken
         lambda rank, member: [rank],
         lambda rank, member: every,
     )
@@ -82,27 +98,21 @@ def _keep_state_parts(turn: Transition, plan: Plan) -> None:
 
 def on_ports_reserved(turn: Transition) -> None:
     """Tell each rank its peers, once all ports are known."""
-    state, settings = turn.state, turn.settings
-    addresses: Mapping[int, Address] = state.answers
+    members, role_of = turn.state.membership.members, turn.settings.world.role_of
+    addresses: Mapping[int, Address] = turn.state.answers
     peers = tuple(
-        Peer(rank=rank, address=addresses[rank], role=settings.world.role_of(rank), node=member.node)
-        for rank, member in enumerate(state.membership.members)
+        Peer(rank=rank, address=addresses[rank], role=role_of(rank), node=member.node)
+        for rank, member in enumerate(members)
     )
-    turn.enter(
-        Phase.FORMING,
-        awaiting=PersistentSet(member.worker for member in state.membership.members),
-        members=PersistentList(
-            member if member.told else replace(member, told=True) for member in state.membership.members
-        ),
-        peers=peers,
-    )
-    for rank, member in enumerate(state.membership.members):
-        turn.call([member.worker], "form", group_for(turn.state, rank))
-    turn.arm("call", settings.deadlines.call_deadline_s)
+    turn.enter(Phase.FORMING)
+    turn.await_workers(member.worker for member in members)
+    update_members(turn, (member if member.told else replace(member, told=True) for member in members))
+    form_group(turn, peers)
+    turn.arm("call", turn.settings.deadlines.call_deadline_s)
 
 
 def on_group_formed(turn: Transition) -> None:
-    """Choose the state to continue from, once all ranks reported theirs. Without any, replace every process."""
+    """Choose the state to continue from, once all ranks reported theirs. If there is none, replace every process."""
     state = turn.state
     tags: Mapping[int, StateTag] = state.answers
     heal = _choose_restore_plan(state, tags)
@@ -112,8 +122,8 @@ def on_group_formed(turn: Transition) -> None:
         replace_workers(turn, range(len(state.membership.members)), kill=True)
         return
     if heal.source == "replica":
-        turn.reached(heal.step)
-    record_crash_loop(turn)
+        failure_policy.note_step(turn, heal.step)
+    failure_policy.record_crash_loop(turn)
     heal = replace(heal, passing=turn.state.recovery.passing)
     turn.enter(Phase.HEALING, heal=heal)
     turn.call_all("heal", heal)
@@ -123,8 +133,8 @@ def on_group_formed(turn: Transition) -> None:
 def _choose_restore_plan(state: DriverState, tags: Mapping[int, StateTag]) -> RestorePlan | None:
     """Choose the source of the state: the ranks' own, an in-memory checkpoint, the newest checkpoint, a fresh build.
 
-    A fresh build is one that was never trained (step None); where only trained and torn states are left, there is
-    none, and the answer is None. After a spike the ranks' own states are of no use.
+    A fresh build was never trained (step None). Return None if only torn states are left. After a loss spike, the
+    ranks' own states are not used.
     """
     agreement = None if state.recovery.spiked else agree_on_state(tags)
     kept_step = state.memory.kept.step if state.memory.kept else -1
@@ -141,17 +151,16 @@ def _choose_restore_plan(state: DriverState, tags: Mapping[int, StateTag]) -> Re
 
 def on_state_restored(turn: Transition) -> None:
     """Complete the rendezvous: every rank is at the same step."""
-    state, heal = turn.state, turn.state.epoch.heal
+    state, heal, members = turn.state, turn.state.epoch.heal, turn.state.membership.members
     assert heal is not None, "there is no restore plan"
     tags: Mapping[int, StateTag] = state.answers
-    reform = state.settings.world.reform
     assert all((tag.step or 0) == heal.step for tag in tags.values()), (
         f"ranks are at different steps, not at {heal.step}"
     )
     if state.trials is not None:
-        plan_trials.begin_probe(turn)
+        _begin_probe(turn)
         return
-    workers, servers = state.settings.world.crew(len(state.membership.members))
+    workers, servers = state.settings.world.crew(len(members))
     turn.emit(
         Formed(
             generation=state.epoch.generation.number,
@@ -160,36 +169,24 @@ def on_state_restored(turn: Transition) -> None:
             step=heal.step,
             source=heal.source,
             checkpoint=heal.checkpoint.path if heal.checkpoint else "",
-            survivors=sum(not member.fresh for member in state.membership.members),
+            survivors=sum(not member.fresh for member in members),
             seconds=turn.now_s - state.recovery.since_s,
             steps_lost=max(0, state.position.progress - heal.step, state.position.told - heal.step),
-            nodes=ranks_by_node([member.node for member in state.membership.members]),
+            nodes=ranks_by_node([member.node for member in members]),
         )
     )
-    turn.change(
-        phase=Phase.READY,
-        step=heal.step,
-        progress=heal.step,
-        members=PersistentList(
-            _member_with_state(member, tags[rank], state.membership.plan, rank)
-            for rank, member in enumerate(state.membership.members)
-        ),
-        writers=choose_writers(tags),
-        keepers=()
-        if state.memory.keep_off
-        else choose_memory_copy_ranks(tags, [member.node for member in state.membership.members], reform),
-        kept_s=turn.now_s if heal.source != "keeper" else state.memory.kept_s,
-        layout=tags[0].layout,
-        considered=-1,
-        losses=losses_until(state, heal.step),
-        evaluated=min(state.segment.evaluated, heal.step) if state.recovery.spiked else state.segment.evaluated,
-        spiked=0,
-        told=0,
-    )
+    turn.enter(Phase.READY)
+    plan = state.membership.plan
+    update_members(turn, (_member_with_state(member, tags[rank], plan, rank) for rank, member in enumerate(members)))
+    turn.stand_at(heal.step)
+    checkpointing.on_state_restored(turn, tags)
+    if state.recovery.spiked:
+        segments.forget_evaluations_after(turn, heal.step)
+    failure_policy.on_state_restored(turn, heal.step)
 
 
 def _member_with_state(member: GroupMember, tag: StateTag, plan: Plan | None, rank: int) -> GroupMember:
-    """A member that holds its part of the state."""
+    """Return a member that holds its part of the state."""
     part = plan.mesh.part_of(rank * plan.devices_per_worker) if plan else 0
     if not member.fresh and (member.pieces, member.part) == (tag.pieces, part):
         return member
@@ -200,17 +197,17 @@ def _member_with_state(member: GroupMember, tag: StateTag, plan: Plan | None, ra
 
 
 def agree_on_state(tags: Mapping[int, StateTag]) -> StateAgreement | None:
-    """The highest step that sound pieces of one layout cover, and the moves that bring every rank there.
+    """Return the highest step that sound pieces of one layout cover, and the transfers that bring every rank there.
 
-    Survivors may stand at k and k + 1; newcomers hold a state that was never trained (step None, below every other).
-    A rank's own pieces are those of its tag where it has the agreed layout, otherwise the whole. A piece comes from
+    Survivors may be at steps k and k + 1; new processes hold a state that was never trained (step None, below every
+    other). A rank needs the pieces of its tag if it has the agreed layout, and all pieces otherwise. A piece comes from
     the lowest rank that holds it.
 
     Args:
         tags: what each rank holds, by rank.
 
     Returns:
-        None when no step is covered: the state must come from elsewhere.
+        None if no step is covered: the state must come from elsewhere.
     """
     standing = _sound_by_step(tags)
     steps = sorted(standing, key=lambda step: -1 if step is None else step, reverse=True)
@@ -219,15 +216,15 @@ def agree_on_state(tags: Mapping[int, StateTag]) -> StateAgreement | None:
 
 
 def agree_at_step(tags: Mapping[int, StateTag], step: int | None) -> StateAgreement | None:
-    """The agreement at one step, None when its sound pieces cover no layout. See `agree_on_state`.
+    """Return the agreement at one step; None if its sound pieces cover no layout. See `agree_on_state`.
 
-    At step None only the senders keep what they hold: builds are not trusted to be equal.
+    At step None only the senders keep what they hold, because two builds may differ.
     """
     return _agreement_of_ranks(tags, step, _sound_by_step(tags).get(step, []))
 
 
 def _sound_by_step(tags: Mapping[int, StateTag]) -> dict[int | None, list[int]]:
-    """The ranks whose state is sound, in order, by the step that they stand at."""
+    """Return the ranks whose state is sound, in order, by step."""
     found: dict[int | None, list[int]] = {}
     for rank in sorted(tags):
         if tags[rank].sound:
@@ -238,36 +235,22 @@ def _sound_by_step(tags: Mapping[int, StateTag]) -> dict[int | None, list[int]]:
 def _agreement_of_ranks(
     tags: Mapping[int, StateTag], step: int | None, standing: Iterable[int]
 ) -> StateAgreement | None:
-    """The agreement at a step at which these ranks stand."""
+    """Return the agreement at a step, which these ranks have reached."""
     by_layout: dict[str, list[int]] = {}
     for rank in standing:
         by_layout.setdefault(tags[rank].layout, []).append(rank)
     for layout, there in by_layout.items():
-        holders = _holders_of_pieces(there, tags)
+        holders = piece_holders(tags, there)
         if len(holders) == tags[there[0]].total:
             settled = frozenset(holders.values() if step is None else there)
             return StateAgreement(step=step, moves=_moves_to_ranks(tags, settled, holders, layout))
     return None
 
 
-def _holders_of_pieces(ranks: Iterable[int], tags: Mapping[int, StateTag]) -> dict[str, int]:
-    """The lowest of the ranks that holds each piece, by piece."""
-    holders: dict[str, int] = {}
-    for rank in sorted(ranks):
-        for piece in tags[rank].pieces:
-            holders.setdefault(piece, rank)
-    return holders
-
-
-def choose_writers(tags: Mapping[int, StateTag]) -> tuple[int, ...]:
-    """The ranks that write a checkpoint: the lowest that holds each piece. Rank 0 alone for replicas."""
-    return tuple(sorted(set(_holders_of_pieces(tags, tags).values())))
-
-
 def _moves_to_ranks(
     tags: Mapping[int, StateTag], settled: frozenset[int], holders: Mapping[str, int], layout: str
 ) -> tuple[StateTransfer, ...]:
-    """A piece that a rank is to hold comes from the one that holds it; where its layout is another, all pieces do."""
+    """Return the transfers of the pieces that each rank needs."""
     moves: list[StateTransfer] = []
     for rank in sorted(tags):
         if rank not in settled:
@@ -275,3 +258,107 @@ def _moves_to_ranks(
             own = tag.pieces if tag.layout == layout else holders.keys()
             moves.extend(StateTransfer(source=holders[piece], target=rank, piece=piece) for piece in sorted(own))
     return tuple(moves)
+
+
+# --- Trials of plans --------------------------------------------------------------------------------------------------
+
+
+def begin_trials(turn: Transition, acquired: m.LeaseAcquired) -> None:
+    """Try all plans, if there are several and the run has not begun yet."""
+    layouts, begun = turn.settings.world.layouts, acquired.head or acquired.kept or acquired.living
+    if layouts is not None and len(layouts.plans) > 1 and not begun:
+        turn.change(trials=PlanTrials(left=tuple(range(len(layouts.plans)))))
+
+
+def _next_candidate(turn: Transition) -> Plan | None:
+    """Return the plan to try next, for the epoch that begins; None if there are not the workers for it."""
+    trials, layouts = turn.state.trials, turn.settings.world.layouts
+    if trials is None or layouts is None:
+        return None
+    plan = layouts.plans[trials.left[0]]
+    if plan.workers != len(turn.state.membership.members):
+        _end_trials(turn)
+        return None
+    turn.change(trials=replace(trials, trying=True, since_s=trials.since_s or turn.now_s))
+    return plan
+
+
+def _begin_probe(turn: Transition) -> None:
+    """Have the steps of a plan timed, when all ranks are ready."""
+    turn.enter(Phase.PROBING)
+    turn.call_all("probe", ProbeRequest(steps=PROBE_STEPS, seconds=PROBE_SECONDS))
+    turn.arm("hang", turn.state.hang_deadline_s)
+
+
+def on_probe_returned(turn: Transition) -> None:
+    """Note the time of a step under a plan, and try the next one."""
+    trials = _current_trials(turn.state)
+    step_s = {**trials.step_s, trials.left[0]: max(turn.state.answers.values())}
+    trials = replace(trials, left=trials.left[1:], step_s=step_s, trying=False)
+    turn.change(trials=trials if _is_worthwhile(turn, trials) else _cut_short(trials))
+    turn.disarm()
+    failure_policy.set_cause(turn, None)
+    turn.enter(Phase.GATHERING)
+    turn.call_all("leave")
+    turn.arm("leave", turn.settings.deadlines.leave_deadline_s)
+
+
+def _is_worthwhile(turn: Transition, trials: PlanTrials) -> bool:
+    """Whether there is time for another plan, as long as the ones before; the chosen plan is formed once more."""
+    share, tried = turn.settings.limits.probe_share, len(trials.step_s) + len(trials.aside)
+    run_s = turn.settings.length.total_steps * min(trials.step_s.values())
+    return share is None or (turn.now_s - trials.since_s) * (tried + 2) / tried <= share * run_s
+
+
+def _cut_short(trials: PlanTrials) -> PlanTrials:
+    """Set all other plans aside."""
+    why = "forming groups takes too long beside the run for it to be measured"
+    return replace(trials, left=(), aside={**trials.aside, **dict.fromkeys(trials.left, why)})
+
+
+def is_optional_trial(state: DriverState) -> bool:
+    """Whether the plan on trial is one that the run can do without."""
+    return state.trials is not None and state.trials.trying and state.trials.left[0] > 0
+
+
+def reject_plan(turn: Transition, error: Exception) -> None:
+    """Set the plan on trial aside. Do nothing if it was already: other ranks raise as well, or lose their peers."""
+    trials, layouts = _current_trials(turn.state), turn.settings.world.layouts
+    if not trials.trying:
+        return
+    assert layouts is not None, "there are plans to try"
+    place = trials.left[0]
+    why = error.what if isinstance(error, TrainwrightError) else f"{type(error).__name__}: {error}"
+    aside, first = {**trials.aside, place: why}, trials.first or error
+    turn.change(trials=replace(trials, left=trials.left[1:], aside=aside, first=first, trying=False))
+    turn.emit(Noted(text=f"{layouts.plans[place].name} is set aside, since it failed when it was tried: {why}"))
+
+
+def settle_trials(turn: Transition) -> bool:
+    """Choose the fastest plan once all were tried. Return False if none works, which ends the run."""
+    state = turn.state
+    if is_optional_trial(state) and state.recovery.blame is not None:
+        reject_plan(turn, state.recovery.blame.error)
+    trials, layouts = turn.state.trials, turn.settings.world.layouts
+    if trials is None or trials.left:
+        return True
+    if not trials.step_s:
+        turn.end_run("failed", trials.first)
+        return False
+    assert layouts is not None, "there were plans to try"
+    chosen, event = layouts.measured(trials.step_s, trials.aside)
+    _end_trials(turn)
+    turn.adjust_policy(layouts=chosen)
+    turn.emit(replace(event, seconds=turn.now_s - trials.since_s))
+    return True
+
+
+def _end_trials(turn: Transition) -> None:
+    """End the trials; all ranks restart from the initial state."""
+    turn.change(trials=None)
+    restart_members(turn)
+
+
+def _current_trials(state: DriverState) -> PlanTrials:
+    assert state.trials is not None, "no plan is on trial"
+    return state.trials

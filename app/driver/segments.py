@@ -13,7 +13,6 @@ from trainwright.driver import dynamic_members, failure_policy, preemption
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import (
     evaluation_due,
-    hang_deadline_s,
     is_copy_due,
     next_milestone,
     seconds_until_copy,
@@ -24,18 +23,16 @@ from trainwright.driver.checkpointing import (
 )
 from trainwright.driver.driver_state import DriverState, Phase, Transition
 from trainwright.driver.failure_policy import limit_target_step
-from trainwright.driver.membership import can_grow, request_pause, start_standbys, target_size
+from trainwright.driver.membership import can_grow, start_standbys, target_size
 from trainwright.driver.messages import EvaluateRequest
-from trainwright.driver.persistent_collections import PersistentSet
-from trainwright.driver.shutdown import end_run
 
-_LATE_S = 2.0  # for workers to come to an evaluation, once the steps are over
+_LATE_S = 2.0  # for workers to finish their steps, before an evaluation that they compute
 _RETRY_MOST_S = 60.0
 
 
 def proceed(turn: Transition) -> None:
-    """All ranks stand idle at one step: do what is due there, then step on or end."""
-    dynamic_members.replace_preempted(turn)
+    """Do what is due at the current step, when all ranks are idle; then continue or end the run."""
+    preemption.replace_preempted(turn)
     dynamic_members.admit_joiners(turn)
     if turn.state.recovery.spiked:
         preemption.begin_regroup(turn, preemption.leaving_members(turn.state))
@@ -47,14 +44,14 @@ def proceed(turn: Transition) -> None:
     copies = _wanted_copies(state, turn.now_s)
     if copies:
         take_snapshot(turn, *copies)
-    elif _wants_evaluation(state):
+    elif _wants_evaluation(state, state.position.step):
         _evaluate(turn)
     elif not state.ending:
         (_grow if can_grow(state) else _run)(turn)
     elif state.checkpoints.upload is not None:
         _await_upload(turn)
     elif state.committed >= state.position.step:
-        end_run(turn, "done" if state.position.step >= state.settings.length.total_steps else "stopped")
+        turn.end_run("done" if state.position.step >= state.settings.length.total_steps else "stopped")
     else:
         _retry_checkpoint(turn)
 
@@ -65,45 +62,45 @@ def _wanted_copies(state: DriverState, now_s: float) -> tuple[Literal["upload", 
     return upload + keep
 
 
-def _wants_evaluation(state: DriverState) -> bool:
-    cut_short = state.shutdown.stopping and state.position.step < state.settings.length.total_steps
-    return (
-        not cut_short
-        and state.segment.evaluated < state.position.step
-        and evaluation_due(state.settings, state.position.step)
-    )
+def _wants_evaluation(state: DriverState, step: int) -> bool:
+    cut_short = state.shutdown.stopping and step < state.settings.length.total_steps
+    return not cut_short and state.segment.evaluated < step and evaluation_due(state.settings, step)
+
+
+def forget_evaluations_after(turn: Transition, step: int) -> None:
+    """Evaluate again after this step, because the steps after it are done differently."""
+    turn.change(evaluated=min(turn.state.segment.evaluated, step))
 
 
 def _grow(turn: Transition) -> None:
-    """Take recruits in; where all begin anew for that, from a checkpoint of this very step, which is waited for."""
-    state, upload = turn.state, turn.state.checkpoints.upload
+    """Take joining workers in. If all ranks restart for that, first wait for a checkpoint of the current step."""
+    state, upload, step = turn.state, turn.state.checkpoints.upload, turn.state.position.step
     quick = state.checkpoints.upload_s < turn.settings.saving.upload_deadline_s
-    if not state.loses_state(target_size(state)) or state.committed >= state.position.step:
+    if not state.loses_state(target_size(state)) or state.committed >= step:
         preemption.begin_regroup(turn)
-    elif quick and upload is None and state.checkpoints.considered != state.position.step:
+    elif quick and upload is None and state.checkpoints.considered != step:
         take_snapshot(turn, "upload")
-    elif quick and upload is not None and upload.step == state.position.step:
+    elif quick and upload is not None and upload.step == step:
         _await_upload(turn)
     else:
-        _run(turn)  # an older one is on its way, this one failed, or the last one took too long: at the next pause
+        _run(turn)  # an older upload runs, this one failed, or the last one took too long: at the next pause
 
 
 def is_wait_needless(state: DriverState) -> bool:
-    """Whether an upload is waited for on behalf of recruits that are gone by now."""
+    """Whether the run waits for an upload on behalf of joining workers that are gone by now."""
     return state.phase is Phase.WAITING and not (state.ending or preemption.leaving_members(state) or can_grow(state))
 
 
 def postpone_growth(turn: Transition) -> None:
-    """The store does not take the checkpoint that more workers would begin from: go on, since its writers hold it."""
+    """Continue without the joining workers: the store does not take the checkpoint that they would start from."""
     upload, waited_s = turn.state.checkpoints.upload, turn.settings.saving.upload_deadline_s
-    assert upload is not None, "it is waited for"
-    turn.emit(
-        Noted(
-            text=f"continuing with {len(turn.state.membership.members)} of {target_size(turn.state)} workers for now: "
-            f"more workers would start from the checkpoint of step {upload.step}, which was not written within "
-            f"{waited_s:g} s"
-        )
+    assert upload is not None, "the run waits for it"
+    count, wanted = len(turn.state.membership.members), target_size(turn.state)
+    text = (
+        f"continuing with {count} of {wanted} workers for now: more workers would start from the checkpoint of step "
+        f"{upload.step}, which was not written within {waited_s:g} s"
     )
+    turn.emit(Noted(text=text))
     _run(turn)
 
 
@@ -114,46 +111,47 @@ def _await_upload(turn: Transition) -> None:
 
 
 def _run(turn: Transition) -> None:
-    until = limit_target_step(turn.state, next_milestone(turn.settings, turn.state.position.step))
-    turn.enter(Phase.RUNNING, moved_s=turn.now_s, pausing=False, until=until)
-    turn.call_all("run", range(turn.state.position.step, until))
-    turn.arm("hang", hang_deadline_s(turn.state))
+    step = turn.state.position.step
+    until = limit_target_step(turn.state, next_milestone(turn.settings, step))
+    turn.enter(Phase.RUNNING, moved_s=turn.now_s, until=until)
+    turn.call_all("run", range(step, until))
+    dynamic_members.arm_hang_timer(turn)
     dynamic_members.extend_deadlines(turn)
-    dynamic_members.update_hang_timer(turn)
     _arm_pause(turn)
     preemption.arm_handover_timer(turn)
 
 
 def _arm_pause(turn: Transition) -> None:
-    wishes = (seconds_until_copy(turn.state, turn.now_s), preemption.seconds_until_comparison(turn.state, turn.now_s))
-    soonest_s = min((wish for wish in wishes if wish is not None), default=None)
+    """Set a timer for the next copy or comparison that is due by time."""
+    state, now_s = turn.state, turn.now_s
+    waits_s = (seconds_until_copy(state, now_s), preemption.seconds_until_comparison(state, now_s))
+    soonest_s = min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
     if soonest_s is not None:
         turn.arm("pause", soonest_s)
 
 
 def request_pause_if_due(turn: Transition) -> None:
-    """The time has come to look whether something is due."""
+    """Have the ranks pause if a copy or a comparison is due."""
     if is_copy_due(turn.state, turn.now_s) or preemption.is_comparison_due(turn.state, turn.now_s):
-        request_pause(turn)
+        turn.request_pause()
     else:
         _arm_pause(turn)
 
 
 def on_steps_completed(turn: Transition, event: m.StepsCompleted) -> None:
-    """Steps were completed."""
-    turn.reached(event.step)
+    """Note completed steps, look for loss spikes, and give the next step its time."""
+    failure_policy.note_step(turn, event.step)
     if turn.state.phase is Phase.RUNNING:
         failure_policy.check_losses(turn, event)
     if turn.state.phase is Phase.RUNNING:
         waited_s = turn.now_s - turn.state.segment.moved_s
         turn.change(moved_s=turn.now_s, longest_s=max(turn.state.segment.longest_s, waited_s))
-        turn.arm("hang", hang_deadline_s(turn.state))
-        dynamic_members.update_hang_timer(turn)
+        dynamic_members.arm_hang_timer(turn)
         start_standbys(turn)
 
 
 def is_phase_complete(state: DriverState) -> bool:
-    """Whether all whom the phase waits for have answered. For an evaluation, all who may judge are worth a wait."""
+    """Whether all awaited workers have answered. Workers that an evaluation needs are awaited a moment longer."""
     if state.phase is not Phase.RUNNING or not state.awaiting:
         return not state.awaiting
     if state.settings.world.topology == "collective" or dynamic_members.is_segment_open(state):
@@ -162,12 +160,12 @@ def is_phase_complete(state: DriverState) -> bool:
 
 
 def arm_late_timer(turn: Transition) -> None:
-    """Give workers that an evaluation needs a moment to finish their steps."""
+    """Give workers that an evaluation needs a moment to finish their steps, if they step independently."""
     state = turn.state
     if state.phase is not Phase.RUNNING or state.settings.world.topology != "independent" or not state.awaiting:
         return
     over = not dynamic_members.is_segment_open(state) and "late" not in state.timers
-    if over and _wants_evaluation(state.with_fields(step=state.answers[0].step)):
+    if over and _wants_evaluation(state, state.answers[0].step):
         turn.arm("late", _LATE_S)
 
 
@@ -176,20 +174,21 @@ def on_segment_ended(turn: Transition) -> None:
     dynamic_members.detach_late_workers(turn)
     answers: Mapping[int, m.SegmentReport] = turn.state.answers
     reports = [answers[rank] for rank in sorted(answers)]
-    together = turn.settings.world.topology == "collective"
+    together, before = turn.settings.world.topology == "collective", turn.state.segment
     steps = {report.step for report in reports}
     assert len(steps) == 1 or not together, f"ranks left the loop after different steps: {sorted(steps)}"
+    total = max if together else sum  # all ranks count the same steps, or each its own
     skipped = sum(report.skipped for report in reports)
-    if skipped > turn.state.segment.skipped:
+    passed = total(report.passed for report in reports)
+    overflowed = total(report.overflowed for report in reports)
+    if skipped > before.skipped:
         turn.emit(Noted(text=f"{skipped} samples were skipped so far; see quarantine/ beside the run"))
-    told = max if together else sum  # all pass the same steps by, or each its own units
-    passed = told(report.passed for report in reports)
-    if passed > turn.state.segment.passed:
+    if passed > before.passed:
         turn.emit(Noted(text=f"{passed} steps changed nothing so far, because their loss was not finite"))
-    overflowed = told(report.overflowed for report in reports)
-    if overflowed > turn.state.segment.overflowed:
+    if overflowed > before.overflowed:
         turn.emit(Noted(text=f"{overflowed} steps changed nothing so far, because their gradient overflowed in fp16"))
-    turn.change(phase=Phase.READY, step=reports[0].step, skipped=skipped, passed=passed, overflowed=overflowed)
+    turn.enter(Phase.READY, skipped=skipped, passed=passed, overflowed=overflowed)
+    turn.stand_at(reports[0].step)
     _finish_early(turn, reports)
     preemption.compare_ranks(turn, {rank: report.own_s for rank, report in answers.items()})
     _emit_prefetch(turn, [report.prefetch for report in reports if report.prefetch])
@@ -202,13 +201,11 @@ def _emit_staleness(turn: Transition, report: m.SegmentReport) -> None:
     stale = report.staleness
     if stale is not None and (stale.counts or stale.dropped or stale.again):
         counts = [[age, number] for age, number in sorted(stale.counts.items())]
-        turn.emit(
-            Stale(step=report.step, counts=counts, unit=stale.unit, dropped=stale.dropped, again=stale.again)
-        )  # fmt: skip
+        turn.emit(Stale(step=report.step, counts=counts, unit=stale.unit, dropped=stale.dropped, again=stale.again))
 
 
 def _finish_early(turn: Transition, reports: Sequence[m.SegmentReport]) -> None:
-    """The training is over before its last step: that step is the last one then."""
+    """Make the current step the last one, if a callback ended the training."""
     step, settings = reports[0].step, turn.settings
     if any(report.finished for report in reports) and step < settings.length.total_steps:
         turn.emit(Noted(text=f"a callback ended the training after {step} of {settings.length.total_steps} steps"))
@@ -216,7 +213,7 @@ def _finish_early(turn: Transition, reports: Sequence[m.SegmentReport]) -> None:
 
 
 def _emit_prefetch(turn: Transition, found: list[PrefetchDepth]) -> None:
-    """Say how far the rank that reads furthest ahead does so, whenever that changes."""
+    """Report how far the rank that reads furthest ahead does so, whenever that changes."""
     furthest = max(found, key=lambda item: item.chunks * item.chunk_bytes, default=None)
     if furthest is not None and furthest != turn.state.segment.prefetch:
         turn.change(prefetch=furthest)
@@ -234,18 +231,18 @@ def _evaluate(turn: Transition) -> None:
             judges = [state.membership.members[0].worker]
         case _:
             judges = [member.worker for member in state.membership.members]
-    turn.change(awaiting=PersistentSet(judges), judges=len(judges))
+    turn.await_workers(judges)
+    turn.change(judges=len(judges))
     for place, worker in enumerate(judges):
         if state.settings.world.topology == "independent":
             wanted = replace(wanted, feeding=FeedAssignment(data_ranks=range(place, place + 1), total=len(judges)))
         turn.call([worker], "evaluate", wanted)
     if judges:
-        turn.arm("hang", hang_deadline_s(turn.state))
-        dynamic_members.update_hang_timer(turn)
+        dynamic_members.arm_hang_timer(turn)
 
 
 def on_evaluated(turn: Transition) -> None:
-    """All sums are in, added in the order of ranks so that they repeat bitwise; once more where some were lost."""
+    """Add the sums in the order of ranks, so that they repeat bitwise. Evaluate again if some were lost."""
     state = turn.state
     if not state.segment.judges or len(state.answers) < state.segment.judges:
         _evaluate(turn)
@@ -255,52 +252,45 @@ def on_evaluated(turn: Transition) -> None:
         total = total + state.answers[rank]
     seconds = turn.now_s - state.phase_s
     turn.emit(Evaluated(step=state.position.step, metrics=total.means(), seconds=seconds))
-    turn.change(phase=Phase.READY, evaluated=state.position.step)
+    turn.enter(Phase.READY, evaluated=state.position.step)
 
 
 def _retry_checkpoint(turn: Transition) -> None:
-    """The last checkpoint failed: once more after a pause, a few times; while the store is down, for an hour."""
-    state, settings = turn.state, turn.settings
-    assert state.checkpoints.attempts > 0 and state.checkpoints.trouble is not None, (
-        "the last checkpoint was never tried"
+    """Try the last checkpoint again after a pause: a few times, or for an hour while the store is down."""
+    saving, checkpoints = turn.settings.saving, turn.state.checkpoints
+    attempts, trouble = checkpoints.attempts, checkpoints.trouble
+    assert attempts > 0 and trouble is not None, "the last checkpoint was never tried"
+    down = isinstance(trouble, StoreDown)
+    over = (
+        turn.now_s - checkpoints.failing_s >= saving.outage_deadline_s if down else attempts >= saving.storage_attempts
     )
-    waited_s = turn.now_s - state.checkpoints.failing_s
-    down = isinstance(state.checkpoints.trouble, StoreDown)
-    if (
-        waited_s >= settings.saving.outage_deadline_s
-        if down
-        else state.checkpoints.attempts >= settings.saving.storage_attempts
-    ):
+    if over:
         error = StorageError(
-            f"the checkpoint of step {state.position.step} could not be written in {state.checkpoints.attempts} "
-            f"attempts: {state.checkpoints.trouble}",
-            remedy=f"mend the store, then run the same command: it goes on from step {state.committed}",
+            f"the checkpoint of step {turn.state.position.step} could not be written in {attempts} attempts: {trouble}",
+            remedy=f"mend the store, then run the same command: it goes on from step {turn.state.committed}",
         )
-        end_run(turn, "failed", error)
+        turn.end_run("failed", error)
         return
-    if down and state.checkpoints.attempts == 1:
-        turn.emit(Waiting(what="the store, to write the last checkpoint", deadline_s=settings.saving.outage_deadline_s))
+    if down and attempts == 1:
+        turn.emit(Waiting(what="the store, to write the last checkpoint", deadline_s=saving.outage_deadline_s))
     turn.enter(Phase.WAITING)
-    turn.arm("retry", min(_RETRY_MOST_S, settings.saving.retry_s * 2 ** (state.checkpoints.attempts - 1)))
+    turn.arm("retry", min(_RETRY_MOST_S, saving.retry_s * 2 ** (attempts - 1)))
 
 
 # --- Measurements of the ranks ----------------------------------------------------------------------------------------
 
 
 def _emit_measurements(turn: Transition, reports: Sequence[m.SegmentReport]) -> None:
-    """Emit the phases of the slowest rank and the best known noise scale; say once that the batch is far above it."""
+    """Report the phases of the slowest rank and the noise scale; advise once if the batch is far above it."""
     phases = slowest_phase_times(report.phases for report in reports if report.phases)
     if phases is None:
         return
     sampler = max(reports, key=lambda report: (report.noise is not None, report.sampled))
-    noise, roles = (
-        sampler.noise,
-        [turn.settings.world.role_of(rank) for rank in range(len(turn.state.membership.members))],
-    )
+    noise = sampler.noise
+    workers, _ = turn.settings.world.crew(len(turn.state.membership.members))
     turn.emit(
         Measured(
-            step=turn.state.position.step, steps=phases.steps, workers=roles.count("worker"),
-            phases=dict(phases.medians),
+            step=turn.state.position.step, steps=phases.steps, workers=workers, phases=dict(phases.medians),
             data_s=phases.data_s, sampled=sampler.sampled, noise=vars(noise) if noise else {},
         )
     )  # fmt: skip

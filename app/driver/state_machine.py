@@ -1,7 +1,7 @@
 """The driver's state machine: the next state and effects for each event. Pure: no clock, randomness or I/O.
 
-`take_over_workers` gives the first state and effects; `decide` turns each event into the next. An event that is out of
-date is dropped by `is_stale`; any other comes in a phase that `POSSIBLE_PHASES` names, or the driver or the effect
+`begin_run` gives the first state and effects; `decide` turns each event into the next ones. Events that are out of date
+are dropped (`is_stale`). Any other event comes in a phase that `POSSIBLE_PHASES` names, or the driver or the effect
 executor has a bug.
 """
 
@@ -10,26 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainwright.core.topology import Generation
+from trainwright.core.errors import RunConflict, TrainwrightError
+from trainwright.core.events import RunEnded
 from trainwright.driver import (
     checkpointing,
     dynamic_members,
+    failure_policy,
     membership,
     preemption,
     recovery,
     rendezvous,
     segments,
-    shutdown,
 )
 from trainwright.driver import messages as m
-from trainwright.driver import plan_trials as probing
-from trainwright.driver.checkpointing import hang_deadline_s
-from trainwright.driver.driver_state import STEADY_PHASES, DriverState, Phase, Transition
+from trainwright.driver.driver_state import RECOVERY_PHASES, STEADY_PHASES, DriverState, Phase, Transition
 from trainwright.driver.run_policy import RunPolicy
 
 Step = tuple[DriverState, tuple[m.Effect, ...]]
 EventKind = tuple[type, str]
-"""The type of an event, and the verb or the name of the timer where that makes a difference."""
+"""The type of an event, and the verb or the name of the timer if that makes a difference."""
 
 _ALL = frozenset(Phase) - {Phase.READY}
 _CALLING = frozenset(
@@ -75,7 +74,7 @@ POSSIBLE_PHASES: Mapping[EventKind, frozenset[Phase]] = {
     (m.LeaseReleased, ""): frozenset({Phase.RELEASING}),
     **{(m.TimerExpired, name): phases for name, phases in _TIMED.items()},
 }
-"""In which phases each kind of event (see `event_kind`) can come when it is not out of date."""
+"""The phases in which each kind of event (see `event_kind`) can come, unless it is out of date."""
 
 
 def begin_run(settings: RunPolicy, now_s: float) -> Step:
@@ -88,7 +87,7 @@ def decide(state: DriverState, event: m.DriverEvent, now_s: float) -> Step:
 
     Args:
         event: what happened.
-        now_s: any clock that runs forward; used for durations in events only.
+        now_s: seconds by any clock that runs forward.
     """
     if is_stale(state, event):
         return state, ()
@@ -130,35 +129,34 @@ def is_stale(state: DriverState, event: m.DriverEvent) -> bool:
             return event.worker not in state.membership.rank_of and event.worker not in state.membership.spares
         case m.PreemptionNoticed():
             return preemption.is_stale_notice(state, event)
-        case m.CallReturned(verb="interrupt"):  # the answer of the thread of steps counts; this one explains
+        case m.CallReturned(verb="interrupt"):  # it brings stack traces; `leave` is the answer that counts
             return not event.value or state.phase is not Phase.GATHERING or event.worker not in state.membership.rank_of
         case m.CallReturned(verb="stop") | m.CallRaised(verb="stop" | "interrupt"):
             return True
         case m.CallReturned(verb="upload") | m.CallRaised(verb="upload"):
-            upload = state.checkpoints.upload  # one given up may still be answered
+            upload = state.checkpoints.upload  # an abandoned upload may still be answered
             return upload is None or event.worker not in upload.owing or event.generation != upload.generation
         case m.CallReturned(verb="keep") | m.CallRaised(verb="keep"):
             keeping = state.memory.keeping
             return keeping is None or event.worker not in keeping.owing or state.phase is Phase.CLOSING
         case m.CallReturned() | m.CallRaised():
             owing = event.worker in state.awaiting or event.worker in state.dynamic.apart
-            return event.generation != state.epoch.generation or not owing
+            return event.generation != state.epoch.generation or not owing or state.phase is Phase.CLOSING
     return False
 
 
 def _on_lease_acquired(turn: Transition, event: m.LeaseAcquired) -> None:
     step = event.head.step if event.head else 0
-    turn.change(
-        generation=Generation(token=event.token, number=0), head=event.head, older=event.older, told=event.told,
-        progress=step, high=step, since_s=turn.now_s, saved_s=turn.now_s,
-    )  # fmt: skip
+    rendezvous.start_epochs(turn, event.token)
+    turn.stand_at(step, event.told)
+    checkpointing.on_lease_acquired(turn, event)
+    failure_policy.start_recovery(turn)
     if step >= turn.settings.length.total_steps:
-        shutdown.end_run(turn, "done")
+        turn.end_run("done")
     elif turn.state.shutdown.stopping:
-        shutdown.end_run(turn, "stopped")
+        turn.end_run("stopped")
     else:
-        turn.change(kept=event.kept, versions=event.kept.version if event.kept else 0)
-        probing.begin_trials(turn, event)
+        rendezvous.begin_trials(turn, event)
         membership.take_over_workers(turn, event.living)
 
 
@@ -176,7 +174,7 @@ def _on_call_returned(turn: Transition, event: m.CallReturned) -> None:
     elif event.verb == "keep":
         checkpointing.on_memory_copy_returned(turn, event)
     elif event.verb == "interrupt":
-        recovery.on_stacks_returned(turn, event)
+        failure_policy.on_stacks_returned(turn, event)
     elif turn.state.phase is Phase.GATHERING:
         recovery.on_call_returned(turn, event)
     elif event.verb == "run" and dynamic_members.follows_chief(turn.state, event.worker):
@@ -190,13 +188,12 @@ def _on_call_returned(turn: Transition, event: m.CallReturned) -> None:
 def _collect_answer(turn: Transition, event: m.CallReturned) -> None:
     """Note an answer; the last one ends the phase (see `_advance`)."""
     state = turn.state
-    rank = state.membership.rank_of[event.worker]
-    turn.change(awaiting=state.awaiting - {event.worker}, answers=state.answers.put(rank, event.value))
+    turn.put_answer(event.worker, event.value)
     if state.phase is Phase.RUNNING:
-        turn.reached(event.value.step)
+        failure_policy.note_step(turn, event.value.step)
     segments.arm_late_timer(turn)
     if state.phase is Phase.RUNNING and turn.state.awaiting and not state.answers:
-        turn.arm("hang", hang_deadline_s(turn.state))
+        turn.arm("hang", turn.state.hang_deadline_s)
 
 
 def _on_call_raised(turn: Transition, event: m.CallRaised) -> None:
@@ -211,12 +208,12 @@ def _on_call_raised(turn: Transition, event: m.CallRaised) -> None:
 
 def _on_timer_expired(turn: Transition, event: m.TimerExpired) -> None:
     state, settings = turn.state, turn.settings
-    turn.change(timers={name: number for name, number in state.timers.items() if name != event.name})
+    turn.disarm(event.name)
     match event.name:
         case "place":
             membership.on_start_deadline(turn)
         case "shrink" | "backoff" | "late":
-            pass  # `_advance` sees that its time is over
+            pass  # `_advance` looks for missing timers
         case "apart":
             recovery.on_isolated(turn, dynamic_members.on_deadline(turn))
         case "leave":
@@ -224,7 +221,7 @@ def _on_timer_expired(turn: Transition, event: m.TimerExpired) -> None:
         case "call":
             recovery.on_silence(turn, settings.deadlines.call_deadline_s)
         case "hang":
-            recovery.on_silence(turn, hang_deadline_s(state))
+            recovery.on_silence(turn, state.hang_deadline_s)
         case "pause":
             segments.request_pause_if_due(turn)
         case "notice":
@@ -246,22 +243,100 @@ def _advance(turn: Transition) -> None:
         _PHASE_COMPLETED[turn.state.phase](turn)
     if segments.is_wait_needless(turn.state):
         turn.disarm("upload")
-        turn.change(phase=Phase.READY)
-    if shutdown.is_recovery_needless(turn.state):
-        shutdown.end_run(turn, "stopped")
+        turn.enter(Phase.READY)
+    if _is_recovery_needless(turn.state):
+        turn.end_run("stopped")
     elif turn.state.phase is Phase.READY:
         segments.proceed(turn)
     elif turn.state.phase is Phase.RUNNING and preemption.wants_handover(turn.state, turn.now_s):
-        membership.request_pause(turn)
+        turn.request_pause()
     if turn.state.phase is Phase.GATHERING and recovery.is_gathered(turn):
         rendezvous.begin_rendezvous(turn)
     if turn.state.phase is Phase.CLOSING and turn.state.checkpoints.upload is None:
-        shutdown.release_run(turn)
+        _release_run(turn)
+
+
+# --- The end of the run -----------------------------------------------------------------------------------------------
+
+
+def _on_stop_requested(turn: Transition, event: m.StopRequested) -> None:
+    """Stop at once, except for a log entry under way; or tell rank 0 while steps run. Later phases see the request."""
+    state = turn.state
+    before = state.shutdown.stopping
+    turn.request_stop()
+    if not event.now:
+        if not before and state.phase is Phase.RUNNING:
+            turn.call([state.membership.members[0].worker], "stop")
+    elif state.phase not in (Phase.ACQUIRING, Phase.RELEASING):
+        _kill_all(turn)
+        checkpointing.abandon_upload(turn, "the run was stopped at once")
+        if turn.state.phase is not Phase.CLOSING:
+            turn.end_run("stopped")
+
+
+def _is_recovery_needless(state: DriverState) -> bool:
+    """Whether a recovery is needless, because all results are durable already."""
+    progress = state.position.progress
+    last = progress >= state.settings.length.total_steps
+    evaluated = state.segment.evaluated >= progress or not checkpointing.evaluation_due(state.settings, progress)
+    return (
+        state.phase in RECOVERY_PHASES
+        and (state.shutdown.stopping or last)
+        and state.committed >= progress
+        and (evaluated or not last)
+    )
+
+
+def _release_run(turn: Transition) -> None:
+    """Release the lease, once nothing is uploaded any more."""
+    turn.enter(Phase.RELEASING)
+    outcome, error = _outcome(turn.state), turn.state.shutdown.error
+    _emit_run_ended(turn, outcome, error)
+    turn.want(m.ReleaseLease(outcome=outcome, step=turn.state.committed))
+
+
+def _outcome(state: DriverState) -> m.RunOutcome:
+    """Return how the run ends: a run that was stopped after its last checkpoint is done."""
+    done = state.shutdown.outcome == "stopped" and state.committed >= state.settings.length.total_steps
+    return "done" if done else state.shutdown.outcome
+
+
+def _on_lease_released(turn: Transition, event: m.LeaseReleased) -> None:
+    _finish(turn, _outcome(turn.state), turn.state.shutdown.error)
+
+
+def _on_lease_lost(turn: Transition, event: m.LeaseLost) -> None:
+    """Write nothing more, and end the workers, unless they belong to another driver by now.
+
+    An earlier error is reported in place of this one.
+    """
+    membership.drop_all_workers(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)
+    turn.disarm()
+    error = turn.state.shutdown.error or event.error
+    if turn.state.phase is not Phase.RELEASING:
+        _emit_run_ended(turn, "failed", error)
+    _finish(turn, "failed", error)
+
+
+def _kill_all(turn: Transition) -> None:
+    for worker in sorted([*turn.state.membership.rank_of, *turn.state.membership.spares]):
+        turn.want(m.KillWorker(worker=worker))
+    membership.drop_all_workers(turn)
+
+
+def _emit_run_ended(turn: Transition, outcome: m.RunOutcome, error: Exception | None) -> None:
+    text = error.summary if isinstance(error, TrainwrightError) else str(error or "")
+    turn.emit(RunEnded(outcome=outcome, step=turn.state.committed, error=text))
+
+
+def _finish(turn: Transition, outcome: m.RunOutcome, error: Exception | None) -> None:
+    turn.enter(Phase.FINISHED)
+    turn.want(m.FinishRun(outcome=outcome, step=turn.state.committed, error=error))
 
 
 _HANDLERS: Mapping[type, Callable[[Transition, Any], None]] = {
     m.LeaseAcquired: _on_lease_acquired,
-    m.LeaseLost: shutdown.on_lease_lost,
+    m.LeaseLost: _on_lease_lost,
     m.WorkerStarted: _on_worker_started,
     m.CallReturned: _on_call_returned,
     m.CallRaised: _on_call_raised,
@@ -270,9 +345,9 @@ _HANDLERS: Mapping[type, Callable[[Transition, Any], None]] = {
     m.StepsCompleted: segments.on_steps_completed,
     m.CheckpointCommitted: checkpointing.on_committed,
     m.CommitFailed: checkpointing.on_commit_failed,
-    m.StopRequested: shutdown.on_stop_requested,
+    m.StopRequested: _on_stop_requested,
     m.TimerExpired: _on_timer_expired,
-    m.LeaseReleased: shutdown.on_lease_released,
+    m.LeaseReleased: _on_lease_released,
 }
 """What to do about each type of event."""
 
@@ -280,7 +355,7 @@ _PHASE_COMPLETED: Mapping[Phase, Callable[[Transition], None]] = {
     Phase.RESERVING: rendezvous.on_ports_reserved,
     Phase.FORMING: rendezvous.on_group_formed,
     Phase.HEALING: rendezvous.on_state_restored,
-    Phase.PROBING: probing.on_probe_returned,
+    Phase.PROBING: rendezvous.on_probe_returned,
     Phase.RUNNING: segments.on_segment_ended,
     Phase.SNAPSHOTTING: checkpointing.on_snapshots_taken,
     Phase.EVALUATING: segments.on_evaluated,

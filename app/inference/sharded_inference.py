@@ -23,9 +23,9 @@ from trainwright.driver.run_policy import CALL_DEADLINE_S
 from trainwright.inference.inference_plan import gather_outputs, split_into_feeds
 from trainwright.ray_cluster.discovery import discover
 from trainwright.ray_cluster.placement_groups import PlacementGroups, device_names, worker_resources
-from trainwright.ray_cluster.ray_compat import exit_reason
 from trainwright.runtime.takeover import BEAT_S, run_name
 from trainwright.runtime.worker_actor import WORKER_ACTOR, ArgumentPickler, WorkerSlot
+from trainwright.runtime.worker_registry import exit_reason
 from trainwright.worker.worker_config import WorkerConfig, pickle_job
 
 if TYPE_CHECKING:

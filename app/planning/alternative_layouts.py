@@ -14,7 +14,7 @@ from typing import Any
 from trainwright.core.events import Probed
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan, PlanConstraints
-from trainwright.driver.plan_trials import PROBE_SECONDS, PROBE_STEPS
+from trainwright.driver.rendezvous import PROBE_SECONDS, PROBE_STEPS
 from trainwright.strategies import strategies_for
 from trainwright.strategies.cost_model.estimator import Measurement, calibrate, estimate
 from trainwright.strategies.cost_model.machine_model import Calibration

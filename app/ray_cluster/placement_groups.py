@@ -15,8 +15,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trainwright.core.plan import Plan, WorkerResources, slots_per_node, tensor_workers
 
-PLACED_WITHIN_S = 3.0  # room that is there is given at once, but for a busy head
-RETRY_PLACEMENT_S = 30.0  # before room is looked for again
+PLACED_WITHIN_S = 3.0  # Ray reserves free resources at once, unless its head is busy
+RETRY_PLACEMENT_S = 30.0  # before the next attempt
 _NODE_LABEL = "ray.io/node-id"
 _STRATEGY = {True: "PACK", False: "SPREAD"}  # accelerators close together; CPU slots over the nodes, data beside them
 
@@ -26,38 +26,38 @@ class WorkerPlacement(Protocol):
 
     @property
     def name(self) -> str:
-        """Of this room, where it is another's, and no other; else of all rooms of the run."""
+        """Name of these resources if another process holds them; otherwise prefix of the run's placement groups."""
 
     def options(self, slot: int, *, beside: bool = False) -> dict[str, Any]:
-        """Ray's options for a slot's process, or for one that takes nothing from the slot that it stands beside."""
+        """Return Ray's options for a process in a slot; one `beside` another takes no resources."""
 
     def lent(self, slot: int) -> tuple[str, ...] | None:
-        """Ids of the accelerators that another process holds for a slot; None where Ray gives a slot its own."""
+        """Return ids of accelerators that another process holds for a slot; None if Ray gives a slot its own."""
 
     def found(self, slot: int, node_id: str) -> None:
-        """A slot's process runs on this node."""
+        """Note the node of a slot's process."""
 
     def shun(self, node_id: str) -> None:
-        """Place nothing on this node from now on, where there is another."""
+        """Place nothing on this node from now on, if there is another."""
 
     def inherit(self, slot: int, group: PlacementGroup) -> None:
-        """A slot's bundle of one who was taken over."""
+        """Note the placement group of a worker that was taken over."""
 
     def give_back(self) -> None:
-        """All of it."""
+        """Release all resources."""
 
 
 class PlacementGroups:
-    """The bundles of a run: one group with a bundle for each node, or a group for each slot of a world that may change.
+    """The placement groups of a run: one with a bundle for each node, or one for each slot if the size may change.
 
-    Ray never divides a bundle. Where the nodes are not to be had for us alone, one holds the slots of a tensor group.
-    Servers, whose slots come first, have a group of their own, over as many nodes as can be.
+    Ray never divides a bundle. If other jobs use the nodes too, a bundle holds the slots of one tensor group. Servers,
+    whose slots come first, have a group of their own, over as many nodes as possible.
 
     Args:
-        plan: of the run.
-        elastic: the world may change.
-        name: with which those of the groups begin, so that one who takes over finds those in which nobody lives.
-        lasting: the room outlives the process that asked for it, for another one to take over; else Ray frees it then.
+        plan: plan of the run.
+        elastic: whether the number of workers may change.
+        name: prefix of the groups' names, by which the next driver finds unused ones.
+        lasting: whether the groups outlive the process that created them, so that another one can take over.
     """
 
     def __init__(self, plan: Plan, *, elastic: bool, name: str = "", lasting: bool = True) -> None:
@@ -74,7 +74,7 @@ class PlacementGroups:
         self._torn_until_s = self._full_until_s = 0.0  # no room for all of the one group, for one more tensor group
 
     def of(self, slot: int) -> PlacementGroupSchedulingStrategy:
-        """Where a slot's process is to run: not on a node that is shunned, where there is room elsewhere."""
+        """Return where a slot's process runs: on no excluded node, if another has resources."""
         if slot < self._first:
             return self._of_server(slot)
         number = self._number(slot)
@@ -92,24 +92,24 @@ class PlacementGroups:
         return PlacementGroupSchedulingStrategy(self._groups[0], placement_group_bundle_index=index)
 
     def options(self, slot: int, *, beside: bool = False) -> dict[str, Any]:
-        """Ray's options for a slot's process: what it holds, and where; one beside others holds nothing."""
+        """Return Ray's options for a process in a slot; one `beside` another takes no resources."""
         held = {"num_cpus": 0} if beside else worker_resources(self._placement, serves=slot < self._first)
         return {**held, "scheduling_strategy": self.of(slot)}
 
     def lent(self, slot: int) -> None:
-        """Ray gives each its own."""
+        """Return None: Ray gives each slot its own accelerators."""
 
     def found(self, slot: int, node_id: str) -> None:
-        """A slot's process runs on this node."""
+        """Note the node of a slot's process."""
         if slot >= self._first:
             self._homes[self._number(slot)] = node_id
 
     def shun(self, node_id: str) -> None:
-        """Place nothing on this node from now on."""
+        """Place nothing on this node from now on, if there is another."""
         self._shunned.add(node_id)
 
     def inherit(self, slot: int, group: PlacementGroup) -> None:
-        """The bundle of one who was taken over: its slot's own, that of all, or one that it was moved to."""
+        """Note the group of a worker that was taken over: its slot's own, that of all, or one that it was moved to."""
         if slot < self._first:
             self._served = group
         elif self._elastic:
@@ -120,14 +120,14 @@ class PlacementGroups:
             self._groups[-1 - len(self._groups)] = self._moved[self._number(slot)] = group
 
     def give_back(self) -> None:
-        """All of it."""
+        """Release all resources."""
         if self._served is not None:
             remove_placement_group(self._served)
         while self._groups:
             remove_placement_group(self._groups.popitem()[1])
 
     def _number(self, slot: int) -> int:
-        """Of the tensor group."""
+        """Return the number of a slot's tensor group."""
         return (slot - self._first) // self._together
 
     def _of_server(self, slot: int) -> PlacementGroupSchedulingStrategy:
@@ -142,7 +142,7 @@ class PlacementGroups:
         self._groups[0], self._ends = group, tuple(accumulate(self._shares(group)))
 
     def _reserve(self) -> PlacementGroup:
-        """A bundle for each node's share, where the nodes have that room now; else one for each tensor group."""
+        """Reserve a bundle for each node's share if the resources are free; otherwise one for each tensor group."""
         shares = [self._together * room for room in self._even() if room]
         if len(shares) > 1:
             group = self._group(shares)
@@ -151,7 +151,7 @@ class PlacementGroups:
         return self._group([self._together] * (self._workers // self._together))
 
     def _even(self) -> tuple[int, ...]:
-        """Tensor groups on each node; none where the nodes that there are cannot hold all."""
+        """Return the tensor groups on each node; empty if the present nodes cannot hold all."""
         needs, groups = self._bundle(self._together), self._workers // self._together
         capacities = [
             min(int(resources.get(name, 0.0) / amount + 1e-6) for name, amount in needs.items())
@@ -162,7 +162,7 @@ class PlacementGroups:
         return slots_per_node(capacities, groups, close=bool(self._placement.accelerators))
 
     def _group(self, shares: Sequence[int]) -> PlacementGroup:
-        """A group with bundles of so many slots."""
+        """Create a group with bundles of these numbers of slots."""
         return self._new(node_bundles(self._placement, shares), strategy=_STRATEGY[bool(self._placement.accelerators)])
 
     def _new(self, bundles: list[dict[str, float]], **options: Any) -> PlacementGroup:
@@ -174,13 +174,13 @@ class PlacementGroups:
         return {name: slots * amount for name, amount in _slot_resources(self._placement).items()}
 
     def _shares(self, group: PlacementGroup) -> list[int]:
-        """Slots of each bundle of a group."""
+        """Return the slots of each bundle of a group."""
         return [round(spec["CPU"] / self._placement.cpus) for spec in group.bundle_specs]
 
     # --- elsewhere ----------------------------------------------------------------------------------------
 
     def _stuck(self, number: int) -> bool:
-        """Whether the node of a tensor group is lost, and no other one has room for all of that node's share."""
+        """Whether the node of a tensor group is lost, and no other one has resources for that node's share."""
         home = self._homes.get(number)
         if self._elastic or number in self._moved or home is None or home in _alive():
             return False
@@ -189,7 +189,7 @@ class PlacementGroups:
         return time.monotonic() < self._torn_until_s
 
     def _move(self, number: int) -> None:
-        """Have a bundle on a node that is not shunned, if one has room; the old one stays held, and empty."""
+        """Reserve a bundle on a node that is not excluded, if possible; the old one stays reserved, and empty."""
         elsewhere = [{_NODE_LABEL: f"!in({','.join(sorted(self._shunned))})"}] if self._shunned else None
         group = self._new([self._bundle(self._together)], bundle_label_selector=elsewhere)
         if _placed(group):
@@ -200,7 +200,7 @@ class PlacementGroups:
 
 
 def _placed(group: PlacementGroup) -> bool:
-    """Whether the group has its room at once. One that has not is removed, also where the wait for it is broken off."""
+    """Whether a group gets its resources at once; otherwise, or if the wait is interrupted, it is removed."""
     placed = False
     try:
         placed = group.wait(PLACED_WITHIN_S)
@@ -211,7 +211,7 @@ def _placed(group: PlacementGroup) -> bool:
 
 
 def _alive() -> dict[str, dict[str, float]]:
-    """Resources of all nodes that live, by Ray's id of them."""
+    """Return the resources of all living nodes, by Ray's id."""
     listed: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return {node["NodeID"]: node["Resources"] for node in listed if node["Alive"]}
 
@@ -220,7 +220,7 @@ def _alive() -> dict[str, dict[str, float]]:
 
 
 def worker_resources(placement: WorkerResources, serves: bool = False) -> dict[str, Any]:
-    """What Ray gives a worker, or a process that `serves` workers."""
+    """Return Ray's options for the resources of a worker, or of a process that `serves` workers."""
     if serves:
         return {"num_cpus": placement.server_cpus}
     options: dict[str, Any] = {"num_cpus": placement.cpus}
@@ -232,7 +232,7 @@ def worker_resources(placement: WorkerResources, serves: bool = False) -> dict[s
 
 
 def _slot_resources(placement: WorkerResources, serves: bool = False) -> dict[str, float]:
-    """What is reserved for a slot."""
+    """Return the resources of a slot's bundle."""
     if serves:
         return {"CPU": placement.server_cpus}
     bundle = {"CPU": placement.cpus}
@@ -242,7 +242,7 @@ def _slot_resources(placement: WorkerResources, serves: bool = False) -> dict[st
 
 
 def node_bundles(placement: WorkerResources, shares: Sequence[int]) -> list[dict[str, float]]:
-    """One for each node's share of the slots; the first has the head of a TPU slice, which makes its host the first."""
+    """Return a bundle for each node's share of the slots; the first one has the head of a TPU slice, if any."""
     found = [{name: slots * amount for name, amount in _slot_resources(placement).items()} for slots in shares]
     if placement.head:
         found[0][placement.head] = 1.0
@@ -250,6 +250,6 @@ def node_bundles(placement: WorkerResources, shares: Sequence[int]) -> list[dict
 
 
 def device_names(plan: Plan) -> tuple[str, ...]:
-    """Devices of a worker by the framework's name; Ray shows a worker only its own, numbered from 0."""
+    """Return a worker's devices by the framework's names; Ray shows a worker only its own, numbered from 0."""
     device = {"GPU": "cuda", "TPU": "tpu"}.get(plan.placement.accelerator, "cpu")
     return tuple(f"{device}:{number}" if device != "cpu" else "cpu" for number in range(plan.devices_per_worker))

@@ -93,30 +93,6 @@ def kubernetes_autoscaling(cluster: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-# --- Why a process ended ----------------------------------------------------------------------------------------------
-
-
-_EXIT_SIGNS = (
-    ("NODE_OUT_OF_MEMORY", "Ray ended its process, because the node ran out of memory"),
-    ("placement group was removed", "its room on the cluster was given back"),
-    ("its node has died", "its node was lost"),
-    ("node is dead", "its node was lost"),
-    ("temporarily unavailable", "its process or node cannot be reached"),
-    ("exit type: SYSTEM_ERROR", "its process was killed, ran out of memory or crashed"),
-    ("exit type: USER_ERROR", "its process ended by itself"),
-    ("exit type: INTENDED_USER_EXIT", "its process ended by itself"),
-)
-
-
-def exit_reason(error: BaseException | None) -> str:
-    """What an error of Ray's about an actor means; its first line where that is not known. None: we ended it."""
-    if error is None:
-        return "killed by the driver"
-    text = str(error).strip()
-    known = next((words for sign, words in _EXIT_SIGNS if sign in text), "")
-    return known or (text.splitlines()[0] if text else type(error).__name__)
-
-
 # --- Link to Ray's dashboard ------------------------------------------------------------------------------------------
 
 

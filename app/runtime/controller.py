@@ -1,27 +1,32 @@
-"""The driver's loop: take an event, decide, carry out the effects, until the run has ended."""
+"""The driver's loop: take an event, decide, carry out the effects, until the run has ended.
+
+Effects start actors' calls, timers and writes to the run log. Each of them answers with an event on one queue.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
-from trainwright.core import events
-from trainwright.core.errors import StorageError
-from trainwright.datasets.first_row import first_batch
+from trainwright.core import events, formatting
+from trainwright.core.errors import FencedError, RunConflict, StorageError, TrainwrightError
+from trainwright.core.topology import Generation
 from trainwright.driver import messages as m
 from trainwright.driver.state_machine import begin_run, decide
-from trainwright.planning.decision import Decision
-from trainwright.planning.job_preparation import PreparedJob, store_metadata
-from trainwright.ray_cluster.autoscaling import PendingNodeWatcher
 from trainwright.ray_cluster.placement_groups import WorkerPlacement
-from trainwright.runtime.effect_executor import EffectExecutor
 from trainwright.runtime.run_setup import RunSetup
-from trainwright.storage.event_files import EventCompactor
-from trainwright.storage.event_log import EventListener, EventLog
+from trainwright.runtime.takeover import DriverLease, TakenOverActors, take_over
+from trainwright.runtime.worker_actor import ArgumentPickler
+from trainwright.runtime.worker_registry import EventQueue, WorkerRegistry
+from trainwright.storage.event_log import EventListener
 from trainwright.storage.object_store import Store
 from trainwright.storage.run_store import RunStore
+from trainwright.worker.worker_config import WorkerConfig
 
 _COLLECT_AFTER = 100_000  # new objects
 
@@ -41,50 +46,39 @@ class RunController:
     """Drives one run. `run` blocks; `stop` may be called from any thread.
 
     Args:
+        setup: job, plan and data of the run.
         fresh: start the run of this name again.
         notes: for the user, written as events of the run.
-        room: placement of the workers; by default placement groups of Ray.
     """
 
-    def __init__(
-        self,
-        prepared: PreparedJob,
-        decision: Decision,
-        *,
-        fresh: bool = False,
-        notes: Sequence[str] = (),
-        room: WorkerPlacement | None = None,
-    ) -> None:
-        self._prepared, self._fresh, self._notes = prepared, fresh, notes
-        self._setup = RunSetup(prepared=prepared, decision=decision, room=room)
-        job = prepared.job
-        compactor = EventCompactor(prepared.store.impatient(), job.name)
-        self._journal = EventLog(prepared.store, job.name, compact=compactor.compact)
+    def __init__(self, setup: RunSetup, *, fresh: bool = False, notes: Sequence[str] = ()) -> None:
+        self._setup, self._fresh, self._notes = setup, fresh, notes
+        job, plan = setup.prepared.job, setup.decision.chosen
+        self._journal = setup.event_log()
         self._ledger = RunStore(
-            prepared.store,
+            self.store,
             job.name,
-            job=prepared.description,
+            job=setup.prepared.description,
             keep=job.checkpointing.keep,
             fresh=fresh,
-            cursor=self._setup.schedule.cursor,
-            facts={"strategy": decision.chosen.strategy, "workers": decision.chosen.workers},
+            cursor=setup.schedule.cursor,
+            facts={"strategy": plan.strategy, "workers": plan.workers},
             note=self.say,
             begin=self._open_journal,
             tell=self.flush,
         )
-        # First: the feeder's actors take what a look at a row needs.
-        row = first_batch(job.train, prepared.train, job.columns) if job.train.stateful else None
-        self._feeding = self._setup.start_feeder()
+        row = setup.example_row()  # first, because the feeder's actors take resources that it needs
+        self._feeding = setup.start_feeder()
         self._journal.listen(self._feeding)
-        if decision.cluster.grows:
-            self._journal.listen(PendingNodeWatcher(self._journal.write))
-        config, write = self._setup.worker_config(self._feeding, row), self._journal.write
-        self._world = EffectExecutor(config, self._ledger, write, elastic=job.scaling.elastic, fresh=fresh, room=room)
+        config, write = setup.worker_config(self._feeding, row), self._journal.write
+        self._world = EffectExecutor(
+            config, self._ledger, write, elastic=job.scaling.elastic, fresh=fresh, room=setup.room
+        )
 
     @property
     def store(self) -> Store:
         """Where the run lives."""
-        return self._prepared.store
+        return self._setup.prepared.store
 
     def listen(self, listener: EventListener) -> None:
         """Add a listener for every event, those so far first."""
@@ -141,6 +135,379 @@ class RunController:
             self._journal.write(events.Noted(text=text))
         self._journal.flush()
         try:
-            store_metadata(self._prepared)
-        except StorageError as error:  # a resume elsewhere looks at the files again
+            self._setup.store_metadata()
+        except StorageError as error:  # a resumed run may have to read the files again
             self.say(f"what is known of the data's files is not kept: {error.what}")
+
+
+# --- Effects ----------------------------------------------------------------------------------------------------------
+
+
+class EffectExecutor:
+    """Carries out effects and collects events, on one thread: callbacks of other threads only add to the queue.
+
+    Args:
+        order: configuration that every worker gets.
+        ledger: the run's log.
+        emit: takes each event of the run.
+        elastic: whether the number of workers may change.
+        fresh: whether the run starts again, so that surviving processes are ended.
+        room: placement of the workers; by default placement groups of Ray.
+    """
+
+    def __init__(
+        self,
+        order: WorkerConfig,
+        ledger: RunStore,
+        emit: Callable[[events.Event], object],
+        *,
+        elastic: bool = False,
+        fresh: bool = False,
+        room: WorkerPlacement | None = None,
+    ) -> None:
+        self._arguments = ArgumentPickler()
+        self._ledger, self._emit, self._fresh = ledger, emit, fresh
+        self._lease = DriverLease(ledger, lambda: self._workers.all_actors())
+        self._queue = EventQueue(self._lease)
+        self._workers = WorkerRegistry(order, self._queue, self._lease, self._note, elastic=elastic, room=room)
+        together = order.plan.topology == "collective"
+        self._output = WorkerOutput(self._workers, self._queue, self._lease, emit, together=together)
+        self._storage = RunStorage(ledger, self._queue, uri=order.storage, note=self._note)
+
+    def put(self, event: m.DriverEvent) -> None:
+        """Add an event; from any thread."""
+        self._queue.put(event)
+
+    def next(self) -> m.DriverEvent:
+        """Wait for the next event; a timer that runs out is one. A driver that was replaced gets LeaseLost only."""
+        return self._queue.next()
+
+    def carry_out(self, effect: m.Effect) -> None:
+        """Start one effect; never blocks for long. The caller handles FinishRun."""
+        match effect:
+            case m.AcquireLease():
+                self._storage.submit(self._acquire)
+            case m.StartWorker() if effect.after_s:
+                self._queue.later(effect.after_s, lambda: self._workers.place(effect))
+            case m.StartWorker():
+                self._workers.place(effect)
+            case m.KillWorker():
+                self._workers.kill(effect.worker)
+            case m.ExcludeNode():
+                self._workers.exclude_node(effect.worker)
+            case m.CallWorker():
+                self._call(effect)
+            case m.CommitCheckpoint():
+                self._storage.commit(effect)
+            case m.ReleaseLease():
+                self._storage.release(effect)
+            case m.MarkComplete():
+                self._workers.mark_complete(self._arguments.common(effect.kept))
+            case m.EmitEvent():
+                self._emit(effect.event)
+            case m.SetTimer():
+                self._queue.set_timer(effect)
+            case m.CancelTimer():
+                self._queue.cancel_timer(effect.name)
+            case m.FinishRun():
+                self.close()
+
+    def close(self) -> None:
+        """End every worker and remove the placement groups, unless they are another driver's; safe to call twice."""
+        self._workers.close()
+        self._storage.close()
+
+    def _note(self, text: str) -> None:
+        self._emit(events.Noted(text=text))
+
+    # --- calls --------------------------------------------------------------------------------------------
+
+    def _call(self, effect: m.CallWorker) -> None:
+        actor = self._workers.actor(effect.worker)
+        if actor is None:
+            return  # its end was reported
+        if effect.verb == "heal" and effect.argument.source != "join":
+            self._output.restart_at(effect.argument.step)
+        if effect.verb == "form":
+            self._output.listen_to(effect)
+        if effect.verb == "reserve":
+            self._workers.build_for(effect.argument.plan)
+        if effect.verb == "run":
+            self._output.watch(effect)
+        if effect.verb == "stop":
+            ref = actor.stop.remote(self._lease.token)
+        elif effect.verb == "interrupt":
+            generation = effect.generation
+            ref = actor.interrupt.remote(generation.number, effect.argument, generation.token)
+        else:
+            if effect.verb == "keep":
+                self._workers.guard(effect.worker)
+            aside = {"upload": actor.upload, "keep": actor.keep}
+            own, common = self._arguments.of(effect.argument)
+            ref = aside.get(effect.verb, actor.call).remote(effect.verb, own, self._lease.token, common)
+        answer = self._queue.then(ref, lambda done: self._answered(effect, done))
+        if effect.verb == "upload":
+            node = self._workers.node(effect.worker)
+            self._storage.watch(f"worker {effect.worker} on {node} writes {effect.argument}", answer)
+
+    def _answered(self, call: m.CallWorker, done: Future[Any]) -> None:
+        if done.exception() is not None:
+            self._workers.died(call.worker, done.exception())
+            return
+        value = done.result()
+        about: dict[str, Any] = {"worker": call.worker, "generation": call.generation, "verb": call.verb}
+        if isinstance(value, m.CallFailure):
+            self._output.deliver(call, m.CallRaised(**about, failure=value))
+        else:
+            self._output.deliver(call, m.CallReturned(**about, value=value))
+
+    # --- lease --------------------------------------------------------------------------------------------
+
+    def _acquire(self) -> m.DriverEvent:
+        """Take the lease, then the survivors of the previous driver.
+
+        Without a previous driver, survivors belong to a run that was deleted.
+        """
+        token = self._ledger.acquire()
+        fresh = self._fresh or token == 1
+        found = take_over(self._workers.name, self._workers.config_ref, token, fresh=fresh, assure=self._ledger.assure)
+        self._queue.put(lambda: self._welcome(token, found))  # heartbeats keep them alive meanwhile
+        chain = self._ledger.chain()
+        told = 0 if fresh else self._ledger.told()
+        self._queue.put(lambda: self._know(told if found.workers else 0))
+        living = tuple(survivor.living for survivor in found.workers)
+        head, older = (chain[-1], chain[:-1]) if chain else (None, ())
+        return m.LeaseAcquired(token=token, head=head, older=older, told=told, living=living, kept=found.kept)
+
+    def _know(self, told: int) -> None:
+        """The previous driver reported the steps up to this one."""
+        self._output.reported = told
+
+    def _welcome(self, token: int, found: TakenOverActors) -> None:
+        self._lease.token = token
+        self._workers.take_over(found)
+
+
+# --- Effects on the run log -------------------------------------------------------------------------------------------
+
+
+OVERDUE_S = 120.0  # without an answer to a write, before the user is told
+
+
+class RunStorage:
+    """Commits checkpoints and releases the lease on a thread of its own; each write ends with an event.
+
+    Args:
+        ledger: the run's log.
+        queue: gets the events.
+        uri: address of the store, for messages.
+        note: tells the user something.
+    """
+
+    def __init__(self, ledger: RunStore, queue: EventQueue, *, uri: str, note: Callable[[str], None]) -> None:
+        self._ledger, self._queue, self._uri, self._note = ledger, queue, uri, note
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="log")
+
+    def submit(self, action: Callable[[], m.DriverEvent]) -> Future[None]:
+        """Run an action and put its event; an error loses the lease."""
+
+        def run() -> None:
+            try:
+                self._queue.put(action())
+            except TrainwrightError as error:
+                if isinstance(error, RunConflict):
+                    self._queue.fence(error)
+                else:
+                    self._queue.put(m.LeaseLost(error=error))
+            except Exception as error:  # it would vanish in the thread, and the driver would wait forever
+                told = TrainwrightError(f"{type(error).__name__}: {error}", detail=traceback.format_exc())
+                self._queue.put(m.LeaseLost(error=told))
+
+        return self._pool.submit(run)
+
+    def commit(self, effect: m.CommitCheckpoint) -> None:
+        """Commit a checkpoint."""
+        committed = self.submit(lambda: self._commit(effect))
+        self.watch(f"the driver commits the checkpoint of step {effect.step}", committed)
+
+    def _commit(self, effect: m.CommitCheckpoint) -> m.DriverEvent:
+        try:
+            return self._ledger.commit(effect)
+        except FencedError:
+            raise
+        except TrainwrightError as error:
+            return m.CommitFailed(step=effect.step, error=error)
+
+    def release(self, effect: m.ReleaseLease) -> None:
+        """Release the lease."""
+        self.submit(lambda: self._release(effect))
+
+    def _release(self, effect: m.ReleaseLease) -> m.DriverEvent:
+        self._ledger.release(effect)
+        return m.LeaseReleased()
+
+    def watch(self, what: str, answer: Future[Any], waited_s: float = 0.0) -> None:
+        """Tell the user of a write that hangs, ever less often: a network folder may never answer nor fail."""
+        after_s = max(OVERDUE_S, waited_s)
+
+        def look() -> None:
+            if answer.done():
+                return
+            self._note(
+                f"{what} for {formatting.duration(waited_s + after_s)} by now: the store at {self._uri} "
+                "does not answer. Training goes on; no newer checkpoint is written before it does"
+            )
+            self.watch(what, answer, waited_s + after_s)
+
+        self._queue.later(after_s, look)
+
+    def close(self) -> None:
+        """Start no more writes."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+# --- Completed steps and printed lines --------------------------------------------------------------------------------
+
+
+_POLL_S = 0.2
+_WATCH_S = 5.0
+_VERBS_AFTER_PRINTS = ("run", "evaluate")  # verbs whose answers follow what was printed meanwhile
+
+
+class WorkerOutput:
+    """Completed steps of one worker and printed lines of another.
+
+    Args:
+        workers: actors of the run.
+        queue: that gets the driver's events.
+        lease: of the driver.
+        emit: takes each event of the run.
+        together: whether all ranks step together, so that each knows every step.
+
+    Attributes:
+        reported: newest step that was reported.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerRegistry,
+        queue: EventQueue,
+        lease: DriverLease,
+        emit: Callable[[events.Event], object],
+        *,
+        together: bool,
+    ) -> None:
+        self._workers, self._queue, self._lease, self._emit = workers, queue, lease, emit
+        self._together = together
+        self.reported = 0
+        self._watched: tuple[int, Generation] | None = None
+        self._speaker: tuple[int, int] | None = None  # the worker whose prints are shown, and its rank
+
+    def restart_at(self, step: int) -> None:
+        """Report steps after this one again, and choose the worker to poll anew."""
+        self.reported, self._watched = min(self.reported, step), None
+
+    def deliver(self, call: m.CallWorker, event: m.CallReturned | m.CallRaised) -> None:
+        """Put the answer to a call, after the prints and steps that came before it."""
+        failed = isinstance(event, m.CallRaised)
+        speaks = self._speaker is not None and self._speaker[0] == call.worker
+        if speaks and (failed or call.verb in _VERBS_AFTER_PRINTS):
+            self._flush_prints(lambda: self._deliver_after_steps(call, event))
+        else:
+            self._deliver_after_steps(call, event)
+
+    def _deliver_after_steps(self, call: m.CallWorker, event: m.CallReturned | m.CallRaised) -> None:
+        raised = event if isinstance(event, m.CallRaised) and self._together else None
+        knows = raised is not None and not 0 <= raised.failure.step <= self.reported
+        if call.verb == "run" and (knows or self._watched == (call.worker, call.generation)):
+            self._flush_steps(event)
+        else:
+            self._queue.put(event)
+
+    def listen_to(self, call: m.CallWorker) -> None:
+        """Print the output of the first rank that runs the job's functions, from the rendezvous on."""
+        group = call.argument
+        first = next((peer.rank for peer in group.peers if peer.role in ("worker", "chief")), 0)
+        known = self._speaker is not None and self._speaker[0] == call.worker
+        if group.rank == first and not known:
+            self._speaker = (call.worker, first)
+            self._ask_prints(self._speaker)
+        elif group.rank != first and known:
+            self._speaker = None
+
+    def _ask_prints(self, speaker: tuple[int, int]) -> None:
+        actor = self._workers.actor(speaker[0])
+        if actor is not None and self._speaker == speaker:
+            self._queue.then(actor.printed.remote(_WATCH_S, self._lease.token), lambda done: self._spoke(speaker, done))
+
+    def _spoke(self, speaker: tuple[int, int], done: Future[Any]) -> None:
+        """Print the lines and poll again; the answer to `live` reports the end of the worker."""
+        if done.exception() is None:
+            self._emit_prints(speaker[1], done.result())
+            self._queue.later(_POLL_S, lambda: self._ask_prints(speaker))
+
+    def _flush_prints(self, then: Callable[[], None]) -> None:
+        """Print the last lines of the rank that is listened to, then call `then`."""
+        assert self._speaker is not None, "somebody is listened to"
+        worker, rank = self._speaker
+        actor = self._workers.actor(worker)
+
+        def told(done: Future[Any]) -> None:
+            if done.exception() is None:
+                self._emit_prints(rank, done.result())
+            then()
+
+        if actor is None:
+            then()
+        else:
+            self._queue.then(actor.printed.remote(0.0, self._lease.token), told)
+
+    def _emit_prints(self, rank: int, lines: list[str]) -> None:
+        for line in lines:
+            self._emit(events.Printed(rank=rank, line=line))
+
+    def watch(self, call: m.CallWorker) -> None:
+        """Poll the oldest worker of a rendezvous epoch for completed steps: it knows all of them.
+
+        If ranks step independently, rank 0 is polled, which is called first.
+        """
+        watched = self._watched
+        older = watched is not None and watched[0] > call.worker and self._together
+        if watched is None or watched[1] != call.generation or older:
+            self._watched = (call.worker, call.generation)
+            self._ask(self._watched)
+
+    def _ask(self, watched: tuple[int, Generation]) -> None:
+        actor = self._workers.actor(watched[0])
+        if actor is not None and self._watched == watched:
+            news = actor.watch.remote(self.reported, _WATCH_S, self._lease.token)
+            self._queue.then(news, lambda done: self._heard(watched, done))
+
+    def _heard(self, watched: tuple[int, Generation], done: Future[Any]) -> None:
+        """Report the steps and poll again."""
+        if done.exception() is not None:
+            self._workers.died(watched[0], done.exception())
+        elif self._watched == watched:
+            self._report(watched[1], done.result())
+            self._queue.later(_POLL_S, lambda: self._ask(watched))
+
+    def _flush_steps(self, event: m.CallReturned | m.CallRaised) -> None:
+        """Report the last steps of a segment, then put the event that ends it."""
+
+        def told(done: Future[Any]) -> None:
+            if done.exception() is not None:
+                self._workers.died(event.worker, done.exception())
+            else:
+                self._report(event.generation, done.result())
+                self._queue.put(event)
+
+        actor = self._workers.actor(event.worker)
+        if actor is not None:
+            self._queue.then(actor.watch.remote(self.reported, 0.0, self._lease.token), told)
+
+    def _report(self, generation: Generation, news: events.Steps) -> None:
+        fresh = news.after(self.reported)
+        if fresh.step:
+            self.reported = fresh.step[-1]
+            self._emit(fresh)
+            self._queue.put(m.StepsCompleted(generation=generation, step=self.reported, losses=tuple(fresh.loss)))

@@ -19,7 +19,7 @@ from trainwright.planning.job_preparation import PreparedJob, decide_plan, needs
 from trainwright.ray_cluster.discovery import TOKEN_HELP, connect, has_cluster
 from trainwright.reporting.progress_bar import RunProgress
 from trainwright.runtime.function_trial import Preflight
-from trainwright.runtime.run_handle import Run, RunDriver, stop_on_signals
+from trainwright.runtime.run_handle import Run, RunDriver
 from trainwright.runtime.run_listeners import create_controller
 from trainwright.runtime.takeover import NAMESPACE, detached_options, kept_alive, run_name
 from trainwright.storage.event_log import EventListener
@@ -58,23 +58,11 @@ def prepare_run(
             decision = decide_plan(prepared)
             notes = [*notes, *trial.settle(decision)]
         if detached:
-            return _start_detached_driver(job, prepared, resume=resume, fresh=fresh), decision
+            detached_run = RemoteRunController(prepared, job, resume=resume, fresh=fresh)
+            detached_run.begin()
+            return detached_run, decision
         progress = RunProgress(decision.chosen, verbose=verbose)  # reading a row may open a model, which takes long
         return create_controller(prepared, decision, progress, fresh=fresh, notes=notes), decision
-
-
-def _start_detached_driver(job: Job, prepared: PreparedJob, **options: bool) -> RunDriver:
-    session = RemoteRunController(prepared, job, **options)
-    session.begin()
-    return session
-
-
-def wait_for_run(run: Run) -> None:
-    """Wait until a run has ended; signals stop it. Raises as `Run.wait`."""
-    with stop_on_signals(run) as stops:
-        while not run.wait(timeout_s=0.5):  # a join without a timeout would not let signals through
-            continue
-    run.signal = stops.last
 
 
 # --- Detached driver --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A handle on a run: wait, stop, look at its history, use its model."""
+"""A handle on a run: wait, stop, look at its history; load or export its model."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainwright.core.job import Job
 from trainwright.driver.messages import FinishRun
+from trainwright.planning.profiler import profiler_of
 from trainwright.reporting.run_history import RunHistory, read_history, read_steps
+from trainwright.storage.checkpoint_selection import with_checkpoint
 from trainwright.storage.event_log import EventListener
 from trainwright.storage.object_store import Store
+from trainwright.strategies.distillation.multi_student import unwrap_student
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
 class RunDriver(Protocol):
-    """Who drives a run: a session in this process, or a driver in the cluster."""
+    """The driver of a run: in this process, or in an actor of the cluster."""
 
     @property
     def store(self) -> Store:
         """Where the run lives."""
 
     def run(self) -> FinishRun:
-        """Returns when the run has ended."""
+        """Drive the run to its end."""
 
     def stop(self, now: bool = False) -> None:
         """Ask the run to end."""
@@ -37,15 +40,15 @@ class RunDriver(Protocol):
         """Write the events so far."""
 
     def listen(self, listener: EventListener) -> None:
-        """Add somebody who hears every event. Raises TrainwrightError where none can be heard."""
+        """Add a listener for every event. Raises TrainwrightError if the driver is in another process."""
 
 
 class Run:
     """A run that was started here. Everything but `wait`, `stop` and `listen` is read from storage.
 
     Attributes:
-        job: what was started.
-        plan: how it runs.
+        job: the job.
+        plan: its plan.
         signal: number of the signal that stopped it, 0 for none.
     """
 
@@ -90,7 +93,7 @@ class Run:
         self._session.stop(now)
 
     def listen(self, listener: EventListener) -> None:
-        """Let somebody hear every event, those so far first."""
+        """Add a listener for every event, those so far first."""
         self._session.listen(listener)
 
     @property
@@ -128,8 +131,6 @@ class Run:
 
     def load_model(self) -> Any:
         """The model with the weights of the newest checkpoint, in this process."""
-        from trainwright.runtime.model_loading import load_model
-
         return load_model(self.job)
 
     def _repr_html_(self) -> str:
@@ -158,21 +159,21 @@ _STDERR = 2
 
 
 class _Stoppable(Protocol):
-    """What can be asked to end."""
+    """A run that can be stopped."""
 
     def stop(self, now: bool = False) -> None:
-        """Ask for the end."""
+        """Ask the run to end."""
 
 
 class _SignalHandler:
-    """Which signals came. `last` is the number of the newest one, 0 for none."""
+    """Stops a run at a signal. `last` is the number of the newest signal, 0 for none."""
 
     def __init__(self, run: _Stoppable) -> None:
         self._run = run
         self.last = 0
 
     def take(self, number: int, _frame: FrameType | None) -> None:
-        """First a checkpoint, then no more waiting; what is done is said at once."""
+        """Stop after a checkpoint, or at once at the second signal; say so."""
         self._run.stop(now=self.last != 0)
         told, self.last = SECOND_SIGNAL_TEXT if self.last else FIRST_SIGNAL_TEXT, number
         with contextlib.suppress(OSError):  # the terminal may be gone: that is why the signal came
@@ -181,7 +182,7 @@ class _SignalHandler:
 
 @contextlib.contextmanager
 def stop_on_signals(run: _Stoppable) -> Iterator[_SignalHandler]:
-    """Within it, SIGINT and SIGTERM stop the run; afterwards they are what they were.
+    """Let SIGINT and SIGTERM stop the run within a block; restore their handlers afterwards.
 
     Outside the main thread Python delivers no signals, and this does nothing.
     """
@@ -195,3 +196,49 @@ def stop_on_signals(run: _Stoppable) -> Iterator[_SignalHandler]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def wait_for_run(run: Run) -> None:
+    """Wait until a run has ended; signals stop it. Raises as `Run.wait`."""
+    with stop_on_signals(run) as stops:
+        while not run.wait(timeout_s=0.5):  # a join without a timeout would not let signals through
+            continue
+    run.signal = stops.last
+
+
+# --- The trained model ------------------------------------------------------------------------------------------------
+
+
+def load_model(job: Job, step: int | None = None) -> Any:
+    """Return the job's model with the weights of its run's newest checkpoint, or of the one at `step`.
+
+    If the run trained several students and one of them is wanted (`StudentModels.alone`), return that student.
+
+    Raises:
+        CheckpointError: there is none, or it does not fit the model.
+    """
+    model = job.model()
+    with_checkpoint(job, step, lambda reader: profiler_of(model).take_weights(model, reader))
+    return unwrap_student(model)
+
+
+def export(job: Job, path: str, step: int | None = None) -> str:
+    """Write the trained model to a file or folder, in the format of the path's ending.
+
+    Raises:
+        JobError: the ending names no format; lists the formats.
+        CheckpointError: there is no checkpoint, or it does not fit the model.
+    """
+    model = load_model(job, step)
+    profiler_of(model).export(model, path)
+    return path
+
+
+def loading_code(file: str, overrides: list[str]) -> str:
+    """Return the Python code that loads the model of a run that was started from a job file."""
+    if not overrides:
+        return f"import trainwright as tw; model = tw.load_model({file!r})"
+    return (
+        "import trainwright as tw; from trainwright.planning.job_file import load_job; "
+        f"model = tw.load_model(load_job({file!r}, {overrides!r}))"
+    )

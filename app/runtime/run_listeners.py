@@ -10,6 +10,7 @@ from trainwright.ray_cluster.placement_groups import WorkerPlacement
 from trainwright.reporting.html import ReportListener
 from trainwright.reporting.progress_bar import RunProgress
 from trainwright.runtime.controller import RunController
+from trainwright.runtime.run_setup import RunSetup
 from trainwright.tracking.prometheus import PrometheusListener
 from trainwright.tracking.tensorboard import TensorBoardWriter
 from trainwright.tracking.tracker_thread import TrackerThread
@@ -26,9 +27,10 @@ def create_controller(
 ) -> RunController:
     """Return the driver of a run with its listeners: progress, TensorBoard, report, Prometheus and trackers.
 
-    `fresh`, `notes` and `room` are as of RunController.
+    `fresh` and `notes` are as of RunController, `room` as of RunSetup.
     """
-    controller = RunController(prepared, decision, fresh=fresh, notes=notes, room=room)
+    setup = RunSetup(prepared=prepared, decision=decision, room=room)
+    controller = RunController(setup, fresh=fresh, notes=notes)
     controller.listen(progress)
     controller.listen(TensorBoardWriter(prepared.store, prepared.job.name))
     controller.listen(ReportListener(prepared.store, prepared.job.name))

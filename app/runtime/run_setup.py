@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from trainwright.core import events
+from trainwright.core import events, formatting
+from trainwright.core.data import Batch
+from trainwright.core.events import Event, Steps
 from trainwright.core.frameworks import package_versions
+from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Capabilities
-from trainwright.datasets.loading.batch_loader import make_schedule
+from trainwright.datasets.dataset import Dataset, Index
+from trainwright.datasets.first_row import first_batch
+from trainwright.datasets.loading.batch_loader import Fetcher, make_schedule
 from trainwright.datasets.sample_order import StepSchedule
 from trainwright.driver.messages import PlanSelector
 from trainwright.driver.run_policy import (
@@ -28,11 +34,13 @@ from trainwright.driver.run_policy import (
 from trainwright.planning.alternative_layouts import MEASURING_SHARE, alternative_plans
 from trainwright.planning.decision import Decision, other_plans
 from trainwright.planning.job_description import state_relevant_fields
-from trainwright.planning.job_preparation import PreparedJob
+from trainwright.planning.job_preparation import PreparedJob, store_metadata
 from trainwright.planning.planner import apply_plan_file
+from trainwright.ray_cluster.discovery import PendingNodeWatcher
 from trainwright.ray_cluster.placement_groups import WorkerPlacement, device_names
 from trainwright.ray_cluster.ray_compat import dashboard_link
-from trainwright.runtime.ray_data_delivery import RayDataFeeder
+from trainwright.storage.event_files import EventCompactor
+from trainwright.storage.event_log import EventLog
 from trainwright.strategies import engine_class
 from trainwright.strategies.search.plan_request import PlanRequest
 from trainwright.worker.worker_config import WorkerConfig, pickle_job
@@ -115,7 +123,24 @@ class RunSetup:
             ),
         )
 
-    def worker_config(self, feeder: RayDataFeeder, row: Any) -> WorkerConfig:
+    def event_log(self) -> EventLog:
+        """Return the log of the run's events, which reports nodes that the cluster starts too."""
+        store, run = self.prepared.store, self.prepared.job.name
+        log = EventLog(store, run, compact=EventCompactor(store.impatient(), run).compact)
+        if self.decision.cluster.grows:
+            log.listen(PendingNodeWatcher(log.write))
+        return log
+
+    def store_metadata(self) -> None:
+        """Store what is known of the data's files. Raises StorageError."""
+        store_metadata(self.prepared)
+
+    def example_row(self) -> Batch | None:
+        """Return a row of the training set if workers should not open what computes it; otherwise None."""
+        job = self.prepared.job
+        return first_batch(job.train, self.prepared.train, job.columns) if job.train.stateful else None
+
+    def worker_config(self, feeder: RayDataFeeder, row: Batch | None) -> WorkerConfig:
         """Return what every worker gets; `row` is an example of the training set."""
         prepared, job = self.prepared, self.prepared.job
         return WorkerConfig(
@@ -190,3 +215,96 @@ def _spares(plan: Plan, capabilities: Capabilities) -> int:
     if plan.processes == 1:
         return 0
     return plan.processes if capabilities.reform == "new_process" else 1
+
+
+# --- Delivery by Ray Data ---------------------------------------------------------------------------------------------
+
+
+_WARMUP_STEPS = 10  # steps whose waiting does not count, because the delivery has just started
+_MIN_STEPS = 30  # steps in the share, at least
+_MIN_WAIT_SHARE = 0.2  # share of their time
+
+
+class RayDataFeeder:
+    """Starts the delivery of a run's heavy data sets, and warns once if the steps wait for it.
+
+    Args:
+        train, evaluate: indexes of the data sets.
+        cpus, gpus: resources that the workers do not use.
+
+    Raises:
+        ResourceError: the transforms need more.
+    """
+
+    def __init__(self, job: Job, train: Index, evaluate: Index | None, *, cpus: float, gpus: float) -> None:
+        self._fetchers: dict[str, Any] = {}
+        self._steps = self._counted = 0
+        self._step_s = self._wait_s = 0.0
+        self._told = False
+        heavy: dict[str, tuple[Dataset, Index, dict[str, Any]]] = {}
+        if job.train.heavy:
+            heavy["train"] = job.train, train, job.ordering()
+        if job.evaluate is not None and evaluate is not None and job.evaluate.heavy:
+            heavy["evaluate"] = job.evaluate, evaluate, job.ordering(evaluate=True)
+        if heavy:
+            from trainwright.datasets.ray_data.ray_fetcher import DEADLINE_S, make_pipeline_spec, start_delivery
+
+            recipes = [
+                make_pipeline_spec(data, index, columns=job.columns, **order) for data, index, order in heavy.values()
+            ]
+            hang_s = job.recovery.hang_deadline_s or DEADLINE_S
+            fetchers = start_delivery(recipes, cpus=cpus, gpus=gpus, deadline_s=max(hang_s, DEADLINE_S), hang_s=hang_s)
+            self._fetchers = dict(zip(heavy, fetchers, strict=True))
+
+    @property
+    def train(self) -> Fetcher | None:
+        """The fetcher of the training set; None if the workers read it themselves."""
+        return self._fetchers.get("train")
+
+    @property
+    def evaluate(self) -> Fetcher | None:
+        """The fetcher of the evaluation set."""
+        return self._fetchers.get("evaluate")
+
+    def on(self, event: Event) -> None:
+        """Note how long steps waited."""
+        if isinstance(event, Steps):
+            for step_s, wait_s in zip(event.step_s, event.wait_s, strict=True):
+                self._steps += 1
+                if self._steps > _WARMUP_STEPS and math.isfinite(wait_s):
+                    self._counted += 1
+                    self._step_s, self._wait_s = self._step_s + step_s, self._wait_s + wait_s
+
+    def news(self) -> list[str]:
+        """Return new lines for the user; wait for nothing."""
+        told = [self.verdict()]
+        for fetcher in list(self._fetchers.values())[:1]:  # all belong to one delivery
+            told += fetcher.news()
+        return [line for line in told if line]
+
+    def verdict(self) -> str:
+        """Return a warning if steps wait for Ray Data: at which stage, and what helps. Empty after the first time."""
+        share = self._wait_s / self._step_s if self._step_s > 0 else 0.0
+        if self._told or "train" not in self._fetchers or self._counted < _MIN_STEPS or share < _MIN_WAIT_SHARE:
+            return ""
+        self._told = True
+        stages = self._fetchers["train"].stages()
+        return _bottleneck_text(share, stages) if stages else ""
+
+    def close(self) -> None:
+        """End the delivery with all that it started. Safe to call twice."""
+        for fetcher in list(self._fetchers.values())[:1]:  # all belong to one delivery
+            fetcher.close()
+        self._fetchers.clear()
+
+
+def _bottleneck_text(share: float, stages: Any) -> str:
+    """Return the warning for steps that wait for this share of their time; `stages` are those of a delivery."""
+    slowest = max(stages, key=lambda stage: stage.seconds / stage.slots)
+    at = "1 process" if slowest.slots == 1 else f"{slowest.slots} processes"
+    busy = f"{slowest.name}: {at}, {formatting.percent(slowest.busy)} busy"
+    if slowest is stages[0]:
+        helps = "make the functions before the first heavy one heavy too, or store what they make"
+    else:
+        helps = "give it more (fewer CPUs or GPUs each, or fewer workers), or compute what it adds once and store it"
+    return f"steps wait for data {formatting.percent(share)} of their time, for {busy}; {helps}"

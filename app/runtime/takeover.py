@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def run_name(uri: str) -> str:
-    """How the actors of a run are called in the cluster; `uri` names the run in its store."""
+    """Return the name of a run's actors in the cluster; `uri` names the run in its store."""
     return f"trainwright/{hashlib.sha256(uri.encode()).hexdigest()[:12]}"
 
 
@@ -43,31 +43,31 @@ def memory_store_name(run: str, node: str) -> str:
 
 
 def placement_group_prefix(run: str) -> str:
-    """With what the names of a run's placement groups begin."""
+    """Return the prefix of the names of a run's placement groups."""
     return f"{run}/room"
 
 
 def detached_options(name: str) -> dict[str, Any]:
-    """Options of an actor that outlives its driver."""
+    """Return the options of an actor that outlives its driver."""
     return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
 
 
 class DriverWatchdog:
-    """Ends this process when no driver has called for a while, and gives its bundle of resources back.
+    """Ends this process when no driver has called for a while, and releases its bundle of resources.
 
     Args:
-        last: to do before.
-        lent: the bundle is another's, who gives it back.
+        last: called before the end.
+        lent: whether the bundle belongs to another process, which releases it.
     """
 
     def __init__(self, last: Callable[[], object] = lambda: None, *, lent: bool = False) -> None:
         self._last = last
         self._group: PlacementGroup | None = None if lent else ray.util.get_current_placement_group()
         self._heard_s = time.monotonic()
-        threading.Thread(target=self._look, name="trainwright-orphanage", daemon=True).start()
+        threading.Thread(target=self._look, name="trainwright-watchdog", daemon=True).start()
 
     def heard(self) -> None:
-        """A driver called."""
+        """Note that a driver called."""
         self._heard_s = time.monotonic()
 
     def _look(self) -> None:
@@ -80,7 +80,7 @@ class DriverWatchdog:
         """End this process now."""
         try:
             self._last()
-            if self._group is not None:  # where others hold bundles of the same group, they are orphans too
+            if self._group is not None:  # others with bundles of the same group have no driver either
                 remove_placement_group(self._group)
         finally:
             os._exit(0)
@@ -88,7 +88,7 @@ class DriverWatchdog:
 
 @dataclass(frozen=True, kw_only=True)
 class TakeoverAnswer:
-    """A worker's answer to a new driver. `trouble`: why it is of no use."""
+    """A worker's answer to a new driver. `trouble`: why it cannot be used."""
 
     living: SurvivingWorker | None = None
     node_id: str = ""
@@ -108,7 +108,7 @@ class _TakenOverWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class TakenOverActors:
-    """What outlived the driver before."""
+    """The actors that outlived the previous driver."""
 
     workers: tuple[_TakenOverWorker, ...] = ()
     keepers: dict[str, Any] = field(default_factory=dict)  # by node
@@ -119,7 +119,7 @@ class TakenOverActors:
 def kept_alive(run: str) -> Iterator[None]:
     """Keep the processes of a run from ending by themselves while a driver prepares to take them over.
 
-    What a driver does before that has no bound: it may read all data once, or a long history.
+    The preparation can take any time: it may read all data once, or a long history.
     """
     over = threading.Event()
 
@@ -155,15 +155,15 @@ def _keep_alive(run: str) -> None:
 def take_over(
     run: str, order: Any, token: int, *, fresh: bool = False, assure: Callable[[], object] = lambda: None
 ) -> TakenOverActors:
-    """Find the actors of a run and make them ours; workers that belong to another job, or do not answer, are ended.
+    """Find and take over the actors of a run; end workers that belong to another job or do not answer.
 
-    Room of the run in which none of them lives is given back: who was in it died with the driver.
+    Placement groups of the run without a living worker are removed.
 
     Args:
-        order: reference to the new WorkOrder.
-        token: of the new driver.
-        fresh: end them all, since the run begins again.
-        assure: raises FencedError where another driver has the run; called before anything is ended.
+        order: reference to the new WorkerConfig.
+        token: fencing token of the new driver.
+        fresh: end all actors, because the run starts again.
+        assure: raises FencedError if another driver has the run; called before anything is ended.
 
     Raises:
         FencedError: another driver has taken them over since.
@@ -200,7 +200,7 @@ def take_over(
 
 
 def _end(actors: list[Any], token: int, *, give_back: bool) -> None:
-    """End them, those who do not answer too; on the way they give their bundles back."""
+    """End actors, also those that do not answer; `give_back`: those that answer release their bundles first."""
     if give_back:
         _collect_answers([(actor, actor.end.remote(token)) for actor in actors])
     for actor in actors:
@@ -231,7 +231,7 @@ def _actor(name: str) -> Any:
 
 
 def _collect_answers(calls: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Each actor with its answer; None of one that has died or is silent."""
+    """Return each actor with its answer; None if it has died or does not answer."""
     if calls:
         ray.wait([ref for _, ref in calls], num_returns=len(calls), timeout=_ANSWER_S)
     answers = []
@@ -244,20 +244,20 @@ def _collect_answers(calls: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 class Heartbeats:
-    """What was asked of whom, and is not answered yet. For one thread."""
+    """Sends heartbeats, and knows which were not answered. For one thread."""
 
     def __init__(self) -> None:
         self._asked: dict[int, tuple[Any, float]] = {}
 
     def send(self, actors: Mapping[int, Any], token: int) -> Mapping[int, float]:
-        """Send each a beat; gives, by process, for how many seconds those have not answered that still owe one."""
+        """Send a heartbeat to each actor; return the seconds since the first unanswered one, by worker."""
         now_s = time.monotonic()
         sent = {number: actor.beat.remote(token) for number, actor in actors.items()}
         self._asked = {number: self._owed(number) or (ref, now_s) for number, ref in sent.items()}
         return {number: now_s - since_s for number, (_, since_s) in self._asked.items() if since_s < now_s}
 
     def _owed(self, number: int) -> tuple[Any, float] | None:
-        """The first beat that was not answered."""
+        """Return the first heartbeat that was not answered."""
         asked = self._asked.get(number)
         return None if asked is None or ray.wait([asked[0]], timeout=0)[0] else asked
 
@@ -269,15 +269,15 @@ _BEAT_ANSWER_S = 1.0
 
 
 class DriverLease:
-    """Use from the driver's thread; `lose` may be called from any.
+    """The right of this driver to act on the run. For the driver's thread; `lose` may be called from any.
 
     Args:
-        ledger: asked first.
-        processes: the actors of the run, which know the driver that they belong to: asked while the store is away.
+        ledger: asked first whether the lease is valid.
+        processes: returns the actors of the run, which are asked while the store cannot be reached.
 
     Attributes:
-        token: of this driver; 0 before it has the run.
-        lost: why the run is not this driver's; None while it is.
+        token: fencing token of this driver; 0 before it has the lease.
+        lost: why another driver has the run; None while this one has it.
     """
 
     def __init__(self, ledger: RunStore, processes: Callable[[], Sequence[Any]]) -> None:
@@ -297,7 +297,7 @@ class DriverLease:
         return self.lost is None
 
     def lose(self, error: TrainwrightError) -> None:
-        """Another driver has the run."""
+        """Note that another driver has the run."""
         self.lost = error
 
     def _ask(self) -> None:

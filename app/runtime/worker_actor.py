@@ -8,9 +8,14 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import signal
 import socket
+import sys
 import threading
+import time
 import traceback
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +32,7 @@ from trainwright.core.errors import (
     StorageError,
     TrainwrightError,
     UserCodeError,
+    escape_control_characters,
 )
 from trainwright.core.events import Steps
 from trainwright.core.redaction import redact
@@ -35,8 +41,6 @@ from trainwright.driver.messages import CallFailure, CallFailureKind, MemoryChec
 from trainwright.runtime.takeover import NAMESPACE, DriverWatchdog, TakeoverAnswer, memory_store_name
 from trainwright.storage.memory_checkpoints import FetchFile, MemoryCheckpointStore
 from trainwright.strategies.common.socket_transport import set_own_host
-from trainwright.worker.interruption import PreemptionNotices
-from trainwright.worker.print_capture import PrintCapture
 from trainwright.worker.worker import Worker
 from trainwright.worker.worker_config import WorkerConfig
 
@@ -52,12 +56,12 @@ _KINDS: tuple[tuple[tuple[type[Exception], ...], CallFailureKind], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerInfo:
-    """A process that is up.
+    """Facts of a process that is up.
 
     Attributes:
-        node_id: as Ray names the node.
+        node_id: Ray's id of the node.
         accelerators: ids of those that Ray gave it.
-        trouble: why it is of no use as a spare.
+        trouble: why it cannot be a standby.
     """
 
     node: str
@@ -69,12 +73,12 @@ class WorkerInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSlot:
-    """Who a worker process is.
+    """The place of a worker process in the run.
 
     Attributes:
-        slot: of which it holds the bundle; None for a spare beside others.
+        slot: slot whose bundle it holds; None for a warm standby.
         run: the run's name in the cluster.
-        lent: ids of the accelerators of a seat that is another's; None where Ray gives the process its own.
+        lent: ids of accelerators that another process holds for it; None if Ray gives the process its own.
     """
 
     worker: int
@@ -84,71 +88,71 @@ class WorkerSlot:
 
 
 class WorkerProcess:
-    """Answers are `value | Failure`: an error of ours never travels as Ray's."""
+    """The actor of a worker. Methods return a value or a `CallFailure`; they never raise errors through Ray."""
 
-    def __init__(self, order: WorkerConfig, berth: WorkerSlot, token: int) -> None:
-        self._berth, self._token = berth, token
+    def __init__(self, order: WorkerConfig, place: WorkerSlot, token: int) -> None:
+        self._place, self._token = place, token
         self._rank = -1  # that it was given last
         self._turn = threading.Condition()  # guards the token
-        self._orphanage = DriverWatchdog(lent=berth.lent is not None)
-        self._notices = PreemptionNotices(order.preemption_s)  # here, since this is the main thread
-        self._where = f"worker {berth.worker} on {socket.gethostname()}, pid {os.getpid()}"
+        self._watchdog = DriverWatchdog(lent=place.lent is not None)
+        self._notices = _PreemptionNotices(order.preemption_s)  # here, since this is the main thread
+        self._where = f"worker {place.worker} on {socket.gethostname()}, pid {os.getpid()}"
         self._order = order
         self._worker: Worker | None = None
         self._broken: CallFailure | None = None
         self._prints = PrintCapture.installed()
 
     def hello(self, spare: bool = False) -> WorkerInfo:
-        """Build the worker, framework imports included, and say who and where this process is; a spare rehearses first.
+        """Build the worker, framework imports included, and return facts of this process; warm up a standby.
 
-        What goes wrong with that is the answer to every verb, so that it is told as it is and not as a lost worker. Of
-        a spare it is told at once.
+        An error in that is the answer to every verb, so that it is not reported as a lost worker. For a standby, the
+        returned facts name it.
         """
-        gc.disable()  # until the engine is built: imports make no garbage, and looking for some takes an eighth longer
-        if self._berth.lent is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._berth.lent)
+        gc.disable()  # until the engine is built: imports make no garbage; collections add an eighth to their time
+        if self._place.lent is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._place.lent)
         try:
             set_own_host(str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
-            self._worker = Worker(self._order, socket.gethostname(), _remote_fetch(self._berth.run))
+            self._worker = Worker(self._order, socket.gethostname(), _remote_fetch(self._place.run))
             if spare:
                 self._worker.rehearse()
-                self._prints.take(0.0)  # which rank 0 has told, or will tell
+                self._prints.take(0.0)  # rank 0 prints the same
         except Exception as error:
             self._broken = _failure(error, self._where)
         return WorkerInfo(
             node=socket.gethostname(),
             node_id=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
-            accelerators=_accelerators(self._berth),
+            accelerators=_accelerators(self._place),
             trouble=self._broken.error.summary if spare and self._broken else "",
         )
 
     def call(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
-        """A verb of the stepping thread. Its argument comes in two parts (see `arguments`), as in the next two."""
+        """Run a verb on the thread of steps. Its argument comes in two parts (see `ArgumentPickler`)."""
         argument = join_argument(own, common)
         if verb == "form":
-            self._rank, self._berth = argument.rank, replace(self._berth, slot=argument.slot)
+            self._rank, self._place = argument.rank, replace(self._place, slot=argument.slot)
         return self._answer(verb, argument, token)
 
     @ray.method(concurrency_group="upload")
     def upload(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
-        """A verb of the upload thread."""
+        """Run a verb on the upload thread."""
         return self._answer(verb, join_argument(own, common), token)
 
     @ray.method(concurrency_group="keep")
     def keep(self, verb: str, own: Any, token: int, common: bytes = b"") -> Any:
-        """A verb of the thread that writes into memory."""
+        """Run a verb on the thread that writes into memory."""
         return self._answer(verb, join_argument(own, common), token)
 
     @ray.method(concurrency_group="watch")
     def watch(self, after: int, timeout_s: float, token: int) -> Steps | CallFailure:
-        """News of completed steps."""
+        """Return the steps completed after one; wait a while for the first of them."""
         assert self._worker is not None, "hello comes first"
         return self._refusal(token) or self._worker.watch(after, timeout_s)
 
     @ray.method(concurrency_group="watch")
     def stop(self, token: int) -> CallFailure | None:
-        """Wish to stop."""
+        """Ask the ranks to stop, all after the same step."""
         assert self._worker is not None, "hello comes first"
         refusal = self._refusal(token)
         if refusal is None:
@@ -157,57 +161,57 @@ class WorkerProcess:
 
     @ray.method(concurrency_group="watch")
     def interrupt(self, number: int, explain: bool, token: int) -> str | CallFailure:
-        """Free the stepping thread from a collective of that generation; says where the threads stood, on request."""
+        """Interrupt the collectives of a rendezvous epoch; return the stack traces of all threads on request."""
         generation = Generation(token=token, number=number)
         refusal = self._refusal(token)
         return refusal or (self._worker.interrupt(generation, explain) if self._worker is not None else "")
 
     @ray.method(concurrency_group="life")
     def printed(self, timeout_s: float, token: int) -> list[str] | CallFailure:
-        """Lines that the job printed since the last call; waits a while for the first one."""
+        """Return lines that the job printed since the last call; wait a while for the first one."""
         return self._refusal(token) or self._prints.take(timeout_s)
 
     @ray.method(concurrency_group="life")
     def notice(self, token: int) -> float | CallFailure:
-        """Returns when this process is told that it will be ended: in so many seconds."""
+        """Wait for a preemption notice; return the seconds until the process ends."""
         left_s = self._notices.wait()
         return self._refusal(token) or left_s
 
     @ray.method(concurrency_group="life")
     def live(self, token: int) -> CallFailure:
-        """Ends with the process, which is how a death is told at once; returns when another driver takes over."""
+        """Return when another driver takes over. The call fails when the process ends, which reports that at once."""
         with self._turn:
             self._turn.wait_for(lambda: self._token != token)
         return self._refusal(token) or _fenced(self._where)
 
     @ray.method(concurrency_group="watch")
     def keep_alive(self) -> None:
-        """Somebody prepares to take this process over: stay."""
-        self._orphanage.heard()
+        """Stay alive, because a driver prepares to take this process over."""
+        self._watchdog.heard()
 
     @ray.method(concurrency_group="watch")
     def beat(self, token: int) -> CallFailure | None:
-        """The driver lives."""
+        """Note that the driver lives."""
         refusal = self._refusal(token)
         if refusal is None:
-            self._orphanage.heard()
+            self._watchdog.heard()
         return refusal
 
     @ray.method(concurrency_group="watch")
     def end(self, token: int) -> CallFailure | None:
-        """The run goes on without this process."""
+        """End this process, because the run continues without it."""
         refusal = self._refusal(token)
         if refusal is None:
-            self._orphanage.end()
+            self._watchdog.end()
         return refusal
 
     @ray.method(concurrency_group="watch")
     def adopt(self, order: WorkerConfig, token: int) -> TakeoverAnswer | CallFailure:
-        """Belong to another driver of the same job: the group of the one before is let go of."""
+        """Belong to another driver of the same job, and leave the group of the previous one."""
         refusal = self._refusal(token)
         if refusal is not None:
             return refusal
-        self._orphanage.heard()
+        self._watchdog.heard()
         if self._worker is None or self._broken is not None or order.identity != self._order.identity:
             return TakeoverAnswer(trouble="it belongs to another job, or is not up")
         with self._turn:
@@ -215,10 +219,10 @@ class WorkerProcess:
             self._turn.notify_all()
         self._order = order
         self._worker.renew(order, token)
-        here, berth, (plan, step) = ray.get_runtime_context(), self._berth, self._worker.held
+        here, place, (plan, step) = ray.get_runtime_context(), self._place, self._worker.held
         living = SurvivingWorker(
-            worker=berth.worker, node=socket.gethostname(), pid=os.getpid(), slot=berth.slot,
-            waiting=self._rank < 0, rank=self._rank, accelerators=_accelerators(berth), home=here.get_node_id(),
+            worker=place.worker, node=socket.gethostname(), pid=os.getpid(), slot=place.slot,
+            waiting=self._rank < 0, rank=self._rank, accelerators=_accelerators(place), home=here.get_node_id(),
             plan=plan, step=step,
         )  # fmt: skip
         return TakeoverAnswer(living=living, node_id=here.get_node_id(), group=ray.util.get_current_placement_group())
@@ -227,7 +231,7 @@ class WorkerProcess:
         refusal = self._refusal(token)
         if refusal is not None:
             return refusal
-        self._orphanage.heard()
+        self._watchdog.heard()
         if self._broken is not None:
             return self._broken
         assert self._worker is not None, "hello comes first"
@@ -243,7 +247,7 @@ class WorkerProcess:
         return failure
 
     def _refusal(self, token: int) -> CallFailure | None:
-        """What a driver is answered that another one has replaced."""
+        """Return the answer to a driver that another one has replaced; None for the current driver."""
         return _fenced(self._where) if token < self._token else None
 
     def _let_go(self, worker: Worker, failure: CallFailure) -> None:
@@ -260,64 +264,64 @@ _OPTIONS: dict[str, Any] = {
     "concurrency_groups": {"upload": 1, "keep": 1, "watch": 3, "life": 8},
 }
 WORKER_ACTOR: Any = ray.remote(**_OPTIONS)(WorkerProcess)
-"""The actor class of workers."""
+"""Actor class of workers."""
 
 
 class MemoryStoreProcess:
-    """Guards a run's copies on one node: gives them to other nodes, and removes them at the end."""
+    """The actor that holds a run's copies on one node: other nodes read them, and it removes them at the end."""
 
     def __init__(self, uri: str, token: int) -> None:
-        self._shelf = MemoryCheckpointStore(uri)
+        self._copies = MemoryCheckpointStore(uri)
         self._token = token
-        self._sealed: MemoryCheckpoint | None = None
-        self._orphanage = DriverWatchdog(self._shelf.remove)
+        self._complete: MemoryCheckpoint | None = None
+        self._watchdog = DriverWatchdog(self._copies.remove)
 
     def keep_alive(self) -> None:
-        """Somebody prepares to take this process over: stay."""
-        self._orphanage.heard()
+        """Stay alive, because a driver prepares to take this process over."""
+        self._watchdog.heard()
 
     def beat(self, token: int) -> CallFailure | None:
-        """The driver lives."""
+        """Note that the driver lives."""
         refusal = self._refusal(token)
         if refusal is None:
-            self._orphanage.heard()
+            self._watchdog.heard()
         return refusal
 
     def end(self, token: int) -> CallFailure | None:
-        """The run goes on without these copies."""
+        """End this process, because the run continues without its copies."""
         refusal = self._refusal(token)
         if refusal is None:
-            self._orphanage.end()
+            self._watchdog.end()
         return refusal
 
     def seal(self, kept: bytes, token: int) -> CallFailure | None:
-        """This state, as `arguments` send it, is whole: remember it for a driver to come. None: forget the last one."""
+        """Remember the complete copy, as `ArgumentPickler` sends it, for the next driver; None forgets the last one."""
         refusal = self._refusal(token)
         if refusal is None:
-            self._sealed = join_argument(None, kept)
+            self._complete = join_argument(None, kept)
         return refusal
 
     def adopt(self, token: int) -> MemoryCheckpoint | CallFailure | None:
-        """Belong to another driver; answers the newest state that is whole."""
+        """Belong to another driver; return the newest complete copy."""
         refusal = self._refusal(token)
         if refusal is not None:
             return refusal
         self._token = token
-        self._orphanage.heard()
-        return self._sealed
+        self._watchdog.heard()
+        return self._complete
 
     def read(self, version: int, name: str) -> bytes | CallFailure:
-        """A file, for another node."""
+        """Return a file, for another node."""
         try:
-            return self._shelf.read(version, name)
+            return self._copies.read(version, name)
         except StorageError as error:
             return CallFailure(kind="storage", error=error)
 
     def remove(self, token: int) -> CallFailure | None:
-        """The run has ended."""
+        """Remove all copies, because the run has ended."""
         refusal = self._refusal(token)
         if refusal is None:
-            self._shelf.remove()
+            self._copies.remove()
         return refusal
 
     def _refusal(self, token: int) -> CallFailure | None:
@@ -329,7 +333,7 @@ MEMORY_STORE_ACTOR: Any = ray.remote(num_cpus=0, max_restarts=0)(MemoryStoreProc
 
 
 def _remote_fetch(run: str) -> FetchFile:
-    """Reads files from the in-memory checkpoint stores of other nodes."""
+    """Return a function that reads files from the in-memory checkpoint stores of other nodes."""
 
     def fetch(node: str, version: int, name: str) -> bytes:
         try:
@@ -353,16 +357,16 @@ def _fenced(where: str) -> CallFailure:
     return CallFailure(kind="internal", error=error)
 
 
-def _accelerators(berth: WorkerSlot) -> tuple[str, ...]:
-    """Ids of those that Ray gave this process, or of its seat."""
-    if berth.lent is not None:
-        return berth.lent
+def _accelerators(place: WorkerSlot) -> tuple[str, ...]:
+    """Return the ids of the accelerators of this process."""
+    if place.lent is not None:
+        return place.lent
     ids = ray.get_runtime_context().get_accelerator_ids()
     return tuple(str(number) for numbers in ids.values() for number in numbers)
 
 
 def _failure(error: Exception, where: str) -> CallFailure:
-    """What is told of it. The secrets of this process stay here."""
+    """Return the answer for an error, without the secrets of this process."""
     failure = _classified(error, where)
     failure.error.hide(redact)
     return failure
@@ -389,13 +393,13 @@ INLINE_BYTES = 4096  # up to here it is quicker to send the bytes along than to 
 
 
 class ArgumentPickler:
-    """What the driver sends. For one thread."""
+    """Pickles what the driver sends to workers. For one thread."""
 
     def __init__(self) -> None:
         self._last: tuple[Any, Any] = (None, pickle.dumps(None))
 
     def of(self, argument: Any) -> tuple[Any, Any]:
-        """Split an argument into what is one worker's own, and what others get too; `join_argument` is the inverse."""
+        """Split an argument into the part of one worker and the part that all get; `join_argument` is the inverse."""
         if isinstance(argument, Group):
             return replace(argument, peers=()), self.common(argument.peers)
         return None, self.common(argument)
@@ -403,8 +407,8 @@ class ArgumentPickler:
     def common(self, value: Any) -> Any:
         """Return the pickled value, or a reference to it in Ray's object store.
 
-        The same object as the last time is not pickled again, so that calls of many workers with one argument cost one.
-        The store keeps it for as long as calls with it are under way; it is gone when this process ends.
+        The same object as in the last call is not pickled again, so that a call of many workers pickles once. The store
+        keeps it while calls with it are under way; it is gone when this process ends.
         """
         if self._last[0] is not value:
             data = pickle.dumps(value)
@@ -413,12 +417,135 @@ class ArgumentPickler:
 
 
 def join_argument(own: Any, common: bytes) -> Any:
-    """The argument again, in the worker, where Ray has put the value in the place of a reference.
+    """Join the parts of an argument in the worker, where Ray has resolved the reference.
 
     Args:
-        common: empty where all is the worker's own.
+        common: empty if the whole argument is the worker's own.
     """
     if not common:
         return own
     value = cloudpickle.loads(common)
     return value if own is None else replace(own, peers=value)
+
+
+# --- SIGTERM as a preemption notice -----------------------------------------------------------------------------------
+
+
+_EXIT_CODE = 128 + signal.SIGTERM
+
+
+class _PreemptionNotices:
+    """Handles SIGTERM; created in the main thread. The process ends itself `preemption_s` after the first signal.
+
+    In Ray's workers the main thread seldom runs Python code, so that a Python handler would come late. The wake-up
+    descriptor gets the number of the signal at once.
+    """
+
+    def __init__(self, preemption_s: float) -> None:
+        self._preemption_s = preemption_s
+        self._came = threading.Event()
+        self._ends_s = 0.0
+        self._ear, mouth = socket.socketpair()
+        mouth.setblocking(False)
+        self._mouth = mouth  # kept open
+        signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+        os.register_at_fork(after_in_child=_restore_sigterm)
+        threading.Thread(target=self._listen, name="notices", daemon=True).start()
+
+    def _listen(self) -> None:
+        while signal.SIGTERM not in self._ear.recv(64):
+            pass
+        self._ends_s = time.monotonic() + self._preemption_s
+        self._came.set()
+        threading.Event().wait(self._preemption_s)
+        os._exit(_EXIT_CODE)
+
+    def wait(self) -> float:
+        """Wait for the notice, and return the seconds that are left."""
+        self._came.wait()
+        return max(0.0, self._ends_s - time.monotonic())
+
+
+def _restore_sigterm() -> None:
+    """Let SIGTERM end a child that the job forks; it is no notice for the parent."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+# --- Captured prints --------------------------------------------------------------------------------------------------
+
+
+BURST_LINES, _LINES_PER_S = 300, 10.0  # lines at once, and in the long run
+MAX_LINES = 1000  # newest lines that are kept
+MAX_LINE_LENGTH = 2000  # characters
+_RAY_MARKERS = (":actor_name:", ":task_name:", ":job_id:")  # lines that Ray itself writes into its log files
+
+
+class PrintCapture:
+    """A text stream that passes text on to another one, and keeps the lines until the driver polls them. Thread-safe.
+
+    Lines that a job prints faster than the driver polls are left out here, and counted.
+
+    Args:
+        behind: stream that gets the text, such as Ray's log file.
+        clock: monotonic clock, in seconds.
+    """
+
+    def __init__(self, behind: Any, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._behind, self._clock = behind, clock
+        self._news = threading.Condition()
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
+        self._open = ""  # the unfinished line
+        self._left_out = 0
+        self._allowed, self._allowed_s = float(BURST_LINES), clock()
+
+    @classmethod
+    def installed(cls) -> PrintCapture:
+        """Make a capture the standard output of this process, and return it."""
+        if not isinstance(sys.stdout, cls):
+            sys.stdout = cls(sys.stdout)
+        found: PrintCapture = sys.stdout
+        return found
+
+    def write(self, text: str) -> int:
+        """Pass text on, and keep its lines; of a line that is overwritten (`\\r`), the final text."""
+        written: int = self._behind.write(text)
+        with self._news:
+            *ended, self._open = (self._open + text).split("\n")
+            self._open = self._open[-MAX_LINE_LENGTH:]
+            for line in ended:
+                self._add(line.rstrip("\r").rpartition("\r")[2])
+            if ended:
+                self._news.notify_all()
+        return written
+
+    def _add(self, line: str) -> None:
+        if line.startswith(_RAY_MARKERS):
+            return
+        now = self._clock()
+        self._allowed = min(self._allowed + (now - self._allowed_s) * _LINES_PER_S, float(BURST_LINES))
+        self._allowed_s = now
+        if self._allowed < 1.0:
+            self._left_out += 1
+            return
+        self._allowed -= 1.0
+        self._tell_left_out()
+        self._lines.append(line)
+
+    def _tell_left_out(self) -> None:
+        if self._left_out:
+            self._lines.append(f"... {self._left_out:,} lines are left out here; Ray's log of this process has them")
+            self._left_out = 0
+
+    def take(self, timeout_s: float) -> list[str]:
+        """Return lines since the last call, printable and without secrets; wait up to `timeout_s` for the first one."""
+        with self._news:
+            self._news.wait_for(lambda: bool(self._lines), timeout_s)
+            if not timeout_s:
+                self._tell_left_out()
+            taken, self._lines = self._lines, deque(maxlen=MAX_LINES)
+        return [escape_control_characters(redact(line[:MAX_LINE_LENGTH])) for line in taken]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._behind, name)

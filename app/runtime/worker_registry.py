@@ -1,8 +1,12 @@
-"""The worker actors and in-memory checkpoint stores of a run: start, takeover, heartbeats, end."""
+"""The driver's queue of events, and the actors of a run: start, takeover, heartbeats, end."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -14,12 +18,11 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trainwright.core.errors import WorkerLost
+from trainwright.core.errors import FencedError, TrainwrightError, WorkerLost
 from trainwright.core.plan import Plan
 from trainwright.driver import messages as m
+from trainwright.driver.messages import CallFailure, DriverEvent, LeaseLost, SetTimer, TimerExpired
 from trainwright.ray_cluster.placement_groups import PlacementGroups, WorkerPlacement
-from trainwright.ray_cluster.ray_compat import exit_reason
-from trainwright.runtime.event_queue import EventQueue
 from trainwright.runtime.takeover import (
     BEAT_S,
     DriverLease,
@@ -33,6 +36,89 @@ from trainwright.runtime.takeover import (
 from trainwright.runtime.worker_actor import MEMORY_STORE_ACTOR, WORKER_ACTOR, WorkerSlot
 from trainwright.storage.object_store import open_store
 from trainwright.worker.worker_config import WorkerConfig
+
+# --- The driver's events ----------------------------------------------------------------------------------------------
+
+
+_QueueItem = DriverEvent | Callable[[], None]
+
+
+class EventQueue:
+    """The driver's events, timers, and calls that its thread makes. All methods but `put` are for that thread.
+
+    Args:
+        lease: of the driver. Once it is lost, `next` returns LeaseLost only.
+    """
+
+    def __init__(self, lease: DriverLease) -> None:
+        self._lease = lease
+        self._queue: queue.SimpleQueue[_QueueItem] = queue.SimpleQueue()
+        self._alarms: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = itertools.count()
+        self._timers: dict[str, int] = {}
+
+    def put(self, item: _QueueItem) -> None:
+        """Add an event or a call; from any thread."""
+        self._queue.put(item)
+
+    def next(self) -> DriverEvent:
+        """Wait for the next event; a timer that runs out is one."""
+        while True:
+            item = self._wait()
+            if not self._lease.check():
+                assert self._lease.lost is not None, "a lease that may not be used is lost"
+                return LeaseLost(error=self._lease.lost)
+            if not callable(item):
+                return item
+            item()
+
+    def then(self, ref: Any, action: Callable[[Future[Any]], None]) -> Future[Any]:
+        """Call `action` with the answer to a remote call, unless it says that another driver has the process."""
+        answer: Future[Any] = ref.future()
+        answer.add_done_callback(lambda done: self.put(lambda: self._settle(done, action)))
+        return answer
+
+    def _settle(self, done: Future[Any], action: Callable[[Future[Any]], None]) -> None:
+        refused = done.result() if done.exception() is None else None
+        if isinstance(refused, CallFailure) and isinstance(refused.error, FencedError):
+            self.fence(refused.error)
+        else:
+            action(done)
+
+    def fence(self, error: TrainwrightError) -> None:
+        """Give up the lease, because another driver has the run; from any thread."""
+        self._lease.lose(error)
+        self.put(lambda: None)  # wakes up `next`
+
+    def _wait(self) -> _QueueItem:
+        timeout = max(0.0, self._alarms[0][0] - time.monotonic()) if self._alarms else None
+        try:
+            return self._queue.get(timeout=timeout)
+        except queue.Empty:
+            return heapq.heappop(self._alarms)[2]
+
+    def later(self, after_s: float, action: Callable[[], None]) -> None:
+        """Make a call after some seconds."""
+        heapq.heappush(self._alarms, (time.monotonic() + after_s, next(self._count), action))
+
+    def set_timer(self, timer: SetTimer) -> None:
+        """Put TimerExpired when the timer runs out; replaces the timer of that name."""
+        self._timers[timer.name] = timer.number
+
+        def expire() -> None:
+            if self._timers.get(timer.name) == timer.number:
+                del self._timers[timer.name]
+                self.put(TimerExpired(name=timer.name, number=timer.number))
+
+        self.later(timer.after_s, expire)
+
+    def cancel_timer(self, name: str) -> None:
+        """Forget a timer."""
+        self._timers.pop(name, None)
+
+
+# --- Worker actors ----------------------------------------------------------------------------------------------------
+
 
 _REMOVE_S = 10.0
 SILENT_S = 30.0  # without an answer to a heartbeat: the process does not run
@@ -230,3 +316,27 @@ class WorkerRegistry:
     def _expendable(self, worker: int) -> bool:  # one that does not answer is ended then, and replaced
         first = 1 if self._plan.topology == "coordinator" else self._plan.processes - self._plan.workers
         return self._plan.topology != "collective" and self._slots.get(worker, 0) >= first
+
+
+# --- Why a process ended ----------------------------------------------------------------------------------------------
+
+
+_EXIT_SIGNS = (
+    ("NODE_OUT_OF_MEMORY", "Ray ended its process, because the node ran out of memory"),
+    ("placement group was removed", "its room on the cluster was given back"),
+    ("its node has died", "its node was lost"),
+    ("node is dead", "its node was lost"),
+    ("temporarily unavailable", "its process or node cannot be reached"),
+    ("exit type: SYSTEM_ERROR", "its process was killed, ran out of memory or crashed"),
+    ("exit type: USER_ERROR", "its process ended by itself"),
+    ("exit type: INTENDED_USER_EXIT", "its process ended by itself"),
+)
+
+
+def exit_reason(error: BaseException | None) -> str:
+    """What an error of Ray's about an actor means; its first line where that is not known. None: we ended it."""
+    if error is None:
+        return "killed by the driver"
+    text = str(error).strip()
+    known = next((words for sign, words in _EXIT_SIGNS if sign in text), "")
+    return known or (text.splitlines()[0] if text else type(error).__name__)

@@ -1,16 +1,24 @@
-"""The data of a rank: streams of the training and evaluation sets, and batches that are read ahead from them."""
+"""The data of a rank: streams of the training and evaluation sets, batches read ahead, and samples that are skipped."""
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
+import hashlib
+import io
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
-from trainwright.core.data import Feed, FeedAssignment, PrefetchDepth
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainwright.core.data import Feed, FeedAssignment, PrefetchDepth, StepReport, zero_weight
+from trainwright.core.engine import Engine
+from trainwright.core.errors import NonFiniteLoss
 from trainwright.core.job import Job
-from trainwright.datasets.loading.bad_samples import SkippingReader
+from trainwright.datasets.loading.bad_samples import SkippedSample, SkippingReader
 from trainwright.datasets.loading.batch_loader import BatchLoader, Feeds, LeasedFeeds, Lookahead
-from trainwright.worker.quarantine import Quarantine
+from trainwright.storage.object_store import Store
 from trainwright.worker.worker_config import WorkerConfig
 
 
@@ -19,9 +27,9 @@ class RankStreams:
     """Opens streams for any data ranks.
 
     Attributes:
-        accumulation: micro-batches of a data rank; to evaluate takes no more memory than to train.
+        accumulation: micro-batches of a data rank, for evaluation too, so that it takes no more memory.
         static_shapes: see `core.group.Capabilities`.
-        quarantine, evaluate_quarantine: take samples that cannot be read, where the job goes on without them.
+        quarantine, evaluate_quarantine: take unreadable samples, if the job skips them.
     """
 
     job: Job
@@ -32,7 +40,7 @@ class RankStreams:
     evaluate_quarantine: Quarantine
 
     def training(self, feeding: FeedAssignment) -> BatchLoader:
-        """The training set's."""
+        """Return the stream of the training set."""
         job, order = self.job, self.order
         return BatchLoader(
             job.train,
@@ -48,7 +56,7 @@ class RankStreams:
         )
 
     def evaluation(self, feeding: FeedAssignment) -> BatchLoader:
-        """The evaluation set's."""
+        """Return the stream of the evaluation set."""
         job, order = self.job, self.order
         assert job.evaluate is not None, "asked for only where there is an evaluation set"
         return BatchLoader(
@@ -139,3 +147,107 @@ class RankFeeds:
         if self._evaluated is not None:
             self._evaluated[1].close()
         self._evaluated = None
+
+
+# --- Quarantine of skipped samples ------------------------------------------------------------------------------------
+
+
+_FOLDER = "quarantine"
+
+
+class Quarantine:
+    """Records skipped samples of one data set; `parquet(<storage>/<run>/quarantine)` reads them all.
+
+    Each file is named after its samples, so that samples that another worker skips too, or after a recovery, are stored
+    once. A call returns when its samples are stored.
+
+    Args:
+        data: `train` or `evaluate`.
+    """
+
+    def __init__(self, store: Store, run: str, data: str = "train") -> None:
+        self._store, self._run, self._data = store, run, data
+        self._known: set[int] = set()
+        self.count = 0
+
+    def __call__(self, skipped: SkippedSample) -> None:
+        """Record one sample; raises StorageError."""
+        self.add([skipped])
+
+    def add(self, skipped: Sequence[SkippedSample]) -> None:
+        """Record samples in one file, without those that this process has recorded; raises StorageError."""
+        new = [entry for entry in skipped if entry.sample not in self._known]
+        if not new:
+            return
+        columns = {name: [getattr(entry, name) for entry in new] for name in ("sample", "where", "error")}
+        file = io.BytesIO()
+        pq.write_table(pa.table({"data": [self._data] * len(new), **columns}), file)
+        self._store.put(f"{self._run}/{_FOLDER}/{self._name(columns['sample'])}.parquet", file.getvalue())
+        self._known.update(columns["sample"])
+        self.count += len(new)
+
+    def _name(self, samples: list[int]) -> str:
+        first = f"{self._data}-{samples[0]:012d}"
+        return first if len(samples) == 1 else f"{first}-{hashlib.sha256(repr(samples).encode()).hexdigest()[:16]}"
+
+
+# --- Batch skipping ---------------------------------------------------------------------------------------------------
+
+
+class StepSkipper:
+    """Takes the steps of one process, and counts those that change nothing.
+
+    Attributes:
+        overflowed: number of steps whose gradient was too large.
+        found: (step, first data rank) of the steps whose loss was not finite.
+        told: steps (from 0) that the driver has skipped, because they end the workers, and why.
+    """
+
+    def __init__(self, quarantine: Quarantine) -> None:
+        self._quarantine = quarantine
+        self._blank: Feed | None = None  # of weight 0, from a step that is not skipped
+        self.overflowed = 0
+        self.found: set[tuple[int, int]] = set()  # step, first data rank
+        self.told: Mapping[int, str] = {}
+
+    def begin(self, told: Mapping[int, str], stream: BatchLoader, step: int) -> Feed:
+        """Start at `step`; return a feed of weight 0 without samples of skipped steps.
+
+        The worker of the first data rank records the batches of skipped steps now: a worker that dies in such a step,
+        or in the one after, cannot record them.
+        """
+        blank = stream.warm_feed(step, told)
+        self.told, self._blank = told, blank if told else None
+        for number, why in told.items() if 0 in stream.feeding.data_ranks else ():
+            if number >= step:
+                self._record(number, stream.samples(number).tolist(), why)
+        return blank
+
+    def step(self, engine: Engine, job: Job, feed: Feed) -> StepReport:
+        """Take a step; if the job says so, repeat it with weight 0 if its loss is not finite."""
+        if feed.step in self.told:
+            return self._pass_by(engine, feed)
+        try:
+            report = engine.train_step(feed)
+            self.overflowed += report.overflowed
+            return report
+        except NonFiniteLoss as error:
+            if job.recovery.on_nonfinite == "raise":
+                raise
+            self.found.add((feed.step, feed.data_ranks.start))
+            if len(self.found) + len(self.told) > job.recovery.skip_limit:
+                error.what = (
+                    f"{error.what}, and {job.recovery.skip_limit} steps were passed by before, which is the limit"
+                )
+                raise
+            self._record(feed.step, error.samples, error.what)
+        return replace(engine.train_step(zero_weight(feed)), loss=math.nan)
+
+    def _pass_by(self, engine: Engine, feed: Feed) -> StepReport:
+        """Take a step with weight 0 and without its batch, which keeps its place in the sample order."""
+        assert self._blank is not None, "heal comes before run"
+        blank = replace(self._blank, step=feed.step, wish=feed.wish, data_ranks=feed.data_ranks)
+        return replace(engine.train_step(blank), loss=math.nan)
+
+    def _record(self, step: int, samples: Iterable[int], why: str) -> None:
+        self._quarantine.add([SkippedSample(sample=sample, where=f"step {step + 1}", error=why) for sample in samples])

@@ -10,14 +10,29 @@ import itertools
 import math
 import os
 import statistics
+import sys
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import replace
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
+from statistics import median
 from typing import cast
 
-from trainwright.core.data import Batch, Columns, Feed, MetricSums, zero_weight
+from trainwright.core.data import (
+    Batch,
+    Columns,
+    Feed,
+    MetricSums,
+    NoiseScale,
+    NoiseScaleAverage,
+    PhaseTimes,
+    StepReport,
+    zero_weight,
+)
 from trainwright.core.engine import (
     CheckpointFile,
     CheckpointRef,
@@ -25,7 +40,7 @@ from trainwright.core.engine import (
     Engine,
     IndependentEngine,
 )
-from trainwright.core.errors import NonFiniteLoss
+from trainwright.core.errors import NonFiniteLoss, PeerLost
 from trainwright.core.events import Steps
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
@@ -48,11 +63,8 @@ from trainwright.storage.memory_checkpoints import (
 )
 from trainwright.storage.object_store import open_store
 from trainwright.strategies import engine_class
-from trainwright.worker.interruption import Interruption, thread_stacks
-from trainwright.worker.loaders import RankFeeds, RankStreams
-from trainwright.worker.quarantine import Quarantine, StepSkipper
+from trainwright.worker.loaders import Quarantine, RankFeeds, RankStreams, StepSkipper
 from trainwright.worker.state_copies import StateCopies
-from trainwright.worker.step_log import StepLog, StepTimer
 from trainwright.worker.worker_config import WorkerConfig, unpickle_job
 
 _INTERRUPT_DEADLINE_S = 5.0
@@ -60,10 +72,10 @@ _REHEARSAL = Generation(token=0, number=0)  # of a spare, alone
 
 
 class Worker:
-    """The methods named after verbs run on one thread, `upload`, `keep`, `watch`, `stop` and `interrupt` on others.
+    """One rank. Methods named after verbs run on the thread of steps; `upload` to `interrupt` and `watch` on others.
 
     Args:
-        node: this process's, as the driver names it.
+        node: name of this node, as the driver knows it.
         fetch: reads from the memory of another node.
     """
 
@@ -77,7 +89,7 @@ class Worker:
         self._quarantine = Quarantine(store, order.run)
         self._evaluate_quarantine = Quarantine(store, order.run, "evaluate")
         self._records, self._meter = StepLog(), StepTimer()
-        self._wish = threading.Event()
+        self._stop_requested = threading.Event()
         self._built = False
         self._tried = False  # steps were taken of which nothing may be left
         self._seat = (-1, 0)  # rank and world size that the streams are for
@@ -91,9 +103,10 @@ class Worker:
         self._staleness: StalenessCounts | None = None  # of the last stretch of steps, where this one told of it
 
     def rehearse(self) -> None:
-        """Do alone, on the CPU, what a first step needs, so that a rank can be taken at once; nothing is trained.
-        Where a new generation needs new processes anyway, the framework's imports are all: a job that is opened may use
-        the framework, which some cannot bear before their group is formed.
+        """Warm up a standby alone, on the CPU, so that it can take a rank at once; nothing is trained.
+
+        If each rendezvous epoch needs new processes, only the framework is imported: an opened job may use it, which
+        some frameworks do not allow before their group is formed.
         """
         self._spare = True
         capabilities = self._engine.capabilities
@@ -106,7 +119,7 @@ class Worker:
         self._engine.leave()
 
     def reserve(self, wanted: ReserveRequest) -> Address:
-        """Bind a port for the generation to come; begin anew where its plan wants another layout than is built."""
+        """Bind a port for the next rendezvous epoch; start a new engine if its plan has another layout."""
         self._interruption.enter(wanted.generation)
         plan = wanted.plan or self._order.plan
         if self._tried or plan.layout != self._plan.layout:
@@ -117,7 +130,7 @@ class Worker:
         return self._engine.reserve(wanted.generation, wanted.role)
 
     def _begin_anew(self, plan: Plan) -> None:
-        """Let go of the engine with all that it holds, for another one."""
+        """Replace the engine, with all that it holds, by a new one."""
         with self._interruption.lock:
             self._engine.leave()
             self._engine = engine_class(plan)()
@@ -139,19 +152,19 @@ class Worker:
         if not self._built:
             validation = self._feeds.evaluation if self._job.evaluate is not None else None
             spec = self._job.model_spec(self._feeds.training.total_steps, self._row, validation)
-            gc.freeze()  # `leave` collects what holds the group, or the model too: 0.2 s where it looks through imports
+            gc.freeze()  # the collection in `leave` would take 0.2 s more to look through imports
             tag = self._engine.build(replace(spec, outputs=self._order.outputs), self._plan)
             self._built = True
             gc.enable()
         return tag
 
     def _row(self) -> Batch:
-        """One of the training set."""
+        """Return a row of the training set."""
         return self._order.row or first_batch(self._job.train, self._order.train, self._job.columns)
 
     @cached_property
     def _job(self) -> Job:
-        """Opened only after the engine has formed its first group."""
+        """The job, which is opened only after the engine has formed its first group."""
         return unpickle_job(self._order.job)
 
     def _open(self, rank: int, plan: Plan) -> None:
@@ -170,7 +183,7 @@ class Worker:
         return self._data
 
     def heal(self, heal: RestorePlan) -> StateTag:
-        """Bring the state to the agreed step, the stream to its cursor, and ready the group for steps."""
+        """Bring the state and the data stream to the agreed step, and warm up."""
         self._close_feeds()
         alone = self._plan.topology == "independent"
         if heal.source == "join" or (alone and self._role == "worker"):
@@ -193,11 +206,11 @@ class Worker:
         return replace(tag, step=heal.step)
 
     def load(self, checkpoint: CheckpointRef, *, weights_only: bool = True) -> StateTag:
-        """Take the state of a checkpoint: by itself enough to evaluate and predict, which needs no throwaway step."""
+        """Load a checkpoint; that is enough to evaluate and predict, without a throwaway step."""
         return self._engine.load(self._copies.checkpoint(checkpoint, weights_only=weights_only))
 
     def probe(self, wanted: ProbeRequest) -> float:
-        """Median seconds of a step under the plan: real ones on one batch, all ranks as many, after an untimed one."""
+        """Return the median seconds of a step: all ranks take the same number on one batch, after an untimed one."""
         self._close_feeds()  # they would read ahead meanwhile
         self._tried = True
         feed, begun, took = self._feeds.training.full_feed(0, self._passing.told), time.perf_counter(), list[float]()
@@ -218,7 +231,7 @@ class Worker:
         return statistics.median(took[1:])
 
     def run(self, steps: range) -> SegmentReport:
-        """Take these steps, or fewer where a wish to stop has reached every rank; what that is by role."""
+        """Take these steps, or fewer if a stop request has reached every rank."""
         stopped = finished = False
         working = self._plan.topology == "independent" and self._role == "worker"
         if working:
@@ -229,8 +242,8 @@ class Worker:
             cast(CoordinatorTopologyEngine, self._engine).follow()
         else:
             stopped, finished = self._step_together(steps.stop)
-            self._engine.verify()  # whatever follows, a checkpoint or an evaluation, is of one state
-        self._wish.clear()
+            self._engine.verify()  # checkpoints and evaluations follow: all ranks must hold the same state
+        self._stop_requested.clear()
         reached = steps.stop if working else self._step  # others may have done the last ones
         over = stopped or finished or reached >= self._feeds.training.total_steps
         return SegmentReport(
@@ -242,10 +255,10 @@ class Worker:
         )  # fmt: skip
 
     def _serve(self, until: int) -> bool:
-        """A server: let the others step. The first one tells of each step; a wish counts once it told of one."""
+        """Serve workers that step independently. The first server reports steps, and stops after one of them."""
         engine, first, stopped = cast(IndependentEngine, self._engine), self._step, False
         begun = time.perf_counter()
-        for report in engine.serve(until, lambda: self._wish.is_set() and self._step > first):
+        for report in engine.serve(until, lambda: self._stop_requested.is_set() and self._step > first):
             self._step, stopped, now = report.step, report.wish, time.perf_counter()
             self._records.add(
                 report, samples=self._feeds.training.size(report.step - 1), step_s=now - begun, wait_s=math.nan
@@ -255,7 +268,7 @@ class Worker:
         return stopped
 
     def _work(self, first: int) -> None:
-        """A worker that steps alone: one unit after the other, until the steps from `first` on are over."""
+        """Step independently: one leased unit after the other, until the steps from `first` on are over."""
         units = self._feeds.units
         assert units is not None, "this rank steps alone"
         engine = cast(IndependentEngine, self._engine)
@@ -270,13 +283,13 @@ class Worker:
             self._step = max(self._step, unit.step + unit.steps)
 
     def _step_together(self, until: int) -> tuple[bool, bool]:
-        """Whether a wish was heard, and whether nothing is left to train."""
+        """Take steps; return whether a stop request came, and whether a callback ended the training."""
         stopped = finished = False
         while self._step < until and not (stopped or finished):
             begun = time.perf_counter()
             feed = self._feeds.next(until)
             fed = time.perf_counter()
-            feed = replace(feed, wish=True) if self._wish.is_set() else feed
+            feed = replace(feed, wish=True) if self._stop_requested.is_set() else feed
             report = self._passing.step(self._engine, self._job, feed)
             self._step, stopped, finished = report.step, report.wish, report.finished
             times = {"step_s": time.perf_counter() - begun, "wait_s": fed - begun}
@@ -285,14 +298,14 @@ class Worker:
         return stopped, finished
 
     def evaluate(self, wanted: EvaluateRequest) -> MetricSums:
-        """Sums over this rank's share of the evaluation set, or over the one that it is given."""
+        """Return metric sums over this rank's share of the evaluation set, or over the requested one."""
         if wanted.feeding is None:
             return self._sums(self._feeds.evaluation())
         with self._feeds.evaluation(wanted.feeding) as feeds:
             return self._sums(feeds)
 
     def evaluate_some(self, steps: range) -> MetricSums:
-        """The same over some batches of it, which are read ahead from those that were asked for before."""
+        """Return metric sums over some batches of it; they are read ahead after the batches of the last call."""
         sums = self._sums(itertools.islice(self._feeds.evaluation_from(steps.start), len(steps)))
         self._feeds.evaluated_until(steps.stop)
         return sums
@@ -301,7 +314,7 @@ class Worker:
         return sum((self._engine.evaluate_step(feed) for feed in feeds), MetricSums())
 
     def predict(self, wanted: PredictRequest) -> tuple[Columns, ...]:
-        """The model's outputs for each feed, on the ranks that have them; nothing on the others."""
+        """Return the model's outputs for each feed, on the ranks that have them; nothing on the others."""
         return tuple(wanted.chosen(self._engine.predict_step(feed)) for feed in wanted.feeds)
 
     def snapshot(self, wanted: SnapshotRequest) -> SnapshotTaken:
@@ -317,13 +330,14 @@ class Worker:
         return self._copies.keep(order)
 
     def stop(self) -> None:
-        """Wish to stop; it travels with the next reduction, so that all ranks leave after the same step."""
-        self._wish.set()
+        """Request a stop; the next reduction carries it, so that all ranks leave after the same step."""
+        self._stop_requested.set()
 
     def interrupt(self, generation: Generation, explain: bool) -> str:
-        """Make what waits for peers of that generation raise PeerLost, or will wait for them, if the engine can.
+        """Have collectives of a rendezvous epoch raise PeerLost, now and later, if the engine can.
 
-        With `explain`, the stacks of all threads as they stood before; otherwise nothing.
+        Returns:
+            with `explain`, the stack traces of all threads before that; otherwise an empty text.
         """
         found = thread_stacks(self._stepping) if explain else ""
         self._interruption.end(generation, self._interrupt)
@@ -334,11 +348,11 @@ class Worker:
 
     @property
     def held(self) -> tuple[Plan | None, int]:
-        """The plan whose part of the state is held here, and its completed steps; None and 0 where none is."""
+        """The plan whose part of the state is held here, and its completed steps; None and 0 for none."""
         return (self._plan, self._step) if self._step and not self._tried else (None, 0)
 
     def renew(self, order: WorkerConfig, token: int) -> None:
-        """Another driver: let go of the group of the one before. Its streams are opened anew."""
+        """Obey another driver: leave the group of the previous one, and open the streams again."""
         self._order, self._seat = order, (-1, 0)
         self._interruption.end(Generation(token=token, number=0), self._interrupt)
 
@@ -349,13 +363,189 @@ class Worker:
 
     @property
     def newest(self) -> int:
-        """The newest completed step that `watch` can tell of."""
+        """The newest completed step that `watch` can report."""
         return self._records.newest
 
     def watch(self, after: int, timeout_s: float) -> Steps:
-        """Steps completed after step `after`, at most `timeout_s` later; empty when there is no news."""
+        """Return the steps completed after `after`; wait up to `timeout_s` for the first one."""
         return self._records.since(after, timeout_s)
 
     def _close_feeds(self) -> None:
         if self._data is not None:
             self._data.close()
+
+
+# --- Interrupts -------------------------------------------------------------------------------------------------------
+
+
+class Interruption:
+    """Applies interrupts to the rendezvous epoch that they are for, and to no other.
+
+    Calls and interrupts run on different threads: an interrupt may come before the call that it is for has started, or
+    after the next epoch has.
+
+    Attributes:
+        lock: held while an engine is interrupted; hold it to replace the engine.
+        current: the epoch that this rank takes part in, or took part in last.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.current = self._over = Generation(token=-1, number=0)
+
+    def enter(self, generation: Generation) -> None:
+        """Take part in a rendezvous epoch from now on. Raises PeerLost if it is over already."""
+        with self.lock:
+            self.current = generation
+            if generation <= self._over:
+                raise PeerLost(
+                    f"generation {generation} was over before this rank had joined it",
+                    remedy="look at the rank that failed first",
+                )
+
+    def end(self, generation: Generation, interrupt: Callable[[], object]) -> None:
+        """End a rendezvous epoch and those before it: call `interrupt` if this rank takes part in one."""
+        with self.lock:
+            self._over = max(self._over, generation)
+            if self.current <= generation:
+                interrupt()
+
+
+# --- Stack traces for the report of a hang ----------------------------------------------------------------------------
+
+
+_MAX_STACK_CHARACTERS = 16_000
+
+
+def thread_stacks(first: int | None = None) -> str:
+    """Return the Python stacks of all threads but the caller's, the most recent call last.
+
+    Args:
+        first: ident of the thread whose stack comes first.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
+    parts = [
+        f"thread {names.get(ident, ident)}{' (steps)' if ident == first else ''}:\n"
+        + "".join(traceback.format_stack(frames[ident]))
+        for ident in sorted(frames, key=lambda ident: (ident != first, ident))
+    ]
+    return "\n".join(parts)[:_MAX_STACK_CHARACTERS]
+
+
+# --- Completed steps --------------------------------------------------------------------------------------------------
+
+
+_MAX_RECORDS = 20_000
+MEDIAN_STEPS = 20  # steps in the median of this rank's own part
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Record:
+    report: StepReport
+    samples: int
+    step_s: float
+    wait_s: float
+
+
+class StepLog:
+    """A rank's completed steps, until the driver polls them; bounded. For the thread of steps and that of `watch`."""
+
+    def __init__(self) -> None:
+        self._news = threading.Condition()
+        self._records: deque[_Record] = deque(maxlen=_MAX_RECORDS)
+        self._generation = 0
+        self._own_s: deque[float] = deque(maxlen=MEDIAN_STEPS)
+
+    def begin(self, generation: int, step: int) -> None:
+        """Start a rendezvous epoch at `step`; steps after it will be done again."""
+        with self._news:
+            self._generation = generation
+            self._own_s.clear()
+            while self._records and self._records[-1].report.step > step:
+                self._records.pop()
+
+    def add(self, report: StepReport, *, samples: int, step_s: float, wait_s: float) -> None:
+        """Record one step."""
+        with self._news:
+            self._records.append(_Record(report=report, samples=samples, step_s=step_s, wait_s=wait_s))
+            self._news.notify_all()
+        if report.own_s is not None:
+            self._own_s.append(wait_s + report.own_s)
+
+    @property
+    def newest(self) -> int:
+        """The last recorded step; 0 before there is one."""
+        with self._news:
+            return self._records[-1].report.step if self._records else 0
+
+    @property
+    def own_s(self) -> float | None:
+        """Median seconds of this rank's own part of its last steps; None for too few steps."""
+        return median(self._own_s) if len(self._own_s) == MEDIAN_STEPS else None
+
+    def since(self, after: int, timeout_s: float) -> Steps:
+        """Return the steps after `after`; wait up to `timeout_s` for the first one."""
+        with self._news:
+            self._news.wait_for(lambda: bool(self._records) and self._records[-1].report.step > after, timeout_s)
+            told = [*takewhile(lambda item: item.report.step > after, reversed(self._records))][::-1]
+            generation = self._generation
+        return Steps(
+            generation=generation,
+            step=[item.report.step for item in told],
+            loss=[item.report.loss for item in told],
+            learning_rate=[item.report.learning_rate for item in told],
+            gradient_norm=[item.report.gradient_norm for item in told],
+            samples=[item.samples for item in told],
+            step_s=[item.step_s for item in told],
+            wait_s=[item.wait_s for item in told],
+        )
+
+
+# --- Step times and gradient noise ------------------------------------------------------------------------------------
+
+
+_MAX_TIMED_STEPS = 1_000  # steps in a median, at most
+_MIN_TIMED_STEPS = 20
+
+
+class StepTimer:
+    """Phase times of one rendezvous epoch, and the noise scale of the whole process. For one thread."""
+
+    def __init__(self) -> None:
+        self._average = NoiseScaleAverage()
+        self._steps: deque[tuple[Mapping[str, float], float, float]] = deque(
+            maxlen=_MAX_TIMED_STEPS
+        )  # phases, step_s, wait_s
+
+    def begin(self) -> None:
+        """Start a rendezvous epoch."""
+        self._steps.clear()
+
+    def add(self, report: StepReport, *, step_s: float, wait_s: float) -> None:
+        """Note one step, which waited `wait_s` for data."""
+        if report.scatter is not None:
+            self._average.add(report.scatter)
+        if report.phases is not None:
+            self._steps.append((report.phases, step_s, wait_s))
+
+    def phases(self, *, last: bool) -> PhaseTimes | None:
+        """Return medians since the last call; None for too few steps, unless they are the `last` of the run."""
+        if len(self._steps) < (1 if last else _MIN_TIMED_STEPS):
+            return None
+        names = self._steps[-1][0].keys()
+        alike = [row for row in self._steps if row[0].keys() == names]
+        medians = {name: median(phases[name] for phases, _, _ in alike) for name in names}
+        medians["other"] = median(max(step_s - wait_s - sum(phases.values()), 0.0) for phases, step_s, wait_s in alike)
+        self._steps.clear()
+        return PhaseTimes(steps=len(alike), data_s=median(wait_s for _, _, wait_s in alike), medians=medians)
+
+    @property
+    def sampled(self) -> int:
+        """Steps whose gradients were sampled."""
+        return self._average.count
+
+    @property
+    def noise(self) -> NoiseScale | None:
+        """The gradient noise scale; None while it is not reliable."""
+        return self._average.noise()

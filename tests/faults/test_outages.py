@@ -136,7 +136,7 @@ def test_a_driver_whose_clock_is_behind_goes_on_like_any_other(
     def clock() -> float:
         return time.time() - 6 * HOUR_S
 
-    monkeypatch.setattr("trainwright.runtime.controller.EventLog", functools.partial(EventLog, clock=clock))
+    monkeypatch.setattr("trainwright.runtime.run_setup.EventLog", functools.partial(EventLog, clock=clock))
     monkeypatch.setattr("trainwright.storage.run_store.RunLog", functools.partial(RunLog, now=clock))
     tw.fit(torch_jobs.job(folder), resume=True)
     assert final_state(folder, "faulty") == unbroken(2)

@@ -30,7 +30,7 @@ from trainwright.core import events
 from trainwright.core.errors import DataError, JobError, RunConflict, StorageError
 from trainwright.reporting import run_views
 from trainwright.reporting.html import write_report
-from trainwright.runtime import run_storage, worker_registry
+from trainwright.runtime import controller, worker_registry
 from trainwright.runtime.takeover import Heartbeats
 from trainwright.storage.checkpoints import CheckpointWriter, newest_intact, write_manifest
 from trainwright.storage.object_store import open_store
@@ -297,7 +297,7 @@ def test_a_write_that_hangs_is_told_while_training_goes_on(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
 ) -> None:
     """A folder mounted hard never gives an error: first a worker waits for it, then the driver."""
-    monkeypatch.setattr(run_storage, "OVERDUE_S", 0.5)
+    monkeypatch.setattr(controller, "OVERDUE_S", 0.5)
     worker, driver = tmp_path / "worker", tmp_path / "driver"
 
     def late(*given: Any) -> str:

@@ -22,7 +22,7 @@ from tests.support.finished_runs import final_state as state_of
 from tests.support.sample_counts import account_of
 from trainwright.core import events
 from trainwright.core.errors import WorkerLost
-from trainwright.driver import checkpointing
+from trainwright.driver import driver_state
 
 TOTAL = 27
 LONG_STEP_S = 1.2
@@ -95,8 +95,8 @@ def test_a_worker_that_waits_for_ever_is_replaced_and_the_report_shows_where_it_
     folder: Path, monkeypatch: pytest.MonkeyPatch, unbroken: Callable[[int], State]
 ) -> None:
     """How long it may wait is learnt from the steps before: 3 times the longest wait here, and not 30 times."""
-    monkeypatch.setattr(checkpointing, "HANG_FACTOR", 3.0)
-    monkeypatch.setattr(checkpointing, "MIN_HANG_DEADLINE_S", 2.0)
+    monkeypatch.setattr(driver_state, "HANG_FACTOR", 3.0)
+    monkeypatch.setattr(driver_state, "MIN_HANG_DEADLINE_S", 2.0)
     mark = folder.parent / "stuck"
     step = torch_jobs.make_step(())
 

@@ -30,7 +30,7 @@ from trainwright.driver import messages as m
 from trainwright.driver.driver_state import DriverState, Phase
 from trainwright.driver.run_policy import RunPolicy
 from trainwright.driver.state_machine import begin_run, decide
-from trainwright.runtime import effect_executor, takeover, worker_actor, worker_registry
+from trainwright.runtime import controller, takeover, worker_actor, worker_registry
 from trainwright.runtime.controller import collecting_rarely
 from trainwright.runtime.takeover import TakenOverActors
 from trainwright.runtime.worker_actor import WorkerInfo, WorkerSlot
@@ -268,7 +268,7 @@ class Driver:
         )
         order = WorkerConfig(job=b"", plan=plan, storage=str(folder), run="run", train=None)  # type: ignore[arg-type]
         self.fleet, self.told = fleet, list[events.Event]()
-        self.world = effect_executor.EffectExecutor(order, Log(), self.told.append, room=Space())  # type: ignore[arg-type]
+        self.world = controller.EffectExecutor(order, Log(), self.told.append, room=Space())  # type: ignore[arg-type]
         settings = RunPolicy.of(
             workers=fleet.size, total_steps=1000, steps_per_epoch=1000, secret=b"of a test", **changes
         )
@@ -309,7 +309,7 @@ def driving(size: int, parts: int, folder: Path, **changes: Any) -> Iterator[Dri
     fleet = Fleet(size, parts)
     with ExitStack() as stack:
         stack.enter_context(collecting_rarely())
-        stack.enter_context(mock.patch.object(effect_executor, "take_over", lambda *_, **__: TakenOverActors()))
+        stack.enter_context(mock.patch.object(controller, "take_over", lambda *_, **__: TakenOverActors()))
         stack.enter_context(mock.patch.object(worker_registry, "WORKER_ACTOR", fleet))
         for module in (takeover, worker_actor, worker_registry):
             stack.enter_context(mock.patch.object(module, "ray", fleet.ray))

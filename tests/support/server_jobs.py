@@ -22,8 +22,7 @@ from tests.support import keras_jobs, torch_jobs
 from trainwright.core import events
 from trainwright.core.topology import Generation
 from trainwright.driver import messages as m
-from trainwright.runtime.effect_executor import EffectExecutor
-from trainwright.runtime.worker_output import WorkerOutput
+from trainwright.runtime.controller import EffectExecutor, WorkerOutput
 from trainwright.storage.checkpoints import CheckpointWriter
 
 ROWS, BATCH, EVERY = 192, 24, 5

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.core.topology import StateAgreement, StateTag, StateTransfer
-from trainwright.driver.rendezvous import agree_at_step, agree_on_state, choose_writers
+from trainwright.driver.checkpointing import choose_writers
+from trainwright.driver.rendezvous import agree_at_step, agree_on_state
 
 WHOLE = frozenset("abc")
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from tests.support.processes import ROOT
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Event, Formed, Noted, RunStarted, Waiting
-from trainwright.ray_cluster import autoscaling
-from trainwright.ray_cluster.autoscaling import (
+from trainwright.ray_cluster import discovery
+from trainwright.ray_cluster.discovery import (
     HEAD_RESOURCE,
     AutoscalerLimits,
     PendingNodes,
@@ -87,7 +87,7 @@ def test_a_head_without_trainwright_can_say_it(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(CONFIG))
     process(tmp_path, 8, "python", "monitor.py", "--gcs-address=10.0.0.2:6379", f"--autoscaling-config={file}")
-    with autoscaling.pickle_by_value():
+    with discovery.pickle_by_value():
         (tmp_path / "function").write_bytes(cloudpickle.dumps(read_config))
     without = f"""
 import sys
@@ -106,7 +106,7 @@ def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
     from ray.autoscaler._private.kuberay import node_provider
 
     (tmp_path / "namespace").write_text("team\n")
-    monkeypatch.setattr(autoscaling, "SERVICE_ACCOUNT", tmp_path)
+    monkeypatch.setattr(discovery, "SERVICE_ACCOUNT", tmp_path)
     monkeypatch.setenv("RAY_CLUSTER_NAME", "mine")
     answers: list[Any] = []
 
@@ -189,7 +189,7 @@ class Scene:
     """A run with a lookout that sees what it is given, one thing after the other."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(autoscaling, "LOOK_S", 0.001)
+        monkeypatch.setattr(discovery, "LOOK_S", 0.001)
         self.seen: queue.SimpleQueue[PendingNodes | Exception] = queue.SimpleQueue()
         self.told: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.lookout = PendingNodeWatcher(self.hear, self.see)
@@ -242,8 +242,6 @@ def test_later_it_is_a_note(scene: Scene) -> None:
 @pytest.mark.parametrize("cpus", [4.0, 0.0], ids=["fits", "nothing runs"])
 def test_what_cannot_be_read_refuses_only_a_run_that_needs_it(monkeypatch: pytest.MonkeyPatch, cpus: float) -> None:
     import ray
-
-    from trainwright.ray_cluster import discovery
 
     def unreadable(nodes: Any) -> None:
         raise ResourceError("permission denied", where="the head")

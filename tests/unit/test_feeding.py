@@ -16,7 +16,7 @@ from trainwright.datasets import table
 from trainwright.datasets.ray_data.delivery_actor import StageProgress
 from trainwright.planning.job_description import describe
 from trainwright.planning.job_preparation import reserve_for_transforms
-from trainwright.runtime.ray_data_delivery import RayDataFeeder
+from trainwright.runtime.run_setup import RayDataFeeder
 
 GPUS = "2x4xA100-80GB@100Gb"
 

@@ -9,9 +9,8 @@ import pytest
 from tests.support.driver_harness import Story
 from trainwright.core import events
 from trainwright.driver import messages as m
-from trainwright.driver.checkpointing import hang_deadline_s
 from trainwright.driver.driver_state import Phase
-from trainwright.worker.interruption import thread_stacks
+from trainwright.worker.worker import thread_stacks
 
 
 def progressed(story: Story, step: int, after_s: float) -> Story:
@@ -39,7 +38,7 @@ def test_without_one_it_is_learned_from_the_longest_wait(waited_s: float, deadli
 def test_evaluations_get_the_longest() -> None:
     story = progressed(Story(hang_deadline_s=None, evaluate_steps=4).running(), 1, 0.5).segment(4).snapshot(4)
     assert story.state.phase is Phase.EVALUATING
-    assert hang_deadline_s(story.state) == timer_s(story) == 900.0
+    assert story.state.hang_deadline_s == timer_s(story) == 900.0
 
 
 def test_ranks_that_do_not_move_say_where_they_stand_and_the_culprit_s_words_go_into_its_failure() -> None:

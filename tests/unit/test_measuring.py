@@ -31,7 +31,7 @@ from trainwright.reporting import run_views as views
 from trainwright.reporting.html import ReportFacts, render_report
 from trainwright.reporting.predicted_vs_measured import StepPart, compare_step, noise_text, step_parts
 from trainwright.reporting.run_history import RunHistory
-from trainwright.worker.step_log import StepTimer
+from trainwright.worker.worker import StepTimer
 
 PHASES = {"forward": 0.003, "backward": 0.006, "wait": 0.001, "optimizer": 0.002, "other": 0.0005}
 NOISE = NoiseScale(scale=310.0, low=250.0, high=400.0, batch=256.0, count=36)

@@ -29,10 +29,8 @@ MUTANTS = (
     Mutant(
         name="ends every rank that does not move",
         module="trainwright.driver.recovery",
-        pattern="_begin_recovery(turn, FailureCause(error=error, event="
-        "failure_policy.failed_event(turn.state, -1, -1, error.what)), explain=True)",
-        replacement="_begin_recovery(turn, FailureCause(error=error, event="
-        "failure_policy.failed_event(turn.state, -1, -1, error.what)), lost=state.awaiting, kill=True)",
+        pattern="_begin_recovery(turn, blame, explain=True)",
+        replacement="_begin_recovery(turn, blame, lost=state.awaiting, kill=True)",
     ),
     Mutant(
         name="calls a spare that is not up yet",
@@ -57,7 +55,7 @@ MUTANTS = (
     Mutant(
         name="shrinks below the fewest",
         module="trainwright.driver.membership",
-        pattern="left >= state.settings.world.fewest and state.seats(left) > 0",
+        pattern="left >= world.fewest and state.seats(left) > 0",
         replacement="left > 0",
         also=("never starts", "never starts", "kill two"),
     ),
@@ -89,7 +87,7 @@ MUTANTS = (
     ),
     Mutant(
         name="measures plans in the middle of a run",
-        module="trainwright.driver.plan_trials",
+        module="trainwright.driver.rendezvous",
         function="begin_trials",
         pattern="not begun",
         replacement="True",
@@ -97,7 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         name="sets two plans aside for one failure",
-        module="trainwright.driver.plan_trials",
+        module="trainwright.driver.rendezvous",
         function="reject_plan",
         pattern="not trials.trying",
         replacement="not trials.left",
@@ -157,7 +155,7 @@ MUTANTS = (
     Mutant(
         name="counts every sign of one failure",
         module="trainwright.driver.recovery",
-        pattern="entering or again or (state.recovery.blame is None and not blame.peer)",
+        pattern="entering or again or (recovery.blame is None and not blame.peer)",
         replacement="True",
     ),
     Mutant(
@@ -190,8 +188,7 @@ MUTANTS = (
     Mutant(
         name="forgets whoever joins when a server is lost",
         module="trainwright.driver.dynamic_members",
-        pattern="turn.change(apart={}, awaiting=state.awaiting | busy, losing=frozenset())",
-        replacement="turn.change(apart={}, losing=frozenset())",
+        pattern="turn.also_await(frozenset(worker for worker, pending in apart.items() if pending.doing in _CALLED))",
         also=("kill", "kill"),
     ),
     Mutant(
@@ -234,14 +231,13 @@ MUTANTS = (
     Mutant(
         name="waits for a server that has raised",
         module="trainwright.driver.recovery",
-        pattern="turn.change(awaiting=turn.state.awaiting - {worker}, apart=others)",
-        replacement="turn.change(awaiting=turn.state.awaiting - {worker})",
+        pattern="dynamic_members.drop_pending(turn, worker)",
         also=("storage", "storage"),
     ),
     Mutant(
         name="takes answers of older generations",
         module="trainwright.driver.state_machine",
-        pattern="event.generation != state.epoch.generation or not owing",
+        pattern="event.generation != state.epoch.generation or not owing or state.phase is Phase.CLOSING",
         replacement="event.worker not in state.membership.rank_of",
         also=("kill", "user"),
     ),
@@ -249,12 +245,12 @@ MUTANTS = (
         name="does not time a hang",
         module="trainwright.driver.segments",
         function="_run",
-        pattern='turn.arm("hang", hang_deadline_s(turn.state))',
+        pattern="dynamic_members.arm_hang_timer(turn)",
     ),
     Mutant(
         name="waits for the files of a dead uploader",
         module="trainwright.driver.membership",
-        pattern="drop_upload_workers(turn, frozenset(gone))",
+        pattern="drop_upload_workers(turn, frozenset(workers))",
     ),
     Mutant(
         name="commits before all files are stored",
@@ -292,8 +288,8 @@ MUTANTS = (
     ),
     Mutant(
         name="ends workers that another driver has taken over",
-        module="trainwright.driver.shutdown",
-        pattern="_drop_workers(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
+        module="trainwright.driver.state_machine",
+        pattern="membership.drop_all_workers(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
         replacement="_kill_all(turn)",
         also=("stall",),
     ),
@@ -313,9 +309,9 @@ MUTANTS = (
     ),
     Mutant(
         name="lets workers live when the log is lost",
-        module="trainwright.driver.shutdown",
-        pattern="_drop_workers(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
-        replacement="_drop_workers(turn)",
+        module="trainwright.driver.state_machine",
+        pattern="membership.drop_all_workers(turn) if isinstance(event.error, RunConflict) else _kill_all(turn)",
+        replacement="membership.drop_all_workers(turn)",
     ),
     Mutant(
         name="leaves a rank out of the evaluation",
@@ -326,10 +322,10 @@ MUTANTS = (
     ),
     Mutant(
         name="clears the failures with steps done again",
-        module="trainwright.driver.driver_state",
-        function="reached",
-        pattern="step > position.high",
-        replacement="step > position.progress",
+        module="trainwright.driver.failure_policy",
+        function="note_step",
+        pattern="step > state.position.high",
+        replacement="step > state.position.progress",
         also=("crash loop",),
     ),
     Mutant(

@@ -10,7 +10,7 @@ import pytest
 
 from trainwright.core import events
 from trainwright.reporting.event_messages import EventFormatter, event_line
-from trainwright.worker.print_capture import BURST_LINES, MAX_LINE_LENGTH, MAX_LINES, PrintCapture
+from trainwright.runtime.worker_actor import BURST_LINES, MAX_LINE_LENGTH, MAX_LINES, PrintCapture
 
 
 def test_lines_are_passed_on_and_given_once() -> None:

@@ -16,7 +16,7 @@ from trainwright.datasets import table
 from trainwright.datasets.loading.bad_samples import SkippedSample
 from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.storage.object_store import Store, open_store
-from trainwright.worker.quarantine import Quarantine, StepSkipper
+from trainwright.worker.loaders import Quarantine, StepSkipper
 
 WHY = "step 3 failed 3 times"
 

@@ -12,7 +12,7 @@ from trainwright.core.events import Leaving, Straggling
 from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.driver_state import Phase
-from trainwright.worker.step_log import MEDIAN_STEPS, StepLog
+from trainwright.worker.worker import MEDIAN_STEPS, StepLog
 
 
 def story(**changes: Any) -> Story:

@@ -13,7 +13,7 @@ from tests.support.torch_engines import Net, one_device, saved
 from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
-from trainwright.runtime import model_loading
+from trainwright.runtime import run_handle
 from trainwright.storage import checkpoint_selection
 from trainwright.storage.checkpoints import CheckpointReader, CheckpointWriter, write_manifest
 from trainwright.storage.object_store import Store, open_store
@@ -59,12 +59,12 @@ def test_a_damaged_checkpoint_is_passed_over_as_it_is_loaded(
 ) -> None:
     committed(open_store(str(tmp_path)), 10, 20, 30)
     spoil(tmp_path, 30, "model.safetensors")
-    model = model_loading.load_model(job(tmp_path))
+    model = run_handle.load_model(job(tmp_path))
     assert {float(value.detach().flatten()[0]) for value in model.parameters()} == {20.0}
     told = capsys.readouterr().err
     assert "the checkpoint of step 30 is skipped: model.safetensors is altered" in told
     with pytest.raises(CheckpointError, match="no whole checkpoint at step 30"):
-        model_loading.load_model(job(tmp_path), 30)
+        run_handle.load_model(job(tmp_path), 30)
     assert checkpoint_selection.find_checkpoint(job(tmp_path))[1].step == 20
 
 
@@ -75,7 +75,7 @@ def test_inference_reads_each_file_of_the_weights_once_and_no_optimizer(
     spoil(tmp_path, 10, "optimizer.safetensors")
     read, get = list[str](), Store.get
     monkeypatch.setattr(Store, "get", lambda self, path: read.append(path.rpartition("/")[2]) or get(self, path))
-    model_loading.load_model(job(tmp_path))
+    run_handle.load_model(job(tmp_path))
     assert read.count("model.safetensors") == 1 and "optimizer.safetensors" not in read
 
     engine = one_device()

@@ -21,13 +21,12 @@ from trainwright.core.events import Noted, Steps, from_json
 from trainwright.core.plan import Mesh
 from trainwright.core.topology import WorkUnit
 from trainwright.driver.messages import EvaluateRequest, ProbeRequest, SkippedBatch
-from trainwright.ray_cluster.ray_compat import exit_reason
 from trainwright.runtime.run_handle import stop_on_signals
+from trainwright.runtime.worker_registry import exit_reason
 from trainwright.storage.object_store import Store
 from trainwright.worker import loaders
 from trainwright.worker.loaders import RankStreams
-from trainwright.worker.step_log import StepLog
-from trainwright.worker.worker import Worker
+from trainwright.worker.worker import StepLog, Worker
 
 
 def filled(*steps: int) -> StepLog:

@@ -17,7 +17,8 @@ from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.topology import Group, Peer, StateTag, StateTransfer
-from trainwright.driver.rendezvous import agree_on_state, choose_writers
+from trainwright.driver.checkpointing import choose_writers
+from trainwright.driver.rendezvous import agree_on_state
 from trainwright.strategies.torch.engines.data_parallel import DataParallel
 
 STREAMS, STEPS, BROKEN = 8, 12, 5
