@@ -25,7 +25,7 @@ from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.datasets.data_source import Index
 from trainwright.datasets.first_row import first_batch
-from trainwright.datasets.loading.prefetch import ReadAhead
+from trainwright.datasets.loading.batch_loader import ReadAhead
 from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.inference.prediction_files import Range, concatenate_outputs, part_table
 from trainwright.storage.checkpoints import CheckpointReader, read_manifest

@@ -20,7 +20,7 @@ from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.driver.failure_policy import backoff_s
 from trainwright.driver.messages import CallFailure, PredictRequest, ReserveRequest
 from trainwright.driver.run_policy import CALL_DEADLINE_S
-from trainwright.inference.inference_plan import gather_outputs, split_into_feeds
+from trainwright.inference.inference_model import gather_outputs, split_into_feeds
 from trainwright.ray_cluster.discovery import discover
 from trainwright.ray_cluster.placement_groups import PlacementGroups, device_names, worker_resources
 from trainwright.ray_cluster.ray_compat import exit_reason

@@ -19,10 +19,9 @@ from tests.support.s3_server import S3Bucket
 from trainwright.cli.data_commands import as_data, as_table, progress
 from trainwright.core.errors import DataError
 from trainwright.datasets import parquet, table
+from trainwright.datasets.dataset_tools import ConversionProgress, convert, detect_format, inspect, open_dataset
 from trainwright.datasets.formats.file_system import resolve_file_system
 from trainwright.datasets.formats.parquet_writer import group_rows, is_complete, shard_rows, write_shards
-from trainwright.datasets.tools.dataset_conversion import ConversionProgress, convert, detect_format, open_dataset
-from trainwright.datasets.tools.dataset_inspection import inspect
 
 
 def write(path: Path, rows: int = 1000, group: int = 10, **more: Any) -> Path:

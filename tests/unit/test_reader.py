@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from trainwright.core.errors import DataError
 from trainwright.datasets import parquet, table
 from trainwright.datasets.data_source import Field, Index, RowGroup
-from trainwright.datasets.loading.prefetch import ReadAhead, _Shared
+from trainwright.datasets.loading.batch_loader import ReadAhead, _Shared
 from trainwright.datasets.row_reader import RowReader
 
 SCHEMA = {"x": Field(np.dtype(np.int64), ()), "name": Field(np.dtype(object), ())}

@@ -19,8 +19,7 @@ from tests.support.streams import collect, ids, real, same, stream
 from trainwright.core.data import Cursor, FeedAssignment
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import parquet, table
-from trainwright.datasets.loading.batch_loader import BatchLoader, chunk_steps, make_schedule
-from trainwright.datasets.loading.prefetch import ReadAhead
+from trainwright.datasets.loading.batch_loader import BatchLoader, ReadAhead, chunk_steps, make_schedule
 
 
 @settings(max_examples=40)

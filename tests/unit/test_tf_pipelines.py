@@ -18,10 +18,10 @@ from trainwright import datasets
 from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets.data_source import Field
+from trainwright.datasets.dataset_tools import inspect
 from trainwright.datasets.formats import tf_data
 from trainwright.datasets.formats.tf_data import read_blocks
 from trainwright.datasets.loading.batch_loader import BatchLoader
-from trainwright.datasets.tools.dataset_inspection import inspect
 
 ROWS, BATCH = 250, 16
 
