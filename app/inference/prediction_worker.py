@@ -87,13 +87,6 @@ class PredictorConfig:
     form: OutputTransform | None = None
 
 
-class PredictorInfo(NamedTuple):
-    """A process that has started."""
-
-    node: str
-    pid: int
-
-
 class StoredPart(NamedTuple):
     """A part that is stored; its types by column name."""
 
@@ -178,9 +171,9 @@ class PredictorProcess:
         self._node = f"{socket.gethostname()}, pid {os.getpid()}"
         self._predictor: Predictor | None = None
 
-    def hello(self) -> PredictorInfo:
-        """Return the node and process id."""
-        return PredictorInfo(node=socket.gethostname(), pid=os.getpid())
+    def hello(self) -> str:
+        """Return the node and process id, in words."""
+        return self._node
 
     def load(self, order: PredictorConfig) -> TrainwrightError | None:
         """Build the model and load the checkpoint. Returns the error, if any."""

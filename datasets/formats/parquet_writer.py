@@ -271,7 +271,7 @@ def _to_table(columns: Arrays, schema: pa.Schema | None = None) -> pa.Table:
 def _to_arrow(array: npt.NDArray[Any], kind: pa.DataType | None, name: str) -> pa.Array:
     try:
         objects = array.dtype == np.dtype(object) and array.ndim == 1
-        made = pa.array(list(array), type=kind) if objects else _tensors(array)
+        made = pa.array(list(array), type=kind) if objects else tensor_column(array)
     except (pa.ArrowException, ValueError, TypeError) as error:
         raise DataError(
             f"the column has no type in parquet: {error}",
@@ -287,7 +287,7 @@ def _to_arrow(array: npt.NDArray[Any], kind: pa.DataType | None, name: str) -> p
     return made
 
 
-def _tensors(array: npt.NDArray[Any]) -> pa.Array:
+def tensor_column(array: npt.NDArray[Any]) -> pa.Array:
     """Numbers as they are, (rows, *shape) as fixed-shape tensors."""
     shape = array.shape[1:]
     flat = pa.array(np.ascontiguousarray(array).reshape(-1))
