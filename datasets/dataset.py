@@ -56,12 +56,7 @@ __all__ = ["Dataset", "Field", "Index", "parquet", "table"]
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """A source and the transforms over it. Nothing is read before it is asked for.
-
-    Attributes:
-        source: of the rows.
-        transforms: applied in turn.
-    """
+    """A source of rows and the transforms that are applied to them in turn. Nothing is read before it is needed."""
 
     source: Source
     transforms: tuple[Transform, ...] = ()
@@ -73,8 +68,8 @@ class Dataset:
     def map(self, function: RowFunction) -> Dataset:
         """Apply `function(row, rng) -> row` to each row.
 
-        A row is a dict of values by column name; `rng` is counted from (seed, epoch, sample), so that a row is changed
-        in the same way wherever and however often it is computed. Every row gives one row, of one type and shape.
+        A row is a dict of values by column name; `rng` is seeded by (seed, epoch, sample), so that a row changes in the
+        same way in every process and after a restart. Every row gives one row, of one type and shape.
         """
         return replace(self, transforms=(*self.transforms, RowMap(function=function)))
 
@@ -92,14 +87,14 @@ class Dataset:
         `columns` are arrays by name, of any number of rows; the function treats each row by itself and gives as many
         rows in the same order. `cpus` or `gpus` > 0 declares it heavy: it runs on Ray Data, each call with that many.
 
-        A class in the place of a function is for what is slow to open, such as a model: an object of it is made once
-        in a process, called for all batches there, and its `close()`, if it has one, at the end. Heavy, it runs on as
-        many actors as fit into the CPUs or GPUs that the plan leaves, each with so many of its own. One that dies is
-        replaced, and one that is silent for ten times as long as any batch took (15 s at least, and at most half of the
-        job's `hang_deadline_s`, by default 5 minutes).
+        Give a class in place of a function for what is slow to open, such as a model. A process makes one object of it,
+        calls that for all batches, and calls its `close()`, if it has one, at the end. A heavy class runs on as many
+        actors as fit into the CPUs or GPUs that the plan leaves, each with that many of its own. An actor that dies is
+        replaced, and so is one that is silent for ten times as long as any batch took (15 s at least, and at most half
+        of the job's `hang_deadline_s`, by default 5 minutes).
 
         Args:
-            fn_constructor_args, fn_constructor_kwargs: what an object of the class is made with.
+            fn_constructor_args, fn_constructor_kwargs: arguments of the class.
         """
         for name, need in (("cpus", cpus), ("gpus", gpus)):
             if not (need >= 0 and math.isfinite(need)):
@@ -154,13 +149,13 @@ class Dataset:
     def beside(self, other: Dataset) -> Dataset:
         """This data set with the columns of another that has as many rows, such as what `tw.predict` made of it.
 
-        The other's column `sample` says which row of this one each of its rows belongs to (as numbered here: what comes
-        of a filter or a pack is numbered anew), and is left out. The order is this one's. Transforms before this see
-        the columns of their own data set alone; the other's are counted as this one's are.
+        The other's column `sample` says which row of this one each of its rows belongs to, and is left out. Rows are
+        numbered as here: filters and packs renumber them. The order is this one's. Earlier transforms see the columns
+        of their own data set alone; those of the other are seeded like those of this one.
 
         Raises:
-            DataError: a data set has no rows by number; when they are read: a row is missing in the other, comes twice
-                or is one too many, or both have a column of one name.
+            DataError: a data set has no rows by number. When rows are read: a row is missing in the other, comes twice
+                or does not exist here, or both have a column of one name.
         """
         source, transforms = zip_datasets(self, other)
         return replace(self, source=source, transforms=transforms)
@@ -197,7 +192,7 @@ class Dataset:
 
     @property
     def stateful(self) -> bool:
-        """Whether it is heavy with what is slow to open, so that no process computes a row of it by the way."""
+        """Whether a heavy transform is slow to open, so that only the actors of Ray Data shall open it."""
         return any(step.heavy and isinstance(step, BatchMap) and step.stateful for step in self.transforms)
 
     @property
@@ -225,7 +220,7 @@ class Dataset:
         memory_bytes: int = MEMORY_BYTES,
         seed: int = 0,
     ) -> RowAccess:
-        """The source's rows by number, before any transform; `seed` is of rows that are random themselves."""
+        """Return a reader of the source's rows, before any transform; `seed` is for rows that are random themselves."""
         names = self.source_columns(index, columns)
         if index.in_order:
             passes: RowAccess = self.source.passes(index, names)  # type: ignore[attr-defined]

@@ -389,26 +389,13 @@ def open_dataset(path: str, kind: str | None = None) -> Dataset:
     return made
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConversionProgress:
-    """How far a conversion is.
-
-    Attributes:
-        rows: read and handed to the writer.
-        total: rows of the source.
-    """
-
-    rows: int
-    total: int
-
-
 def convert(
     dataset: Dataset,
     out: str,
     *,
     rows_per_group: int | None = None,
     shard_bytes: int = SHARD_BYTES,
-    report: Callable[[ConversionProgress], None] = lambda progress: None,
+    report: Callable[[int, int], object] = lambda rows, total: None,
 ) -> WrittenShards:
     """Write a data set, transforms included, as well-sized parquet shards into a new folder.
 
@@ -417,7 +404,7 @@ def convert(
         out: folder or URI; it appears whole, and must not be there or be empty.
         rows_per_group: rows of a row group; by default about 12 MiB of decoded data.
         shard_bytes: size of a file, about.
-        report: called after each piece.
+        report: called as report(rows, total) with the rows done after each piece, and those of the source.
 
     Raises:
         DataError: the source cannot be read, a column has no Arrow type, or `out` is taken.
@@ -429,7 +416,7 @@ def convert(
         for arrays in _transformed_batches(dataset, index):
             yield arrays
             rows += len(next(iter(arrays.values())))
-            report(ConversionProgress(rows=rows, total=index.rows))
+            report(rows, index.rows)
 
     return write_shards(pieces(), out, rows=index.rows, rows_per_group=rows_per_group, shard_bytes=shard_bytes)
 

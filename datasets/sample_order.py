@@ -193,10 +193,6 @@ class SampleOrder:
         lanes = -(-count // total)
         return turns * lanes + min(lanes, -(-rest // total) + (1 if rest and count % total else 0))
 
-    def imbalance(self, total: int, batch_size: int) -> float:
-        """Largest share of a batch over the mean share: 1.0 is even, 1.25 makes a step a quarter longer."""
-        return self.largest_share(total, batch_size) * total / batch_size
-
     @cached_property
     def _sequences(self) -> Any:
         return lru_cache(maxsize=4)(self._sequence)

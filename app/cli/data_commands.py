@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from trainwright.datasets.dataset import Dataset
-    from trainwright.datasets.dataset_tools import ConversionProgress, Inspection
+    from trainwright.datasets.dataset_tools import Inspection
 
 data = typer.Typer(
     name="data", help="Inspect data, and convert it to parquet.", no_args_is_help=True, rich_markup_mode=None,
@@ -183,10 +183,8 @@ def _class_lines(found: Inspection) -> Iterator[str]:
 
 
 @contextmanager
-def progress(
-    console: Console, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[ConversionProgress], None]]:
-    """Yield a function that shows the progress of a conversion: a bar in a terminal, elsewhere a line now and then."""
+def progress(console: Console, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function of (rows, total) that shows the progress: a bar in a terminal, elsewhere a line now and then."""
     if not console.is_terminal or console.is_dumb_terminal:
         yield _plain(console, clock)
         return
@@ -196,17 +194,17 @@ def progress(
     text = TextColumn("{task.completed:,}/{task.total:,} rows")
     with RichProgress(BarColumn(), text, TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task("", total=1)
-        yield lambda now: bar.update(task, completed=now.rows, total=now.total)
+        yield lambda rows, total: bar.update(task, completed=rows, total=total)
 
 
-def _plain(console: Console, clock: Callable[[], float]) -> Callable[[ConversionProgress], None]:
+def _plain(console: Console, clock: Callable[[], float]) -> Callable[[int, int], None]:
     shown = {"rows": 0.0, "s": -math.inf}
 
-    def show(now: ConversionProgress) -> None:
-        far = now.rows - shown["rows"] >= max(_PLAIN_SHARE * now.total, 1)
+    def show(rows: int, total: int) -> None:
+        far = rows - shown["rows"] >= max(_PLAIN_SHARE * total, 1)
         late = clock() - shown["s"] >= _PLAIN_S
-        if far or late or now.rows == now.total:
-            console.print(f"{now.rows:,} of {now.total:,} rows", highlight=False)
-            shown.update(rows=now.rows, s=clock())
+        if far or late or rows == total:
+            console.print(f"{rows:,} of {total:,} rows", highlight=False)
+            shown.update(rows=rows, s=clock())
 
     return show

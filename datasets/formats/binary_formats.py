@@ -39,6 +39,7 @@ from trainwright.datasets.formats.scanned_files import (
     file_source,
     group_boundaries,
     null_error,
+    survey_ranges,
     table_arrays,
     whole_records,
 )
@@ -267,19 +268,17 @@ class _TFRecordFormat:
     def survey(self, data: RandomAccessFile) -> FileSurvey:
         """Read all records, verify their checksums, and find what each feature is in all rows."""
         traits: dict[str, _FeatureTrait] = {}
-        pieces: list[RecordRange] = []
-        rows = 0
-        for offset, body in whole_records(data, 0, _frame_ends):
-            place = GroupLocation(file=data.file, group=len(pieces), row=rows)
+
+        def count(body: bytes, place: GroupLocation) -> int:
             records = _records(body, place)
             for row, features in enumerate(records):
                 for name, feature in features.items():
                     found = _trait(feature)
                     if found is not None and found != traits.get(name):
                         traits[name] = self._widened(traits.get(name), found, place.at(row, name))
-            pieces.append(RecordRange(offset, offset + len(body), len(records)))
-            rows += len(records)
-        return FileSurvey(pieces=tuple(pieces), traits=traits)
+            return len(records)
+
+        return FileSurvey(pieces=survey_ranges(data.file, whole_records(data, 0, _frame_ends), count), traits=traits)
 
     def merge(self, one: _FeatureTrait, other: _FeatureTrait) -> _FeatureTrait | None:
         """Return the trait of both: of one kind, and of one length where both have the same."""

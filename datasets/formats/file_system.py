@@ -36,7 +36,7 @@ class RandomAccessFile(Protocol):
         """Bytes start..stop, all of them. Raises DataError."""
 
 
-class StoredFile:
+class _StoredFile:
     """A file as it lies in its file system.
 
     Args:
@@ -116,7 +116,7 @@ def open_file(system: pafs.FileSystem, file: str, size_bytes: int | None = None)
         file: its path.
         size_bytes: that it had when it was indexed; DataError where it has another now.
     """
-    stored = StoredFile(system, file, size_bytes)
+    stored = _StoredFile(system, file, size_bytes)
     codec = compression_codec(file)
     try:
         yield stored if codec is None else MemoryFile(file, _unpacked(stored, codec))
@@ -124,7 +124,7 @@ def open_file(system: pafs.FileSystem, file: str, size_bytes: int | None = None)
         stored.close()
 
 
-def _unpacked(stored: StoredFile, codec: str) -> bytes:
+def _unpacked(stored: _StoredFile, codec: str) -> bytes:
     packed = stored.read(0, stored.size_bytes)
     if not packed:
         return b""

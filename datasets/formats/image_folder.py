@@ -18,12 +18,12 @@ from trainwright.core.errors import DataError, nearest
 from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, hash_parts, select_columns
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.formats.file_system import (
-    StoredFile,
     absolute_path,
     changed_error,
     filter_files,
     find_files,
     glob_base,
+    open_file,
     resolve_file_system,
     retry_transient,
 )
@@ -138,11 +138,8 @@ class ImageLoader:
             return list(pool.map(self._content, infos))
 
     def _content(self, info: pafs.FileInfo) -> bytes:
-        stored = StoredFile(self._system, info.path, info.size)
-        try:
-            return stored.read(0, info.size)
-        finally:
-            stored.close()
+        with open_file(self._system, info.path, info.size) as data:
+            return data.read(0, info.size)
 
     def _files(self, folder: str) -> list[pafs.FileInfo]:
         """The images of a folder, as many and as large as when they were indexed."""

@@ -439,6 +439,20 @@ def whole_records(
         offset, rest = offset + low, rest[low:]
 
 
+def survey_ranges(
+    file: str, ranges: Iterable[tuple[int, bytes]], count: Callable[[bytes, GroupLocation], int]
+) -> tuple[RecordRange, ...]:
+    """Return the ranges that have rows, as `count` says of the bytes of each."""
+    pieces: list[RecordRange] = []
+    first = 0
+    for offset, body in ranges:
+        rows = count(body, GroupLocation(file=file, group=len(pieces), row=first))
+        if rows:
+            pieces.append(RecordRange(offset, offset + len(body), rows))
+            first += rows
+    return tuple(pieces)
+
+
 def line_ends(data: bytes, last: bool) -> Offsets:
     """Ends of lines, the newline included; at the end of a file it may be missing."""
     ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")).astype(np.int64) + 1

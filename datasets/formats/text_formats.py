@@ -26,11 +26,11 @@ from trainwright.datasets.formats.scanned_files import (
     FileSurvey,
     GroupLocation,
     Offsets,
-    RecordRange,
     TextTraits,
     file_source,
     line_ends,
     null_error,
+    survey_ranges,
     table_arrays,
     whole_records,
 )
@@ -87,17 +87,16 @@ class _CsvFormat(TextTraits):
         place = GroupLocation(file=data.file, group=0, row=0)
         names = self._names(head[:start], place)
         kinds = dict.fromkeys(names, _NULL)
-        pieces: list[RecordRange] = []
-        rows = 0
-        ends = partial(csv_record_ends, delimiter=delimiter)
-        for offset, body in whole_records(data, start, ends):
-            place = GroupLocation(file=data.file, group=len(pieces), row=rows)
+
+        def count(body: bytes, place: GroupLocation) -> int:
             table = self._parse(names, body, None, place)
             if table.num_rows:
-                pieces.append(RecordRange(offset, offset + len(body), table.num_rows))
-                rows += table.num_rows
-                kinds = {name: _merge_kinds(kinds[name], _csv_kind(table.schema.field(name).type)) for name in names}
-        return FileSurvey(pieces=tuple(pieces), traits=kinds)
+                for name in names:
+                    kinds[name] = _merge_kinds(kinds[name], _csv_kind(table.schema.field(name).type))
+            return int(table.num_rows)
+
+        ranges = whole_records(data, start, partial(csv_record_ends, delimiter=delimiter))
+        return FileSurvey(pieces=survey_ranges(data.file, ranges, count), traits=kinds)
 
     def merge(self, one: str, other: str) -> str | None:
         """The narrowest kind that holds both; any two go together as text."""
@@ -282,17 +281,14 @@ class _JsonLinesFormat(TextTraits):
     def survey(self, data: RandomAccessFile) -> FileSurvey:
         """Cut the file at its lines, and infer the kind of each column over all of them."""
         kinds: dict[str, str] = {}
-        pieces: list[RecordRange] = []
-        rows = 0
-        for offset, body in whole_records(data, 0, line_ends):
-            place = GroupLocation(file=data.file, group=len(pieces), row=rows)
+
+        def count(body: bytes, place: GroupLocation) -> int:
             objects = _json_objects(body, place)
-            if objects:
-                pieces.append(RecordRange(offset, offset + len(body), len(objects)))
-                rows += len(objects)
             for name, found in _json_kinds(objects).items():
                 kinds[name] = _merge_kinds(kinds.get(name, _NULL), found)
-        return FileSurvey(pieces=tuple(pieces), traits=kinds)
+            return len(objects)
+
+        return FileSurvey(pieces=survey_ranges(data.file, whole_records(data, 0, line_ends), count), traits=kinds)
 
     def merge(self, one: str, other: str) -> str | None:
         """The narrowest kind that holds both; any two go together."""
@@ -410,12 +406,8 @@ class _TextFormat(TextTraits):
 
     def survey(self, data: RandomAccessFile) -> FileSurvey:
         """Cut the file after its documents and count them."""
-        pieces: list[RecordRange] = []
-        for number, (offset, body) in enumerate(self._ranges(data)):
-            rows = len(self._documents(body, GroupLocation(file=data.file, group=number, row=0)))
-            if rows:
-                pieces.append(RecordRange(offset, offset + len(body), rows))
-        return FileSurvey(pieces=tuple(pieces), traits={"text": "str"})
+        pieces = survey_ranges(data.file, self._ranges(data), lambda body, place: len(self._documents(body, place)))
+        return FileSurvey(pieces=pieces, traits={"text": "str"})
 
     def merge(self, one: str, other: str) -> str:
         """There is one kind of text."""

@@ -32,7 +32,6 @@ class _ZippedIndex(Index):
     """Index of two data sets side by side.
 
     Attributes:
-        sides: their indexes.
         places: (rows,) int64, for each row its place in the second; None where that is the same.
     """
 
@@ -42,12 +41,10 @@ class _ZippedIndex(Index):
 
 @dataclass(frozen=True, kw_only=True)
 class _ZippedSource:
-    """The rows of a source, with the columns of another's.
+    """The rows of `base` in their order, with the columns of `other`, which has a column `sample`.
 
     Attributes:
-        base: whose rows and order they are.
-        other: with a column `sample`.
-        prefix: of the other's columns, while transforms keep the two apart; then `sample` is among them.
+        prefix: of the other's columns while transforms run, which see one side only; then `sample` is among them.
     """
 
     base: Source
