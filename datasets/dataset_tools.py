@@ -247,7 +247,7 @@ def _nulls(system: pafs.FileSystem, names: list[str], index: Index) -> Mapping[s
 
 
 def _warnings(found: Inspection) -> Iterator[str]:
-    convert = "write it anew with `trainwright data convert`"
+    convert = "write it again with `trainwright data convert`"
     yield from found.problems
     if found.group_bytes.most > _HUGE_BYTES:
         yield (

@@ -95,8 +95,8 @@ def choose_lanes(
     """Lanes for a data set, from its index alone.
 
     With many row groups there are no more lanes than row groups, so that few row groups are read by two workers. With
-    few, data that fits a reader's memory gets many lanes, which deal evenly to almost any number of workers. Where it
-    does not fit, there are no more lanes than can each keep one window in memory.
+    few, data that fits a reader's memory gets many lanes, which divide evenly among almost any number of workers. Other
+    data gets no more lanes than can each keep one window in memory.
 
     Args:
         rows: of the data set.
@@ -125,7 +125,7 @@ class SampleOrder:
     Attributes:
         lanes: how the rows are cut.
         seed: of the shuffle.
-        shuffle: False gives row i at position i, dealt to the ranks in turn.
+        shuffle: False gives row i at position i, and positions to the ranks in turn.
     """
 
     lanes: Lanes

@@ -15,8 +15,7 @@ from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Mesh, Plan
 from trainwright.datasets.data_source import Index
-from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.first_row import transformed_fields
+from trainwright.datasets.dataset import Dataset, transformed_fields
 from trainwright.inference.prediction_files import SAMPLE
 from trainwright.inference.prediction_worker import CheckpointWeights
 from trainwright.planning.job_description import describe, select_fields

@@ -181,7 +181,7 @@ class PredictionManifest:
         raise RunConflict(
             f"the folder holds predictions of something else:{listed}\n ",
             where=folder,
-            remedy=f"give another folder, or fresh=True to compute them anew{again}",
+            remedy=f"give another folder, or fresh=True to compute them again{again}",
         )
 
 

@@ -24,7 +24,7 @@ from trainwright.core.errors import TrainwrightError
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.datasets.data_source import Index
-from trainwright.datasets.first_row import first_batch
+from trainwright.datasets.dataset import first_batch
 from trainwright.datasets.loading.batch_loader import ReadAhead
 from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.inference.prediction_files import Range, concatenate_outputs, part_table

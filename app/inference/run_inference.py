@@ -19,8 +19,7 @@ from trainwright.core.errors import JobError
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.datasets.data_source import Index
-from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.first_row import first_batch
+from trainwright.datasets.dataset import Dataset, first_batch
 from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.driver.messages import PredictRequest
 from trainwright.inference.inference_model import plan_on_cluster, single_replica, split_into_feeds, trained_plan

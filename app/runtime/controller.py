@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from trainwright.core import events
 from trainwright.core.errors import StorageError
-from trainwright.datasets.first_row import first_batch
+from trainwright.datasets.dataset import first_batch
 from trainwright.driver import messages as m
 from trainwright.driver.state_machine import begin_run, decide
 from trainwright.planning.decision import Decision

@@ -30,7 +30,7 @@ from trainwright.core.events import Steps
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Generation, Group, Peer, Role, StalenessCounts, StateTag
-from trainwright.datasets.first_row import first_batch
+from trainwright.datasets.dataset import first_batch
 from trainwright.driver.messages import (
     EvaluateRequest,
     MemoryCopyRequest,

@@ -503,7 +503,7 @@ def _column(samples: list[_Sample], body: bytes, name: str, trait: str, place: G
             raise DataError(
                 f"the {name!r} of sample {sample.key!r} is no {trait}: {error}",
                 where=place.at(row, name),
-                remedy="write it anew, or read other columns",
+                remedy="write it again, or read other columns",
             ) from error
     if trait == "class":
         return np.array(values, dtype=np.int64)
@@ -562,7 +562,7 @@ def _members(stream: IO[bytes], where: str, whole: bool) -> Iterator[tarfile.Tar
 
 
 def _damaged_archive_error(how: str, where: str) -> DataError:
-    return DataError(f"the archive is damaged: {how}", where=where, remedy="write the shard anew, or leave it out")
+    return DataError(f"the archive is damaged: {how}", where=where, remedy="write the shard again, or leave it out")
 
 
 def webdataset(path: str | os.PathLike[str], columns: Iterable[str] | None = None) -> Dataset:

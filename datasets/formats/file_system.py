@@ -133,7 +133,7 @@ def _unpacked(stored: _StoredFile, codec: str) -> bytes:
             content: bytes = stream.read(UNPACKED_BYTES + 1)
     except (OSError, pa.ArrowException) as error:
         raise DataError(
-            f"the compressed file is damaged: {error}", where=stored.file, remedy="compress it anew, or leave it out"
+            f"the compressed file is damaged: {error}", where=stored.file, remedy="compress it again, or leave it out"
         ) from error
     if len(content) > UNPACKED_BYTES:
         raise DataError(

@@ -231,7 +231,7 @@ class _DecodeImage:
             raise DataError(
                 f"the image of {len(content)} bytes cannot be decoded: {error}",
                 where=where,
-                remedy="write it anew, leave it out, or skip what is damaged with on_error='skip'",
+                remedy="write it again, leave it out, or skip what is damaged with on_error='skip'",
             ) from error
         if self.size is not None:
             pixels = pixels.resize((self.size[1], self.size[0]), Image.Resampling.BILINEAR)

@@ -160,7 +160,7 @@ class ParquetLoader:
             table = retry_transient(lambda: self._read(group, columns), where)
         except (OSError, pa.ArrowException, IndexError) as error:
             raise DataError(
-                f"a row group cannot be read: {error}", where=where, remedy="write the file anew, or leave it out"
+                f"a row group cannot be read: {error}", where=where, remedy="write the file again, or leave it out"
             ) from error
         if table.num_rows != group.rows:
             how = f"the row group has {table.num_rows} rows and had {group.rows} when the run began"
@@ -250,7 +250,7 @@ def read_footer(system: pafs.FileSystem, info: pafs.FileInfo) -> Footer:
         raise DataError(
             f"the file is no whole parquet file: {error}",
             where=f"{info.path}, {info.size} bytes",
-            remedy="write it anew, or leave it out",
+            remedy="write it again, or leave it out",
         ) from error
 
 

@@ -78,7 +78,7 @@ def write_shards(
     """Write batches of columns as parquet files with zstd; rows of more dimensions become fixed-shape tensors.
 
     A local folder appears by one rename. On an object store the files are written under another name and moved, and
-    `_SUCCESS` comes last: whoever lists before that may see some of them.
+    `_SUCCESS` comes last: a listing before that can show some of them.
 
     Args:
         batches: arrays (rows, *shape) by column name, the same columns each time.

@@ -220,7 +220,7 @@ class _ArrowAccess:
             table = self.dataset[rows.start : rows.stop]
         except (OSError, pa.ArrowException) as error:
             raise DataError(
-                f"the data set cannot be read: {error}", where=where, remedy="load it anew on every node"
+                f"the data set cannot be read: {error}", where=where, remedy="load it again on every node"
             ) from error
         return {name: arrow_array(table.column(name), f"{where}, column {name!r}") for name in table.column_names}
 

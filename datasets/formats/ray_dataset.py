@@ -102,7 +102,7 @@ class RayLoader:
             raise DataError(
                 f"the block is gone: {type(error).__name__}",
                 where=f"{_FILE} {number}",
-                remedy="run again to compute it anew, or give from_ray a cache= folder, which outlives the process "
+                remedy="run again to compute it again, or give from_ray a cache= folder, which outlives the process "
                 "that made the blocks",
             ) from error
         return _arrays(_table(block), columns, f"{_FILE} {number}")

@@ -466,5 +466,5 @@ def _unfinished_record_error(data: RandomAccessFile, offset: int, row: int, limi
     return DataError(
         f"the row that begins at byte {offset} of {data.size_bytes} does not end {within}",
         where=f"{data.file}, row {row}",
-        remedy="the file may be cut off, or a quotation mark not closed: write it anew, or leave it out",
+        remedy="the file may be cut off, or a quotation mark not closed: write it again, or leave it out",
     )

@@ -21,8 +21,7 @@ import numpy.typing as npt
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, nearest
 from trainwright.datasets.data_source import Arrays, Field, Index, RowAccess, RowGroup, Rows, hash_parts
-from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.first_row import transformed_fields
+from trainwright.datasets.dataset import Dataset, transformed_fields
 from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.datasets.sample_order import MEMORY_BYTES
 
