@@ -201,9 +201,9 @@ def evaluate(job: Job | str, *, step: int | None = None, here: bool = False, ver
         TrainwrightError: there is no evaluation set, no checkpoint, it does not fit the model, or the cluster has no
             room for the plan; some batches took longer than `hang_deadline_s`, by default 15 minutes.
     """
-    from trainwright.inference import model_evaluation
+    from trainwright.inference import run_inference
 
-    return model_evaluation.evaluate(_job(job), step, here=here, verbose=verbose)
+    return run_inference.evaluate(_job(job), step, here=here, verbose=verbose)
 
 
 def predict(
@@ -294,8 +294,8 @@ def generate(
         TrainwrightError: the prompts or numbers are wrong, there is no checkpoint, it does not fit the model, or the
             cluster has no room for the layout.
     """
-    from trainwright.inference.text_generation import Sampling
-    from trainwright.inference.text_generation import generate as continued
+    from trainwright.inference.run_inference import Sampling
+    from trainwright.inference.run_inference import generate as continued
 
     sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
     return continued(

@@ -76,7 +76,7 @@ class LightWaits:
         """Stream all epochs."""
         stream = self.loader.stream(self.epochs)
         with stream.feeds() as feeds:
-            return _waits(feeds, stream.steps_per_epoch, LIGHT_STEP_S)
+            return _waits(feeds, stream.schedule.steps_per_epoch, LIGHT_STEP_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class HeavyWaits:
         """Stream all epochs."""
         stream, fetcher = self.loader.stream(self.epochs)
         with closing(fetcher), stream.feeds() as feeds:
-            return _waits(feeds, stream.steps_per_epoch, HEAVY_STEP_S)
+            return _waits(feeds, stream.schedule.steps_per_epoch, HEAVY_STEP_S)
 
 
 @dataclass(frozen=True, kw_only=True)

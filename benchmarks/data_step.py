@@ -60,7 +60,7 @@ class Loops:
             job.train, prepared.train, batch_size=job.batch_size, epochs=job.epochs, seed=job.training.seed,
             shuffle=job.data.shuffle, columns=job.columns, feeding=ONE_RANK,
         )  # fmt: skip
-        self._engine.build(job.model_spec(self._stream.total_steps), plan)
+        self._engine.build(job.model_spec(self._stream.schedule.total_steps), plan)
         self._engine.warm(self._stream.warm_feed())
         with self._stream.feeds() as feeds:
             self._held = list(islice(feeds, block))

@@ -17,7 +17,7 @@ from turns import Pass, Rounds, Timed, host, interleaved
 
 import trainwright as tw
 from trainwright.datasets.loading.batch_loader import BatchLoader
-from trainwright.datasets.ray_data.ray_fetcher import start_dataset_delivery
+from trainwright.datasets.ray_data.ray_fetcher import make_pipeline_spec, start_delivery
 from trainwright.distillation.distillation_job import TeacherActor
 from trainwright.distillation.teacher_runner import load_teacher
 
@@ -76,7 +76,8 @@ class Taught:
         taught = rows.map_batches(TeacherActor, cpus=self.cpus, fn_constructor_args=(load_teacher(TEACHER),))
         index = taught.index()
         shared: dict[str, Any] = {"batch_size": BATCH_SIZE, "epochs": count}
-        fetcher = start_dataset_delivery(taught, index, cpus=self.cpus, **shared) if self.cpus else None
+        recipes = [make_pipeline_spec(taught, index, **shared)] if self.cpus else []
+        fetcher = start_delivery(recipes, cpus=self.cpus)[0] if recipes else None
         try:
             yield from epochs_of(BatchLoader(taught, index, feeding=ONE_RANK, fetcher=fetcher, **shared), count)
         finally:

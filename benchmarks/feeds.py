@@ -47,12 +47,12 @@ class HeavyStream:
 
     def stream(self, epochs: int) -> tuple[BatchLoader, Any]:
         """A new stream, and its fetcher, to be closed."""
-        from trainwright.datasets.ray_data.ray_fetcher import start_dataset_delivery
+        from trainwright.datasets.ray_data.ray_fetcher import make_pipeline_spec, start_delivery
 
         dataset = tw.datasets.parquet(self.path).map_batches(self.function, cpus=1)
         index = dataset.index()
         shared: dict[str, Any] = {"batch_size": self.batch_size, "epochs": epochs}
-        fetcher = start_dataset_delivery(dataset, index, cpus=self.cpus, **shared)
+        (fetcher,) = start_delivery([make_pipeline_spec(dataset, index, **shared)], cpus=self.cpus)
         return BatchLoader(dataset, index, feeding=ONE_RANK, fetcher=fetcher, **shared), fetcher
 
     def epochs(self, count: int) -> Iterator[Iterator[int]]:
@@ -68,4 +68,4 @@ def epochs_of(stream: BatchLoader, count: int) -> Iterator[Iterator[int]]:
     """Rows of each batch, epoch by epoch."""
     with stream.feeds() as feeds:
         for _ in range(count):
-            yield (rows_of(feed) for feed in islice(feeds, stream.steps_per_epoch))
+            yield (rows_of(feed) for feed in islice(feeds, stream.schedule.steps_per_epoch))

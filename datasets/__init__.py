@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainwright.datasets.dataset import Dataset, parquet, table
-    from trainwright.datasets.formats.arrow_ipc import arrow
+    from trainwright.datasets.formats.binary_formats import arrow, tfrecord, webdataset
     from trainwright.datasets.formats.image_folder import decode_image, images
     from trainwright.datasets.formats.python_objects import from_huggingface, from_torch
     from trainwright.datasets.formats.ray_dataset import from_ray
     from trainwright.datasets.formats.text_formats import csv, json_lines, text
     from trainwright.datasets.formats.tf_data import from_tf
-    from trainwright.datasets.formats.tfrecord import tfrecord
-    from trainwright.datasets.formats.webdataset import webdataset
     from trainwright.datasets.ops.hash_split import split
     from trainwright.datasets.ops.weighted_mix import mix
 
@@ -41,7 +39,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "arrow": "formats.arrow_ipc",
+    "arrow": "formats.binary_formats",
     "csv": "formats.text_formats",
     "Dataset": "dataset",
     "decode_image": "formats.image_folder",
@@ -56,8 +54,8 @@ _HOMES = {
     "split": "ops.hash_split",
     "table": "dataset",
     "text": "formats.text_formats",
-    "tfrecord": "formats.tfrecord",
-    "webdataset": "formats.webdataset",
+    "tfrecord": "formats.binary_formats",
+    "webdataset": "formats.binary_formats",
 }
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.core.errors import DataError
+from trainwright.core.data import Batch
+from trainwright.core.errors import DataError, HangError, TrainwrightError, UserCodeError
+from trainwright.core.pickling import dumps, loads
 from trainwright.datasets.data_source import (
     Arrays,
     Field,
@@ -20,6 +22,7 @@ from trainwright.datasets.data_source import (
     Source,
     TableSource,
     arrays_from_table,
+    schema_of,
     select_columns,
 )
 from trainwright.datasets.formats.file_system import absolute_path
@@ -51,17 +54,12 @@ from trainwright.datasets.ops.zip_columns import zip_datasets
 from trainwright.datasets.row_reader import RowReader
 from trainwright.datasets.sample_order import MEMORY_BYTES
 
-__all__ = ["Dataset", "Field", "Index", "parquet", "table"]
+__all__ = ["Dataset", "Field", "Index", "first_batch", "first_row", "parquet", "table", "transformed_fields"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """A source and the transforms over it. Nothing is read before it is asked for.
-
-    Attributes:
-        source: of the rows.
-        transforms: applied in turn.
-    """
+    """A source of rows and the transforms that are applied to them in turn. Nothing is read before it is needed."""
 
     source: Source
     transforms: tuple[Transform, ...] = ()
@@ -73,8 +71,8 @@ class Dataset:
     def map(self, function: RowFunction) -> Dataset:
         """Apply `function(row, rng) -> row` to each row.
 
-        A row is a dict of values by column name; `rng` is counted from (seed, epoch, sample), so that a row is changed
-        in the same way wherever and however often it is computed. Every row gives one row, of one type and shape.
+        A row is a dict of values by column name; `rng` is seeded by (seed, epoch, sample), so that a row changes in the
+        same way in every process and after a restart. Every row gives one row, of one type and shape.
         """
         return replace(self, transforms=(*self.transforms, RowMap(function=function)))
 
@@ -92,14 +90,14 @@ class Dataset:
         `columns` are arrays by name, of any number of rows; the function treats each row by itself and gives as many
         rows in the same order. `cpus` or `gpus` > 0 declares it heavy: it runs on Ray Data, each call with that many.
 
-        A class in the place of a function is for what is slow to open, such as a model: an object of it is made once
-        in a process, called for all batches there, and its `close()`, if it has one, at the end. Heavy, it runs on as
-        many actors as fit into the CPUs or GPUs that the plan leaves, each with so many of its own. One that dies is
-        replaced, and one that is silent for ten times as long as any batch took (15 s at least, and at most half of the
-        job's `hang_deadline_s`, by default 5 minutes).
+        Give a class in place of a function for what is slow to open, such as a model. A process makes one object of it,
+        calls that for all batches, and calls its `close()`, if it has one, at the end. A heavy class runs on as many
+        actors as fit into the CPUs or GPUs that the plan leaves, each with that many of its own. An actor that dies is
+        replaced, and so is one that is silent for ten times as long as any batch took (15 s at least, and at most half
+        of the job's `hang_deadline_s`, by default 5 minutes).
 
         Args:
-            fn_constructor_args, fn_constructor_kwargs: what an object of the class is made with.
+            fn_constructor_args, fn_constructor_kwargs: arguments of the class.
         """
         for name, need in (("cpus", cpus), ("gpus", gpus)):
             if not (need >= 0 and math.isfinite(need)):
@@ -154,13 +152,13 @@ class Dataset:
     def beside(self, other: Dataset) -> Dataset:
         """This data set with the columns of another that has as many rows, such as what `tw.predict` made of it.
 
-        The other's column `sample` says which row of this one each of its rows belongs to (as numbered here: what comes
-        of a filter or a pack is numbered anew), and is left out. The order is this one's. Transforms before this see
-        the columns of their own data set alone; the other's are counted as this one's are.
+        The other's column `sample` says which row of this one each of its rows belongs to, and is left out. Rows are
+        numbered as here: filters and packs renumber them. The order is this one's. Earlier transforms see the columns
+        of their own data set alone; those of the other are seeded like those of this one.
 
         Raises:
-            DataError: a data set has no rows by number; when they are read: a row is missing in the other, comes twice
-                or is one too many, or both have a column of one name.
+            DataError: a data set has no rows by number. When rows are read: a row is missing in the other, comes twice
+                or does not exist here, or both have a column of one name.
         """
         source, transforms = zip_datasets(self, other)
         return replace(self, source=source, transforms=transforms)
@@ -197,7 +195,7 @@ class Dataset:
 
     @property
     def stateful(self) -> bool:
-        """Whether it is heavy with what is slow to open, so that no process computes a row of it by the way."""
+        """Whether a heavy transform is slow to open, so that only the actors of Ray Data shall open it."""
         return any(step.heavy and isinstance(step, BatchMap) and step.stateful for step in self.transforms)
 
     @property
@@ -225,7 +223,7 @@ class Dataset:
         memory_bytes: int = MEMORY_BYTES,
         seed: int = 0,
     ) -> RowAccess:
-        """The source's rows by number, before any transform; `seed` is of rows that are random themselves."""
+        """Return a reader of the source's rows, before any transform; `seed` is for rows that are random themselves."""
         names = self.source_columns(index, columns)
         if index.in_order:
             passes: RowAccess = self.source.passes(index, names)  # type: ignore[attr-defined]
@@ -268,3 +266,87 @@ def parquet(path: str | os.PathLike[str], columns: Iterable[str] | None = None) 
 def table(data: Any) -> Dataset:
     """Rows in memory: a dict of arrays, a pandas DataFrame or a pyarrow.Table. It travels with the job."""
     return Dataset(source=TableSource(arrays=arrays_from_table(data)))
+
+
+# --- One transformed row, before a run and without its delivery -------------------------------------------------------
+
+
+_TRIED_ROWS = 4  # where the first row cannot be read
+_DEADLINE_S = 600.0  # to open the transforms and compute a row
+_COMPUTED: dict[tuple[Any, ...], Arrays] = {}  # rows of this process
+
+
+def transformed_fields(dataset: Dataset, index: Index) -> Mapping[str, Field]:
+    """Return the columns after the transforms; with transforms, one row is read and transformed."""
+    return schema_of(first_row(dataset, index)) if dataset.transforms else index.schema
+
+
+def first_batch(dataset: Dataset, index: Index, columns: Iterable[str] | None = None) -> Batch:
+    """Return the row of `first_row` as a batch. Raises as `first_row`."""
+    return Batch(columns=first_row(dataset, index, columns), weights=np.ones(1), samples=np.zeros(1, dtype=np.int64))
+
+
+def first_row(dataset: Dataset, index: Index, columns: Iterable[str] | None = None) -> Arrays:
+    """Return one transformed row: the first, or another where the first cannot be read.
+
+    A slow transform, such as a model on a GPU, is opened by a task of Ray only, once for each calling process.
+
+    Raises:
+        DataError, UserCodeError: none of a few rows can be read, or what a transform needs cannot be opened.
+        HangError: the task of Ray did not end in time.
+    """
+    if not dataset.stateful:
+        return _first_readable_row(dataset, index, columns)
+    key = (index.hash, repr(dataset), *(getattr(step.function, "key", id(step)) for step in dataset.transforms))
+    if key not in _COMPUTED:
+        _COMPUTED[key] = _row_of_task(dataset, index) or _first_readable_row(dataset, index, None)
+    found = _COMPUTED[key]
+    return {name: found[name] for name in select_columns(found, columns, repr(dataset))}
+
+
+def _first_readable_row(dataset: Dataset, index: Index, columns: Iterable[str] | None) -> Arrays:
+    failure: TrainwrightError | None = None
+    for row in dict.fromkeys([0, *np.linspace(0, index.rows - 1, _TRIED_ROWS).astype(np.int64).tolist()]):
+        try:
+            return dataset.read(index, [row], columns)
+        except (DataError, UserCodeError) as error:
+            failure = failure or error
+    assert failure is not None, "an index has a row"
+    raise failure
+
+
+def _row_of_task(dataset: Dataset, index: Index) -> Arrays | None:
+    """Compute the row in a task with the resources of the transforms; None where Ray is not connected."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayTaskError
+
+    if not ray.is_initialized():
+        return None
+    needs = dataset.needs
+    task: Any = ray.remote(num_cpus=needs["CPU"], num_gpus=needs["GPU"], max_calls=1)(_compute_row)
+    try:
+        found: Arrays | TrainwrightError = ray.get(task.remote(dumps((dataset, index))), timeout=_DEADLINE_S)
+    except GetTimeoutError as error:
+        asked = ", ".join(f"{number:g} {name}s" for name, number in needs.items() if number)
+        raise HangError(
+            f"no process with {asked} computed the first row of {dataset!r} within {_DEADLINE_S:g} s",
+            remedy="see what holds them, or declare less",
+        ) from error
+    except RayTaskError as error:
+        raise DataError(
+            f"{dataset!r} cannot be opened where Ray Data runs",
+            remedy="install what its functions import on every node",
+            detail=str(error),
+        ) from error
+    if isinstance(found, TrainwrightError):
+        raise found
+    return found
+
+
+def _compute_row(pickled: bytes) -> Arrays | TrainwrightError:
+    """Run as the task. An error is returned, because Ray would wrap a raised one."""
+    dataset, index = loads(pickled)
+    try:
+        return _first_readable_row(dataset, index, None)
+    except TrainwrightError as error:
+        return error

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class MetadataContext:
-    """What indexes use beside this process and its local cache.
+    """What reading an index can use besides this process and its local cache.
 
     Attributes:
         find: reads a cache file that is kept with a run, by name; None where there is none.
@@ -63,13 +63,13 @@ _CURRENT: ContextVar[MetadataContext] = ContextVar("indexing", default=_ALONE)
 
 
 def current_context() -> MetadataContext:
-    """The innermost `metadata_context` of this thread."""
+    """Return the innermost `metadata_context` of this thread."""
     return _CURRENT.get()
 
 
 @contextmanager
 def metadata_context(used: MetadataContext) -> Iterator[MetadataContext]:
-    """Within it, indexes use this."""
+    """Let indexes use this context inside the block."""
     token = _CURRENT.set(used)
     try:
         yield used
@@ -86,15 +86,15 @@ def cached_metadata(
     pack: Callable[[_Value], Any],
     unpack: Callable[[Any], _Value],
 ) -> list[_Value]:
-    """Metadata of each file: from a cache where the file is as it was, else as read now.
+    """Return the metadata of each file: from a cache where the file is unchanged, else as read now.
 
     Args:
         system: of the files.
         files: as listed now.
-        reads: what the metadata depends on but the files: the format with its options, and the path asked for.
-        read: metadata of some of the files, in order.
-        pack: metadata as JSON.
-        unpack: metadata from JSON. Raises ValueError, TypeError, KeyError or ArrowException for JSON that is none.
+        reads: what the metadata depends on besides the files: the format with its options, and the path asked for.
+        read: returns the metadata of some of the files, in order.
+        pack: returns metadata as JSON.
+        unpack: returns metadata from JSON. Raises ValueError, TypeError, KeyError or ArrowException for other JSON.
     """
     local, identity = isinstance(system, pafs.LocalFileSystem), _identity(reads)
     name, looked_s = f"{hash_parts([identity])[:32]}.json.z", time.time()
@@ -122,12 +122,12 @@ def run_cached(
     pack: Callable[[_Value], Any],
     unpack: Callable[[Any], _Value],
 ) -> _Value:
-    """What a run keeps of its beginning, else what is made now; unlike metadata of files it is in no local cache.
+    """Return a value that is kept with the run, or make it now; unlike metadata of files it is in no local cache.
 
     Args:
-        reads: what it depends on.
-        pack: it as JSON.
-        unpack: it from JSON. Raises ValueError, TypeError, KeyError or IndexError for JSON that is none.
+        reads: what the value depends on.
+        pack: returns it as JSON.
+        unpack: returns it from JSON. Raises ValueError, TypeError, KeyError or IndexError for other JSON.
     """
     identity = _identity(reads)
     name = f"{hash_parts([identity])[:32]}.json.z"
@@ -149,16 +149,16 @@ def cache_folder() -> Path:
 
 
 def _identity(reads: Sequence[object]) -> str:
-    """The same name means other files at another endpoint."""
+    """Return the key of a cache file, with the endpoints: a name means other files at another endpoint."""
     return repr((_FORMAT, *map(str, reads), *(os.environ.get(name, "") for name in _ENDPOINTS)))
 
 
 def _file_state(info: pafs.FileInfo, local: bool, looked_s: float) -> list[Any]:
-    """Size and times of change of a file; empty where they do not tell its content from an earlier one."""
+    """Return size and times of change of a file; empty where a change could leave them equal."""
     if local:
         try:
             found = os.stat(info.path)
-        except OSError:  # whoever reads it says why
+        except OSError:  # reading the file will say why
             return []
         changed_ns = max(found.st_mtime_ns, found.st_ctime_ns)
         state = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
@@ -217,7 +217,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _write(name: str, content: bytes) -> None:
-    """Write a cache file at once; where that cannot be, the next index takes as long as this one."""
+    """Write a cache file atomically; after a failure, the next index takes as long as this one."""
     place = cache_folder()
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -245,18 +245,18 @@ def _prune(place: Path) -> None:
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-MIN_PASS_S = 2.0  # of the pass, before its length is judged
-LONG_PASS_S = 10.0  # what is left of a pass that is worth tasks
-_PARTS = 4  # tasks for each CPU of the cluster, so that all end together
+MIN_PASS_S = 2.0  # of the pass, before its length is estimated
+LONG_PASS_S = 10.0  # rest of a pass for which tasks pay
+_PARTS = 4  # tasks for each CPU of the cluster, so that all CPUs end at about the same time
 _PART_ITEMS = 256
 
 
 def first_pass(work: Callable[[_Item], _Result], items: Sequence[_Item], *, threads: int = 1) -> list[_Result]:
-    """work(item) of each item, in order.
+    """Return work(item) of each item, in order; a long pass goes on as tasks of Ray.
 
     Args:
-        work: picklable by value. The first error that is met ends the pass.
-        threads: that it is of use to call it in at a time in this process.
+        work: picklable by value. The first error ends the pass.
+        threads: of this process that call it at a time.
 
     Raises:
         TrainwrightError: as the work raised it.
@@ -280,12 +280,12 @@ def first_pass(work: Callable[[_Item], _Result], items: Sequence[_Item], *, thre
 
 
 def _worth_ray_tasks(spent_s: float, done: int, total: int) -> bool:
-    """Whether so much is left that tasks pay."""
+    """Whether the rest of a pass is long enough for tasks."""
     return done > 0 and spent_s > MIN_PASS_S and spent_s / done * (total - done) > LONG_PASS_S
 
 
 def ray_connected() -> bool:
-    """Whether a Ray cluster is there, which is connected to now where the run has one to connect to."""
+    """Connect to the Ray cluster of the run, if any, and return whether this process is connected to one."""
     connect = current_context().connect
     if connect is not None:
         connect()
@@ -294,7 +294,7 @@ def ray_connected() -> bool:
 
 
 def run_as_ray_tasks(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-    """The same as tasks, spread over the nodes, no more at a time than there are CPUs.
+    """Return work(item) of each item from tasks that are spread over the nodes, one for each CPU at a time.
 
     They ask for no CPU, so that they run even where a job has taken all.
     """

@@ -1,6 +1,6 @@
-"""Random access to rows: only the row groups that are needed are read, and a bounded part stays decoded.
+"""Random access to rows: reads only the row groups that are needed, and keeps a bounded part decoded.
 
-What is decoded lies in one array for each column, so that any rows are gathered by a single `take`.
+Decoded rows are in one array for each column, so that a single `take` gathers any rows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class RowReader:
     """Gathers rows by number. Safe to call from several threads.
 
     Args:
-        loader: an opened source. Where it can open itself once more (`twin() -> Loader`), blocks are read by several
-            threads; where it can `fill(number, rows, into) -> names left over`, it reads only the rows of a block.
-            Where its rows may be random, `begin(seed, epoch)` says whose they are, and `varying` whether they were.
+        loader: an opened source. It can have more than `load`: with `twin() -> Loader`, several threads read blocks;
+            with `fill(number, rows, into) -> names left over`, it reads only the rows of a block. Where rows can be
+            random, `begin(seed, epoch)` sets their seed and epoch, and `varying` says whether rows were random.
         index: of the source.
         columns: to read.
         blocks: (blocks + 1,) int64, first rows of the ranges that are decoded and kept together, and the number of
@@ -92,7 +92,7 @@ class RowReader:
         return bool(getattr(self._loader.source, "varying", False))
 
     def _begin(self, epoch: int) -> None:
-        """What is kept of random rows belongs to another epoch, and is dropped."""
+        """Begin an epoch; kept rows that were random are dropped."""
         self._epoch = epoch
         begin: Callable[[int, int], None] | None = getattr(self._loader.source, "begin", None)
         if begin is None:
@@ -121,28 +121,24 @@ class RowReader:
 
     @cached_property
     def _memory(self) -> Arrays:
-        """All slots; parts of them that are not used yet take no memory. A table in memory is taken as it is."""
+        """Allocate all slots; unused parts of them take no memory yet. A table in memory is used as it is."""
         if self._whole:
             return self._loader.source.load(0, list(self._schema))
         rows = int(self._blocks[-1]) if self._fits else self._slots * self._slot_rows
         return {name: np.empty((rows, *field.shape), field.dtype) for name, field in self._schema.items()}
 
-    @property
-    def _kept_bytes(self) -> int:
-        return sum(self._size(block) for block in self._kept) * self._row_bytes
-
     def _size(self, block: int) -> int:
         return int(self._blocks[block + 1] - self._blocks[block])
 
     def _keep(self, wanted: list[int]) -> None:
-        """Have these blocks in memory; there are no more of them than slots."""
+        """Load these blocks into memory; there are no more of them than slots."""
         missing = [block for block in wanted if block not in self._kept]
         for block in wanted:
             if block in self._kept:
                 self._kept.move_to_end(block)
         while len(self._free) < len(missing):
             self._drop(*self._kept.popitem(last=False))
-        assert self._memory  # is made before there are threads
+        assert self._memory  # allocated before threads use it
         if min(self._threads, len(missing)) > 1 and self._loader.twin:
             with ThreadPoolExecutor(self._threads, thread_name_prefix="trainwright-load") as pool:
                 list(pool.map(self._load, missing))
@@ -187,7 +183,7 @@ class RowReader:
 
 
 class _BlockLoader:
-    """Loads rows from the row groups that hold them, into arrays that are there. For one thread at a time."""
+    """Loads rows from their row groups into existing arrays. For one thread at a time."""
 
     def __init__(self, source: Loader, groups: Rows) -> None:
         self.source, self._groups = source, groups
@@ -196,12 +192,12 @@ class _BlockLoader:
         self._last: tuple[int, list[str], Arrays] = (-1, [], {})
 
     def another(self) -> _BlockLoader:
-        """One for another thread."""
+        """Return a loader for another thread."""
         assert self.twin, "only what can be opened again is used by several threads"
         return _BlockLoader(self.twin(), self._groups)
 
     def load(self, first: int, into: Arrays) -> None:
-        """Rows from `first` on, as many as the arrays have. Raises DataError."""
+        """Load rows from `first` on, as many as the arrays have. Raises DataError."""
         stop = first + len(next(iter(into.values())))
         number, done = int(np.searchsorted(self._groups, first, "right")) - 1, first
         while done < stop:
@@ -214,7 +210,7 @@ class _BlockLoader:
             number, done = number + 1, end
 
     def forget(self) -> None:
-        """Keep no row group."""
+        """Drop the row group read last."""
         self._last = (-1, [], {})
 
     def _load(self, number: int, rows: range, into: Arrays) -> None:
@@ -223,7 +219,7 @@ class _BlockLoader:
             into[name][...] = array[rows.start : rows.stop]
 
     def _group(self, number: int, names: list[str]) -> Arrays:
-        """The row group last read is kept where a neighbouring block may want its other rows."""
+        """Return a row group; the last one is kept for a neighbouring block that reads its other rows."""
         if self._last[:2] != (number, names):
             self._last = (number, names, self.source.load(number, names))
         return self._last[2]

@@ -1,10 +1,10 @@
-"""The order of samples, as arithmetic: which row stands at which position of an epoch, and whose it is.
+"""The order of samples, computed: which row is at which position of an epoch, and which rank reads it.
 
-The rows are cut into C canonical lanes, the same in every epoch. By (seed, epoch) the windows of each lane come in a
-new order and the rows inside each window are permuted. Position i of the epoch is the next row of lane i mod C, so
-which samples make up a global batch does not depend on the number of workers. Lanes that follow each other lie far
-apart in storage, so that a batch smaller than C is spread over all of it too. Permutations are sorts of SplitMix64
-keys (Steele, Lea and Flood, 2014): they are the same on every machine and with every version of numpy.
+The rows are cut into C lanes: contiguous ranges of rows, the same in every epoch. By (seed, epoch) the windows of each
+lane come in a new order and the rows inside each window are permuted. Position i of the epoch is the next row of lane
+i mod C, so the samples of a global batch do not depend on the number of workers. Consecutive lanes are far apart in
+storage, so that a batch smaller than C is spread over all of it too. Permutations are sorts of SplitMix64 keys
+(Steele, Lea and Flood, 2014): they are the same on every machine and with every version of numpy.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def choose_lanes(
     """Lanes for a data set, from its index alone.
 
     With many row groups there are no more lanes than row groups, so that few row groups are read by two workers. With
-    few, data that fits a reader's memory gets many lanes, which deal evenly to almost any number of workers. Where it
-    does not fit, there are no more lanes than can each keep one window in memory.
+    few, data that fits a reader's memory gets many lanes, which divide evenly among almost any number of workers. Other
+    data gets no more lanes than can each keep one window in memory.
 
     Args:
         rows: of the data set.
@@ -125,7 +125,7 @@ class SampleOrder:
     Attributes:
         lanes: how the rows are cut.
         seed: of the shuffle.
-        shuffle: False gives row i at position i, dealt to the ranks in turn.
+        shuffle: False gives row i at position i, and positions to the ranks in turn.
     """
 
     lanes: Lanes
@@ -193,10 +193,6 @@ class SampleOrder:
         lanes = -(-count // total)
         return turns * lanes + min(lanes, -(-rest // total) + (1 if rest and count % total else 0))
 
-    def imbalance(self, total: int, batch_size: int) -> float:
-        """Largest share of a batch over the mean share: 1.0 is even, 1.25 makes a step a quarter longer."""
-        return self.largest_share(total, batch_size) * total / batch_size
-
     @cached_property
     def _sequences(self) -> Any:
         return lru_cache(maxsize=4)(self._sequence)
@@ -254,7 +250,12 @@ def _windows(start: int, stop: int, inner: list[int], window: int) -> list[int]:
 
 def _keys(base: int, count: int) -> npt.NDArray[np.uint64]:
     """SplitMix64 outputs 1..count from the state `base`; all different."""
-    state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(base)
+    return split_mix(np.arange(1, count + 1, dtype=np.uint64), base)
+
+
+def split_mix(numbers: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
+    """Return outputs of SplitMix64 (Steele, Lea and Flood, 2014) by their numbers in the sequence of a seed."""
+    state = numbers * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))

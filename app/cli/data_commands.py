@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from trainwright.datasets.dataset import Dataset
-    from trainwright.datasets.tools.dataset_conversion import ConversionProgress
-    from trainwright.datasets.tools.dataset_inspection import Inspection
+    from trainwright.datasets.dataset_tools import Inspection
 
 data = typer.Typer(
     name="data", help="Inspect data, and convert it to parquet.", no_args_is_help=True, rich_markup_mode=None,
@@ -42,7 +41,7 @@ def inspect(
     kind: _Format = None,
 ) -> None:
     """Show columns, counts, sizes, samples and skew of data, and warn about what slows training down."""
-    from trainwright.datasets.tools.dataset_inspection import inspect as look
+    from trainwright.datasets.dataset_tools import inspect as look
 
     found = {name: look(dataset, rows, **how) for name, (dataset, how) in _load_datasets(path, kind).items()}
     if as_json:
@@ -67,9 +66,9 @@ def convert(
     """Write SOURCE as parquet with files and row groups of a good size. OUT appears when it is complete."""
     from rich.console import Console
 
+    from trainwright.datasets.dataset_tools import convert as write
+    from trainwright.datasets.dataset_tools import open_dataset
     from trainwright.datasets.formats.parquet_writer import require_empty_target
-    from trainwright.datasets.tools.dataset_conversion import convert as write
-    from trainwright.datasets.tools.dataset_conversion import open_dataset
 
     require_empty_target(out)
     dataset = open_dataset(source, kind)
@@ -91,7 +90,7 @@ def _load_datasets(path: str, kind: str | None) -> dict[str, tuple[Dataset, dict
         how = {"batch_size": job.batch_size, "window": job.data.shuffle_window, "shuffled": job.data.shuffle}
         found: dict[str, tuple[Dataset, dict[str, Any]]] = {"train": (job.train, how)}
         return found if job.evaluate is None else {**found, "evaluate": (job.evaluate, {"shuffled": False})}
-    from trainwright.datasets.tools.dataset_conversion import open_dataset
+    from trainwright.datasets.dataset_tools import open_dataset
 
     return {"": (open_dataset(path, kind), {})}
 
@@ -184,10 +183,8 @@ def _class_lines(found: Inspection) -> Iterator[str]:
 
 
 @contextmanager
-def progress(
-    console: Console, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[ConversionProgress], None]]:
-    """Yield a function that shows the progress of a conversion: a bar in a terminal, elsewhere a line now and then."""
+def progress(console: Console, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function of (rows, total) that shows the progress: a bar in a terminal, elsewhere a line now and then."""
     if not console.is_terminal or console.is_dumb_terminal:
         yield _plain(console, clock)
         return
@@ -197,17 +194,17 @@ def progress(
     text = TextColumn("{task.completed:,}/{task.total:,} rows")
     with RichProgress(BarColumn(), text, TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task("", total=1)
-        yield lambda now: bar.update(task, completed=now.rows, total=now.total)
+        yield lambda rows, total: bar.update(task, completed=rows, total=total)
 
 
-def _plain(console: Console, clock: Callable[[], float]) -> Callable[[ConversionProgress], None]:
+def _plain(console: Console, clock: Callable[[], float]) -> Callable[[int, int], None]:
     shown = {"rows": 0.0, "s": -math.inf}
 
-    def show(now: ConversionProgress) -> None:
-        far = now.rows - shown["rows"] >= max(_PLAIN_SHARE * now.total, 1)
+    def show(rows: int, total: int) -> None:
+        far = rows - shown["rows"] >= max(_PLAIN_SHARE * total, 1)
         late = clock() - shown["s"] >= _PLAIN_S
-        if far or late or now.rows == now.total:
-            console.print(f"{now.rows:,} of {now.total:,} rows", highlight=False)
-            shown.update(rows=now.rows, s=clock())
+        if far or late or rows == total:
+            console.print(f"{rows:,} of {total:,} rows", highlight=False)
+            shown.update(rows=rows, s=clock())
 
     return show

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
-from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.first_row import first_batch
+from trainwright.datasets.dataset import Dataset, first_batch
 from trainwright.datasets.ray_data.actor_pools import allocate_actors
 from trainwright.datasets.ray_data.ray_fetcher import make_pipeline_spec
 from trainwright.distillation.distillation_spec import Distillation, Teacher

@@ -35,7 +35,7 @@ from trainwright.distillation.parallel_runs import train_in_parallel, train_teac
 from trainwright.distillation.search_result import BASELINE, Score, SearchResult, Setting, final_metric
 from trainwright.distillation.student_evaluation import evaluate_students
 from trainwright.distillation.trained_student import students_of
-from trainwright.inference.model_evaluation import evaluate
+from trainwright.inference.run_inference import evaluate
 from trainwright.planning.job_description import describe, description_changes
 from trainwright.reporting.progress_bar import print_status
 from trainwright.storage.checkpoint_selection import find_checkpoint

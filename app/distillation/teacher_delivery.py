@@ -25,7 +25,7 @@ from trainwright.distillation.distillation_job import (
 from trainwright.distillation.distillation_spec import Delivery, Distillation, Teacher
 from trainwright.distillation.target_cache import check_repeated_inputs, count_missing_rows, stored_bytes
 from trainwright.distillation.teacher_runner import TeacherRunner
-from trainwright.inference.inference_plan import single_replica, trained_plan
+from trainwright.inference.inference_model import single_replica, trained_plan
 from trainwright.planning.decision import Decision
 from trainwright.planning.job_preparation import reserve_for_transforms
 from trainwright.planning.planner import apply_plan_file, choose

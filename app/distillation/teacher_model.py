@@ -16,7 +16,7 @@ from trainwright.core.errors import CheckpointError, StorageError
 from trainwright.core.frameworks import load_module
 from trainwright.core.job import Job
 from trainwright.datasets.data_source import Index
-from trainwright.datasets.first_row import first_batch
+from trainwright.datasets.dataset import first_batch
 from trainwright.inference.prediction_worker import CheckpointWeights
 from trainwright.planning.profiler import build_model, framework_of, profiler_of
 from trainwright.storage.object_store import open_store

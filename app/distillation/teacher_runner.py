@@ -18,8 +18,7 @@ from trainwright.core.errors import JobError
 from trainwright.core.job import ColumnNames
 from trainwright.core.model_profile import ModelProfile
 from trainwright.datasets.data_source import TableSource
-from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.first_row import first_batch
+from trainwright.datasets.dataset import Dataset, first_batch
 from trainwright.distillation.distillation_spec import Teacher
 from trainwright.distillation.teacher_model import (
     TeacherModelBuilder,

@@ -10,7 +10,7 @@ from trainwright.core.job import Job
 from trainwright.distillation.distillation_job import composed_model
 from trainwright.distillation.distillation_spec import STUDENT, Distillation
 from trainwright.distillation.teacher_model import teacher_backend_of
-from trainwright.inference import batch_inference, model_evaluation
+from trainwright.inference import batch_inference, run_inference
 from trainwright.inference.prediction_worker import CheckpointWeights
 from trainwright.planning.profiler import profiler_of
 from trainwright.runtime import run_handle
@@ -52,7 +52,7 @@ class Student:
 
     def evaluate(self, *, step: int | None = None, here: bool = False, verbose: bool = False) -> dict[str, float]:
         """Return the student's own loss and metrics, without those of the teachers; see `tw.evaluate`."""
-        return model_evaluation.evaluate(self.job, step, here=here, verbose=verbose)
+        return run_inference.evaluate(self.job, step, here=here, verbose=verbose)
 
     def predict(
         self, data: Dataset | str | None = None, *, to: str, keep: Iterable[str] = (), **options: Any

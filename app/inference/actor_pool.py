@@ -19,7 +19,6 @@ from trainwright.datasets.ray_data.hang_timeout import CHECK_INTERVAL_S, BatchDu
 from trainwright.inference.prediction_files import Range, RangeQueue, check_schema
 from trainwright.inference.prediction_worker import (
     PredictorConfig,
-    PredictorInfo,
     PredictorProcess,
     StoredPart,
     device_options,
@@ -37,7 +36,7 @@ class PoolTimeouts:
 
     Attributes:
         place_s: for the cluster to start a process.
-        hang_s: for the next batch of a range, at most, and for the storing of one.
+        hang_s: for the next batch of a range, and for storing a part.
     """
 
     place_s: float
@@ -167,8 +166,8 @@ class PredictorPool:
         took_s = member.silence.end(time.monotonic())
         if isinstance(answer, TrainwrightError):
             self._failed(member, answer)
-        elif isinstance(answer, PredictorInfo):
-            member.node = f"{answer.node}, pid {answer.pid}"
+        elif isinstance(answer, str):
+            member.node = answer
             self._ask(member, "loading", member.actor.load.remote(self._order))
         elif isinstance(answer, StoredPart):
             self._stored(member, answer)

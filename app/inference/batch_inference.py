@@ -157,11 +157,11 @@ def prediction_request(
     )  # fmt: skip
 
 
-def _manifest(subject: InferenceModel, index: Index, **wish: Any) -> PredictionManifest:
+def _manifest(subject: InferenceModel, index: Index, **request: Any) -> PredictionManifest:
     checkpoint = subject.weights.checkpoint.path if subject.weights else ""
     return PredictionManifest(
         run=subject.job.name, checkpoint=checkpoint, checkpoint_sha256=subject.sha256, step=subject.step,
-        job=subject.facts(index), data_sha256=index.hash, rows=index.rows, range_rows=0, **wish,
+        job=subject.facts(index), data_sha256=index.hash, rows=index.rows, range_rows=0, **request,
     )  # fmt: skip
 
 

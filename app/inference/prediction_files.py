@@ -1,7 +1,7 @@
-"""What predictions are made of: ranges of rows, their files, the manifest, who still has to be given what. Pure.
+"""The files of predictions: ranges of rows, one part for each, the manifest, and the queue of open ranges. Pure.
 
-    <to>/_PREDICTIONS.json                                  what was asked for; another question is refused
-    <to>/part-000000000000-000000001024.parquet             rows 0 to 1023, whole or not there
+    <to>/_PREDICTIONS.json                                  the request; a different one is refused
+    <to>/part-000000000000-000000001024.parquet             rows 0 to 1023, complete or missing
 
 Names sort in the order of the samples.
 """
@@ -23,6 +23,7 @@ import pyarrow as pa
 from trainwright.core.data import Columns
 from trainwright.core.errors import HangError, JobError, RunConflict, StorageError, TrainwrightError, WorkerLost
 from trainwright.datasets.data_source import Index
+from trainwright.datasets.formats.parquet_writer import tensor_column
 from trainwright.datasets.sample_order import Lanes
 from trainwright.planning.job_description import description_changes
 
@@ -180,7 +181,7 @@ class PredictionManifest:
         raise RunConflict(
             f"the folder holds predictions of something else:{listed}\n ",
             where=folder,
-            remedy=f"give another folder, or fresh=True to compute them anew{again}",
+            remedy=f"give another folder, or fresh=True to compute them again{again}",
         )
 
 
@@ -270,10 +271,7 @@ def arrow_column(name: str, array: npt.NDArray[Any]) -> pa.Array:
     try:
         if array.ndim == 1:
             return pa.array(array.tolist() if array.dtype == object and len(array) else array)
-        shape = array.shape[1:]
-        flat = pa.array(np.ascontiguousarray(array).reshape(-1))
-        storage = pa.FixedSizeListArray.from_arrays(flat, int(np.prod(shape)))
-        return pa.ExtensionArray.from_storage(pa.fixed_shape_tensor(flat.type, shape), storage)
+        return tensor_column(array)
     except (pa.ArrowException, TypeError) as error:
         raise JobError([f"column {name!r} ({array.dtype}, shape {array.shape}) cannot be written: {error}"]) from error
 

@@ -24,8 +24,8 @@ from trainwright.core.errors import TrainwrightError
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.datasets.data_source import Index
-from trainwright.datasets.first_row import first_batch
-from trainwright.datasets.loading.prefetch import ReadAhead
+from trainwright.datasets.dataset import first_batch
+from trainwright.datasets.loading.batch_loader import ReadAhead
 from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.inference.prediction_files import Range, concatenate_outputs, part_table
 from trainwright.storage.checkpoints import CheckpointReader, read_manifest
@@ -85,13 +85,6 @@ class PredictorConfig:
     keep: tuple[str, ...]
     batch_size: int
     form: OutputTransform | None = None
-
-
-class PredictorInfo(NamedTuple):
-    """A process that has started."""
-
-    node: str
-    pid: int
 
 
 class StoredPart(NamedTuple):
@@ -178,9 +171,9 @@ class PredictorProcess:
         self._node = f"{socket.gethostname()}, pid {os.getpid()}"
         self._predictor: Predictor | None = None
 
-    def hello(self) -> PredictorInfo:
-        """Return the node and process id."""
-        return PredictorInfo(node=socket.gethostname(), pid=os.getpid())
+    def hello(self) -> str:
+        """Return the node and process id, in words."""
+        return self._node
 
     def load(self, order: PredictorConfig) -> TrainwrightError | None:
         """Build the model and load the checkpoint. Returns the error, if any."""

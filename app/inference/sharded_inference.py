@@ -20,7 +20,7 @@ from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.driver.failure_policy import backoff_s
 from trainwright.driver.messages import CallFailure, PredictRequest, ReserveRequest
 from trainwright.driver.run_policy import CALL_DEADLINE_S
-from trainwright.inference.inference_plan import gather_outputs, split_into_feeds
+from trainwright.inference.inference_model import gather_outputs, split_into_feeds
 from trainwright.ray_cluster.discovery import discover
 from trainwright.ray_cluster.placement_groups import PlacementGroups, device_names, worker_resources
 from trainwright.runtime.takeover import BEAT_S, run_name
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from trainwright.storage.object_store import Store
 
 _HANG_S = 900.0  # for a call of all ranks, by default
-_BATCHES_A_CALL = 16  # batches of one call
-_EXPLAIN_S = 5.0  # for the stack traces of ranks that hang
-_CAUSE_S = 15.0  # for the error of the rank that failed first, after another has lost it
+_BATCHES_A_CALL = 16
+_EXPLAIN_S = 5.0  # for the stack traces of hanging ranks
+_CAUSE_S = 15.0  # for the error of the rank that failed first, after another rank has lost the connection to it
 TOKEN = 0  # of a driver that owns no run
 
 
@@ -133,8 +133,6 @@ class ShardedModel:
         answers = self._call_all("predict", [PredictRequest(feeds=own, place=place) for own in feeds])
         return list(gather_outputs(self._plan, answers, feeds[0]))
 
-    # --- inside -------------------------------------------------------------------------------------------
-
     def _call_all(self, verb: str, arguments: Sequence[Any]) -> list[Any]:
         """Call a method of each rank, and return the answers. After a failure all workers start again."""
         while True:
@@ -179,18 +177,16 @@ class ShardedModel:
         options = worker_resources(self._plan.placement)
         self._nodes = ["a node that is not known yet"] * self._plan.workers
         for slot in range(self._plan.workers):
-            berth, where = WorkerSlot(worker=slot, slot=slot, run=self._run), self._placement.of(slot)
-            made = WORKER_ACTOR.options(
-                scheduling_strategy=where, **options
-            )  # not detached: Ray ends it with this process
-            self._actors.append(made.remote(self._config, berth, TOKEN))
-        patience_s = self._job.start_deadline_s(discover(possible=True))
+            placed = WORKER_ACTOR.options(scheduling_strategy=self._placement.of(slot), **options)
+            # The actor is not detached: Ray ends it with this process.
+            self._actors.append(placed.remote(self._config, WorkerSlot(worker=slot, slot=slot, run=self._run), TOKEN))
+        limit_s = self._job.start_deadline_s(discover(possible=True))
         late = ResourceError(
-            f"the cluster did not start {self._plan.workers} workers within {patience_s:g} s",
+            f"the cluster did not start {self._plan.workers} workers within {limit_s:g} s",
             where=self._job.name,
             remedy="wait until other jobs have ended, raise place_deadline_s, or use here=True",
         )
-        hellos = self._answers([actor.hello.remote() for actor in self._actors], patience_s, late)
+        hellos = self._answers([actor.hello.remote() for actor in self._actors], limit_s, late)
         for slot, hello in enumerate(hellos):
             self._placement.found(slot, hello.node_id)
         order = assign_slots(self._plan.mesh, [hello.node_id for hello in hellos], self._plan.devices_per_worker)

@@ -15,8 +15,7 @@ from trainwright.core.errors import JobError, PlanError, ResourceError, RunConfl
 from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan, RejectedPlan
-from trainwright.datasets.dataset import Index
-from trainwright.datasets.first_row import transformed_fields
+from trainwright.datasets.dataset import Index, transformed_fields
 from trainwright.datasets.metadata_cache import MetadataContext, metadata_context
 from trainwright.datasets.ops.row_transforms import function_name
 from trainwright.datasets.sample_order import steps_per_epoch

@@ -17,8 +17,7 @@ from trainwright.core.errors import JobError, MissingFramework, ResourceError, U
 from trainwright.core.frameworks import load_module, missing_framework
 from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
-from trainwright.datasets.dataset import Dataset, Index
-from trainwright.datasets.first_row import first_batch
+from trainwright.datasets.dataset import Dataset, Index, first_batch
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss
 
 _log = logging.getLogger(__name__)

@@ -38,8 +38,7 @@ from trainwright.core.frameworks import load_module
 from trainwright.core.job import Job
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.core.redaction import redact
-from trainwright.datasets.dataset import Dataset, Index, table
-from trainwright.datasets.first_row import first_row
+from trainwright.datasets.dataset import Dataset, Index, first_row, table
 from trainwright.planning.decision import Decision
 from trainwright.planning.job_preparation import PreparedJob
 from trainwright.planning.profiler import build_model, framework_of, profiler_of

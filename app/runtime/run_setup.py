@@ -17,8 +17,7 @@ from trainwright.core.frameworks import package_versions
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Capabilities
-from trainwright.datasets.dataset import Dataset, Index
-from trainwright.datasets.first_row import first_batch
+from trainwright.datasets.dataset import Dataset, Index, first_batch
 from trainwright.datasets.loading.batch_loader import Fetcher, make_schedule
 from trainwright.datasets.sample_order import StepSchedule
 from trainwright.driver.messages import PlanSelector

@@ -220,7 +220,7 @@ class StepSkipper:
         self.told, self._blank = told, blank if told else None
         for number, why in told.items() if 0 in stream.feeding.data_ranks else ():
             if number >= step:
-                self._record(number, stream.samples(number).tolist(), why)
+                self._record(number, stream.schedule.samples(number).tolist(), why)
         return blank
 
     def step(self, engine: Engine, job: Job, feed: Feed) -> StepReport:

@@ -45,7 +45,7 @@ from trainwright.core.events import Steps
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Generation, Group, Peer, Role, StalenessCounts, StateTag
-from trainwright.datasets.first_row import first_batch
+from trainwright.datasets.dataset import first_batch
 from trainwright.driver.messages import (
     EvaluateRequest,
     MemoryCopyRequest,
@@ -151,7 +151,7 @@ class Worker:
             self._seat = (-1, 0) if rehearsal else (group.rank, group.size)
         if not self._built:
             validation = self._feeds.evaluation if self._job.evaluate is not None else None
-            spec = self._job.model_spec(self._feeds.training.total_steps, self._row, validation)
+            spec = self._job.model_spec(self._feeds.training.schedule.total_steps, self._row, validation)
             gc.freeze()  # the collection in `leave` would take 0.2 s more to look through imports
             tag = self._engine.build(replace(spec, outputs=self._order.outputs), self._plan)
             self._built = True
@@ -245,7 +245,7 @@ class Worker:
             self._engine.verify()  # checkpoints and evaluations follow: all ranks must hold the same state
         self._stop_requested.clear()
         reached = steps.stop if working else self._step  # others may have done the last ones
-        over = stopped or finished or reached >= self._feeds.training.total_steps
+        over = stopped or finished or reached >= self._feeds.training.schedule.total_steps
         return SegmentReport(
             step=self._step, finished=finished,
             skipped=self._quarantine.count + self._evaluate_quarantine.count, passed=len(self._passing.found),
@@ -261,7 +261,7 @@ class Worker:
         for report in engine.serve(until, lambda: self._stop_requested.is_set() and self._step > first):
             self._step, stopped, now = report.step, report.wish, time.perf_counter()
             self._records.add(
-                report, samples=self._feeds.training.size(report.step - 1), step_s=now - begun, wait_s=math.nan
+                report, samples=self._feeds.training.schedule.size(report.step - 1), step_s=now - begun, wait_s=math.nan
             )
             begun = now
         self._staleness = engine.staleness()

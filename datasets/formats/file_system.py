@@ -1,4 +1,4 @@
-"""Byte ranges of files: read with patience, checked against the size that the file had, unpacked where compressed."""
+"""Find files, and read byte ranges of them: with retries, a check of the file's size, and decompression."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Any, Protocol, TypeVar
@@ -36,7 +36,7 @@ class RandomAccessFile(Protocol):
         """Bytes start..stop, all of them. Raises DataError."""
 
 
-class StoredFile:
+class _StoredFile:
     """A file as it lies in its file system.
 
     Args:
@@ -48,21 +48,20 @@ class StoredFile:
     def __init__(self, system: pafs.FileSystem, file: str, size_bytes: int | None = None) -> None:
         self.file, self._system, self._expected = file, system, size_bytes
         self._handle: Any = None
-        self.size_bytes: int = self._patiently(lambda: self._opened().size())
+        self.size_bytes: int = self._retried(lambda: self._opened().size())
         if size_bytes not in (None, self.size_bytes):
-            raise _changed_error(file, f"it has {self.size_bytes} bytes and had {size_bytes} when it was indexed")
+            raise changed_error(f"it has {self.size_bytes} bytes and had {size_bytes} when it was indexed", file)
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes start..stop, all of them. Raises DataError."""
-        content: bytes = self._patiently(lambda: self._opened().read_at(stop - start, start)) if stop > start else b""
+        content: bytes = self._retried(lambda: self._opened().read_at(stop - start, start)) if stop > start else b""
         if len(content) != stop - start:
-            raise _changed_error(
-                self.file, f"it ends at byte {start + len(content)} and had {self.size_bytes} bytes before"
-            )
+            how = f"it ends at byte {start + len(content)} and had {self.size_bytes} bytes before"
+            raise changed_error(how, self.file)
         return content
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         if self._handle is not None:
             self._handle.close()
             self._handle = None
@@ -72,7 +71,7 @@ class StoredFile:
             self._handle = self._system.open_input_file(self.file)
         return self._handle
 
-    def _patiently(self, read: Any) -> Any:
+    def _retried(self, read: Any) -> Any:
         def attempt() -> Any:
             try:
                 return read()
@@ -83,7 +82,7 @@ class StoredFile:
         try:
             return retry_transient(attempt, self.file)
         except FileNotFoundError as error:
-            raise _changed_error(self.file, "it is gone") from error
+            raise changed_error("it is gone", self.file) from error
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"the file cannot be read: {error}", where=self.file, remedy="check rights and disk, or leave it out"
@@ -99,25 +98,25 @@ class MemoryFile:
     def read(self, start: int, stop: int) -> bytes:
         """Bytes start..stop, all of them. Raises DataError."""
         if stop > self.size_bytes:
-            raise _changed_error(self.file, f"unpacked, it has {self.size_bytes} bytes and had {stop} or more")
+            raise changed_error(f"unpacked, it has {self.size_bytes} bytes and had {stop} or more", self.file)
         return self._content[start:stop]
 
 
 def compression_codec(file: str) -> str | None:
-    """Name of the codec that a file's suffix stands for; None for none."""
+    """Return the codec that a file's suffix stands for; None for none."""
     return next((codec for suffix, codec in COMPRESSIONS.items() if file.lower().endswith(suffix)), None)
 
 
 @contextmanager
 def open_file(system: pafs.FileSystem, file: str, size_bytes: int | None = None) -> Iterator[RandomAccessFile]:
-    """The content of a file; of a compressed one, all of it unpacked in memory, up to UNPACKED_BYTES.
+    """Open a file; a compressed one is unpacked in memory, up to UNPACKED_BYTES.
 
     Args:
         system: of the file.
         file: its path.
         size_bytes: that it had when it was indexed; DataError where it has another now.
     """
-    stored = StoredFile(system, file, size_bytes)
+    stored = _StoredFile(system, file, size_bytes)
     codec = compression_codec(file)
     try:
         yield stored if codec is None else MemoryFile(file, _unpacked(stored, codec))
@@ -125,7 +124,7 @@ def open_file(system: pafs.FileSystem, file: str, size_bytes: int | None = None)
         stored.close()
 
 
-def _unpacked(stored: StoredFile, codec: str) -> bytes:
+def _unpacked(stored: _StoredFile, codec: str) -> bytes:
     packed = stored.read(0, stored.size_bytes)
     if not packed:
         return b""
@@ -134,7 +133,7 @@ def _unpacked(stored: StoredFile, codec: str) -> bytes:
             content: bytes = stream.read(UNPACKED_BYTES + 1)
     except (OSError, pa.ArrowException) as error:
         raise DataError(
-            f"the compressed file is damaged: {error}", where=stored.file, remedy="compress it anew, or leave it out"
+            f"the compressed file is damaged: {error}", where=stored.file, remedy="compress it again, or leave it out"
         ) from error
     if len(content) > UNPACKED_BYTES:
         raise DataError(
@@ -145,8 +144,9 @@ def _unpacked(stored: StoredFile, codec: str) -> bytes:
     return content
 
 
-def _changed_error(file: str, how: str) -> DataError:
-    return DataError(f"the file changed: {how}", where=file, remedy="keep the data as it is while a run reads it")
+def changed_error(how: str, where: str, what: str = "file") -> DataError:
+    """Return the error for data that was changed since it was indexed."""
+    return DataError(f"the {what} changed: {how}", where=where, remedy="keep the data as it is while a run reads it")
 
 
 # --- Reading again when a store is slow or throttles ------------------------------------------------------------------
@@ -180,7 +180,7 @@ _TRANSIENT_MESSAGES = re.compile(
 
 
 def is_transient(error: OSError) -> bool:
-    """Whether an error may pass by itself: timeouts, lost connections, and a store that asks for patience."""
+    """Whether an attempt may succeed later: after timeouts, lost connections, or throttling by a store."""
     if isinstance(error, TimeoutError | ConnectionError | InterruptedError):
         return True
     if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError):
@@ -235,7 +235,7 @@ _WILD = re.compile(r"[*?\[]")
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
-    """A local path made absolute, so that it means the same in a worker; a URI as it is.
+    """Make a local path absolute, so that it means the same in a worker; a URI stays as it is.
 
     Raises DataError for an address with a password.
     """
@@ -301,17 +301,12 @@ def find_files(
 
 
 def filter_files(listed: Iterable[pafs.FileInfo], path: str, suffixes: tuple[str, ...]) -> list[pafs.FileInfo]:
-    """The files among those listed that a folder or glob stands for, sorted by path."""
+    """Return the listed files that a folder or glob stands for, sorted by path."""
     base = glob_base(path)
     pattern = _glob(path) if base != path else None
     files = [info for info in listed if info.type == pafs.FileType.File]
     files = [info for info in files if (pattern.fullmatch(info.path) if pattern else _has_suffix(info, base, suffixes))]
     return sorted(files, key=lambda info: str(info.path))
-
-
-def common_folder(files: Sequence[str]) -> str:
-    """The folder that holds all of the files; empty for none."""
-    return os.path.commonpath([os.path.dirname(file) for file in files]) if files else ""
 
 
 def _list_files(system: pafs.FileSystem, path: str, shown: str) -> tuple[str, pafs.FileInfo, list[pafs.FileInfo]]:

@@ -1,4 +1,4 @@
-"""Folders of images as a source: a folder for each class, the images as bytes, and their decoding as a transform."""
+"""Folders of images as a data source, one folder for each class, and the decoding of images as a transform."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from trainwright.core.errors import DataError, nearest
 from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, hash_parts, select_columns
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.formats.file_system import (
-    StoredFile,
     absolute_path,
+    changed_error,
     filter_files,
     find_files,
     glob_base,
+    open_file,
     resolve_file_system,
     retry_transient,
 )
@@ -120,8 +121,7 @@ class ImageLoader:
         names = select_columns(self._index.schema, columns, f"{group.file}, row group {group.number}")
         first = group.first - self._firsts[group.file]
         infos = self._files(group.file)[first : first + group.rows]
-        made = {name: self._column(name, group, infos) for name in names}
-        return {name: made[name] for name in names}
+        return {name: self._column(name, group, infos) for name in names}
 
     def _column(self, name: str, group: RowGroup, infos: list[pafs.FileInfo]) -> Any:
         if name == "label":
@@ -138,11 +138,8 @@ class ImageLoader:
             return list(pool.map(self._content, infos))
 
     def _content(self, info: pafs.FileInfo) -> bytes:
-        stored = StoredFile(self._system, info.path, info.size)
-        try:
-            return stored.read(0, info.size)
-        finally:
-            stored.close()
+        with open_file(self._system, info.path, info.size) as data:
+            return data.read(0, info.size)
 
     def _files(self, folder: str) -> list[pafs.FileInfo]:
         """The images of a folder, as many and as large as when they were indexed."""
@@ -163,11 +160,8 @@ class ImageLoader:
         now = (len(infos), sum(info.size for info in infos))
         then = (self._rows[folder], self._index.sizes[folder])
         if now != then:
-            raise DataError(
-                f"the folder changed: it has {now[0]} images of {now[1]} bytes and had {then[0]} of {then[1]}",
-                where=folder,
-                remedy="keep the data as it is while a run reads it",
-            )
+            how = f"it has {now[0]} images of {now[1]} bytes and had {then[0]} of {then[1]}"
+            raise changed_error(how, folder, what="folder")
         return infos
 
 
@@ -208,13 +202,7 @@ def _groups(folders: list[tuple[str, list[pafs.FileInfo]]]) -> tuple[RowGroup, .
 
 @dataclass(frozen=True, kw_only=True)
 class _DecodeImage:
-    """Transform of a row: bytes of an image to an array. Made by `decode_image`.
-
-    Attributes:
-        column: of the bytes, replaced by the array.
-        size: (height, width) to resize to, bilinear; None keeps each image's own.
-        mode: of Pillow.
-    """
+    """Transform of a row: bytes of an image to an array. `decode_image` says what the fields mean."""
 
     column: str
     size: tuple[int, int] | None
@@ -243,7 +231,7 @@ class _DecodeImage:
             raise DataError(
                 f"the image of {len(content)} bytes cannot be decoded: {error}",
                 where=where,
-                remedy="write it anew, leave it out, or skip what is damaged with on_error='skip'",
+                remedy="write it again, leave it out, or skip what is damaged with on_error='skip'",
             ) from error
         if self.size is not None:
             pixels = pixels.resize((self.size[1], self.size[0]), Image.Resampling.BILINEAR)

@@ -9,7 +9,6 @@ Formats: parquet.apache.org/docs/file-format/data-pages and Thrift's compact pro
 
 from __future__ import annotations
 
-import os
 import sys
 from base64 import b64decode, b64encode
 from collections import OrderedDict
@@ -34,18 +33,20 @@ from trainwright.datasets.data_source import (
     Index,
     RowGroup,
     field_of,
-    hash_parts,
     select_columns,
     to_array,
     unique_names,
 )
-from trainwright.datasets.formats.file_system import (
-    common_folder,
-    find_files,
-    resolve_file_system,
-    retry_transient,
+from trainwright.datasets.formats.file_system import changed_error, find_files, resolve_file_system, retry_transient
+from trainwright.datasets.formats.scanned_files import (
+    GroupLocation,
+    RecordRange,
+    fields_of,
+    file_index,
+    number_groups,
+    schema_error,
+    table_arrays,
 )
-from trainwright.datasets.formats.scanned_files import GroupLocation, table_arrays
 from trainwright.datasets.metadata_cache import cached_metadata
 
 __all__ = ["ParquetLoader", "ParquetSource"]
@@ -115,17 +116,19 @@ class ParquetSource:
         others = {footer.schema: info.path for info, footer in zip(reversed(files), reversed(footers), strict=True)}
         for other, file in sorted(others.items(), key=lambda item: item[1]):
             _require_same_schema(schema, schemas[other], files[0].path, file, self.columns)
-        groups = _groups(files, footers)
-        if not groups:
-            raise DataError("the data has no rows", where=self.path, remedy="write some rows, or name another path")
-        fields = _fields(schema, self.columns, files[0].path)
-        rows = groups[-1].first + groups[-1].rows
-        return Index(
-            rows=rows,
-            groups=groups,
-            schema=fields,
-            row_bytes=_row_bytes(schemas, footers, fields, rows),
-            hash=_hash(files, groups, fields),
+        groups = number_groups(self.path, files, ([RecordRange(0, 0, rows) for rows in each.rows] for each in footers))
+        names = select_columns(dict.fromkeys(schema.names), self.columns, files[0].path)
+        fields = fields_of({name: schema.field(name).type for name in names}, field_of, files[0].path)
+        wanted = {text: [name in fields for name in each.names] for text, each in schemas.items()}
+        return file_index(
+            files,
+            groups,
+            fields,
+            stored_bytes=sum(sum(compress(footer.sizes, wanted[footer.schema])) for footer in footers),
+            hashed=(
+                *((group.number, group.rows) for group in groups),
+                *((name, field.dtype.str, field.shape) for name, field in sorted(fields.items())),
+            ),
         )
 
     def open(self, index: Index) -> ParquetLoader:
@@ -157,14 +160,11 @@ class ParquetLoader:
             table = retry_transient(lambda: self._read(group, columns), where)
         except (OSError, pa.ArrowException, IndexError) as error:
             raise DataError(
-                f"a row group cannot be read: {error}", where=where, remedy="write the file anew, or leave it out"
+                f"a row group cannot be read: {error}", where=where, remedy="write the file again, or leave it out"
             ) from error
         if table.num_rows != group.rows:
-            raise DataError(
-                f"the file changed: the row group has {table.num_rows} rows and had {group.rows} when the run began",
-                where=where,
-                remedy="keep the data as it is while a run reads it",
-            )
+            how = f"the row group has {table.num_rows} rows and had {group.rows} when the run began"
+            raise changed_error(how, where)
         select_columns(dict.fromkeys(table.column_names), columns, where)
         return table_arrays(table, columns, place)
 
@@ -217,12 +217,9 @@ def _require_unchanged(schema: pa.Schema, fields: Mapping[str, Field], file: str
     for name, field in fields.items():
         place = schema.get_field_index(name)
         if place < 0 or _field_or_none(schema.types[place]) != field:
-            raise DataError(
-                f"the file changed: column {name!r} is {schema.types[place] if place >= 0 else 'missing'} "
-                f"and was {field.dtype} of shape {field.shape} when the run began",
-                where=f"{file}, column {name!r}",
-                remedy="keep the data as it is while a run reads it",
-            )
+            found = schema.types[place] if place >= 0 else "missing"
+            how = f"column {name!r} is {found} and was {field.dtype} of shape {field.shape} when the run began"
+            raise changed_error(how, f"{file}, column {name!r}")
 
 
 def _field_or_none(kind: pa.DataType) -> Field | None:
@@ -253,7 +250,7 @@ def read_footer(system: pafs.FileSystem, info: pafs.FileInfo) -> Footer:
         raise DataError(
             f"the file is no whole parquet file: {error}",
             where=f"{info.path}, {info.size} bytes",
-            remedy="write it anew, or leave it out",
+            remedy="write it again, or leave it out",
         ) from error
 
 
@@ -278,58 +275,7 @@ def _require_same_schema(
     found = {name: str(other.field(name).type) for name in other.names if columns is None or name in columns}
     for name in sorted({**expected, **found}, key=lambda name: name in expected and name in found):
         if expected.get(name) != found.get(name):
-            raise DataError(
-                f"column {name!r} is {found.get(name, 'missing')} here and {expected.get(name, 'missing')} in {first}",
-                where=f"{file}, column {name!r}",
-                remedy="write all files with one schema, or read other columns with columns=",
-            )
-
-
-def _fields(schema: pa.Schema, columns: tuple[str, ...] | None, file: str) -> dict[str, Field]:
-    fields: dict[str, Field] = {}
-    for name in select_columns(dict.fromkeys(schema.names), columns, file):
-        try:
-            fields[name] = field_of(schema.field(name).type)
-        except (pa.ArrowException, DataError) as error:
-            raise DataError(
-                f"the type {schema.field(name).type} cannot become an array: {error}",
-                where=f"{file}, column {name!r}",
-                remedy="write it as another type, or read other columns with columns=",
-            ) from error
-    return fields
-
-
-def _groups(files: list[pafs.FileInfo], footers: list[Footer]) -> tuple[RowGroup, ...]:
-    groups: list[RowGroup] = []
-    first = 0
-    for info, footer in zip(files, footers, strict=True):
-        for number, rows in enumerate(footer.rows):
-            if rows:
-                groups.append(RowGroup(file=info.path, number=number, rows=rows, first=first))
-            first += rows
-    return tuple(groups)
-
-
-def _row_bytes(schemas: Mapping[str, pa.Schema], footers: list[Footer], fields: dict[str, Field], rows: int) -> int:
-    """Decoded size of a row; objects are charged with their size in the files."""
-    known = sum(field.row_bytes for field in fields.values())
-    if not any(field.dtype == np.dtype(object) for field in fields.values()):
-        return known
-    read = {stored: [name in fields for name in schema.names] for stored, schema in schemas.items()}
-    stored = sum(sum(compress(footer.sizes, read[footer.schema])) for footer in footers)
-    return max(known, stored // rows)
-
-
-def _hash(files: list[pafs.FileInfo], groups: tuple[RowGroup, ...], fields: dict[str, Field]) -> str:
-    """The same wherever the files lie: names within the common folder, sizes, row groups and columns."""
-    folder = common_folder([info.path for info in files])
-    return hash_parts(
-        [
-            *((os.path.relpath(info.path, folder or "."), info.size) for info in files),
-            *((group.number, group.rows) for group in groups),
-            *((name, field.dtype.str, field.shape) for name, field in sorted(fields.items())),
-        ]
-    )
+            raise schema_error(name, found.get(name), expected.get(name), file, first)
 
 
 # --- Numbers straight from the pages of a parquet file ----------------------------------------------------------------
@@ -458,7 +404,7 @@ def _fill_chunk(file: pa.NativeFile, chunk: _Chunk, first: int, out: npt.NDArray
     Returns how many of the chunk's first values refer to a dictionary and were left out.
 
     Raises:
-        _Unsuited: a page is not plain or holds a null.
+        _UnsupportedPages: a page is not plain or holds a null.
         OSError, pa.ArrowException: the file cannot be read.
     """
     at = leading = 0
@@ -540,7 +486,7 @@ def _levels_bytes(file: pa.NativeFile, chunk: _Chunk, page: _Page) -> int:
 
 
 class _ThriftHeader:
-    """Reads a struct of Thrift's compact protocol. Raises _Unsuited for what page headers do not have."""
+    """Reads a struct of Thrift's compact protocol. Raises _UnsupportedPages for what page headers do not have."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self.at = data, 0

@@ -78,7 +78,7 @@ def write_shards(
     """Write batches of columns as parquet files with zstd; rows of more dimensions become fixed-shape tensors.
 
     A local folder appears by one rename. On an object store the files are written under another name and moved, and
-    `_SUCCESS` comes last: whoever lists before that may see some of them.
+    `_SUCCESS` comes last: a listing before that can show some of them.
 
     Args:
         batches: arrays (rows, *shape) by column name, the same columns each time.
@@ -271,7 +271,7 @@ def _to_table(columns: Arrays, schema: pa.Schema | None = None) -> pa.Table:
 def _to_arrow(array: npt.NDArray[Any], kind: pa.DataType | None, name: str) -> pa.Array:
     try:
         objects = array.dtype == np.dtype(object) and array.ndim == 1
-        made = pa.array(list(array), type=kind) if objects else _tensors(array)
+        made = pa.array(list(array), type=kind) if objects else tensor_column(array)
     except (pa.ArrowException, ValueError, TypeError) as error:
         raise DataError(
             f"the column has no type in parquet: {error}",
@@ -287,7 +287,7 @@ def _to_arrow(array: npt.NDArray[Any], kind: pa.DataType | None, name: str) -> p
     return made
 
 
-def _tensors(array: npt.NDArray[Any]) -> pa.Array:
+def tensor_column(array: npt.NDArray[Any]) -> pa.Array:
     """Numbers as they are, (rows, *shape) as fixed-shape tensors."""
     shape = array.shape[1:]
     flat = pa.array(np.ascontiguousarray(array).reshape(-1))

@@ -1,11 +1,11 @@
-"""Objects as sources: map-style torch data sets and Hugging Face data sets. Duck-typed; no framework is imported.
+"""Python objects as data sources: map-style torch and Hugging Face data sets. Duck-typed; no framework is imported.
 
-An object travels with the job by pickle, and every worker asks its own copy for rows by number. Row groups are ranges
-of rows that are asked for together.
+An object is pickled with the job, and every worker asks its own copy for rows by number. Row groups are ranges of rows
+that are asked for together.
 
-The generators are seeded by (seed, epoch, row) before each row, so that a row has the same values wherever and however
-often it is computed, and others in the next epoch. They are put back afterwards, and held meanwhile: a step in another
-thread draws from the same ones. So rows that draw are not computed while a step runs.
+The global generators are seeded by (seed, epoch, row) before each row, so that a row has the same values in every
+process and after a restart, and others in the next epoch. They are locked meanwhile and restored afterwards, because a
+step in another thread draws from them too. So rows that draw are not computed while a step runs.
 """
 
 from __future__ import annotations
@@ -46,14 +46,7 @@ class _RowFetcher(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _ObjectSource:
-    """Rows of an object.
-
-    Attributes:
-        access: to the object.
-        name: of the object's type, for messages.
-        call: name of the function that made the source.
-        replayable: whether the object gives the same values each time it is asked for a row of an epoch.
-    """
+    """Rows of an object of type `name`; the function `call` made the source. `from_torch` explains `replayable`."""
 
     access: _RowFetcher
     name: str
@@ -110,13 +103,7 @@ class _ObjectSource:
 
 
 class _ObjectLoader:
-    """Asks for the rows of a row group.
-
-    Args:
-        access: to the object.
-        index: of it.
-        drawn: its rows are known to differ from epoch to epoch.
-    """
+    """Loads row groups. `drawn` says that rows are known to differ from epoch to epoch."""
 
     def __init__(self, access: _RowFetcher, index: Index, drawn: bool = False) -> None:
         self._access, self._index = access, index
@@ -149,12 +136,7 @@ class _ObjectLoader:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _SampleAccess:
-    """`dataset[row]`, or `dataset.__getitems__(rows)` where there is one.
-
-    Attributes:
-        dataset: the object.
-        columns: names of the values of a sample, or the keys to keep of one that is a dict; None takes them as given.
-    """
+    """Fetches `dataset[row]`, or `dataset.__getitems__(rows)` where there is one; `columns` as in `from_torch`."""
 
     dataset: Any
     columns: tuple[str, ...] | None = None
@@ -238,7 +220,7 @@ class _ArrowAccess:
             table = self.dataset[rows.start : rows.stop]
         except (OSError, pa.ArrowException) as error:
             raise DataError(
-                f"the data set cannot be read: {error}", where=where, remedy="load it anew on every node"
+                f"the data set cannot be read: {error}", where=where, remedy="load it again on every node"
             ) from error
         return {name: arrow_array(table.column(name), f"{where}, column {name!r}") for name in table.column_names}
 
@@ -321,7 +303,7 @@ def arrow_array(column: pa.ChunkedArray, where: str) -> npt.NDArray[Any]:
 
 
 def group_rows(rows: int, row_bytes: int) -> int:
-    """Rows to ask for together: about 1 MiB, and few enough that the rows deal to many workers."""
+    """Return the rows of a row group: about 1 MiB, and few enough that many workers get some."""
     return max(min(_GROUP_BYTES // max(row_bytes, 1), _GROUP_ROWS, max(rows // _GROUPS, 16)), 1)
 
 
@@ -362,13 +344,13 @@ def _to_array(value: Any, where: str) -> Any:
 
 
 def _field_of(values: Sequence[Any] | npt.NDArray[Any]) -> Field:
-    """Of a column whose first row stands for all."""
+    """Return the field of a column by its first row."""
     first = values if isinstance(values, np.ndarray) else np.asarray(values[0])[None]
     return _OBJECT if first.dtype.kind in "OUS" else Field(first.dtype, first.shape[1:])
 
 
 def _column(name: str, values: Sequence[Any] | npt.NDArray[Any], field: Field, group: RowGroup) -> npt.NDArray[Any]:
-    """The values of a row group, which must be as the index says."""
+    """Return the values of a row group as an array. Raises DataError where they do not have the field of the index."""
     if field == _OBJECT:
         return object_array(values)
     if isinstance(values, np.ndarray) and values.dtype == field.dtype and values.shape[1:] == field.shape:
@@ -413,17 +395,11 @@ def hash_values(samples: Iterable[_Values]) -> str:
 # --- Random numbers of rows whose code draws from the global generators, as torch's data sets do ----------------------
 
 
-_LOCKED_S = 0.02  # after which a step may have the generators
+_LOCKED_S = 0.02  # after which a step can take the generators
 
 
 class _RowRandomness:
-    """Asks for rows, with the global generators seeded for each.
-
-    Attributes:
-        seed: of the run.
-        epoch: from 0.
-        drawn: some row has drawn from the generators so far.
-    """
+    """Asks for rows, with the global generators seeded for each; `drawn` says whether a row drew from them so far."""
 
     def __init__(self, seed: int = 0, epoch: int = 0) -> None:
         self.seed, self.epoch = seed, epoch
@@ -435,7 +411,7 @@ class _RowRandomness:
         one: Callable[[int], Any],
         many: Callable[[Sequence[int]], list[Any]] | None = None,
     ) -> list[Any]:
-        """What `one` gives for each row; or `many` for all of them, where none draws a random number."""
+        """Return `one` of each row; or `many` of all rows, where none draws a random number."""
         found: list[Any] = []
         while len(found) < len(rows):
             with random_state.GENERATORS_LOCK, random_state.preserve_generators():
@@ -445,7 +421,7 @@ class _RowRandomness:
     def _some(
         self, rows: Sequence[int], one: Callable[[int], Any], many: Callable[[Sequence[int]], list[Any]] | None
     ) -> list[Any]:
-        """As many of the rows as take a moment."""
+        """Compute rows for about _LOCKED_S, one at least."""
         until = time.monotonic() + _LOCKED_S
         if not self.drawn:
             random_state.seed_generators(0)
@@ -462,7 +438,7 @@ class _RowRandomness:
 
 
 def _until(until: float, rows: Sequence[int], one: Callable[[int], Any]) -> list[Any]:
-    """One row at least."""
+    """Return `one` of the rows until a time, of one row at least."""
     found = []
     for row in rows:
         found.append(one(row))

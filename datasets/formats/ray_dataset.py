@@ -1,13 +1,13 @@
 """Any Ray Dataset as a source: kept in Ray's object store, or written as parquet once.
 
-A Ray Dataset promises neither the order of its rows nor their place in a block, so it is executed once, and what came
-out is what the run reads.
+A Ray Dataset promises neither the order of its rows nor their place in a block, so it is executed once, and the run
+reads the result.
 
-In the object store the blocks belong to the process that made them. Every failure of a worker is replayed exactly from
-them. When that process ends, or a node with blocks that cannot be computed again is lost, they are gone: the next run
-executes the data set anew, and resumes only where the blocks have the same rows at the same places; it is refused
-otherwise. With `cache=` the rows are written as parquet by the driver, and from then on the folder is the data set:
-everything is replayable, by any process, for as long as it lies there.
+In the object store the blocks belong to the process that made them. Recovery from a failed worker replays them exactly.
+When that process ends, or a node with blocks that cannot be computed again is lost, the blocks are lost: the next run
+executes the data set again, and resumes only where the blocks have the same rows at the same places; it is refused
+otherwise. With `cache=` the driver writes the rows as parquet, and from then on the folder is the data set: any process
+can replay it while the folder exists.
 """
 
 from __future__ import annotations
@@ -31,14 +31,7 @@ _FILE = "Ray block"
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockInfo:
-    """What is known of a block.
-
-    Attributes:
-        rows: in it.
-        size_bytes: decoded.
-        schema: of its columns; empty where there is no row.
-        ends: digest of its first and last rows.
-    """
+    """A block's rows, decoded size, schema (empty without rows) and `ends`, a digest of its first and last rows."""
 
     rows: int
     size_bytes: int
@@ -48,11 +41,10 @@ class _BlockInfo:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _RaySource:
-    """Blocks in Ray's object store, without the empty ones.
+    """Blocks in Ray's object store, in order, without the empty ones.
 
     Attributes:
-        blocks: what is known of them, in order.
-        references: to them, pickled by Ray; whoever unpickles them borrows the blocks.
+        references: to the blocks, pickled by Ray; a process that unpickles them borrows the blocks.
     """
 
     blocks: tuple[_BlockInfo, ...]
@@ -110,7 +102,7 @@ class RayLoader:
             raise DataError(
                 f"the block is gone: {type(error).__name__}",
                 where=f"{_FILE} {number}",
-                remedy="run again to compute it anew, or give from_ray a cache= folder, which outlives the process "
+                remedy="run again to compute it again, or give from_ray a cache= folder, which outlives the process "
                 "that made the blocks",
             ) from error
         return _arrays(_table(block), columns, f"{_FILE} {number}")

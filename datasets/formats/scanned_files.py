@@ -1,13 +1,13 @@
-"""Files without an index of their own: a first pass finds where groups of rows lie and what the columns are.
+"""Files without an index of their own: a first pass finds where groups of rows are and what the columns are.
 
-A format says how a file is cut into groups and how the bytes of one become columns. Everything else is here, once:
-which files, one schema for all of them, the hash, and reading only the byte range of one group.
+A format says how a file is cut into groups and how the bytes of a group become columns. The rest is here: which files,
+one schema for all of them, the hash, and reading only the byte range of one group.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -23,7 +23,8 @@ from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, has
 from trainwright.datasets.formats.file_system import (
     COMPRESSIONS,
     RandomAccessFile,
-    common_folder,
+    absolute_path,
+    changed_error,
     compression_codec,
     find_files,
     open_file,
@@ -182,18 +183,17 @@ class FileSource:
         packed = tuple(suffix + packing for suffix in suffixes for packing in COMPRESSIONS)
         files = find_files(system, path, self.path, self.format.name, suffixes + packed)
         surveys = self._surveys(system, files)
-        groups = _groups(files, surveys)
-        if not groups:
-            raise DataError("the data has no rows", where=self.path, remedy="write some rows, or name another path")
+        groups = number_groups(self.path, files, (survey.pieces for survey in surveys))
         traits = self._merged(files, surveys)
-        fields = {name: self._field(name, trait, files[0].path) for name, trait in traits.items()}
-        rows = groups[-1].first + groups[-1].rows
-        return Index(
-            rows=rows,
-            groups=groups,
-            schema=fields,
-            row_bytes=_row_bytes(groups, fields, rows),
-            hash=_hash(files, groups, traits, fields),
+        fields = fields_of(traits, self.format.field, files[0].path)
+        ranges = ((group.number, group.rows, group.start, group.stop) for group in groups)
+        columns = ((name, traits[name], fields[name].dtype.str, fields[name].shape) for name in sorted(fields))
+        return file_index(
+            files,
+            groups,
+            fields,
+            stored_bytes=sum(group.stop - group.start for group in groups),
+            hashed=(*ranges, *columns),
             traits=traits,
             sizes={info.path: info.size for info in files},
         )
@@ -230,29 +230,17 @@ class FileSource:
         merged = {name: survey.traits[name] for name in select_columns(survey.traits, self.columns, first)}
         for file, found in others:
             for name in sorted({*merged, *(found.traits if self.columns is None else ())}):
-                merged[name] = self._joined(name, merged.get(name), found.traits.get(name), (first, file))
+                old, new = merged.get(name), found.traits.get(name)
+                both = self.format.merge(old, new) if old is not None and new is not None else None
+                if both is None:
+                    raise schema_error(name, new, old, file, first)
+                merged[name] = both
         return merged
 
-    def _joined(self, name: str, old: Any | None, new: Any | None, files: tuple[str, str]) -> Any:
-        both = self.format.merge(old, new) if old is not None and new is not None else None
-        if both is None:
-            here, there = ("missing" if trait is None else str(trait) for trait in (new, old))
-            raise DataError(
-                f"column {name!r} is {here} here and {there} in {files[0]}",
-                where=f"{files[1]}, column {name!r}",
-                remedy="write all files with one schema, or read other columns with columns=",
-            )
-        return both
 
-    def _field(self, name: str, trait: Any, file: str) -> Field:
-        try:
-            return self.format.field(trait)
-        except (pa.ArrowException, DataError) as error:
-            raise DataError(
-                f"the type {trait} cannot become an array: {error}",
-                where=f"{file}, column {name!r}",
-                remedy="write it as another type, or read other columns with columns=",
-            ) from error
+def file_source(path: str | os.PathLike[str], form: _FileFormat, columns: Iterable[str] | None = None) -> FileSource:
+    """Return the source of a path as the user gives it. Raises DataError for an address with a password."""
+    return FileSource(path=absolute_path(path), format=form, columns=None if columns is None else tuple(columns))
 
 
 class FileLoader:
@@ -279,11 +267,8 @@ class FileLoader:
         arrays = self._format.decode(head, body, {name: self._index.traits[name] for name in names}, place)
         for name, array in arrays.items():
             if len(array) != group.rows:
-                raise DataError(
-                    f"the file changed: the row group has {len(array)} rows and had {group.rows} when it was indexed",
-                    where=place.at(column=name),
-                    remedy="keep the data as it is while a run reads it",
-                )
+                how = f"the row group has {len(array)} rows and had {group.rows} when it was indexed"
+                raise changed_error(how, place.at(column=name))
         return arrays
 
     def _head(self, data: RandomAccessFile) -> bytes:
@@ -309,35 +294,75 @@ def null_error(what: str, where: str) -> DataError:
     return DataError(what, where=where, remedy="drop or fill them before training; nulls have no meaning as numbers")
 
 
-def _groups(files: list[pafs.FileInfo], surveys: list[FileSurvey]) -> tuple[RowGroup, ...]:
+# --- The index of files, of this kind and of parquet ------------------------------------------------------------------
+
+
+def number_groups(
+    path: str, files: Sequence[pafs.FileInfo], pieces: Iterable[Sequence[RecordRange]]
+) -> tuple[RowGroup, ...]:
+    """Return the row groups that have rows, from the ranges of each file. Raises DataError where there is none."""
     groups: list[RowGroup] = []
     first = 0
-    for info, survey in zip(files, surveys, strict=True):
-        for number, (start, stop, rows) in enumerate(survey.pieces):
-            groups.append(RowGroup(file=info.path, number=number, rows=rows, first=first, start=start, stop=stop))
+    for info, found in zip(files, pieces, strict=True):
+        for number, (start, stop, rows) in enumerate(found):
+            if rows:
+                groups.append(RowGroup(file=info.path, number=number, rows=rows, first=first, start=start, stop=stop))
             first += rows
+    if not groups:
+        raise DataError("the data has no rows", where=path, remedy="write some rows, or name another path")
     return tuple(groups)
 
 
-def _row_bytes(groups: tuple[RowGroup, ...], fields: Mapping[str, Field], rows: int) -> int:
-    """Decoded size of a row; objects are charged with their size in the files."""
-    known = sum(field.row_bytes for field in fields.values())
-    if all(field.dtype != np.dtype(object) for field in fields.values()):
-        return known
-    return max(known, sum(group.stop - group.start for group in groups) // rows)
+def fields_of(kinds: Mapping[str, Any], field: Callable[[Any], Field], file: str) -> dict[str, Field]:
+    """Return field(kind) of each column. Raises DataError, naming the file, for one that cannot become an array."""
+    fields: dict[str, Field] = {}
+    for name, kind in kinds.items():
+        try:
+            fields[name] = field(kind)
+        except (pa.ArrowException, DataError) as error:
+            raise DataError(
+                f"the type {kind} cannot become an array: {error}",
+                where=f"{file}, column {name!r}",
+                remedy="write it as another type, or read other columns with columns=",
+            ) from error
+    return fields
 
 
-def _hash(
-    files: list[pafs.FileInfo], groups: tuple[RowGroup, ...], traits: Mapping[str, Any], fields: Mapping[str, Field]
-) -> str:
-    """The same wherever the files lie: names within the common folder, sizes, ranges and columns."""
-    folder = common_folder([info.path for info in files])
-    return hash_parts(
-        [
-            *((os.path.relpath(info.path, folder or "."), info.size) for info in files),
-            *((group.number, group.rows, group.start, group.stop) for group in groups),
-            *((name, traits[name], fields[name].dtype.str, fields[name].shape) for name in sorted(fields)),
-        ]
+def schema_error(name: str, here: object | None, there: object | None, file: str, first: str) -> DataError:
+    """Return the error for a column that is of another type in `file` than in the first one; None for no column."""
+    return DataError(
+        f"column {name!r} is {'missing' if here is None else here} here "
+        f"and {'missing' if there is None else there} in {first}",
+        where=f"{file}, column {name!r}",
+        remedy="write all files with one schema, or read other columns with columns=",
+    )
+
+
+def file_index(
+    files: Sequence[pafs.FileInfo],
+    groups: tuple[RowGroup, ...],
+    fields: Mapping[str, Field],
+    *,
+    stored_bytes: int,
+    hashed: Iterable[object],
+    **more: Any,
+) -> Index:
+    """Return the index of files.
+
+    Args:
+        files, groups, fields: of the data set.
+        stored_bytes: size of the columns in the files, by which objects are charged.
+        hashed: goes into the hash beside the files' sizes and their names within the common folder, so that the hash is
+            the same wherever the files lie.
+        more: further fields of the index.
+    """
+    rows, row_bytes = groups[-1].first + groups[-1].rows, sum(field.row_bytes for field in fields.values())
+    if any(field.dtype == np.dtype(object) for field in fields.values()):
+        row_bytes = max(row_bytes, stored_bytes // rows)
+    folder = os.path.commonpath([os.path.dirname(info.path) for info in files]) or "."
+    names = ((os.path.relpath(info.path, folder), info.size) for info in files)
+    return Index(
+        rows=rows, groups=groups, schema=fields, row_bytes=row_bytes, hash=hash_parts([*names, *hashed]), **more
     )
 
 
@@ -414,6 +439,20 @@ def whole_records(
         offset, rest = offset + low, rest[low:]
 
 
+def survey_ranges(
+    file: str, ranges: Iterable[tuple[int, bytes]], count: Callable[[bytes, GroupLocation], int]
+) -> tuple[RecordRange, ...]:
+    """Return the ranges that have rows, as `count` says of the bytes of each."""
+    pieces: list[RecordRange] = []
+    first = 0
+    for offset, body in ranges:
+        rows = count(body, GroupLocation(file=file, group=len(pieces), row=first))
+        if rows:
+            pieces.append(RecordRange(offset, offset + len(body), rows))
+            first += rows
+    return tuple(pieces)
+
+
 def line_ends(data: bytes, last: bool) -> Offsets:
     """Ends of lines, the newline included; at the end of a file it may be missing."""
     ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")).astype(np.int64) + 1
@@ -427,5 +466,5 @@ def _unfinished_record_error(data: RandomAccessFile, offset: int, row: int, limi
     return DataError(
         f"the row that begins at byte {offset} of {data.size_bytes} does not end {within}",
         where=f"{data.file}, row {row}",
-        remedy="the file may be cut off, or a quotation mark not closed: write it anew, or leave it out",
+        remedy="the file may be cut off, or a quotation mark not closed: write it again, or leave it out",
     )

@@ -1,4 +1,4 @@
-"""CSV as a source: records cut at real line ends, one type a column over all files, read group by group."""
+"""CSV, JSON lines and plain text as data sources: one type for each column over all files, read group by group."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ import pyarrow.csv as pacsv
 from trainwright.core.errors import DataError
 from trainwright.datasets.data_source import Arrays, Field, field_of
 from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.formats.file_system import RandomAccessFile, absolute_path
+from trainwright.datasets.formats.file_system import RandomAccessFile, changed_error
 from trainwright.datasets.formats.scanned_files import (
-    FileSource,
     FileSurvey,
     GroupLocation,
     Offsets,
-    RecordRange,
     TextTraits,
+    file_source,
     line_ends,
     null_error,
+    survey_ranges,
     table_arrays,
     whole_records,
 )
@@ -53,7 +53,7 @@ def _merge_kinds(one: str, other: str) -> str:
     return "float" if {one, other} == _NUMBERS else "str"
 
 
-# --- Csv --------------------------------------------------------------------------------------------------------------
+# --- CSV --------------------------------------------------------------------------------------------------------------
 
 
 _BOM = b"\xef\xbb\xbf"
@@ -87,17 +87,16 @@ class _CsvFormat(TextTraits):
         place = GroupLocation(file=data.file, group=0, row=0)
         names = self._names(head[:start], place)
         kinds = dict.fromkeys(names, _NULL)
-        pieces: list[RecordRange] = []
-        rows = 0
-        ends = partial(csv_record_ends, delimiter=delimiter)
-        for offset, body in whole_records(data, start, ends):
-            place = GroupLocation(file=data.file, group=len(pieces), row=rows)
+
+        def count(body: bytes, place: GroupLocation) -> int:
             table = self._parse(names, body, None, place)
             if table.num_rows:
-                pieces.append(RecordRange(offset, offset + len(body), table.num_rows))
-                rows += table.num_rows
-                kinds = {name: _merge_kinds(kinds[name], _csv_kind(table.schema.field(name).type)) for name in names}
-        return FileSurvey(pieces=tuple(pieces), traits=kinds)
+                for name in names:
+                    kinds[name] = _merge_kinds(kinds[name], _csv_kind(table.schema.field(name).type))
+            return int(table.num_rows)
+
+        ranges = whole_records(data, start, partial(csv_record_ends, delimiter=delimiter))
+        return FileSurvey(pieces=survey_ranges(data.file, ranges, count), traits=kinds)
 
     def merge(self, one: str, other: str) -> str | None:
         """The narrowest kind that holds both; any two go together as text."""
@@ -129,7 +128,7 @@ class _CsvFormat(TextTraits):
         return names
 
     def _parse(self, names: list[str], body: bytes, types: Mapping[str, Any] | None, place: GroupLocation) -> pa.Table:
-        """Records as a table: of the types given, those columns alone; else all columns, their types inferred."""
+        """Return records as a table: the columns of `types`, or all columns with inferred types."""
         ragged: list[Any] = []
 
         def refuse(row: Any) -> str:
@@ -180,7 +179,7 @@ def csv_record_ends(data: bytes, last: bool, delimiter: str = ",") -> Offsets:
 
 
 def _quoted_ends(data: bytes, ends: Offsets, delimiter: str) -> npt.NDArray[np.bool_]:
-    """Which ends of lines lie inside quoted values where some quotation marks stand in values that are not quoted."""
+    """Return which ends of lines are inside quoted values; for data with quotation marks in unquoted values too."""
     opening = rb"(?:(?<=[\n\r" + re.escape(delimiter.encode()) + rb"])|\A)"
     spans = [(-1, -1)]
     for match in re.finditer(opening + rb'"[^"]*+(?:""[^"]*+)*+(?:"|(\Z))', data):
@@ -192,7 +191,7 @@ def _quoted_ends(data: bytes, ends: Offsets, delimiter: str) -> npt.NDArray[np.b
 
 
 def _header_end(head: bytes, delimiter: str, data: RandomAccessFile) -> int:
-    """Where the first line that holds something ends; 0 where there is none."""
+    """Return where the first line that is not blank ends; 0 where there is none."""
     last = len(head) == data.size_bytes
     body = head.removeprefix(_BOM)
     blank = len(head) - len(body.lstrip(b"\r\n"))
@@ -255,13 +254,10 @@ def csv(path: str | os.PathLike[str], columns: Iterable[str] | None = None, *, d
     """
     if delimiter is not None and (len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n'):
         raise DataError(f"delimiter={delimiter!r} cannot part values", remedy="give one character, such as ';'")
-    form = _CsvFormat(delimiter=delimiter)
-    return Dataset(
-        source=FileSource(path=absolute_path(path), format=form, columns=None if columns is None else tuple(columns))
-    )
+    return Dataset(source=file_source(path, _CsvFormat(delimiter=delimiter), columns))
 
 
-# --- JSON lines as a source -------------------------------------------------------------------------------------------
+# --- JSON lines -------------------------------------------------------------------------------------------------------
 
 
 _JSON_DTYPES = {"bool": np.dtype(np.bool_), "int": np.dtype(np.int64), "float": np.dtype(np.float64)}
@@ -285,17 +281,14 @@ class _JsonLinesFormat(TextTraits):
     def survey(self, data: RandomAccessFile) -> FileSurvey:
         """Cut the file at its lines, and infer the kind of each column over all of them."""
         kinds: dict[str, str] = {}
-        pieces: list[RecordRange] = []
-        rows = 0
-        for offset, body in whole_records(data, 0, line_ends):
-            place = GroupLocation(file=data.file, group=len(pieces), row=rows)
+
+        def count(body: bytes, place: GroupLocation) -> int:
             objects = _json_objects(body, place)
-            if objects:
-                pieces.append(RecordRange(offset, offset + len(body), len(objects)))
-                rows += len(objects)
             for name, found in _json_kinds(objects).items():
                 kinds[name] = _merge_kinds(kinds.get(name, _NULL), found)
-        return FileSurvey(pieces=tuple(pieces), traits=kinds)
+            return len(objects)
+
+        return FileSurvey(pieces=survey_ranges(data.file, whole_records(data, 0, line_ends), count), traits=kinds)
 
     def merge(self, one: str, other: str) -> str | None:
         """The narrowest kind that holds both; any two go together."""
@@ -379,11 +372,7 @@ def _json_column(objects: list[dict[str, Any]], name: str, kind: str, place: Gro
 
 
 def _json_changed(value: object, kind: str, where: str) -> DataError:
-    return DataError(
-        f"the file changed: {value!r} is no {kind}, which the column was when it was indexed",
-        where=where,
-        remedy="keep the data as it is while a run reads it",
-    )
+    return changed_error(f"{value!r} is no {kind}, which the column was when it was indexed", where)
 
 
 def json_lines(path: str | os.PathLike[str], columns: Iterable[str] | None = None) -> Dataset:
@@ -396,11 +385,10 @@ def json_lines(path: str | os.PathLike[str], columns: Iterable[str] | None = Non
         path: a file, a folder or a glob; local or a URI that pyarrow.fs understands (`s3://`, `gs://`, `abfs://`).
         columns: read only these; by default all.
     """
-    names = None if columns is None else tuple(columns)
-    return Dataset(source=FileSource(path=absolute_path(path), format=_JsonLinesFormat(), columns=names))
+    return Dataset(source=file_source(path, _JsonLinesFormat(), columns))
 
 
-# --- Plain text as a source -------------------------------------------------------------------------------------------
+# --- Plain text -------------------------------------------------------------------------------------------------------
 
 
 _BREAK = re.compile(rb"\n[ \t\r]*\n\s*(?=\S)")  # what follows must have begun, or more of the break may come
@@ -409,7 +397,7 @@ _DOCUMENTS = {"line": re.compile(r"\n"), "paragraph": re.compile(r"\n[ \t\r]*\n\
 
 @dataclass(frozen=True, kw_only=True)
 class _TextFormat(TextTraits):
-    """UTF-8 text. A document is a line, what stands between blank lines, or a whole file; blank ones are left out."""
+    """UTF-8 text. A document is a line, a paragraph between blank lines, or a file; blank ones are left out."""
 
     by: Literal["line", "paragraph", "file"] = "line"
     name = "text"
@@ -418,12 +406,8 @@ class _TextFormat(TextTraits):
 
     def survey(self, data: RandomAccessFile) -> FileSurvey:
         """Cut the file after its documents and count them."""
-        pieces: list[RecordRange] = []
-        for number, (offset, body) in enumerate(self._ranges(data)):
-            rows = len(self._documents(body, GroupLocation(file=data.file, group=number, row=0)))
-            if rows:
-                pieces.append(RecordRange(offset, offset + len(body), rows))
-        return FileSurvey(pieces=tuple(pieces), traits={"text": "str"})
+        pieces = survey_ranges(data.file, self._ranges(data), lambda body, place: len(self._documents(body, place)))
+        return FileSurvey(pieces=pieces, traits={"text": "str"})
 
     def merge(self, one: str, other: str) -> str:
         """There is one kind of text."""
@@ -475,4 +459,4 @@ def text(path: str | os.PathLike[str], by: Literal["line", "paragraph", "file"] 
     """
     if by not in _DOCUMENTS:
         raise DataError(f"by={by!r} is no way to cut text", remedy=f"give one of {', '.join(_DOCUMENTS)}")
-    return Dataset(source=FileSource(path=absolute_path(path), format=_TextFormat(by=by)))
+    return Dataset(source=file_source(path, _TextFormat(by=by)))

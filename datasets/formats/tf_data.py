@@ -1,9 +1,9 @@
-"""A user's own `tf.data` pipeline as a source, read in its own order. Duck-typed; TensorFlow is not imported.
+"""A user's own `tf.data` pipeline as a data source, read in its own order. Duck-typed; TensorFlow is not imported.
 
-Such a pipeline gives its rows one after the other and has no rows by number. So it is iterated as it is, from its start
-in each pass, by every worker, which keeps its share of each global batch; a run that goes on in the middle of a pass
-skips what came before. The pipeline shuffles, augments and prefetches for itself: what a run knows of a row is its
-place in a pass. Hence each row counts exactly once as long as the pipeline repeats itself; see `from_tf`.
+Such a pipeline has no rows by number. So every worker iterates it from its start in each pass and keeps its share of
+each global batch; a run that resumes in the middle of a pass skips the earlier rows. The pipeline shuffles, augments
+and prefetches for itself, and a run knows a row by its place in a pass only. Hence each row counts exactly once if the
+pipeline repeats itself; see `from_tf`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,14 @@ from trainwright.datasets.formats.python_objects import hash_values, object_arra
 
 _SAMPLED_ROWS = 64  # rows that are read twice
 _BLOCK_ROWS = 256
-END_S = 0.5  # for functions of the pipeline that are under way when it is let go
+END_S = 0.5  # for running functions of the pipeline when its iterator is closed
 _AUTOTUNE, _INFINITE, _UNKNOWN = -1, -1, -2  # as tf.data has them
 _PARTS = ("x", "y", "weight")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _PipelineSource:
-    """Rows of a pipeline.
-
-    Attributes:
-        make: () or (epoch) -> tf.data.Dataset of single rows.
-        rows: of a pass; None where the pipeline knows it.
-        replayable: whether it gives the same rows in the same order each time.
-    """
+    """Rows of a pipeline. `from_tf` says what the fields mean."""
 
     make: Callable[..., Any]
     rows: int | None = None
@@ -139,13 +133,7 @@ class _PipelineSource:
 
 
 class _PipelineRows:
-    """Rows of one pass after the other. A row before those last read begins the pass anew. Safe with several threads.
-
-    Args:
-        source: the pipeline.
-        index: of it.
-        columns: to give.
-    """
+    """Reads one pass after the other; an earlier row restarts the pass. Safe to use from several threads."""
 
     def __init__(self, source: _PipelineSource, index: Index, columns: Sequence[str]) -> None:
         self._source, self._index, self._columns = source, index, columns
@@ -179,7 +167,7 @@ class _PipelineRows:
         self._kept, self._epoch, self._first, self._next = [], epoch, row, row
 
     def _read(self, wanted: int) -> None:
-        """Read another block; blocks that end before the row wanted are let go, but for the last of them."""
+        """Read another block; blocks that end before the row wanted are dropped, except the last of them."""
         block = next(self._blocks, None)
         if block is None:
             raise DataError(
@@ -204,11 +192,11 @@ def from_tf(make: Callable[..., Any], *, rows: int | None = None, replayable: bo
     Every worker iterates the whole pipeline and keeps its share of each batch: what the pipeline computes is computed
     by each of them; `parquet`, `tfrecord` and the like share the work.
 
-    What exactly once means here: a row is known by its place in a pass. After a failure, and in a run that is resumed,
-    the pass begins anew and skips the rows that were trained on. A pipeline that repeats itself (a seeded shuffle, no
+    What exactly once means here: a row is known by its place in a pass. After a failure, and in a resumed run, the pass
+    begins again and skips the rows that were trained on. A pipeline that repeats itself (a seeded shuffle, no
     `deterministic=False`) therefore counts each row once, in any number of workers, and a recovered run ends as an
-    unbroken one; its first rows are read twice to see whether it does. With `replayable=False` that is not asked: its
-    workers then disagree on which row stands where, and rows may count twice or never, failures or not.
+    uninterrupted one; its first rows are read twice to check that. `replayable=False` leaves the check out: then
+    workers disagree on the order of rows, and rows can count twice or never, with or without failures.
 
     Args:
         make: () or (epoch) -> tf.data.Dataset.
@@ -263,10 +251,10 @@ def read_blocks(pipeline: Any, schema: Mapping[str, Field], where: str, first: i
 
 
 def _close_iterator(held: list[Any]) -> None:
-    """End an iterator: what it runs has ended when this returns, but for a thread of TensorFlow's that may sleep on.
+    """Close an iterator, and wait up to END_S for the functions that it runs.
 
-    The end of an iterator waits for its autotuner. TensorFlow 2.21 wakes that before it marks it as cancelled, so that
-    it may lie down again until it would look at the pipeline the next time: minutes, on a machine that is busy.
+    Closing waits for the autotuner's thread. TensorFlow 2.21 wakes that thread before it marks it as cancelled, so the
+    thread can sleep again until its next look at the pipeline: minutes, on a busy machine.
     """
     end = threading.Thread(target=held.clear, name="trainwright-pipeline-end", daemon=True)
     end.start()

@@ -1,4 +1,4 @@
-"""Going on without samples that cannot be read: they are found, told of, and take part with weight 0."""
+"""Skip samples that cannot be read: they are found, recorded, and take part with weight 0."""
 
 from __future__ import annotations
 
@@ -35,22 +35,24 @@ class SkippedSample:
 
 
 class SkippingReader:
-    """Reads what can be read and is like the other rows: the first read settles their columns. For one thread.
+    """Reads samples and skips those that fail, or whose columns differ from the others. For one thread.
+
+    The first read decides which columns are right.
 
     Args:
         limit: samples that may be skipped; one more raises DataError.
-        record: is told of each, once.
+        record: called once for each skipped sample.
     """
 
     def __init__(self, limit: int, record: Callable[[SkippedSample], None]) -> None:
         self._limit, self._record = limit, record
         self._skipped: dict[int, SkippedSample] = {}
-        self._row: Arrays | None = None  # a good row, which all others are like
+        self._row: Arrays | None = None  # a good row, with the columns that all rows must have
 
     def read(self, read: _Read, samples: Rows) -> tuple[Arrays, npt.NDArray[np.bool_]]:
-        """read(samples), and which of its rows are good; a bad one holds a copy of a good one.
+        """Return read(samples), and which of its rows are good; a bad row holds a copy of a good one.
 
-        Raises DataError where the limit is passed, or no row of these is good and none is found elsewhere.
+        Raises DataError beyond the limit, or where none of these rows is good and none is found elsewhere.
         """
         good = np.array([sample not in self._skipped for sample in samples.tolist()], dtype=np.bool_)
         if not len(samples):
@@ -64,7 +66,7 @@ class SkippingReader:
         return _spread(columns, good), good
 
     def _parts(self, read: _Read, samples: Rows) -> _Parts:
-        """Parts of the samples in order with their columns, None for a single bad one: halved until each is known."""
+        """Read samples, in halves where that fails. Returns parts in order with their columns, None for a bad one."""
         if not len(samples):
             return []
         try:
@@ -79,7 +81,7 @@ class SkippingReader:
         return self._parts(read, samples[:middle]) + self._parts(read, samples[middle:])
 
     def _alike(self, arrays: Arrays, samples: Rows) -> Arrays:
-        """The columns as they are. Raises DataError where they differ from those of the good row."""
+        """Return the columns. Raises DataError where they differ from those of the good row."""
         difference = "" if self._row is None else _difference(schema_of(arrays), schema_of(self._row))
         if difference:
             remedy = "give every row the same columns, types and shapes"
@@ -87,7 +89,7 @@ class SkippingReader:
         return arrays
 
     def _settled(self, read: _Read, found: _Parts) -> _Parts:
-        """Choose the good row from what most rows are like; the parts, those that differ having been read again."""
+        """Choose the good row by the columns of most rows, and read the parts with other columns again."""
         rows: Counter[frozenset[tuple[str, Field]]] = Counter()
         examples: dict[frozenset[tuple[str, Field]], Arrays] = {}
         for part, arrays in found:
@@ -107,7 +109,7 @@ class SkippingReader:
         return parts
 
     def _repeated(self, read: _Read, samples: Rows) -> Arrays:
-        """The good row, for samples none of which is good; a run that was resumed here may not have seen one yet."""
+        """Return the good row for samples none of which is good; a run resumed here may still have to find one."""
         if self._row is None:
             self._row = self._elsewhere(read, int(samples[0]))
         if self._row is None:
@@ -115,7 +117,7 @@ class SkippingReader:
         return self._row
 
     def _elsewhere(self, read: _Read, first: int) -> Arrays | None:
-        """A good row that was not asked for; those that fail are not counted."""
+        """Return a good row among other samples; those that fail do not count."""
         for sample in (*range(first - 1, max(first - _NEARBY_SAMPLES, 0) - 1, -1), *range(_NEARBY_SAMPLES)):
             # an IndexError says that the data has fewer rows
             with suppress(DataError, UserCodeError, IndexError):
@@ -153,7 +155,7 @@ def _skip_limit_error(limit: int, last: TrainwrightError) -> _TooManyBadSamples:
 
 
 def _spread(columns: Arrays, good: npt.NDArray[np.bool_]) -> Arrays:
-    """One row for each of `good`: the next of the columns', or the first for a bad one."""
+    """Return one row for each of `good`: the next row of the columns, or the first for a bad sample."""
     take = np.where(good, np.cumsum(good) - 1, 0)
     return {name: array[take] for name, array in columns.items()}
 

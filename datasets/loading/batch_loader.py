@@ -1,24 +1,24 @@
-"""Delivery inside a worker: the feeds of every step from any step on, read ahead of the consumer."""
+"""The batches of a worker: the feeds of its steps, from any step on, read ahead in a thread."""
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.core.data import Batch, Cursor, Feed, FeedAssignment, PrefetchDepth, zero_weight
+from trainwright.core.data import Batch, Feed, FeedAssignment, PrefetchDepth, zero_weight
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.core.topology import WorkUnit
 from trainwright.datasets.data_source import Arrays, Index, RowAccess, Rows
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.loading.bad_samples import SkippingReader
-from trainwright.datasets.loading.prefetch import ReadAhead
 from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.datasets.sample_order import (
     MEMORY_BYTES,
@@ -36,15 +36,19 @@ _CHUNK_ROWS, _CHUNK_BYTES, _CHUNK_STEPS = 4096, 8 << 20, 64
 _WARM_ROWS = 8  # rows that a heavy transform computes for the throwaway step
 
 
+_Shares = Mapping[int, tuple[RankShare, Arrays]]
+"""By data rank, its share of some steps and the columns of the share's rows."""
+
+
 class Fetcher(Protocol):
-    """Where transformed shares come from when they are not computed here, such as Ray Data."""
+    """Gives transformed shares that another process computes, such as Ray Data."""
 
     def fetch(self, step: int, rank: int, total: int) -> tuple[range, Arrays]:
         """Columns of a data rank's share of the chunk of steps that holds `step`, and that chunk. Has a deadline."""
 
 
 class Feeds(Iterator[Feed]):
-    """Feeds of consecutive steps. Close it, or use it in a `with`: a thread reads ahead of it, as far as it has to.
+    """Feeds of consecutive steps, which a thread reads ahead. Close it, or use it in a `with`.
 
     Args:
         chunks: feeds that are read together.
@@ -86,7 +90,7 @@ class Feeds(Iterator[Feed]):
 
 
 class BatchLoader:
-    """The feeds of one actor over a whole run.
+    """Reads the feeds of one actor over a whole run.
 
     Args:
         dataset: to read.
@@ -100,15 +104,19 @@ class BatchLoader:
         feeding: data ranks of this actor; it may have none.
         accumulation: micro-batches of each data rank in one step.
         static_shapes: fill every micro-batch to one size with repeats of weight 0.
-        columns: to give; by default all.
+        columns: that the feeds have; by default all.
         window: rows that are permuted together; by default chosen from the index.
         fetcher: gives the transformed shares of heavy data sets; without it, all is computed here.
-        row: of the data set, of which full and warm feeds are made where a transform is slow to open.
+        row: a row of the data set, repeated in full and warm feeds where a transform is slow to open.
         memory_bytes: decoded data that may be kept.
-        salvage: goes on without samples that cannot be read; without it, they end the run.
+        salvage: skips samples that cannot be read; without it, they end the run.
+
+    Attributes:
+        schedule: the steps of the run and their samples.
+        feeding: data ranks of this actor.
 
     Raises:
-        DataError: the data is missing, empty or lacks a column, or gives no step.
+        DataError: the data is missing or empty, has no such column, or gives no step.
     """
 
     def __init__(
@@ -133,60 +141,24 @@ class BatchLoader:
         salvage: SkippingReader | None = None,
     ) -> None:
         index = index or dataset.index()
-        self._dataset, self._fetcher, self._feeding, self._salvage = dataset, fetcher, feeding, salvage
+        self._dataset, self._fetcher, self.feeding, self._salvage = dataset, fetcher, feeding, salvage
         self._row = row
         self._columns = None if columns is None else tuple(columns)
-        self._schedule = make_schedule(
+        self.schedule = make_schedule(
             index, batch_size=batch_size, epochs=epochs, seed=seed, shuffle=shuffle, drop_last=drop_last,
             epoch_samples=epoch_samples, window=window,
         )  # fmt: skip
-        largest = self._schedule.largest_share(feeding.total)
-        self._assembly = _BatchAssembler(
-            schedule=self._schedule,
-            feeding=feeding,
-            accumulation=accumulation,
-            rows=-(-largest // accumulation) if static_shapes else None,
-        )
-        self._reader = make_reader(dataset, index, self._columns, self._schedule.order, memory_bytes)
+        largest = self.schedule.largest_share(feeding.total)
+        self._accumulation = accumulation
+        self._fill_rows = -(-largest // accumulation) if static_shapes else None
+        self._reader = make_reader(dataset, index, self._columns, self.schedule.order, memory_bytes)
         self._chunk_steps = chunk_steps(batch_size * len(feeding.data_ranks) / feeding.total, index.row_bytes)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of one epoch."""
-        return self._schedule.steps_per_epoch
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of all epochs."""
-        return self._schedule.total_steps
-
-    @property
-    def order(self) -> SampleOrder:
-        """The order of the samples."""
-        return self._schedule.order
-
-    def cursor(self, step: int) -> Cursor:
-        """Where the batch of global step `step` starts."""
-        return self._schedule.cursor(step)
-
-    @property
-    def feeding(self) -> FeedAssignment:
-        """Which shares this actor has."""
-        return self._feeding
-
-    def size(self, step: int) -> int:
-        """Real samples in the global batch of a step."""
-        return self._schedule.size(step)
-
-    def samples(self, step: int) -> Rows:
-        """Row numbers of the global batch of a step, in the order of their positions."""
-        return self._schedule.samples(step)
 
     def feed(self, step: int, share: int) -> Feed:
         """The feed of one step for any one data rank, read now."""
         ranks = range(share, share + 1)
         _, shares = self._shares(step, ranks, 1)
-        return replace(self._assembly, feeding=replace(self._feeding, data_ranks=ranks)).feed(step, shares)
+        return self._assembled(step, ranks, shares)
 
     def feeds(self, start_step: int = 0) -> Feeds:
         """Feeds of the steps from `start_step` to the end of the last epoch. Reading begins at once."""
@@ -203,16 +175,16 @@ class BatchLoader:
             step: about where the feeds will start, so that what is read for it is of use to them.
             avoid: steps whose samples are not to be used.
         """
-        full = self._schedule.size(step) == self._schedule.batch_size
-        start = step if full else step - step % self._schedule.steps_per_epoch
+        full = self.schedule.size(step) == self.schedule.batch_size
+        start = step if full else step - step % self.schedule.steps_per_epoch
         if start in avoid:
-            others = itertools.chain(range(start + 1, self.total_steps), range(start))
-            alike = (other for other in others if self._schedule.size(other) == self._schedule.size(start))
+            others = itertools.chain(range(start + 1, self.schedule.total_steps), range(start))
+            alike = (other for other in others if self.schedule.size(other) == self.schedule.size(start))
             start = next((other for other in alike if other not in avoid), start)
         steps = range(start, start + 1)
         shares: dict[int, tuple[RankShare, Arrays]] = {}
-        for rank in self._feeding.data_ranks:
-            share = self._schedule.share(steps, rank, self._feeding.total)
+        for rank in self.feeding.data_ranks:
+            share = self.schedule.share(steps, rank, self.feeding.total)
             if self._row is not None:
                 back = np.zeros(len(share.samples), dtype=np.int64)
                 shares[rank] = share, {name: array[back] for name, array in self._row.columns.items()}
@@ -221,12 +193,12 @@ class BatchLoader:
             distinct, back = np.unique(few, return_inverse=True)
             columns, _ = self._read(share.samples[distinct], share.passes[distinct])
             shares[rank] = share, {name: array[back] for name, array in columns.items()}
-        return self._assembly.feed(start, shares)
+        return self._assembled(start, self.feeding.data_ranks, shares)
 
     def _chunks(self, step: int) -> Iterator[list[Feed]]:
-        while step < self.total_steps:
-            steps, shares = self._shares(step, self._feeding.data_ranks, self._chunk_steps)
-            yield [self._assembly.feed(number, shares) for number in steps]
+        while step < self.schedule.total_steps:
+            steps, shares = self._shares(step, self.feeding.data_ranks, self._chunk_steps)
+            yield [self._assembled(number, self.feeding.data_ranks, shares) for number in steps]
             step = steps.stop
 
     def _shares(self, step: int, ranks: range, length: int) -> tuple[range, _Shares]:
@@ -242,8 +214,8 @@ class BatchLoader:
 
     def _computed(self, step: int, ranks: range, length: int) -> tuple[range, _Shares]:
         """Read and transform the shares of these data ranks together."""
-        steps = range(step, self._schedule.chunk(step, length).stop)
-        shares = [self._schedule.share(steps, rank, self._feeding.total) for rank in ranks]
+        steps = range(step, self.schedule.chunk(step, length).stop)
+        shares = [self.schedule.share(steps, rank, self.feeding.total) for rank in ranks]
         if not shares:
             return steps, {}
         samples = np.concatenate([share.samples for share in shares])
@@ -261,21 +233,52 @@ class BatchLoader:
 
     def _fetched(self, fetcher: Fetcher, step: int, ranks: range) -> tuple[range, _Shares]:
         """Fetch the shares of these data ranks."""
-        chunk = range(step, self.total_steps)
+        chunk = range(step, self.schedule.total_steps)
         shares: dict[int, tuple[RankShare, Arrays]] = {}
         for rank in ranks:
-            chunk, columns = fetcher.fetch(step, rank, self._feeding.total)
-            shares[rank] = self._schedule.share(chunk, rank, self._feeding.total), columns
+            chunk, columns = fetcher.fetch(step, rank, self.feeding.total)
+            shares[rank] = self.schedule.share(chunk, rank, self.feeding.total), columns
         if not shares:
-            chunk = self._schedule.chunk(step, self._chunk_steps)
+            chunk = self.schedule.chunk(step, self._chunk_steps)
         return range(step, chunk.stop), shares
+
+    def _assembled(self, step: int, ranks: range, shares: _Shares) -> Feed:
+        """The feed of one step for these data ranks, from their shares that hold the step."""
+        return Feed(
+            step=step,
+            parts=tuple(self._micro_batches(step, *shares[rank]) for rank in ranks),
+            data_ranks=ranks,
+            total=self.feeding.total,
+            rows=self.schedule.size(step),
+        )
+
+    def _micro_batches(self, step: int, share: RankShare, columns: Arrays) -> tuple[Batch, ...]:
+        """A step's rows cut into micro-batches as evenly as possible, in position order."""
+        at = step - share.steps.start
+        first, last = int(share.bounds[at]), int(share.bounds[at + 1])
+        real = last - first if share.real[at] else 0
+        cuts = [first + real * part // self._accumulation for part in range(self._accumulation + 1)]
+        return tuple(self._batch(share, columns, low, high, first) for low, high in pairwise(cuts))
+
+    def _batch(self, share: RankShare, columns: Arrays, low: int, high: int, first: int) -> Batch:
+        """Rows low..high; the step's first row, with weight 0, where there are none."""
+        real = high - low
+        if not real:
+            low, high = first, first + 1
+        weights = np.ones(real) if share.good is None else share.good[low:high].astype(np.float64)
+        batch = Batch(
+            columns={name: array[low:high] for name, array in columns.items()},
+            weights=weights if real else np.zeros(1),
+            samples=share.samples[low:high],
+        )
+        return batch if self._fill_rows in (None, batch.rows) else _pad_batch(batch, self._fill_rows)
 
     def _read(self, samples: Rows, passes: Rows) -> tuple[Arrays, npt.NDArray[np.bool_] | None]:
         """Transformed rows, each of its pass, and which of them are good; None where all are."""
         good = np.ones(len(samples), dtype=np.bool_)
 
         def compute(which: npt.NDArray[np.bool_], number: int) -> Arrays:
-            counters = Counters(seed=self._schedule.order.seed, epoch=number)
+            counters = Counters(seed=self.schedule.order.seed, epoch=number)
 
             def read(wanted: Rows) -> Arrays:
                 return self._dataset.transform(self._reader.gather(wanted, number), wanted, counters, self._columns)
@@ -332,60 +335,6 @@ def chunk_steps(rows: float, row_bytes: int) -> int:
     return int(min(max(most // max(rows, 1), 1), _CHUNK_STEPS))
 
 
-# --- From a share's columns to the feeds of its steps -----------------------------------------------------------------
-
-
-_Shares = Mapping[int, tuple[RankShare, Arrays]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _BatchAssembler:
-    """How shares become feeds.
-
-    Attributes:
-        schedule: of the run.
-        feeding: data ranks of this actor.
-        accumulation: micro-batches of each data rank in one step.
-        rows: every micro-batch is filled to this many rows with repeats of weight 0; None leaves it as it is.
-    """
-
-    schedule: StepSchedule
-    feeding: FeedAssignment
-    accumulation: int = 1
-    rows: int | None = None
-
-    def feed(self, step: int, shares: _Shares) -> Feed:
-        """The feed of one step, from the shares of this actor's data ranks that hold the step."""
-        return Feed(
-            step=step,
-            parts=tuple(self._part(step, *shares[rank]) for rank in self.feeding.data_ranks),
-            data_ranks=self.feeding.data_ranks,
-            total=self.feeding.total,
-            rows=self.schedule.size(step),
-        )
-
-    def _part(self, step: int, share: RankShare, columns: Arrays) -> tuple[Batch, ...]:
-        """A step's rows cut into micro-batches as evenly as possible, in position order."""
-        at = step - share.steps.start
-        first, last = int(share.bounds[at]), int(share.bounds[at + 1])
-        real = last - first if share.real[at] else 0
-        cuts = [first + real * part // self.accumulation for part in range(self.accumulation + 1)]
-        return tuple(self._batch(share, columns, low, high, first) for low, high in pairwise(cuts))
-
-    def _batch(self, share: RankShare, columns: Arrays, low: int, high: int, first: int) -> Batch:
-        """Rows low..high; the step's first row, with weight 0, where there are none."""
-        real = high - low
-        if not real:
-            low, high = first, first + 1
-        weights = np.ones(real) if share.good is None else share.good[low:high].astype(np.float64)
-        batch = Batch(
-            columns={name: array[low:high] for name, array in columns.items()},
-            weights=weights if real else np.zeros(1),
-            samples=share.samples[low:high],
-        )
-        return batch if self.rows is None or batch.rows == self.rows else _pad_batch(batch, self.rows)
-
-
 def _pad_batch(batch: Batch, rows: int) -> Batch:
     """Repeat the first row, with weight 0, up to `rows` rows."""
     take = np.concatenate([np.arange(batch.rows), np.zeros(rows - batch.rows, dtype=np.int64)])
@@ -397,12 +346,12 @@ def _pad_batch(batch: Batch, rows: int) -> Batch:
 
 
 class Lookahead:
-    """Feeds in order, each told of those after it whose steps may begin before its own ends.
+    """Feeds in order. Each refers to the following ones whose steps may begin before its own ends.
 
     Args:
         feeds: in the order of steps.
-        ahead: how many may.
-        apart: steps that begin when the one before is over, and before which none begins.
+        ahead: how many steps may begin early.
+        apart: steps that begin after the end of the step before, and end before the next begins.
     """
 
     def __init__(self, feeds: Iterator[Feed], ahead: int, apart: Container[int]) -> None:
@@ -410,7 +359,7 @@ class Lookahead:
         self._read: deque[Feed] = deque()
 
     def next(self, until: int) -> Feed:
-        """The next step's; none from step `until` on begins with it."""
+        """Return the next step's feed. No step from `until` on begins early."""
         read = self._read
         if not read:
             read.append(next(self._feeds))
@@ -426,26 +375,24 @@ class Lookahead:
         return following
 
 
-# --- Feeds of the units that a worker leases --------------------------------------------------------------------------
+# --- Feeds of asynchronous workers ------------------------------------------------------------------------------------
 
 
-_MAX_SKIPPED_STEPS = (
-    64  # steps of its own share, done by others, that are read and left out rather than begun anew after
-)
+_MAX_SKIPPED_STEPS = 64  # of its own share that others did: read and dropped; after more of them, reading starts again
 
 
 class LeasedFeeds:
-    """What one worker that steps alone is fed. Close it, or use it in a `with`.
+    """Feeds of the units that one asynchronous worker leases. Close it, or use it in a `with`.
 
     Args:
-        stream: of the worker's own share, or of several; it has one as a rule.
-        others: opens a stream of the same data that reads other shares, the first time that it is needed.
+        stream: of the worker's own shares, usually one.
+        others: opens a stream of the same data for other shares, when the first is needed.
     """
 
     def __init__(self, stream: BatchLoader, others: Callable[[], BatchLoader]) -> None:
         self._stream, self._open = stream, others
         self._others: BatchLoader | None = None
-        self._ahead: tuple[int, Feeds] | None = None  # the step that comes next, and the feeds from there on
+        self._ahead: tuple[int, Feeds] | None = None  # the next step, and the feeds from there on
 
     def feeds(self, unit: WorkUnit) -> Iterator[Feed]:
         """The feeds of the unit's steps, in order."""
@@ -471,7 +418,7 @@ class LeasedFeeds:
 
     def _own(self, step: int) -> Feed:
         if self._ahead is not None and step < self._ahead[0]:
-            return self._other(step, self._stream.feeding.data_ranks.start)  # it was handed out before, and is again
+            return self._other(step, self._stream.feeding.data_ranks.start)  # it is leased a second time
         if self._ahead is None or step - self._ahead[0] > _MAX_SKIPPED_STEPS:
             self.close()
             self._ahead = step, self._stream.feeds(step)
@@ -485,3 +432,125 @@ class LeasedFeeds:
         if self._others is None:
             self._others = self._open()
         return self._others.feed(step, share)
+
+
+# --- Read ahead in a background thread --------------------------------------------------------------------------------
+
+
+_Item = TypeVar("_Item")
+_JOIN_S = 30.0
+
+
+class ReadAhead(Generic[_Item], Iterator[_Item]):
+    """Runs an iterator in a thread of its own, up to `depth` items ahead.
+
+    Its exception is raised in the consumer, after the items before it. `close` ends the thread; so does the end of the
+    last reference to the object.
+
+    Args:
+        items: to run.
+        depth: items ahead, at first.
+        name: of the thread.
+        size_of: bytes of an item. With it, the depth tunes itself as tf.data's prefetch does: it doubles when the
+            consumer finds nothing ready though the depth was reached before.
+        memory_bytes: that the items ahead may take; the depth does not grow beyond.
+    """
+
+    def __init__(
+        self,
+        items: Iterator[_Item],
+        *,
+        depth: int = 2,
+        name: str = "read-ahead",
+        size_of: Callable[[_Item], int] | None = None,
+        memory_bytes: int = 64 << 20,
+    ) -> None:
+        self._shared = _Shared[_Item](depth, size_of, memory_bytes)
+        self._thread = threading.Thread(target=_produce, args=(items, self._shared), name=name, daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> _Item:
+        return self._shared.take()
+
+    @property
+    def depth(self) -> int:
+        """Items ahead, as chosen so far."""
+        return self._shared.depth
+
+    def close(self) -> None:
+        """End the thread: at once, or when the current read returns. Safe to call twice."""
+        self._shared.stop()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+
+    def __del__(self) -> None:
+        self._shared.stop()
+
+
+class _Shared(Generic[_Item]):
+    """The state that both threads share; it holds no reference to the consumer's side."""
+
+    def __init__(self, depth: int, size_of: Callable[[_Item], int] | None, memory_bytes: int) -> None:
+        self.depth = depth
+        self._size_of, self._memory_bytes = size_of, memory_bytes
+        self._largest_bytes = 0
+        self._filled = False
+        self._ready: deque[_Item] = deque()
+        self._change = threading.Condition()
+        self._stopped = self._ended = False
+        self._error: BaseException | None = None
+
+    def put(self, item: _Item) -> bool:
+        """Wait for room. False: the consumer is gone."""
+        with self._change:
+            self._change.wait_for(lambda: self._stopped or len(self._ready) < self.depth)
+            self._ready.append(item)
+            self._filled |= len(self._ready) == self.depth
+            self._largest_bytes = max(self._largest_bytes, self._size_of(item) if self._size_of else 0)
+            self._change.notify_all()
+            return not self._stopped
+
+    def end(self, error: BaseException | None) -> None:
+        """No more items come."""
+        with self._change:
+            self._ended, self._error = True, error
+            self._change.notify_all()
+
+    def take(self) -> _Item:
+        """The next item; raises what the iterator raised, or StopIteration."""
+        with self._change:
+            if not self._ready:
+                self._deepen()
+            self._change.wait_for(lambda: self._stopped or self._ended or bool(self._ready))
+            if self._ready and not self._stopped:
+                item = self._ready.popleft()
+                self._change.notify_all()
+                return item
+        if self._error is not None and not self._stopped:
+            raise self._error
+        raise StopIteration
+
+    def _deepen(self) -> None:
+        """Double the depth, where the consumer finds nothing ready though the depth was reached before."""
+        if self._size_of and self._filled and 2 * self.depth * self._largest_bytes <= self._memory_bytes:
+            self.depth *= 2
+            self._filled = False
+
+    def stop(self) -> None:
+        """The consumer wants no more."""
+        with self._change:
+            self._stopped = True
+            self._ready.clear()
+            self._change.notify_all()
+
+
+def _produce(items: Iterator[_Item], shared: _Shared[_Item]) -> None:
+    error: BaseException | None = None
+    try:
+        for item in items:
+            if not shared.put(item):
+                break
+    except BaseException as raised:  # the consumer raises it
+        error = raised
+    finally:
+        shared.end(error)

@@ -1,12 +1,12 @@
 """Data sets whose rows are made of another's: filtered, one-to-many, packed.
 
-How many rows come of a row group is counted once, by a first pass, before the run begins, and kept beside the run;
-where that takes long, it runs as tasks on the Ray cluster. From then on such a data set is like any other: its length
-is known, every epoch is exact, and any batch is computed directly, by each rank for itself. So nothing but the cursor
-needs to be saved, and no failure or resize has anything to replay.
+A first pass counts the derived rows of each row group once, before the run begins, and the counts are kept beside the
+run; a long pass runs as tasks on the Ray cluster. From then on such a data set is like any other: its length is known,
+every epoch is exact, and each rank computes any batch for itself. So a run saves the cursor only, and a failure or
+resize replays nothing.
 
-The price is that what comes of a row may not change with the epoch: random functions before a filter, a `flat_map` or
-a `pack` are counted by the sample alone. Augmentation belongs after them.
+The price is that the derived rows cannot change with the epoch: random functions before a filter, a `flat_map` or a
+`pack` are counted by the sample alone. Augmentation belongs after them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,6 @@ from trainwright.datasets.data_source import (
     Loader,
     RowGroup,
     Rows,
-    Source,
     hash_parts,
     schema_of,
     select_columns,
@@ -36,50 +35,26 @@ from trainwright.datasets.data_source import (
 from trainwright.datasets.metadata_cache import current_context, first_pass, run_cached
 from trainwright.datasets.ops.row_transforms import Counters, call_user_function, copy_objects
 
-
-class _BaseDataset(Protocol):
-    """The data set that rows are derived from."""
-
-    @property
-    def source(self) -> Source: ...
-    @property
-    def functions(self) -> tuple[Callable[..., Any], ...]: ...
-
-    def index(self) -> Index:
-        """As `Dataset.index`."""
-
-    def source_columns(self, index: Index, columns: Iterable[str] | None) -> tuple[str, ...]:
-        """As `Dataset.source_columns`."""
-
-    def transform(self, arrays: Arrays, samples: Rows, counters: Counters, columns: Iterable[str] | None) -> Arrays:
-        """As `Dataset.transform`."""
+if TYPE_CHECKING:
+    from trainwright.datasets.dataset import Dataset
 
 
 class Derivation(Protocol):
-    """How the rows of one row group become others."""
+    """How the rows of one row group become others. One that calls a function of the user's has it as `function`."""
 
     @property
     def word(self) -> str:
         """Name of the method that made it."""
 
-    @property
-    def functions(self) -> tuple[Callable[..., Any], ...]:
-        """The user's functions in it."""
-
     def derive(self, columns: Arrays, samples: Rows) -> Arrays:
-        """The rows that come of these, in order; a function of its arguments alone."""
+        """Return the derived rows, in order; a function of its arguments alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DerivedSource:
-    """Rows made of another data set's, row group by row group.
+    """Rows made of another data set's, transforms included, row group by row group."""
 
-    Attributes:
-        base: where they come from, with transforms of its own.
-        derivation: what is done to each row group.
-    """
-
-    base: _BaseDataset
+    base: Dataset
     derivation: Derivation
 
     def describe(self) -> str:
@@ -89,7 +64,8 @@ class DerivedSource:
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         """All functions of the user's that the rows go through."""
-        return (*self.base.functions, *self.derivation.functions)
+        own = getattr(self.derivation, "function", None)
+        return self.base.functions if own is None else (*self.base.functions, own)
 
     def index(self) -> Index:
         """Derive every row group once and count. Raises DataError where no row is left."""
@@ -122,7 +98,7 @@ class DerivedSource:
         )
 
     def _counted(self, base: Index) -> list[_GroupCount]:
-        """What comes of each row group: as it was counted when the run was started, by the same code, or now."""
+        """Count what comes of each row group, or return the counts that the run keeps for the same code."""
 
         def count() -> list[_GroupCount]:
             return first_pass(_CountTask(source=self, base=base), range(len(base.groups)))
@@ -147,7 +123,7 @@ class _Deriver:
         self._loader = source.base.source.open(base)
 
     def derived(self, number: int) -> Arrays:
-        """What comes of row group `number` of the base."""
+        """Return the rows made of row group `number` of the base."""
         group = self._base.groups[number]
         samples = np.arange(group.first, group.first + group.rows, dtype=np.int64)
         loaded = {name: array.copy() for name, array in copy_objects(self._loader.load(number, self._names)).items()}
@@ -156,7 +132,7 @@ class _Deriver:
 
 
 class _GroupCount(NamedTuple):
-    """What comes of a row group."""
+    """The derived rows of a row group."""
 
     rows: int
     schema: Mapping[str, Field]
@@ -236,7 +212,7 @@ def _check_schema(first: Mapping[str, Field], found: Mapping[str, Field], group:
             )
 
 
-# --- What derived data sets are made by -------------------------------------------------------------------------------
+# --- Derivations ------------------------------------------------------------------------------------------------------
 
 
 RowPredicate = Callable[[dict[str, Any]], bool]
@@ -250,11 +226,6 @@ class Filter:
 
     function: RowPredicate
     word: str = "filter"
-
-    @property
-    def functions(self) -> tuple[Callable[..., Any], ...]:
-        """The predicate."""
-        return (self.function,)
 
     def derive(self, columns: Arrays, samples: Rows) -> Arrays:
         """The rows that are kept."""
@@ -271,11 +242,6 @@ class BatchFilter:
     function: BatchPredicate
     word: str = "filter_batches"
 
-    @property
-    def functions(self) -> tuple[Callable[..., Any], ...]:
-        """The predicate."""
-        return (self.function,)
-
     def derive(self, columns: Arrays, samples: Rows) -> Arrays:
         """The rows that are kept."""
         where = f"samples {samples[0]} to {samples[-1]}"
@@ -291,15 +257,10 @@ class BatchFilter:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatMap:
-    """Any number of rows for each row."""
+    """Replaces each row by any number of rows."""
 
     function: RowsFunction
     word: str = "flat_map"
-
-    @property
-    def functions(self) -> tuple[Callable[..., Any], ...]:
-        """The function."""
-        return (self.function,)
 
     def derive(self, columns: Arrays, samples: Rows) -> Arrays:
         """All rows that come of these, in order."""
@@ -328,11 +289,6 @@ class Pack:
     length: int
     split: bool = True
     word: str = "pack"
-
-    @property
-    def functions(self) -> tuple[Callable[..., Any], ...]:
-        """None."""
-        return ()
 
     def derive(self, columns: Arrays, samples: Rows) -> Arrays:
         """Columns of (sequences, length): the tokens, `mask` (1 where there is one), `segment` (the document, counted

@@ -1,8 +1,8 @@
-"""Splits: parts of a data set that stay the same for good, by a stable hash of the row number or of a key column.
+"""Splits: parts of a data set that never change, by a stable hash of the row number or of a key column.
 
-Which side a row falls on depends on the seed and on its number (or key) alone. So rows that are appended at the end
-change nothing for those before them, and no list of rows is kept: a split has the row groups of the whole, each with
-fewer rows, which keeps reading local.
+The side of a row depends on the seed and on its number (or key) alone. So rows that are appended at the end change
+nothing for those before them, and no list of rows is kept: a split has the row groups of the whole, each with fewer
+rows, which keeps reading local.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, nearest
 from trainwright.datasets.data_source import Arrays, Index, Loader, RowGroup, Source, hash_parts
 from trainwright.datasets.dataset import Dataset
+from trainwright.datasets.sample_order import split_mix
 
 _Mask = npt.NDArray[np.bool_]
 _Keys = npt.NDArray[np.uint64]
@@ -44,13 +45,9 @@ class HashSplit:
         return self.sides(np.arange(first, stop, dtype=np.uint64))
 
     def sides(self, keys: _Keys) -> npt.NDArray[np.int8]:
-        """The side of each key: (keys,) int8. SplitMix64 (Steele, Lea and Flood, 2014) spreads them over [0, 1)."""
-        state = keys * np.uint64(0x9E3779B97F4A7C15) + np.uint64(fold_seed(self.seed))
-        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        state = state ^ (state >> np.uint64(31))
-        edges = np.cumsum(self.shares)[:-1]
-        return np.searchsorted(edges, (state >> np.uint64(11)) * 2.0**-53, side="right").astype(np.int8)
+        """The side of each key: (keys,) int8. SplitMix64 spreads them over [0, 1)."""
+        spread = (split_mix(keys, fold_seed(self.seed)) >> np.uint64(11)) * 2.0**-53
+        return np.searchsorted(np.cumsum(self.shares)[:-1], spread, side="right").astype(np.int8)
 
 
 def hash_keys(values: npt.NDArray[Any]) -> _Keys | None:
@@ -97,16 +94,7 @@ class SplitIndex(Index):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _SplitSource:
-    """One side of a split.
-
-    Attributes:
-        whole: where the rows come from.
-        names: of all sides.
-        side: number of this one.
-        cut: which rows are on it.
-        by: key column; None goes by row number.
-        sides: what the splits of one call share.
-    """
+    """Side number `side` of a split, by the key column `by` or, where that is None, by row number."""
 
     whole: Source
     names: tuple[str, ...]

@@ -75,10 +75,8 @@ def apply(
     """Apply transforms in turn.
 
     Args:
-        transforms: in order.
         columns: arrays of as many rows as `samples`.
         samples: (rows,) int64, row numbers in the data set.
-        counters: seed and epoch.
         first: number of the first transform within its data set; it is folded into the seed of all but number 0.
 
     Raises:
@@ -95,7 +93,7 @@ def apply(
 
 
 def copy_objects(columns: Arrays) -> Arrays:
-    """Columns whose objects a function may change in place: others may keep and give them again."""
+    """Copy the objects in columns, since a function may change them in place and the reader may give them again."""
     return {
         name: np.fromiter(map(_copied, array), object, len(array))
         if array.dtype == object and array.ndim == 1
@@ -119,7 +117,7 @@ def _map_rows(function: RowFunction, columns: Arrays, samples: Rows, counters: C
         try:
             result = function({name: column[row] for name, column in columns.items()}, generator)
         except Exception as error:
-            raise _user_code_error(function, error, f"sample {sample}") from None
+            raise _transform_error(function, error, f"sample {sample}") from None
         results.append(_row(function, result, results[0] if results else None, sample))
     if not results:
         return columns
@@ -174,29 +172,27 @@ def _array(function: BatchFunction, name: str, column: Any, where: str) -> npt.N
 def call_user_function(
     function: Callable[[Any], Any], where: str, given: Any, finish: Callable[[Any], Any] = lambda answer: answer
 ) -> Any:
-    """finish(function(given)); what that raises becomes a UserCodeError that names the function and `where`.
-
-    Errors of ours, as our own functions raise them, stay as they are.
-    """
+    """Return finish(function(given)). An exception becomes a UserCodeError; a TrainwrightError stays as it is."""
     try:
         return finish(function(given))
     except TrainwrightError:
         raise
     except Exception as error:
-        raise _user_code_error(function, error, where) from None
+        raise _transform_error(function, error, where) from None
 
 
-def _user_code_error(function: Callable[..., Any], error: Exception, where: str) -> UserCodeError:
-    return UserCodeError(
-        f"the transform {function_name(function)} raised {type(error).__name__}: {error}",
-        where=where,
-        remedy="mend the function, or the row it was given: dataset.read(index, [row]) shows it",
-        detail=user_traceback(error),
-    )
+def _transform_error(function: Callable[..., Any], error: Exception, where: str) -> UserCodeError:
+    remedy = "mend the function, or the row it was given: dataset.read(index, [row]) shows it"
+    return _user_code_error(f"the transform {function_name(function)}", error, where, remedy)
+
+
+def _user_code_error(what: str, error: Exception, where: str, remedy: str) -> UserCodeError:
+    what = f"{what} raised {type(error).__name__}: {error}"
+    return UserCodeError(what, where=where, remedy=remedy, detail=user_traceback(error))
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """As errors call a function; a class in its place by its own name."""
+    """Return the name of a function, or of the class in its place, for messages."""
     if isinstance(function, StatefulFunction):
         return function.func.__qualname__
     return str(getattr(function, "__qualname__", type(function).__qualname__))
@@ -206,7 +202,7 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 _OBJECTS: dict[str, Any] = {}  # of this process, by key
-_LOCK = threading.RLock()  # nothing is made twice
+_LOCK = threading.RLock()  # held while an object is made, so that none is made twice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,8 +210,8 @@ class StatefulFunction:
     """`func(*args, **keywords)(columns)`, where the object is made on the first call in a process, and kept.
 
     Attributes:
-        func, args, keywords: the class and what it is made with, named as those of a `functools.partial`.
-        key: that of any other with the same class and arguments: they share the object.
+        func, args, keywords: the class and its arguments, as of a `functools.partial`.
+        key: equal for the same class and arguments, whose object is shared.
     """
 
     func: type
@@ -225,7 +221,7 @@ class StatefulFunction:
 
     @classmethod
     def of(cls, func: type, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> StatefulFunction:
-        """Check that it can travel. Raises DataError."""
+        """Return the function of a class. Raises DataError where the class or its arguments cannot be pickled."""
         try:
             packed = cloudpickle.dumps((func, args, dict(keywords)))
         except Exception as error:
@@ -246,14 +242,17 @@ class StatefulFunction:
         return self.open()(columns)
 
     def open(self) -> Any:
-        """The object; made now where it is not there yet. Raises UserCodeError where its constructor raises."""
+        """Return this process's object, which is made on the first call.
+
+        Raises UserCodeError where its constructor raises.
+        """
         with _LOCK:
             if self.key not in _OBJECTS:
                 _OBJECTS[self.key] = self._made()
             return _OBJECTS[self.key]
 
     def close(self) -> None:
-        """Let go of the object, after its own `close()` where it has one."""
+        """Drop the object, after its own `close()` where it has one."""
         with _LOCK:
             made = _OBJECTS.pop(self.key, None)
         if hasattr(made, "close"):
@@ -265,12 +264,9 @@ class StatefulFunction:
         except TrainwrightError:
             raise
         except Exception as error:
-            raise UserCodeError(
-                f"the constructor of the transform {self.func.__qualname__} raised {type(error).__name__}: {error}",
-                where="map_batches",
-                remedy="mend it, or what it is given; what it opens must be where the transform runs",
-                detail=user_traceback(error),
-            ) from None
+            remedy = "mend it, or what it is given; what it opens must be where the transform runs"
+            what = f"the constructor of the transform {self.func.__qualname__}"
+            raise _user_code_error(what, error, "map_batches", remedy) from None
 
 
 # --- Text to tokens ---------------------------------------------------------------------------------------------------
@@ -298,7 +294,7 @@ class Tokenize:
     end: int | Literal["auto"] | None = "auto"
 
     def __call__(self, columns: Arrays) -> Arrays:
-        """Tokenise many rows. Raises DataError for a column that is not there or holds no text."""
+        """Tokenise many rows. Raises DataError for a column that is missing or holds no text."""
         texts = columns.get(self.column, np.zeros(0))
         if texts.dtype.kind not in "OSU" or not all(isinstance(text, str | bytes) for text in texts):
             held = f"holds {texts.dtype}" if self.column in columns else "is not there"

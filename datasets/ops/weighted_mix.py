@@ -1,10 +1,9 @@
 """Mixtures: several data sets as one, by weights that hold in every prefix.
 
-Which part row i of a mixture comes from is a fixed sequence with a short period: each part's rows are due in windows as
-wide as the inverse of its weight, and the one whose window ends first comes first (Pfair scheduling: Baruah, Cohen,
+The part of row i of a mixture follows from a fixed sequence with a short period: each part's rows are due in windows
+as wide as the inverse of its weight, and the row whose window ends first comes first (Pfair scheduling: Baruah, Cohen,
 Plaxton and Varvel, 1996). So every prefix has each part's weight within one row. The rows of a part come in their own
-order, from a start that the seed gives, and begin again when they are used up; the shuffling is left to the order of
-the mixture's rows.
+order, from a start that the seed gives, and repeat when they are used up. The sample order shuffles the mixture's rows.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ import numpy.typing as npt
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, nearest
 from trainwright.datasets.data_source import Arrays, Field, Index, RowAccess, RowGroup, Rows, hash_parts
-from trainwright.datasets.dataset import Dataset
-from trainwright.datasets.first_row import transformed_fields
+from trainwright.datasets.dataset import Dataset, transformed_fields
 from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.datasets.sample_order import MEMORY_BYTES
 
@@ -89,7 +87,7 @@ def pattern_of(weights: Sequence[float]) -> MixPattern:
 
 
 def largest_single_pass(pattern: MixPattern, sizes: Sequence[int]) -> int:
-    """The most rows of a mixture in which no row comes twice: one part has then been passed over once, whole."""
+    """Return the most rows of a mixture without a repeated row: one part has then been used up once."""
     return min(pattern.position(part, size) for part, size in enumerate(sizes))
 
 
@@ -115,26 +113,14 @@ def _sequence(counts: tuple[int, ...]) -> Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class _MixedIndex(Index):
-    """Index of a mixture.
-
-    Attributes:
-        parts: index of each part, in order.
-    """
+    """Index of a mixture, with those of its parts in order."""
 
     parts: tuple[Index, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _MixedSource:
-    """Rows of several data sets.
-
-    Attributes:
-        parts: data sets by name, in order.
-        pattern: which part comes when.
-        rows: of an epoch; None for as many as come without a repeat.
-        seed: of where each part begins.
-        tag: whether the column `source` says which part a row is from.
-    """
+    """Rows of several named data sets in the order of a pattern. `mix` says what the other fields mean."""
 
     parts: tuple[tuple[str, Dataset], ...]
     pattern: MixPattern

@@ -1,15 +1,15 @@
-"""Two data sets side by side, joined by row number: such as samples, and what a teacher's `tw.predict` says of each.
+"""Two data sets side by side, joined by row number: such as samples, and a teacher's predictions (`tw.predict`).
 
-The rows, row groups and order are the first one's. The second tells in its column `sample` which row each of its rows
-belongs to; every row has exactly one there, or the index is refused. Each keeps its transforms, which see its own
-columns alone, and are applied to batches and not before, so that what is stored small is read and kept small.
+The rows, row groups and order are those of the first. The column `sample` of the second says which row of the first
+each of its rows belongs to; every row has exactly one, or the index is refused. Each keeps its transforms, which see
+its own columns alone. They are applied to batches only, so that small stored values are read and kept small.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from trainwright.datasets.ops.row_transforms import BatchMap, RowMap, Transform,
 from trainwright.datasets.row_reader import RowReader
 from trainwright.datasets.sample_order import MEMORY_BYTES
 
+if TYPE_CHECKING:
+    from trainwright.datasets.dataset import Dataset
+
 _KEY = "sample"
 _MEMORY_SHARE = 4  # of the memory of a reader goes to the second data set's row groups
 
@@ -29,7 +32,6 @@ class _ZippedIndex(Index):
     """Index of two data sets side by side.
 
     Attributes:
-        sides: their indexes.
         places: (rows,) int64, for each row its place in the second; None where that is the same.
     """
 
@@ -39,12 +41,10 @@ class _ZippedIndex(Index):
 
 @dataclass(frozen=True, kw_only=True)
 class _ZippedSource:
-    """The rows of a source, with the columns of another's.
+    """The rows of `base` in their order, with the columns of `other`, which has a column `sample`.
 
     Attributes:
-        base: whose rows and order they are.
-        other: with a column `sample`.
-        prefix: of the other's columns, while transforms keep the two apart; then `sample` is among them.
+        prefix: of the other's columns while transforms run, which see one side only; then `sample` is among them.
     """
 
     base: Source
@@ -205,13 +205,7 @@ class _SecondRows:
 
 @dataclass(frozen=True, kw_only=True)
 class _SideTransform:
-    """A transform of one of the two, which leaves the other's columns as they are.
-
-    Attributes:
-        function: of its own columns.
-        prefix: of the second's columns.
-        second: whose it is.
-    """
+    """A transform of the first or the second data set, which leaves the other's columns as they are."""
 
     function: Callable[..., Any]
     prefix: str
@@ -221,7 +215,7 @@ class _SideTransform:
         object.__setattr__(self, "__qualname__", function_name(self.function))  # by which errors call it
 
     def __call__(self, columns: Mapping[str, Any], *rng: Any) -> Any:
-        """The columns, or the row, of both, its own transformed."""
+        """Return the columns, or the row, of both data sets, with its own transformed."""
         prefix = self.prefix if self.second else ""
         own = {name: value for name, value in columns.items() if name.startswith(self.prefix) == self.second}
         result = self.function({name.removeprefix(prefix): value for name, value in own.items()}, *rng)
@@ -233,12 +227,7 @@ class _SideTransform:
 
 @dataclass(frozen=True, kw_only=True)
 class _MergeColumns:
-    """Ends the time apart: the second's columns get their own names.
-
-    Attributes:
-        prefix: that they have.
-        where: the data set, for errors.
-    """
+    """The last transform of zipped data sets: it removes the prefix of the second's columns."""
 
     prefix: str
     where: str
@@ -252,19 +241,7 @@ class _MergeColumns:
         return {**first, **second}
 
 
-class _SideDataset(Protocol):
-    """One of the two data sets."""
-
-    @property
-    def source(self) -> Source: ...
-    @property
-    def transforms(self) -> tuple[Transform, ...]: ...
-
-    def need_rows_by_number(self, word: str) -> None:
-        """As `Dataset.need_rows_by_number`."""
-
-
-def zip_datasets(first: _SideDataset, second: _SideDataset) -> tuple[Source, tuple[Transform, ...]]:
+def zip_datasets(first: Dataset, second: Dataset) -> tuple[Source, tuple[Transform, ...]]:
     """Return source and transforms of two data sets side by side; see `Dataset.beside`."""
     if not hasattr(second, "need_rows_by_number"):
         raise DataError(
@@ -281,7 +258,7 @@ def zip_datasets(first: _SideDataset, second: _SideDataset) -> tuple[Source, tup
     return source, (*_side_transforms(first, second, source.prefix), BatchMap(function=together))
 
 
-def _side_transforms(first: _SideDataset, second: _SideDataset, prefix: str) -> Iterator[Transform]:
+def _side_transforms(first: Dataset, second: Dataset, prefix: str) -> Iterator[Transform]:
     for side, dataset in enumerate((first, second)):
         for step in dataset.transforms:
             aside = _SideTransform(function=step.function, prefix=prefix, second=side == 1)

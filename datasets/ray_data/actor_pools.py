@@ -1,9 +1,9 @@
 """Pools of actors for heavy transforms that are slow to open, such as a model: each actor opens its own once.
 
-They belong to the feeder and outlive what Ray Data executes: a pipeline that begins elsewhere, another number of data
-ranks, the next evaluation. Data sets with the same class and arguments share a pool. An actor that dies, or is silent
-for many times as long as a piece took so far, is replaced, and the pieces that it had are computed again; nobody has
-seen anything of them.
+They belong to the delivery actor and outlive executions of Ray Data: a pipeline that starts at another step, another
+number of data ranks, the next evaluation. Data sets with the same class and arguments share a pool. An actor that dies,
+or is silent for many times as long as a piece took so far, is replaced, and its pieces are computed again; consumers
+have not received any of them.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from trainwright.datasets.ray_data.delivery_pipeline import (
 )
 from trainwright.datasets.ray_data.hang_timeout import CHECK_INTERVAL_S, BatchDurations, SilenceTimer
 
-MAX_DEATHS = 3  # in a row, while opening or with one piece, before it is the user's code that is to blame
-_PIECES_IN_FLIGHT = 2  # pieces that an actor is given at a time, so that it need not wait for the next one
+MAX_DEATHS = 3  # in a row, while opening or with one piece, after which the user's code counts as the cause
+_PIECES_IN_FLIGHT = 2  # pieces of an actor at a time, so that it does not wait for the next one
 _CLOSE_S = 5.0  # for the user's `close`
 
 _StageKey = tuple[int, int]  # number of a data set, number of a stage
 
 
 class _TransformActor:
-    """The actor's class: one object of the user's class, and the light transforms after it."""
+    """Class of a pool's actor: one object of the user's class, and the light transforms after it."""
 
     def __init__(self) -> None:
         self._function: Any = None
 
     def open(self, recipe: Sequence[Any], stage: int) -> TrainwrightError | str:
-        """Open the heavy transform of a stage; where that is, or the error that ended it."""
+        """Open the heavy transform of a stage. Returns node and process, or the error."""
         try:
             self._function = open_stage(recipe[0], stage)
         except TrainwrightError as error:
@@ -57,12 +57,12 @@ class _TransformActor:
     def compute(
         self, recipe: Sequence[Any], block: pa.Table, row: int, stage: int
     ) -> tuple[pa.Table, dict[str, float]]:
-        """Take one row of a block through a stage; also the seconds that its stages took."""
+        """Take one row of a block through a stage. Returns the block, and the seconds of each stage so far."""
         made = run_stage(recipe[0], block, row, stage)
         return made, stage_seconds(made)
 
     def close(self) -> None:
-        """Let go of what was opened, as the user's class wants it."""
+        """Close the object of the user's class."""
         if isinstance(self._function, StatefulFunction):
             self._function.close()
 
@@ -73,9 +73,9 @@ class _PendingPiece:
 
     Attributes:
         place: in the order in which pieces are wanted.
-        arguments: of `Holder.compute`.
-        wanted: whether anybody still waits for it.
-        done: what `Pool.compute` gives; None where it was not wanted any more.
+        arguments: of `_TransformActor.compute`.
+        wanted: whether a consumer still waits for it.
+        done: result of `TransformPool.compute`.
         deaths: of actors that computed it.
     """
 
@@ -88,29 +88,24 @@ class _PendingPiece:
 
 @dataclass(kw_only=True, eq=False)
 class _InFlight:
-    """What an actor has been given, in order, of which it computes the first.
-
-    Attributes:
-        works: these.
-        silence: since it could begin with the first.
-    """
+    """The pieces of an actor, in order; it computes the first, and `silence` starts when it can begin with that."""
 
     works: list[_PendingPiece] = field(default_factory=list)
     silence: SilenceTimer = field(default_factory=lambda: SilenceTimer(looked_s=time.monotonic()))
 
     def add(self, work: _PendingPiece) -> None:
-        """One more."""
+        """Add a piece."""
         if not self.works:
             self.silence.end(time.monotonic())
         self.works.append(work)
 
     def done(self, work: _PendingPiece) -> float:
-        """One less; the seconds that it took."""
+        """Remove a finished piece, and return the seconds that it took."""
         self.works.remove(work)
         return self.silence.end(time.monotonic())
 
     async def silent(self, pace: BatchDurations) -> float:
-        """Wait until the silence is a hang; its seconds."""
+        """Wait until the silence counts as a hang, and return the limit in seconds."""
         while True:
             if self.works and self.silence.look(time.monotonic()) >= (limit_s := pace.limit_s(self.works[0].deaths)):
                 return limit_s
@@ -123,11 +118,11 @@ class TransformPool:
 
     Args:
         step: the transform.
-        recipe: reference of a pickled recipe with it.
+        recipe: reference of a pickled `PipelineSpec` with the transform.
         stage: its number there.
-        size: actors.
-        pace: what pieces take, and may take.
-        note: told of actors that are replaced.
+        size: number of actors.
+        pace: durations of pieces, and their limit.
+        note: called with a text when an actor is replaced.
     """
 
     step: BatchMap
@@ -140,7 +135,7 @@ class TransformPool:
         default_factory=asyncio.PriorityQueue
     )
     _numbers: Any = field(default_factory=itertools.count)
-    _seats: list[asyncio.Task[None]] = field(default_factory=list)
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _actors: list[Any] = field(default_factory=list)
     _open: int = 0
     _deaths: int = 0
@@ -148,7 +143,7 @@ class TransformPool:
 
     @property
     def name(self) -> str:
-        """As errors and reports call it."""
+        """Name of the transform, for messages."""
         return function_name(self.step.function)
 
     @property
@@ -158,19 +153,19 @@ class TransformPool:
 
     def open(self) -> None:
         """Start the actors, unless that was done."""
-        if not self._seats:
-            self._seats = [asyncio.create_task(self._seat()) for _ in range(self.size)]
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._keep_running()) for _ in range(self.size)]
 
     async def compute(
         self, recipe: Any, block: Any, row: int, stage: int, piece: SharePart, wanted: Callable[[], bool]
     ) -> tuple[Any, dict[str, float]] | None:
-        """The block that a stage makes of one row of another, and the seconds of its stages by name.
+        """Return the block that a stage makes of one row of another, and the seconds of its stages by name.
 
-        None where it is not wanted by the time.
+        None where no consumer waits for it any more.
 
         Raises:
             UserCodeError, DataError: the user's class cannot be opened, or ends each process that it runs in.
-            RayError: the block it is made of is gone.
+            RayError: the block that it is made of is lost.
         """
         self.open()
         if self._failed is not None:
@@ -183,22 +178,20 @@ class TransformPool:
 
     async def close(self) -> None:
         """End the actors, each after the `close` of what it holds."""
-        for seat in self._seats:
-            seat.cancel()
-        await asyncio.gather(*self._seats, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         closing = [asyncio.create_task(_suppress_ray_error(actor.close.remote())) for actor in self._actors]
         if closing:
             await asyncio.wait(closing, timeout=_CLOSE_S)
         for actor in self._actors:
             ray.kill(actor)
 
-    # --- inside -------------------------------------------------------------------------------------------------------
-
     def _put(self, work: _PendingPiece) -> None:
         self._queue.put_nowait((work.place, next(self._numbers), work))
 
-    async def _seat(self) -> None:
-        """One actor after the other, each until it dies."""
+    async def _keep_running(self) -> None:
+        """Keep one actor running: start another when it dies."""
         kind: Any = ray.remote(num_cpus=self.step.cpus, num_gpus=self.step.gpus, max_restarts=0, max_task_retries=0)(
             _TransformActor
         )
@@ -212,13 +205,13 @@ class TransformPool:
                         await self._serve(actor, where)
                     finally:
                         self._open -= 1
-            except Exception as error:  # nobody else would hear of it
+            except Exception as error:  # the task's result is never read
                 self._fail(_as_our_error(error, f"the actors of the transform {self.name} failed"))
             self._actors.remove(actor)
             ray.kill(actor)
 
     async def _opened(self, actor: Any) -> str:
-        """Where the actor has opened what it is for; empty where it has not. Counts those that die of it."""
+        """Open the transform on an actor. Returns node and process; an empty text where it failed or died."""
         try:
             answer: TrainwrightError | str = await actor.open.remote([self.recipe], self.stage)
         except RayActorError as death:
@@ -233,7 +226,7 @@ class TransformPool:
         return answer
 
     async def _serve(self, actor: Any, where: str) -> None:
-        """Give an actor pieces until it dies or is silent for too long; those that it had are put back."""
+        """Give an actor pieces until it dies or hangs, and put its pieces back in the queue."""
         flight = _InFlight()
         tasks = [asyncio.create_task(self._take(actor, flight)) for _ in range(_PIECES_IN_FLIGHT)]
         tasks.append(asyncio.create_task(self._watch(flight)))
@@ -250,7 +243,7 @@ class TransformPool:
         again = f", and what it had ({len(flight.works)} pieces) begins again" if flight.works else ""
         self.note(f"an actor of {self.name} {how} ({where}){why and f': {why}'}; it is replaced{again}")
         for number, work in enumerate(flight.works):
-            work.deaths += number == 0  # the others waited for this one
+            work.deaths += number == 0  # the other pieces waited for this one
             if work.deaths < MAX_DEATHS:
                 self._put(work)
             else:
@@ -281,7 +274,7 @@ class TransformPool:
         raise HangError(f"nothing came of {_rows(flight.works[0])} within {limit_s:g} s{self.pace.usual}")
 
     def _fail(self, error: TrainwrightError) -> None:
-        """No actor can be opened: tell all who wait, and those who come."""
+        """Fail all waiting pieces, and later ones: no actor can be opened."""
         self._failed = self._failed or error
         while not self._queue.empty():
             self._queue.get_nowait()[2].done.set_exception(self._failed)
@@ -293,7 +286,7 @@ def pooled_transforms(recipes: Sequence[PipelineSpec]) -> dict[_StageKey, BatchM
 
 
 def pool_groups(recipes: Sequence[PipelineSpec]) -> dict[tuple[Any, ...], list[_StageKey]]:
-    """Those that share a pool: the same class with the same arguments and needs."""
+    """Group the stages that share a pool: the same class with the same arguments and needs."""
     found: dict[tuple[Any, ...], list[_StageKey]] = {}
     for slot, step in pooled_transforms(recipes).items():
         key = getattr(step.function, "key", slot)
@@ -302,9 +295,10 @@ def pool_groups(recipes: Sequence[PipelineSpec]) -> dict[tuple[Any, ...], list[_
 
 
 def allocate_actors(recipes: Sequence[PipelineSpec], free: Mapping[str, float]) -> tuple[list[int], dict[str, float]]:
-    """How many actors each of `pool_groups` gets of the CPUs and GPUs for Ray Data, and what is left for its tasks.
+    """Divide the CPUs and GPUs for Ray Data: actors of each of `pool_groups`, and what is left for tasks.
 
-    One each, and more in turn while there is room; tasks take turns as one that needs as much as the largest of them.
+    Each pool gets one actor, and more in turn while there is room. The tasks count as one more pool, whose members
+    need as much as the largest task.
 
     Raises:
         ResourceError: there is no room for one each.
@@ -375,6 +369,6 @@ def _as_our_error(error: Exception, what: str) -> TrainwrightError:
 
 
 async def _suppress_ray_error(closing: Any) -> None:
-    """The end of an actor's `close`; one that dies of it is gone as well."""
+    """Wait for an actor's `close`; an actor that dies of it is closed as well."""
     with contextlib.suppress(RayError):
         await closing

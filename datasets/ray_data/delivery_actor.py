@@ -1,7 +1,7 @@
-"""The feeder: an actor that runs the pipelines of a run's heavy data sets, and keeps what they deliver.
+"""The delivery actor: it runs the pipelines of a run's heavy data sets, and keeps the blocks that they deliver.
 
-Blocks are found by their label, never by the order of arrival. Those of a bounded window are kept; what lies outside
-it, or was lost, is computed again by a pipeline that starts there.
+Blocks are found by their label, never by the order of arrival. Those of a bounded window are kept; a pipeline that
+starts there computes lost blocks, and those outside the window, again.
 """
 
 from __future__ import annotations
@@ -43,17 +43,16 @@ class ShareReply:
 
 @dataclass(kw_only=True)
 class _PipelineWindow:
-    """What one pipeline has delivered so far and may still deliver. Changed by the event loop alone.
+    """What one pipeline has delivered so far and may still deliver. Only the event loop changes it.
 
     Attributes:
-        number: of the pipeline.
-        start: first step of the pipeline.
-        total: data ranks it deals to.
+        start: first step.
+        total: number of data ranks.
         parts: finished pieces by label.
         asked: by rank, the chunk asked for last.
         floors: by rank, the first chunk still kept.
         waits: consumers that wait for one of its shares.
-        going: pieces on their way through actors.
+        going: pieces on their way through pool actors.
         error: why the pipeline ended early.
     """
 
@@ -69,15 +68,15 @@ class _PipelineWindow:
     error: TrainwrightError | None = None
 
     def complete(self, label: _Label) -> bool:
-        """All pieces of the share are here."""
+        """Whether all pieces of the share have arrived."""
         return label in self.counts and len(self.parts[label]) == self.counts[label]
 
     def wants(self, step: int, ahead: int) -> bool:
-        """The chunk at `step` is not too far ahead of those asked for."""
+        """Whether the chunk at `step` is at most `ahead` steps after those asked for."""
         return step <= max(self.asked.values(), default=self.start) + ahead
 
     def covers(self, step: int, rank: int, total: int, ahead: int) -> bool:
-        """The share is here or will come soon."""
+        """Whether the share is here or will come soon."""
         return total == self.total and self.floors.get(rank, self.start) <= step and self.wants(step, ahead)
 
     def trim(self, step: int, rank: int, replay: int) -> None:
@@ -89,12 +88,12 @@ class _PipelineWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class StageProgress:
-    """What a stage has done so far.
+    """The progress of a stage.
 
     Attributes:
-        name: of its function; `delivery_pipeline.READING` for that before the first heavy one.
+        name: of its function; `delivery_pipeline.READING` for the stage before the first heavy one.
         slots: processes that it may use at a time.
-        seconds: that it computed, over all of them.
+        seconds: of computation, over all processes.
         elapsed_s: since the first piece was asked for.
     """
 
@@ -105,19 +104,19 @@ class StageProgress:
 
     @property
     def busy(self) -> float:
-        """Share of the time that its processes computed, from 0 to 1."""
+        """Fraction of the time that its processes computed, from 0 to 1."""
         return min(self.seconds / (self.slots * self.elapsed_s), 1.0) if self.elapsed_s > 0 else 0.0
 
 
 class DeliveryActor:
-    """The actor's class: a feeder for each heavy data set of a run, and the pools of actors that they share.
+    """Class of the actor: a `DatasetDelivery` for each heavy data set, and the pools of actors that they share.
 
     Asynchronous, so that any number of consumers may wait.
 
     Args:
-        recipes: pickled, one for each data set; they are known by their number here.
+        recipes: pickled `PipelineSpec` of each data set; a data set is known by its number here.
         free: CPUs and GPUs that Ray Data may use.
-        piece_s: an actor may take for a piece, at most: see `BatchDurations`.
+        piece_s: longest time that a pool actor may take for a piece; see `BatchDurations`.
     """
 
     def __init__(self, recipes: Sequence[bytes], free: Mapping[str, float], piece_s: float = math.inf) -> None:
@@ -146,28 +145,28 @@ class DeliveryActor:
             pool.open()
 
     async def admit(self, source: int, number: int, step: int) -> bool:
-        """As `Feeder.admit`."""
+        """See `DatasetDelivery.admit`."""
         return await self.feeders[source].admit(number, step)
 
     async def chunk(
         self, source: int, step: int, rank: int, total: int, deadline_s: float, lost: bool = False
     ) -> ShareReply:
-        """As `Feeder.chunk`."""
+        """See `DatasetDelivery.chunk`."""
         return await self.feeders[source].chunk(step, rank, total, deadline_s, lost)
 
     async def stages(self, source: int) -> list[StageProgress]:
-        """What each stage of a data set has done so far."""
+        """Return the progress of each stage of a data set."""
         return self.feeders[source].stages()
 
     async def news(self) -> list[str]:
-        """Wait for what is to be told to people."""
+        """Wait for notes to the user."""
         await self._noted.wait()
         notes, self._notes, self._noted = self._notes, [], asyncio.Event()
         return notes
 
     async def close(self) -> None:
         """End the actors of all pools, each after the `close` of what it holds."""
-        self._noted.set()  # nobody is to wait for news of an actor that ends
+        self._noted.set()  # ends a waiting `news`
         for pool in self._pools:
             await pool.close()
 
@@ -177,11 +176,11 @@ class DeliveryActor:
 
 
 class DatasetDelivery:
-    """Feeds one data set.
+    """Delivers one data set.
 
     Args:
         source: its number.
-        recipe: of its pieces; `stored` is the reference of the pickled one.
+        recipe: of its pieces; `stored` references the pickled one.
         free: CPUs and GPUs for Ray Data's tasks.
         pools: for each stage on actors.
     """
@@ -198,7 +197,7 @@ class DatasetDelivery:
         self._pipelines = itertools.count()
 
     def stages(self) -> list[StageProgress]:
-        """What each stage has done so far."""
+        """Return the progress of each stage."""
         elapsed_s = time.monotonic() - self._begun_s if self._begun_s else 0.0
         slots = {delivery_pipeline.READING: 1}
         for number in range(1, len(self._recipe.stages)):
@@ -212,7 +211,7 @@ class DatasetDelivery:
         ]
 
     async def admit(self, number: int, step: int) -> bool:
-        """Wait until pieces of the chunk at `step` are wanted of a pipeline; False where it was replaced."""
+        """Wait until a pipeline shall compute the chunk at `step`. Returns False where it was replaced."""
         while (window := self._window) is not None and window.number == number:
             if window.wants(step, self._steps(_AHEAD_CHUNKS)):
                 return True
@@ -220,14 +219,12 @@ class DatasetDelivery:
         return False
 
     async def chunk(self, step: int, rank: int, total: int, deadline_s: float, lost: bool = False) -> ShareReply:
-        """The share that data rank `rank` of `total` has of the chunk that starts at `step`.
+        """Return the share of data rank `rank` of `total` in the chunk that starts at `step`.
 
         Args:
-            step: first step of a chunk.
-            rank: data rank.
-            total: number of data ranks; another number is another pipeline.
-            deadline_s: to wait for it.
-            lost: the blocks given before are gone; compute them again.
+            total: number of data ranks; another number starts another pipeline.
+            deadline_s: to wait for the share.
+            lost: the blocks of an earlier answer are lost; compute them again.
         """
         until = time.monotonic() + deadline_s
         if lost and self._window is not None:
@@ -244,7 +241,7 @@ class DatasetDelivery:
                     await self._wait(until, window)
                 elif window is None or not window.waits:
                     self._start(step, total)
-                else:  # those who wait for the pipeline that runs are served first
+                else:  # consumers of the current pipeline come first
                     await self._wait(until, None)
         except TimeoutError:
             return ShareReply(error=_share_timeout_error(step, rank, deadline_s, self._given()))
@@ -252,7 +249,7 @@ class DatasetDelivery:
             self._tell()
 
     async def _wait(self, until: float, window: _PipelineWindow | None) -> None:
-        """Wait for news; counted among those who wait for `window`."""
+        """Wait for a change; counted among the consumers that wait for `window`."""
         if window is not None:
             window.waits += 1
         try:
@@ -262,7 +259,7 @@ class DatasetDelivery:
                 window.waits -= 1
 
     def _given(self) -> str:
-        """What there is to compute with, for an error."""
+        """Describe the resources, for an error."""
         pools = {pool.name: pool for pool in self._pools.values()}
         opening = [
             f"{pool.opening} of {pool.size} actors of {name} not open" for name, pool in pools.items() if pool.opening
@@ -303,7 +300,7 @@ class DatasetDelivery:
             error = DataError(
                 "Ray Data ended before all data was delivered", remedy="run again with -v and look at its log"
             )
-        except Exception as raised:  # of Ray Data: it goes to those who wait
+        except Exception as raised:  # of Ray Data: the consumers raise it
             error = DataError(
                 f"the Ray Data pipeline failed: {type(raised).__name__}",
                 remedy="see the error above",
@@ -312,7 +309,7 @@ class DatasetDelivery:
         loop.call_soon_threadsafe(self._ended, window, error)
 
     def _made(self, window: _PipelineWindow, block: Any, found: list[SharePart], spent: Mapping[str, float]) -> None:
-        """Ray Data has made a block; what is on actors comes next."""
+        """Take a block that Ray Data has made through the stages on actors."""
         if not self._pools:
             self._arrived(window, block, found, spent)
             return
@@ -331,7 +328,7 @@ class DatasetDelivery:
                     return
                 (block, spent), row = made, 0
             self._arrived(window, block, [piece], spent)
-        except ObjectLostError:  # with a node: all who wait begin again
+        except ObjectLostError:  # with a node: all consumers ask again
             if self._window is window:
                 self._window = None
                 self._tell()
@@ -353,7 +350,7 @@ class DatasetDelivery:
         self._tell()
 
     def _ended(self, window: _PipelineWindow, error: TrainwrightError) -> None:
-        """Ray Data has given all that it will: an error to those who wait once nothing is under way any more."""
+        """Pass the error on after the last block of Ray Data, once no piece is on its way any more."""
         if window.going:
             next(iter(window.going)).add_done_callback(lambda _: self._ended(window, error))
         else:

@@ -1,11 +1,11 @@
 """The Ray Data pipeline of a heavy data set: read tasks that follow the order, then one stage for each heavy transform.
 
-What is slow to open would be opened anew by each execution of Ray Data, and lost with each process that it ends: from
-the first such transform on, stages run on actors of the feeder's own; see `trainwright.datasets.ray_data.actor_pools`.
+Each execution of Ray Data would open a slow transform again, and lose it with each process that it ends. So from the
+first such transform on, stages run on actors of the delivery actor; see `trainwright.datasets.ray_data.actor_pools`.
 
 A block has one row for each piece of a share: its label, and its columns as one value, so that nothing is split or
-converted on the way and the consumer gets the arrays that it would have computed itself. Errors of the user's functions
-travel the same way, to the consumer that asked for the piece, and beside them the seconds that each stage took.
+converted on the way, and the consumer gets the arrays that it would have computed itself. Errors of the user's
+functions travel the same way to the consumer that asked for the piece, and so do the seconds of each stage.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SharePart(NamedTuple):
 
 
 class _PartContent(NamedTuple):
-    """What a piece holds on its way: columns and what its transforms are counted by, or the error that ended it."""
+    """Content of a piece: columns, with the samples and passes that seed its transforms; or the error that ended it."""
 
     columns: Arrays
     samples: Rows
@@ -152,9 +152,9 @@ class ReadGate(NamedTuple):
     """Holds back the reading of what is not wanted yet, which bounds what a pipeline keeps in memory.
 
     Attributes:
-        feeder: handle of the actor that answers `admit(source, pipeline, step) -> bool`.
+        feeder: handle of the actor, with `admit(source, pipeline, step) -> bool`.
         pipeline: number of the pipeline.
-        source: number of the data set among the feeder's.
+        source: number of the data set.
     """
 
     feeder: Any
@@ -197,7 +197,7 @@ def run_pipeline(
     loop, a third of the time with tasks of 100 ms. The gate bounds memory, and the sizes of the pools bound CPUs.
 
     Args:
-        recipe: a pickled Recipe.
+        recipe: a pickled `PipelineSpec`.
         pieces: to compute; may be endless.
         free: CPUs and GPUs that its tasks may use at a time.
         gate: passed before each piece is read.

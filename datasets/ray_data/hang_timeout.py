@@ -1,35 +1,35 @@
-"""When silence is a hang: in proportion to what batches of the same work took so far, whoever computes them. Pure."""
+"""When silence counts as a hang: in proportion to the durations of earlier batches of the same work. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-CHECK_INTERVAL_S = 1.0  # between two looks at who is silent
-_PATIENCE, _LEAST_S = 10.0, 15.0  # times the longest batch so far; a machine may stand still for seconds
+CHECK_INTERVAL_S = 1.0  # between two checks of the silent
+_PATIENCE, _LEAST_S = 10.0, 15.0  # times the longest batch so far; a machine can pause for seconds
 
 
 @dataclass(kw_only=True)
 class BatchDurations:
-    """What batches of one kind of work take.
+    """How long batches of one kind of work take.
 
     Attributes:
-        most_s: that one may take; until one is done all have as long.
-        longest_s: that one took so far; 0 while none is done.
+        most_s: limit of a batch; the only one until a batch is done.
+        longest_s: of the longest batch so far; 0 while none is done.
     """
 
     most_s: float
     longest_s: float = 0.0
 
     def took(self, seconds: float) -> None:
-        """One is done."""
+        """Record a finished batch."""
         self.longest_s = max(self.longest_s, seconds)
 
     def limit_s(self, lost: int = 0) -> float:
-        """Seconds of silence that are a hang.
+        """Return the seconds of silence that count as a hang.
 
         Args:
-            lost: how often somebody was lost with the same rows before. Each time they are given ten times as long, so
-                that rows which only take long are computed in the end.
+            lost: actors that were lost with the same rows before. Each makes the limit ten times as long, so that slow
+                rows are computed in the end.
         """
         if not self.longest_s:
             return self.most_s
@@ -37,29 +37,29 @@ class BatchDurations:
 
     @property
     def usual(self) -> str:
-        """What goes without saying, for people; empty while no batch is done."""
+        """The longest duration in words, for messages; empty while no batch is done."""
         return f", and no batch took more than {self.longest_s:.2g} s before" if self.longest_s else ""
 
 
 @dataclass(kw_only=True)
 class SilenceTimer:
-    """How long nothing was heard of somebody, as far as who listens ran: one that stood still has heard nobody.
+    """How long an actor has been silent. Time in which this process itself was paused does not count.
 
     Attributes:
-        looked_s: time of the last look, of which there is one every `CHECK_INTERVAL_S`.
-        seconds: of silence by then.
+        looked_s: time of the last check; there is one every `CHECK_INTERVAL_S`.
+        seconds: of silence until then.
     """
 
     looked_s: float
     seconds: float = 0.0
 
     def look(self, now_s: float) -> float:
-        """Seconds of silence by now."""
+        """Return the seconds of silence until now."""
         self.seconds += min(now_s - self.looked_s, 2 * CHECK_INTERVAL_S)
         self.looked_s = now_s
         return self.seconds
 
     def end(self, now_s: float) -> float:
-        """Something was heard, and another silence begins; the seconds of this one."""
+        """End this silence and begin another one. Returns the seconds of this one."""
         seconds, self.seconds = self.look(now_s), 0.0
         return seconds

@@ -1,4 +1,4 @@
-"""Delivery through Ray Data: the fetcher by which consumers ask the feeder, and its start by the driver."""
+"""Delivery through Ray Data: the driver starts the delivery actor, and consumers fetch shares from it."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from trainwright.datasets.ray_data.delivery_actor import StageProgress
     from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec
 
-_CHUNK_ROWS = 1024  # of the global batch, in one chunk
+_CHUNK_ROWS = 1024  # rows of a chunk of steps
 DEADLINE_S = 300.0  # for one share
 _RETRY_S = 1.0
-_DEAD_ACTOR_S = 5.0  # for a feeder that Ray does not start again, as when its driver is dead
-_SLACK_S = 30.0  # a consumer waits this much longer than the feeder, which knows more about the reason
+_DEAD_ACTOR_S = 5.0  # for an actor that Ray does not start again, as when its driver is dead
+_SLACK_S = 30.0  # a consumer waits this much longer than the delivery actor, which knows more about the reason
 _CLOSE_S = 10.0
 _DEADLINE_SHARE = 0.5  # an actor may take for a piece, so that there is time for another one to open and compute it
 
 
 class RayFetcher:
-    """A consumer's side of the feeder. Picklable; each consumer uses a copy of its own.
+    """Fetches the shares of a consumer from the delivery actor. Picklable; each consumer uses a copy of its own.
 
     Args:
-        feeder: handle of the `delivery_actor.Feeders` actor.
+        feeder: handle of the `DeliveryActor`.
         source: number of the data set there.
         schedule: of the steps.
         length: steps of a chunk.
@@ -57,7 +57,7 @@ class RayFetcher:
         self._news: Any = None
 
     def fetch(self, step: int, rank: int, total: int) -> tuple[range, Arrays]:
-        """Columns of the share that data rank `rank` of `total` has of the chunk that holds `step`, and that chunk.
+        """Return the chunk of steps that holds `step`, and the columns of the share of data rank `rank` of `total`.
 
         Raises:
             UserCodeError, DataError: as the transform or the source raised it, wherever that was.
@@ -92,26 +92,26 @@ class RayFetcher:
         return chunk, found
 
     def stages(self) -> list[StageProgress]:
-        """What each stage has done so far; empty where the feeder does not answer."""
+        """Return the progress of each stage; empty where the actor does not answer."""
         with suppress(RayError):
             found: list[StageProgress] = ray.get(self.feeder.stages.remote(self._source), timeout=_CLOSE_S)
             return found
         return []
 
     def news(self) -> list[str]:
-        """What the feeder of all data sets had to tell since the last call, such as of actors that it replaced."""
+        """Return the notes of the actor since the last call, such as about replaced pool actors."""
         self._news = self._news or self.feeder.news.remote()
         if not ray.wait([self._news], timeout=0)[0]:
             return []
         asked, self._news = self._news, None
-        with suppress(RayError):  # a feeder that is gone is told of by those who wait for data
+        with suppress(RayError):  # consumers that wait for data report a dead actor
             told: list[str] = ray.get(asked)
             return told
         return []
 
     def close(self) -> None:
-        """End the feeder with its pipelines and actors, for all data sets and consumers."""
-        with suppress(RayError):  # it is ended all the same
+        """End the actor with its pipelines and pools, for all data sets and consumers."""
+        with suppress(RayError):  # it is killed below all the same
             ray.get(self.feeder.close.remote(), timeout=_CLOSE_S)
             if self._news is not None:
                 ray.wait([self._news], timeout=_CLOSE_S)
@@ -159,12 +159,10 @@ def make_pipeline_spec(
     columns: Iterable[str] | None = None,
     window: int | None = None,
 ) -> PipelineSpec:
-    """What a feeder does for a heavy data set.
+    """Return the pipeline of a heavy data set: one with a transform that asks for CPUs or GPUs.
 
     Args:
-        dataset: with a transform that asks for CPUs or GPUs.
-        index: of the data set.
-        batch_size: global; this and the rest as given to `Stream`.
+        batch_size: global; this and the rest as for `BatchLoader`.
     """
     from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec
 
@@ -186,14 +184,13 @@ def start_delivery(
     deadline_s: float = DEADLINE_S,
     hang_s: float = math.inf,
 ) -> list[RayFetcher]:
-    """Start the feeder of a run's heavy data sets; the driver's part. Give the fetchers to every `Stream` of the run.
+    """Start the delivery actor of a run's heavy data sets. The fetchers go to every `BatchLoader` of the run.
 
     Args:
         recipes: of the data sets.
-        cpus: that Ray Data may use; the workers must have left them free.
-        gpus: the same.
+        cpus, gpus: that Ray Data may use; the workers must have left them free.
         deadline_s: for a consumer to wait for one share.
-        hang_s: without a step, after which somebody takes the consumers for hung.
+        hang_s: the consumers count as hung after so long without a step.
 
     Raises:
         ResourceError: the transforms ask for more than Ray Data has.
@@ -210,18 +207,3 @@ def start_delivery(
     return [
         RayFetcher(feeder, number, recipe.schedule, recipe.length, deadline_s) for number, recipe in enumerate(recipes)
     ]
-
-
-def start_dataset_delivery(
-    dataset: Dataset,
-    index: Index,
-    *,
-    cpus: float,
-    gpus: float = 0.0,
-    deadline_s: float = DEADLINE_S,
-    **ordering: Any,
-) -> RayFetcher:
-    """Start the feeder of one heavy data set: `make_pipeline_spec` and `start_delivery` say the rest."""
-    return start_delivery(
-        [make_pipeline_spec(dataset, index, **ordering)], cpus=cpus, gpus=gpus, deadline_s=deadline_s
-    )[0]

@@ -16,8 +16,8 @@ from tests.support.conformance.torch_case import adamw
 from trainwright.core.data import Batch, Columns, Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Plan, WorkerResources
-from trainwright.inference.inference_plan import gather_outputs, split_into_feeds
-from trainwright.inference.text_generation import Logits, Sampling, Tokens, extend_prompts
+from trainwright.inference.inference_model import gather_outputs, split_into_feeds
+from trainwright.inference.run_inference import Logits, Sampling, Tokens, extend_prompts
 
 TORCH = "trainwright.strategies.torch"
 PROBLEM = replace(PROBLEMS["ragged"], seed=3)

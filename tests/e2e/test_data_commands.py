@@ -19,10 +19,9 @@ from tests.support.s3_server import S3Bucket
 from trainwright.cli.data_commands import as_data, as_table, progress
 from trainwright.core.errors import DataError
 from trainwright.datasets import parquet, table
+from trainwright.datasets.dataset_tools import convert, detect_format, inspect, open_dataset
 from trainwright.datasets.formats.file_system import resolve_file_system
 from trainwright.datasets.formats.parquet_writer import group_rows, is_complete, shard_rows, write_shards
-from trainwright.datasets.tools.dataset_conversion import ConversionProgress, convert, detect_format, open_dataset
-from trainwright.datasets.tools.dataset_inspection import inspect
 
 
 def write(path: Path, rows: int = 1000, group: int = 10, **more: Any) -> Path:
@@ -161,13 +160,16 @@ def test_row_groups_have_a_good_size_by_default(tmp_path: Path) -> None:
     rows = 300_000
     rng = np.random.default_rng(0)
     data = table({"x": rng.normal(size=(rows, 16)), "flags": rng.integers(0, 2, (rows, 2)) == 1})
-    told: list[ConversionProgress] = []
-    written = convert(data, str(tmp_path / "out"), shard_bytes=16 << 20, report=told.append)
+    told: list[tuple[int, int]] = []
+
+    def report(done: int, total: int) -> None:
+        told.append((done, total))
+
+    written = convert(data, str(tmp_path / "out"), shard_bytes=16 << 20, report=report)
     index = parquet(tmp_path / "out").index()
     sizes = [group.rows * index.row_bytes for group in index.groups]
     assert all(8 << 20 <= size <= 16 << 20 for size in sizes[:-1]) and len(sizes) == written.groups > 2
-    assert [progress.rows for progress in told] == sorted(progress.rows for progress in told)
-    assert told[-1] == ConversionProgress(rows=rows, total=rows)
+    assert told == sorted(told) and told[-1] == (rows, rows)
     assert written.files == len(list((tmp_path / "out").glob("*.parquet"))) == 2
     sample = parquet(tmp_path / "out").read(index, [rows - 1])
     np.testing.assert_array_equal(sample["x"][0], data.read(data.index(), [rows - 1])["x"][0])
@@ -248,7 +250,7 @@ def test_progress_is_a_bar_in_a_terminal_and_few_lines_elsewhere(terminal: bool)
     console = Console(file=out, force_terminal=terminal, width=80, _environ={"TERM": "xterm"})
     with progress(console, clock=lambda: 0.0) as report:
         for rows in range(1, 1001):
-            report(ConversionProgress(rows=rows, total=1000))
+            report(rows, 1000)
     text = out.getvalue()
     if terminal:
         assert "\x1b[" in text and "1,000/1,000 rows" in text

@@ -18,7 +18,7 @@ from tests.support.prediction_jobs import RANGE, ROWS, Strike, check, columns_of
 from tests.support.torch_engines import loss
 from trainwright.core.data import Batch
 from trainwright.core.errors import ResourceError, RunConflict, UserCodeError, WorkerLost
-from trainwright.datasets.first_row import transformed_fields
+from trainwright.datasets.dataset import transformed_fields
 from trainwright.inference import batch_inference as predicting
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

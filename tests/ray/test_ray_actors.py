@@ -20,7 +20,7 @@ from tests.support.processes import wait_for
 from tests.support.streams import collect
 from trainwright.core.errors import DataError, ResourceError, UserCodeError
 from trainwright.datasets import Dataset, table
-from trainwright.datasets.first_row import first_row
+from trainwright.datasets.dataset import first_row
 from trainwright.datasets.ray_data.actor_pools import MAX_DEATHS, allocate_actors
 from trainwright.datasets.ray_data.ray_fetcher import RayFetcher, make_pipeline_spec, start_delivery
 

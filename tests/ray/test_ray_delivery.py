@@ -28,7 +28,7 @@ from trainwright.datasets import Dataset, table
 from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.datasets.ray_data import delivery_pipeline
 from trainwright.datasets.ray_data.delivery_actor import DatasetDelivery, DeliveryActor, ShareReply, _PipelineWindow
-from trainwright.datasets.ray_data.ray_fetcher import RayFetcher, start_dataset_delivery
+from trainwright.datasets.ray_data.ray_fetcher import RayFetcher, make_pipeline_spec, start_delivery
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -59,7 +59,8 @@ def dataset() -> Dataset:
 
 
 def feeder(data: Dataset, **more: Any) -> RayFetcher:
-    return start_dataset_delivery(data, data.index(), cpus=2.0, deadline_s=90.0, **{**OPTIONS, **more})
+    recipe = make_pipeline_spec(data, data.index(), **{**OPTIONS, **more})
+    return start_delivery([recipe], cpus=2.0, deadline_s=90.0)[0]
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +251,7 @@ def test_a_hanging_transform_is_told_within_the_deadline(tmp_path: Path) -> None
         return columns
 
     data = table({"id": np.arange(ROWS)}).map_batches(waits, cpus=1)
-    fetcher = start_dataset_delivery(data, data.index(), cpus=1.0, deadline_s=3.0, **OPTIONS)
+    (fetcher,) = start_delivery([make_pipeline_spec(data, data.index(), **OPTIONS)], cpus=1.0, deadline_s=3.0)
     with pytest.raises(HangError, match="delivered nothing within 3 s"):
         next(stream(data, 0, 1, fetcher).feeds(0))
     (tmp_path / "go").touch()
@@ -268,7 +269,7 @@ import numpy as np, ray
 from tests.support import ray_clusters
 from trainwright.core.data import FeedAssignment
 from trainwright.datasets import table
-from trainwright.datasets.ray_data.ray_fetcher import start_dataset_delivery
+from trainwright.datasets.ray_data.ray_fetcher import make_pipeline_spec, start_delivery
 from trainwright.datasets.loading.batch_loader import BatchLoader
 
 ray_clusters.thrifty()
@@ -287,7 +288,7 @@ class Visible:
 
 data = table({"x": np.arange(40)}).map_batches(visible, gpus=0.5).map_batches(Visible, gpus=0.5)
 index = data.index()
-fetcher = start_dataset_delivery(data, index, batch_size=8, cpus=0.0, gpus=1)
+(fetcher,) = start_delivery([make_pipeline_spec(data, index, batch_size=8)], cpus=0.0, gpus=1)
 with BatchLoader(data, index, batch_size=8, feeding=FeedAssignment(data_ranks=range(1), total=1),
 fetcher=fetcher).feeds() as feeds:
     found = [batch.columns for feed in feeds for part in feed.parts for batch in part]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import mix, parquet, split, table
-from trainwright.datasets.first_row import transformed_fields
+from trainwright.datasets.dataset import transformed_fields
 from trainwright.datasets.loading.batch_loader import BatchLoader, make_schedule
 from trainwright.datasets.ray_data.delivery_pipeline import PipelineSpec
 

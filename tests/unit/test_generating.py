@@ -13,8 +13,8 @@ import torch
 import trainwright as tw
 from trainwright.core.data import Columns, Feed
 from trainwright.core.errors import JobError
-from trainwright.inference import text_generation as generating
-from trainwright.inference.text_generation import Logits, Sampling, Tokens, extend_prompts
+from trainwright.inference import run_inference as generating
+from trainwright.inference.run_inference import Logits, Sampling, Tokens, extend_prompts
 
 VOCABULARY, CONTEXT = 7, 4
 GREEDY = Sampling(temperature=0.0)

@@ -166,7 +166,7 @@ def streamed(data: Dataset, epochs: int, rank: int = 0, of: int = 1, start: int 
     stream = BatchLoader(data, batch_size=8, epochs=epochs, seed=5, feeding=feeding)
     with stream.feeds(start) as feeds:
         return {
-            (stream.cursor(feed.step).epoch, row): value
+            (stream.schedule.cursor(feed.step).epoch, row): value
             for feed in feeds
             for batch in feed.parts[0]
             for row, value in zip(batch.columns["row"], batch.columns["x"], strict=True)

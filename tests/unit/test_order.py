@@ -172,10 +172,10 @@ def test_a_window_of_ones_own_is_kept() -> None:
 
 def test_imbalance_says_how_much_longer_the_slowest_rank_works() -> None:
     order = SampleOrder(lanes=Lanes(rows=60_000, count=12))
-    assert [order.imbalance(total, 240) for total in (1, 2, 3, 4, 6, 12)] == [1.0] * 6
-    assert order.imbalance(5, 240) == pytest.approx(1.25)
-    assert order.imbalance(8, 240) == pytest.approx(4 / 3)
-    assert SampleOrder(lanes=order.lanes, shuffle=False).imbalance(5, 240) == 1.0
+    assert [order.largest_share(total, 240) * total for total in (1, 2, 3, 4, 6, 12)] == [240] * 6
+    assert order.largest_share(5, 240) == 1.25 * 240 / 5
+    assert order.largest_share(8, 240) * 8 == pytest.approx(240 * 4 / 3)
+    assert SampleOrder(lanes=order.lanes, shuffle=False).largest_share(5, 240) == 240 / 5
 
 
 def test_lanes_that_cannot_be_are_refused() -> None:

@@ -278,7 +278,7 @@ def test_one_worker_writes_a_whole_part(tmp_path: Path) -> None:
 
 def test_errors_are_answers_with_rows_and_node(tmp_path: Path) -> None:
     process = PredictorProcess()
-    assert isinstance(process.hello().pid, int)
+    assert "pid" in process.hello()
     broken = order_of(tmp_path, tw.datasets.table(rows()), outputs=("logits",))
     assert process.load(broken) is None
     (answer,) = process.compute(Range(start=0, stop=20))

@@ -7,9 +7,9 @@ import pytest
 
 import trainwright as tw
 from trainwright.datasets.data_source import Rows
+from trainwright.datasets.dataset_tools import ShuffleQuality, shuffle_quality
 from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.datasets.sample_order import Lanes, SampleOrder, choose_lanes
-from trainwright.datasets.tools.dataset_inspection import ShuffleQuality, shuffle_quality
 
 
 class Perfect(SampleOrder):

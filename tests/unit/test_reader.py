@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from trainwright.core.errors import DataError
 from trainwright.datasets import parquet, table
 from trainwright.datasets.data_source import Field, Index, RowGroup
-from trainwright.datasets.loading.prefetch import ReadAhead, _Shared
+from trainwright.datasets.loading.batch_loader import ReadAhead, _Shared
 from trainwright.datasets.row_reader import RowReader
 
 SCHEMA = {"x": Field(np.dtype(np.int64), ()), "name": Field(np.dtype(object), ())}
@@ -71,7 +71,7 @@ def test_gathers_any_rows_in_any_memory(
         assert found["x"].tolist() == rows.tolist()
         assert found["name"].tolist() == [str(row) for row in rows]
         largest = int(np.diff(reader._blocks).max())
-        assert reader._kept_bytes <= 16 * max(memory_rows, largest)
+        assert sum(map(reader._size, reader._kept)) * reader._row_bytes <= 16 * max(memory_rows, largest)
 
 
 def test_several_row_groups_are_loaded_at_a_time_and_each_once() -> None:

@@ -16,7 +16,7 @@ from trainwright.core.data import fold_seed
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import Dataset, parquet, table
 from trainwright.datasets.data_source import Field
-from trainwright.datasets.first_row import transformed_fields
+from trainwright.datasets.dataset import transformed_fields
 from trainwright.datasets.row_reader import RowReader
 
 

@@ -19,8 +19,8 @@ from tests.support.streams import collect, ids, real, same, stream
 from trainwright.core.data import Cursor, FeedAssignment
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets import parquet, table
-from trainwright.datasets.loading.batch_loader import BatchLoader, chunk_steps, make_schedule
-from trainwright.datasets.loading.prefetch import ReadAhead
+from trainwright.datasets.loading.batch_loader import BatchLoader, ReadAhead, chunk_steps, make_schedule
+from trainwright.datasets.row_reader import RowReader
 
 
 @settings(max_examples=40)
@@ -40,9 +40,9 @@ def test_every_sample_is_delivered_once_an_epoch_in_the_computed_batch(
     streams = [stream(ids(rows), rank, total, **options) for rank in range(total)]
     everyone = [collect(source) for source in streams]
     for step, feeds in enumerate(zip(*everyone, strict=True)):
-        cursor = streams[0].cursor(step)
+        cursor = streams[0].schedule.cursor(step)
         size = min(batch_size, rows - cursor.position)
-        expected = streams[0].order.rows_of(cursor.epoch, cursor.position, cursor.position + size)
+        expected = streams[0].schedule.order.rows_of(cursor.epoch, cursor.position, cursor.position + size)
         assert {feed.rows for feed in feeds} == {size}
         assert sorted(sample for feed in feeds for sample in real(feed)) == sorted(expected.tolist())
         for feed in feeds:
@@ -57,15 +57,15 @@ def test_every_sample_is_delivered_once_an_epoch_in_the_computed_batch(
         assert len({feed.parts[0][0].rows for feeds in everyone for feed in feeds}) == 1
     if total == 1 and accumulation == 1:
         for step, feed in enumerate(everyone[0]):
-            cursor = streams[0].cursor(step)
+            cursor = streams[0].schedule.cursor(step)
             stop = cursor.position + feed.rows
-            assert real(feed) == streams[0].order.rows_of(cursor.epoch, cursor.position, stop).tolist()
+            assert real(feed) == streams[0].schedule.order.rows_of(cursor.epoch, cursor.position, stop).tolist()
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 12, 13, 25, 38, 39])
 def test_a_stream_starts_exactly_where_it_is_asked_to(start: int) -> None:
     source = stream(ids(100), epochs=3, batch_size=8)
-    assert (source.steps_per_epoch, source.total_steps) == (13, 39)
+    assert (source.schedule.steps_per_epoch, source.schedule.total_steps) == (13, 39)
     whole = collect(source)
     late = collect(stream(ids(100), epochs=3, batch_size=8), start)
     assert [feed.step for feed in late] == list(range(start, 39))
@@ -74,12 +74,12 @@ def test_a_stream_starts_exactly_where_it_is_asked_to(start: int) -> None:
 
 def test_cursor_and_steps() -> None:
     source = stream(ids(100), epochs=2, batch_size=8)
-    lanes = source.order.lanes.count
-    assert source.cursor(0) == Cursor(epoch=0, position=0, lanes=lanes)
-    assert source.cursor(12) == Cursor(epoch=0, position=96, lanes=lanes)
-    assert source.cursor(13) == Cursor(epoch=1, position=0, lanes=lanes)
+    lanes = source.schedule.order.lanes.count
+    assert source.schedule.cursor(0) == Cursor(epoch=0, position=0, lanes=lanes)
+    assert source.schedule.cursor(12) == Cursor(epoch=0, position=96, lanes=lanes)
+    assert source.schedule.cursor(13) == Cursor(epoch=1, position=0, lanes=lanes)
     dropping = stream(ids(100), epochs=2, batch_size=8, drop_last=True)
-    assert (dropping.steps_per_epoch, dropping.total_steps) == (12, 24)
+    assert (dropping.schedule.steps_per_epoch, dropping.schedule.total_steps) == (12, 24)
     assert [feed.rows for feed in collect(dropping)] == [8] * 24
     assert [feed.rows for feed in collect(source)] == [*[8] * 12, 4] * 2
 
@@ -88,7 +88,7 @@ def test_micro_batches_are_even_and_in_position_order() -> None:
     source = stream(ids(100), batch_size=11, accumulation=4)
     feed = next(iter(collect(source)))
     assert [batch.rows for batch in feed.parts[0]] == [2, 3, 3, 3]
-    assert real(feed) == source.order.rows_of(0, 0, 11).tolist()
+    assert real(feed) == source.schedule.order.rows_of(0, 0, 11).tolist()
 
 
 def test_an_empty_share_is_a_real_sample_of_weight_zero() -> None:
@@ -153,7 +153,7 @@ def test_random_transforms_do_not_depend_on_ranks_or_start() -> None:
         for rank in range(total):
             source = stream(dataset, rank, total, epochs=2)
             for feed in collect(source, start):
-                batch, epoch = feed.parts[0][0], source.cursor(feed.step).epoch
+                batch, epoch = feed.parts[0][0], source.schedule.cursor(feed.step).epoch
                 for sample, value in zip(batch.samples.tolist(), batch.columns["noise"].tolist(), strict=True):
                     assert seen.setdefault((epoch, sample), value) == value
     assert len(set(seen.values())) == len(seen) == 80
@@ -184,7 +184,7 @@ def test_a_rank_reads_only_row_groups_of_its_lanes_and_each_once(tmp_path: Path,
     groups.watch(monkeypatch)
     source = stream(groups.dataset, 1, 4, epochs=3, batch_size=64)
     feeds = collect(source)
-    assert source.order.lanes.count == 48
+    assert source.schedule.order.lanes.count == 48
     assert sorted(groups.loaded) == list(range(1, 48, 4))
     assert len({sample for feed in feeds for sample in real(feed)}) == 1200
 
@@ -200,7 +200,8 @@ def test_memory_stays_bounded_where_the_data_does_not_fit(tmp_path: Path, monkey
     feeds = collect(source)
     assert sorted(sample for feed in feeds for sample in real(feed)) == list(range(4800))
     assert len(groups.loaded) <= 4800 / 25  # each window is decoded once
-    assert source._reader._kept_bytes <= 8 * 1200
+    reader = source._reader
+    assert isinstance(reader, RowReader) and sum(map(reader._size, reader._kept)) * reader._row_bytes <= 8 * 1200
 
 
 def threads() -> list[threading.Thread]:
@@ -286,7 +287,7 @@ def test_text_and_images_are_fed(tmp_path: Path) -> None:
 def test_the_steps_of_a_run_follow_from_the_index() -> None:
     index = ids(100).index()
     schedule = make_schedule(index, batch_size=8, epochs=3, seed=5, shuffle=True, drop_last=False, window=None)
-    assert schedule.total_steps == stream(ids(100), epochs=3).total_steps
+    assert schedule.total_steps == stream(ids(100), epochs=3).schedule.total_steps
     with pytest.raises(DataError, match="an epoch has 100 rows"):
         stream(ids(100), batch_size=101, drop_last=True)
 

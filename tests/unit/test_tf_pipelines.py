@@ -18,10 +18,10 @@ from trainwright import datasets
 from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError, UserCodeError
 from trainwright.datasets.data_source import Field
+from trainwright.datasets.dataset_tools import inspect
 from trainwright.datasets.formats import tf_data
 from trainwright.datasets.formats.tf_data import read_blocks
 from trainwright.datasets.loading.batch_loader import BatchLoader
-from trainwright.datasets.tools.dataset_inspection import inspect
 
 ROWS, BATCH = 250, 16
 
@@ -50,7 +50,7 @@ def stream(make: Callable[..., Any], rank: int = 0, total: int = 1, **fields: An
 def seen(of: BatchLoader, start: int = 0, stop: int | None = None) -> list[list[int]]:
     """The labels of each step from `start` on."""
     with of.feeds(start) as feeds:
-        steps = [next(feeds) for _ in range((of.total_steps if stop is None else stop) - start)]
+        steps = [next(feeds) for _ in range((of.schedule.total_steps if stop is None else stop) - start)]
     return [[int(i) for batch in feed.parts[0] for i in batch.columns["i"][batch.weights > 0]] for feed in steps]
 
 
@@ -106,8 +106,8 @@ def test_light_transforms_are_applied_with_counted_randomness() -> None:
     noisy = datasets.from_tf(numbers).map(lambda row, rng: {**row, "noise": rng.random()})
     of = BatchLoader(noisy, batch_size=BATCH, epochs=2, feeding=feeding)
     with of.feeds(0) as one, of.feeds(20) as other:
-        rest = [next(other) for _ in range(20, of.total_steps)]
-        whole = [next(one) for _ in range(of.total_steps)]
+        rest = [next(other) for _ in range(20, of.schedule.total_steps)]
+        whole = [next(one) for _ in range(of.schedule.total_steps)]
     for first, again in zip(whole[20:], rest, strict=True):
         assert np.array_equal(first.parts[0][0].columns["noise"], again.parts[0][0].columns["noise"])
     assert whole[0].parts[0][0].columns["noise"][0] != whole[16].parts[0][0].columns["noise"][0]

@@ -14,7 +14,7 @@ from trainwright.core.data import Columns, Feed
 from trainwright.core.errors import ResourceError
 from trainwright.core.events import Probed, RunStarted
 from trainwright.core.plan import Mesh, Plan, WorkerResources
-from trainwright.inference.inference_plan import (
+from trainwright.inference.inference_model import (
     fit_plan,
     gather_outputs,
     serving_plan,

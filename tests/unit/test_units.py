@@ -52,7 +52,7 @@ def test_units_in_any_order_are_the_samples_of_one_device(job: dict[str, Any]) -
     whole = BatchLoader(
         data, batch_size=BATCH, epochs=2, seed=3, feeding=FeedAssignment(data_ranks=range(1), total=1), **job
     )
-    units = [WorkUnit(step=step, share=share) for step in range(whole.total_steps) for share in range(SHARES)]
+    units = [WorkUnit(step=step, share=share) for step in range(whole.schedule.total_steps) for share in range(SHARES)]
     found: dict[int, list[int]] = {}
     with LeasedFeeds(stream(1, **job), lambda: stream(1, **job)) as own:
         for unit in np.random.default_rng(1).permutation(len(units)):

@@ -20,7 +20,7 @@ WITHIN_THE_RUN = {
     "app/core/pickling.py", "app/integrations/ray_train/rank_loop.py", "app/worker/worker_config.py",
     "datasets/formats/ray_dataset.py",
     "datasets/ray_data/delivery_pipeline.py", "datasets/ray_data/delivery_actor.py",
-    "datasets/metadata_cache.py", "datasets/first_row.py",
+    "datasets/metadata_cache.py", "datasets/dataset.py",
 }  # fmt: skip
 LOADERS = ("cloudpickle.loads", "cloudpickle.load", "loads")  # the last is that of core.byvalue
 UNSAFE = {

@@ -47,7 +47,7 @@ def test_an_epoch_has_as_many_samples_as_it_says_and_passes_follow_each_other(
     virtual = stream(rows, batch, epochs, samples)
     steps = fed(virtual)
     sizes = [len(step) for step in steps]
-    length = virtual.steps_per_epoch
+    length = virtual.schedule.steps_per_epoch
     assert [sum(sizes[first : first + length]) for first in range(0, len(sizes), length)] == [samples] * epochs
     flat = [each for step in steps for each in step]
     passes = fed(stream(rows, batch, -(-len(flat) // rows), None))
@@ -71,8 +71,8 @@ def test_40_samples_of_10_rows_are_10_batches_of_4_and_a_start_in_the_middle_is_
     assert [len(batch) for batch in batches] == [4] * 20
     assert sorted(row for batch in batches[:5] for row, _ in batch) == sorted([*range(10)] * 2)
     assert fed(virtual, 7) == batches[7:]
-    assert (virtual.cursor(2).epoch, virtual.cursor(2).position) == (0, 8)
-    assert (virtual.cursor(3).epoch, virtual.cursor(3).position) == (1, 2)
+    assert (virtual.schedule.cursor(2).epoch, virtual.schedule.cursor(2).position) == (0, 8)
+    assert (virtual.schedule.cursor(3).epoch, virtual.schedule.cursor(3).position) == (1, 2)
 
 
 def test_drop_last_leaves_out_the_short_batch_of_a_virtual_epoch() -> None:

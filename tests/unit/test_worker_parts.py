@@ -189,7 +189,12 @@ class Given(Iterator[Feed]):
 def blank_stream(**more: Any) -> SimpleNamespace:
     """A stream of a rank that has no share, and so records no batch."""
     feeding = FeedAssignment(data_ranks=range(0), total=1)
-    own = {"total_steps": 10, "feeding": feeding, "feeds": Given, "warm_feed": lambda step, avoid: next(Given())}
+    own = {
+        "schedule": SimpleNamespace(total_steps=10),
+        "feeding": feeding,
+        "feeds": Given,
+        "warm_feed": lambda step, avoid: next(Given()),
+    }
     return SimpleNamespace(**own, **more)
 
 

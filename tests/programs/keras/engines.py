@@ -13,7 +13,7 @@ from tests.support.conformance.rank import Files
 from trainwright.core.data import Feed, MetricSums, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Plan, WorkerResources
-from trainwright.datasets.first_row import first_batch
+from trainwright.datasets.dataset import first_batch
 from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.strategies import single_rank_engine
 

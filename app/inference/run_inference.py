@@ -1,8 +1,9 @@
-"""Generate text with a trained language model, token by token."""
+"""Evaluate the checkpoint of a run, or generate text with it: in the layout of its training, or in this process."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,15 +12,69 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.core.data import Batch, Columns
+from trainwright.core.cluster import Cluster, Node
+from trainwright.core.data import Batch, Columns, MetricSums
+from trainwright.core.engine import CheckpointRef
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
-from trainwright.datasets.first_row import first_batch
+from trainwright.core.plan import Plan
+from trainwright.datasets.data_source import Index
+from trainwright.datasets.dataset import Dataset, first_batch
+from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.driver.messages import PredictRequest
-from trainwright.inference.inference_plan import plan_on_cluster, single_replica, split_into_feeds, trained_plan
-from trainwright.inference.model_evaluation import local_plan
-from trainwright.storage.checkpoint_selection import find_checkpoint, with_checkpoint
+from trainwright.inference.inference_model import plan_on_cluster, single_replica, split_into_feeds, trained_plan
+from trainwright.planning.planner import choose
+from trainwright.planning.profiler import profile_job
+from trainwright.storage.checkpoint_selection import checkpoints_of, find_checkpoint, load_newest, with_checkpoint
 from trainwright.strategies import single_rank_engine
+
+
+def evaluate(job: Job, step: int | None = None, *, here: bool = False, verbose: bool = False) -> dict[str, float]:
+    """See `trainwright.api.evaluate`."""
+    if job.evaluate is None:
+        raise JobError(["evaluate= is missing: give the job a data set to evaluate on"])
+    plan = None if here else trained_plan(job)
+    return _evaluate_here(job, step) if plan is None or plan.workers == 1 else _evaluate_on(plan, job, step, verbose)
+
+
+def _evaluate_on(plan: Plan, job: Job, step: int | None, verbose: bool) -> dict[str, float]:
+    """Evaluate on workers of the cluster. Only the evaluation set is read."""
+    from trainwright.inference.sharded_inference import ShardedModel
+
+    store, *_ = checkpoints_of(job, step)
+    index, judged, plan = job.evaluate.index(), job.replace(train=job.evaluate), plan_on_cluster(plan, job, verbose)
+
+    def ranked(checkpoint: CheckpointRef) -> dict[str, float]:
+        with ShardedModel(judged, plan, store, checkpoint, train=index, evaluate=index) as ranks:
+            return ranks.evaluate().means()
+
+    return load_newest(job, step, ranked)
+
+
+def _evaluate_here(job: Job, step: int | None) -> dict[str, float]:
+    """Evaluate in this process on one device. The number of threads stays as it is."""
+    alone, index, plan = _local_plan(job, job.evaluate)
+    engine = single_rank_engine(
+        alone.model_spec(1, partial(first_batch, job.evaluate, index, job.columns)), plan, guest=True
+    )
+    with_checkpoint(job, step, engine.load)
+    stream = BatchLoader(
+        job.evaluate, index, batch_size=job.batch_size, epochs=1, seed=job.training.seed, shuffle=False,
+        drop_last=False,
+        feeding=plan.feed_of(0), columns=job.columns,
+    )  # fmt: skip
+    return sum((engine.evaluate_step(feed) for feed in stream.feeds(0)), MetricSums()).means()
+
+
+def _local_plan(job: Job, data: Dataset) -> tuple[Job, Index, Plan]:
+    """Return the job for one CPU device of this machine, the data set's index, and the plan. Raises as planning."""
+    alone, index = job.on_one_device(accelerator="cpu"), data.index()
+    here = Cluster(nodes=(Node(name="here", cpus=os.cpu_count() or 1, memory_bytes=0),))
+    return alone, index, choose(profile_job(alone, data, index), here, alone).chosen
+
+
+# --- Generate text with a trained language model, token by token ------------------------------------------------------
+
 
 Tokens = npt.NDArray[np.int64]
 Logits = npt.NDArray[Any]
@@ -118,7 +173,7 @@ def generate(
 
 def _ask_here(job: Job, step: int | None, outputs: tuple[str, ...]) -> _Ask:
     """Return the model in this process, on one device."""
-    alone, index, plan = local_plan(job, job.train)
+    alone, index, plan = _local_plan(job, job.train)
     spec = alone.model_spec(1, partial(first_batch, job.train, index, job.columns))
     engine = single_rank_engine(replace(spec, outputs=outputs), plan)
     with_checkpoint(job, step, engine.load)

@@ -1,1 +1,0 @@
-"""Converting, inspecting and writing data sets."""
