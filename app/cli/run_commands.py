@@ -215,8 +215,7 @@ def submit(
     """
     from rich.text import Text
 
-    from trainwright.submit.job_log import LogDisplay
-    from trainwright.submit.job_server import job_server_address
+    from trainwright.submit.job_server import LogDisplay, job_server_address
     from trainwright.submit.job_submission import Submission, SubmitOptions, SubmitOutput
 
     if stop and attach:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from trainwright.cluster_files import kubernetes, ray_up, slurm, yaml_checks
+from trainwright.cluster_files import kubernetes, ray_start, ray_up, yaml_checks
 from trainwright.cluster_files.placeholders import ClusterFileError, find_placeholders
 from trainwright.cluster_files.yaml_checks import YamlItem, read_yaml
 from trainwright.core.errors import Finding
@@ -48,7 +48,7 @@ def check_text(text: str, file: str) -> list[Finding]:
     """Return the findings that need the text alone."""
     found = yaml_checks.secrets_in_text(text, file) + _check_placeholders(text, file)
     if text.startswith("#!"):
-        return found + slurm.check_script(text, file)
+        return found + ray_start.check_script(text, file)
     try:
         documents = read_yaml(text, file)
     except yaml.YAMLError as error:

@@ -21,10 +21,9 @@ from rich.text import Text
 
 from trainwright.core import formatting
 from trainwright.core.errors import Finding, JobError, ResourceError, Severity
-from trainwright.diagnostics.cluster_checks import check_cluster
+from trainwright.diagnostics.cluster_probe import check_cluster
 from trainwright.diagnostics.machine_checks import check_machine
-from trainwright.diagnostics.machine_probe import ProbeOptions, probe_machine
-from trainwright.diagnostics.storage_probe import dataset_paths
+from trainwright.diagnostics.machine_probe import ProbeOptions, dataset_paths, probe_machine
 from trainwright.storage.object_store import canonical_uri
 
 _CLUSTER_FILE_SUFFIXES = (".yaml", ".yml", ".sbatch")

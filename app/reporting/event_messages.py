@@ -36,8 +36,7 @@ from trainwright.core.events import (
     Straggling,
     Waiting,
 )
-from trainwright.storage.run_records import noise_of, staleness_of, staleness_text
-from trainwright.storage.run_summary import epoch_of
+from trainwright.storage.run_summary import epoch_of, noise_of, staleness_of, staleness_text
 
 Tone = Literal["plain", "good", "warning", "bad"]
 _RECENT = 50  # steps over which throughput and loss are averaged

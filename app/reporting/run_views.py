@@ -45,14 +45,12 @@ from trainwright.reporting.plan_view import (
     plan_from,
     plan_line,
 )
-from trainwright.reporting.predicted_vs_measured import StepPart, noise_text, step_parts
-from trainwright.reporting.run_history import RunHistory, read_history, state_of
+from trainwright.reporting.run_history import RunHistory, StepPart, noise_text, read_history, state_of, step_parts
 from trainwright.reporting.scorecard import Scorecard
 from trainwright.storage.event_files import EventReader, read_brief_summary
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import LogEntry, RunLog, WaitFunction, owner_alive, owners_alive
-from trainwright.storage.run_records import staleness_of, staleness_text
-from trainwright.storage.run_summary import RunState, RunSummary, epoch_of
+from trainwright.storage.run_summary import RunState, RunSummary, epoch_of, staleness_of, staleness_text
 
 _COLOURS: dict[RunState, str] = {
     "running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red",

@@ -23,7 +23,7 @@ from pathlib import Path
 from trainwright.core.engine import CheckpointFile
 from trainwright.core.errors import StorageError
 from trainwright.driver.messages import MemoryCheckpoint
-from trainwright.storage.run_owner import Owner, provably_dead
+from trainwright.storage.run_log import Owner, provably_dead
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX, GUARD_FILE = "trainwright-", "GUARD"

@@ -29,8 +29,7 @@ from trainwright.driver import messages as m
 from trainwright.driver.driver_state import Phase
 from trainwright.reporting import run_views as views
 from trainwright.reporting.html import ReportFacts, render_report
-from trainwright.reporting.predicted_vs_measured import StepPart, compare_step, noise_text, step_parts
-from trainwright.reporting.run_history import RunHistory
+from trainwright.reporting.run_history import RunHistory, StepPart, compare_step, noise_text, step_parts
 from trainwright.worker.step_log import StepTimer
 
 PHASES = {"forward": 0.003, "backward": 0.006, "wait": 0.001, "optimizer": 0.002, "other": 0.0005}

@@ -102,12 +102,12 @@ def verdict(**fields: object) -> ChaosReport:
 
 
 def test_it_passes_only_where_a_fault_was_given_and_nothing_differs_or_is_left() -> None:
-    assert verdict() and verdict().summary == "after 1 fault the run agrees bitwise with the unbroken one"
+    assert verdict() and verdict().summary == "after 1 fault the run agrees bitwise with the uninterrupted one"
     assert not verdict(costs=()) and "no fault was injected" in verdict(costs=()).summary
     left = verdict(leaks=("process 7",))
     assert not left and left.agrees and "leaked resources" in left.summary
     wrong = verdict(differences=("loss",), since_step=9)
-    assert not wrong and wrong.summary.endswith("differs from the unbroken one since step 9")
+    assert not wrong and wrong.summary.endswith("differs from the uninterrupted one since step 9")
     unsteady = verdict(differences=("loss",), since_step=9, repeatable=False)
     assert not unsteady and "the job itself is not repeatable" in unsteady.summary
 

@@ -17,8 +17,7 @@ from trainwright.runtime import model_loading
 from trainwright.storage import checkpoint_selection
 from trainwright.storage.checkpoints import CheckpointReader, CheckpointWriter, write_manifest
 from trainwright.storage.object_store import Store, open_store
-from trainwright.storage.run_log import RunLog
-from trainwright.storage.run_owner import Owner
+from trainwright.storage.run_log import Owner, RunLog
 
 
 def job(folder: Path) -> tw.Job:

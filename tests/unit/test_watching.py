@@ -20,7 +20,7 @@ from trainwright.ray_cluster.ray_compat import dashboard_facts
 from trainwright.reporting import run_views as views
 from trainwright.reporting.run_history import RunHistory
 from trainwright.reporting.run_views import dashboard_text
-from trainwright.storage.run_records import MOST_ROWS
+from trainwright.storage.run_summary import MOST_ROWS
 from trainwright.tracking import prometheus
 from trainwright.tracking.prometheus import LABELS, METRICS, MetricSpec, PrometheusListener
 

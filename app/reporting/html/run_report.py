@@ -15,13 +15,11 @@ from trainwright.reporting.event_messages import prefetch_text, recovery_text, s
 from trainwright.reporting.html import run_charts
 from trainwright.reporting.html.templates import render_template, sanitized_svg
 from trainwright.reporting.plan_view import SHOWN_ROWS, mesh_table, other_rows, plan_from, plan_line, plan_rows
-from trainwright.reporting.predicted_vs_measured import noise_text, step_parts
-from trainwright.reporting.run_history import RunHistory, read_history
+from trainwright.reporting.run_history import RunHistory, noise_text, read_history, step_parts
 from trainwright.reporting.scorecard import Scorecard
 from trainwright.storage.event_files import read_run_summary
 from trainwright.storage.object_store import Store
-from trainwright.storage.run_records import staleness_of, staleness_text
-from trainwright.storage.run_summary import epoch_of
+from trainwright.storage.run_summary import epoch_of, staleness_of, staleness_text
 
 if TYPE_CHECKING:
     from markupsafe import Markup
