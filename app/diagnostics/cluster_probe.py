@@ -1,4 +1,4 @@
-"""Probe every node of a Ray cluster by pinned tasks and actors with deadlines, and measure links between nodes.
+"""Probe every node of a Ray cluster by pinned tasks and actors with deadlines, measure links, and compare the nodes.
 
 Links are measured over plain TCP. The client sends the key of the probe, then single letters: `p` is answered with one
 byte, `b` with bytes until the client closes the connection.
@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from trainwright.core import formatting
-from trainwright.core.errors import Finding, StorageError
+from trainwright.core.errors import Finding
 from trainwright.diagnostics.machine_probe import (
     ProbeOptions,
     code_digest,
@@ -53,17 +53,13 @@ def living_nodes(listed: Iterable[Mapping[str, Any]]) -> tuple[_ProbedNode, ...]
     """Return the living nodes of `ray.nodes()` with unique names."""
     alive = [facts for facts in listed if facts["Alive"]]
     hosts = Counter(facts["NodeManagerHostname"] for facts in alive)
-    return tuple(
-        _ProbedNode(
-            name=facts["NodeManagerHostname"]
-            if hosts[facts["NodeManagerHostname"]] == 1
-            else f"{facts['NodeManagerHostname']}-{facts['NodeID'][:6]}",
-            node_id=facts["NodeID"],
-            address=facts["NodeManagerAddress"],
-            ray_resources=dict(facts["Resources"]),
-        )
-        for facts in alive
-    )
+    found = []
+    for facts in alive:
+        host, node_id = facts["NodeManagerHostname"], facts["NodeID"]
+        name = host if hosts[host] == 1 else f"{host}-{node_id[:6]}"
+        address, ray_resources = facts["NodeManagerAddress"], dict(facts["Resources"])
+        found.append(_ProbedNode(name=name, node_id=node_id, address=address, ray_resources=ray_resources))
+    return tuple(found)
 
 
 def probe_cluster(options: ProbeOptions) -> ClusterFacts:
@@ -170,33 +166,16 @@ def _probe_shared_storage(
     """Return the nodes whose test files each node sees, for the nodes that can write."""
     able = [stop for stop in there if (stored := machines[stop.name].storage) is not None and not stored.fault]
     names, visit_id = {stop.node_id: stop.name for stop in able}, uuid.uuid4().hex
-    run_on_nodes(able, _leave_mark, lambda stop: (options.storage, visit_id, stop.node_id), options.deadline_s)
+    run_on_nodes(able, write_mark, lambda stop: (options.storage, visit_id, stop.node_id), options.deadline_s)
     try:
-        told = run_on_nodes(able, _read_marks, lambda stop: (options.storage, visit_id), options.deadline_s)
+        told = run_on_nodes(able, read_marks, lambda stop: (options.storage, visit_id), options.deadline_s)
     finally:
-        run_on_nodes(able, _delete_marks, lambda stop: (options.storage, visit_id), options.deadline_s)
+        run_on_nodes(able, delete_marks, lambda stop: (options.storage, visit_id), options.deadline_s)
     return {
         name: frozenset(names[number] for number in numbers if number in names)
         for name, numbers in told.items()
         if not isinstance(numbers, UnreachableNode)
     }
-
-
-def _leave_mark(uri: str, visit_id: str, node: str) -> None:
-    with suppress(StorageError):  # no node will see it, which is then reported
-        write_mark(uri, visit_id, node)
-
-
-def _read_marks(uri: str, visit_id: str) -> frozenset[str]:
-    try:
-        return read_marks(uri, visit_id)
-    except StorageError:
-        return frozenset()
-
-
-def _delete_marks(uri: str, visit_id: str) -> None:
-    with suppress(StorageError):  # another node deleted it, if they share the storage
-        delete_marks(uri, visit_id)
 
 
 # --- Links between nodes ----------------------------------------------------------------------------------------------
@@ -363,10 +342,7 @@ def _receive(line: socket.socket, size: int) -> bytes:
 
 
 _SLOW_SHARE = 0.5  # a link below this share of the median rate is slow
-_LATE_FACTOR, _LATE_S = (
-    3.0,
-    1e-3,
-)  # a link is also slow if its round trip exceeds this factor of the median and this time
+_LATE_FACTOR, _LATE_S = 3.0, 1e-3  # a link is also slow if its round trip exceeds this factor of the median and time
 _CLOCK_DOUBTFUL_S, _CLOCK_BAD_S = 60.0, 300.0  # object stores refuse a clock that is wrong by 5 to 15 minutes
 _SAME_PACKAGES = ("ray", "torch", "tensorflow", "keras", "trainwright", "pyarrow", "numpy", "pandas")
 _MINOR_PACKAGES = ("pandas", "numpy", "pyarrow")
@@ -376,14 +352,9 @@ def check_cluster(cluster: ClusterFacts) -> list[Finding]:
     """Return the findings that compare nodes."""
     found = [*check_unreachable(cluster)]
     if len(cluster.machines) > 1:
-        found += [
-            *_check_versions(cluster.machines),
-            *_check_hardware(cluster.machines),
-            *_check_shared_storage(cluster),
-        ]
-        found += _check_links(cluster)
-    found += _check_clocks(cluster)
-    return found
+        found += [*_check_versions(cluster.machines), *_check_hardware(cluster.machines)]
+        found += [*_check_shared_storage(cluster), *_check_links(cluster)]
+    return [*found, *_check_clocks(cluster)]
 
 
 def check_unreachable(cluster: ClusterFacts) -> Iterator[Finding]:
@@ -395,7 +366,9 @@ def check_unreachable(cluster: ClusterFacts) -> Iterator[Finding]:
 def _check_versions(machines: Mapping[str, MachineFacts]) -> Iterator[Finding]:
     """Compare Python and packages; a node with other code of trainwright is already among the absent ones."""
     odd = False
-    for subject, value in _compared():
+    compared: dict[str, Callable[[MachineFacts], str]] = {"Python": lambda machine: machine.software.python}
+    compared |= {package: partial(_version, package) for package in _SAME_PACKAGES}
+    for subject, value in compared.items():
         for name, own, usual in _outliers(machines, value):
             odd = True
             yield Finding(
@@ -408,12 +381,6 @@ def _check_versions(machines: Mapping[str, MachineFacts]) -> Iterator[Finding]:
     if not odd:
         what = "Python, Ray, frameworks and trainwright's code are the same on all nodes"
         yield Finding(subject="versions", verdict="good", what=what, where=_all(machines))
-
-
-def _compared() -> Iterator[tuple[str, Callable[[MachineFacts], str]]]:
-    yield "Python", lambda machine: machine.software.python
-    for package in _SAME_PACKAGES:
-        yield package, partial(_version, package)
 
 
 def _version(package: str, machine: MachineFacts) -> str:

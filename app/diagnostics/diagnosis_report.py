@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from html import escape
@@ -21,7 +22,7 @@ from rich.text import Text
 
 from trainwright.core import formatting
 from trainwright.core.errors import Finding, JobError, ResourceError, Severity
-from trainwright.diagnostics.cluster_probe import check_cluster
+from trainwright.diagnostics.cluster_probe import check_cluster, probe_cluster
 from trainwright.diagnostics.machine_checks import check_machine
 from trainwright.diagnostics.machine_probe import ProbeOptions, dataset_paths, probe_machine
 from trainwright.storage.object_store import canonical_uri
@@ -43,12 +44,8 @@ def probe_options(storage: str, job: Any, *, imports: bool, deadline_s: float) -
 def diagnose_file(path: str) -> Diagnosis:
     """Check a cluster file. Raises JobError for files of other kinds."""
     if not path.endswith(_CLUSTER_FILE_SUFFIXES):
-        raise JobError(
-            [
-                f"{path} is not a cluster file ({', '.join(_CLUSTER_FILE_SUFFIXES)}); to check a job: "
-                f"trainwright doctor --job {path}"
-            ]
-        )
+        suffixes = ", ".join(_CLUSTER_FILE_SUFFIXES)
+        raise JobError([f"{path} is not a cluster file ({suffixes}); to check a job: trainwright doctor --job {path}"])
     from trainwright.cluster_files import check
 
     return Diagnosis(subject=path, findings=tuple(check(path)))
@@ -70,7 +67,9 @@ def diagnose(options: ProbeOptions, address: str = "") -> Diagnosis:
         return replace(_diagnose_cluster(options), notes=notes)
     finally:
         if started:
-            _disconnect()
+            import ray
+
+            ray.shutdown()
 
 
 def _diagnose_machine(options: ProbeOptions) -> Diagnosis:
@@ -78,8 +77,6 @@ def _diagnose_machine(options: ProbeOptions) -> Diagnosis:
 
 
 def _diagnose_cluster(options: ProbeOptions) -> Diagnosis:
-    from trainwright.diagnostics.cluster_probe import probe_cluster
-
     cluster = probe_cluster(options)
     each = [
         finding
@@ -92,8 +89,6 @@ def _diagnose_cluster(options: ProbeOptions) -> Diagnosis:
 
 def _is_connected() -> bool:
     """Return whether this process has called `ray.init`, without importing Ray."""
-    import sys
-
     ray = sys.modules.get("ray")
     return bool(ray is not None and ray.is_initialized())
 
@@ -136,12 +131,6 @@ def _unreachable(address: str, why: str) -> ResourceError:
         where=address,
         remedy="start it with ray start --head; give HOST:6379 of its head as --address, or unset RAY_ADDRESS",
     )
-
-
-def _disconnect() -> None:
-    import ray
-
-    ray.shutdown()
 
 
 # --- The diagnosis, and how it is shown -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Collect the facts of this machine: software, accelerators, memory, disks, clock and network."""
+"""Collect the facts of this machine: software, accelerators, memory, disks, clock, network, storage and data."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -67,13 +67,7 @@ class ProbeOptions:
 def probe_machine(
     options: ProbeOptions, *, ray_address: str = "", ray_resources: Mapping[str, float] | None = None
 ) -> MachineFacts:
-    """Collect the facts of this machine.
-
-    Args:
-        options: what to probe.
-        ray_address: its address in Ray.
-        ray_resources: its resources in Ray.
-    """
+    """Collect the facts of this machine, with its address and its resources in Ray where Ray runs."""
     found = _probe_accelerators()
     return MachineFacts(
         software=_probe_software(imports=options.imports, gpus=bool(found.devices)),
@@ -95,16 +89,10 @@ _IMPORT_TIMEOUT_S = 120.0
 _SETTINGS = (
     "OMP_NUM_THREADS", "RAY_AUTH_MODE", "RAY_ADDRESS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
 )  # fmt: skip
-_CUDA = "import torch; print(torch.cuda.is_available())"
 
 
 def _probe_software(*, imports: bool, gpus: bool) -> Software:
-    """Return Python and packages of this interpreter.
-
-    Args:
-        imports: whether to import Ray and the frameworks, each in a process of its own.
-        gpus: whether the machine has GPUs, so that torch is asked whether it can use them.
-    """
+    """Return Python and packages of this interpreter; with `gpus`, torch is asked whether it can use them."""
     needs_python, needs = requirements()
     packages = {name: _installed_version(name) for name in ("trainwright", *_PACKAGES)}
     cuda = _torch_cuda_version()
@@ -200,27 +188,28 @@ def _python(program: str, environment: Mapping[str, str]) -> subprocess.Popen[st
 
 
 def _import_error(process: subprocess.Popen[str]) -> str:
+    output = _output(process)
+    if output is None:
+        return f"took longer than {_IMPORT_TIMEOUT_S:.0f} s"
+    lines = output[1].strip().splitlines() or [f"the process ended with code {process.returncode}"]
+    return lines[-1][:200] if process.returncode else ""
+
+
+def _output(process: subprocess.Popen[str]) -> tuple[str, str] | None:
+    """Return stdout and stderr of a process when it has ended; None if it was killed for taking too long."""
     try:
-        _, said = process.communicate(timeout=_IMPORT_TIMEOUT_S)
+        return process.communicate(timeout=_IMPORT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return f"took longer than {_IMPORT_TIMEOUT_S:.0f} s"
-    lines = said.strip().splitlines() or [f"the process ended with code {process.returncode}"]
-    return lines[-1][:200] if process.returncode else ""
+        return None
 
 
 def _cuda_works() -> bool:
     """Return whether torch can use a GPU, also in a Ray task, from which Ray hides the GPUs."""
     visible = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    process = _python(_CUDA, visible)
-    try:
-        said, _ = process.communicate(timeout=_IMPORT_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return False
-    return said.strip().endswith("True")
+    output = _output(_python("import torch; print(torch.cuda.is_available())", visible))
+    return output is not None and output[0].strip().endswith("True")
 
 
 def _has_token(environment: Mapping[str, str], home: Path) -> bool:
@@ -247,15 +236,15 @@ def _probe_accelerators() -> Accelerators:
     tpus = len([*Path("/dev").glob("accel[0-9]*")]) or len([*Path("/dev/vfio").glob("[0-9]*")])
     found = Accelerators(gpu_files=files, tpu_files=tpus, libtpu=_installed_version("libtpu"))
     if shutil.which("nvidia-smi") is None:
-        fault = "nvidia-smi is missing" if files else ""
-        return Accelerators(**{**vars(found), "fault": fault})
+        return replace(found, fault="nvidia-smi is missing" if files else "")
     try:
-        devices = parse_smi(
-            _query_smi(f"--query-gpu={','.join(_SMI_FIELDS)}"), _query_smi("--query-compute-apps=gpu_uuid")
+        queried, computing = (
+            _query_smi(f"--query-gpu={','.join(_SMI_FIELDS)}"),
+            _query_smi("--query-compute-apps=gpu_uuid"),
         )
+        return replace(found, devices=parse_smi(queried, computing))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return Accelerators(**{**vars(found), "fault": _smi_error(error)})
-    return Accelerators(**{**vars(found), "devices": devices})
+        return replace(found, fault=_smi_error(error))
 
 
 def parse_smi(queried: str, computing: str) -> tuple[Device, ...]:
@@ -465,7 +454,7 @@ _DATA = b"trainwright doctor was here"
 def probe_storage(uri: str) -> StorageResult:
     """Create a small file twice, read it and delete it, with about ten seconds for each."""
     try:
-        with _RemoveNewFolder(uri):
+        with _without_new_folders(uri):
             return _probe_store(open_store(uri).impatient(), uri)
     except StorageError as error:
         return StorageResult(uri=uri, fault=error.what, remedy=error.remedy or "use another storage")
@@ -491,39 +480,41 @@ def _timed(action: Callable[[], _Value]) -> tuple[_Value, float]:
     return action(), time.perf_counter() - start
 
 
-class _RemoveNewFolder:
-    """Removes a folder that did not exist before, unless another process has written into it."""
-
-    def __init__(self, uri: str) -> None:
-        self._made: list[Path] = []
-        folder = Path(uri)
-        while "://" not in uri and not folder.exists():
-            self._made.append(folder)
-            folder = folder.parent
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, *_: object) -> None:
+@contextmanager
+def _without_new_folders(uri: str) -> Iterator[None]:
+    """Remove folders that did not exist before, unless another process has written into them."""
+    made: list[Path] = []
+    folder = Path(uri)
+    while "://" not in uri and not folder.exists():
+        made.append(folder)
+        folder = folder.parent
+    try:
+        yield
+    finally:
         with suppress(OSError):
-            for folder in self._made:
+            for folder in made:
                 folder.rmdir()
 
 
 def write_mark(uri: str, visit: str, node: str) -> None:
-    """Write a test file for other nodes to find. Raises StorageError."""
-    open_store(uri).impatient().put(f"{_PREFIX}{visit}/{node}", _DATA)
+    """Write a test file for other nodes to find. If that fails, no node sees it, which is then reported."""
+    with suppress(StorageError):
+        open_store(uri).impatient().put(f"{_PREFIX}{visit}/{node}", _DATA)
 
 
 def read_marks(uri: str, visit: str) -> frozenset[str]:
-    """Return the nodes whose test files of a visit are visible here. Raises StorageError."""
-    found = open_store(uri).impatient().list(f"{_PREFIX}{visit}")
+    """Return the nodes whose test files of a visit are visible here; none if the storage cannot be read."""
+    try:
+        found = open_store(uri).impatient().list(f"{_PREFIX}{visit}")
+    except StorageError:
+        return frozenset()
     return frozenset(path.rpartition("/")[2] for path, _ in found)
 
 
 def delete_marks(uri: str, visit: str) -> None:
-    """Delete the visible test files of a visit. Raises StorageError."""
-    open_store(uri).impatient().delete_folder(f"{_PREFIX}{visit}")
+    """Delete the visible test files of a visit, unless another node that shares the storage did."""
+    with suppress(StorageError):
+        open_store(uri).impatient().delete_folder(f"{_PREFIX}{visit}")
 
 
 def dataset_paths(dataset: Any) -> Iterator[str]:

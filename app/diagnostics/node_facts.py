@@ -167,10 +167,8 @@ class StorageResult:
     """Result of writing, reading and deleting a file in a storage.
 
     Attributes:
-        uri: of the storage.
         fault: what went wrong; empty if nothing did.
-        remedy: what to do about the fault.
-        once: whether the second create-only write of a path was refused and the first was read back.
+        creates_once: whether the second create-only write of a path was refused and the first was read back.
     """
 
     uri: str
@@ -208,8 +206,7 @@ class LinkMeasurement:
     """What one node measured of its connection to another.
 
     Attributes:
-        source: node that measured.
-        target: node that answered.
+        source, target: the node that measured, and the one that answered.
         fault: why the target was not reached; empty if it was.
         delay_s: shortest round trip.
         bytes_per_s: rate from target to source, on one TCP connection.
@@ -235,8 +232,7 @@ class ClusterFacts:
     """Facts of all nodes of a cluster.
 
     Attributes:
-        machines: by name of the node.
-        absent: nodes that did not answer, by name.
+        machines, unreachable: by name of the node.
         links: measured connections, in both directions.
         seen: nodes whose test files in the storage each node saw, by name; empty if not tried.
         probed_s: wall-clock time of the asking machine before and after the nodes were probed, seconds since the epoch.
