@@ -1,4 +1,7 @@
-"""Check the commands that start Ray, `ray start` and `ray symmetric-run`, their environment and container image."""
+"""Check the commands that start Ray, `ray start` and `ray symmetric-run`, their environment, image and sbatch script.
+
+Unknown options of Slurm are left to sbatch, which refuses them when the script is submitted.
+"""
 
 from __future__ import annotations
 

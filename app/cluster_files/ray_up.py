@@ -193,13 +193,11 @@ def _start_commands(file: YamlItem) -> list[ray_start.RayStart]:
     docker = {
         name: value
         for options in ("run_options", "head_run_options", "worker_run_options")
-        for option in getattr(file.at("docker", options), "entries", ())
+        for option in file.list("docker", options)
         for name, _, value in [str(option.value).removeprefix("--env=").removeprefix("-e ").partition("=")]
     }
     commands = [
-        command
-        for name in ("head_start_ray_commands", "worker_start_ray_commands")
-        for command in getattr(file.at(name), "entries", ())
+        command for name in ("head_start_ray_commands", "worker_start_ray_commands") for command in file.list(name)
     ]
     return [found for command in commands if (found := ray_start.parse_start(command, docker))]
 
@@ -280,7 +278,7 @@ def _check_local(file: YamlItem) -> list[Finding]:
     if provider.at("coordinator_address") is None:
         missing = [name for name in ("head_ip", "worker_ips") if not getattr(provider.at(name), "value", None)]
         found += [provider.finding("keys", "bad", f"{name} is missing", f"add {name}:") for name in missing]
-    hosts = len(getattr(provider.at("worker_ips"), "entries", ()))
+    hosts = len(provider.list("worker_ips"))
     for name in ("min_workers", "max_workers"):
         item = file.at(name)
         if item is not None and isinstance(item.value, int) and item.value > hosts and hosts:
@@ -331,7 +329,7 @@ def _add_gpus(node: YamlItem, machine: _InstanceType) -> tuple[_InstanceType, li
     """Return a machine of Google Cloud with its guest accelerators."""
     found: list[Finding] = []
     added = instance_types("gpu")
-    for entry in getattr(node.at("guestAccelerators"), "entries", ()):
+    for entry in node.list("guestAccelerators"):
         name = entry.text("acceleratorType").rpartition("/")[2]
         if name not in added:
             place = entry.at("acceleratorType") or entry

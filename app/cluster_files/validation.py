@@ -36,7 +36,7 @@ def check(path: str | os.PathLike[str]) -> list[Finding]:
             f"{file} cannot be read: {error}", remedy="create one: trainwright init --cluster aws"
         ) from error
     found = check_text(text, file)
-    documents = [] if text.startswith("#!") or any(_is_yaml_error(one) for one in found) else read_yaml(text, file)
+    documents = [] if text.startswith("#!") or any(one.subject == "YAML" for one in found) else read_yaml(text, file)
     if documents and documents[0].at("provider") is not None:
         found += _validate_with_ray(documents[0], found) + _check_mounted_files(documents[0], Path(file).parent)
     if all(one.verdict == "good" for one in found):
@@ -142,10 +142,6 @@ def _deduplicate(found: list[Finding]) -> list[Finding]:
     """Remove repeated findings of one line, such as those of a YAML alias."""
     kept = {(one.subject, one.what, one.where.partition(",")[0]): one for one in reversed(found)}
     return [one for one in found if kept[one.subject, one.what, one.where.partition(",")[0]] is one]
-
-
-def _is_yaml_error(finding: Finding) -> bool:
-    return finding.subject == "YAML"
 
 
 def _line_key(finding: Finding) -> tuple[int, str]:

@@ -59,6 +59,11 @@ class YamlItem:
             found = found.fields.get(key) if found else None
         return found
 
+    def list(self, *keys: str) -> tuple[YamlItem, ...]:
+        """Return the items of the list at a path of keys; none if there is no list."""
+        found = self.at(*keys)
+        return () if found is None else found.entries
+
     def text(self, *keys: str) -> str:
         """Return the text at a path of keys; empty if there is none."""
         found = self.at(*keys)

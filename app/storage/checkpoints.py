@@ -31,7 +31,7 @@ _REMEDY = "training continues from the checkpoint before it; to use this one, re
 
 
 class CheckpointWriter:
-    """Writes the files of one checkpoint and records their sizes and checksums. Implements `core.checkpoint.Writer`.
+    """Writes the files of one checkpoint and records their sizes and checksums. Implements `core.engine.StateWriter`.
 
     Args:
         path: the checkpoint's folder within the run.
@@ -89,7 +89,7 @@ class CheckpointWriter:
 
 
 class CheckpointReader:
-    """Reads the files of one checkpoint and verifies them. Implements `core.checkpoint.Reader`.
+    """Reads the files of one checkpoint and verifies them. Implements `core.engine.StateReader`.
 
     Args:
         manifest: of the checkpoint, from `read_manifest`.
@@ -165,7 +165,10 @@ def read_manifest(store: Store, run: str, ref: CheckpointRef) -> CheckpointManif
         StorageError: the store cannot be read.
     """
     place = f"{run}/{ref.path}/{MANIFEST}"
-    data = _get(store, place)
+    try:
+        data = store.get(place)
+    except MissingFile:
+        raise _missing(store, place) from None
     if hashlib.sha256(data).hexdigest() != ref.manifest_sha256:
         raise _damaged(store, place, "the manifest is torn or altered: its checksum is not the one in the log")
     try:
@@ -292,13 +295,6 @@ def _sha256(pieces: Sequence[memoryview]) -> str:
     for piece in pieces:
         found.update(piece)
     return found.hexdigest()
-
-
-def _get(store: Store, place: str) -> bytes:
-    try:
-        return store.get(place)
-    except MissingFile:
-        raise _missing(store, place) from None
 
 
 def _portions(store: Store, place: str, entry: CheckpointFile) -> Iterator[memoryview]:

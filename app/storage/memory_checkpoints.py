@@ -87,7 +87,7 @@ class MemoryCheckpointStore:
 
 
 class _MemoryCheckpointWriter:
-    """Writes the files of one version. Implements `core.checkpoint.Writer`."""
+    """Writes the files of one version. Implements `core.engine.StateWriter`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -103,7 +103,7 @@ class _MemoryCheckpointWriter:
 
 
 class MemoryCheckpointReader:
-    """Reads a version from the memory of this node, or with `fetch` of another. Implements `core.checkpoint.Reader`."""
+    """Reads a version from this node's memory, or with `fetch` from another's. Implements `core.engine.StateReader`."""
 
     def __init__(self, store: MemoryCheckpointStore, kept: MemoryCheckpoint, node: str, fetch: FetchFile) -> None:
         self._store, self._version, self._node, self._fetch = store, kept.version, node, fetch

@@ -1,4 +1,4 @@
-"""Files by path in a folder or in an object store.
+"""Files by path in a folder of this machine, or in an object store through the clients of obstore.
 
 A write is whole or has no effect: a reader never sees a part of a file. The run log needs one more guarantee, which
 every kind of store gives: when several writers `create` the same path, exactly one of them gets True.
@@ -65,19 +65,14 @@ _QUICK_POLICY = RetryPolicy(connect_s=2.0, silence_s=3.0, request_s=3.0, total_s
 """For operations whose result is of little use when it is late: probes and heartbeats."""
 
 
-def _open_backend(uri: str, endpoint: str, policy: RetryPolicy) -> _StoreBackend:
-    """Return the backend of a canonical URI. Nothing is created or contacted yet."""
-    return _ObjectStoreClients(uri, endpoint, policy) if "://" in uri else _LocalFolder(Path(uri))
-
-
 class _StoreBackend(ABC):
-    """One attempt of each operation on a medium.
+    """One attempt of each operation on a folder or object store.
 
-    Attributes:
-        certain: whether an unknown error of a write proves that nothing was written.
+    It raises the errors of obstore and of the operating system. `Store` turns these into StorageErrors, and repeats
+    what may succeed later.
     """
 
-    certain = False
+    certain = False  # whether an unknown error of a write proves that nothing was written
 
     @abstractmethod
     def reader(self) -> ObjectStore:
@@ -144,21 +139,17 @@ class _LocalFolder(_StoreBackend):
         return client
 
     def bulk(self, *, write: bool = False) -> ObjectStore:
-        """Return the same client."""
         return self._writer() if write else self.reader()
 
     def get(self, path: str) -> bytes:
-        """Read a whole file."""
         return obstore.get(self.reader(), path).bytes().to_bytes()
 
     def put(self, path: str, pieces: Sequence[bytes | memoryview], *, sync: bool) -> None:
-        """Write a whole file; with `sync` return when it is on disk."""
         _put(self._writer(), self._writer(), path, pieces)
         if sync:
             self._sync(path)
 
     def create(self, path: str, data: bytes) -> None:
-        """Write a file that does not exist yet. Raises AlreadyExistsError."""
         _create_by_link(self._folder / path, data)
         self._sync(path)
 
@@ -191,11 +182,9 @@ class _ObjectStoreClients(_StoreBackend):
         )
 
     def reader(self) -> ObjectStore:
-        """Return the usual client."""
         return self._usual
 
     def bulk(self, *, write: bool = False) -> ObjectStore:
-        """Return the client that retries longest."""
         return self._bulk
 
     def get(self, path: str) -> bytes:
@@ -210,11 +199,9 @@ class _ObjectStoreClients(_StoreBackend):
             return b"".join(pool.map(self.read_range, [path] * len(ends), starts, ends))
 
     def put(self, path: str, pieces: Sequence[bytes | memoryview], *, sync: bool) -> None:
-        """Write a whole file."""
         _put(self._usual, self._bulk, path, pieces)
 
     def create(self, path: str, data: bytes) -> None:
-        """Write a file that does not exist yet. Raises AlreadyExistsError."""
         obstore.put(self._once, path, data, mode="create")
 
     def delete_folder(self, path: str) -> None:
@@ -287,38 +274,24 @@ def _connect_client(uri: str, endpoint: str, policy: RetryPolicy, *, retry_s: fl
     bucket, _, prefix = rest.partition("/")
     if scheme == "memory":
         return _MEMORY.setdefault(uri, MemoryStore())
-    options: dict[str, Any] = {
-        "prefix": prefix or None,
-        "client_options": _client_options(policy, allow_http=endpoint.startswith("http://")),
-        "retry_config": _retry_config(retry_s),
-    }
-    if endpoint:
-        options["endpoint"] = endpoint
-    kinds: dict[str, type[S3Store | GCSStore | AzureStore]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
-    return kinds[scheme](bucket, **options)
-
-
-def _client_options(policy: RetryPolicy, *, allow_http: bool) -> ClientConfig:
-    return {
-        "allow_http": allow_http,
+    limits: ClientConfig = {
+        "allow_http": endpoint.startswith("http://"),
         "connect_timeout": timedelta(seconds=policy.connect_s),
         "read_timeout": timedelta(seconds=policy.silence_s),
         "timeout": timedelta(seconds=policy.request_s),
     }
-
-
-def _retry_config(retry_s: float) -> RetryConfig:
-    """Limit retries by time alone: short pauses would use up any number of retries long before."""
     first_s = retry.FIRST_PAUSE_S * random.SystemRandom().uniform(0.5, 1.5)  # a step seeds the global generator
-    return {
+    longest_s = retry.LONGEST_PAUSE_S
+    retries: RetryConfig = {
         "max_retries": _ANY if retry_s else 0,
         "retry_timeout": timedelta(seconds=retry_s),
-        "backoff": {
-            "init_backoff": timedelta(seconds=first_s),
-            "max_backoff": timedelta(seconds=retry.LONGEST_PAUSE_S),
-            "base": 3,
-        },
+        "backoff": {"init_backoff": timedelta(seconds=first_s), "max_backoff": timedelta(seconds=longest_s), "base": 3},
     }
+    options: dict[str, Any] = {"prefix": prefix or None, "client_options": limits, "retry_config": retries}
+    if endpoint:
+        options["endpoint"] = endpoint
+    kinds: dict[str, type[S3Store | GCSStore | AzureStore]] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+    return kinds[scheme](bucket, **options)
 
 
 # --- The store --------------------------------------------------------------------------------------------------------
@@ -361,7 +334,9 @@ class Store:
         endpoint = _endpoint_of(uri.partition("://")[0])
         self._attempts = _Attempts(uri, endpoint, self._policy.total_s)
         with self._attempts.explained("cannot open the store", ""):
-            self._backend = _open_backend(uri, endpoint, self._policy)
+            self._backend: _StoreBackend = (
+                _ObjectStoreClients(uri, endpoint, self._policy) if "://" in uri else _LocalFolder(Path(uri))
+            )
 
     def __reduce__(self) -> tuple[type[Store], tuple[str, RetryPolicy]]:
         return Store, (self.uri, self._policy)

@@ -586,9 +586,7 @@ def _up_to(chain: tuple[CheckpointRef, ...], parent: str) -> tuple[CheckpointRef
 
 
 _HEARTBEAT_WATCH_S = 4 * _HEARTBEAT_S
-_STALE_HEARTBEAT_S = (
-    3600.0  # no clock is that wrong: object stores refuse requests of one that is a quarter of an hour off
-)
+_STALE_HEARTBEAT_S = 3600.0  # no clock is that wrong: object stores refuse one that is a quarter of an hour off
 _HEARTBEAT_READERS = 32
 WaitFunction = Callable[[float], Any]
 

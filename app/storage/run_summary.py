@@ -1,6 +1,7 @@
-"""The summary of a run's events, which readers need instead of all events.
+"""The summary of a run's events, which readers need instead of all events, and the records that it consists of.
 
-Events are added one by one. A summary can be stored as JSON and continued from there later.
+Events are added one by one. A summary can be stored as JSON and continued from there later. Its table of steps has a
+bounded number of rows: the newest steps one by one, older ones merged.
 """
 
 from __future__ import annotations
@@ -349,17 +350,12 @@ class _TimeAccount:
         spent_s = sum(parts_s.values())
         return TimeTotals(wall_s=max(wall_s, spent_s), other_s=max(wall_s - spent_s, 0.0), **parts_s)
 
-    def facts(self) -> dict[str, Any]:
-        """Return the account as JSON values."""
-        return asdict(self)
-
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self:
-        """Rebuild an account from `facts`, which may have other keys too. Raises KeyError or TypeError."""
+        """Rebuild an account from its `asdict`, which may have other keys too. Raises KeyError or TypeError."""
+        values = {item.name: facts[item.name] for item in fields(cls)}
         sessions = [_DriverSession(**escape_control_characters(session)) for session in facts["sessions"]]
-        return cls(
-            sessions=sessions, **{item.name: facts[item.name] for item in fields(cls) if item.name != "sessions"}
-        )
+        return cls(**{**values, "sessions": sessions})
 
 
 def noise_of(event: Measured) -> NoiseScale | None:
@@ -402,9 +398,7 @@ _MOST_MEASUREMENTS = 2_000  # measurements; also reports of staleness
 _FORMAT = 1  # of stored facts; increased where the same events give another summary
 _SINGLE = ("start", "prefetch", "probed", "waiting", "end", "judged", "cause")
 _LISTS = ("failures", "resumes", "skipped", "notes", "measured", "stale")
-_NUMBERS = (
-    "step", "told", "steps_lost", "last_s", "formed",
-)  # fmt: skip
+_NUMBERS = ("step", "told", "steps_lost", "last_s", "formed")
 
 
 def epoch_of(step: int, steps_per_epoch: int) -> int:
@@ -594,7 +588,7 @@ class RunSummary:
             "steps": self.steps.facts(),
             "evaluations": [event.to_json() for event in self.evaluations.values()],
             "recoveries": [[r.formed.to_json(), r.failure.to_json() if r.failure else None] for r in self.recoveries],
-            **self.time.facts(),
+            **asdict(self.time),
             "processes": [event.to_json() for event in self.processes.values()],
             "nodes": dict(self.nodes),
             **{name: [event.to_json() for event in getattr(self, name)] for name in _LISTS},

@@ -1,4 +1,4 @@
-"""Client of Ray's job server over HTTP: its address, calls with deadlines, and exit codes of jobs."""
+"""Client of Ray's job server over HTTP: its address, calls with deadlines, exit codes and logs of jobs."""
 
 from __future__ import annotations
 
@@ -227,11 +227,8 @@ class JobServer:
 
     def _unreachable(self, error: BaseException) -> JobServerUnreachable:
         local = urllib.parse.urlsplit(self.address).hostname in ("127.0.0.1", "localhost", "::1")
-        tunnel = (
-            "in a second terminal, run `ray dashboard cluster.yaml`, which forwards it to this machine; or "
-            if local
-            else ""
-        )
+        forward = "in a second terminal, run `ray dashboard cluster.yaml`, which forwards it to this machine; or "
+        tunnel = forward if local else ""
         return JobServerUnreachable(
             f"no job server answers at this address: {type(error).__name__}",
             where=self.address,
@@ -363,9 +360,7 @@ class LogFollower:
     """Follows one job to its end.
 
     Args:
-        server: where the job runs.
         submission: ID of the job.
-        display: shows the lines of its log.
         patience_s: how long the server may not answer.
         say: takes a line about the connection.
     """

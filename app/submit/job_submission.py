@@ -34,7 +34,6 @@ from trainwright.submit.job_credentials import (
     CREDENTIALS_VARIABLE,
     SENDER_VARIABLE,
     WORKER_SETUP_HOOK,
-    JobCredentials,
     collect_credentials,
     credential_package_uri,
     storage_schemes,
@@ -58,13 +57,7 @@ _DETACHED_EXIT_CODE = 130  # exit code of Ctrl-C
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitOutput:
-    """Where the output of a submission goes.
-
-    Attributes:
-        write_line: takes a message.
-        make_display: creates a display of the job's log.
-        attach_command: command that follows the job again.
-    """
+    """Where the output of a submission goes, and the command that follows the job again."""
 
     write_line: Callable[[str], object]
     make_display: Callable[[], LogDisplay]
@@ -121,33 +114,32 @@ class Submission:
         """Show the job's log to its end; return its exit code, or that of Ctrl-C, after which the job continues."""
         display = self._output.make_display()
         details = self._follow(submission, display)
-        return (
-            _DETACHED_EXIT_CODE
-            if details is None
-            else exit_code(details, trainwright_missing=display.trainwright_missing)
-        )
+        if details is None:
+            return _DETACHED_EXIT_CODE
+        return exit_code(details, trainwright_missing=display.trainwright_missing)
 
     def stop(self) -> int:
         """Stop the run's job with a checkpoint and show its log to the end; return 0 if it stopped."""
-        job = _running_job(self._server.jobs(), self._request.metadata)
+        job = _running(_jobs_of_run(self._server.jobs(), self._request.metadata))
         if job is None:
             raise RunConflict(
                 f"no job of the run {self._request.run!r} is running on this cluster",
                 where=self._server.address,
                 remedy="--attach shows the log of its latest job",
             )
-        self._output.write_line(
-            f"stopping job {job.id} with a checkpoint; it has {formatting.duration(_STOP_TIMEOUT_S)} for that"
-        )
+        time = formatting.duration(_STOP_TIMEOUT_S)
+        self._output.write_line(f"stopping job {job.id} with a checkpoint; it has {time} for that")
         self._server.stop(job.id)
         details = self._follow(job.id, self._output.make_display())
-        return _DETACHED_EXIT_CODE if details is None else self._stop_exit_code(details)
+        if details is None:
+            return _DETACHED_EXIT_CODE
+        self._output.write_line(f"job {details.id}: {details.status.lower()}")
+        return 0 if details.status in ("STOPPED", "SUCCEEDED") else exit_code(details)
 
     def follow_hint(self) -> str:
         """Return the commands that follow and stop the job, in two lines."""
-        return (
-            f"  follow it again  {self._output.attach_command}\n  stop it          {self._output.attach_command} --stop"
-        )
+        command = self._output.attach_command
+        return f"  follow it again  {command}\n  stop it          {command} --stop"
 
     def _follow(self, submission: str, display: LogDisplay) -> JobDetails | None:
         """Return how the job ended; None after Ctrl-C. Raises ResourceError."""
@@ -159,11 +151,6 @@ class Submission:
         except JobServerUnreachable as error:
             what = f"the cluster has not answered for too long; job {submission} may continue without this terminal"
             raise ResourceError(what, where=error.where, remedy=f"once it answers:\n{self.follow_hint()}") from error
-
-    def _stop_exit_code(self, details: JobDetails) -> int:
-        """Return the exit code of --stop."""
-        self._output.write_line(f"job {details.id}: {details.status.lower()}")
-        return 0 if details.status in ("STOPPED", "SUCCEEDED") else exit_code(details)
 
     def _package(self) -> tuple[str, str]:
         """Upload the package unless the server has it; return its URI and the command to run in it."""
@@ -177,18 +164,15 @@ class Submission:
             self._server.upload(uri, data)
         return uri, self._request.entrypoint(folder)
 
-    def _credentials(self) -> JobCredentials:
-        """Return the credentials to send."""
-        options, work = self._request.options, self._request
-        return collect_credentials(work.schemes if options.credentials else (), options.env, self._environment)
-
     def _send(self, package: tuple[str, str]) -> str:
         """Submit the job under the next free ID. Raises JobIdTaken."""
         uri, entrypoint = package
         submission = next_submission_id(self._server.jobs(), self._request.run)
         variables = {_STOP_VARIABLE: str(_STOP_TIMEOUT_S), SENDER_VARIABLE: package_versions()["trainwright"]}
         runtime_env: dict[str, Any] = {"working_dir": uri, "env_vars": variables}
-        credentials = self._credentials()
+        options = self._request.options
+        schemes = self._request.schemes if options.credentials else ()
+        credentials = collect_credentials(schemes, options.env, self._environment)
         if credentials.names:
             variables[CREDENTIALS_VARIABLE] = f"{submission}.{secrets.token_hex(16)}"
             runtime_env["worker_process_setup_hook"] = WORKER_SETUP_HOOK
@@ -369,9 +353,9 @@ def _jobs_of_run(jobs: Iterable[JobDetails], metadata: SubmissionMetadata) -> li
     return sorted(same, key=lambda job: _number(job.id, metadata.run))
 
 
-def _running_job(jobs: Iterable[JobDetails], metadata: SubmissionMetadata) -> JobDetails | None:
-    """Return the job of the run that has not ended."""
-    return next((job for job in _jobs_of_run(jobs, metadata) if not job.ended), None)
+def _running(jobs: Iterable[JobDetails]) -> JobDetails | None:
+    """Return the job that has not ended."""
+    return next((job for job in jobs if not job.ended), None)
 
 
 def job_to_follow(jobs: Iterable[JobDetails], metadata: SubmissionMetadata, *, anyway: bool) -> JobDetails | None:
@@ -386,7 +370,7 @@ def job_to_follow(jobs: Iterable[JobDetails], metadata: SubmissionMetadata, *, a
         RunConflict: the running job has another file or other options, or there is no job to follow.
     """
     known = _jobs_of_run(jobs, metadata)
-    alive = next((job for job in known if not job.ended), None)
+    alive = _running(known)
     if anyway:
         if not known:
             raise RunConflict(
@@ -424,7 +408,7 @@ def _number(submission: str, run: str) -> int:
 
 _LIMIT_BYTES = 500 << 20  # of a package; Ray keeps it in the head's memory
 _EXCLUDED = frozenset(
-    {
+    (
         ".git",
         ".hg",
         ".venv",
@@ -434,7 +418,7 @@ _EXCLUDED = frozenset(
         ".ipynb_checkpoints",
         ".mypy_cache",
         ".pytest_cache",
-    }
+    )
 )
 _CREDENTIALS = (
     ".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".npmrc", ".pypirc", ".htpasswd",

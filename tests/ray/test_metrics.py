@@ -20,8 +20,8 @@ from trainwright.core import events
 from trainwright.reporting.run_history import RunHistory
 from trainwright.storage.event_files import read_events
 from trainwright.storage.object_store import open_store
-from trainwright.tracking import prometheus
-from trainwright.tracking.prometheus import METRICS
+from trainwright.tracking import listeners
+from trainwright.tracking.listeners import METRICS
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -83,7 +83,7 @@ def heard(folder: Path) -> bool:
 def test_what_prometheus_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray hands it on every ten seconds. The run waits for that at a step, since its gauges end with it; before, its
     worker is killed after steps that the driver has heard of."""
-    monkeypatch.setattr(prometheus, "GOODPUT_INTERVAL_S", 0.0)  # reckoned with each event, not every ten seconds
+    monkeypatch.setattr(listeners, "GOODPUT_INTERVAL_S", 0.0)  # reckoned with each event, not every ten seconds
     gate, folder = tmp_path / "gate", tmp_path / "runs"
 
     def held(step: int, total: int) -> float:

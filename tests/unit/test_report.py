@@ -24,8 +24,8 @@ from trainwright.reporting.plan_view import plan_from
 from trainwright.reporting.run_history import RunHistory
 from trainwright.storage.event_log import EventLog
 from trainwright.storage.object_store import open_store
-from trainwright.tracking import tensorboard
-from trainwright.tracking.tensorboard import TensorBoardWriter
+from trainwright.tracking import listeners
+from trainwright.tracking.listeners import TensorBoardWriter
 
 FACTS = ReportFacts(uri="memory://x/demo", now_s=1000.0)
 FAILED = events.RunEnded(time_s=108, outcome="failed", step=12, error="ValueError: <shapes> differ")
@@ -219,9 +219,9 @@ def test_tensorboard_in_a_folder_grows_with_the_run(tmp_path: Path) -> None:
 
 def test_a_folder_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network folder that is mounted hard may never answer, and the driver's thread tells of events."""
-    answers, append = threading.Event(), tensorboard._append
-    monkeypatch.setattr(tensorboard, "_append", lambda *given: answers.wait(30) and append(*given))
-    monkeypatch.setattr(tensorboard, "MAX_WAITING_BYTES", 1_000)
+    answers, append = threading.Event(), listeners._append
+    monkeypatch.setattr(listeners, "_append", lambda *given: answers.wait(30) and append(*given))
+    monkeypatch.setattr(listeners, "MAX_WAITING_BYTES", 1_000)
     board = TensorBoardWriter(open_store(str(tmp_path)), "demo")
     for event in whole_run()[:5]:
         board.on(event)
@@ -256,7 +256,7 @@ def test_tensorboard_leaves_out_what_is_no_number(tmp_path: Path) -> None:
 
 
 def test_what_users_see_imports_no_framework_and_no_ray() -> None:
-    modules = ("storage.event_log", "tracking.tensorboard", "tracking.tracker_thread", "reporting.run_history",
+    modules = ("storage.event_log", "tracking.listeners", "reporting.run_history",
                "reporting.progress_bar", "reporting.html", "reporting.run_views", "reporting.plan_view")  # fmt: skip
     imports = "; ".join(f"import trainwright.{name}" for name in modules)
     heavy = {"ray", "torch", "tensorflow", "keras", "tensorboardX", "pandas", "matplotlib"}

@@ -21,8 +21,8 @@ from trainwright.reporting import run_views as views
 from trainwright.reporting.run_history import RunHistory
 from trainwright.reporting.run_views import dashboard_text
 from trainwright.storage.run_summary import MOST_ROWS
-from trainwright.tracking import prometheus
-from trainwright.tracking.prometheus import LABELS, METRICS, MetricSpec, PrometheusListener
+from trainwright.tracking import listeners
+from trainwright.tracking.listeners import LABELS, METRICS, MetricSpec, PrometheusListener
 
 ROOT = Path(__file__).resolve().parents[2]
 BOARD = json.loads((ROOT / "clusters/grafana.json").read_text(encoding="utf-8"))
@@ -129,7 +129,7 @@ def test_a_long_run_keeps_few_steps_and_its_goodput() -> None:
         stepped(range(19_981, 20_001), time_s=2211),
         events.RunEnded(time_s=2212, outcome="done", step=20_000),
     ]
-    reader = prometheus.MetricCollector()
+    reader = listeners.MetricCollector()
     last: dict[str, float] = {}
     for event in run:
         last |= {reading.name: reading.value for reading in reader.take(event)}
