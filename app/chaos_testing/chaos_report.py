@@ -43,7 +43,6 @@ class FaultCost:
     """The cost of one fault.
 
     Attributes:
-        injected: the fault.
         detection_s: time from the fault to the first failure event; None if there was none.
         recovery_s: time from there, for a driver from its death, until the run could step again; None without recovery.
         steps_lost: completed steps that were repeated.
@@ -64,13 +63,10 @@ class ChaosReport:
     """Result of a chaos test. It is true if the test passed.
 
     Attributes:
-        job: name of the job.
         seed: of the schedule of faults.
-        steps: number of steps of the job.
         differences: differences from the uninterrupted run, in words.
         since_step: the first step whose loss differs; None if none does.
         repeatable: whether two uninterrupted runs agree; None if not tried.
-        costs: cost of each injected fault, in order.
         missed: faults that were not injected before the run ended.
         leaks: processes, shared memory and actors that outlived the run under faults.
         changed: fields of the job that were changed for the run under faults, in words.

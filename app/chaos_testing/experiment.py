@@ -50,7 +50,6 @@ class ChaosOptions:
         seed: of the schedule of faults.
         faults: names of faults; none for all that fit the job.
         every_s: seconds between random faults until the run ends; None injects each fault once, spread over the run.
-        keep: whether to keep the runs.
         twice: whether to make a second run without faults in any case.
     """
 
@@ -65,10 +64,7 @@ def run_experiment(job: Job, plan: Plan, options: ChaosOptions, say: _Say = lamb
     """Train a job without and with faults, each in scratch storage, and compare the two runs.
 
     Args:
-        job: to train.
         plan: of the job; both runs are pinned to its strategy and number of workers.
-        options: faults and their schedule.
-        say: takes a line for people.
 
     Raises:
         JobError: the job or a fault is invalid.
@@ -173,7 +169,6 @@ class ScratchStorage:
     """Temporary storage of a chaos test.
 
     Attributes:
-        storage: of the runs.
         folder: on this machine, for job files and logs of the drivers.
     """
 
@@ -225,13 +220,7 @@ def run_job(
     """Run the job once, with or without faults, on the connected cluster.
 
     Args:
-        job: to run.
-        suffix: of the run's name.
-        scratch: storage of the run.
-        schedule: faults to inject.
         link: interrupts the network between two nodes, if a fault needs that.
-        on_all_injected: called when all faults are injected.
-        say: takes a line for people.
     """
     import ray
 
@@ -305,8 +294,6 @@ class HostSnapshot:
         """Return what is new and unused: shared memory without a process, and actors with the run's name.
 
         Args:
-            before: snapshot at the start of the run.
-            run: name of the run.
             copies: folder of the run's in-memory checkpoints; those of other runs are not counted.
         """
         used = _mapped_inodes()

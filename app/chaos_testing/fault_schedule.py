@@ -25,7 +25,6 @@ class ScheduledFault:
     """One fault of a schedule.
 
     Attributes:
-        fault: its type.
         step: step that must be complete before the fault.
         after_s: least time since the previous fault, or since the first rendezvous.
         draw: random number from 0 to 1, which chooses the target and the delay.
@@ -153,10 +152,7 @@ class ObservedState:
         processes: placed processes that have not failed, by worker number.
         formed: whether the workers are ready to step.
         ever_formed: whether this driver has completed a rendezvous.
-        step: newest completed step.
         formed_step: step at which the newest rendezvous started.
-        committed: step of the newest checkpoint.
-        ended: whether the driver has released the run.
     """
 
     processes: Mapping[int, ObservedWorker] = field(default_factory=dict)
@@ -220,11 +216,8 @@ class FaultType:
     """One kind of fault.
 
     Attributes:
-        name: unique.
-        description: what it does, in words.
         target: what it hits; a link between nodes needs an outage that can interrupt it.
         victims: number of workers hit at the same time.
-        signal_number: signal to send.
         seconds: duration of an outage; 0 for a signal.
         at_start: whether it is injected while the run starts, not while it steps.
         twice: whether it hits another worker while the run recovers from the first.
@@ -269,8 +262,6 @@ class FaultRequirements:
     """Properties of a run that decide which faults fit it.
 
     Attributes:
-        workers: number of workers.
-        spares: number of warm standbys.
         storage: why the store cannot be made to fail; empty if it can.
     """
 

@@ -40,7 +40,6 @@ class _DriverExit:
     """End of a driver process.
 
     Attributes:
-        code: exit code; negative for a signal.
         killed: whether the observer killed it, or paused it so that another driver takes over.
     """
 
@@ -53,11 +52,8 @@ class _ObservedDriver:
 
     Args:
         job_file: written by `experiment.write_job_file`.
-        environment: additional variables of the process.
 
     Attributes:
-        log_file: its output.
-        killed: whether `kill` was called.
         paused_s: when it was paused, seconds since the epoch; None if it was not.
     """
 
@@ -138,9 +134,7 @@ def send_signal(pid: int, started: int, number: int) -> bool:
     """Send a signal to a process; return False if it has ended. Number 0 only asks.
 
     Args:
-        pid: of the process.
         started: its start time in clock ticks, which tells it from a later process with the same ID.
-        number: of the signal.
     """
     try:
         handle = os.pidfd_open(pid)
@@ -246,8 +240,6 @@ class ObservedRun:
     """Result of one observed run.
 
     Attributes:
-        events: of all its drivers, in order.
-        injected: injected faults, in order.
         missed: faults that were not injected before the run ended.
         error: why the run failed; empty if it is done.
         remaining: worker processes that did not end.
@@ -264,14 +256,8 @@ class RunObserver:
     """Runs a job file to its end and injects faults.
 
     Args:
-        name: of the run.
         job_file: written by `experiment.write_job_file`.
-        environment: additional variables of the drivers.
         event_timeout_s: time without an event after which the run counts as hanging.
-        schedule: faults to inject.
-        outages: how to make a store or a link fail, by target.
-        on_all_injected: called when all faults are injected.
-        say: takes a line for people.
     """
 
     def __init__(
@@ -432,8 +418,6 @@ class InjectedFault:
     """An injected fault.
 
     Attributes:
-        fault: name of its type.
-        time_s: seconds since the epoch.
         step: newest completed step known.
         targets: what it hit, in words.
     """
@@ -445,16 +429,7 @@ class InjectedFault:
 
 
 class _FaultInjector:
-    """Injects the faults of one run. All calls come from one thread; a timer ends outages.
-
-    Args:
-        run: its name.
-        signaller: sends signals to its workers.
-        outages: how to make a store or a link fail, by target.
-
-    Attributes:
-        injected: faults so far, in order.
-    """
+    """Injects the faults of one run. All calls come from one thread; a timer ends outages."""
 
     def __init__(self, run: str, signaller: ProcessSignaller, outages: Mapping[Target, Outage]) -> None:
         self.injected: list[InjectedFault] = []

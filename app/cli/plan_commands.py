@@ -293,9 +293,7 @@ def _plan_arguments(cluster: str | None, given: Mapping[str, Any], out: str | No
     """Return the arguments of `api.plan` for the options of `trainwright plan`.
 
     Args:
-        cluster: value of --cluster.
         given: values of the options that need --cluster, by argument; None if missing.
-        out: value of --out.
 
     Raises:
         PlanError: a value cannot be read, or an option needs --cluster or excludes it.

@@ -33,10 +33,8 @@ class Placeholder:
     """A value that the user changes.
 
     Attributes:
-        name: unique in the file.
         what: description, from the comment.
         line: line number of the value, from 1.
-        value: the current value as text.
     """
 
     name: str

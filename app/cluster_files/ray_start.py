@@ -33,10 +33,7 @@ class RayStart:
     """One call of `ray start`.
 
     Attributes:
-        item: the command in the file.
         options: values by name, without dashes.
-        environment: variables that the command gets.
-        head: whether it starts the head.
     """
 
     item: YamlItem
@@ -49,7 +46,6 @@ def parse_start(item: YamlItem, environment: Mapping[str, str]) -> RayStart | No
     """Return the call of `ray start` in a command, or None.
 
     Args:
-        item: the command.
         environment: variables that are set elsewhere, as by the container.
     """
     call = _START_COMMAND.search(str(item.value))
@@ -121,8 +117,6 @@ def health_check_findings(place: YamlItem, environment: Iterable[str], remedy: s
     """Return a finding if the head's environment does not shorten Ray's health checks.
 
     Args:
-        place: where the head is started.
-        environment: names of its variables.
         remedy: where to set missing variables.
     """
     given = set(environment)

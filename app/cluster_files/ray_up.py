@@ -24,11 +24,7 @@ class _NodeGroup:
 
     Attributes:
         item: the type in the file.
-        name: of the type.
-        low: least number of nodes.
-        high: greatest number of nodes.
         machine: the machine to rent; None if it is not in the list.
-        spot: whether the nodes are preemptible.
     """
 
     item: YamlItem
@@ -50,8 +46,6 @@ def _price_findings(file: YamlItem, groups: Sequence[_NodeGroup], limit: int) ->
     """Return what the cluster costs an hour with the fewest nodes, and with the most expensive nodes that may start.
 
     Args:
-        file: the cluster file.
-        groups: its groups of nodes.
         limit: greatest number of nodes without the head.
     """
     if not groups or any(group.price is None for group in groups if group.high):
@@ -78,10 +72,7 @@ class _InstanceType:
 
     Attributes:
         name: as the cloud writes it.
-        cpus: virtual CPUs.
-        memory_gib: memory of the host.
         kind: kind of accelerator, as in trainwright.core.cluster; empty without one.
-        accelerators: their number.
         price: US dollars an hour on demand; None if it is not in the list.
         hosts: number of hosts of a TPU slice; 1 for machines.
     """
@@ -374,8 +365,6 @@ def _resource_findings(kind: YamlItem, machine: _InstanceType | None, *, declare
     """Check that the resources of a node type are the devices of its machine.
 
     Args:
-        kind: the node type.
-        machine: its machine; None if it is not in the list.
         declared: whether Ray finds accelerators only if the file declares them.
     """
     if machine is None:

@@ -25,12 +25,8 @@ class YamlItem:
     """One value of a YAML file.
 
     Attributes:
-        value: in plain Python.
-        file: name of the file.
         line: number of its line, from 1; for the value of a key the line of the key.
         path: such as `provider.region` or `setup_commands[0]`.
-        fields: the items of a mapping, by key.
-        entries: the items of a list.
         repeated: keys that a mapping has twice, with their lines.
     """
 

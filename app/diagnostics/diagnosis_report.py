@@ -168,7 +168,6 @@ class Diagnosis:
     """All findings about a machine, a cluster or a file; prints as a table.
 
     Attributes:
-        subject: what was checked.
         findings: in order of the checks.
         notes: what was not checked, and how to check it.
     """

@@ -53,9 +53,7 @@ class ProbeOptions:
 
     Attributes:
         storage: absolute URI of a storage; empty for none.
-        data_paths: paths of data.
         imports: whether to import Ray and the frameworks, which takes some seconds.
-        deadline_s: time for a node to answer.
     """
 
     storage: str = ""

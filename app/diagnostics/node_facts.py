@@ -20,7 +20,6 @@ class Software:
         imports: import errors by package; empty text if the import works.
         torch_cuda: CUDA version of the installed torch; empty without torch or CUDA.
         cuda_works: whether torch can use a GPU; None if not tried.
-        digest: of trainwright's code.
         settings: environment variables that matter, without secrets.
         token: whether Ray finds an authentication token.
     """
@@ -65,7 +64,6 @@ class Accelerators:
         fault: why nvidia-smi failed on a machine with GPUs.
         gpu_files: /dev/nvidia0 and so on.
         tpu_files: /dev/accel0 and so on, or VFIO groups.
-        libtpu: installed version; empty if not installed.
     """
 
     devices: tuple[Device, ...] = ()
@@ -89,7 +87,6 @@ class Network:
     """Name, addresses and ports of the machine.
 
     Attributes:
-        host: host name.
         address: address that trainwright gives to other nodes.
         ray_address: address that Ray uses; empty if Ray does not run.
         resolves: addresses of the host name on this machine.
@@ -127,9 +124,7 @@ class HostResources:
     """Memory, disk and limits.
 
     Attributes:
-        cpus: of the machine.
         cpus_allowed: limit of affinity and control group.
-        memory_bytes: of the machine.
         memory_allowed_bytes: limit of the control group; the machine's memory if there is no limit.
         ray_cpus, ray_memory_bytes, ray_gpus: resources that Ray counts; None if Ray does not run.
         open_files: soft and hard limit.
@@ -167,7 +162,6 @@ class StorageResult:
     """Result of writing, reading and deleting a file in a storage.
 
     Attributes:
-        fault: what went wrong; empty if nothing did.
         creates_once: whether the second create-only write of a path was refused and the first was read back.
     """
 

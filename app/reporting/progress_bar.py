@@ -154,7 +154,6 @@ class PlainTextDisplay:
 
     Args:
         head: start of each line, such as the run's name where several runs print.
-        clock: returns monotonic seconds.
     """
 
     def __init__(self, console: Console, *, head: str = "", clock: Callable[[], float] = time.monotonic) -> None:
@@ -187,7 +186,6 @@ class NotebookDisplay:
 
     Args:
         display: shows HTML and returns a function that replaces it; IPython's by default.
-        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -250,7 +248,6 @@ class RowProgress:
     """Progress over rows: a bar in a terminal, elsewhere a line each tenth of the rows and every ten seconds.
 
     Args:
-        total: number of rows.
         done: rows that are done already at the start.
         console: where to write; stderr by default.
     """

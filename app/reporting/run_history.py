@@ -163,7 +163,6 @@ def state_of(folding: RunSummary, head: LogEntry | None, owner_alive: bool) -> R
     """Return the state of a run by its events, or by its log where the log is newer.
 
     Args:
-        head: the newest entry of the run log.
         owner_alive: whether the driver of this entry is alive.
     """
     state: RunState | None = None

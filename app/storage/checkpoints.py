@@ -92,7 +92,6 @@ class CheckpointReader:
     """Reads the files of one checkpoint and verifies them. Implements `core.engine.StateReader`.
 
     Args:
-        manifest: of the checkpoint, from `read_manifest`.
         weights_only: whether the model will not be trained further.
     """
 
@@ -217,7 +216,6 @@ def newest_intact(
     Args:
         refs: from an entry of the run log, newest last.
         checksums: read every file; otherwise the files are verified when they are loaded.
-        weights_only: see `verify`.
 
     Returns:
         None and the notes when no checkpoint is intact.

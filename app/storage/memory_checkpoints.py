@@ -42,7 +42,6 @@ class MemoryCheckpointStore:
 
     Args:
         uri: of the run.
-        memory: folder of a file system in memory.
     """
 
     def __init__(self, uri: str, memory: Path = SHARED_MEMORY) -> None:

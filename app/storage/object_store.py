@@ -514,7 +514,6 @@ class _Attempts:
 
     Args:
         endpoint: the address from the environment; empty for the provider's own.
-        total_s: how long an operation is repeated.
     """
 
     def __init__(self, uri: str, endpoint: str, total_s: float) -> None:

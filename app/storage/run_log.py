@@ -51,10 +51,7 @@ class Owner:
     """Facts about a driver's process. Empty or 0 where the platform does not provide them.
 
     Attributes:
-        host: name of the machine, for messages.
-        boot: id of the machine's boot.
         namespace: namespace of process ids; in another one the same id means another process.
-        pid: process id.
         started: when the process started, in the kernel's clock ticks since boot.
         ray_job: Ray's id of the job; empty outside of one.
     """
@@ -299,10 +296,8 @@ class LogEntry:
         number: from 1, without gaps.
         token: number of the acquire entry of the driver that wrote this entry.
         time_s: seconds since the epoch on that driver's clock; only for messages.
-        job: description of the job.
         checkpoints: the retained ones, each the parent of the next, newest last.
         outcome: of the last release; empty while a driver owns the run.
-        owner: the driver's process.
         nonce: a random number by which a writer recognizes its own entry.
     """
 
@@ -346,12 +341,8 @@ class RunLog:
         hint_error: why the last hint could not be written; None where it was.
 
     Args:
-        store: where the run lives.
-        run: its name.
         clock: returns monotonic seconds, for time limits.
-        sleep: waits for some seconds.
         now: returns seconds since the epoch, for messages.
-        dead: returns whether an owner is provably dead.
     """
 
     def __init__(
@@ -599,11 +590,7 @@ def owner_alive(
     patience_s: float = _HEARTBEAT_WATCH_S,
     wait: WaitFunction | None = None,
 ) -> bool:
-    """Return whether the run's owner is alive; see `owners_alive`.
-
-    Args:
-        head: the newest entry of the run log; None for a run that has none.
-    """
+    """Return whether the run's owner is alive; see `owners_alive`."""
     heads = {} if head is None else {run: head}
     return run in owners_alive(store, heads, patience_s=patience_s, wait=wait)
 
@@ -620,10 +607,6 @@ def owners_alive(
     A driver of this machine is looked up by its process. For drivers elsewhere the heartbeat counters of all runs are
     watched together for up to `patience_s`: clocks of other machines are not trusted. Only a counter last written more
     than an hour ago counts as dead at once.
-
-    Args:
-        heads: by run, the newest entry of its log.
-        wait: waits for some seconds.
     """
     owned = {run: head for run, head in heads.items() if head.owned and not provably_dead(head.owner)}
     alive = {run for run, head in owned.items() if _is_here(head.owner)}

@@ -103,11 +103,7 @@ class StepTable:
     # --- changes ------------------------------------------------------------------------------------------
 
     def add(self, event: Steps, epochs: Sequence[int]) -> None:
-        """Add steps. A step that exists is replaced; one that is part of a merged row is ignored.
-
-        Args:
-            epochs: the epoch of each step.
-        """
+        """Add steps. A step that exists is replaced; one that is part of a merged row is ignored."""
         if not event.step:
             return
         norms = event.gradient_norm or [None] * len(event.step)
@@ -241,9 +237,7 @@ class StepRecord:
         generation: rendezvous epoch in which the step was made, within its driver.
         gradient_norm: global norm before clipping; None when the job does not clip.
         samples: real samples in the global batch.
-        step_s: duration of the step.
         wait_s: part of it that waited for data; NaN where it is not reported (`core.events.Steps`).
-        count: number of steps.
         typical_s: duration of one of the steps, for medians.
     """
 
@@ -294,8 +288,6 @@ class TimeTotals:
         start_s: from acquiring the run to the first rendezvous, in every session.
         recovery_s: from each failure to the next rendezvous, and repeated steps.
         checkpoint_s: time that steps waited for checkpoints and in-memory checkpoints.
-        evaluation_s: evaluations.
-        other_s: the rest.
     """
 
     wall_s: float = 0.0

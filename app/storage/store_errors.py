@@ -22,8 +22,6 @@ class _ErrorCause:
     """The cause of a store error.
 
     Attributes:
-        what: what happened.
-        remedy: what the user can do.
         certain: a write with this error certainly did nothing, and a retry would fail too.
         passing: the error may pass by itself, so a retry may succeed.
     """

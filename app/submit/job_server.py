@@ -44,10 +44,7 @@ class JobDetails:
     """A job as the server reports it.
 
     Attributes:
-        id: of the submission.
         status: `PENDING`, `RUNNING`, `STOPPED`, `SUCCEEDED` or `FAILED`.
-        metadata: of the submission.
-        message: of the server.
         exit_code: of its driver, negative for a signal; None if unknown.
     """
 
@@ -111,9 +108,6 @@ class JobServer:
 
     Args:
         address: `http://HOST:PORT`.
-
-    Attributes:
-        ray_version: of the cluster.
 
     Raises:
         JobServerUnreachable: no server answers.
@@ -301,7 +295,6 @@ def exit_code(job: JobDetails, *, trainwright_missing: bool = False) -> int:
     """Return the exit code of the job's driver; 128 plus the number of a signal.
 
     Args:
-        job: that has ended.
         trainwright_missing: whether its log says that the cluster has no trainwright.
 
     Raises:
@@ -338,7 +331,6 @@ class LogDisplay:
     """Shows the lines of a job's log, without Ray's own lines unless `verbose` is set.
 
     Args:
-        write_line: prints a line.
         verbose: also show Ray's lines.
 
     Attributes:
@@ -360,7 +352,6 @@ class LogFollower:
     """Follows one job to its end.
 
     Args:
-        submission: ID of the job.
         patience_s: how long the server may not answer.
         say: takes a line about the connection.
     """

@@ -68,10 +68,7 @@ class Submission:
     """A request and the job server that it goes to. Every method may raise TrainwrightError.
 
     Args:
-        options: of the command line.
-        address: of the job server.
         environment: of this process; credentials come from it.
-        output: for messages and the log.
     """
 
     def __init__(
@@ -193,7 +190,6 @@ class SubmitOptions:
     """Options of the command line.
 
     Attributes:
-        file: job file.
         overrides: `field=value`, including those of `--strategy` and `--workers`.
         fit_options: options to pass to `fit`: `--resume`, `--fresh`, `--verbose`.
         env: names of additional variables to send.
@@ -214,10 +210,7 @@ class JobRequest:
     """A job or a distillation to submit.
 
     Attributes:
-        options: of the command line.
         command: `fit` or `distill`.
-        run: name of the run.
-        storage: of the job.
         schemes: kinds of object storage that the job uses.
     """
 
@@ -283,11 +276,6 @@ def _jobs(value: Any) -> Iterator[Job]:
 def resolve_storage(work: JobRequest, hosts: Sequence[str], here: str) -> tuple[JobRequest, str]:
     """Return the request with storage that means the same on the cluster, and a note about it.
 
-    Args:
-        work: the request.
-        hosts: names of the cluster's nodes.
-        here: name of this machine.
-
     Raises:
         StorageError: the storage is a folder that no node of the cluster has.
     """
@@ -318,8 +306,6 @@ class SubmissionMetadata:
     """Metadata of a submission in Ray, which identify its run; they contain no secret.
 
     Attributes:
-        run: name of the run.
-        storage: of the run.
         digest: of the job file and its overrides.
         fresh: whether it starts the run from the beginning.
     """
@@ -362,8 +348,6 @@ def job_to_follow(jobs: Iterable[JobDetails], metadata: SubmissionMetadata, *, a
     """Return the job to follow; None if a new one must be submitted.
 
     Args:
-        jobs: of the cluster.
-        metadata: of this submission.
         anyway: follow the running or latest job of the run in any case.
 
     Raises:
@@ -442,9 +426,6 @@ class PackageContents:
     """Contents of a package.
 
     Attributes:
-        folder: to pack.
-        files: paths in it, in order.
-        sizes: of the files, in bytes.
         left_out: entries of the folder that are not packed.
         credentials: files that are not packed because their names suggest credentials.
         links: files that are not packed because they are links out of the folder.
@@ -486,7 +467,6 @@ def package_contents(folder: Path, *, needed: Path, without: Iterable[Path] = ()
     Files whose names suggest credentials and links out of the folder are left out.
 
     Args:
-        folder: to pack.
         needed: a file that is always packed.
         without: folders that are never packed, such as the storage of runs.
 

@@ -248,9 +248,7 @@ class MetricSpec:
     """One metric.
 
     Attributes:
-        name: the name without prefix.
         kind: a gauge is the current value, a counter only grows, a histogram counts values by size.
-        text: the description, with units.
         labels: in addition to those of every metric.
     """
 
@@ -331,10 +329,6 @@ class TensorBoardWriter:
     In a folder one file grows during the run. An object store cannot append, so each checkpoint and the end add a file;
     TensorBoard reads the files of a directory in order of their names. After a resume or a recovery the curves continue
     at the resumed step, without repeated points.
-
-    Args:
-        store: where the run is stored.
-        run: name of the run.
     """
 
     def __init__(self, store: Store, run: str) -> None:
@@ -467,10 +461,7 @@ class TrackerThread:
     """An event listener that sends the run to one tracker.
 
     Args:
-        tracker: the tracker.
         store: where the run is stored; also keeps the identity of the tracker's record.
-        run: name of the run.
-        say: reports a line in the run.
         room_steps: limit of steps that wait; further steps are dropped, which is reported.
         patience_s: how long to wait for the tracker when the run has ended.
     """

@@ -23,9 +23,6 @@ class TrainWorker:
     """One worker of Ray Train.
 
     Attributes:
-        rank: its rank in Ray Train.
-        node_id: Ray's id of its node.
-        run: name of the run that it was asked to train.
         accelerator: Ray's resource of its accelerators, such as `GPU`; empty without any.
         accelerators: their ids on that node.
     """
@@ -170,7 +167,6 @@ class TrainPlacement:
 
     Args:
         workers: one for each worker of the plan.
-        group: Ray Train's placement group.
     """
 
     def __init__(self, workers: TrainWorkers, group: PlacementGroup, plan: Plan) -> None:

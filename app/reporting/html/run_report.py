@@ -30,7 +30,6 @@ class ReportFacts:
     """Facts for the report that are not in the events.
 
     Attributes:
-        uri: URI of the run's folder.
         now_s: time of the report, in seconds since the epoch.
     """
 
