@@ -46,7 +46,7 @@ def diagnose_file(path: str) -> Diagnosis:
     if not path.endswith(_CLUSTER_FILE_SUFFIXES):
         suffixes = ", ".join(_CLUSTER_FILE_SUFFIXES)
         raise JobError([f"{path} is not a cluster file ({suffixes}); to check a job: trainwright doctor --job {path}"])
-    from trainwright.cluster_files import check
+    from trainwright.cluster_files.validation import check
 
     return Diagnosis(subject=path, findings=tuple(check(path)))
 

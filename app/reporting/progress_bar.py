@@ -40,7 +40,7 @@ class ProgressDisplay(Protocol):
 
 
 class RunProgress:
-    """An event listener that shows the progress of a run. Use as a context manager, or call `close`.
+    """An event listener that shows the progress of a run.
 
     Args:
         plan: shown in the first line, its notes in the next ones.
@@ -60,12 +60,6 @@ class RunProgress:
         self._formatter = EventFormatter(verbose=verbose)
         self._surface = surface or display_for(console or Console(file=sys.stderr))
         self._first = [] if plan is None else _plan_lines(plan)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def on(self, event: Event) -> None:
         """Take one event."""

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from trainwright.core.errors import StorageError
 from trainwright.core.events import (
@@ -42,13 +42,6 @@ from trainwright.storage.run_summary import RunSummary
 from trainwright.tracking.experiment_trackers import Row, RunResult, TrackedRun, Tracker
 
 
-class _MetricSink(Protocol):
-    """Records values of metrics."""
-
-    def record(self, metric: MetricSpec, value: float, labels: Mapping[str, str]) -> None:
-        """Set a gauge, add to a counter or to a histogram; NaN ends the series of a gauge."""
-
-
 class PrometheusListener:
     """An event listener that records metrics with Ray's metrics agent of this node, which Prometheus scrapes.
 
@@ -57,11 +50,11 @@ class PrometheusListener:
     metrics of a dead driver after two reports.
 
     Args:
-        sink: records the values; by default Ray.
+        record: sets a gauge, or adds to a counter or histogram, with labels; NaN ends the series of a gauge.
     """
 
-    def __init__(self, sink: _MetricSink | None = None) -> None:
-        self._sink = sink or _RayMetrics()
+    def __init__(self, record: Callable[[MetricSpec, float, Mapping[str, str]], object] | None = None) -> None:
+        self._write = record or _record_with_ray
         self._readings = MetricCollector()
         self._gauges: dict[str, Mapping[str, str]] = {}
 
@@ -71,7 +64,7 @@ class PrometheusListener:
         if not self._readings.run:
             return  # the run has not started
         if any(labels["strategy"] != strategy for labels in self._gauges.values()):
-            self._end_gauges()
+            self.close()
         for reading in readings:
             self._record(reading, {"run": self._readings.run, "strategy": strategy})
 
@@ -83,35 +76,30 @@ class PrometheusListener:
             self._gauges[metric.name] = labels
         if metric.labels:
             labels = {**labels, "source": reading.source}
-        self._sink.record(metric, reading.value, labels)
+        self._write(metric, reading.value, labels)
 
     def close(self) -> None:
         """End the gauges: a finished run has neither throughput nor workers."""
-        self._end_gauges()
-
-    def _end_gauges(self) -> None:
         for name, labels in self._gauges.items():
-            self._sink.record(METRICS[name], math.nan, labels)
+            self._write(METRICS[name], math.nan, labels)
         self._gauges.clear()
 
 
-class _RayMetrics:
-    """Ray's metrics of this process. They are created once and shared by all runs."""
-
-    def record(self, metric: MetricSpec, value: float, labels: Mapping[str, str]) -> None:
-        """See `_MetricSink.record`. Ray 2.60 does not export a gauge whose value is NaN."""
-        made = _ray_metric(metric.name)
-        match metric.kind:
-            case "gauge":
-                made.set(value, tags=dict(labels))
-            case "counter":
-                made.inc(value, tags=dict(labels))
-            case "histogram":
-                made.observe(value, tags=dict(labels))
+def _record_with_ray(metric: MetricSpec, value: float, labels: Mapping[str, str]) -> None:
+    """Record a value with Ray. Ray 2.60 does not export a gauge whose value is NaN."""
+    made, tags = _ray_metric(metric.name), dict(labels)
+    match metric.kind:
+        case "gauge":
+            made.set(value, tags=tags)
+        case "counter":
+            made.inc(value, tags=tags)
+        case "histogram":
+            made.observe(value, tags=tags)
 
 
 @cache
 def _ray_metric(name: str) -> Any:
+    """Return the metric of this process, which all its runs share."""
     from ray.util import metrics
 
     metric = METRICS[name]
@@ -261,12 +249,6 @@ class MetricSpec:
     def full_name(self) -> str:
         """The name for Ray."""
         return f"trainwright_{self.name}"
-
-    @property
-    def exported(self) -> tuple[str, ...]:
-        """The names of the series that Prometheus scrapes."""
-        endings = {"gauge": ("",), "counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
-        return tuple(f"ray_{self.full_name}{ending}" for ending in endings[self.kind])
 
 
 METRICS = {

@@ -15,6 +15,7 @@ import ray
 import trainwright as tw
 from tests.support import torch_jobs
 from tests.support.finished_runs import told
+from tests.support.metric_series import exported
 from tests.support.processes import ROOT, wait_for
 from trainwright.core import events
 from trainwright.reporting.run_history import RunHistory
@@ -108,8 +109,8 @@ def test_what_prometheus_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     finally:
         gate.touch()
         run.wait()
-    exported = {name.partition(",")[0] for name in found}
-    assert exported == {series for metric in METRICS.values() for series in metric.exported}
+    scraped = {name.partition(",")[0] for name in found}
+    assert scraped == {series for metric in METRICS.values() for series in exported(metric)}
     board = json.loads((ROOT / "clusters" / "grafana.json").read_text())
     drawn = {
         name
@@ -117,4 +118,4 @@ def test_what_prometheus_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         for each in panel.get("targets", ())
         for name in re.findall(r"ray_\w+", each["expr"])
     }
-    assert drawn and drawn <= exported
+    assert drawn and drawn <= scraped

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from trainwright.reporting.html.run_report import ReportFacts, ReportListener, render_report, summary_html, write_report
+from trainwright.reporting.html.run_report import ReportListener, render_report, summary_html, write_report
 
-__all__ = ["ReportFacts", "ReportListener", "render_report", "summary_html", "write_report"]
+__all__ = ["ReportListener", "render_report", "summary_html", "write_report"]
