@@ -272,12 +272,8 @@ class RunObserver:
         on_all_injected: Callable[[], object] = lambda: None,
         say: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self._job_file, self._event_timeout_s, self._on_all_injected, self._say = (
-            job_file,
-            event_timeout_s,
-            on_all_injected,
-            say,
-        )
+        self._job_file, self._event_timeout_s = job_file, event_timeout_s
+        self._on_all_injected, self._say = on_all_injected, say
         self._environment = dict(environment)
         for outage in outages.values():
             self._environment |= outage.environment

@@ -155,11 +155,11 @@ def read_history(store: Store, run: str) -> RunHistory:
     """Read the history of a run from storage. Raises StorageError."""
     head = RunLog(store, run).head()
     alive = owner_alive(store, run, head)
-    folding = read_run_summary(store, run)
-    return RunHistory(summary=folding, state=state_of(folding, head, alive))
+    summary = read_run_summary(store, run)
+    return RunHistory(summary=summary, state=state_of(summary, head, alive))
 
 
-def state_of(folding: RunSummary, head: LogEntry | None, owner_alive: bool) -> RunState:
+def state_of(summary: RunSummary, head: LogEntry | None, owner_alive: bool) -> RunState:
     """Return the state of a run by its events, or by its log where the log is newer.
 
     Args:
@@ -168,17 +168,17 @@ def state_of(folding: RunSummary, head: LogEntry | None, owner_alive: bool) -> R
     state: RunState | None = None
     if head is not None and not head.owned:
         state = STATE_BY_OUTCOME.get(head.outcome)
-    elif head is not None and head.token > folding.start.token:
+    elif head is not None and head.token > summary.start.token:
         state = "running" if owner_alive else "interrupted"  # a new driver that has not written events yet
-    return state or folding.state(owner_alive)
+    return state or summary.state(owner_alive)
 
 
 def read_steps(store: Store, run: str) -> pandas.DataFrame:
     """Read one row for each completed step, with `_STEP_COLUMNS`, from all events of a run. Raises StorageError."""
-    folding = RunSummary(most_rows=None)
+    summary = RunSummary(most_rows=None)
     for event in EventReader(store, run).read():
-        folding.add(event)
-    return _step_frame(folding.steps)
+        summary.add(event)
+    return _step_frame(summary.steps)
 
 
 def _step_frame(table: StepTable) -> pandas.DataFrame:

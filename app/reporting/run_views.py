@@ -88,9 +88,9 @@ def runs_view(storage: str, *, wait: WaitFunction | None = None) -> RunView:
     alive = owners_alive(store, {name: head for name, head, _ in found}, wait=wait)
     rows = [
         _summary(
-            escape_control_characters(name), RunHistory(summary=folding, state=state_of(folding, head, name in alive))
+            escape_control_characters(name), RunHistory(summary=summary, state=state_of(summary, head, name in alive))
         )
-        for name, head, folding in found
+        for name, head, summary in found
     ]
     rows.sort(key=lambda row: -row["changed_s"])
     return RunView(data=rows, content=_runs_table(rows) if rows else Text(f"no runs in {store.uri_of('')}"))

@@ -136,15 +136,15 @@ class MetricCollector:
 
     def __init__(self) -> None:
         self.run = self.strategy = ""
-        self._formatter, self._folding, self._workers = EventFormatter(), RunSummary(), _WorkerCount()
+        self._formatter, self._summary, self._workers = EventFormatter(), RunSummary(), _WorkerCount()
         self._goodput_s = -math.inf
 
     def take(self, event: Event) -> Iterator[_MetricSample]:
         """Yield the metrics that one event changes. Exhaust the iterator before the next event."""
-        folding = self._folding
-        lost, recovered = folding.steps_lost, len(folding.recoveries)
+        summary = self._summary
+        lost, recovered = summary.steps_lost, len(summary.recoveries)
         self._formatter.tell(event)
-        folding.add(event)
+        summary.add(event)
         self._workers.take(event)
         match event:
             case RunStarted():
@@ -156,12 +156,12 @@ class MetricCollector:
                 yield from _step_samples(event)
             case Failed():
                 yield _MetricSample(name="failures", value=1)
-            case Formed() if len(folding.recoveries) > recovered:
+            case Formed() if len(summary.recoveries) > recovered:
                 yield _MetricSample(name="recoveries", value=1, source=event.source)
                 yield _MetricSample(name="recovery_seconds", value=event.seconds)
             case Checkpointed():
                 yield from _checkpoint_samples(event)
-        yield _MetricSample(name="steps_lost", value=folding.steps_lost - lost)
+        yield _MetricSample(name="steps_lost", value=summary.steps_lost - lost)
         yield from self._gauges(event)
 
     def _gauges(self, event: Event) -> Iterator[_MetricSample]:
@@ -176,7 +176,7 @@ class MetricCollector:
             yield _MetricSample(name="workers_wanted", value=self._workers.wanted)
         if isinstance(event, RunEnded) or event.time_s >= self._goodput_s + GOODPUT_INTERVAL_S:
             self._goodput_s = event.time_s
-            yield _MetricSample(name="goodput", value=self._folding.totals().goodput)
+            yield _MetricSample(name="goodput", value=self._summary.totals().goodput)
 
 
 class _WorkerCount:

@@ -228,8 +228,12 @@ class _FinishedRun:
             listener.on(event)
 
 
+def _ray_train() -> Any:
+    return importlib.import_module("ray.train")
+
+
 def _context() -> Any:
-    return importlib.import_module("ray.train").get_context()
+    return _ray_train().get_context()
 
 
 def _mark(store: Store, run: str) -> dict[str, str]:
@@ -239,7 +243,7 @@ def _mark(store: Store, run: str) -> dict[str, str]:
 
 def _is_again(job: Job) -> bool:
     """Return whether Ray Train has started the train function again after this run had reported a checkpoint."""
-    checkpoint: Any = importlib.import_module("ray.train").get_checkpoint()
+    checkpoint = _ray_train().get_checkpoint()
     if checkpoint is None:
         return False
     with checkpoint.as_directory() as folder:
@@ -250,9 +254,8 @@ def _is_again(job: Job) -> bool:
 
 def _report(report: _TrainReport) -> None:
     """Report to Ray Train, and return when all ranks have reported."""
-    train: Any = importlib.import_module("ray.train")
     with _pointer_checkpoint(report.pointer) as checkpoint:
-        train.report(dict(report.metrics), checkpoint=checkpoint)
+        _ray_train().report(dict(report.metrics), checkpoint=checkpoint)
 
 
 @contextmanager
@@ -261,10 +264,9 @@ def _pointer_checkpoint(pointer: Mapping[str, str | int]) -> Iterator[Any]:
     if not pointer:
         yield None
         return
-    train: Any = importlib.import_module("ray.train")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / POINTER_FILE).write_text(json.dumps(pointer))
-        yield train.Checkpoint.from_directory(folder)
+        yield _ray_train().Checkpoint.from_directory(folder)
 
 
 def _portable_error(error: BaseException) -> TrainwrightError:

@@ -131,8 +131,8 @@ class ReportListener:
         """Write the report; the events are in storage by now. Raises StorageError."""
         if self._started:
             # The driver ends here: no later event will report an outcome.
-            folding = read_run_summary(self._store, self._run)
-            history = RunHistory(summary=folding, state=folding.state(owner_alive=False))
+            summary = read_run_summary(self._store, self._run)
+            history = RunHistory(summary=summary, state=summary.state(owner_alive=False))
             write_report(self._store, self._run, history=history, clock=self._clock)
 
 
