@@ -22,7 +22,7 @@ from trainwright.reporting.html import write_report
 from trainwright.reporting.scorecard import Scorecard
 from trainwright.runtime.launch import prepare_run, wait_for_run
 from trainwright.runtime.run_handle import Run, RunDriver
-from trainwright.storage.checkpoint_selection import find_checkpoint
+from trainwright.storage.checkpoints import find_checkpoint
 from trainwright.storage.event_files import append_event
 
 

@@ -20,7 +20,7 @@ from trainwright.inference.prediction_worker import CheckpointWeights
 from trainwright.planning.job_description import describe, select_fields
 from trainwright.planning.planner import choose, grow_to_slots, usable_cluster
 from trainwright.planning.profiler import profile_job
-from trainwright.storage.checkpoint_selection import find_checkpoint
+from trainwright.storage.checkpoints import find_checkpoint
 from trainwright.strategies.search.plan_request import placement_for
 
 _FACTS = ("train", "model", "inputs", "pad", "collate", "precision", "seed", "schedule")

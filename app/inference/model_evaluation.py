@@ -18,7 +18,7 @@ from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.inference.inference_plan import plan_on_cluster, trained_plan
 from trainwright.planning.planner import choose
 from trainwright.planning.profiler import profile_job
-from trainwright.storage.checkpoint_selection import checkpoints_of, load_newest, with_checkpoint
+from trainwright.storage.checkpoints import checkpoints_of, load_newest, with_checkpoint
 from trainwright.strategies.common.single_rank import single_rank_engine
 
 

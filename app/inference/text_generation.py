@@ -18,7 +18,7 @@ from trainwright.datasets.first_row import first_batch
 from trainwright.driver.messages import PredictRequest
 from trainwright.inference.inference_plan import plan_on_cluster, single_replica, split_into_feeds, trained_plan
 from trainwright.inference.model_evaluation import local_plan
-from trainwright.storage.checkpoint_selection import find_checkpoint, with_checkpoint
+from trainwright.storage.checkpoints import find_checkpoint, with_checkpoint
 from trainwright.strategies.common.single_rank import single_rank_engine
 
 Tokens = npt.NDArray[np.int64]

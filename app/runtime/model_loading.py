@@ -6,7 +6,7 @@ from typing import Any
 
 from trainwright.core.job import Job
 from trainwright.planning.profiler import profiler_of
-from trainwright.storage.checkpoint_selection import with_checkpoint
+from trainwright.storage.checkpoints import with_checkpoint
 from trainwright.strategies.distillation.multi_student import unwrap_student
 
 
