@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from trainwright.chaos_testing.chaos_report import (
@@ -17,8 +19,10 @@ from trainwright.chaos_testing.chaos_report import (
     compare_runs,
     fault_costs,
 )
+from trainwright.chaos_testing.experiment import ScratchStorage
 from trainwright.chaos_testing.run_observer import InjectedFault, ObservedRun
 from trainwright.core import events
+from trainwright.core.errors import CheckpointError
 
 FINAL = FinalCheckpoint(step=4, files={"model": "aa", "optimizer": "bb"})
 
@@ -125,3 +129,9 @@ def test_it_is_shown_as_a_table_and_as_json() -> None:
     text = caught.get()
     for part in ("kill", "300 ms", "1.7 s", "replica", "the loss differs", "spare", "failures=20", "50%"):
         assert part in text, text
+
+
+def test_a_final_checkpoint_that_is_missing_says_where_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the final checkpoint of the run 'job-chaos' is missing") as caught:
+        ScratchStorage(storage=str(tmp_path), folder=tmp_path).final("job-chaos")
+    assert caught.value.where == f"{tmp_path}/job-chaos" and f"doctor --storage {tmp_path}" in caught.value.remedy
