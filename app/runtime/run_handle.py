@@ -133,7 +133,7 @@ class Run:
         return load_model(self.job)
 
     def _repr_html_(self) -> str:
-        from trainwright.reporting.html import summary_html
+        from trainwright.reporting.html.run_report import summary_html
 
         return summary_html(self._read())
 

@@ -28,7 +28,7 @@ from trainwright.core.plan import Estimate, Mesh
 from trainwright.driver import messages as m
 from trainwright.driver.driver_state import Phase
 from trainwright.reporting import run_views as views
-from trainwright.reporting.html import render_report
+from trainwright.reporting.html.run_report import render_report
 from trainwright.reporting.run_history import RunHistory, StepPart, compare_step, noise_text, step_parts
 from trainwright.worker.step_log import StepTimer
 

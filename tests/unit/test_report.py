@@ -17,9 +17,8 @@ from tests.support.processes import wait_for
 from tests.support.sample_run import DECISION, started, stepped, whole_run
 from trainwright.core import events
 from trainwright.core.errors import StorageError
-from trainwright.reporting.html import ReportListener, render_report, summary_html
 from trainwright.reporting.html.run_charts import smooth
-from trainwright.reporting.html.run_report import step_bars, time_parts
+from trainwright.reporting.html.run_report import ReportListener, render_report, step_bars, summary_html, time_parts
 from trainwright.reporting.html.templates import render_template, sanitized_svg
 from trainwright.reporting.plan_view import plan_from
 from trainwright.reporting.run_history import RunHistory
@@ -257,8 +256,8 @@ def test_tensorboard_leaves_out_what_is_no_number(tmp_path: Path) -> None:
 
 
 def test_what_users_see_imports_no_framework_and_no_ray() -> None:
-    modules = ("storage.event_log", "tracking.listeners", "reporting.run_history",
-               "reporting.progress_bar", "reporting.html", "reporting.run_views", "reporting.plan_view")  # fmt: skip
+    modules = ("storage.event_log", "tracking.listeners", "reporting.run_history", "reporting.progress_bar",
+               "reporting.html.run_report", "reporting.run_views", "reporting.plan_view")  # fmt: skip
     imports = "; ".join(f"import trainwright.{name}" for name in modules)
     heavy = {"ray", "torch", "tensorflow", "keras", "tensorboardX", "pandas", "matplotlib"}
     code = f"import sys; import trainwright.lr_schedules; {imports}\nprint(sorted(sys.modules.keys() & {heavy}))"
