@@ -18,8 +18,7 @@ from trainwright.reporting import run_views
 from trainwright.storage.checkpoints import CheckpointWriter, newest_intact, verify, write_manifest
 from trainwright.storage.event_files import EventCompactor, batch_path, read_events, read_run_summary
 from trainwright.storage.object_store import Store, open_store
-from trainwright.storage.run_log import RunLog
-from trainwright.storage.run_owner import Owner
+from trainwright.storage.run_log import Owner, RunLog
 from trainwright.storage.run_summary import RunSummary
 
 NOTE = (

@@ -110,11 +110,11 @@ def job(task: Task, storage: str, pace: Path) -> tw.Job:
 
 
 def soak(task: Task, storage: str, folder: Path) -> dict[str, Any]:
-    """Train unbroken and under faults; what came of it, with all that is wrong under `wrong`."""
+    """Train without and with faults; what came of it, with all that is wrong under `wrong`."""
     pace = folder / "pace"
     made = job(task, storage, pace)
     with experiment.scratch_storage(storage) as bench:
-        unbroken = experiment.run_job(made, "unbroken", bench)
+        unbroken = experiment.run_job(made, "uninterrupted", bench)
         assert not unbroken.error, unbroken.error
         pace.touch()
         before = HostSnapshot.now()
@@ -122,7 +122,7 @@ def soak(task: Task, storage: str, folder: Path) -> dict[str, Any]:
         broken = experiment.run_job(
             made, "chaos", bench, schedule=task.strikes, link=link, on_all_injected=pace.unlink, say=say
         )
-        names = [experiment.run_name(made, suffix) for suffix in ("unbroken", "chaos")]
+        names = [experiment.run_name(made, suffix) for suffix in ("uninterrupted", "chaos")]
         wrong = list(experiment.leaks_of(broken, before, names[1], bench)) + living_actors()
         finals = [bench.final(names[0]), v.FinalCheckpoint() if broken.error else bench.final(names[1])]
         differing, since = v.compare_runs(unbroken, finals[0], broken, finals[1])

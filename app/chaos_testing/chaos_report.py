@@ -23,6 +23,7 @@ from trainwright.chaos_testing.fault_schedule import CATALOGUE
 from trainwright.chaos_testing.run_observer import InjectedFault, ObservedRun
 from trainwright.core import formatting
 from trainwright.core.events import CheckpointSkipped, Event, Failed, Formed, RunStarted, Steps
+from trainwright.reporting.plan_view import facts_table
 from trainwright.reporting.run_history import RunHistory
 
 _SHOWN_FILES = 4
@@ -42,7 +43,6 @@ class FaultCost:
     """The cost of one fault.
 
     Attributes:
-        injected: the fault.
         detection_s: time from the fault to the first failure event; None if there was none.
         recovery_s: time from there, for a driver from its death, until the run could step again; None without recovery.
         steps_lost: completed steps that were repeated.
@@ -63,18 +63,17 @@ class ChaosReport:
     """Result of a chaos test. It is true if the test passed.
 
     Attributes:
-        job: name of the job.
         seed: of the schedule of faults.
-        steps: number of steps of the job.
-        differences: differences from the unbroken run, in words.
+        differences: differences from the uninterrupted run, in words.
         since_step: the first step whose loss differs; None if none does.
-        repeatable: whether two unbroken runs agree; None if not tried.
-        costs: cost of each injected fault, in order.
+        repeatable: whether two uninterrupted runs agree; None if not tried.
         missed: faults that were not injected before the run ended.
         leaks: processes, shared memory and actors that outlived the run under faults.
         changed: fields of the job that were changed for the run under faults, in words.
-        goodput, unbroken_goodput: share of the time that computed steps that count.
-        seconds, unbroken_seconds: time from the first event of the run to the last.
+        goodput: share of the time under faults that computed steps that count.
+        unbroken_goodput: the same of the uninterrupted run.
+        seconds: time from the first event of the run under faults to the last.
+        unbroken_seconds: the same of the uninterrupted run.
         storage: where the runs are; empty if they were deleted.
     """
 
@@ -114,30 +113,28 @@ class ChaosReport:
         if not self.costs:
             return "no fault was injected: the run ended before the first; set more steps, such as --set epochs=..."
         if self.repeatable is False:
-            return f"{after} the run differs, but so do two unbroken runs: the job itself is not repeatable"
+            return f"{after} the run differs, but so do two uninterrupted runs: the job itself is not repeatable"
         if not self.agrees:
             since = f" since step {self.since_step}" if self.since_step is not None else ""
-            return f"{after} the run differs from the unbroken one{since}"
-        if self.leaks:
-            return f"{after} the run agrees bitwise with the unbroken one, but leaked resources"
-        return f"{after} the run agrees bitwise with the unbroken one"
+            return f"{after} the run differs from the uninterrupted one{since}"
+        leaked = ", but leaked resources" if self.leaks else ""
+        return f"{after} the run agrees bitwise with the uninterrupted one{leaked}"
 
 
 def compare_runs(
-    unbroken: ObservedRun, final: FinalCheckpoint, other: ObservedRun, other_final: FinalCheckpoint
+    reference: ObservedRun, final: FinalCheckpoint, other: ObservedRun, other_final: FinalCheckpoint
 ) -> tuple[tuple[str, ...], int | None]:
-    """Return the differences of two runs in words, and the first step whose loss differs.
+    """Return the differences of a run from a reference run in words, and the first step whose loss differs.
 
     Every execution of a step is compared, also those of repeated steps.
     """
     if other.error:
         return (f"the run failed: {other.error}",), None
     found = []
-    expected = dict(_executed_steps(unbroken.events))
-    wrong = sorted(
-        {step for step, loss in _executed_steps(other.events) if not _equal_losses(expected.get(step), loss)}
-    )
-    missing = sorted(set(expected) - {step for step, _ in _executed_steps(other.events)})
+    expected = dict(_executed_steps(reference.events))
+    executed = list(_executed_steps(other.events))
+    wrong = sorted({step for step, loss in executed if not _equal_losses(expected.get(step), loss)})
+    missing = sorted(set(expected) - {step for step, _ in executed})
     if wrong:
         found.append(f"the loss differs in {formatting.count(len(wrong), 'step')}, first in step {wrong[0]}")
     if missing:
@@ -268,7 +265,7 @@ def _fault_data(cost: FaultCost) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """Replace NaN and infinity, which JSON does not have, by None."""
+    """Return None for NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
@@ -288,7 +285,7 @@ def _cost_table(report: ChaosReport) -> Table:
     for name in ("fault", "step", "noticed after", "recovery", "steps lost", "state from"):
         right = name in ("step", "noticed after", "recovery", "steps lost")
         table.add_column(name, no_wrap=True, justify="right" if right else "left")
-    table.add_column("struck", overflow="fold")
+    table.add_column("target", overflow="fold")
     for cost in report.costs:
         table.add_row(
             cost.injected.fault, f"{cost.injected.step:,}", _seconds(cost.detection_s), _seconds(cost.recovery_s),
@@ -302,22 +299,18 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _fact_table(report: ChaosReport) -> Table:
-    table = Table.grid(padding=(0, 2))
     skipped = sum(cost.checkpoints_skipped for cost in report.costs)
-    repeats = {True: "two unbroken runs agree", False: "two unbroken runs differ", None: ""}[report.repeatable]
+    repeats = {True: "two uninterrupted runs agree", False: "two uninterrupted runs differ", None: ""}
+    goodputs = [formatting.percent(share) for share in (report.goodput, report.unbroken_goodput)]
+    times = [formatting.duration(seconds) for seconds in (report.seconds, report.unbroken_seconds)]
     rows = [
-        ("goodput", f"{formatting.percent(report.goodput)}, unbroken {formatting.percent(report.unbroken_goodput)}"),
-        ("time", f"{formatting.duration(report.seconds)}, unbroken {formatting.duration(report.unbroken_seconds)}"),
+        ("goodput", f"{goodputs[0]}, uninterrupted {goodputs[1]}"),
+        ("time", f"{times[0]}, uninterrupted {times[1]}"),
         ("checkpoints", f"{skipped} did not become durable" if skipped else ""),
-        ("repeatable", repeats),
+        ("repeatable", repeats[report.repeatable]),
         ("not injected", ", ".join(report.missed)),
         ("changed", f"{', '.join(report.changed)} for the run under faults" if report.changed else ""),
         ("runs", report.storage),
         ("seed", str(report.seed)),
     ]
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        if value:
-            table.add_row(name, Text(value))
-    return table
+    return facts_table([(name, value) for name, value in rows if value])

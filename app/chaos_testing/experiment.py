@@ -24,7 +24,7 @@ from trainwright.chaos_testing.fault_schedule import (
 )
 from trainwright.chaos_testing.run_observer import ObservedRun, RunObserver
 from trainwright.chaos_testing.store_outage import Outage, create_outage, outage_obstacle
-from trainwright.core.errors import TrainwrightError
+from trainwright.core.errors import CheckpointError, TrainwrightError
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.storage.checkpoints import newest_intact, read_manifest
@@ -50,8 +50,7 @@ class ChaosOptions:
         seed: of the schedule of faults.
         faults: names of faults; none for all that fit the job.
         every_s: seconds between random faults until the run ends; None injects each fault once, spread over the run.
-        keep: whether to keep the runs.
-        twice: whether to make a second unbroken run in any case.
+        twice: whether to make a second run without faults in any case.
     """
 
     seed: int = 0
@@ -65,55 +64,63 @@ def run_experiment(job: Job, plan: Plan, options: ChaosOptions, say: _Say = lamb
     """Train a job without and with faults, each in scratch storage, and compare the two runs.
 
     Args:
-        job: to train.
         plan: of the job; both runs are pinned to its strategy and number of workers.
-        options: faults and their schedule.
-        say: takes a line for people.
 
     Raises:
         JobError: the job or a fault is invalid.
-        TrainwrightError: the unbroken run cannot start, or failed.
+        CheckpointError: the final checkpoint of a run is missing or damaged.
+        TrainwrightError: the run without faults cannot start, or failed.
     """
     spares = job.recovery.spares if job.recovery.spares is not None else int(plan.workers > 1)
     requirements = FaultRequirements(workers=plan.workers, spares=spares, storage=outage_obstacle(job.storage))
     faults = select_faults(options.faults, requirements)
     pinned = job.replace(workers=plan.workers, strategy=plan.strategy)
     with scratch_storage(job.storage, keep=options.keep) as scratch:
-        say(f"the unbroken run: {scratch.storage}")
-        unbroken = run_job(pinned, "unbroken", scratch)
-        if unbroken.error:
-            raise TrainwrightError("the unbroken run failed", where=job.name, detail=unbroken.error)
-        return _compare(pinned, unbroken, faults, options, scratch, say)
+        say(f"the uninterrupted run: {scratch.storage}")
+        reference = run_job(pinned, "uninterrupted", scratch)
+        if reference.error:
+            raise TrainwrightError(
+                "the run without faults failed, so there is nothing to compare with",
+                where=job.name,
+                remedy="correct the job until trainwright fit trains it to its end",
+                detail=reference.error,
+            )
+        return _compare(pinned, reference, faults, options, scratch, say)
 
 
 def _compare(
     job: Job,
-    unbroken: ObservedRun,
+    reference: ObservedRun,
     faults: Sequence[FaultType],
     options: ChaosOptions,
     scratch: ScratchStorage,
     say: _Say,
 ) -> chaos_report.ChaosReport:
-    history = chaos_report.run_history(unbroken)
-    schedule = _draw_schedule(faults, options, history.summary.start.total_steps)
-    hardened, changed = _harden(job, unbroken, schedule)
+    total_steps = chaos_report.run_history(reference).summary.start.total_steps
+    if options.every_s is None:
+        schedule = spread_schedule(faults, options.seed, total_steps)
+    else:
+        schedule = random_schedule(faults, options.seed, options.every_s, _ENDLESS)
+    hardened, changed = _harden(job, reference, schedule)
     say(f"the run under faults, seed {options.seed}: {', '.join(fault.name for fault in faults)}")
     before = HostSnapshot.now()
     broken = run_job(hardened, "chaos", scratch, schedule=schedule, say=say)
     leaks = leaks_of(broken, before, run_name(job, "chaos"), scratch)
-    final = scratch.final(run_name(job, "unbroken"))
-    found, since = chaos_report.compare_runs(unbroken, final, broken, _final(broken, run_name(job, "chaos"), scratch))
+    final = scratch.final(run_name(job, "uninterrupted"))
+
+    def compare(run: ObservedRun, suffix: str) -> tuple[tuple[str, ...], int | None]:
+        other = chaos_report.FinalCheckpoint() if run.error else scratch.final(run_name(job, suffix))
+        return chaos_report.compare_runs(reference, final, run, other)
+
+    found, since = compare(broken, "chaos")
     repeatable = None
     if options.twice or (found and not broken.error):
-        say("a second unbroken run: is the job repeatable?")
-        again = run_job(job, "again", scratch)
-        repeatable = not chaos_report.compare_runs(
-            unbroken, final, again, _final(again, run_name(job, "again"), scratch)
-        )[0]
+        say("a second uninterrupted run: is the job repeatable?")
+        repeatable = not compare(run_job(job, "again", scratch), "again")[0]
     return chaos_report.ChaosReport(
         job=job.name,
         seed=options.seed,
-        steps=history.summary.start.total_steps,
+        steps=total_steps,
         differences=found,
         since_step=since,
         repeatable=repeatable,
@@ -122,46 +129,28 @@ def _compare(
         leaks=leaks,
         changed=changed,
         goodput=chaos_report.goodput(broken),
-        unbroken_goodput=chaos_report.goodput(unbroken),
+        unbroken_goodput=chaos_report.goodput(reference),
         seconds=chaos_report.elapsed_s(broken),
-        unbroken_seconds=chaos_report.elapsed_s(unbroken),
+        unbroken_seconds=chaos_report.elapsed_s(reference),
         storage=scratch.storage if options.keep else "",
     )
 
 
-def _draw_schedule(faults: Sequence[FaultType], options: ChaosOptions, total_steps: int) -> tuple[ScheduledFault, ...]:
-    """Return the schedule of faults."""
-    if options.every_s is None:
-        return spread_schedule(faults, options.seed, total_steps)
-    return random_schedule(faults, options.seed, options.every_s, _ENDLESS)
-
-
-def _harden(job: Job, unbroken: ObservedRun, schedule: Sequence[ScheduledFault]) -> tuple[Job, tuple[str, ...]]:
+def _harden(job: Job, reference: ObservedRun, schedule: Sequence[ScheduledFault]) -> tuple[Job, tuple[str, ...]]:
     """Return the job with limits that survive so many faults, and the changes in words; its result stays the same."""
-    fields: dict[str, Any] = {"failures": max(job.recovery.failures, FAILURE_BUDGET), "failures_an_hour": None}
-    if job.recovery.hang_deadline_s is None and any(scheduled.fault.name == "stop" for scheduled in schedule):
-        slowest_s = max(
-            [
-                chaos_report.longest_step_gap_s(unbroken),
-                *(event.seconds for event in chaos_report.run_history(unbroken).evaluated),
-            ]
-        )
+    history, recovery = chaos_report.run_history(reference), job.recovery
+    fields: dict[str, Any] = {"failures": max(recovery.failures, FAILURE_BUDGET), "failures_an_hour": None}
+    if recovery.hang_deadline_s is None and any(scheduled.fault.name == "stop" for scheduled in schedule):
+        gap_s = chaos_report.longest_step_gap_s(reference)
+        slowest_s = max([gap_s, *(event.seconds for event in history.evaluated)])
         fields["hang_deadline_s"] = round(max(_LEAST_HANG_S, _HANG_FACTOR * slowest_s), 1)
-    history = chaos_report.run_history(unbroken)
-    often = history.summary.start.total_steps // (2 * max(len(schedule), 1) + 2)
-    if (
-        schedule
-        and not schedule[0].after_s
-        and _checkpoint_steps(job, history.summary.start.steps_per_epoch) > max(often, 1)
-    ):
-        fields["checkpoint_steps"] = max(often, 1)
+    start, given = history.summary.start, job.checkpointing.checkpoint_steps
+    often = max(start.total_steps // (2 * max(len(schedule), 1) + 2), 1)
+    usual = given if isinstance(given, int) else start.steps_per_epoch
+    if schedule and not schedule[0].after_s and usual > often:
+        fields["checkpoint_steps"] = often
     changed = {name: value for name, value in fields.items() if job.get(name) != value}
     return job.replace(**changed), tuple(f"{name}={value}" for name, value in changed.items())
-
-
-def _checkpoint_steps(job: Job, steps_per_epoch: int) -> int:
-    given = job.checkpointing.checkpoint_steps
-    return given if isinstance(given, int) else steps_per_epoch
 
 
 def leaks_of(observed: ObservedRun, before: HostSnapshot, run: str, scratch: ScratchStorage) -> tuple[str, ...]:
@@ -175,16 +164,11 @@ def run_name(job: Job, suffix: str) -> str:
     return f"{job.name[:_LONGEST_NAME]}-{suffix}"
 
 
-def _final(observed: ObservedRun, run: str, scratch: ScratchStorage) -> chaos_report.FinalCheckpoint:
-    return chaos_report.FinalCheckpoint() if observed.error else scratch.final(run)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ScratchStorage:
     """Temporary storage of a chaos test.
 
     Attributes:
-        storage: of the runs.
         folder: on this machine, for job files and logs of the drivers.
     """
 
@@ -192,12 +176,18 @@ class ScratchStorage:
     folder: Path
 
     def final(self, run: str) -> chaos_report.FinalCheckpoint:
-        """Return the newest checkpoint of a run, with every file read and checked."""
+        """Return the newest checkpoint of a run, with every file read and checked. Raises CheckpointError."""
         store = open_store(self.storage)
         head = RunLog(store, run).head()
         ref, notes = newest_intact(store, run, head.checkpoints if head else ())
         if ref is None or notes:
-            raise TrainwrightError(f"the last checkpoint of {run} is incomplete", detail="\n".join(notes))
+            raise CheckpointError(
+                f"the final checkpoint of the run {run!r} is missing or damaged, so it cannot be compared",
+                where=store.uri_of(run),
+                remedy=f"check the store: trainwright doctor --storage {self.storage}; then start the test again, with "
+                "--keep if you want to see the files",
+                detail="\n".join(notes),
+            )
         files = read_manifest(store, run, ref).files
         return chaos_report.FinalCheckpoint(step=ref.step, files={entry.name: entry.sha256 for entry in files})
 
@@ -230,13 +220,7 @@ def run_job(
     """Run the job once, with or without faults, on the connected cluster.
 
     Args:
-        job: to run.
-        suffix: of the run's name.
-        scratch: storage of the run.
-        schedule: faults to inject.
         link: interrupts the network between two nodes, if a fault needs that.
-        on_all_injected: called when all faults are injected.
-        say: takes a line for people.
     """
     import ray
 
@@ -310,8 +294,6 @@ class HostSnapshot:
         """Return what is new and unused: shared memory without a process, and actors with the run's name.
 
         Args:
-            before: snapshot at the start of the run.
-            run: name of the run.
             copies: folder of the run's in-memory checkpoints; those of other runs are not counted.
         """
         used = _mapped_inodes()

@@ -25,7 +25,6 @@ class ScheduledFault:
     """One fault of a schedule.
 
     Attributes:
-        fault: its type.
         step: step that must be complete before the fault.
         after_s: least time since the previous fault, or since the first rendezvous.
         draw: random number from 0 to 1, which chooses the target and the delay.
@@ -109,7 +108,7 @@ def next_fault(
     now_s: float,
     possible: Callable[[ScheduledFault], bool],
 ) -> ScheduledFault | None:
-    """Return the first fault that is due and has a target; faults without a target, such as a missing spare, wait.
+    """Return the first fault that is due and has a target; faults without one, as a missing warm standby, wait.
 
     A fault at the start of a run is injected only if it is the next of the schedule: each start gets one at most.
     """
@@ -134,7 +133,7 @@ def remaining_faults(schedule: Sequence[ScheduledFault], given: ScheduledFault) 
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedWorker:
-    """Process of a worker. A `spare` has no rank."""
+    """Process of a worker. A warm standby (`spare`) has no rank."""
 
     worker: int
     node: str
@@ -142,7 +141,7 @@ class ObservedWorker:
     spare: bool = False
 
     def __str__(self) -> str:
-        return f"{'spare' if self.spare else 'worker'} {self.worker} (pid {self.pid} on {self.node})"
+        return f"{'warm standby' if self.spare else 'worker'} {self.worker} (pid {self.pid} on {self.node})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +152,7 @@ class ObservedState:
         processes: placed processes that have not failed, by worker number.
         formed: whether the workers are ready to step.
         ever_formed: whether this driver has completed a rendezvous.
-        step: newest completed step.
         formed_step: step at which the newest rendezvous started.
-        committed: step of the newest checkpoint.
-        ended: whether the driver has released the run.
     """
 
     processes: Mapping[int, ObservedWorker] = field(default_factory=dict)
@@ -203,7 +199,7 @@ class ObservedState:
     def _promoted(self, event: Promoted) -> ObservedState:
         spare = self.processes.get(event.worker)
         if spare is None:
-            return self  # a spare that has not started yet: it will be placed as a worker
+            return self  # a warm standby that has not started yet: it will be placed as a worker
         return replace(self, processes={**self.processes, event.worker: replace(spare, spare=False)})
 
 
@@ -220,16 +216,13 @@ class FaultType:
     """One kind of fault.
 
     Attributes:
-        name: unique.
-        description: what it does, in words.
         target: what it hits; a link between nodes needs an outage that can interrupt it.
         victims: number of workers hit at the same time.
-        signal_number: signal to send.
         seconds: duration of an outage; 0 for a signal.
         at_start: whether it is injected while the run starts, not while it steps.
         twice: whether it hits another worker while the run recovers from the first.
         least_workers: number of workers that the run needs.
-        least_spares: number of spares that the run needs.
+        least_spares: number of warm standbys that the run needs.
     """
 
     name: str
@@ -251,7 +244,7 @@ CATALOGUE = (
     FaultType(name="kill-all", description="SIGKILL to all workers at once", victims=_ALL),
     FaultType(name="stop", description="SIGSTOP to one worker, which then hangs", signal_number=signal.SIGSTOP),
     FaultType(name="again", description="SIGKILL to one worker, and to another while the run recovers", twice=True),
-    FaultType(name="spare", description="SIGKILL to a spare", target="spare", least_spares=1),
+    FaultType(name="spare", description="SIGKILL to a warm standby", target="spare", least_spares=1),
     FaultType(name="driver", description="SIGKILL to the driver, which is started again", target="driver"),
     FaultType(
         name="stall",
@@ -269,8 +262,6 @@ class FaultRequirements:
     """Properties of a run that decide which faults fit it.
 
     Attributes:
-        workers: their number.
-        spares: their number.
         storage: why the store cannot be made to fail; empty if it can.
     """
 
@@ -284,7 +275,7 @@ def _unfit_reason(fault: FaultType, requirements: FaultRequirements) -> str:
     if requirements.workers < fault.least_workers:
         return f"it needs {fault.least_workers} workers, the run has {requirements.workers}: set workers="
     if requirements.spares < fault.least_spares:
-        return "it needs a spare worker, the run has none: set spares=1"
+        return "it needs a warm standby, the run has none: set spares=1"
     return requirements.storage if fault.target == "store" else ""
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import queue
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
 from trainwright.chaos_testing.fault_schedule import (
     ObservedState,
@@ -19,10 +25,210 @@ from trainwright.chaos_testing.fault_schedule import (
     next_fault,
     remaining_faults,
 )
-from trainwright.chaos_testing.process_control import DriverExit, ObservedDriver, ProcessSignaller
 from trainwright.chaos_testing.store_outage import Outage
-from trainwright.core.errors import HangError
-from trainwright.core.events import Event, Failed, Formed, Placed, Promoted, RunEnded
+from trainwright.core.errors import HangError, ResourceError
+from trainwright.core.events import Event, Failed, Formed, Placed, Promoted, RunEnded, from_json
+from trainwright.storage.run_log import process_start_ticks
+
+_DRIVER_MODULE = "trainwright.chaos_testing.driver_main"
+_EXIT_TIMEOUT_S = 30.0  # for a driver to end after SIGTERM
+_TAIL_BYTES = 4_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DriverExit:
+    """End of a driver process.
+
+    Attributes:
+        killed: whether the observer killed it, or paused it so that another driver takes over.
+    """
+
+    code: int
+    killed: bool
+
+
+class _ObservedDriver:
+    """A process of `driver_main`. `next` returns its events in order, and `_DriverExit` at the end.
+
+    Args:
+        job_file: written by `experiment.write_job_file`.
+
+    Attributes:
+        paused_s: when it was paused, seconds since the epoch; None if it was not.
+    """
+
+    def __init__(self, job_file: Path, environment: Mapping[str, str]) -> None:
+        self.log_file = job_file.with_suffix(".log")
+        self.killed = False
+        self.paused_s: float | None = None
+        self._queue: queue.SimpleQueue[Event | _DriverExit] = queue.SimpleQueue()
+        reading, writing = os.pipe()
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _DRIVER_MODULE, str(job_file), str(writing)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(writing,), start_new_session=True,
+                env={**os.environ, **environment},
+            )  # fmt: skip
+        os.close(writing)
+        self._thread = threading.Thread(target=self._read, args=(reading,), name="trainwright-events", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Return the process ID."""
+        return self._process.pid
+
+    def _read(self, pipe: int) -> None:
+        with os.fdopen(pipe, encoding="utf-8") as lines:
+            for line in lines:
+                with contextlib.suppress(ValueError):  # the last line of a killed driver may be torn
+                    self._queue.put(from_json(line))
+        code = self._process.wait()
+        self._queue.put(_DriverExit(code=code, killed=self.killed))
+
+    def next(self, timeout_s: float) -> Event | _DriverExit | None:
+        """Return the next event; None if there is none in time."""
+        try:
+            return self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.killed = True
+        self._process.kill()
+
+    def pause(self) -> None:
+        """Send SIGSTOP."""
+        self.paused_s = time.time()
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Send SIGCONT."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """End the process if it still runs: first with SIGTERM, so that its workers end too."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            self.resume()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_EXIT_TIMEOUT_S)
+            self._process.kill()
+        self._process.wait()
+        self._thread.join(_EXIT_TIMEOUT_S)
+
+    def log_tail(self) -> str:
+        """Return the end of its output."""
+        return self.log_file.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
+
+
+# --- Signals to processes on any node ---------------------------------------------------------------------------------
+
+
+_REMOTE_S = 30.0  # for a task on another node
+
+
+def send_signal(pid: int, started: int, number: int) -> bool:
+    """Send a signal to a process; return False if it has ended. Number 0 only asks.
+
+    Args:
+        started: its start time in clock ticks, which tells it from a later process with the same ID.
+    """
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        if not started or process_start_ticks(pid) != started:
+            return False
+        signal.pidfd_send_signal(handle, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+def _started_of(pid: int) -> int:
+    return process_start_ticks(pid) or 0
+
+
+def _key(process: ObservedWorker) -> tuple[str, int]:
+    """Return the identity of the process, whatever its rank."""
+    return process.node, process.pid
+
+
+class ProcessSignaller:
+    """Sends signals to processes: on this machine directly, on other nodes through a Ray task.
+
+    Args:
+        here: host name of this machine, as its workers report it.
+    """
+
+    def __init__(self, here: str = "") -> None:
+        self._here = here or socket.gethostname()
+        self._registered: dict[tuple[str, int], ObservedWorker] = {}
+        self._started: dict[tuple[str, int], Any] = {}  # ticks, or the reference of a task that returns them
+
+    def register(self, process: ObservedWorker) -> None:
+        """Remember the start time of a process while it is known to run."""
+        here = process.node == self._here
+        started = _started_of(process.pid) if here else self._task(process, _started_of, process.pid)
+        self._registered[_key(process)], self._started[_key(process)] = process, started
+
+    def send(self, process: ObservedWorker, number: int) -> bool:
+        """Send a signal; return False if the process has ended or was not registered."""
+        started = self._ticks(process)
+        if process.node == self._here:
+            return send_signal(process.pid, started, number)
+        return bool(self._result(self._task(process, send_signal, process.pid, started, number), process))
+
+    def is_alive(self, process: ObservedWorker) -> bool:
+        """Return whether the process runs."""
+        return self.send(process, 0)
+
+    def registered(self) -> tuple[ObservedWorker, ...]:
+        """Return all registered processes."""
+        return tuple(self._registered.values())
+
+    def _ticks(self, process: ObservedWorker) -> int:
+        known = self._started.get(_key(process), 0)
+        if not isinstance(known, int):
+            known = self._started[_key(process)] = self._result(known, process)
+        return cast(int, known)
+
+    def _task(self, process: ObservedWorker, function: Callable[..., Any], *arguments: Any) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        listed: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        ids = [node["NodeID"] for node in listed if node["Alive"] and node["NodeManagerHostname"] == process.node]
+        if not ids:
+            return 0  # the node is lost, and the process with it
+        spot = NodeAffinitySchedulingStrategy(ids[0], soft=False)
+        return ray.remote(function).options(num_cpus=0, scheduling_strategy=spot).remote(*arguments)
+
+    def _result(self, reference: Any, process: ObservedWorker) -> Any:
+        import ray
+
+        if isinstance(reference, int):
+            return reference
+        try:
+            return ray.get(reference, timeout=_REMOTE_S)
+        except ray.exceptions.GetTimeoutError as error:
+            raise ResourceError(
+                f"{process} cannot be reached: no task ran there within {_REMOTE_S:g} s",
+                where=process.node,
+                remedy="free memory on the node, or check its health",
+            ) from error
+        except (ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError, ray.exceptions.TaskUnschedulableError):
+            return 0  # the node was lost meanwhile, and the process with it
+
+
+# --- The observed run -------------------------------------------------------------------------------------------------
+
 
 _TICK_S = 0.1  # faults that are due by time are injected at most this late
 _WORKER_EXIT_TIMEOUT_S = 20.0  # for workers to end after their driver
@@ -34,8 +240,6 @@ class ObservedRun:
     """Result of one observed run.
 
     Attributes:
-        events: of all its drivers, in order.
-        injected: injected faults, in order.
         missed: faults that were not injected before the run ended.
         error: why the run failed; empty if it is done.
         remaining: worker processes that did not end.
@@ -52,14 +256,8 @@ class RunObserver:
     """Runs a job file to its end and injects faults.
 
     Args:
-        name: of the run.
         job_file: written by `experiment.write_job_file`.
-        environment: additional variables of the drivers.
         event_timeout_s: time without an event after which the run counts as hanging.
-        schedule: faults to inject.
-        outages: how to make a store or a link fail, by target.
-        on_all_injected: called when all faults are injected.
-        say: takes a line for people.
     """
 
     def __init__(
@@ -74,12 +272,8 @@ class RunObserver:
         on_all_injected: Callable[[], object] = lambda: None,
         say: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self._job_file, self._event_timeout_s, self._on_all_injected, self._say = (
-            job_file,
-            event_timeout_s,
-            on_all_injected,
-            say,
-        )
+        self._job_file, self._event_timeout_s = job_file, event_timeout_s
+        self._on_all_injected, self._say = on_all_injected, say
         self._environment = dict(environment)
         for outage in outages.values():
             self._environment |= outage.environment
@@ -88,7 +282,7 @@ class RunObserver:
         self._schedule, self._previous = list(schedule), PreviousFault(at_s=0.0)
         self._state, self._run_ended = ObservedState(), RunEnded()
         self._waiting: tuple[ScheduledFault, float] | None = None
-        self._paused: list[ObservedDriver] = []
+        self._paused: list[_ObservedDriver] = []
         self._events: list[Event] = []
 
     def run(self) -> ObservedRun:
@@ -107,7 +301,7 @@ class RunObserver:
         """Start drivers until one ends by itself; return why the run failed."""
         with contextlib.ExitStack() as drivers:
             while True:
-                driver = drivers.enter_context(contextlib.closing(ObservedDriver(self._job_file, self._environment)))
+                driver = drivers.enter_context(contextlib.closing(_ObservedDriver(self._job_file, self._environment)))
                 end = self._observe(driver)
                 if isinstance(end, HangError):
                     return str(end)
@@ -118,12 +312,12 @@ class RunObserver:
                 return next(filter(None, map(_paused_driver_error, self._paused)), "")
             return self._run_ended.error or driver.log_tail() or f"the driver ended with code {end.code}"
 
-    def _observe(self, driver: ObservedDriver) -> DriverExit | HangError:
+    def _observe(self, driver: _ObservedDriver) -> _DriverExit | HangError:
         """Follow a driver to its end, and inject faults when they are due."""
         received_s = time.monotonic()
         while True:
             received = driver.next(_TICK_S if self._waiting is None else _TICK_S / 10)
-            if isinstance(received, DriverExit):
+            if isinstance(received, _DriverExit):
                 return received
             if received is not None:
                 received_s = time.monotonic()
@@ -139,15 +333,15 @@ class RunObserver:
             if driver.paused_s is not None:
                 return self._set_aside(driver)
 
-    def _set_aside(self, driver: ObservedDriver) -> DriverExit:
+    def _set_aside(self, driver: _ObservedDriver) -> _DriverExit:
         """Read the events of a paused driver; it is resumed when another driver has completed a rendezvous."""
         while (received := driver.next(_TICK_S)) is not None:
-            if isinstance(received, DriverExit):
+            if isinstance(received, _DriverExit):
                 return received
             self._receive(received)
         self._state = ObservedState(step=self._state.step, committed=self._state.committed)
         self._paused.append(driver)
-        return DriverExit(code=0, killed=True)
+        return _DriverExit(code=0, killed=True)
 
     def _receive(self, event: Event) -> None:
         self._events.append(event)
@@ -176,7 +370,7 @@ class RunObserver:
             self._waiting = scheduled, now_s + scheduled.delay_s
         return scheduled if scheduled is not None and self._waiting is not None and now_s >= self._waiting[1] else None
 
-    def _inject(self, driver: ObservedDriver) -> None:
+    def _inject(self, driver: _ObservedDriver) -> None:
         scheduled, now_s, state = self._due_fault(), time.monotonic(), self._state
         if scheduled is None:
             return
@@ -200,11 +394,11 @@ class RunObserver:
             time.sleep(_TICK_S)
 
 
-def _paused_driver_error(paused: ObservedDriver) -> str:
+def _paused_driver_error(paused: _ObservedDriver) -> str:
     """Return what a paused driver did wrong after another had taken over its run; empty if it only ended."""
     paused.resume()
     who, since_s = f"the paused driver (pid {paused.pid})", (paused.paused_s or 0.0) + _TICK_S
-    while not isinstance(received := paused.next(_DRIVER_EXIT_TIMEOUT_S), DriverExit):
+    while not isinstance(received := paused.next(_DRIVER_EXIT_TIMEOUT_S), _DriverExit):
         if received is None:
             return f"{who} did not end within {_DRIVER_EXIT_TIMEOUT_S:g} s after another had taken over its run"
         if isinstance(received, Placed | Formed) and received.time_s > since_s:
@@ -220,8 +414,6 @@ class InjectedFault:
     """An injected fault.
 
     Attributes:
-        fault: name of its type.
-        time_s: seconds since the epoch.
         step: newest completed step known.
         targets: what it hit, in words.
     """
@@ -233,16 +425,7 @@ class InjectedFault:
 
 
 class _FaultInjector:
-    """Injects the faults of one run. All calls come from one thread; a timer ends outages.
-
-    Args:
-        run: its name.
-        signaller: sends signals to its workers.
-        outages: how to make a store or a link fail, by target.
-
-    Attributes:
-        injected: faults so far, in order.
-    """
+    """Injects the faults of one run. All calls come from one thread; a timer ends outages."""
 
     def __init__(self, run: str, signaller: ProcessSignaller, outages: Mapping[Target, Outage]) -> None:
         self.injected: list[InjectedFault] = []
@@ -261,7 +444,7 @@ class _FaultInjector:
         living = self._living(state, spares=fault.target == "spare")
         return len(living) >= (1 if fault.twice else fault.least_workers)
 
-    def inject(self, scheduled: ScheduledFault, state: ObservedState, driver: ObservedDriver) -> InjectedFault:
+    def inject(self, scheduled: ScheduledFault, state: ObservedState, driver: _ObservedDriver) -> InjectedFault:
         """Inject a possible fault; return what it hit."""
         time_s, fault = time.time(), scheduled.fault
         if fault.target == "driver":

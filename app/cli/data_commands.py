@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +23,6 @@ data = typer.Typer(
     name="data", help="Inspect data, and convert it to parquet.", no_args_is_help=True, rich_markup_mode=None,
 )  # fmt: skip
 
-_PLAIN_SHARE, _PLAIN_S = 0.1, 10.0  # a plain line after this share of the rows, or after this many seconds
 _SHOWN_CLASSES = 12
 
 _Format = Annotated[
@@ -183,28 +180,16 @@ def _class_lines(found: Inspection) -> Iterator[str]:
 
 
 @contextmanager
-def progress(console: Console, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function of (rows, total) that shows the progress: a bar in a terminal, elsewhere a line now and then."""
-    if not console.is_terminal or console.is_dumb_terminal:
-        yield _plain(console, clock)
-        return
-    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as RichProgress
+def progress(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function of (rows, total) that shows the progress of a conversion."""
+    from trainwright.reporting.progress_bar import RowProgress
 
-    text = TextColumn("{task.completed:,}/{task.total:,} rows")
-    with RichProgress(BarColumn(), text, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("", total=1)
-        yield lambda rows, total: bar.update(task, completed=rows, total=total)
+    with ExitStack() as stack:
+        shown: list[RowProgress] = []  # one, from the first call on, which knows the number of rows
 
+        def show(rows: int, total: int) -> None:
+            if not shown:
+                shown.append(stack.enter_context(RowProgress(total, 0, console)))
+            shown[0].add(rows - shown[0].done)
 
-def _plain(console: Console, clock: Callable[[], float]) -> Callable[[int, int], None]:
-    shown = {"rows": 0.0, "s": -math.inf}
-
-    def show(rows: int, total: int) -> None:
-        far = rows - shown["rows"] >= max(_PLAIN_SHARE * total, 1)
-        late = clock() - shown["s"] >= _PLAIN_S
-        if far or late or rows == total:
-            console.print(f"{rows:,} of {total:,} rows", highlight=False)
-            shown.update(rows=rows, s=clock())
-
-    return show
+        yield show

@@ -82,8 +82,7 @@ _Timing = Annotated[
 _Cluster = Annotated[
     str | None,
     typer.Option(
-        metavar="NxGxKIND",
-        help="Plan for this cluster, which need not exist: 128x8xH100-80GB, 4x8xA100-80GB@800Gb.",
+        metavar="NxGxKIND", help="Plan for this cluster, which need not exist: 128x8xH100-80GB, 4x8xA100-80GB@800Gb."
     ),
 ]
 
@@ -208,7 +207,7 @@ def simulate(
     _run(
         {**_scenario_facts(file, given), **facts},
         rules,
-        _parse_counts(servers),
+        _parse_numbers(servers, "number of servers", "--servers", "write numbers: 1,2,4"),
         learn=not timing,
         html=html,
         as_json=as_json,
@@ -276,14 +275,6 @@ def _parse_slowdown(text: str) -> tuple[float, ...]:
     return (float(found[2]),) * int(found[1])
 
 
-def _parse_counts(text: str) -> list[int]:
-    """Parse numbers with commas, such as `1,2,4`. Raises PlanError."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise PlanError(f"{text!r} is not a number of servers", where="--servers", remedy="write numbers: 1,2,4")
-    return [int(part) for part in parts]
-
-
 # --- Options of `trainwright plan` ------------------------------------------------------------------------------------
 
 
@@ -302,9 +293,7 @@ def _plan_arguments(cluster: str | None, given: Mapping[str, Any], out: str | No
     """Return the arguments of `api.plan` for the options of `trainwright plan`.
 
     Args:
-        cluster: value of --cluster.
         given: values of the options that need --cluster, by argument; None if missing.
-        out: value of --out.
 
     Raises:
         PlanError: a value cannot be read, or an option needs --cluster or excludes it.
@@ -319,8 +308,9 @@ def _plan_arguments(cluster: str | None, given: Mapping[str, Any], out: str | No
             remedy = "add one: --cluster 4x8xH100-80GB"
             raise PlanError("this option needs --cluster", where=option, remedy=remedy)
         return {}
-    readers = {"price": parse_price, "mtbf_hours": parse_hours, "batch_sizes": parse_batch_sizes}
-    return {"cluster": cluster} | {name: readers.get(name, _unchanged)(value) for name, value in named.items()}
+    parsers = {"price": parse_price, "mtbf_hours": parse_hours, "batch_sizes": parse_batch_sizes}
+    parsed = {name: parse(named[name]) for name, parse in parsers.items() if name in named}
+    return {"cluster": cluster, **named, **parsed}
 
 
 def with_option_names(remedy: str) -> str:
@@ -328,10 +318,6 @@ def with_option_names(remedy: str) -> str:
     for pattern, option in _OPTIONS:
         remedy = re.sub(pattern, option, remedy)
     return remedy
-
-
-def _unchanged(value: Any) -> Any:
-    return value
 
 
 def parse_price(text: str) -> Price | str:
@@ -358,9 +344,13 @@ def parse_hours(text: str) -> float:
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:
     """Parse numbers with commas, such as `256,512,1024`. Raises PlanError."""
+    return _parse_numbers(text, "batch size", "--batch-sizes", "write numbers of samples with commas: 256,512,1024")
+
+
+def _parse_numbers(text: str, what: str, option: str, remedy: str) -> tuple[int, ...]:
+    """Parse positive numbers with commas. Raises PlanError."""
     parts = [part.strip() for part in text.split(",")]
     wrong = [part for part in parts if not (part.isascii() and part.isdigit() and int(part))]
     if wrong:
-        remedy = "write numbers of samples with commas: 256,512,1024"
-        raise PlanError(f"{wrong[0]!r} is not a batch size", where="--batch-sizes", remedy=remedy)
+        raise PlanError(f"{wrong[0]!r} is not a {what}", where=option, remedy=remedy)
     return tuple(map(int, parts))

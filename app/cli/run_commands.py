@@ -37,8 +37,7 @@ _Address = Annotated[
     typer.Option(metavar="URL", help="Address of Ray's dashboard; by default RAY_ADDRESS or http://127.0.0.1:8265."),
 ]
 _Env = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="Also send this environment variable, as a secret. Repeatable."),
+    list[str] | None, typer.Option(metavar="NAME", help="Also send this environment variable, as a secret. Repeatable.")
 ]
 _Folder = Annotated[str | None, typer.Option(metavar="DIR", help="Pack this folder; by default that of the job file.")]
 
@@ -66,7 +65,9 @@ def fit(
     run = api.fit(_job(file, overrides, strategy, workers), resume=resume, fresh=fresh, verbose=verbose)
     if run.state == "stopped":
         raise typer.Exit(128 + (run.signal or signal.SIGINT))
-    _print_result(run, file, overrides or [])
+    from trainwright.runtime.run_handle import loading_code
+
+    _print_result(run, loading_code(file, overrides or []), _command_arguments(file, overrides))
 
 
 def distill(
@@ -86,6 +87,7 @@ def distill(
     """Train students on teacher outputs and compare both. The same command resumes a stopped run."""
     from trainwright import api
     from trainwright.distillation.distilled_run import DistilledRun
+    from trainwright.distillation.trained_student import student_loading_code
     from trainwright.planning.job_file import load_distillation
 
     found = load_distillation(file, with_pins(overrides, strategy, workers))
@@ -93,7 +95,9 @@ def distill(
     if getattr(done, "state", "done") == "stopped":
         raise typer.Exit(128 + (done.signal or signal.SIGINT))
     if isinstance(done, DistilledRun):
-        _print_student_results(done, file, overrides or [])
+        student = next(iter(done.students))  # as an example
+        arguments = f"{_command_arguments(file, overrides)} --student {student}"
+        _print_result(done, student_loading_code(file, overrides or []), arguments)
     else:
         print(done)
 
@@ -215,8 +219,7 @@ def submit(
     """
     from rich.text import Text
 
-    from trainwright.submit.job_log import LogDisplay
-    from trainwright.submit.job_server import job_server_address
+    from trainwright.submit.job_server import LogDisplay, job_server_address
     from trainwright.submit.job_submission import Submission, SubmitOptions, SubmitOutput
 
     if stop and attach:
@@ -319,27 +322,12 @@ def _trained(file: str, overrides: list[str] | None, student: str | None) -> Any
     return found[student].job
 
 
-def _print_result(run: Any, file: str, overrides: list[str]) -> None:
+def _command_arguments(file: str, overrides: list[str] | None) -> str:
+    return shlex.quote(file) + "".join(f" --set {shlex.quote(item)}" for item in overrides or ())
+
+
+def _print_result(run: Any, loading_code: str, arguments: str) -> None:
     """Print where the results are, and how to use the model."""
-    from trainwright.runtime.run_handle import loading_code
-
-    _print_result_lines(run, loading_code(file, overrides), _command_arguments(file, overrides))
-
-
-def _print_student_results(run: Any, file: str, overrides: list[str]) -> None:
-    """Print the same for a distillation, with the first student as example."""
-    from trainwright.distillation.trained_student import student_loading_code
-
-    student = next(iter(run.students))
-    arguments = f"{_command_arguments(file, overrides)} --student {student}"
-    _print_result_lines(run, student_loading_code(file, overrides), arguments)
-
-
-def _command_arguments(file: str, overrides: list[str]) -> str:
-    return shlex.quote(file) + "".join(f" --set {shlex.quote(item)}" for item in overrides)
-
-
-def _print_result_lines(run: Any, loading_code: str, arguments: str) -> None:
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in run.metrics.items())
     lines = [
         f"result       {metrics or 'no evaluation set'}",

@@ -61,7 +61,7 @@ def _check_cluster(spec: YamlItem) -> list[Finding]:
         image = container.at("image")
         found += ray_start.image_findings(image) if image is not None else []
     found += [finding for template in _templates(spec) for finding in _shared_memory(template)]
-    groups = getattr(spec.at("workerGroupSpecs"), "entries", ())
+    groups = spec.list("workerGroupSpecs")
     for group in (spec.at("headGroupSpec"), *groups):
         parameters = group.at("rayStartParams") if group is not None else None
         found += ray_start.unknown_options(parameters.fields) if parameters is not None else []
@@ -106,7 +106,7 @@ def _health(spec: YamlItem) -> list[Finding]:
     head = spec.at("headGroupSpec", "template", "spec", "containers")
     if head is None or not head.entries:
         return []
-    given = {entry.text("name") for entry in getattr(head.entries[0].at("env"), "entries", ())}
+    given = {entry.text("name") for entry in head.entries[0].list("env")}
     return ray_start.health_check_findings(head.entries[0], given, "add to the head's env")
 
 
@@ -120,7 +120,7 @@ def _redis(spec: YamlItem) -> list[Finding]:
 
 
 def _templates(spec: YamlItem) -> Iterator[YamlItem]:
-    for group in (spec.at("headGroupSpec"), *getattr(spec.at("workerGroupSpecs"), "entries", ())):
+    for group in (spec.at("headGroupSpec"), *spec.list("workerGroupSpecs")):
         found = group.at("template", "spec") if group is not None else None
         if found is not None:
             yield found
@@ -129,16 +129,16 @@ def _templates(spec: YamlItem) -> Iterator[YamlItem]:
 def _containers(spec: YamlItem) -> Iterator[YamlItem]:
     for template in _templates(spec):
         for name in ("containers", "initContainers"):
-            yield from getattr(template.at(name), "entries", ())
+            yield from template.list(name)
 
 
 def _shared_memory(template: YamlItem) -> list[Finding]:
     """Check that a volume is mounted at /dev/shm, where Ray keeps objects; without one a container has 64 MB there."""
-    containers = getattr(template.at("containers"), "entries", ())
+    containers = template.list("containers")
     if not containers:
         return []
-    mounts = getattr(containers[0].at("volumeMounts"), "entries", ())
-    volumes = {volume.text("name"): volume for volume in getattr(template.at("volumes"), "entries", ())}
+    mounts = containers[0].list("volumeMounts")
+    volumes = {volume.text("name"): volume for volume in template.list("volumes")}
     found = []
     for mount in mounts:
         if mount.text("name") not in volumes:

@@ -33,10 +33,8 @@ class Placeholder:
     """A value that the user changes.
 
     Attributes:
-        name: unique in the file.
         what: description, from the comment.
         line: line number of the value, from 1.
-        value: the current value as text.
     """
 
     name: str
@@ -79,7 +77,8 @@ class _ValueLine:
             return f"[{value}]"
         if not isinstance(said, str):
             return value  # a number or a list: as written; _verify checks it
-        return value if _PLAIN.fullmatch(value) and yaml.safe_load(value) == value else _quoted(value)
+        plain = _PLAIN.fullmatch(value) and yaml.safe_load(value) == value
+        return value if plain else "'" + value.replace("'", "''") + "'"
 
 
 def find_placeholders(text: str) -> list[Placeholder]:
@@ -153,15 +152,11 @@ def _parse_line(text: str) -> _ValueLine | None:
     return _ValueLine(before=text[:start], written=text[start:end], behind=text[end:], shell=False)
 
 
-def _quoted(value: str) -> str:
-    return "'" + value.replace("'", "''") + "'"
-
-
 def _verify(before: str, after: str, values: Mapping[str, str]) -> None:
     """Check that every value arrived and no other changed. Raises ClusterFileError."""
     try:
         now = {marker.name: marker.value for marker in find_placeholders(after)}
-        whole = not _is_yaml(before) or _types(before) == _types(after)
+        whole = before.startswith("#!") or _types(before) == _types(after)
     except (yaml.YAMLError, ValueError) as error:
         raise ClusterFileError(
             f"a value does not fit the file: {error}",
@@ -176,10 +171,6 @@ def _verify(before: str, after: str, values: Mapping[str, str]) -> None:
             "a value does not fit the file: it is read back as another value", where=names,
             remedy="give a value of the type of the template: a number for a number, a list for a list",
         )  # fmt: skip
-
-
-def _is_yaml(text: str) -> bool:
-    return not text.startswith("#!")
 
 
 def _types(text: str) -> list[tuple[str, str]]:

@@ -1,4 +1,7 @@
-"""Check the commands that start Ray, `ray start` and `ray symmetric-run`, their environment and container image."""
+"""Check the commands that start Ray, `ray start` and `ray symmetric-run`, their environment, image and sbatch script.
+
+Unknown options of Slurm are left to sbatch, which refuses them when the script is submitted.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,7 @@ class RayStart:
     """One call of `ray start`.
 
     Attributes:
-        item: the command in the file.
         options: values by name, without dashes.
-        environment: variables that the command gets.
-        head: whether it starts the head.
     """
 
     item: YamlItem
@@ -46,7 +46,6 @@ def parse_start(item: YamlItem, environment: Mapping[str, str]) -> RayStart | No
     """Return the call of `ray start` in a command, or None.
 
     Args:
-        item: the command.
         environment: variables that are set elsewhere, as by the container.
     """
     call = _START_COMMAND.search(str(item.value))
@@ -118,8 +117,6 @@ def health_check_findings(place: YamlItem, environment: Iterable[str], remedy: s
     """Return a finding if the head's environment does not shorten Ray's health checks.
 
     Args:
-        place: where the head is started.
-        environment: names of its variables.
         remedy: where to set missing variables.
     """
     given = set(environment)
@@ -139,3 +136,77 @@ def image_findings(place: YamlItem) -> list[Finding]:
         return []
     said = f"the image has Ray {found['version']}, but Ray {here} is installed here; the versions must be equal"
     return [place.finding("images", "bad", said, f"write {str(place.value).replace(found['version'], here)}")]
+
+
+# --- Scripts for Slurm's sbatch ---------------------------------------------------------------------------------------
+
+
+_SHORT = {"N": "nodes", "t": "time", "n": "ntasks", "G": "gpus", "p": "partition", "A": "account", "c": "cpus-per-task"}
+_DIRECTIVE = re.compile(r"^#SBATCH\s+(?:--(?P<long>[\w-]+)(?:[=\s]+(?P<value>\S+))?|-(?P<short>\w)\s*(?P<of>\S+)?)")
+
+
+def check_script(text: str, file: str) -> list[Finding]:
+    """Return the findings of a script."""
+    whole = YamlItem(value=text, file=file, line=1, path="")
+    given = _directives(text, file)
+    found = _missing(whole, given)
+    call = _ray_call(text, file)
+    if call is None:
+        remedy = "start every node with `srun ... ray symmetric-run --address HEAD:6379 --min-nodes N -- COMMAND`"
+        found.append(
+            whole.finding(
+                "start", "bad", "the script does not call `ray symmetric-run`, so only one node works", remedy
+            )
+        )
+    else:
+        found += check_starts([call])
+    return found
+
+
+def _directives(text: str, file: str) -> dict[str, YamlItem]:
+    """Return the options of #SBATCH lines by their long names."""
+    found = {}
+    for line, said in enumerate(text.splitlines(), 1):
+        parts = _DIRECTIVE.match(said)
+        if parts:
+            name = parts["long"] or _SHORT.get(parts["short"], "")
+            found[name] = YamlItem(value=parts["value"] or parts["of"] or "", file=file, line=line, path=f"--{name}")
+    return found
+
+
+def _missing(whole: YamlItem, given: dict[str, YamlItem]) -> list[Finding]:
+    found = []
+    if "nodes" not in given:
+        found.append(whole.finding("nodes", "bad", "#SBATCH --nodes is missing", "write how many hosts the run gets"))
+    elif not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", str(given["nodes"].value)):
+        said = f"{given['nodes'].value!r} is not a number of nodes"
+        found.append(given["nodes"].finding("nodes", "bad", said, "write a number"))
+    if "time" not in given:
+        said = "#SBATCH --time is missing: the partition's limit, often an hour or none, ends the run"
+        found.append(whole.finding("time", "doubtful", said, "write how long the run may take: --time=24:00:00"))
+    elif not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", str(given["time"].value), re.IGNORECASE):
+        said = f"{given['time'].value!r} is not a time"
+        found.append(given["time"].finding("time", "bad", said, "write hours:minutes:seconds or days-hours"))
+    each = given.get("ntasks-per-node")
+    if each is not None and each.value != "1":
+        said = f"{each.value} tasks on each node would start Ray {each.value} times there"
+        found.append(each.finding("start", "bad", said, "write --ntasks-per-node=1"))
+    return found
+
+
+def _ray_call(text: str, file: str) -> RayStart | None:
+    """Return the call of `ray symmetric-run` with its continuation lines and the variables exported before it."""
+    lines = text.splitlines()
+    environment: dict[str, str] = {}
+    for line, said in enumerate(lines, 1):
+        if said.lstrip().startswith("#"):
+            continue
+        if "symmetric-run" in said:
+            command, number = said, line
+            while command.endswith("\\") and number < len(lines):
+                command, number = command[:-1] + " " + lines[number], number + 1
+            own = command.split(" -- ")[0]
+            return parse_start(YamlItem(value=own, file=file, line=line, path="ray symmetric-run"), environment)
+        for name, value in re.findall(r"\b(RAY_\w+)=([^\s;]*)", said):
+            environment[name] = value.strip("'\"")
+    return None

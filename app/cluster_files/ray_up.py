@@ -6,19 +6,145 @@ Keys and types come from Ray's own JSON schema; `node_config` is left to the clo
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from pathlib import PurePosixPath
 
 from trainwright.cluster_files import ray_start
-from trainwright.cluster_files.node_groups import (
-    InstanceType,
-    NodeGroup,
-    instance_types,
-    parse_tpu_slice,
-    price_findings,
-    tpu_generations,
-)
 from trainwright.cluster_files.yaml_checks import YamlItem, schema_findings
+from trainwright.core.cluster import ACCELERATORS, find_accelerator
 from trainwright.core.errors import Finding, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NodeGroup:
+    """Nodes of one type.
+
+    Attributes:
+        item: the type in the file.
+        machine: the machine to rent; None if it is not in the list.
+    """
+
+    item: YamlItem
+    name: str
+    low: int
+    high: int
+    machine: _InstanceType | None = None
+    spot: bool = False
+
+    @property
+    def price(self) -> float | None:
+        """Return US dollars an hour of one node."""
+        if self.machine is None:
+            return None
+        return self.machine.spot_price if self.spot else self.machine.price
+
+
+def _price_findings(file: YamlItem, groups: Sequence[_NodeGroup], limit: int) -> list[Finding]:
+    """Return what the cluster costs an hour with the fewest nodes, and with the most expensive nodes that may start.
+
+    Args:
+        limit: greatest number of nodes without the head.
+    """
+    if not groups or any(group.price is None for group in groups if group.high):
+        return []
+    low = sum((group.price or 0.0) * group.low for group in groups)
+    dearest = sorted((group.price or 0.0 for group in groups for _ in range(group.high - group.low)), reverse=True)
+    high = low + sum(dearest[: max(limit + 1 - sum(group.low for group in groups), 0)])
+    spot = ", spot prices estimated from them" if any(group.spot for group in groups) else ""
+    said = f"about ${low:,.2f} to ${high:,.2f} an hour by price lists of mid-2025{spot}; without disks and traffic"
+    return [file.finding("price", "good", said)]
+
+
+# --- Machines to rent, with their accelerators and list prices --------------------------------------------------------
+
+
+_HOST_CHIPS = {"v5litepod": 4, "v6e": 4}  # chips of a host in slices of several hosts; single hosts have up to 8
+_KINDS = {"v3": "TPU-V3", "v4": "TPU-V4", "v5litepod": "TPU-V5E", "v5p": "TPU-V5P", "v6e": "TPU-V6E"}
+_BY_CHIP = ("v5litepod", "v6e")  # the number in their names counts chips; in others two cores for each chip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _InstanceType:
+    """A machine, or a TPU slice of one or several hosts.
+
+    Attributes:
+        name: as the cloud writes it.
+        kind: kind of accelerator, as in trainwright.core.cluster; empty without one.
+        price: US dollars an hour on demand; None if it is not in the list.
+        hosts: number of hosts of a TPU slice; 1 for machines.
+    """
+
+    name: str
+    cpus: int = 0
+    memory_gib: float = 0.0
+    kind: str = ""
+    accelerators: int = 0
+    price: float | None = None
+    hosts: int = 1
+
+    @property
+    def resource(self) -> str:
+        """Return Ray's name of the device that computes."""
+        return ACCELERATORS[self.kind].resource if self.kind else "CPU"
+
+    @property
+    def spot_price(self) -> float | None:
+        """Return an estimate: the accelerator's usual share of the price on demand; a third without accelerator."""
+        if self.price is None:
+            return None
+        known = ACCELERATORS.get(self.kind)
+        share = known.spot_price / known.price if known and known.price and known.spot_price else 1 / 3
+        return self.price * share
+
+
+@cache
+def instance_types(cloud: str) -> dict[str, _InstanceType]:
+    """Return machines by name for `aws` or `gcp`, or for `gpu` the accelerators to add to machines of Google Cloud."""
+    text = (resources.files("trainwright.cluster_files") / "machines.txt").read_text(encoding="utf-8")
+    rows = [line.split() for line in text.splitlines() if not line.startswith("#")]
+    return {row[1]: _parse_instance_type(row) for row in rows if row[0] == cloud}
+
+
+def _parse_instance_type(row: list[str]) -> _InstanceType:
+    _, name, cpus, memory, kind, count, price = row
+    return _InstanceType(
+        name=name,
+        cpus=int(cpus),
+        memory_gib=float(memory),
+        kind="" if kind == "-" else kind,
+        accelerators=int(count),
+        price=None if price == "-" else float(price),
+    )
+
+
+def parse_tpu_slice(name: str) -> _InstanceType | None:
+    """Return the slice of an accelerator type such as `v5litepod-16` or `v4-8`; None for an unknown generation.
+
+    The number counts chips for v5e and v6e, and cores, two for each chip, for the others (cloud.google.com/tpu/docs).
+    """
+    found = re.fullmatch(r"(v\d[a-z]*)-([1-9]\d*)", name)
+    if found is None or found[1] not in _KINDS:
+        return None
+    kind = find_accelerator(_KINDS[found[1]])
+    assert kind is not None and kind.price is not None, "TPUs are in the table with their prices"
+    chips = int(found[2]) if found[1] in _BY_CHIP else int(found[2]) // 2
+    if not chips:
+        return None
+    single = 8 if found[1] in _BY_CHIP else 4
+    hosts = 1 if chips <= single else -(-chips // _HOST_CHIPS.get(found[1], 4))
+    return _InstanceType(name=name, kind=kind.name, accelerators=chips, price=kind.price * chips, hosts=hosts)
+
+
+def _tpu_generations() -> list[str]:
+    """Return the generations of TPUs by Google Cloud's names."""
+    return list(_KINDS)
+
+
+# --- Checks -----------------------------------------------------------------------------------------------------------
+
 
 _PROVIDERS = ("aws", "gcp", "local")
 _UNCHECKED_PROVIDERS = ("azure", "aliyun", "vsphere", "external", "spark")
@@ -40,7 +166,7 @@ def check_ray_up(file: YamlItem) -> list[Finding]:
     if kind == "local":
         return found + _check_local(file)
     groups, of_nodes = _node_groups(file, kind)
-    prices = price_findings(file, groups, file.number("max_workers", default=2))
+    prices = _price_findings(file, groups, file.number("max_workers", default=2))
     return found + of_nodes + _check_cloud(file, kind) + prices
 
 
@@ -58,18 +184,16 @@ def _start_commands(file: YamlItem) -> list[ray_start.RayStart]:
     docker = {
         name: value
         for options in ("run_options", "head_run_options", "worker_run_options")
-        for option in getattr(file.at("docker", options), "entries", ())
+        for option in file.list("docker", options)
         for name, _, value in [str(option.value).removeprefix("--env=").removeprefix("-e ").partition("=")]
     }
     commands = [
-        command
-        for name in ("head_start_ray_commands", "worker_start_ray_commands")
-        for command in getattr(file.at(name), "entries", ())
+        command for name in ("head_start_ray_commands", "worker_start_ray_commands") for command in file.list(name)
     ]
     return [found for command in commands if (found := ray_start.parse_start(command, docker))]
 
 
-def _node_groups(file: YamlItem, cloud: str) -> tuple[list[NodeGroup], list[Finding]]:
+def _node_groups(file: YamlItem, cloud: str) -> tuple[list[_NodeGroup], list[Finding]]:
     """Return the groups of nodes and the findings of their types."""
     types = file.at("available_node_types")
     head = file.text("head_node_type")
@@ -93,14 +217,14 @@ def _node_groups(file: YamlItem, cloud: str) -> tuple[list[NodeGroup], list[Find
     return groups, found
 
 
-def _group(file: YamlItem, kind: YamlItem, node: YamlItem, machine: InstanceType | None) -> NodeGroup:
+def _group(file: YamlItem, kind: YamlItem, node: YamlItem, machine: _InstanceType | None) -> _NodeGroup:
     """Return the group of the nodes of one type."""
     name = kind.path.rpartition(".")[2]
     most = file.number("max_workers", default=2)
     low, high = kind.number("min_workers"), kind.number("max_workers", default=most)
     if name == file.text("head_node_type"):
         low, high = 1, 1
-    return NodeGroup(item=kind, name=name, low=low, high=high, machine=machine, spot=_is_spot(node))
+    return _NodeGroup(item=kind, name=name, low=low, high=high, machine=machine, spot=_is_spot(node))
 
 
 def _spot_head(node: YamlItem) -> list[Finding]:
@@ -121,7 +245,7 @@ def _head(file: YamlItem, types: YamlItem, head: str) -> list[Finding]:
     return [place.finding("head", "bad", f"available_node_types has no {head!r}", nearest(head, types.fields))]
 
 
-def _bounds(file: YamlItem, group: NodeGroup) -> list[Finding]:
+def _bounds(file: YamlItem, group: _NodeGroup) -> list[Finding]:
     low, high, kind = group.low, group.high, group.item
     most = file.number("max_workers", default=2)
     if 0 <= low <= high and low <= most:
@@ -145,7 +269,7 @@ def _check_local(file: YamlItem) -> list[Finding]:
     if provider.at("coordinator_address") is None:
         missing = [name for name in ("head_ip", "worker_ips") if not getattr(provider.at(name), "value", None)]
         found += [provider.finding("keys", "bad", f"{name} is missing", f"add {name}:") for name in missing]
-    hosts = len(getattr(provider.at("worker_ips"), "entries", ()))
+    hosts = len(provider.list("worker_ips"))
     for name in ("min_workers", "max_workers"):
         item = file.at(name)
         if item is not None and isinstance(item.value, int) and item.value > hosts and hosts:
@@ -177,7 +301,7 @@ _SAMPLE_REGIONS = {"aws": "us-west-2", "gcp": "us-central1"}
 _TPU_KEYS = {"acceleratorType", "acceleratorConfig", "runtimeVersion"}
 
 
-def _instance_type(node: YamlItem, cloud: str) -> tuple[InstanceType | None, list[Finding]]:
+def _instance_type(node: YamlItem, cloud: str) -> tuple[_InstanceType | None, list[Finding]]:
     """Return the machine of a node, if the list has it, and a finding if not."""
     place = node.at("InstanceType" if cloud == "aws" else "machineType")
     if place is None:
@@ -192,11 +316,11 @@ def _instance_type(node: YamlItem, cloud: str) -> tuple[InstanceType | None, lis
     return _add_gpus(node, found) if cloud == "gcp" else (found, [])
 
 
-def _add_gpus(node: YamlItem, machine: InstanceType) -> tuple[InstanceType, list[Finding]]:
+def _add_gpus(node: YamlItem, machine: _InstanceType) -> tuple[_InstanceType, list[Finding]]:
     """Return a machine of Google Cloud with its guest accelerators."""
     found: list[Finding] = []
     added = instance_types("gpu")
-    for entry in getattr(node.at("guestAccelerators"), "entries", ()):
+    for entry in node.list("guestAccelerators"):
         name = entry.text("acceleratorType").rpartition("/")[2]
         if name not in added:
             place = entry.at("acceleratorType") or entry
@@ -206,27 +330,27 @@ def _add_gpus(node: YamlItem, machine: InstanceType) -> tuple[InstanceType, list
             continue
         count = entry.number("acceleratorCount", default=1)
         price = None if machine.price is None else machine.price + count * (added[name].price or 0.0)
-        machine = InstanceType(
+        machine = _InstanceType(
             name=machine.name, cpus=machine.cpus, memory_gib=machine.memory_gib, kind=added[name].kind,
             accelerators=count, price=price,
         )  # fmt: skip
     return machine, found
 
 
-def _tpu_type(node: YamlItem) -> tuple[InstanceType | None, list[Finding]]:
+def _tpu_type(node: YamlItem) -> tuple[_InstanceType | None, list[Finding]]:
     place = node.at("acceleratorType")
     if place is None:
         return None, []
     found = parse_tpu_slice(str(place.value))
     if found is not None:
         return found, []
-    names = [f"{name}-8" for name in tpu_generations()]
+    names = [f"{name}-8" for name in _tpu_generations()]
     return None, [
         place.finding("machines", "bad", f"there is no TPU slice {place.value}", nearest(str(place.value), names))
     ]
 
 
-def _machine_devices(machine: InstanceType | None) -> dict[str, int]:
+def _machine_devices(machine: _InstanceType | None) -> dict[str, int]:
     """Return the devices of one host by Ray's names; none if the machine is not in the list."""
     if machine is None:
         return {}
@@ -237,12 +361,10 @@ def _machine_devices(machine: InstanceType | None) -> dict[str, int]:
     )
 
 
-def _resource_findings(kind: YamlItem, machine: InstanceType | None, *, declared: bool) -> list[Finding]:
+def _resource_findings(kind: YamlItem, machine: _InstanceType | None, *, declared: bool) -> list[Finding]:
     """Check that the resources of a node type are the devices of its machine.
 
     Args:
-        kind: the node type.
-        machine: its machine; None if it is not in the list.
         declared: whether Ray finds accelerators only if the file declares them.
     """
     if machine is None:

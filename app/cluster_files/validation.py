@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from trainwright.cluster_files import kubernetes, ray_up, slurm, yaml_checks
+from trainwright.cluster_files import kubernetes, ray_start, ray_up, yaml_checks
 from trainwright.cluster_files.placeholders import ClusterFileError, find_placeholders
 from trainwright.cluster_files.yaml_checks import YamlItem, read_yaml
 from trainwright.core.errors import Finding
@@ -36,7 +36,7 @@ def check(path: str | os.PathLike[str]) -> list[Finding]:
             f"{file} cannot be read: {error}", remedy="create one: trainwright init --cluster aws"
         ) from error
     found = check_text(text, file)
-    documents = [] if text.startswith("#!") or any(_is_yaml_error(one) for one in found) else read_yaml(text, file)
+    documents = [] if text.startswith("#!") or any(one.subject == "YAML" for one in found) else read_yaml(text, file)
     if documents and documents[0].at("provider") is not None:
         found += _validate_with_ray(documents[0], found) + _check_mounted_files(documents[0], Path(file).parent)
     if all(one.verdict == "good" for one in found):
@@ -48,7 +48,7 @@ def check_text(text: str, file: str) -> list[Finding]:
     """Return the findings that need the text alone."""
     found = yaml_checks.secrets_in_text(text, file) + _check_placeholders(text, file)
     if text.startswith("#!"):
-        return found + slurm.check_script(text, file)
+        return found + ray_start.check_script(text, file)
     try:
         documents = read_yaml(text, file)
     except yaml.YAMLError as error:
@@ -142,10 +142,6 @@ def _deduplicate(found: list[Finding]) -> list[Finding]:
     """Remove repeated findings of one line, such as those of a YAML alias."""
     kept = {(one.subject, one.what, one.where.partition(",")[0]): one for one in reversed(found)}
     return [one for one in found if kept[one.subject, one.what, one.where.partition(",")[0]] is one]
-
-
-def _is_yaml_error(finding: Finding) -> bool:
-    return finding.subject == "YAML"
 
 
 def _line_key(finding: Finding) -> tuple[int, str]:

@@ -25,12 +25,8 @@ class YamlItem:
     """One value of a YAML file.
 
     Attributes:
-        value: in plain Python.
-        file: name of the file.
         line: number of its line, from 1; for the value of a key the line of the key.
         path: such as `provider.region` or `setup_commands[0]`.
-        fields: the items of a mapping, by key.
-        entries: the items of a list.
         repeated: keys that a mapping has twice, with their lines.
     """
 
@@ -58,6 +54,11 @@ class YamlItem:
         for key in keys:
             found = found.fields.get(key) if found else None
         return found
+
+    def list(self, *keys: str) -> tuple[YamlItem, ...]:
+        """Return the items of the list at a path of keys; none if there is no list."""
+        found = self.at(*keys)
+        return () if found is None else found.entries
 
     def text(self, *keys: str) -> str:
         """Return the text at a path of keys; empty if there is none."""

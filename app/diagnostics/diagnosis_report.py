@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from html import escape
@@ -21,10 +22,9 @@ from rich.text import Text
 
 from trainwright.core import formatting
 from trainwright.core.errors import Finding, JobError, ResourceError, Severity
-from trainwright.diagnostics.cluster_checks import check_cluster
+from trainwright.diagnostics.cluster_probe import check_cluster, probe_cluster
 from trainwright.diagnostics.machine_checks import check_machine
-from trainwright.diagnostics.machine_probe import ProbeOptions, probe_machine
-from trainwright.diagnostics.storage_probe import dataset_paths
+from trainwright.diagnostics.machine_probe import ProbeOptions, dataset_paths, probe_machine
 from trainwright.storage.object_store import canonical_uri
 
 _CLUSTER_FILE_SUFFIXES = (".yaml", ".yml", ".sbatch")
@@ -44,13 +44,9 @@ def probe_options(storage: str, job: Any, *, imports: bool, deadline_s: float) -
 def diagnose_file(path: str) -> Diagnosis:
     """Check a cluster file. Raises JobError for files of other kinds."""
     if not path.endswith(_CLUSTER_FILE_SUFFIXES):
-        raise JobError(
-            [
-                f"{path} is not a cluster file ({', '.join(_CLUSTER_FILE_SUFFIXES)}); to check a job: "
-                f"trainwright doctor --job {path}"
-            ]
-        )
-    from trainwright.cluster_files import check
+        suffixes = ", ".join(_CLUSTER_FILE_SUFFIXES)
+        raise JobError([f"{path} is not a cluster file ({suffixes}); to check a job: trainwright doctor --job {path}"])
+    from trainwright.cluster_files.validation import check
 
     return Diagnosis(subject=path, findings=tuple(check(path)))
 
@@ -71,7 +67,9 @@ def diagnose(options: ProbeOptions, address: str = "") -> Diagnosis:
         return replace(_diagnose_cluster(options), notes=notes)
     finally:
         if started:
-            _disconnect()
+            import ray
+
+            ray.shutdown()
 
 
 def _diagnose_machine(options: ProbeOptions) -> Diagnosis:
@@ -79,8 +77,6 @@ def _diagnose_machine(options: ProbeOptions) -> Diagnosis:
 
 
 def _diagnose_cluster(options: ProbeOptions) -> Diagnosis:
-    from trainwright.diagnostics.cluster_probe import probe_cluster
-
     cluster = probe_cluster(options)
     each = [
         finding
@@ -93,8 +89,6 @@ def _diagnose_cluster(options: ProbeOptions) -> Diagnosis:
 
 def _is_connected() -> bool:
     """Return whether this process has called `ray.init`, without importing Ray."""
-    import sys
-
     ray = sys.modules.get("ray")
     return bool(ray is not None and ray.is_initialized())
 
@@ -139,12 +133,6 @@ def _unreachable(address: str, why: str) -> ResourceError:
     )
 
 
-def _disconnect() -> None:
-    import ray
-
-    ray.shutdown()
-
-
 # --- The diagnosis, and how it is shown -------------------------------------------------------------------------------
 
 
@@ -180,7 +168,6 @@ class Diagnosis:
     """All findings about a machine, a cluster or a file; prints as a table.
 
     Attributes:
-        subject: what was checked.
         findings: in order of the checks.
         notes: what was not checked, and how to check it.
     """

@@ -36,7 +36,6 @@ def check_machine(machine: MachineFacts, *, where: str = "", in_cluster: bool = 
     """Return the findings about one machine.
 
     Args:
-        machine: its facts.
         where: name of the node; empty for this machine.
         in_cluster: whether Ray runs on it.
     """
@@ -54,16 +53,27 @@ def check_machine(machine: MachineFacts, *, where: str = "", in_cluster: bool = 
     return [replace(each, where=where) for each in found]
 
 
+def _good(subject: str, what: str) -> Finding:
+    return Finding(subject=subject, verdict="good", what=what)
+
+
+def _doubtful(subject: str, what: str, remedy: str) -> Finding:
+    return Finding(subject=subject, verdict="doubtful", what=what, remedy=remedy)
+
+
+def _bad(subject: str, what: str, remedy: str) -> Finding:
+    return Finding(subject=subject, verdict="bad", what=what, remedy=remedy)
+
+
 def _check_python(software: Software) -> Iterator[Finding]:
     """Compare the interpreter with the requirement of trainwright."""
     if SpecifierSet(software.needs_python).contains(software.python, prereleases=True):
-        yield Finding(subject="Python", verdict="good", what=software.python)
+        yield _good("Python", software.python)
     else:
-        yield Finding(
-            subject="Python",
-            verdict="bad",
-            what=f"{software.python}, trainwright needs {software.needs_python}",
-            remedy=f"create an environment with Python {software.needs_python} and install trainwright there",
+        yield _bad(
+            "Python",
+            f"{software.python}, trainwright needs {software.needs_python}",
+            f"create an environment with Python {software.needs_python} and install trainwright there",
         )
 
 
@@ -78,61 +88,51 @@ def _check_packages(software: Software) -> Iterator[Finding]:
             missing.append(name)
         elif not version:
             install = f"trainwright[{EXTRAS[name]}]" if name in EXTRAS else f"{name}{needed}"
-            yield _bad_package(name, "is not installed", f"pip install '{install}'")
+            yield _bad(name, "is not installed", f"pip install '{install}'")
         elif not SpecifierSet(needed).contains(version, prereleases=True):
-            yield _bad_package(name, f"{version}, trainwright needs {needed}", f"pip install '{name}{needed}'")
+            yield _bad(name, f"{version}, trainwright needs {needed}", f"pip install '{name}{needed}'")
         elif broken:
             remedy = f"pip install --force-reinstall '{name}=={version}', and see: python -c 'import {name}'"
-            yield _bad_package(name, f"{version} cannot be imported: {broken}", remedy)
+            yield _bad(name, f"{version} cannot be imported: {broken}", remedy)
         else:
             fine.append(f"{name} {version}")
     install = f"pip install 'trainwright[{','.join(sorted({EXTRAS[name] for name in missing}))}]'"
     other = f"; for jobs of {' and '.join(missing)}: {install}" if missing else ""
-    yield Finding(subject="packages", verdict="good", what=", ".join(fine) + other)
-
-
-def _bad_package(name: str, what: str, remedy: str) -> Finding:
-    return Finding(subject=name, verdict="bad", what=what, remedy=remedy)
+    yield _good("packages", ", ".join(fine) + other)
 
 
 def _check_ray(software: Software, *, in_cluster: bool, cpus: int) -> Iterator[Finding]:
     """Check token authentication and the number of threads."""
     mode = software.settings.get("RAY_AUTH_MODE", "")
     if mode == "token" and not software.token:
-        yield Finding(
-            subject="Ray's token",
-            verdict="bad",
-            what="RAY_AUTH_MODE=token, but there is no token",
-            remedy="ray get-auth-token --generate, or copy ~/.ray/auth_token from the head node",
+        yield _bad(
+            "Ray's token",
+            "RAY_AUTH_MODE=token, but there is no token",
+            "ray get-auth-token --generate, or copy ~/.ray/auth_token from the head node",
         )
     elif mode == "token":
-        yield Finding(subject="Ray's token", verdict="good", what="required and present")
+        yield _good("Ray's token", "required and present")
     elif in_cluster:
-        yield Finding(
-            subject="Ray's token",
-            verdict="doubtful",
-            what="not required: anyone who reaches Ray's ports can run code",
-            remedy="on every node, before ray start: export RAY_AUTH_MODE=token; ray get-auth-token --generate on one, "
+        yield _doubtful(
+            "Ray's token",
+            "not required: anyone who reaches Ray's ports can run code",
+            "on every node, before ray start: export RAY_AUTH_MODE=token; ray get-auth-token --generate on one, "
             "and its ~/.ray/auth_token on all",
         )
     threads = software.settings.get("OMP_NUM_THREADS", "")
     if threads and not (threads.isdigit() and 1 <= int(threads) <= cpus):
-        yield Finding(
-            subject="threads",
-            verdict="doubtful",
-            what=f"OMP_NUM_THREADS={threads} on {formatting.count(cpus, 'CPU')}",
-            remedy="unset OMP_NUM_THREADS",
+        yield _doubtful(
+            "threads", f"OMP_NUM_THREADS={threads} on {formatting.count(cpus, 'CPU')}", "unset OMP_NUM_THREADS"
         )
 
 
 def _check_accelerators(found: Accelerators, software: Software, ray_gpus: float | None) -> Iterator[Finding]:
     """Check GPUs and TPUs, and whether torch and Ray can use them."""
     if found.fault:
-        yield Finding(
-            subject="GPUs",
-            verdict="bad",
-            what=found.fault,
-            remedy="run nvidia-smi and dmesg | grep -i nvrm; a reboot or a new installation of the driver often helps",
+        yield _bad(
+            "GPUs",
+            found.fault,
+            "run nvidia-smi and dmesg | grep -i nvrm; a reboot or a new installation of the driver often helps",
         )
     for device in found.devices:
         yield from _check_device(device)
@@ -142,15 +142,15 @@ def _check_accelerators(found: Accelerators, software: Software, ray_gpus: float
         drivers = sorted({device.driver for device in found.devices})
         memory = formatting.size(min(device.memory_bytes for device in found.devices))
         what = f"{len(found.devices)} x {', '.join(kinds)}, {memory}, driver {', '.join(drivers)}"
-        yield Finding(subject="GPUs", verdict="good", what=what)
+        yield _good("GPUs", what)
     if found.tpu_files and not found.libtpu:
         what = f"{formatting.count(found.tpu_files, 'device file')} of a TPU, but libtpu is not installed"
-        yield Finding(subject="TPU", verdict="bad", what=what, remedy="pip install libtpu")
+        yield _bad("TPU", what, "pip install libtpu")
     elif found.tpu_files:
         what = f"{formatting.count(found.tpu_files, 'device file')}, libtpu {found.libtpu}"
-        yield Finding(subject="TPU", verdict="good", what=what)
+        yield _good("TPU", what)
     elif not found.devices and not found.fault:
-        yield Finding(subject="accelerators", verdict="good", what="none: workers compute on CPUs")
+        yield _good("accelerators", "none: workers compute on CPUs")
 
 
 def _check_device(device: Device) -> Iterator[Finding]:
@@ -158,16 +158,16 @@ def _check_device(device: Device) -> Iterator[Finding]:
     if device.ecc_errors:
         what = f"{formatting.count(device.ecc_errors, 'memory error')} that were not corrected"
         remedy = f"nvidia-smi -i {device.index} -r, or a reboot; if it happens again, replace the GPU"
-        yield Finding(subject=name, verdict="bad", what=what, remedy=remedy)
+        yield _bad(name, what, remedy)
     if device.throttled:
         what = f"its clock is throttled: {', '.join(device.throttled)}"
         remedy = f"check cooling and power: nvidia-smi -q -i {device.index} -d PERFORMANCE,TEMPERATURE,POWER"
-        yield Finding(subject=name, verdict="doubtful", what=what, remedy=remedy)
+        yield _doubtful(name, what, remedy)
     if device.processes or device.used_bytes > _GPU_MEMORY_IN_USE * device.memory_bytes > 0:
         who = f", by {device.processes} process{'es' if device.processes > 1 else ''}" if device.processes else ""
         what = f"{formatting.size(device.used_bytes)} of {formatting.size(device.memory_bytes)} are in use{who}"
         remedy = f"find the process, and end it if it is not needed: nvidia-smi -i {device.index}"
-        yield Finding(subject=name, verdict="doubtful", what=what, remedy=remedy)
+        yield _doubtful(name, what, remedy)
 
 
 def _check_gpu_access(found: Accelerators, software: Software, ray_gpus: float | None) -> Iterator[Finding]:
@@ -175,7 +175,7 @@ def _check_gpu_access(found: Accelerators, software: Software, ray_gpus: float |
     if torch and not software.torch_cuda:
         what = f"torch {torch} is built without CUDA, on a machine with {formatting.count(len(found.devices), 'GPU')}"
         remedy = "pip install --force-reinstall torch, from the index for CUDA that pytorch.org names"
-        yield Finding(subject="torch", verdict="bad", what=what, remedy=remedy)
+        yield _bad("torch", what, remedy)
     elif torch and software.cuda_works is False:
         what = (
             f"torch is built for CUDA {software.torch_cuda} and cannot use a GPU with driver {found.devices[0].driver}"
@@ -183,44 +183,41 @@ def _check_gpu_access(found: Accelerators, software: Software, ray_gpus: float |
         remedy = (
             "install a newer driver, or a torch for an older CUDA; see: python -c 'import torch; torch.cuda.init()'"
         )
-        yield Finding(subject="torch", verdict="bad", what=what, remedy=remedy)
+        yield _bad("torch", what, remedy)
     if ray_gpus is not None and ray_gpus < len(found.devices):
         what = f"Ray uses {ray_gpus:g} of {formatting.count(len(found.devices), 'GPU')}"
         remedy = f"start this node with: ray start --num-gpus={len(found.devices)} and its other arguments"
-        yield Finding(subject="GPUs", verdict="doubtful", what=what, remedy=remedy)
+        yield _doubtful("GPUs", what, remedy)
 
 
 def _check_storage(stored: StorageResult) -> Iterator[Finding]:
-    """Return the finding about the storage."""
     times = [
         f"{name} {formatting.duration(took)}"
         for name, took in (("write", stored.write_s), ("read", stored.read_s), ("delete", stored.delete_s))
     ]
     if stored.fault:
         what = f"{stored.uri}: {stored.fault}"
-        yield Finding(subject="storage", verdict="bad", what=what, remedy=stored.remedy)
+        yield _bad("storage", what, stored.remedy)
     elif not stored.creates_once:
-        yield Finding(
-            subject="storage",
-            verdict="bad",
-            what=f"{stored.uri}: a create-only write succeeded twice: two drivers could write the same run",
-            remedy="use a store with conditional writes (If-None-Match), or a folder",
+        yield _bad(
+            "storage",
+            f"{stored.uri}: a create-only write succeeded twice: two drivers could write the same run",
+            "use a store with conditional writes (If-None-Match), or a folder",
         )
     elif max(stored.write_s, stored.read_s, stored.delete_s) > _SLOW_STORE_S:
         what = f"{stored.uri} is slow for a file of a few bytes: {', '.join(times)}"
         remedy = "use a bucket in the region of the nodes, and check the network between them"
-        yield Finding(subject="storage", verdict="doubtful", what=what, remedy=remedy)
+        yield _doubtful("storage", what, remedy)
     else:
         what = f"{stored.uri}: {', '.join(times)}; creates only once"
-        yield Finding(subject="storage", verdict="good", what=what)
+        yield _good("storage", what)
 
 
 def _check_data_path(place: DataPath) -> Finding:
-    """Return the finding about a path of data."""
     if not place.fault:
-        return Finding(subject="data", verdict="good", what=f"{place.uri} exists")
+        return _good("data", f"{place.uri} exists")
     remedy = "correct the path in the job, or put the data where every node can read it: a shared folder, s3://, gs://"
-    return Finding(subject="data", verdict="bad", what=f"{place.uri}: {place.fault}", remedy=remedy)
+    return _bad("data", f"{place.uri}: {place.fault}", remedy)
 
 
 # --- Network, resources and clock -------------------------------------------------------------------------------------
@@ -238,7 +235,7 @@ def _check_network(network: Network, settings: Mapping[str, str], *, in_cluster:
     """Check name, address, interfaces and ports."""
     for address, why in network.refused.items():
         remedy = "see: ip -br address; ss -s; sysctl net.ipv4.ip_local_port_range"
-        yield Finding(subject="ports", verdict="bad", what=f"no port can be bound at {address}: {why}", remedy=remedy)
+        yield _bad("ports", f"no port can be bound at {address}: {why}", remedy)
     yield from _check_address(network, in_cluster=in_cluster)
     yield from _check_host_name(network)
     yield from _check_interface_settings(network, settings)
@@ -246,11 +243,10 @@ def _check_network(network: Network, settings: Mapping[str, str], *, in_cluster:
         yield _check_port_range(*network.ports)
     for port in () if in_cluster else network.busy:
         option = "--port" if port == 6379 else "--dashboard-port"
-        yield Finding(
-            subject="ports",
-            verdict="doubtful",
-            what=f"{port} is in use, and a cluster started here would need it",
-            remedy=f"find the process: ss -ltnp 'sport = :{port}'; or: ray start --head {option}={port + 1}",
+        yield _doubtful(
+            "ports",
+            f"{port} is in use, and a cluster started here would need it",
+            f"find the process: ss -ltnp 'sport = :{port}'; or: ray start --head {option}={port + 1}",
         )
 
 
@@ -258,28 +254,25 @@ def _check_address(network: Network, *, in_cluster: bool) -> Iterator[Finding]:
     own = next((each for each in network.interfaces if each.address == network.address), None)
     others = [each.name for each in network.interfaces if each not in (own, None) and each.address != LOOPBACK]
     if network.address == LOOPBACK:
-        yield Finding(
-            subject="network",
-            verdict="doubtful",
-            what="no network with a default route: other nodes cannot reach this one",
-            remedy="one machine needs none; otherwise add a route: ip route add default via GATEWAY",
+        yield _doubtful(
+            "network",
+            "no network with a default route: other nodes cannot reach this one",
+            "one machine needs none; otherwise add a route: ip route add default via GATEWAY",
         )
     elif own is not None and own.name.startswith(_VIRTUAL_INTERFACES):
-        yield Finding(
-            subject="network",
-            verdict="doubtful",
-            what=f"other nodes get the address {network.address} of {own.name}, a network inside this machine",
-            remedy=f"set the default route to the real network: ip route; others: {', '.join(others) or 'none'}",
+        yield _doubtful(
+            "network",
+            f"other nodes get the address {network.address} of {own.name}, a network inside this machine",
+            f"set the default route to the real network: ip route; others: {', '.join(others) or 'none'}",
         )
     else:
         beside = f"; also {', '.join(others)}" if others else ""
-        yield Finding(subject="network", verdict="good", what=f"{network.address}{_interface_text(own)}{beside}")
+        yield _good("network", f"{network.address}{_interface_text(own)}{beside}")
     if in_cluster and network.ray_address and network.ray_address != network.address:
-        yield Finding(
-            subject="network",
-            verdict="doubtful",
-            what=f"Ray is reached at {network.ray_address}, workers at {network.address}",
-            remedy=f"start Ray with: ray start --node-ip-address={network.address} and its other arguments",
+        yield _doubtful(
+            "network",
+            f"Ray is reached at {network.ray_address}, workers at {network.address}",
+            f"start Ray with: ray start --node-ip-address={network.address} and its other arguments",
         )
 
 
@@ -291,19 +284,16 @@ def _check_host_name(network: Network) -> Iterator[Finding]:
     if network.address == LOOPBACK or network.address in network.resolves:
         return
     line = f"write '{network.address} {network.host}' into /etc/hosts"
+    name = f"the host name {network.host}"
     if not network.resolves:
-        what = f"the host name {network.host} does not resolve"
-        remedy = line
+        yield _doubtful("host name", f"{name} does not resolve", line)
     elif all(address.startswith("127.") for address in network.resolves):
-        what = (
-            f"the host name {network.host} resolves to {network.resolves[0]}: programs that use it give this address "
-            "to other nodes (trainwright's workers do not)"
-        )
-        remedy = f"{line}, instead of {network.resolves[0]}"
+        first = network.resolves[0]
+        given = "programs that use it give this address to other nodes (trainwright's workers do not)"
+        yield _doubtful("host name", f"{name} resolves to {first}: {given}", f"{line}, instead of {first}")
     else:
-        what = f"the host name {network.host} resolves to {', '.join(network.resolves)}, not {network.address}"
-        remedy = line
-    yield Finding(subject="host name", verdict="doubtful", what=what, remedy=remedy)
+        what = f"{name} resolves to {', '.join(network.resolves)}, not {network.address}"
+        yield _doubtful("host name", what, line)
 
 
 def _check_interface_settings(network: Network, settings: Mapping[str, str]) -> Iterator[Finding]:
@@ -311,11 +301,10 @@ def _check_interface_settings(network: Network, settings: Mapping[str, str]) -> 
     for setting in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = settings.get(setting, "")
         if value and not interface_setting_matches(value, names, exact=setting.startswith("GLOO")):
-            yield Finding(
-                subject=setting,
-                verdict="bad",
-                what=f"{value}: no interface of this name is up; up are {', '.join(names)}",
-                remedy=f"unset {setting}: trainwright finds the interface by itself",
+            yield _bad(
+                setting,
+                f"{value}: no interface of this name is up; up are {', '.join(names)}",
+                f"unset {setting}: trainwright finds the interface by itself",
             )
 
 
@@ -335,9 +324,9 @@ def interface_setting_matches(value: str, names: list[str], *, exact: bool) -> b
 def _check_port_range(first: int, last: int) -> Finding:
     what = f"workers listen at ports {first}-{last}"
     if last - first + 1 >= _FEW_PORTS:
-        return Finding(subject="ports", verdict="good", what=what)
+        return _good("ports", what)
     remedy = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
-    return Finding(subject="ports", verdict="doubtful", what=f"{what}, which are few", remedy=remedy)
+    return _doubtful("ports", f"{what}, which are few", remedy)
 
 
 def _check_resources(host: HostResources) -> Iterator[Finding]:
@@ -350,10 +339,10 @@ def _check_resources(host: HostResources) -> Iterator[Finding]:
     if 0 <= most < _LEAST_OPEN_FILES:
         what = f"a process may open {most:,} files"
         remedy = f"ulimit -Hn 65536 as root before ray start, or in /etc/security/limits.conf; now {soft:,} to {hard:,}"
-        yield Finding(subject="open files", verdict="doubtful", what=what, remedy=remedy)
+        yield _doubtful("open files", what, remedy)
     else:
         what = f"up to {most:,}" if most >= 0 else "no limit"
-        yield Finding(subject="open files", verdict="good", what=what)
+        yield _good("open files", what)
 
 
 def _check_compute(host: HostResources) -> Iterator[Finding]:
@@ -362,21 +351,21 @@ def _check_compute(host: HostResources) -> Iterator[Finding]:
     if host.ray_cpus is not None and cpus > host.cpus_allowed:
         what = f"Ray counts {cpus:g}, but the control group or affinity allows {allowed}"
         remedy = f"start this node with: ray start --num-cpus={max(1, int(host.cpus_allowed))} and its other arguments"
-        yield Finding(subject="CPUs", verdict="doubtful", what=what, remedy=remedy)
+        yield _doubtful("CPUs", what, remedy)
     else:
         what = allowed if host.cpus_allowed == host.cpus else f"{allowed} of {host.cpus} may be used"
-        yield Finding(subject="CPUs", verdict="good", what=what)
+        yield _good("CPUs", what)
     memory = formatting.size(host.memory_allowed_bytes)
     if host.ray_memory_bytes is not None and host.ray_memory_bytes > host.memory_allowed_bytes:
         what = f"Ray counts {formatting.size(host.ray_memory_bytes)}, {memory} may be used"
         remedy = (
             f"start this node with: ray start --memory={int(0.7 * host.memory_allowed_bytes)}, and its other arguments"
         )
-        yield Finding(subject="memory", verdict="doubtful", what=what, remedy=remedy)
+        yield _doubtful("memory", what, remedy)
     else:
         limited = host.memory_allowed_bytes < host.memory_bytes
         what = f"{memory} of {formatting.size(host.memory_bytes)} may be used" if limited else memory
-        yield Finding(subject="memory", verdict="good", what=what)
+        yield _good("memory", what)
 
 
 def _check_shared_memory(space: DiskSpace, host: HostResources) -> Finding:
@@ -386,11 +375,11 @@ def _check_shared_memory(space: DiskSpace, host: HostResources) -> Finding:
     grow = f"mount -o remount,size={gibibytes}G /dev/shm (a container: docker run --shm-size={gibibytes}g)"
     if space.size_bytes < wanted:
         what = f"{space.path} has {size}, but Ray's object store needs {formatting.size(wanted)}, and checkpoints more"
-        return Finding(subject="shared memory", verdict="doubtful", what=what, remedy=grow)
+        return _doubtful("shared memory", what, grow)
     if space.used > _NEARLY_FULL:
         what, remedy = f"{free} of {size} are free", "find what fills it: du -ah /dev/shm | sort -h | tail"
-        return Finding(subject="shared memory", verdict="doubtful", what=what, remedy=remedy)
-    return Finding(subject="shared memory", verdict="good", what=f"{free} of {size} free")
+        return _doubtful("shared memory", what, remedy)
+    return _good("shared memory", f"{free} of {size} free")
 
 
 def _check_disk(use: str, space: DiskSpace) -> Finding:
@@ -401,8 +390,8 @@ def _check_disk(use: str, space: DiskSpace) -> Finding:
         remedy = (
             f"find what fills it: du -xh {space.path} | sort -h | tail; or set another folder: export RAY_TMPDIR=FOLDER"
         )
-        return Finding(subject="disk", verdict="bad" if space.used >= _FULL else "doubtful", what=what, remedy=remedy)
-    return Finding(subject="disk", verdict="good", what=f"{free} free for {place}")
+        return (_bad if space.used >= _FULL else _doubtful)("disk", what, remedy)
+    return _good("disk", f"{free} free for {place}")
 
 
 def _check_clock(clock: Clock) -> Iterator[Finding]:
@@ -411,10 +400,10 @@ def _check_clock(clock: Clock) -> Iterator[Finding]:
     if clock.time_s < clock.installed_s - _DAY_S:
         behind = formatting.duration(clock.installed_s - clock.time_s)
         what = f"shows a time {behind} before trainwright's files were written"
-        yield Finding(subject="clock", verdict="bad", what=what, remedy=f"set it: {keep}")
+        yield _bad("clock", what, f"set it: {keep}")
     elif clock.synchronized is False:
         what = "not synchronized, as the kernel reports: object stores refuse a wrong clock"
-        yield Finding(subject="clock", verdict="doubtful", what=what, remedy=keep)
+        yield _doubtful("clock", what, keep)
     else:
         what = "synchronized" if clock.synchronized else "the kernel does not report whether it is synchronized"
-        yield Finding(subject="clock", verdict="good", what=what)
+        yield _good("clock", what)

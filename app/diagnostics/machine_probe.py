@@ -1,4 +1,4 @@
-"""Collect the facts of this machine: software, accelerators, memory, disks, clock and network."""
+"""Collect the facts of this machine: software, accelerators, memory, disks, clock, network, storage and data."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ import struct
 import subprocess
 import sys
 import time
+import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any, TypeVar
 
 from packaging.requirements import Requirement
 
+from trainwright.core.errors import StorageError, TrainwrightError
 from trainwright.core.frameworks import EXTRAS
 from trainwright.diagnostics.node_facts import (
     Accelerators,
     Clock,
+    DataPath,
     Device,
     DiskSpace,
     HostResources,
@@ -37,8 +41,9 @@ from trainwright.diagnostics.node_facts import (
     MachineFacts,
     Network,
     Software,
+    StorageResult,
 )
-from trainwright.diagnostics.storage_probe import probe_data_paths, probe_storage
+from trainwright.storage.object_store import Store, open_store
 from trainwright.strategies.common.socket_transport import LOOPBACK, own_host
 
 
@@ -48,9 +53,7 @@ class ProbeOptions:
 
     Attributes:
         storage: absolute URI of a storage; empty for none.
-        data_paths: paths of data.
         imports: whether to import Ray and the frameworks, which takes some seconds.
-        deadline_s: time for a node to answer.
     """
 
     storage: str = ""
@@ -62,13 +65,7 @@ class ProbeOptions:
 def probe_machine(
     options: ProbeOptions, *, ray_address: str = "", ray_resources: Mapping[str, float] | None = None
 ) -> MachineFacts:
-    """Collect the facts of this machine.
-
-    Args:
-        options: what to probe.
-        ray_address: its address in Ray.
-        ray_resources: its resources in Ray.
-    """
+    """Collect the facts of this machine, with its address and its resources in Ray where Ray runs."""
     found = _probe_accelerators()
     return MachineFacts(
         software=_probe_software(imports=options.imports, gpus=bool(found.devices)),
@@ -90,16 +87,10 @@ _IMPORT_TIMEOUT_S = 120.0
 _SETTINGS = (
     "OMP_NUM_THREADS", "RAY_AUTH_MODE", "RAY_ADDRESS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
 )  # fmt: skip
-_CUDA = "import torch; print(torch.cuda.is_available())"
 
 
 def _probe_software(*, imports: bool, gpus: bool) -> Software:
-    """Return Python and packages of this interpreter.
-
-    Args:
-        imports: whether to import Ray and the frameworks, each in a process of its own.
-        gpus: whether the machine has GPUs, so that torch is asked whether it can use them.
-    """
+    """Return Python and packages of this interpreter; with `gpus`, torch is asked whether it can use them."""
     needs_python, needs = requirements()
     packages = {name: _installed_version(name) for name in ("trainwright", *_PACKAGES)}
     cuda = _torch_cuda_version()
@@ -195,27 +186,28 @@ def _python(program: str, environment: Mapping[str, str]) -> subprocess.Popen[st
 
 
 def _import_error(process: subprocess.Popen[str]) -> str:
+    output = _output(process)
+    if output is None:
+        return f"took longer than {_IMPORT_TIMEOUT_S:.0f} s"
+    lines = output[1].strip().splitlines() or [f"the process ended with code {process.returncode}"]
+    return lines[-1][:200] if process.returncode else ""
+
+
+def _output(process: subprocess.Popen[str]) -> tuple[str, str] | None:
+    """Return stdout and stderr of a process when it has ended; None if it was killed for taking too long."""
     try:
-        _, said = process.communicate(timeout=_IMPORT_TIMEOUT_S)
+        return process.communicate(timeout=_IMPORT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return f"took longer than {_IMPORT_TIMEOUT_S:.0f} s"
-    lines = said.strip().splitlines() or [f"the process ended with code {process.returncode}"]
-    return lines[-1][:200] if process.returncode else ""
+        return None
 
 
 def _cuda_works() -> bool:
     """Return whether torch can use a GPU, also in a Ray task, from which Ray hides the GPUs."""
     visible = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    process = _python(_CUDA, visible)
-    try:
-        said, _ = process.communicate(timeout=_IMPORT_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return False
-    return said.strip().endswith("True")
+    output = _output(_python("import torch; print(torch.cuda.is_available())", visible))
+    return output is not None and output[0].strip().endswith("True")
 
 
 def _has_token(environment: Mapping[str, str], home: Path) -> bool:
@@ -242,15 +234,15 @@ def _probe_accelerators() -> Accelerators:
     tpus = len([*Path("/dev").glob("accel[0-9]*")]) or len([*Path("/dev/vfio").glob("[0-9]*")])
     found = Accelerators(gpu_files=files, tpu_files=tpus, libtpu=_installed_version("libtpu"))
     if shutil.which("nvidia-smi") is None:
-        fault = "nvidia-smi is missing" if files else ""
-        return Accelerators(**{**vars(found), "fault": fault})
+        return replace(found, fault="nvidia-smi is missing" if files else "")
     try:
-        devices = parse_smi(
-            _query_smi(f"--query-gpu={','.join(_SMI_FIELDS)}"), _query_smi("--query-compute-apps=gpu_uuid")
+        queried, computing = (
+            _query_smi(f"--query-gpu={','.join(_SMI_FIELDS)}"),
+            _query_smi("--query-compute-apps=gpu_uuid"),
         )
+        return replace(found, devices=parse_smi(queried, computing))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return Accelerators(**{**vars(found), "fault": _smi_error(error)})
-    return Accelerators(**{**vars(found), "devices": devices})
+        return replace(found, fault=_smi_error(error))
 
 
 def parse_smi(queried: str, computing: str) -> tuple[Device, ...]:
@@ -447,3 +439,108 @@ def _is_listening(port: int) -> bool:
     with socket.socket() as trial:
         trial.settimeout(1.0)
         return trial.connect_ex((LOOPBACK, port)) == 0
+
+
+# --- Storage and paths of data ----------------------------------------------------------------------------------------
+
+
+_Value = TypeVar("_Value")
+_PREFIX = "doctor-"
+_DATA = b"trainwright doctor was here"
+
+
+def probe_storage(uri: str) -> StorageResult:
+    """Create a small file twice, read it and delete it, with about ten seconds for each."""
+    try:
+        with _without_new_folders(uri):
+            return _probe_store(open_store(uri).impatient(), uri)
+    except StorageError as error:
+        return StorageResult(uri=uri, fault=error.what, remedy=error.remedy or "use another storage")
+
+
+def _probe_store(store: Store, uri: str) -> StorageResult:
+    path = f"{_PREFIX}{uuid.uuid4().hex}"
+    try:
+        created, write_s = _timed(lambda: store.create(path, _DATA))
+        again = store.create(path, b"another")
+        read, read_s = _timed(lambda: store.find(path))
+    except StorageError:
+        with suppress(StorageError):  # the first error is reported
+            store.delete([path])
+        raise
+    _, delete_s = _timed(lambda: store.delete([path]))
+    once = created and not again and read == _DATA
+    return StorageResult(uri=uri, creates_once=once, write_s=write_s, read_s=read_s, delete_s=delete_s)
+
+
+def _timed(action: Callable[[], _Value]) -> tuple[_Value, float]:
+    start = time.perf_counter()
+    return action(), time.perf_counter() - start
+
+
+@contextmanager
+def _without_new_folders(uri: str) -> Iterator[None]:
+    """Remove folders that did not exist before, unless another process has written into them."""
+    made: list[Path] = []
+    folder = Path(uri)
+    while "://" not in uri and not folder.exists():
+        made.append(folder)
+        folder = folder.parent
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+
+
+def write_mark(uri: str, visit: str, node: str) -> None:
+    """Write a test file for other nodes to find. If that fails, no node sees it, which is then reported."""
+    with suppress(StorageError):
+        open_store(uri).impatient().put(f"{_PREFIX}{visit}/{node}", _DATA)
+
+
+def read_marks(uri: str, visit: str) -> frozenset[str]:
+    """Return the nodes whose test files of a visit are visible here; none if the storage cannot be read."""
+    try:
+        found = open_store(uri).impatient().list(f"{_PREFIX}{visit}")
+    except StorageError:
+        return frozenset()
+    return frozenset(path.rpartition("/")[2] for path, _ in found)
+
+
+def delete_marks(uri: str, visit: str) -> None:
+    """Delete the visible test files of a visit, unless another node that shares the storage did."""
+    with suppress(StorageError):
+        open_store(uri).impatient().delete_folder(f"{_PREFIX}{visit}")
+
+
+def dataset_paths(dataset: Any) -> Iterator[str]:
+    """Yield the paths and URIs that a data set and its parts read."""
+    path = getattr(dataset, "path", None)
+    if isinstance(path, str):
+        yield path
+    elif isinstance(dataset, tuple | list):
+        for item in dataset:
+            yield from dataset_paths(item)
+    elif is_dataclass(dataset):
+        for each in fields(dataset):
+            yield from dataset_paths(getattr(dataset, each.name))
+
+
+def probe_data_paths(uris: Iterable[str]) -> tuple[DataPath, ...]:
+    """Check that each path of data exists."""
+    return tuple(DataPath(uri=uri, fault=_path_error(uri)) for uri in uris)
+
+
+def _path_error(uri: str) -> str:
+    import pyarrow.fs as pafs
+
+    from trainwright.datasets.formats.file_system import glob_base, resolve_file_system
+
+    try:
+        system, path = resolve_file_system(uri)
+        found = system.get_file_info(glob_base(path))
+    except (OSError, TrainwrightError) as error:
+        return str(getattr(error, "what", error)).partition("\n")[0][:200]
+    return "it does not exist" if found.type == pafs.FileType.NotFound else ""

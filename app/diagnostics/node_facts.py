@@ -20,7 +20,6 @@ class Software:
         imports: import errors by package; empty text if the import works.
         torch_cuda: CUDA version of the installed torch; empty without torch or CUDA.
         cuda_works: whether torch can use a GPU; None if not tried.
-        digest: of trainwright's code.
         settings: environment variables that matter, without secrets.
         token: whether Ray finds an authentication token.
     """
@@ -65,7 +64,6 @@ class Accelerators:
         fault: why nvidia-smi failed on a machine with GPUs.
         gpu_files: /dev/nvidia0 and so on.
         tpu_files: /dev/accel0 and so on, or VFIO groups.
-        libtpu: installed version; empty if not installed.
     """
 
     devices: tuple[Device, ...] = ()
@@ -89,7 +87,6 @@ class Network:
     """Name, addresses and ports of the machine.
 
     Attributes:
-        host: host name.
         address: address that trainwright gives to other nodes.
         ray_address: address that Ray uses; empty if Ray does not run.
         resolves: addresses of the host name on this machine.
@@ -127,9 +124,7 @@ class HostResources:
     """Memory, disk and limits.
 
     Attributes:
-        cpus: of the machine.
         cpus_allowed: limit of affinity and control group.
-        memory_bytes: of the machine.
         memory_allowed_bytes: limit of the control group; the machine's memory if there is no limit.
         ray_cpus, ray_memory_bytes, ray_gpus: resources that Ray counts; None if Ray does not run.
         open_files: soft and hard limit.
@@ -167,10 +162,7 @@ class StorageResult:
     """Result of writing, reading and deleting a file in a storage.
 
     Attributes:
-        uri: of the storage.
-        fault: what went wrong; empty if nothing did.
-        remedy: what to do about the fault.
-        once: whether the second create-only write of a path was refused and the first was read back.
+        creates_once: whether the second create-only write of a path was refused and the first was read back.
     """
 
     uri: str
@@ -208,8 +200,7 @@ class LinkMeasurement:
     """What one node measured of its connection to another.
 
     Attributes:
-        source: node that measured.
-        target: node that answered.
+        source, target: the node that measured, and the one that answered.
         fault: why the target was not reached; empty if it was.
         delay_s: shortest round trip.
         bytes_per_s: rate from target to source, on one TCP connection.
@@ -235,8 +226,7 @@ class ClusterFacts:
     """Facts of all nodes of a cluster.
 
     Attributes:
-        machines: by name of the node.
-        absent: nodes that did not answer, by name.
+        machines, unreachable: by name of the node.
         links: measured connections, in both directions.
         seen: nodes whose test files in the storage each node saw, by name; empty if not tried.
         probed_s: wall-clock time of the asking machine before and after the nodes were probed, seconds since the epoch.

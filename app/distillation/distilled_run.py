@@ -18,11 +18,11 @@ from trainwright.distillation.parallel_runs import train_teachers
 from trainwright.distillation.student_evaluation import evaluate_students
 from trainwright.distillation.teacher_delivery import choose_delivery, record_delivery
 from trainwright.distillation.trained_student import Student, students_of
-from trainwright.reporting.html import write_report
+from trainwright.reporting.html.run_report import write_report
 from trainwright.reporting.scorecard import Scorecard
 from trainwright.runtime.launch import prepare_run
 from trainwright.runtime.run_handle import Run, RunDriver, wait_for_run
-from trainwright.storage.checkpoint_selection import find_checkpoint
+from trainwright.storage.checkpoints import find_checkpoint
 from trainwright.storage.event_files import append_event
 
 

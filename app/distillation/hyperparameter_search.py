@@ -38,7 +38,7 @@ from trainwright.distillation.trained_student import students_of
 from trainwright.inference.run_inference import evaluate
 from trainwright.planning.job_description import describe, description_changes
 from trainwright.reporting.progress_bar import print_status
-from trainwright.storage.checkpoint_selection import find_checkpoint
+from trainwright.storage.checkpoints import find_checkpoint
 from trainwright.storage.object_store import Store, canonical_uri, open_store
 
 if TYPE_CHECKING:

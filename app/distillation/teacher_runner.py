@@ -30,7 +30,7 @@ from trainwright.inference.inference_model import InferenceModel, no_loss
 from trainwright.inference.prediction_worker import CheckpointWeights, OutputFunction, local_outputs
 from trainwright.planning.planner import choose
 from trainwright.planning.profiler import build_model, profile_job, profiler_of
-from trainwright.storage.checkpoint_selection import find_checkpoint
+from trainwright.storage.checkpoints import find_checkpoint
 from trainwright.strategies.distillation.teacher_outputs import TeacherOutputs, log_odds
 
 

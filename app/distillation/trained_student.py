@@ -14,7 +14,7 @@ from trainwright.inference import batch_inference, run_inference
 from trainwright.inference.prediction_worker import CheckpointWeights
 from trainwright.planning.profiler import profiler_of
 from trainwright.runtime import run_handle
-from trainwright.storage.checkpoint_selection import find_checkpoint
+from trainwright.storage.checkpoints import find_checkpoint
 from trainwright.strategies.distillation.multi_student import StudentModels, unwrap_student
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from trainwright.planning.planner import choose, grow_to_slots, usable_cluster
 from trainwright.planning.profiler import profile_job
 from trainwright.ray_cluster.discovery import connect, discover
 from trainwright.reporting.plan_view import plan_from
-from trainwright.storage.checkpoint_selection import find_checkpoint
+from trainwright.storage.checkpoints import find_checkpoint
 from trainwright.storage.event_files import read_run_summary
 from trainwright.storage.object_store import open_store
 from trainwright.strategies import STRATEGIES

@@ -25,7 +25,7 @@ from trainwright.driver.messages import PredictRequest
 from trainwright.inference.inference_model import plan_on_cluster, single_replica, split_into_feeds, trained_plan
 from trainwright.planning.planner import choose
 from trainwright.planning.profiler import profile_job
-from trainwright.storage.checkpoint_selection import checkpoints_of, find_checkpoint, load_newest, with_checkpoint
+from trainwright.storage.checkpoints import checkpoints_of, find_checkpoint, load_newest, with_checkpoint
 from trainwright.strategies import single_rank_engine
 
 

@@ -36,8 +36,7 @@ from trainwright.core.events import (
     Straggling,
     Waiting,
 )
-from trainwright.storage.run_records import noise_of, staleness_of, staleness_text
-from trainwright.storage.run_summary import epoch_of
+from trainwright.storage.run_summary import epoch_of, noise_of, staleness_of, staleness_text
 
 Tone = Literal["plain", "good", "warning", "bad"]
 _RECENT = 50  # steps over which throughput and loss are averaged
@@ -286,11 +285,11 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
         case Waiting():
             return OutputLine(text=waiting_text(event), tone="warning")
         case Placed():
-            role = " as a spare" if event.spare else ""
+            role = " as a warm standby" if event.spare else ""
             return OutputLine(text=f"worker {event.worker} is up{role}: pid {event.pid} on {event.node}")
         case Promoted():
             place = f" on {event.node}" if event.node else ""
-            return OutputLine(text=f"worker {event.worker}, a spare{place}, takes rank {event.rank}")
+            return OutputLine(text=f"worker {event.worker}, a warm standby{place}, takes rank {event.rank}")
         case Leaving() | Straggling():
             return OutputLine(text=event.text, tone="warning")
         case Resized():

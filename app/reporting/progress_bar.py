@@ -40,7 +40,7 @@ class ProgressDisplay(Protocol):
 
 
 class RunProgress:
-    """An event listener that shows the progress of a run. Use as a context manager, or call `close`.
+    """An event listener that shows the progress of a run.
 
     Args:
         plan: shown in the first line, its notes in the next ones.
@@ -60,12 +60,6 @@ class RunProgress:
         self._formatter = EventFormatter(verbose=verbose)
         self._surface = surface or display_for(console or Console(file=sys.stderr))
         self._first = [] if plan is None else _plan_lines(plan)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def on(self, event: Event) -> None:
         """Take one event."""
@@ -154,7 +148,6 @@ class PlainTextDisplay:
 
     Args:
         head: start of each line, such as the run's name where several runs print.
-        clock: returns monotonic seconds.
     """
 
     def __init__(self, console: Console, *, head: str = "", clock: Callable[[], float] = time.monotonic) -> None:
@@ -187,7 +180,6 @@ class NotebookDisplay:
 
     Args:
         display: shows HTML and returns a function that replaces it; IPython's by default.
-        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -247,25 +239,22 @@ def _print(console: Console, line: OutputLine) -> None:
 
 
 class RowProgress:
-    """Progress of a prediction: a bar in a terminal, elsewhere a line each tenth of the rows and every ten seconds.
+    """Progress over rows: a bar in a terminal, elsewhere a line each tenth of the rows and every ten seconds.
 
     Args:
-        total: number of rows.
         done: rows that are done already at the start.
+        console: where to write; stderr by default.
     """
 
-    def __init__(self, total: int, done: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        self._console = Console(file=sys.stderr)
-        self._total, self._done, self._shown = total, done, done
+    def __init__(self, total: int, done: int, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stderr)
+        self._total, self.done, self._shown = total, done, done
         self._shown_s = time.monotonic()
         self._first: tuple[int, float] | None = None  # rows and time of the first call of `add`
-        self._bar: Progress | None = None
+        self._bar: RichProgress | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=None))
-            self._bar = Progress(*columns, console=self._console, expand=True, transient=True)
+            self._bar = RichProgress(*columns, console=self._console, expand=True, transient=True)
             self._task = self._bar.add_task(self._text(), total=total, completed=done)
 
     def __enter__(self) -> Self:
@@ -279,13 +268,17 @@ class RowProgress:
 
     def add(self, rows: int) -> None:
         """Count computed rows; negative where rows were lost."""
-        self._done += rows
+        self.done += rows
         now = time.monotonic()
-        self._first = self._first or (self._done, now)
+        self._first = self._first or (self.done, now)
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._done, description=self._text())
-        elif self._done - self._shown >= self._total / 10 or now - self._shown_s >= 10.0 or self._done == self._total:
-            self._shown, self._shown_s = self._done, now
+            self._bar.update(self._task, completed=self.done, description=self._text())
+        elif (
+            self.done - self._shown >= _PLAIN_SHARE * self._total
+            or now - self._shown_s >= _PLAIN_S
+            or self.done == self._total
+        ):
+            self._shown, self._shown_s = self.done, now
             self.note(self._text())
 
     def note(self, text: str) -> None:
@@ -293,9 +286,8 @@ class RowProgress:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _text(self) -> str:
-        rows, since_s = self._first or (self._done, 0.0)
+        rows, since_s = self._first or (self.done, 0.0)
         spent_s = time.monotonic() - since_s
-        rate = (self._done - rows) / spent_s if self._done > rows and spent_s > 0 else math.nan
-        left_s = (self._total - self._done) / rate
-        left = formatting.clock_time(left_s)
-        return f"rows {self._done:,}/{self._total:,}, {formatting.throughput(rate)}, {left} left"
+        rate = (self.done - rows) / spent_s if self.done > rows and spent_s > 0 else math.nan
+        left = formatting.clock_time((self._total - self.done) / rate)
+        return f"rows {self.done:,}/{self._total:,}, {formatting.throughput(rate)}, {left} left"

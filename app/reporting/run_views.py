@@ -45,14 +45,12 @@ from trainwright.reporting.plan_view import (
     plan_from,
     plan_line,
 )
-from trainwright.reporting.predicted_vs_measured import StepPart, noise_text, step_parts
-from trainwright.reporting.run_history import RunHistory, read_history, state_of
+from trainwright.reporting.run_history import RunHistory, StepPart, noise_text, read_history, state_of, step_parts
 from trainwright.reporting.scorecard import Scorecard
 from trainwright.storage.event_files import EventReader, read_brief_summary
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import LogEntry, RunLog, WaitFunction, owner_alive, owners_alive
-from trainwright.storage.run_records import staleness_of, staleness_text
-from trainwright.storage.run_summary import RunState, RunSummary, epoch_of
+from trainwright.storage.run_summary import RunState, RunSummary, epoch_of, staleness_of, staleness_text
 
 _COLOURS: dict[RunState, str] = {
     "running": "cyan", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red",
@@ -90,9 +88,9 @@ def runs_view(storage: str, *, wait: WaitFunction | None = None) -> RunView:
     alive = owners_alive(store, {name: head for name, head, _ in found}, wait=wait)
     rows = [
         _summary(
-            escape_control_characters(name), RunHistory(summary=folding, state=state_of(folding, head, name in alive))
+            escape_control_characters(name), RunHistory(summary=summary, state=state_of(summary, head, name in alive))
         )
-        for name, head, folding in found
+        for name, head, summary in found
     ]
     rows.sort(key=lambda row: -row["changed_s"])
     return RunView(data=rows, content=_runs_table(rows) if rows else Text(f"no runs in {store.uri_of('')}"))

@@ -19,13 +19,10 @@ class ModelScore:
     """The scores of one model.
 
     Attributes:
-        name: name of the student or teacher.
-        student: whether the model is a student.
         metrics: the metrics of the student's job for this model's outputs; `loss` is the loss against labels.
         scores: `top-1` (accuracy), `NLL` (nats) and `ECE` of units; `RMSE` and `R2` in regression.
         reliability: for each bin of confidence its mean, the accuracy and the share of all units.
         parameters: number of parameters; 0 where it is not known, as of several teachers together.
-        size_bytes: size of the parameters.
         latency_s: seconds of a call, by number of rows; empty where it was not measured.
         soft: for each true class shown, the mean probabilities of the classes shown.
     """
@@ -63,8 +60,6 @@ class Scorecard:
 
     Attributes:
         kind: kind of the loss, which decides what a unit is.
-        rows: number of evaluated rows.
-        of_rows: number of rows of the evaluation set.
         units: weighted number of samples, labels or tokens.
         step: step of the run at which the students were evaluated.
         tokens: tokens of a row; 1 where a row is one unit.
@@ -72,9 +67,7 @@ class Scorecard:
         classes: the classes in the chart of soft targets.
         commonest: the most frequent class and its share; None where there are no classes.
         marks: scores of the students, then of the teachers, last of all teachers together where there are several.
-        pairs: each student with each of its teachers.
         notes: what could not be evaluated, and why.
-        seconds: duration of the evaluation.
     """
 
     kind: str

@@ -14,7 +14,7 @@ from trainwright.core.job import Job
 from trainwright.driver.messages import FinishRun
 from trainwright.planning.profiler import profiler_of
 from trainwright.reporting.run_history import RunHistory, read_history, read_steps
-from trainwright.storage.checkpoint_selection import with_checkpoint
+from trainwright.storage.checkpoints import with_checkpoint
 from trainwright.storage.event_log import EventListener
 from trainwright.storage.object_store import Store
 from trainwright.strategies.distillation.multi_student import unwrap_student
@@ -134,7 +134,7 @@ class Run:
         return load_model(self.job)
 
     def _repr_html_(self) -> str:
-        from trainwright.reporting.html import summary_html
+        from trainwright.reporting.html.run_report import summary_html
 
         return summary_html(self._read())
 

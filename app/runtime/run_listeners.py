@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from trainwright.planning.decision import Decision
 from trainwright.planning.job_preparation import PreparedJob
 from trainwright.ray_cluster.placement_groups import WorkerPlacement
-from trainwright.reporting.html import ReportListener
+from trainwright.reporting.html.run_report import ReportListener
 from trainwright.reporting.progress_bar import RunProgress
 from trainwright.runtime.controller import RunController
 from trainwright.runtime.run_setup import RunSetup
-from trainwright.tracking.prometheus import PrometheusListener
-from trainwright.tracking.tensorboard import TensorBoardWriter
-from trainwright.tracking.tracker_thread import TrackerThread
+from trainwright.tracking.listeners import PrometheusListener, TensorBoardWriter, TrackerThread
 
 
 def create_controller(

@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 
 from trainwright.core.errors import FencedError, TrainwrightError
 from trainwright.driver.messages import CallFailure, MemoryCheckpoint, SurvivingWorker
-from trainwright.storage.run_owner import LEASE_S, boottime_s
+from trainwright.storage.run_log import LEASE_S, boottime_s
 from trainwright.storage.run_store import RunStore
 
 NAMESPACE = "trainwright"

@@ -1,4 +1,4 @@
-"""Checkpoints in storage: writing, verification, choice of the newest intact one, and deletion of old ones.
+"""Checkpoints in storage: writing, verification, choice of the newest intact one, loading, and deletion of old ones.
 
     <run>/checkpoints/00001200-<token>/MANIFEST.json and the files of the engine
 
@@ -11,16 +11,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from typing import TypeVar
 
 from trainwright.core.data import Cursor
-from trainwright.core.engine import OPTIMIZER_PREFIX, CheckpointFile, CheckpointManifest, CheckpointRef
+from trainwright.core.engine import OPTIMIZER_PREFIX, CheckpointFile, CheckpointManifest, CheckpointRef, StateReader
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError, StoreDown
-from trainwright.storage.object_store import Store
+from trainwright.core.job import Job
+from trainwright.storage.object_store import Store, open_store
+from trainwright.storage.run_log import RunLog
 from trainwright.storage.store_errors import MissingFile
 
 MANIFEST = "MANIFEST.json"
@@ -31,7 +35,7 @@ _REMEDY = "training continues from the checkpoint before it; to use this one, re
 
 
 class CheckpointWriter:
-    """Writes the files of one checkpoint and records their sizes and checksums. Implements `core.checkpoint.Writer`.
+    """Writes the files of one checkpoint and records their sizes and checksums. Implements `core.engine.StateWriter`.
 
     Args:
         path: the checkpoint's folder within the run.
@@ -89,10 +93,9 @@ class CheckpointWriter:
 
 
 class CheckpointReader:
-    """Reads the files of one checkpoint and verifies them. Implements `core.checkpoint.Reader`.
+    """Reads the files of one checkpoint and verifies them. Implements `core.engine.StateReader`.
 
     Args:
-        manifest: of the checkpoint, from `read_manifest`.
         weights_only: whether the model will not be trained further.
     """
 
@@ -165,7 +168,10 @@ def read_manifest(store: Store, run: str, ref: CheckpointRef) -> CheckpointManif
         StorageError: the store cannot be read.
     """
     place = f"{run}/{ref.path}/{MANIFEST}"
-    data = _get(store, place)
+    try:
+        data = store.get(place)
+    except MissingFile:
+        raise _missing(store, place) from None
     if hashlib.sha256(data).hexdigest() != ref.manifest_sha256:
         raise _damaged(store, place, "the manifest is torn or altered: its checksum is not the one in the log")
     try:
@@ -214,7 +220,6 @@ def newest_intact(
     Args:
         refs: from an entry of the run log, newest last.
         checksums: read every file; otherwise the files are verified when they are loaded.
-        weights_only: see `verify`.
 
     Returns:
         None and the notes when no checkpoint is intact.
@@ -227,13 +232,13 @@ def newest_intact(
         try:
             verify(store, run, ref, checksums=checksums, weights_only=weights_only)
         except CheckpointError as error:
-            notes.append(damage_note(ref, error))
+            notes.append(_damage_note(ref, error))
         else:
             return ref, notes
     return None, notes
 
 
-def damage_note(ref: CheckpointRef, error: CheckpointError) -> str:
+def _damage_note(ref: CheckpointRef, error: CheckpointError) -> str:
     """Return a line for the user about a damaged checkpoint."""
     return f"the checkpoint of step {ref.step} is skipped: {error.what} ({error.where})"
 
@@ -294,13 +299,6 @@ def _sha256(pieces: Sequence[memoryview]) -> str:
     return found.hexdigest()
 
 
-def _get(store: Store, place: str) -> bytes:
-    try:
-        return store.get(place)
-    except MissingFile:
-        raise _missing(store, place) from None
-
-
 def _portions(store: Store, place: str, entry: CheckpointFile) -> Iterator[memoryview]:
     """Yield a file in chunks. Raises CheckpointError at the end where it is not the file of the manifest."""
     found, taken = hashlib.sha256(), 0
@@ -327,3 +325,73 @@ def _missing(store: Store, place: str) -> DamagedCheckpoint:
 
 def _damaged(store: Store, place: str, what: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(what, where=store.uri_of(place), remedy=_REMEDY)
+
+
+# --- Checkpoints of a run whose weights are whole, for all that use a trained run -------------------------------------
+
+
+_Value = TypeVar("_Value")
+
+
+def with_checkpoint(job: Job, step: int | None, load: Callable[[StateReader], _Value]) -> _Value:
+    """Return what `load` makes of the weights of the run's newest whole checkpoint, or of the one at `step`.
+
+    Each file is verified when it is read. Where one is damaged, the checkpoint before it is loaded.
+
+    Raises:
+        CheckpointError: there is none; names the steps that are kept.
+    """
+
+    def loaded(checkpoint: CheckpointRef) -> _Value:
+        store = open_store(job.storage)
+        manifest = read_manifest(store, job.name, checkpoint)
+        return load(CheckpointReader(store, job.name, checkpoint, manifest, weights_only=True))
+
+    return load_newest(job, step, loaded)
+
+
+def find_checkpoint(job: Job, step: int | None = None) -> tuple[Store, CheckpointRef]:
+    """Return the run's newest checkpoint whose weights are whole, or the one at `step`, and its store.
+
+    Raises:
+        CheckpointError: there is none; names the steps that are kept.
+    """
+    store, kept, refs = checkpoints_of(job, step)
+    checkpoint, notes = newest_intact(store, job.name, refs, weights_only=True)
+    if checkpoint is None:
+        raise _none_whole(job, step, store, kept, notes)
+    return store, checkpoint
+
+
+def load_newest(job: Job, step: int | None, load: Callable[[CheckpointRef], _Value]) -> _Value:
+    """Return what `load` makes of the newest checkpoint that is not damaged, or of the one at `step`.
+
+    Raises:
+        CheckpointError: there is none; names the steps that are kept.
+    """
+    store, kept, refs = checkpoints_of(job, step)
+    notes: list[str] = []
+    for checkpoint in reversed(refs):
+        try:
+            return load(checkpoint)
+        except DamagedCheckpoint as error:
+            notes.append(_damage_note(checkpoint, error))
+            print(notes[-1], file=sys.stderr)
+    raise _none_whole(job, step, store, kept, notes)
+
+
+def checkpoints_of(job: Job, step: int | None) -> tuple[Store, str, tuple[CheckpointRef, ...]]:
+    """Return the run's store, its steps in words, and the checkpoints that `step` selects, newest last."""
+    store = open_store(job.storage)
+    entry = RunLog(store, job.name).head()
+    named = entry.checkpoints if entry else ()
+    return store, ", ".join(str(ref.step) for ref in named), tuple(ref for ref in named if step in (None, ref.step))
+
+
+def _none_whole(job: Job, step: int | None, store: Store, kept: str, notes: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"the run {job.name!r} has no whole checkpoint" + (f" at step {step}" if step is not None else ""),
+        where=store.uri_of(job.name),
+        remedy=f"steps kept: {kept}" if kept else "train it first: trainwright fit",
+        detail="\n".join(notes),
+    )

@@ -70,11 +70,6 @@ def batch_path(run: str, token: int, number: int) -> str:
     return f"{events_folder(run)}{token:08d}-{number:06d}.jsonl"
 
 
-def _packed_path(run: str, token: int, first: int, last: int) -> str:
-    """Return the path of a packed file."""
-    return f"{events_folder(run)}{token:08d}-{first:06d}-{last:06d}.jsonl.gz"
-
-
 def find_event_files(store: Store, run: str) -> list[_EventFile]:
     """List the event files of a run by token and first batch, those with most batches first.
 
@@ -100,11 +95,6 @@ def _files_to_read(files: Iterable[_EventFile], covered: _CoveredBatches) -> lis
             found.append(file)
             upto[file.token] = file.last + 1
     return found
-
-
-def _gzip_member(data: bytes) -> bytes:
-    """Compress a batch to a member of a packed file. Packed files are merged by concatenation."""
-    return gzip.compress(data, 1, mtime=0)  # level 6 saves 5 % and takes five times as long
 
 
 def _gzip_members(data: bytes) -> Iterator[bytes]:
@@ -254,13 +244,13 @@ _GRACE_S = 60.0  # readers that listed a file have this long to read it
 class _StoredSummary(NamedTuple):
     """A summary, and by token the first batch that is not part of it."""
 
-    folding: RunSummary
+    summary: RunSummary
     covered: Mapping[int, int]
 
 
 def read_run_summary(store: Store, run: str) -> RunSummary:
     """Return the summary of all events of a run. Raises StorageError."""
-    return _read_summary(store, run).folding
+    return _read_summary(store, run).summary
 
 
 def _read_summary(store: Store, run: str) -> _StoredSummary:
@@ -272,8 +262,8 @@ def _read_summary(store: Store, run: str) -> _StoredSummary:
         if batch.token < newest:  # a late batch of an older driver belongs before later ones
             return _summarize_all(store, run)
         for event in _parse_batch(batch):
-            stored.folding.add(event)
-    return _StoredSummary(stored.folding, reader.covered)
+            stored.summary.add(event)
+    return _StoredSummary(stored.summary, reader.covered)
 
 
 def read_brief_summary(store: Store, run: str) -> RunSummary:
@@ -281,13 +271,13 @@ def read_brief_summary(store: Store, run: str) -> RunSummary:
     brief = _stored(store, run, BRIEF_FILE)
     if not brief.covered:
         return read_run_summary(store, run)
-    newest, exact_from = max(brief.covered), brief.folding.exact_from
+    newest, exact_from = max(brief.covered), brief.summary.exact_from
     for batch in EventReader(store, run, brief.covered).batches():
         for event in _parse_batch(batch):
             if batch.token < newest or (isinstance(event, Formed) and event.step < exact_from):
                 return read_run_summary(store, run)
-            brief.folding.add(event)
-    return brief.folding
+            brief.summary.add(event)
+    return brief.summary
 
 
 def _stored(store: Store, run: str, name: str) -> _StoredSummary:
@@ -302,10 +292,10 @@ def _stored(store: Store, run: str, name: str) -> _StoredSummary:
 
 def _summarize_all(store: Store, run: str) -> _StoredSummary:
     """Summarize all events, from the first."""
-    folding, reader = RunSummary(), EventReader(store, run)
+    summary, reader = RunSummary(), EventReader(store, run)
     for event in reader.read():
-        folding.add(event)
-    return _StoredSummary(folding, reader.covered)
+        summary.add(event)
+    return _StoredSummary(summary, reader.covered)
 
 
 class EventCompactor:
@@ -328,8 +318,8 @@ class EventCompactor:
         files = _files_to_read(self._trusted(find_event_files(self._store, self._run)), {})
         for loose in _consecutive_files([file for file in files if not file.packed]):
             self._pack(loose, [file for file in files if file.packed and file.token == loose[0].token])
-        folding, covered = _read_summary(self._store, self._run)
-        for name, part in ((SUMMARY_FILE, folding), (BRIEF_FILE, folding.brief)):
+        summary, covered = _read_summary(self._store, self._run)
+        for name, part in ((SUMMARY_FILE, summary), (BRIEF_FILE, summary.brief)):
             told = {"covered": covered, "folded": part.facts()}
             self._store.put(events_folder(self._run) + name, json.dumps(told, separators=(",", ":")).encode())
         self._delete()
@@ -338,7 +328,8 @@ class EventCompactor:
         """Pack consecutive batches, and the packed files directly before them, into few files."""
         token, first, parts, size_bytes = loose[0].token, loose[0].first, list[bytes](), 0
         for file in loose:
-            parts.append(_gzip_member(self._store.get(file.path)))
+            # One gzip member a batch, so that packed files can be joined. Level 6 saves 5 % in five times the time.
+            parts.append(gzip.compress(self._store.get(file.path), 1, mtime=0))
             size_bytes += len(parts[-1])
             if size_bytes >= _PACKED_BYTES or file is loose[-1]:
                 for older in reversed(packed):
@@ -347,7 +338,7 @@ class EventCompactor:
                         break
                     parts.insert(0, data)
                     first, size_bytes = older.first, size_bytes + len(data)
-                path = _packed_path(self._run, token, first, file.last)
+                path = f"{events_folder(self._run)}{token:08d}-{first:06d}-{file.last:06d}.jsonl.gz"
                 self._store.put(path, b"".join(parts))
                 self._sound.add(path)
                 first, parts, size_bytes = file.last + 1, [], 0

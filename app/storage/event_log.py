@@ -47,7 +47,6 @@ class EventBuffer:
     kept: an outage brings few of them.
 
     Attributes:
-        items: the events in the order they were added.
         steps_dropped: records of steps dropped since the last `take`.
         lesser_dropped: other events dropped since the last `take`.
     """
@@ -132,8 +131,6 @@ class EventLog:
     `close`. All methods may be called from any thread.
 
     Args:
-        store: where to write.
-        run: name of the run.
         clock: returns seconds since the epoch.
         flush_s: seconds between batches of a young run.
         backlog: makes an `EventBuffer`.
@@ -299,11 +296,7 @@ class EventLog:
 
 
 class _Listeners:
-    """The listeners of an event log. One that raises is removed.
-
-    Args:
-        note: reports a line in the run.
-    """
+    """The listeners of an event log. One that raises is removed."""
 
     def __init__(self, note: Callable[[str], object]) -> None:
         self._listeners: list[EventListener] = []
@@ -343,12 +336,7 @@ class _Listeners:
 
 
 class _CompactionSchedule:
-    """Compacts the files in storage when many batches or bytes were written since the last time.
-
-    Args:
-        compact: does it; its storage errors are reported once.
-        note: reports a line in the run.
-    """
+    """Compacts the files in storage when many batches or bytes were written since the last time."""
 
     def __init__(self, compact: Callable[[], object], note: Callable[[str], object]) -> None:
         self._compact, self._note = compact, note

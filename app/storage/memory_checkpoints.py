@@ -23,7 +23,7 @@ from pathlib import Path
 from trainwright.core.engine import CheckpointFile
 from trainwright.core.errors import StorageError
 from trainwright.driver.messages import MemoryCheckpoint
-from trainwright.storage.run_owner import Owner, provably_dead
+from trainwright.storage.run_log import Owner, provably_dead
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX, GUARD_FILE = "trainwright-", "GUARD"
@@ -42,7 +42,6 @@ class MemoryCheckpointStore:
 
     Args:
         uri: of the run.
-        memory: folder of a file system in memory.
     """
 
     def __init__(self, uri: str, memory: Path = SHARED_MEMORY) -> None:
@@ -87,7 +86,7 @@ class MemoryCheckpointStore:
 
 
 class _MemoryCheckpointWriter:
-    """Writes the files of one version. Implements `core.checkpoint.Writer`."""
+    """Writes the files of one version. Implements `core.engine.StateWriter`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -103,7 +102,7 @@ class _MemoryCheckpointWriter:
 
 
 class MemoryCheckpointReader:
-    """Reads a version from the memory of this node, or with `fetch` of another. Implements `core.checkpoint.Reader`."""
+    """Reads a version from this node's memory, or with `fetch` from another's. Implements `core.engine.StateReader`."""
 
     def __init__(self, store: MemoryCheckpointStore, kept: MemoryCheckpoint, node: str, fetch: FetchFile) -> None:
         self._store, self._version, self._node, self._fetch = store, kept.version, node, fetch

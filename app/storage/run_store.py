@@ -20,7 +20,6 @@ class RunStore:
 
     Args:
         job: description of the job, kept in every log entry.
-        keep: how many checkpoints are retained.
         fresh: start again from step 0, without the existing checkpoints.
         cursor: returns the data position after a number of steps.
         facts: small values kept in every manifest.

@@ -1,14 +1,21 @@
-"""The summary of a run's events, which readers need instead of all events.
+"""The summary of a run's events, which readers need instead of all events, and the records that it consists of.
 
-Events are added one by one. A summary can be stored as JSON and continued from there later.
+Events are added one by one. A summary can be stored as JSON and continued from there later. Its table of steps has a
+bounded number of rows: the newest steps one by one, older ones merged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import math
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any, Literal, Self, TypeVar
 
+from trainwright.core import formatting
+from trainwright.core.data import NoiseScale
 from trainwright.core.errors import escape_control_characters
 from trainwright.core.events import (
     Checkpointed,
@@ -36,15 +43,345 @@ from trainwright.core.events import (
     Waiting,
     from_json,
 )
-from trainwright.storage.run_records import (
-    MOST_ROWS,
-    DriverSession,
-    RecoveryRecord,
-    StepTable,
-    TimeAccount,
-    TimeTotals,
-    staleness_of,
-)
+from trainwright.core.topology import StalenessCounts
+
+MOST_ROWS = 8192
+_RECENT, _OLD = 1024, 4096  # newest rows, never merged; most rows of older steps after a merge
+_TYPES = {
+    "first": "q", "step": "q", "count": "q", "epoch": "q", "loss": "d", "learning_rate": "d", "gradient_norm": "d",
+    "samples": "q", "step_s": "d", "wait_s": "d", "generation": "q", "typical_s": "d",
+}  # fmt: skip
+
+
+class StepTable:
+    """Columns of completed steps, in order of steps; about 100 bytes a row.
+
+    With more than `most_rows` rows, all but the newest 1,024 are merged with their neighbours. A merged row has the
+    sums of samples and seconds, the means of losses, learning rates and gradient norms, and the seconds of one of its
+    steps, for medians. The contents depend only on the added steps, not on when the table was stored.
+
+    Args:
+        most_rows: limit of rows; None keeps one row for each step.
+    """
+
+    def __init__(self, most_rows: int | None = MOST_ROWS) -> None:
+        self._most_rows, self._width = most_rows, 1
+        self._columns: dict[str, array[Any]] = {name: array(kind) for name, kind in _TYPES.items()}
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    def column(self, name: str) -> Sequence[Any]:
+        """Return one column, by the names of `StepRecord`; a missing gradient norm is NaN."""
+        return self._columns[name]
+
+    @property
+    def last(self) -> int:
+        """The newest step; 0 before the first."""
+        return int(self._columns["step"][-1]) if len(self) else 0
+
+    @property
+    def records(self) -> tuple[StepRecord, ...]:
+        """All rows."""
+        names = [name for name in _TYPES if name != "first"]
+        rows = zip(*(self._columns[name] for name in names), strict=True)
+        found = [dict(zip(names, row, strict=True)) for row in rows]
+        for row in found:
+            row["gradient_norm"] = None if math.isnan(row["gradient_norm"]) else row["gradient_norm"]
+        return tuple(StepRecord(**row) for row in found)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all steps."""
+        return math.fsum(self._columns["step_s"])
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that steps waited for data, where they report it."""
+        return math.fsum(value for value in self._columns["wait_s"] if math.isfinite(value))
+
+    # --- changes ------------------------------------------------------------------------------------------
+
+    def add(self, event: Steps, epochs: Sequence[int]) -> None:
+        """Add steps. A step that exists is replaced; one that is part of a merged row is ignored."""
+        if not event.step:
+            return
+        norms = event.gradient_norm or [None] * len(event.step)
+        found: dict[str, Sequence[Any]] = {
+            "first": event.step, "step": event.step, "count": [1] * len(event.step), "epoch": epochs,
+            "loss": event.loss, "learning_rate": event.learning_rate,
+            "gradient_norm": [math.nan if norm is None else norm for norm in norms], "samples": event.samples,
+            "step_s": event.step_s, "wait_s": event.wait_s, "generation": [event.generation] * len(event.step),
+            "typical_s": event.step_s,
+        }  # fmt: skip
+        if any(len(values) != len(event.step) for values in found.values()):
+            raise ValueError(f"an event of steps {event.step[0]} to {event.step[-1]} has columns of unequal lengths")
+        for name, values in found.items():
+            self._columns[name].extend(values)
+        added = len(event.step)
+        if any(one >= other for one, other in pairwise(self._columns["step"][-added - 1 :])):
+            self._replace(len(self) - added)
+        if self._most_rows is not None and len(self) > self._most_rows:
+            self._merge()
+
+    def cut(self, step: int) -> tuple[int, float]:
+        """Remove the steps after `step`. Returns their number and seconds.
+
+        A merged row that contains `step` keeps a proportional share of its sums.
+        """
+        columns = self._columns
+        start = bisect_right(columns["step"], step)
+        count, seconds = sum(columns["count"][start:]), math.fsum(columns["step_s"][start:])
+        if start < len(self) and columns["first"][start] <= step:
+            first, last = columns["first"][start], columns["step"][start]
+            share = (step - first + 1) / (last - first + 1)
+            columns["step"][start] = step
+            for name in ("count", "samples"):
+                columns[name][start] = max(1, round(columns[name][start] * share))
+            for name in ("step_s", "wait_s"):
+                columns[name][start] *= share
+            count, seconds = count - columns["count"][start], seconds - columns["step_s"][start]
+            start += 1
+        for column in columns.values():
+            del column[start:]
+        return count, seconds
+
+    def _replace(self, new: int) -> None:
+        """Sort the rows from place `new` on into the table; they replace older rows of the same step."""
+        columns = self._columns
+        merged = [(columns["first"][row], columns["step"][row]) for row in range(new) if columns["count"][row] > 1]
+        places: dict[int, int] = {}
+        for row, step in enumerate(columns["step"]):
+            if row < new or not any(first <= step <= last for first, last in merged):
+                places[step] = row
+        order = [places[step] for step in sorted(places)]
+        for name, column in columns.items():
+            self._columns[name] = array(_TYPES[name], [column[row] for row in order])
+
+    def _merge(self) -> None:
+        """Merge the older rows, `width` steps each; double the width where there would be too many rows."""
+        old = len(self) - _RECENT
+        groups = self._groups(old)
+        while len(groups) > _OLD:
+            self._width *= 2
+            groups = self._groups(old)
+        alone = next((row for row, group in enumerate(groups) if group.stop - group.start > 1), len(groups))
+        for name, values in self._merged(groups[alone:]).items():
+            self._columns[name][alone:old] = array(_TYPES[name], values)
+
+    def _groups(self, old: int) -> list[slice]:
+        """Return the rows to merge: neighbours of `width` steps together, all with or all without waiting times."""
+        counts, told = self._columns["count"], self._columns["wait_s"]
+        groups, start, held = list[slice](), 0, 0
+        for row in range(old):
+            mixed = row > start and math.isfinite(told[row]) != math.isfinite(told[start])
+            if mixed or held >= self._width:
+                groups.append(slice(start, row))
+                start, held = row, 0
+            held += counts[row]
+        return [*groups, slice(start, old)]
+
+    def _merged(self, groups: Iterable[slice]) -> Mapping[str, list[Any]]:
+        columns, found = self._columns, {name: list[Any]() for name in _TYPES}
+        for group in groups:
+            part = {name: column[group] for name, column in columns.items()}
+            counts = part["count"]
+            found["first"].append(part["first"][0])
+            for name in ("step", "epoch", "generation"):
+                found[name].append(part[name][-1])
+            for name in ("count", "samples"):
+                found[name].append(sum(part[name]))
+            for name in ("step_s", "wait_s"):
+                found[name].append(part[name][0] if len(counts) == 1 else math.fsum(part[name]))
+            for name in ("loss", "learning_rate", "gradient_norm"):
+                found[name].append(part[name][0] if len(counts) == 1 else _mean(part[name], counts))
+            # A pseudo-random one of them: with a fixed place, regularly slow steps could distort the medians.
+            found["typical_s"].append(part["typical_s"][part["step"][-1] * 40_503 % 65_537 % len(counts)])
+        return found
+
+    # --- storage ------------------------------------------------------------------------------------------
+
+    def facts(self, newest: int | None = None) -> dict[str, Any]:
+        """Return the table, or its newest rows, as JSON values."""
+        start = 0 if newest is None else max(0, len(self) - newest)
+        return {"width": self._width, **{name: column[start:].tolist() for name, column in self._columns.items()}}
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Self:
+        """Rebuild a table from its `facts`. Raises KeyError, TypeError or ValueError for anything else."""
+        found = cls()
+        found._width = int(facts["width"])
+        found._columns = {name: array(kind, facts[name]) for name, kind in _TYPES.items()}
+        if len({len(column) for column in found._columns.values()}) > 1:
+            raise ValueError("columns of unequal lengths")
+        return found
+
+
+def _mean(values: Sequence[float], counts: Sequence[int]) -> float:
+    """Return the weighted mean of the finite values; NaN where there is none."""
+    finite = [(value, count) for value, count in zip(values, counts, strict=True) if math.isfinite(value)]
+    whole = sum(count for _, count in finite)
+    return math.fsum(value * count for value, count in finite) / whole if whole else math.nan
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One completed step; in a long run also several older steps with sums of samples and seconds, and means.
+
+    Attributes:
+        step: number of the step, from 1; the last of several.
+        epoch: from 1.
+        generation: rendezvous epoch in which the step was made, within its driver.
+        gradient_norm: global norm before clipping; None when the job does not clip.
+        samples: real samples in the global batch.
+        wait_s: part of it that waited for data; NaN where it is not reported (`core.events.Steps`).
+        typical_s: duration of one of the steps, for medians.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float | None
+    samples: int
+    step_s: float
+    wait_s: float
+    generation: int
+    count: int
+    typical_s: float
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of the global batch per second of the step; NaN where the step took no time."""
+        return self.samples / self.step_s if self.step_s > 0 else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DriverSession:
+    """The session of one driver: from acquiring the run to releasing it, or to its last event."""
+
+    token: int
+    started_s: float
+    ended_s: float
+    outcome: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RecoveryRecord:
+    """A rendezvous after a failure. `failure` is the first cause; None where no cause was reported."""
+
+    formed: Formed
+    failure: Failed | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeTotals:
+    """Where the time of all sessions went, in seconds. The parts add up to `wall_s`.
+
+    Attributes:
+        wall_s: all sessions; time between two sessions is not counted.
+        computing_s: steps that count, without waiting for data where that is reported.
+        data_s: waiting for data in steps that count.
+        start_s: from acquiring the run to the first rendezvous, in every session.
+        recovery_s: from each failure to the next rendezvous, and repeated steps.
+        checkpoint_s: time that steps waited for checkpoints and in-memory checkpoints.
+    """
+
+    wall_s: float = 0.0
+    computing_s: float = 0.0
+    data_s: float = 0.0
+    start_s: float = 0.0
+    recovery_s: float = 0.0
+    checkpoint_s: float = 0.0
+    evaluation_s: float = 0.0
+    other_s: float = 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that computed steps that count; NaN before any time passed."""
+        return self.computing_s / self.wall_s if self.wall_s > 0 else math.nan
+
+
+@dataclass(kw_only=True)
+class _TimeAccount:
+    """Sessions of drivers, and seconds of them by what they were spent on; see `TimeTotals`."""
+
+    sessions: list[_DriverSession] = field(default_factory=list)
+    start_s: float = 0.0
+    recovery_s: float = 0.0
+    checkpoint_s: float = 0.0
+    evaluation_s: float = 0.0
+
+    def extend_session(self, event: Event) -> None:
+        """Let the newest session last at least until an event."""
+        if self.sessions:
+            last = self.sessions[-1]
+            outcome = event.outcome if isinstance(event, RunEnded) else last.outcome
+            self.sessions[-1] = replace(last, ended_s=max(last.ended_s, event.time_s), outcome=outcome)
+
+    def start_up_s(self, *, formed: bool) -> float:
+        """Return the seconds of start-up. A newest session without a rendezvous (`formed`) counts as start-up."""
+        if formed or not self.sessions:
+            return self.start_s
+        return self.start_s + self.sessions[-1].ended_s - self.sessions[-1].started_s
+
+    def totals(self, steps: StepTable, *, formed: bool) -> TimeTotals:
+        """Return where the time of all sessions went so far."""
+        wall_s = sum(session.ended_s - session.started_s for session in self.sessions)
+        parts_s = {
+            "data_s": steps.waited_s,
+            "computing_s": steps.seconds - steps.waited_s,
+            "start_s": self.start_up_s(formed=formed),
+            "recovery_s": self.recovery_s,
+            "checkpoint_s": self.checkpoint_s,
+            "evaluation_s": self.evaluation_s,
+        }
+        spent_s = sum(parts_s.values())
+        return TimeTotals(wall_s=max(wall_s, spent_s), other_s=max(wall_s - spent_s, 0.0), **parts_s)
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Self:
+        """Rebuild an account from its `asdict`, which may have other keys too. Raises KeyError or TypeError."""
+        values = {item.name: facts[item.name] for item in fields(cls)}
+        sessions = [_DriverSession(**escape_control_characters(session)) for session in facts["sessions"]]
+        return cls(**{**values, "sessions": sessions})
+
+
+def noise_of(event: Measured) -> NoiseScale | None:
+    """Return the gradient noise scale of an event; None where it is not known."""
+    if not event.noise:
+        return None
+    told = dict(event.noise)
+    return NoiseScale(count=int(told.pop("count")), **told)
+
+
+def staleness_of(events: Iterable[Stale]) -> StalenessCounts:
+    """Return the staleness counts of all events together."""
+    whole = StalenessCounts()
+    for event in events:
+        counts = {int(age): int(count) for age, count in event.counts}
+        unit: Literal["updates", "steps"] = "steps" if event.unit == "steps" else "updates"
+        whole += StalenessCounts(counts=counts, unit=unit, dropped=event.dropped, again=event.again)
+    return whole
+
+
+def staleness_text(staleness: StalenessCounts) -> str:
+    """`mean 6.8 updates, at most 19; 3 pushes dropped, 2 units handed out again`; empty without pushes."""
+    if not staleness.counts:
+        return ""
+    most = max(staleness.counts)
+    return (
+        f"mean {staleness.mean:.1f} {staleness.unit}, at most {most}; "
+        f"{staleness.dropped:,} {'push' if staleness.dropped == 1 else 'pushes'} dropped, "
+        f"{formatting.count(staleness.again, 'unit')} handed out again"
+    )
+
+
+# --- The summary ------------------------------------------------------------------------------------------------------
+
 
 _EventKind = TypeVar("_EventKind", bound=Event)
 RunState = Literal["running", "done", "stopped", "failed", "interrupted"]
@@ -53,9 +390,7 @@ _MOST_MEASUREMENTS = 2_000  # measurements; also reports of staleness
 _FORMAT = 1  # of stored facts; increased where the same events give another summary
 _SINGLE = ("start", "prefetch", "probed", "waiting", "end", "judged", "cause")
 _LISTS = ("failures", "resumes", "skipped", "notes", "measured", "stale")
-_NUMBERS = (
-    "step", "told", "steps_lost", "last_s", "formed",
-)  # fmt: skip
+_NUMBERS = ("step", "told", "steps_lost", "last_s", "formed")
 
 
 def epoch_of(step: int, steps_per_epoch: int) -> int:
@@ -100,13 +435,13 @@ class RunSummary:
         self.steps = StepTable(most_rows)
         self.evaluations: dict[int, Evaluated] = {}
         self.failures: list[Failed] = []
-        self.recoveries: list[RecoveryRecord] = []
+        self.recoveries: list[_RecoveryRecord] = []
         self.resumes: list[Formed] = []
         self.skipped: list[CheckpointSkipped] = []
         self.notes: list[Noted] = []
         self.nodes: Mapping[str, str] = {}
         self.processes: dict[int, Placed] = {}
-        self.time = TimeAccount()
+        self.time = _TimeAccount()
         self.prefetch: Prefetched | None = None
         self.probed: Probed | None = None
         self.measured: list[Measured] = []
@@ -179,7 +514,7 @@ class RunSummary:
             self.measured.clear()
         self.start, self.end, self.waiting, self.cause, self.formed = event, None, None, None, False
         self.processes.clear()
-        self.time.sessions.append(DriverSession(token=event.token, started_s=event.time_s, ended_s=event.time_s))
+        self.time.sessions.append(_DriverSession(token=event.token, started_s=event.time_s, ended_s=event.time_s))
 
     def _replanned(self, event: Replanned | Probed) -> None:
         """Change the plan. Other measured plans become rejected ones, with their measured times as the reason."""
@@ -202,7 +537,7 @@ class RunSummary:
         self.stale = [item for item in self.stale if item.step <= event.step]
         self.steps_lost += max(event.steps_lost, lost)
         if self.formed:
-            self.recoveries.append(RecoveryRecord(formed=event, failure=self.cause))
+            self.recoveries.append(_RecoveryRecord(formed=event, failure=self.cause))
             self.time.recovery_s += event.seconds
         else:
             sessions = self.time.sessions
@@ -245,7 +580,7 @@ class RunSummary:
             "steps": self.steps.facts(),
             "evaluations": [event.to_json() for event in self.evaluations.values()],
             "recoveries": [[r.formed.to_json(), r.failure.to_json() if r.failure else None] for r in self.recoveries],
-            **self.time.facts(),
+            **asdict(self.time),
             "processes": [event.to_json() for event in self.processes.values()],
             "nodes": dict(self.nodes),
             **{name: [event.to_json() for event in getattr(self, name)] for name in _LISTS},
@@ -285,11 +620,11 @@ class RunSummary:
         found.steps = StepTable.of(facts["steps"])
         found.evaluations = {event.step: event for event in _events(facts["evaluations"], Evaluated)}
         found.processes = {event.worker: event for event in _events(facts["processes"], Placed)}
-        found.time = TimeAccount.of(facts)
+        found.time = _TimeAccount.of(facts)
         found.nodes = escape_control_characters(dict(facts["nodes"]))
         for formed, failure in facts["recoveries"]:
             cause = _events([failure], Failed)[0] if failure else None
-            found.recoveries.append(RecoveryRecord(formed=_events([formed], Formed)[0], failure=cause))
+            found.recoveries.append(_RecoveryRecord(formed=_events([formed], Formed)[0], failure=cause))
         for name in _LISTS:
             setattr(found, name, _events(facts[name], Event))
         for name in _SINGLE:

@@ -17,13 +17,11 @@ class MissingFile(StorageError):
     """There is no file at this path, although the store answers."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _ErrorCause:
     """The cause of a store error.
 
     Attributes:
-        what: what happened.
-        remedy: what the user can do.
         certain: a write with this error certainly did nothing, and a retry would fail too.
         passing: the error may pass by itself, so a retry may succeed.
     """
@@ -34,33 +32,25 @@ class _ErrorCause:
     passing: bool = False
 
 
-_FULL = _ErrorCause(
-    what="no space left on the device or in its quota", remedy="free space or give another storage=", certain=True
-)
-_WRITE = _ErrorCause(what="permission denied", remedy="check the owner and permissions of the folder", certain=True)
+_FULL = _ErrorCause("no space left on the device or in its quota", "free space or give another storage=", certain=True)
+_WRITE = _ErrorCause("permission denied", "check the owner and permissions of the folder", certain=True)
 _BLOCKED = _ErrorCause(
-    what="a part of the path is a file, not a folder", remedy="give the path of a folder as storage=", certain=True
+    "a part of the path is a file, not a folder", "give the path of a folder as storage=", certain=True
 )
 _NOT_RESPONDING = _ErrorCause(
-    what="the disk or network folder does not answer",
-    remedy="check that it is mounted, and the state of its server",
-    passing=True,
+    "the disk or network folder does not answer", "check that it is mounted, and the state of its server", passing=True
 )
 _BY_NUMBER: Mapping[int, _ErrorCause] = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
     errno.EACCES: _WRITE,
     errno.EPERM: _WRITE,
-    errno.EROFS: _ErrorCause(what="the file system is read-only", remedy="give another storage=", certain=True),
+    errno.EROFS: _ErrorCause("the file system is read-only", "give another storage=", certain=True),
     errno.ENOTDIR: _BLOCKED,
     errno.EEXIST: _BLOCKED,
-    errno.ENAMETOOLONG: _ErrorCause(
-        what="the name is too long", remedy="give a shorter name= or storage=", certain=True
-    ),
-    errno.ENOENT: _ErrorCause(what="the folder cannot be created", remedy="give another storage=", certain=True),
-    errno.EISDIR: _ErrorCause(
-        what="a folder has the name of the file", remedy="move or rename that folder", certain=True
-    ),
+    errno.ENAMETOOLONG: _ErrorCause("the name is too long", "give a shorter name= or storage=", certain=True),
+    errno.ENOENT: _ErrorCause("the folder cannot be created", "give another storage=", certain=True),
+    errno.EISDIR: _ErrorCause("a folder has the name of the file", "move or rename that folder", certain=True),
     **dict.fromkeys(
         (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.EAGAIN),
         _NOT_RESPONDING,
@@ -68,50 +58,42 @@ _BY_NUMBER: Mapping[int, _ErrorCause] = {
 }
 
 _NO_CREDENTIALS = _ErrorCause(
-    what="no credentials were found",
-    remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (Google: GOOGLE_APPLICATION_CREDENTIALS; "
+    "no credentials were found",
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (Google: GOOGLE_APPLICATION_CREDENTIALS; "
     "Azure: AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY) here and on every node",
     certain=True,
 )
 _REFUSED = _ErrorCause(
-    what="the store refuses the credentials, or they do not allow this",
-    remedy="check the access key, its secret, its rights to read, write, list and delete, and this machine's clock",
+    "the store refuses the credentials, or they do not allow this",
+    "check the access key, its secret, its rights to read, write, list and delete, and this machine's clock",
     certain=True,
 )
-_NO_BUCKET = _ErrorCause(
-    what="the bucket does not exist", remedy="create it, or correct its name in storage=", certain=True
-)
-_REGION = _ErrorCause(
-    what="the bucket is in another region", remedy="set AWS_REGION to the region of the bucket", certain=True
-)
+_NO_BUCKET = _ErrorCause("the bucket does not exist", "create it, or correct its name in storage=", certain=True)
+_REGION = _ErrorCause("the bucket is in another region", "set AWS_REGION to the region of the bucket", certain=True)
 _CLOCK_SKEW = _ErrorCause(
-    what="the clock of this machine is wrong: the store refuses requests signed with a wrong time",
-    remedy="set the clock, with chrony or systemd-timesyncd for instance, here and on every node",
+    "the clock of this machine is wrong: the store refuses requests signed with a wrong time",
+    "set the clock, with chrony or systemd-timesyncd for instance, here and on every node",
     certain=True,
 )
-_EXPIRED = _ErrorCause(what="the credentials have expired", remedy="renew them here and on every node", certain=True)
-_TIMEOUT = _ErrorCause(
-    what="the store did not answer in time", remedy="check the network and the store's own state", passing=True
-)
+_EXPIRED = _ErrorCause("the credentials have expired", "renew them here and on every node", certain=True)
+_TIMEOUT = _ErrorCause("the store did not answer in time", "check the network and the store's own state", passing=True)
 _UNREACHABLE = _ErrorCause(
-    what="the store cannot be reached",
-    remedy="check the network and the address of the endpoint (AWS_ENDPOINT_URL)",
-    passing=True,
+    "the store cannot be reached", "check the network and the address of the endpoint (AWS_ENDPOINT_URL)", passing=True
 )
 _THROTTLED = _ErrorCause(
-    what="the store throttles requests or is overloaded (HTTP status {})",
-    remedy="let fewer runs share the bucket or prefix, checkpoint less often, or raise the limit of the store",
+    "the store throttles requests or is overloaded (HTTP status {})",
+    "let fewer runs share the bucket or prefix, checkpoint less often, or raise the limit of the store",
     passing=True,
 )
 _SERVER_ERROR = _ErrorCause(
-    what="the store has an internal error (HTTP status {})", remedy="see the store's own log or state", passing=True
+    "the store has an internal error (HTTP status {})", "see the store's own log or state", passing=True
 )
 _CONNECTION_BROKEN = _ErrorCause(
-    what="the connection to the store was lost", remedy="check the network and the store's own state", passing=True
+    "the connection to the store was lost", "check the network and the store's own state", passing=True
 )
 _CONFLICT = _ErrorCause(
-    what="the store reports a conflict with another write",
-    remedy="check whether another process writes the same files",
+    "the store reports a conflict with another write",
+    "check whether another process writes the same files",
     passing=True,
 )
 _BY_TEXT: tuple[tuple[re.Pattern[str], _ErrorCause], ...] = (
@@ -149,8 +131,7 @@ def classify_error(error: Exception) -> _ErrorCause:
     if isinstance(error, FileNotFoundError) and number == 0:
         return _NO_BUCKET
     return _ErrorCause(
-        what=_first_line_without_secrets(text),
-        remedy="see the store's own log or state, then run the same command again",
+        _first_line_without_secrets(text), "see the store's own log or state, then run the same command again"
     )
 
 

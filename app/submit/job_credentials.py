@@ -50,7 +50,6 @@ class JobCredentials:
     """Credentials for the environment of a job's processes. Its repr shows names only.
 
     Attributes:
-        variables: values by name.
         files: contents of files by the variable that holds their path.
     """
 

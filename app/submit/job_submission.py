@@ -6,12 +6,18 @@ A submission carries metadata in Ray, which tell whether a job of the same run e
 from __future__ import annotations
 
 import hashlib
+import io
+import os
 import re
 import secrets
 import shlex
 import socket
+import subprocess
+import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +34,20 @@ from trainwright.submit.job_credentials import (
     CREDENTIALS_VARIABLE,
     SENDER_VARIABLE,
     WORKER_SETUP_HOOK,
-    JobCredentials,
     collect_credentials,
     credential_package_uri,
     storage_schemes,
 )
-from trainwright.submit.job_log import LogDisplay, LogFollower
 from trainwright.submit.job_server import (
     JobAgentUnavailable,
     JobDetails,
     JobIdTaken,
     JobServer,
     JobServerUnreachable,
+    LogDisplay,
+    LogFollower,
     exit_code,
 )
-from trainwright.submit.working_directory import build_package, package_contents, package_folder
 
 _STOP_TIMEOUT_S = 600  # time of a job for its last checkpoint before Ray kills it
 _STOP_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
@@ -52,13 +57,7 @@ _DETACHED_EXIT_CODE = 130  # exit code of Ctrl-C
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitOutput:
-    """Where the output of a submission goes.
-
-    Attributes:
-        write_line: takes a message.
-        make_display: creates a display of the job's log.
-        attach_command: command that follows the job again.
-    """
+    """Where the output of a submission goes, and the command that follows the job again."""
 
     write_line: Callable[[str], object]
     make_display: Callable[[], LogDisplay]
@@ -69,10 +68,7 @@ class Submission:
     """A request and the job server that it goes to. Every method may raise TrainwrightError.
 
     Args:
-        options: of the command line.
-        address: of the job server.
         environment: of this process; credentials come from it.
-        output: for messages and the log.
     """
 
     def __init__(
@@ -115,33 +111,32 @@ class Submission:
         """Show the job's log to its end; return its exit code, or that of Ctrl-C, after which the job continues."""
         display = self._output.make_display()
         details = self._follow(submission, display)
-        return (
-            _DETACHED_EXIT_CODE
-            if details is None
-            else exit_code(details, trainwright_missing=display.trainwright_missing)
-        )
+        if details is None:
+            return _DETACHED_EXIT_CODE
+        return exit_code(details, trainwright_missing=display.trainwright_missing)
 
     def stop(self) -> int:
         """Stop the run's job with a checkpoint and show its log to the end; return 0 if it stopped."""
-        job = _running_job(self._server.jobs(), self._request.metadata)
+        job = _running(_jobs_of_run(self._server.jobs(), self._request.metadata))
         if job is None:
             raise RunConflict(
                 f"no job of the run {self._request.run!r} is running on this cluster",
                 where=self._server.address,
                 remedy="--attach shows the log of its latest job",
             )
-        self._output.write_line(
-            f"stopping job {job.id} with a checkpoint; it has {formatting.duration(_STOP_TIMEOUT_S)} for that"
-        )
+        time = formatting.duration(_STOP_TIMEOUT_S)
+        self._output.write_line(f"stopping job {job.id} with a checkpoint; it has {time} for that")
         self._server.stop(job.id)
         details = self._follow(job.id, self._output.make_display())
-        return _DETACHED_EXIT_CODE if details is None else self._stop_exit_code(details)
+        if details is None:
+            return _DETACHED_EXIT_CODE
+        self._output.write_line(f"job {details.id}: {details.status.lower()}")
+        return 0 if details.status in ("STOPPED", "SUCCEEDED") else exit_code(details)
 
     def follow_hint(self) -> str:
         """Return the commands that follow and stop the job, in two lines."""
-        return (
-            f"  follow it again  {self._output.attach_command}\n  stop it          {self._output.attach_command} --stop"
-        )
+        command = self._output.attach_command
+        return f"  follow it again  {command}\n  stop it          {command} --stop"
 
     def _follow(self, submission: str, display: LogDisplay) -> JobDetails | None:
         """Return how the job ended; None after Ctrl-C. Raises ResourceError."""
@@ -153,11 +148,6 @@ class Submission:
         except JobServerUnreachable as error:
             what = f"the cluster has not answered for too long; job {submission} may continue without this terminal"
             raise ResourceError(what, where=error.where, remedy=f"once it answers:\n{self.follow_hint()}") from error
-
-    def _stop_exit_code(self, details: JobDetails) -> int:
-        """Return the exit code of --stop."""
-        self._output.write_line(f"job {details.id}: {details.status.lower()}")
-        return 0 if details.status in ("STOPPED", "SUCCEEDED") else exit_code(details)
 
     def _package(self) -> tuple[str, str]:
         """Upload the package unless the server has it; return its URI and the command to run in it."""
@@ -171,18 +161,15 @@ class Submission:
             self._server.upload(uri, data)
         return uri, self._request.entrypoint(folder)
 
-    def _credentials(self) -> JobCredentials:
-        """Return the credentials to send."""
-        options, work = self._request.options, self._request
-        return collect_credentials(work.schemes if options.credentials else (), options.env, self._environment)
-
     def _send(self, package: tuple[str, str]) -> str:
         """Submit the job under the next free ID. Raises JobIdTaken."""
         uri, entrypoint = package
         submission = next_submission_id(self._server.jobs(), self._request.run)
         variables = {_STOP_VARIABLE: str(_STOP_TIMEOUT_S), SENDER_VARIABLE: package_versions()["trainwright"]}
         runtime_env: dict[str, Any] = {"working_dir": uri, "env_vars": variables}
-        credentials = self._credentials()
+        options = self._request.options
+        schemes = self._request.schemes if options.credentials else ()
+        credentials = collect_credentials(schemes, options.env, self._environment)
         if credentials.names:
             variables[CREDENTIALS_VARIABLE] = f"{submission}.{secrets.token_hex(16)}"
             runtime_env["worker_process_setup_hook"] = WORKER_SETUP_HOOK
@@ -203,7 +190,6 @@ class SubmitOptions:
     """Options of the command line.
 
     Attributes:
-        file: job file.
         overrides: `field=value`, including those of `--strategy` and `--workers`.
         fit_options: options to pass to `fit`: `--resume`, `--fresh`, `--verbose`.
         env: names of additional variables to send.
@@ -224,10 +210,7 @@ class JobRequest:
     """A job or a distillation to submit.
 
     Attributes:
-        options: of the command line.
         command: `fit` or `distill`.
-        run: name of the run.
-        storage: of the job.
         schemes: kinds of object storage that the job uses.
     """
 
@@ -293,11 +276,6 @@ def _jobs(value: Any) -> Iterator[Job]:
 def resolve_storage(work: JobRequest, hosts: Sequence[str], here: str) -> tuple[JobRequest, str]:
     """Return the request with storage that means the same on the cluster, and a note about it.
 
-    Args:
-        work: the request.
-        hosts: names of the cluster's nodes.
-        here: name of this machine.
-
     Raises:
         StorageError: the storage is a folder that no node of the cluster has.
     """
@@ -328,8 +306,6 @@ class SubmissionMetadata:
     """Metadata of a submission in Ray, which identify its run; they contain no secret.
 
     Attributes:
-        run: name of the run.
-        storage: of the run.
         digest: of the job file and its overrides.
         fresh: whether it starts the run from the beginning.
     """
@@ -363,24 +339,22 @@ def _jobs_of_run(jobs: Iterable[JobDetails], metadata: SubmissionMetadata) -> li
     return sorted(same, key=lambda job: _number(job.id, metadata.run))
 
 
-def _running_job(jobs: Iterable[JobDetails], metadata: SubmissionMetadata) -> JobDetails | None:
-    """Return the job of the run that has not ended."""
-    return next((job for job in _jobs_of_run(jobs, metadata) if not job.ended), None)
+def _running(jobs: Iterable[JobDetails]) -> JobDetails | None:
+    """Return the job that has not ended."""
+    return next((job for job in jobs if not job.ended), None)
 
 
 def job_to_follow(jobs: Iterable[JobDetails], metadata: SubmissionMetadata, *, anyway: bool) -> JobDetails | None:
     """Return the job to follow; None if a new one must be submitted.
 
     Args:
-        jobs: of the cluster.
-        metadata: of this submission.
         anyway: follow the running or latest job of the run in any case.
 
     Raises:
         RunConflict: the running job has another file or other options, or there is no job to follow.
     """
     known = _jobs_of_run(jobs, metadata)
-    alive = next((job for job in known if not job.ended), None)
+    alive = _running(known)
     if anyway:
         if not known:
             raise RunConflict(
@@ -411,3 +385,187 @@ def next_submission_id(jobs: Iterable[JobDetails], run: str) -> str:
 def _number(submission: str, run: str) -> int:
     found = re.fullmatch(rf"{re.escape(run)}-(\d+)", submission)
     return int(found[1]) if found else 0
+
+
+# --- The package: the files of the job's folder without credentials, as an archive ------------------------------------
+
+
+_LIMIT_BYTES = 500 << 20  # of a package; Ray keeps it in the head's memory
+_EXCLUDED = frozenset(
+    (
+        ".git",
+        ".hg",
+        ".venv",
+        "venv",
+        "__pycache__",
+        "node_modules",
+        ".ipynb_checkpoints",
+        ".mypy_cache",
+        ".pytest_cache",
+    )
+)
+_CREDENTIALS = (
+    ".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".npmrc", ".pypirc", ".htpasswd",
+    ".git-credentials", ".dockercfg", ".boto", ".s3cfg", "credentials.json", "client_secret*.json",
+    "service[-_]account*.json", "application_default_credentials.json", "kubeconfig", "id_rsa", "id_dsa", "id_ecdsa",
+    "id_ed25519", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.ppk", ".aws", ".azure",
+    ".config", ".kube", ".docker", ".ssh", ".gnupg", ".oci", ".huggingface", "kaggle.json", ".kaggle", ".vault-token",
+    "secrets.toml", "secrets.yaml", "secrets.yml", "secrets.json", "*.tfstate", "*.tfstate.backup", "*.tfvars",
+    ".renviron", "rclone.conf", "*.ovpn",
+)  # fmt: skip
+"""Names of files and folders that hold credentials, after GitHub's templates for .gitignore and gitleaks' rules."""
+
+_EXAMPLES = ("*.example", "*.sample", "*.template", "*.dist")  # such files contain no credentials
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # time of every file, so that equal files give an equal package
+_NAMED = 3
+_SHOWN = 8  # names of files, in a line
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageContents:
+    """Contents of a package.
+
+    Attributes:
+        left_out: entries of the folder that are not packed.
+        credentials: files that are not packed because their names suggest credentials.
+        links: files that are not packed because they are links out of the folder.
+    """
+
+    folder: Path
+    files: tuple[str, ...]
+    sizes: tuple[int, ...]
+    left_out: tuple[str, ...] = ()
+    credentials: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of all files."""
+        return sum(self.sizes)
+
+    def __str__(self) -> str:
+        left = f"; without {', '.join(self.left_out)}" if self.left_out else ""
+        if self.credentials:
+            left += f"; without credentials: {_shortened(self.credentials)} (--env NAME sends a variable)"
+        if self.links:
+            left += f"; without links that leave the folder: {_shortened(self.links)}"
+        return f"{self.folder}: {formatting.count(len(self.files), 'file')}, {formatting.size(self.size_bytes)}{left}"
+
+
+def package_folder(file: str, folder: str | None) -> Path:
+    """Return the folder to pack: the given one, or that of the file. Raises JobError if the file is not in it."""
+    path = Path(file).resolve()
+    root = Path(folder).resolve() if folder is not None else path.parent
+    if not path.is_relative_to(root):
+        raise JobError([f"--folder {folder}: {file} is not in it; name a folder that contains the job file"])
+    return root
+
+
+def package_contents(folder: Path, *, needed: Path, without: Iterable[Path] = ()) -> PackageContents:
+    """Return the files of a folder to pack: those that git does not ignore, or all without git.
+
+    Files whose names suggest credentials and links out of the folder are left out.
+
+    Args:
+        needed: a file that is always packed.
+        without: folders that are never packed, such as the storage of runs.
+
+    Raises:
+        ResourceError: the files are larger than a package may be.
+    """
+    barred = tuple(each.resolve() for each in without)
+    listed = _git_files(folder)
+    names = sorted({*(listed if listed is not None else _walk_files(folder)), needed.relative_to(folder).as_posix()})
+    paths = {name: folder / name for name in names}
+    some = {name: path for name, path in paths.items() if _is_included(name, path, barred)}
+    inside = {name: _path_in_folder(path, folder) for name, path in some.items()}
+    secret = [name for name, real in inside.items() if some[name] != needed and _credentials(name, real)]
+    links = [name for name, real in inside.items() if real is None]
+    files = {name: path for name, path in some.items() if name not in {*secret, *links}}
+    found = PackageContents(
+        folder=folder,
+        files=tuple(files),
+        sizes=tuple(path.stat().st_size for path in files.values()),
+        left_out=tuple(_left_out(folder, some)),
+        credentials=tuple(secret),
+        links=tuple(links),
+    )
+    if found.size_bytes > _LIMIT_BYTES:
+        raise _too_large(found)
+    return found
+
+
+def build_package(contents: PackageContents) -> tuple[str, bytes]:
+    """Return the package's URI, which depends on the files only, and its bytes."""
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in contents.files:
+            path = contents.folder / name
+            entry = zipfile.ZipInfo(name, _EPOCH)
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.external_attr = (path.stat().st_mode & 0xFFFF) << 16
+            archive.writestr(entry, path.read_bytes())
+    data = held.getvalue()
+    return f"gcs://_ray_pkg_{hashlib.sha256(data).hexdigest()[:32]}.zip", data
+
+
+def _git_files(folder: Path) -> list[str] | None:
+    """Return tracked and untracked files that git does not ignore; None if the folder is no repository."""
+    command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        found = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return [os.fsdecode(name) for name in found.stdout.split(b"\0") if name] if found.returncode == 0 else None
+
+
+def _walk_files(folder: Path) -> Iterator[str]:
+    for root, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _EXCLUDED]
+        yield from (Path(root, name).relative_to(folder).as_posix() for name in files)
+
+
+def _is_included(name: str, path: Path, barred: tuple[Path, ...]) -> bool:
+    if _EXCLUDED & set(name.split("/")) or not path.is_file():
+        return False
+    return not any(path.absolute().is_relative_to(each) for each in barred)
+
+
+def _path_in_folder(path: Path, folder: Path) -> str | None:
+    """Return the path of a file in the folder after following links; None if it is outside."""
+    real, root = path.resolve(), folder.resolve()
+    return real.relative_to(root).as_posix() if real.is_relative_to(root) else None
+
+
+def _credentials(*names: str | None) -> bool:
+    """Return whether a name in these paths suggests credentials."""
+    parts = {part.lower() for name in names if name is not None for part in name.split("/")}
+    return any(
+        any(fnmatchcase(part, pattern) for pattern in _CREDENTIALS)
+        and not any(fnmatchcase(part, pattern) for pattern in _EXAMPLES)
+        for part in parts
+    )
+
+
+def _shortened(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _left_out(folder: Path, files: Iterable[str]) -> list[str]:
+    """Return the top-level entries from which nothing is packed, without git's own."""
+    taken = {name.partition("/")[0] for name in files}
+    return sorted(entry.name for entry in folder.iterdir() if entry.name not in taken | {".git", "__pycache__"})
+
+
+def _too_large(contents: PackageContents) -> ResourceError:
+    sizes: Counter[str] = Counter()
+    for name, size_bytes in zip(contents.files, contents.sizes, strict=True):
+        sizes[name.partition("/")[0]] += size_bytes
+    largest = ", ".join(f"{name} ({formatting.size(size_bytes)})" for name, size_bytes in sizes.most_common(_NAMED))
+    return ResourceError(
+        f"the job's folder has {formatting.size(contents.size_bytes)}, but a package may have "
+        f"{formatting.size(_LIMIT_BYTES)}; the largest are {largest}",
+        where=str(contents.folder),
+        remedy="put data into object storage, list unneeded files in .gitignore, or use a smaller --folder",
+    )

@@ -1,6 +1,6 @@
 """Experiment trackers, public as `tw.trackers`: the protocol of own ones, and those for MLflow and Weights & Biases.
 
-A tracker has three methods, which are called from a thread of their own (`tracker_thread`).
+A tracker has three methods, which are called from a thread of their own (`listeners.TrackerThread`).
 """
 
 from __future__ import annotations

@@ -370,10 +370,11 @@ def _records(body: bytes, place: GroupLocation) -> list[_Features]:
     """Return the features of each record of a group, with its checksums verified."""
     parse = _example_class().FromString
     records: list[_Features] = []
+    stop = 0
     for row, (start, stop) in enumerate(pairwise(chain((0,), record_ends(body)))):
         data = unframe(body[start:stop])
         if data is None:
-            raise _damaged_record_error(place.at(row))
+            raise _damaged_record_error(place, row, start)
         try:
             example = parse(data)
         except DecodeError as error:
@@ -382,7 +383,7 @@ def _records(body: bytes, place: GroupLocation) -> list[_Features]:
             raise _no_example_error("it looks like a SequenceExample, which has no one row", place.at(row))
         records.append({entry.key: entry.value for entry in example.features.feature})
     if not records or stop != len(body):
-        raise _damaged_record_error(place.at(len(records)))
+        raise _damaged_record_error(place, len(records), stop)
     return records
 
 
@@ -399,9 +400,12 @@ def _no_example_error(problem: str, where: str) -> DataError:
     )
 
 
-def _damaged_record_error(where: str) -> DataError:
+def _damaged_record_error(place: GroupLocation, row: int, start: int) -> DataError:
+    """Return the error for a record; `start` is its first byte within the group."""
     return DataError(
-        "the record is damaged: its CRC-32C is wrong", where=where, remedy="write the file again, or leave it out"
+        f"the record at byte {place.offset + start} is damaged: its CRC-32C is wrong",
+        where=place.at(row),
+        remedy="write the file again, or leave it out",
     )
 
 

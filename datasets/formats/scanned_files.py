@@ -65,11 +65,13 @@ class GroupLocation:
         file: path.
         group: its number within the file.
         row: number of its first row within the file.
+        offset: byte of the file at which it begins; after decompression in a compressed file.
     """
 
     file: str
     group: int
     row: int
+    offset: int = 0
 
     def at(self, row: int | None = None, column: str | None = None) -> str:
         """File and group, and where given the row within the group and the column."""
@@ -260,7 +262,8 @@ class FileLoader:
     def load(self, number: int, columns: Sequence[str]) -> Arrays:
         """Columns of group `number` of the index; raises DataError that names file, group, and the row where known."""
         group = self._index.groups[number]
-        place = GroupLocation(file=group.file, group=group.number, row=group.first - self._firsts[group.file].first)
+        row = group.first - self._firsts[group.file].first
+        place = GroupLocation(file=group.file, group=group.number, row=row, offset=group.start)
         names = select_columns(self._index.traits, columns, place.at())
         with open_file(self._system, group.file, self._index.sizes.get(group.file)) as data:
             head, body = self._head(data), data.read(group.start, group.stop)
@@ -446,7 +449,7 @@ def survey_ranges(
     pieces: list[RecordRange] = []
     first = 0
     for offset, body in ranges:
-        rows = count(body, GroupLocation(file=file, group=len(pieces), row=first))
+        rows = count(body, GroupLocation(file=file, group=len(pieces), row=first, offset=offset))
         if rows:
             pieces.append(RecordRange(offset, offset + len(body), rows))
             first += rows

@@ -19,9 +19,8 @@ from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.errors import StorageError
 from trainwright.storage.checkpoints import CheckpointWriter, delete_unreferenced, newest_intact, write_manifest
-from trainwright.storage.object_store import Store, open_store
+from trainwright.storage.object_store import RetryPolicy, Store, open_store
 from trainwright.storage.run_log import Owner, RunLog
-from trainwright.storage.store_clients import RetryPolicy
 from trainwright.storage.store_errors import MissingFile
 
 

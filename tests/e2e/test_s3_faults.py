@@ -20,14 +20,13 @@ from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoin
 from trainwright.core.errors import StorageError, StoreDown
 from trainwright.core.events import Noted
 from trainwright.driver import messages as m
-from trainwright.storage import store_clients
+from trainwright.storage import object_store
 from trainwright.storage.checkpoints import CheckpointWriter, delete_unreferenced, newest_intact, write_manifest
 from trainwright.storage.event_files import read_events
 from trainwright.storage.event_log import EventLog
-from trainwright.storage.object_store import Store, open_store
+from trainwright.storage.object_store import RetryPolicy, Store, open_store
 from trainwright.storage.run_log import Heartbeat, RunLog
 from trainwright.storage.run_store import RunStore
-from trainwright.storage.store_clients import RetryPolicy
 
 SHORT = RetryPolicy(connect_s=0.5, silence_s=0.45, request_s=5.0, total_s=6.0)
 SHARD = os.urandom(300_000)
@@ -108,7 +107,7 @@ def scene(clean: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Sc
     """A run with two checkpoints; pauses are a tenth of the usual ones, parts a third."""
     monkeypatch.setattr("trainwright.core.retry.FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr("trainwright.core.retry.LONGEST_PAUSE_S", 0.2)
-    monkeypatch.setattr(store_clients, "CHUNK_BYTES", PART)
+    monkeypatch.setattr(object_store, "CHUNK_BYTES", PART)
     uri = f"{clean}/{next(_numbers)}"
     direct = open_store(uri)
     made = Scene(proxy=proxy, direct=direct, store=through(proxy, uri, SHORT))

@@ -20,8 +20,7 @@ from trainwright.chaos_testing.store_outage import TcpProxy
 from trainwright.cli.main import app
 from trainwright.core.errors import JobError, ResourceError, RunConflict
 from trainwright.storage.object_store import open_store
-from trainwright.submit.job_log import LogDisplay, LogFollower
-from trainwright.submit.job_server import JobServer
+from trainwright.submit.job_server import JobServer, LogDisplay, LogFollower
 
 pytestmark = pytest.mark.hosts  # a cluster of its own with a job server
 CANARY = "canary-7c1f-of-the-tests"

@@ -12,7 +12,7 @@ import torch
 import trainwright as tw
 from tests.support import processes, torch_jobs
 from trainwright.chaos_testing.fault_schedule import ObservedWorker
-from trainwright.chaos_testing.process_control import ProcessSignaller
+from trainwright.chaos_testing.run_observer import ProcessSignaller
 from trainwright.core.errors import JobError
 
 STEP_S = 0.1
@@ -53,7 +53,7 @@ def test_a_job_that_fails_by_itself_is_told_by_its_own_error(folder: Path, ray_c
     def failing(model: Any, batch: Any) -> torch.Tensor:
         raise ValueError("enough")
 
-    with pytest.raises(tw.TrainwrightError, match="the unbroken run failed") as caught:
+    with pytest.raises(tw.TrainwrightError, match="the run without faults failed") as caught:
         tw.chaos(torch_jobs.job(folder, step=failing), faults=["kill"])
     assert "ValueError: enough" in caught.value.detail
     assert not list(folder.iterdir())

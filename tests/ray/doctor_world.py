@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 import trainwright as tw
 from tests.support import ray_clusters
 from trainwright.diagnostics import cluster_probe
-from trainwright.diagnostics.cluster_checks import check_unreachable
+from trainwright.diagnostics.cluster_probe import check_unreachable
 from trainwright.diagnostics.node_facts import ClusterFacts, UnreachableNode
 
 

@@ -15,13 +15,14 @@ import ray
 import trainwright as tw
 from tests.support import torch_jobs
 from tests.support.finished_runs import told
+from tests.support.metric_series import exported
 from tests.support.processes import ROOT, wait_for
 from trainwright.core import events
 from trainwright.reporting.run_history import RunHistory
 from trainwright.storage.event_files import read_events
 from trainwright.storage.object_store import open_store
-from trainwright.tracking import prometheus
-from trainwright.tracking.prometheus import METRICS
+from trainwright.tracking import listeners
+from trainwright.tracking.listeners import METRICS
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -83,7 +84,7 @@ def heard(folder: Path) -> bool:
 def test_what_prometheus_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray hands it on every ten seconds. The run waits for that at a step, since its gauges end with it; before, its
     worker is killed after steps that the driver has heard of."""
-    monkeypatch.setattr(prometheus, "GOODPUT_INTERVAL_S", 0.0)  # reckoned with each event, not every ten seconds
+    monkeypatch.setattr(listeners, "GOODPUT_INTERVAL_S", 0.0)  # reckoned with each event, not every ten seconds
     gate, folder = tmp_path / "gate", tmp_path / "runs"
 
     def held(step: int, total: int) -> float:
@@ -108,8 +109,8 @@ def test_what_prometheus_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     finally:
         gate.touch()
         run.wait()
-    exported = {name.partition(",")[0] for name in found}
-    assert exported == {series for metric in METRICS.values() for series in metric.exported}
+    scraped = {name.partition(",")[0] for name in found}
+    assert scraped == {series for metric in METRICS.values() for series in exported(metric)}
     board = json.loads((ROOT / "clusters" / "grafana.json").read_text())
     drawn = {
         name
@@ -117,4 +118,4 @@ def test_what_prometheus_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         for each in panel.get("targets", ())
         for name in re.findall(r"ray_\w+", each["expr"])
     }
-    assert drawn and drawn <= exported
+    assert drawn and drawn <= scraped

@@ -11,8 +11,7 @@ from trainwright.core import events
 from trainwright.reporting import run_views
 from trainwright.storage.event_log import EventLog
 from trainwright.storage.object_store import open_store
-from trainwright.storage.run_log import RunLog
-from trainwright.storage.run_owner import Owner
+from trainwright.storage.run_log import Owner, RunLog
 
 _NUMBERS = itertools.count()
 ALIVE = Owner.here()

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainwright.cluster_files import check
-from trainwright.cluster_files.node_groups import instance_types, parse_tpu_slice
 from trainwright.cluster_files.placeholders import ClusterFileError
-from trainwright.cluster_files.validation import check_text
+from trainwright.cluster_files.ray_up import instance_types, parse_tpu_slice
+from trainwright.cluster_files.validation import check, check_text
 from trainwright.cluster_files.yaml_checks import read_yaml
 from trainwright.core.cluster import ACCELERATORS
 from trainwright.core.errors import Finding

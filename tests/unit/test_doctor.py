@@ -20,9 +20,9 @@ from trainwright import datasets
 from trainwright.cli.main import app
 from trainwright.core.errors import Finding, JobError
 from trainwright.diagnostics import cluster_probe, diagnosis_report
-from trainwright.diagnostics.cluster_checks import check_cluster
 from trainwright.diagnostics.cluster_probe import (
     LinkServer,
+    check_cluster,
     failure_reason,
     living_nodes,
     measure_link,
@@ -32,13 +32,19 @@ from trainwright.diagnostics.diagnosis_report import Diagnosis, group_findings
 from trainwright.diagnostics.machine_checks import check_machine, interface_setting_matches
 from trainwright.diagnostics.machine_probe import (
     cgroup_limits,
+    dataset_paths,
+    delete_marks,
     disk_space,
     import_faults,
     parse_smi,
     parse_torch_cuda,
     port_range,
+    probe_data_paths,
+    probe_storage,
+    read_marks,
     requirements,
     resolve_host,
+    write_mark,
 )
 from trainwright.diagnostics.node_facts import (
     Accelerators,
@@ -55,14 +61,6 @@ from trainwright.diagnostics.node_facts import (
     Software,
     StorageResult,
     UnreachableNode,
-)
-from trainwright.diagnostics.storage_probe import (
-    dataset_paths,
-    delete_marks,
-    probe_data_paths,
-    probe_storage,
-    read_marks,
-    write_mark,
 )
 
 GIB = 1 << 30

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from trainwright.cli.cluster_commands import TEMPLATES, ask_values, parse_values, read_template
 from trainwright.cli.main import app
-from trainwright.cluster_files import check
 from trainwright.cluster_files.placeholders import ClusterFileError, fill_placeholders, find_placeholders
+from trainwright.cluster_files.validation import check
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESENT = [kind for kind, name in TEMPLATES.items() if (ROOT / "clusters" / name).is_file()]

@@ -30,7 +30,7 @@ from trainwright.storage.memory_checkpoints import (
     fetch_unavailable,
     remove_stale_copies,
 )
-from trainwright.storage.run_owner import Owner
+from trainwright.storage.run_log import Owner
 
 FIRST = (3 << TOKEN_BITS) + 1  # version of the driver with token 3
 FILE = CheckpointFile(name="state", size_bytes=5, sha256=hashlib.sha256(b"12345").hexdigest())

@@ -28,9 +28,8 @@ from trainwright.core.plan import Estimate, Mesh
 from trainwright.driver import messages as m
 from trainwright.driver.driver_state import Phase
 from trainwright.reporting import run_views as views
-from trainwright.reporting.html import ReportFacts, render_report
-from trainwright.reporting.predicted_vs_measured import StepPart, compare_step, noise_text, step_parts
-from trainwright.reporting.run_history import RunHistory
+from trainwright.reporting.html.run_report import render_report
+from trainwright.reporting.run_history import RunHistory, StepPart, compare_step, noise_text, step_parts
 from trainwright.worker.worker import StepTimer
 
 PHASES = {"forward": 0.003, "backward": 0.006, "wait": 0.001, "optimizer": 0.002, "other": 0.0005}
@@ -250,11 +249,11 @@ def test_report_and_show_have_the_parts_of_the_step() -> None:
     assert view.data["noise_scale"] == {"step": 100, **vars(NOISE)}
     text = " ".join(printed(view).split())
     assert "compute 12 ms 9 ms 1.33 measured forward 3 ms, backward 6 ms" in text and "310 samples" in text
-    page = render_report(RunHistory.fold(told), ReportFacts())
+    page = render_report(RunHistory.fold(told))
     assert (
         "gradients, exposed" in page
         and "Medians of 80 timed steps with 2 workers" in page
         and "310 samples, 250 to 400" in page
     )
-    bare = render_report(RunHistory.fold(ran()), ReportFacts())
+    bare = render_report(RunHistory.fold(ran()))
     assert "predicted and measured" not in bare and "noise scale" not in bare

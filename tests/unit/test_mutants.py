@@ -406,18 +406,18 @@ STORAGE_MUTANTS = (
 LINKS = (
     Mutant(
         name="names an entry before the disk has it",
-        module="trainwright.storage.store_clients",
+        module="trainwright.storage.object_store",
         pattern="file.flush()\nos.fsync(file.fileno())",
     ),
     Mutant(
         name="forgets the folder of an entry",
-        module="trainwright.storage.store_clients",
+        module="trainwright.storage.object_store",
         function="create",
         pattern="self._sync(path)",
     ),
     Mutant(
         name="replaces what another wrote",
-        module="trainwright.storage.store_clients",
+        module="trainwright.storage.object_store",
         pattern="os.link(unnamed, place)",
         replacement="place.unlink(missing_ok=True)\nos.link(unnamed, place)",
     ),

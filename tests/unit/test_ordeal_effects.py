@@ -17,14 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.chaos_testing import process_control, run_observer, store_outage
+from trainwright.chaos_testing import run_observer, store_outage
 from trainwright.chaos_testing.experiment import HostSnapshot
 from trainwright.chaos_testing.fault_schedule import CATALOGUE, ObservedWorker, ScheduledFault
-from trainwright.chaos_testing.process_control import ProcessSignaller, send_signal
+from trainwright.chaos_testing.run_observer import ProcessSignaller, send_signal
 from trainwright.chaos_testing.store_outage import FolderOutage, TcpProxy, outage_obstacle, proxy_environment
 from trainwright.core.errors import StorageError
 from trainwright.storage.object_store import open_store
-from trainwright.storage.run_owner import process_start_ticks
+from trainwright.storage.run_log import process_start_ticks
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_a_driver_that_stood_still_may_do_nothing_but_end(
     how: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on once another one trains."""
-    monkeypatch.setattr(process_control, "_DRIVER_MODULE", "tests.support.stopped_driver")
+    monkeypatch.setattr(run_observer, "_DRIVER_MODULE", "tests.support.stopped_driver")
     monkeypatch.setattr(run_observer, "_DRIVER_EXIT_TIMEOUT_S", 1.0 if how == "hangs" else 30.0)
     order = tmp_path / "order.job"
     order.write_text(how)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from trainwright.chaos_testing.chaos_report import (
@@ -17,8 +19,10 @@ from trainwright.chaos_testing.chaos_report import (
     compare_runs,
     fault_costs,
 )
+from trainwright.chaos_testing.experiment import ScratchStorage
 from trainwright.chaos_testing.run_observer import InjectedFault, ObservedRun
 from trainwright.core import events
+from trainwright.core.errors import CheckpointError
 
 FINAL = FinalCheckpoint(step=4, files={"model": "aa", "optimizer": "bb"})
 
@@ -102,12 +106,12 @@ def verdict(**fields: object) -> ChaosReport:
 
 
 def test_it_passes_only_where_a_fault_was_given_and_nothing_differs_or_is_left() -> None:
-    assert verdict() and verdict().summary == "after 1 fault the run agrees bitwise with the unbroken one"
+    assert verdict() and verdict().summary == "after 1 fault the run agrees bitwise with the uninterrupted one"
     assert not verdict(costs=()) and "no fault was injected" in verdict(costs=()).summary
     left = verdict(leaks=("process 7",))
     assert not left and left.agrees and "leaked resources" in left.summary
     wrong = verdict(differences=("loss",), since_step=9)
-    assert not wrong and wrong.summary.endswith("differs from the unbroken one since step 9")
+    assert not wrong and wrong.summary.endswith("differs from the uninterrupted one since step 9")
     unsteady = verdict(differences=("loss",), since_step=9, repeatable=False)
     assert not unsteady and "the job itself is not repeatable" in unsteady.summary
 
@@ -125,3 +129,9 @@ def test_it_is_shown_as_a_table_and_as_json() -> None:
     text = caught.get()
     for part in ("kill", "300 ms", "1.7 s", "replica", "the loss differs", "spare", "failures=20", "50%"):
         assert part in text, text
+
+
+def test_a_final_checkpoint_that_is_missing_says_where_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the final checkpoint of the run 'job-chaos' is missing") as caught:
+        ScratchStorage(storage=str(tmp_path), folder=tmp_path).final("job-chaos")
+    assert caught.value.where == f"{tmp_path}/job-chaos" and f"doctor --storage {tmp_path}" in caught.value.remedy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from rich.console import Console
@@ -135,7 +136,7 @@ def console(*, terminal: bool) -> tuple[Console, io.StringIO]:
 def test_plain_lines_when_not_a_terminal() -> None:
     screen, out = console(terminal=False)
     assert isinstance(display_for(screen), PlainTextDisplay)
-    with RunProgress(DECISION.chosen, console=screen) as progress:
+    with closing(RunProgress(DECISION.chosen, console=screen)) as progress:
         for event in whole_run():
             progress.on(event)
     lines = out.getvalue().splitlines()
@@ -170,7 +171,7 @@ def test_a_bar_in_a_terminal() -> None:
     screen, out = console(terminal=True)
     surface = display_for(screen)
     assert isinstance(surface, TerminalDisplay)
-    with RunProgress(console=screen, surface=surface) as progress:
+    with closing(RunProgress(console=screen, surface=surface)) as progress:
         for event in whole_run()[:9]:
             progress.on(event)
     shown = out.getvalue()
@@ -180,7 +181,7 @@ def test_a_bar_in_a_terminal() -> None:
 
 def test_brackets_are_no_markup() -> None:
     screen, out = console(terminal=True)
-    with RunProgress(console=screen) as progress:
+    with closing(RunProgress(console=screen)) as progress:
         progress.on(events.Noted(text="shape [red] and [/]"))
     assert "shape [red] and [/]" in out.getvalue()
 

@@ -63,7 +63,7 @@ def test_each_rank_has_a_bundle_of_its_own_on_its_node(nodes: list[str], random:
     bundles = dict(enumerate(random.sample(nodes, len(nodes))))
     random.shuffle(seats)
     found = TrainWorkers.of(seats, bundles, [{"CPU": 1.0}] * len(nodes))
-    assert [one.rank for one in found.seats] == list(range(len(nodes)))
+    assert [one.rank for one in found.workers] == list(range(len(nodes)))
     assert [bundles[bundle] for bundle in found.bundles] == nodes and len(set(found.bundles)) == len(nodes)
 
 
@@ -81,7 +81,7 @@ def test_the_cluster_is_what_the_seats_have() -> None:
 @pytest.mark.parametrize(
     ("seats", "told"),
     [
-        ([seat(0), seat(1, run="other")], "train other runs: 'run' and 'other'"),
+        ([seat(0), seat(1, run="other")], "train different runs: 'run' and 'other'"),
         ([seat(0, "a", "1"), seat(1, "a", "1")], "share the GPU 1"),
         ([seat(0, "a", "0", kind="TPU")], "does not train on TPUs"),
     ],
@@ -110,11 +110,11 @@ def test_a_job_has_as_many_workers_as_seats() -> None:
 
 
 def test_a_plan_takes_threads_of_its_seats() -> None:
-    found = seating(seat(0), seat(1), cpus=3.0).seated(decision(plan(), plan()), data_cpus=5.0)
+    found = seating(seat(0), seat(1), cpus=3.0).placed(decision(plan(), plan()), data_cpus=5.0)
     for each in (found.chosen, *found.contenders):
         assert (each.placement.threads, each.placement.data_cpus) == (3, 5.0)
     pair = seating(seat(0, "a", "0"), seat(1, "a", "1"))
-    assert pair.seated(decision(plan(gpus=1)), data_cpus=0.0).chosen.placement.accelerators == 1
+    assert pair.placed(decision(plan(gpus=1)), data_cpus=0.0).chosen.placement.accelerators == 1
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_plan_takes_threads_of_its_seats() -> None:
 def test_a_plan_for_other_seats(chosen: Plan, told: str) -> None:
     pair = seating(seat(0, "a", "0", "1"), seat(1, "a", "2", "3"))
     with pytest.raises(PlanError, match=told):
-        pair.seated(decision(chosen), data_cpus=0.0)
+        pair.placed(decision(chosen), data_cpus=0.0)
 
 
 def test_workers_sit_in_their_bundles_and_servers_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def teller() -> ReportQueue:
 def test_the_end_of_an_epoch_is_told_with_the_newest_figures(teller: ReportQueue) -> None:
     for number in range(1, 12):
         teller.on(steps(number))
-    (news,) = first(teller.news())
+    (news,) = first(teller.reports())
     assert news.metrics["step"] == 11 and news.metrics["epoch"] == 2 and news.metrics["train/loss"] == 11.0
     assert news.metrics["speed/samples_per_s"] == 16.0 and news.pointer == {}
 
@@ -172,7 +172,7 @@ def test_an_evaluation_comes_with_the_newest_checkpoint_and_nothing_twice(teller
     teller.on(Checkpointed(step=5, path="five"))
     teller.on(Failed())
     teller.on(Evaluated(step=9, metrics={"loss": 0.5}))
-    news = teller.news()
+    news = teller.reports()
     told = next(news)
     assert told.metrics == {"evaluation/loss": 0.5, "failures": 1}
     assert told.pointer == {"checkpoint": "five", "step": 5}
@@ -182,20 +182,20 @@ def test_an_evaluation_comes_with_the_newest_checkpoint_and_nothing_twice(teller
 
 def test_the_last_figures_are_told_at_the_end_unless_it_failed(teller: ReportQueue) -> None:
     teller.on(Checkpointed(step=1, path="one"))
-    assert [news.pointer["step"] for news in first(teller.news())] == [1]
+    assert [news.pointer["step"] for news in first(teller.reports())] == [1]
     teller.on(steps(2))
     teller.end()
-    assert [(news.metrics["step"], news.pointer["step"]) for news in teller.news()] == [(2, 1)]
+    assert [(news.metrics["step"], news.pointer["step"]) for news in teller.reports()] == [(2, 1)]
     teller.on(steps(3))
     teller.end(silently=True)
-    assert list(teller.news()) == []
+    assert list(teller.reports()) == []
 
 
 def test_steps_alone_are_told_now_and_then() -> None:
     now = iter([0.0, 0.005, 0.02, 0.02])
     teller = ReportQueue(1000, lambda step, path: {}, every_s=0.01, clock=lambda: next(now))
     teller.on(steps(1))
-    (news,) = first(teller.news())
+    (news,) = first(teller.reports())
     assert news.metrics["step"] == 1 and next(now, None) is None
 
 
@@ -207,16 +207,16 @@ def first(news: Iterator[Any]) -> list[Any]:
 # --- rank 0 -----------------------------------------------------------------------------------------------------------
 
 
-class Desk:
-    """Hears what rank 0 says."""
+class Channel:
+    """Keeps what rank 0 sends."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
 
-    def say(self, word: Any) -> None:
-        self.said.append(word)
+    def send(self, message: Any) -> None:
+        self.said.append(message)
 
-    say_last = say
+    send_last = send
 
 
 class Session:
@@ -244,9 +244,9 @@ class Session:
 def lead(monkeypatch: pytest.MonkeyPatch, end: Callable[[], FinishRun], report: Callable[[Any], None]) -> Any:
     monkeypatch.setattr(rank_loop, "_report", report)
     prepared: Any = SimpleNamespace(store=open_store("nowhere"), job=job(), steps_per_epoch=10)
-    desk, session = Desk(), Session(end)
-    leader = rank_loop.LeaderRank(desk, session, prepared)  # type: ignore[arg-type]
-    return leader.run(), desk.said, session.stops
+    channel, session = Channel(), Session(end)
+    leader = rank_loop.LeaderRank(channel, session, prepared)  # type: ignore[arg-type]
+    return leader.run(), channel.said, session.stops
 
 
 def test_every_rank_reports_and_hears_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,4 +277,4 @@ def test_a_report_that_is_refused_stops_the_run(monkeypatch: pytest.MonkeyPatch)
 
     finish, said, stops = lead(monkeypatch, lambda: FinishRun(outcome="done", step=2), report)
     assert stops == 1 and said[-1] is finish and finish.outcome == "failed"
-    assert "did not take a report: Unable to set up" in str(finish.error)
+    assert "did not accept a report: Unable to set up" in str(finish.error)

@@ -8,6 +8,7 @@ import sys
 import threading
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -16,18 +17,17 @@ from tests.support.processes import wait_for
 from tests.support.sample_run import DECISION, started, stepped, whole_run
 from trainwright.core import events
 from trainwright.core.errors import StorageError
-from trainwright.reporting.html import ReportFacts, ReportListener, render_report, summary_html
 from trainwright.reporting.html.run_charts import smooth
-from trainwright.reporting.html.run_report import step_bars, time_parts
+from trainwright.reporting.html.run_report import ReportListener, render_report, step_bars, summary_html, time_parts
 from trainwright.reporting.html.templates import render_template, sanitized_svg
 from trainwright.reporting.plan_view import plan_from
 from trainwright.reporting.run_history import RunHistory
 from trainwright.storage.event_log import EventLog
 from trainwright.storage.object_store import open_store
-from trainwright.tracking import tensorboard
-from trainwright.tracking.tensorboard import TensorBoardWriter
+from trainwright.tracking import listeners
+from trainwright.tracking.listeners import TensorBoardWriter
 
-FACTS = ReportFacts(uri="memory://x/demo", now_s=1000.0)
+FACTS: dict[str, Any] = {"uri": "memory://x/demo", "now_s": 1000.0}
 FAILED = events.RunEnded(time_s=108, outcome="failed", step=12, error="ValueError: <shapes> differ")
 CASES: dict[str, list[events.Event]] = {
     "done": whole_run(),
@@ -74,7 +74,7 @@ class Balance(HTMLParser):
 
 @pytest.mark.parametrize("case", CASES)
 def test_is_whole_and_self_contained_in_every_case(case: str) -> None:
-    html = render_report(RunHistory.fold(CASES[case]), FACTS)
+    html = render_report(RunHistory.fold(CASES[case]), **FACTS)
     page = Balance()
     page.feed(html)
     assert page.open == []
@@ -88,7 +88,7 @@ def test_is_whole_and_self_contained_in_every_case(case: str) -> None:
 
 
 def test_says_what_a_reader_looks_for() -> None:
-    html = render_report(RunHistory.fold(whole_run()), FACTS)
+    html = render_report(RunHistory.fold(whole_run()), **FACTS)
     for said in (
         "demo", "done", "0.9000", "2,560", "12.0 s", "2 steps lost", "data_parallel: 2 workers x 1 thread on CPU",
         "one_device", "no stages; give it as a sequence", "killed by SIGKILL", "checkpoints/00000010-1",
@@ -100,23 +100,23 @@ def test_says_what_a_reader_looks_for() -> None:
 
 
 def test_what_comes_from_the_job_is_escaped() -> None:
-    html = render_report(RunHistory.fold([*whole_run()[:9], FAILED]), FACTS)
+    html = render_report(RunHistory.fold([*whole_run()[:9], FAILED]), **FACTS)
     assert "&lt;script&gt;" in html and "<script" not in html
     assert "&lt;shapes&gt;" in html
 
 
 def test_an_interrupted_run_names_its_remedy() -> None:
-    assert "same command continues" in render_report(RunHistory.fold(whole_run()[:8], owner_alive=False), FACTS)
+    assert "same command continues" in render_report(RunHistory.fold(whole_run()[:8], owner_alive=False), **FACTS)
 
 
 def test_a_long_run_stays_small() -> None:
     long = [started(total=30_000), events.Formed(time_s=101), stepped(range(1, 30_001), time_s=3000)]
-    assert len(render_report(RunHistory.fold(long), FACTS)) < 300_000
+    assert len(render_report(RunHistory.fold(long), **FACTS)) < 300_000
 
 
 def test_the_same_history_gives_the_same_page() -> None:
     history = RunHistory.fold(whole_run())
-    assert render_report(history, FACTS) == render_report(history, FACTS)
+    assert render_report(history, **FACTS) == render_report(history, **FACTS)
 
 
 def test_time_parts_fill_the_bar() -> None:
@@ -219,9 +219,9 @@ def test_tensorboard_in_a_folder_grows_with_the_run(tmp_path: Path) -> None:
 
 def test_a_folder_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network folder that is mounted hard may never answer, and the driver's thread tells of events."""
-    answers, append = threading.Event(), tensorboard._append
-    monkeypatch.setattr(tensorboard, "_append", lambda *given: answers.wait(30) and append(*given))
-    monkeypatch.setattr(tensorboard, "MAX_WAITING_BYTES", 1_000)
+    answers, append = threading.Event(), listeners._append
+    monkeypatch.setattr(listeners, "_append", lambda *given: answers.wait(30) and append(*given))
+    monkeypatch.setattr(listeners, "MAX_WAITING_BYTES", 1_000)
     board = TensorBoardWriter(open_store(str(tmp_path)), "demo")
     for event in whole_run()[:5]:
         board.on(event)
@@ -256,8 +256,8 @@ def test_tensorboard_leaves_out_what_is_no_number(tmp_path: Path) -> None:
 
 
 def test_what_users_see_imports_no_framework_and_no_ray() -> None:
-    modules = ("storage.event_log", "tracking.tensorboard", "tracking.tracker_thread", "reporting.run_history",
-               "reporting.progress_bar", "reporting.html", "reporting.run_views", "reporting.plan_view")  # fmt: skip
+    modules = ("storage.event_log", "tracking.listeners", "reporting.run_history", "reporting.progress_bar",
+               "reporting.html.run_report", "reporting.run_views", "reporting.plan_view")  # fmt: skip
     imports = "; ".join(f"import trainwright.{name}" for name in modules)
     heavy = {"ray", "torch", "tensorflow", "keras", "tensorboardX", "pandas", "matplotlib"}
     code = f"import sys; import trainwright.lr_schedules; {imports}\nprint(sorted(sys.modules.keys() & {heavy}))"
@@ -309,5 +309,5 @@ def test_what_is_no_drawing_is_left_out() -> None:
 
 def test_every_page_forbids_scripts_and_fetching() -> None:
     policy = "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline';"
-    assert policy in render_report(RunHistory.fold(whole_run()), FACTS)
+    assert policy in render_report(RunHistory.fold(whole_run()), **FACTS)
     assert policy in render_template("page.html.j2", title="any other", body="")

@@ -27,7 +27,7 @@ from trainwright.simulator.event_simulator import (
     SimulationResult,
 )
 from trainwright.simulator.simulation_view import as_data, as_page, fewest_servers, staleness_percentile
-from trainwright.storage.run_records import staleness_of, staleness_text
+from trainwright.storage.run_summary import staleness_of, staleness_text
 
 
 def simulated(consistency: str, *, learn: bool = False, **facts: Any) -> SimulationResult:

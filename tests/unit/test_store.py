@@ -18,9 +18,8 @@ from obstore.exceptions import GenericError
 
 from trainwright.core import retry
 from trainwright.core.errors import StorageError, StoreDown
-from trainwright.storage import store_clients
-from trainwright.storage.object_store import Store, open_store
-from trainwright.storage.store_clients import RetryPolicy
+from trainwright.storage import object_store
+from trainwright.storage.object_store import RetryPolicy, Store, open_store
 from trainwright.storage.store_errors import MissingFile, classify_error, storage_error_for
 
 
@@ -53,8 +52,8 @@ def test_what_was_put_is_read_listed_and_deleted(store: Store) -> None:
 
 
 def test_pieces_are_one_file_whatever_their_sizes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_clients, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(store_clients, "MIN_PIECE_BYTES", 10)
+    monkeypatch.setattr(object_store, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(object_store, "MIN_PIECE_BYTES", 10)
     for sizes in ((), (0, 5), (5, 60), (9, 9, 9, 200, 3), (250,), (10, 0, 101, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 99)):
         pieces = [bytes([number]) * size for number, size in enumerate(sizes, 65)]
         store.put("file", *(memoryview(piece) if len(piece) % 2 else piece for piece in pieces))

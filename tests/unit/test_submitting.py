@@ -14,10 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.core.errors import JobError, ResourceError, RunConflict, StorageError
-from trainwright.submit import working_directory
+from trainwright.submit import job_submission
 from trainwright.submit.job_credentials import JobCredentials, collect_credentials, storage_schemes
-from trainwright.submit.job_log import LogCursor, is_ray_message, reports_missing_trainwright
-from trainwright.submit.job_server import DEFAULT_ADDRESS, JobDetails, exit_code, job_server_address
+from trainwright.submit.job_server import (
+    DEFAULT_ADDRESS,
+    JobDetails,
+    LogCursor,
+    exit_code,
+    is_ray_message,
+    job_server_address,
+    reports_missing_trainwright,
+)
 from trainwright.submit.job_submission import (
     JobRequest,
     SubmissionMetadata,
@@ -199,10 +206,10 @@ def folder(root: Path) -> Path:
     return root
 
 
-def packed(root: Path) -> tuple[working_directory.PackageContents, set[str]]:
-    found = working_directory.package_contents(root, needed=root / "job.py", without=(root / "runs",))
-    uri, data = working_directory.build_package(found)
-    assert working_directory.build_package(found) == (uri, data) and uri.startswith("gcs://_ray_pkg_")
+def packed(root: Path) -> tuple[job_submission.PackageContents, set[str]]:
+    found = job_submission.package_contents(root, needed=root / "job.py", without=(root / "runs",))
+    uri, data = job_submission.build_package(found)
+    assert job_submission.build_package(found) == (uri, data) and uri.startswith("gcs://_ray_pkg_")
     return found, set(zipfile.ZipFile(BytesIO(data)).namelist())
 
 
@@ -256,13 +263,13 @@ def test_a_jobs_own_file_goes_whatever_it_is_called(tmp_path: Path) -> None:
     (tmp_path / ".config").mkdir()
     job = tmp_path / ".config" / "job.py"
     job.write_text("job")
-    assert working_directory.package_contents(tmp_path, needed=job).files == (".config/job.py",)
+    assert job_submission.package_contents(tmp_path, needed=job).files == (".config/job.py",)
 
 
 def test_too_large_a_folder_is_refused_with_what_is_large_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(working_directory, "_LIMIT_BYTES", 10)
+    monkeypatch.setattr(job_submission, "_LIMIT_BYTES", 10)
     with pytest.raises(ResourceError, match=r"the largest are .*, lib \(13 B\)"):
         packed(folder(tmp_path))
 
@@ -270,8 +277,8 @@ def test_too_large_a_folder_is_refused_with_what_is_large_in_it(
 def test_the_folder_is_the_files_own_or_one_around_it(tmp_path: Path) -> None:
     file = tmp_path / "in" / "job.py"
     assert (
-        working_directory.package_folder(str(file), None) == file.parent
-        and working_directory.package_folder(str(file), str(tmp_path)) == tmp_path
+        job_submission.package_folder(str(file), None) == file.parent
+        and job_submission.package_folder(str(file), str(tmp_path)) == tmp_path
     )
     with pytest.raises(JobError, match="is not in it"):
-        working_directory.package_folder(str(file), str(tmp_path / "other"))
+        job_submission.package_folder(str(file), str(tmp_path / "other"))

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from trainwright.core.errors import ResourceError
-from trainwright.submit.job_log import LogDisplay
-from trainwright.submit.job_server import JobServer
+from trainwright.submit.job_server import JobServer, LogDisplay
 
 
 @pytest.fixture

@@ -18,10 +18,9 @@ import pytest
 from tests.support.processes import wait_for
 from tests.support.run_logs import FAR, JOB, KINDS, RUN, Clock, log_of, memory_store, ref, store_of
 from trainwright.core.errors import FencedError, OwnedError, StorageError
-from trainwright.storage import run_owner
+from trainwright.storage import run_log
 from trainwright.storage.object_store import Store
-from trainwright.storage.run_log import Heartbeat, LogEntry, Owner, RunLog, provably_dead
-from trainwright.storage.run_owner import LEASE_S, heartbeat_path
+from trainwright.storage.run_log import LEASE_S, Heartbeat, LogEntry, Owner, RunLog, heartbeat_path, provably_dead
 
 
 @pytest.fixture(params=KINDS)
@@ -69,7 +68,7 @@ def test_what_cannot_be_known_is_no_proof(change: dict[str, object]) -> None:
 
 HIDDEN = """
 import os, sys
-from trainwright.storage.run_owner import Owner, provably_dead
+from trainwright.storage.run_log import Owner, provably_dead
 living = Owner.parent()
 gone = Owner(boot=living.boot, namespace=living.namespace, pid=int(sys.argv[1]), started=1)
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
@@ -294,7 +293,7 @@ def test_while_the_store_is_away_nothing_is_known_and_nobody_waits(
 
 def test_a_store_that_hangs_is_waited_for_once_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A network folder that is mounted hard gives no error: a driver must not stand still at each event."""
-    monkeypatch.setattr(run_owner, "CONFIRM_S", 0.2)
+    monkeypatch.setattr(run_log, "CONFIRM_S", 0.2)
     store, clock, notes, answers = memory_store(), Clock(), list[str](), threading.Event()
     monkeypatch.setattr(Store, "put", lambda *_, **__: answers.wait(30))
     heart = Heartbeat(store, RUN, 1, every_s=0.01, note=notes.append, clock=lambda: clock.now_s)

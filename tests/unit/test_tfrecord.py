@@ -121,13 +121,14 @@ def test_a_bit_that_flipped_is_found_when_indexed_and_when_read(files: Path, tmp
     path.write_bytes(content)
     index = tfrecord(path).index()
     path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-    damage = "does not end before" if what == "length" else "the record is damaged: its CRC-32C is wrong"
+    start = sum(lengths[:4200])
+    damage = f"begins at byte {start} of" if what == "length" else f"the record at byte {start} is damaged"
     with pytest.raises(DataError, match=damage) as caught:
         tfrecord(path).index()
     group = "" if what == "length" else "row group 1, "
     assert caught.value.where == f"{path}, {group}row 4200"
     assert tfrecord(path).read(index, [5], ["label"])["label"].tolist() == row(5)["label"]
-    with pytest.raises(DataError, match="the record is damaged") as caught:
+    with pytest.raises(DataError, match=f"the record at byte {start} is damaged: its CRC-32C is wrong") as caught:
         tfrecord(path).read(index, [4300])
     assert caught.value.where == f"{path}, row group 1, row 4200"
 
@@ -137,12 +138,44 @@ def test_a_length_that_leads_out_of_its_group_is_damage(tmp_path: Path) -> None:
     path.write_bytes(frame(LABEL))
     index = tfrecord(path).index()
     path.write_bytes(b"\xff" + frame(LABEL)[1:])
-    with pytest.raises(DataError, match="the record is damaged") as caught:
+    with pytest.raises(DataError, match="the record at byte 0 is damaged") as caught:
         tfrecord(path).read(index, [0])
     assert caught.value.where == f"{path}, row group 0, row 0"
 
 
 LABEL = message("label", 3, field(1, 2, b"\x05"))
+RECORD = frame(LABEL)
+
+
+@pytest.mark.parametrize("bit", range(64))
+def test_each_flipped_bit_of_a_length_names_file_and_offset(tmp_path: Path, bit: int) -> None:
+    path = tmp_path / "x.tfrecord"
+    path.write_bytes(RECORD * 3)
+    index = tfrecord(path).index()
+    damaged = bytearray(RECORD * 3)
+    damaged[len(RECORD) + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=rf"\bbyte {len(RECORD)}\b") as caught:
+        tfrecord(path).index()
+    assert str(path) in caught.value.where and caught.value.where.endswith("row 1") and caught.value.remedy
+    with pytest.raises(DataError, match=f"the record at byte {len(RECORD)} is damaged") as caught:
+        tfrecord(path).read(index, [0])
+    assert caught.value.where == f"{path}, row group 0, row 1"
+
+
+@pytest.mark.parametrize("kept", range(1, len(RECORD)))
+def test_a_record_cut_off_anywhere_names_file_and_offset(tmp_path: Path, kept: int) -> None:
+    """A torn length is one of fewer than 12 bytes: nothing of the record may be read from beyond the end."""
+    path = tmp_path / "x.tfrecord"
+    path.write_bytes(RECORD * 2)
+    index = tfrecord(path).index()
+    path.write_bytes(RECORD + RECORD[:kept])
+    with pytest.raises(DataError, match=f"begins at byte {len(RECORD)} of {len(RECORD) + kept}") as caught:
+        tfrecord(path).index()
+    assert caught.value.where == f"{path}, row 1" and caught.value.remedy
+    group = replace(index.groups[0], stop=path.stat().st_size)
+    with pytest.raises(DataError, match=f"the record at byte {len(RECORD)} is damaged"):
+        tfrecord(path).read(replace(index, groups=(group,), sizes={}), [0])
 
 
 @pytest.mark.parametrize(

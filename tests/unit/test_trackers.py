@@ -24,7 +24,7 @@ from trainwright.planning.job_description import describe, description_changes
 from trainwright.storage.event_log import EventLog
 from trainwright.storage.object_store import Store, open_store
 from trainwright.tracking.experiment_trackers import check_trackers, import_optional
-from trainwright.tracking.tracker_thread import TrackerThread, params_of
+from trainwright.tracking.listeners import TrackerThread, params_of
 from trainwright.worker.worker_config import pickle_job, unpickle_job
 
 _NUMBERS = itertools.count()

@@ -14,11 +14,10 @@ from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
 from trainwright.core.errors import CheckpointError, DamagedCheckpoint
 from trainwright.runtime import run_handle
-from trainwright.storage import checkpoint_selection
+from trainwright.storage import checkpoints
 from trainwright.storage.checkpoints import CheckpointReader, CheckpointWriter, write_manifest
 from trainwright.storage.object_store import Store, open_store
-from trainwright.storage.run_log import RunLog
-from trainwright.storage.run_owner import Owner
+from trainwright.storage.run_log import Owner, RunLog
 
 
 def job(folder: Path) -> tw.Job:
@@ -65,7 +64,7 @@ def test_a_damaged_checkpoint_is_passed_over_as_it_is_loaded(
     assert "the checkpoint of step 30 is skipped: model.safetensors is altered" in told
     with pytest.raises(CheckpointError, match="no whole checkpoint at step 30"):
         run_handle.load_model(job(tmp_path), 30)
-    assert checkpoint_selection.find_checkpoint(job(tmp_path))[1].step == 20
+    assert checkpoints.find_checkpoint(job(tmp_path))[1].step == 20
 
 
 def test_inference_reads_each_file_of_the_weights_once_and_no_optimizer(
@@ -80,7 +79,7 @@ def test_inference_reads_each_file_of_the_weights_once_and_no_optimizer(
 
     engine = one_device()
     read.clear()
-    tag = checkpoint_selection.with_checkpoint(job(tmp_path), None, engine.load)
+    tag = checkpoints.with_checkpoint(job(tmp_path), None, engine.load)
     assert tag.step == 10 and read.count("model.safetensors") == 1 and "optimizer.safetensors" not in read
     assert all(float(value.detach().flatten()[0]) == 10.0 for value in engine.replica.model.parameters())
 
@@ -89,7 +88,7 @@ def test_training_reads_the_optimizer_too_and_tells_its_damage(tmp_path: Path) -
     store = open_store(str(tmp_path))
     committed(store, 10)
     ref = RunLog(store, "n").head().checkpoints[0]  # type: ignore[union-attr]
-    manifest = checkpoint_selection.read_manifest(store, "n", ref)
+    manifest = checkpoints.read_manifest(store, "n", ref)
     engine = one_device()
     engine.load(CheckpointReader(store, "n", ref, manifest))
     spoil(tmp_path, 10, "optimizer.safetensors")

@@ -23,8 +23,7 @@ from trainwright.reporting.run_history import read_history
 from trainwright.storage.event_files import EventCompactor
 from trainwright.storage.event_log import EventLog
 from trainwright.storage.object_store import Store, open_store
-from trainwright.storage.run_log import RunLog, owner_alive
-from trainwright.storage.run_owner import Owner, heartbeat_path
+from trainwright.storage.run_log import Owner, RunLog, heartbeat_path, owner_alive
 
 Where = Callable[[], str]
 DEAD = Owner(host=ALIVE.host, boot=ALIVE.boot, namespace=ALIVE.namespace, pid=ALIVE.pid, started=ALIVE.started + 1)

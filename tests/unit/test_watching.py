@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.metric_series import exported
 from tests.support.run_views import printed, record, storage
 from tests.support.sample_run import started, stepped, whole_run
 from trainwright.core import events
@@ -20,9 +21,9 @@ from trainwright.ray_cluster.ray_compat import dashboard_facts
 from trainwright.reporting import run_views as views
 from trainwright.reporting.run_history import RunHistory
 from trainwright.reporting.run_views import dashboard_text
-from trainwright.storage.run_records import MOST_ROWS
-from trainwright.tracking import prometheus
-from trainwright.tracking.prometheus import LABELS, METRICS, MetricSpec, PrometheusListener
+from trainwright.storage.run_summary import MOST_ROWS
+from trainwright.tracking import listeners
+from trainwright.tracking.listeners import LABELS, METRICS, MetricSpec, PrometheusListener
 
 ROOT = Path(__file__).resolve().parents[2]
 BOARD = json.loads((ROOT / "clusters/grafana.json").read_text(encoding="utf-8"))
@@ -54,7 +55,7 @@ class Shelf:
 def told(happened: list[events.Event]) -> Shelf:
     """All that these events record."""
     shelf = Shelf()
-    metrics = PrometheusListener(shelf)
+    metrics = PrometheusListener(shelf.record)
     for event in happened:
         metrics.on(event)
     return shelf
@@ -79,7 +80,7 @@ def test_a_whole_run() -> None:
 
 def test_the_end_leaves_counters_alone() -> None:
     shelf = Shelf()
-    metrics = PrometheusListener(shelf)
+    metrics = PrometheusListener(shelf.record)
     for event in whole_run():
         metrics.on(event)
     metrics.close()
@@ -129,12 +130,12 @@ def test_a_long_run_keeps_few_steps_and_its_goodput() -> None:
         stepped(range(19_981, 20_001), time_s=2211),
         events.RunEnded(time_s=2212, outcome="done", step=20_000),
     ]
-    reader = prometheus.MetricCollector()
+    reader = listeners.MetricCollector()
     last: dict[str, float] = {}
     for event in run:
         last |= {reading.name: reading.value for reading in reader.take(event)}
     assert last["goodput"] == pytest.approx(20_000 * 0.08 / 2112)
-    assert len(reader._folding.steps) <= MOST_ROWS
+    assert len(reader._summary.steps) <= MOST_ROWS
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_each_expression_names_what_is_exported() -> None:
     labels_of = {
         series: {*LABELS, *metric.labels, *(OWN_LABELS if series.endswith("_bucket") else ())}
         for metric in METRICS.values()
-        for series in metric.exported
+        for series in exported(metric)
     }
     for expression in [*expressions(), BOARD["templating"]["list"][1]["query"]["query"]]:
         found = re.findall(r"(ray_\w+)(?:\{([^}]*)\})?", expression)
@@ -233,5 +234,5 @@ def test_each_expression_names_what_is_exported() -> None:
 
 def test_every_metric_is_on_a_panel_and_every_panel_is_of_the_chosen_runs() -> None:
     shown = set(re.findall(r"ray_\w+", " ".join(expressions())))
-    assert [metric.name for metric in METRICS.values() if not shown & set(metric.exported)] == []
+    assert [metric.name for metric in METRICS.values() if not shown & set(exported(metric))] == []
     assert all('{run=~"$run"' in expression for expression in expressions())

@@ -10,7 +10,7 @@ from trainwright.core.errors import ResourceError
 
 
 def inside_ray_train() -> bool:
-    """Whether this process is a worker of Ray Train. Imports nothing."""
+    """Return whether this process is a worker of Ray Train. Imports nothing."""
     ray: Any = sys.modules.get("ray")
     train: Any = sys.modules.get("ray.train")
     if train is None or not ray.is_initialized() or ray.util.get_current_placement_group() is None:

@@ -1,4 +1,4 @@
-"""The run inside Ray Train: rank 0 drives it, the others wait for its end, and all report to Ray Train together."""
+"""A run inside Ray Train: rank 0 drives it, the others wait for its end, and all ranks report to Ray Train together."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import RunLog
 from trainwright.tracking.experiment_trackers import check_trackers
 
-_HOLD_S = 15.0  # in which Ray Train ends all ranks when rank 0 raised
+_HOLD_S = 15.0  # within this time Ray Train ends all ranks after rank 0 has raised an error
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LeaderAnswer:
-    """What rank 0 says first: the plan, and where the run lives."""
+    """The first message of rank 0: the plan, and the storage of the run."""
 
     decision: Decision
     storage: str
@@ -58,14 +58,12 @@ def start_inside_ray_train(
 ) -> tuple[RunDriver, Decision]:
     """Return a driver of a job's run and its plan inside a train function of Ray Train; every rank calls it.
 
-    Rank 0 drives the run, the others wait for it.
-
     Args:
-        job, resume, fresh, verbose, detached: as of `tw.start`. If Ray Train starts the function again, `fresh` has
-            been done already; `detached` is refused.
+        job, resume, fresh, verbose, detached: as of `tw.start`. `fresh` is ignored when Ray Train starts the function
+            again; `detached` is refused.
 
     Raises:
-        TrainwrightError: on every rank, what rank 0 found.
+        TrainwrightError: on every rank, the error of rank 0.
     """
     check_trackers(job.trackers)
     if detached:
@@ -74,19 +72,18 @@ def start_inside_ray_train(
         )
     group = ray.util.get_current_placement_group()
     assert group is not None, "workers of Ray Train are in a placement group"
-    desk = _RankChannel.meet(group)
-    desk.sit(_own_seat(job))
+    channel = _RankChannel.open(group)
+    channel.register(_this_worker(job))
     if _context().get_world_rank() != 0:
-        return _follow(desk)
+        return _follow(channel)
     try:
-        driven = _lead(desk, job, group, resume=resume, fresh=fresh, verbose=verbose)
+        return _lead(channel, job, group, resume=resume, fresh=fresh, verbose=verbose)
     except BaseException as error:
-        desk.say_last(_portable_error(error))
+        channel.send_last(_portable_error(error))
         raise
-    return driven
 
 
-def _own_seat(job: Job) -> TrainWorker:
+def _this_worker(job: Job) -> TrainWorker:
     here = ray.get_runtime_context()
     ids: Mapping[str, list[str]] = here.get_accelerator_ids()
     held = next((name for name in ("GPU", "TPU") if ids.get(name)), "")
@@ -100,76 +97,64 @@ def _own_seat(job: Job) -> TrainWorker:
 
 
 def _lead(
-    desk: _RankChannel,
-    job: Job,
-    group: PlacementGroup,
-    *,
-    resume: bool,
-    fresh: bool,
-    verbose: bool,
+    channel: _RankChannel, job: Job, group: PlacementGroup, *, resume: bool, fresh: bool, verbose: bool
 ) -> tuple[RunDriver, Decision]:
     table: dict[str, Any] = placement_group_table(group)
-    seating = TrainWorkers.of(desk.seats(), table["bundles_to_node_id"], group.bundle_specs)
-    job = seating.job(job)
+    workers = TrainWorkers.of(channel.workers(), table["bundles_to_node_id"], group.bundle_specs)
+    job = workers.job(job)
     again = _is_again(job)
     with kept_alive(run_name(open_store(job.storage).uri_of(job.name))):
         prepared = prepare(job, resume=resume or again, fresh=fresh and not again)
-        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]  # without what is in placement groups
-        decision = plan_for(prepared, seating.cluster(nodes_by_id()))
-        decision = seating.seated(decision, data_cpus=free.get("CPU", 0.0))
+        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]  # outside placement groups
+        decision = plan_for(prepared, workers.cluster(nodes_by_id()))
+        decision = workers.placed(decision, data_cpus=free.get("CPU", 0.0))
         head = RunLog(prepared.store, job.name).head()
         session: RunDriver
         if again and head is not None and head.outcome == "done":
             session = _FinishedRun(prepared)
         else:
-            room, progress = (
-                TrainPlacement(seating, group, decision.chosen),
-                RunProgress(decision.chosen, verbose=verbose),
-            )
-            session = create_controller(prepared, decision, progress, fresh=fresh and not again, room=room)
-    desk.say(_LeaderAnswer(decision=decision, storage=prepared.store.uri))
-    return LeaderRank(desk, session, prepared), decision
+            placement = TrainPlacement(workers, group, decision.chosen)
+            progress = RunProgress(decision.chosen, verbose=verbose)
+            session = create_controller(prepared, decision, progress, fresh=fresh and not again, room=placement)
+    channel.send(_LeaderAnswer(decision=decision, storage=prepared.store.uri))
+    return LeaderRank(channel, session, prepared), decision
 
 
-def _follow(desk: _RankChannel) -> tuple[RunDriver, Decision]:
-    opening = desk.take()
-    if isinstance(opening, BaseException):
-        _hold()
-        raise opening
-    return _FollowerRank(desk, open_store(opening.storage)), opening.decision
+def _follow(channel: _RankChannel) -> tuple[RunDriver, Decision]:
+    answer = channel.receive()
+    if isinstance(answer, BaseException):
+        _wait_for_rank_0()
+        raise answer
+    return _FollowerRank(channel, open_store(answer.storage)), answer.decision
 
 
 class LeaderRank:
-    """Drives the run on rank 0, and has what there is to tell reported on every rank.
+    """Drives the run on rank 0, and lets every rank report its metrics to Ray Train."""
 
-    Args:
-        session: of the run.
-    """
-
-    def __init__(self, desk: _RankChannel, session: RunDriver, prepared: PreparedJob) -> None:
-        self._desk, self._session, self.store = desk, session, prepared.store
+    def __init__(self, channel: _RankChannel, session: RunDriver, prepared: PreparedJob) -> None:
+        self._channel, self._session, self.store = channel, session, prepared.store
         run = prepared.job.name
 
         def pointer(step: int, path: str) -> Mapping[str, str | int]:
             return {"checkpoint": self.store.uri_of(f"{run}/{path}"), "step": step, **_mark(self.store, run)}
 
-        self._teller = ReportQueue(prepared.steps_per_epoch, pointer)
-        self._trouble: TrainwrightError | None = None
+        self._reports = ReportQueue(prepared.steps_per_epoch, pointer)
+        self._report_error: TrainwrightError | None = None
 
     def run(self) -> FinishRun:
-        """Until the run has ended and every rank knows."""
-        self._session.listen(self._teller)
-        telling = threading.Thread(target=self._tell, name="trainwright-ray-train", daemon=True)
-        telling.start()
+        """Drive the run to its end, and tell every rank how it ended."""
+        self._session.listen(self._reports)
+        reporting = threading.Thread(target=self._report, name="trainwright-ray-train", daemon=True)
+        reporting.start()
         try:
             finish = self._session.run()
         except BaseException as error:
             finish = FinishRun(outcome="failed", step=0, error=_portable_error(error))
-        self._teller.end(silently=finish.error is not None)
-        telling.join()
-        if self._trouble is not None and finish.error is None:
-            finish = FinishRun(outcome="failed", step=finish.step, error=self._trouble)
-        self._desk.say_last(finish)
+        self._reports.end(silently=finish.error is not None)
+        reporting.join()
+        if self._report_error is not None and finish.error is None:
+            finish = FinishRun(outcome="failed", step=finish.step, error=self._report_error)
+        self._channel.send_last(finish)
         return finish
 
     def stop(self, now: bool = False) -> None:
@@ -181,83 +166,84 @@ class LeaderRank:
         self._session.flush()
 
     def listen(self, listener: EventListener) -> None:
-        """Add somebody who hears every event."""
+        """Add a listener of all events."""
         self._session.listen(listener)
 
-    def _tell(self) -> None:
-        """Ray Train's report is one of all ranks: they are told of it first."""
+    def _report(self) -> None:
+        """Report until the end. Ray Train waits for the report of every rank, so the other ranks get it first."""
         try:
-            for report in self._teller.news():
-                self._desk.say(_TrainReport(metrics=report.metrics))
+            for report in self._reports.reports():
+                self._channel.send(_TrainReport(metrics=report.metrics))
                 _report(report)
-        except Exception as error:  # it would be lost with this thread, and the run would go on unseen
-            self._trouble = _unreported(error)
+        except Exception as error:  # it would be lost with this thread, and the run would continue without reports
+            self._report_error = _report_failure(error)
             self._session.stop()
 
 
 class _FollowerRank:
-    """Waits for the end of the run on another rank."""
+    """Waits for the end of the run on another rank. Implements `RunDriver`."""
 
-    def __init__(self, desk: _RankChannel, store: Store) -> None:
-        self._desk, self.store = desk, store
+    def __init__(self, channel: _RankChannel, store: Store) -> None:
+        self._channel, self.store = channel, store
 
     def run(self) -> FinishRun:
         """Report what rank 0 reports, until it says how the run ended."""
-        while not isinstance(word := self._desk.take(), FinishRun):
+        while not isinstance(message := self._channel.receive(), FinishRun):
             try:
-                _report(word)
+                _report(message)
             except Exception as error:
-                raise _unreported(error) from error
-        if word.error is not None:
-            _hold()
-        return word
+                raise _report_failure(error) from error
+        if message.error is not None:
+            _wait_for_rank_0()
+        return message
 
     def stop(self, now: bool = False) -> None:
-        """Refused: raises ResourceError."""
         raise ResourceError("only rank 0 of Ray Train can stop the run", remedy="call stop where the rank is 0")
 
     def flush(self) -> None:
-        """Rank 0 writes the events."""
+        """Do nothing: rank 0 writes the events."""
 
     def listen(self, listener: EventListener) -> None:
-        """Refused: raises ResourceError."""
-        raise ResourceError("the run is heard on rank 0 of Ray Train only", remedy="call listen where the rank is 0")
+        raise ResourceError("only rank 0 of Ray Train has the events", remedy="call listen where the rank is 0")
 
 
 class _FinishedRun:
-    """A run that had come to its end when Ray Train started the train function again."""
+    """A run that was done before Ray Train started the train function again. Implements `RunDriver`."""
 
     def __init__(self, prepared: PreparedJob) -> None:
         self.store, self._prepared = prepared.store, prepared
 
     def run(self) -> FinishRun:
-        """It is done."""
         return FinishRun(outcome="done", step=self._prepared.total_steps)
 
     def stop(self, now: bool = False) -> None:
-        """It has ended."""
+        """Do nothing: the run has ended."""
 
     def flush(self) -> None:
-        """All is written."""
+        """Do nothing: all events are written."""
 
     def listen(self, listener: EventListener) -> None:
-        """Tell somebody what there was."""
+        """Pass the stored events."""
         for event in read_events(self.store, self._prepared.job.name):
             listener.on(event)
 
 
+def _ray_train() -> Any:
+    return importlib.import_module("ray.train")
+
+
 def _context() -> Any:
-    return importlib.import_module("ray.train").get_context()
+    return _ray_train().get_context()
 
 
 def _mark(store: Store, run: str) -> dict[str, str]:
-    """By which a run knows a pointer that it left in the same job of Ray's."""
+    """Return the part of a pointer by which a run recognizes its own pointers from the same Ray job."""
     return {"run": store.uri_of(run), "ray_job": str(ray.get_runtime_context().get_job_id())}
 
 
 def _is_again(job: Job) -> bool:
-    """Whether Ray Train has started the train function again after this run had reported a checkpoint."""
-    checkpoint: Any = importlib.import_module("ray.train").get_checkpoint()
+    """Return whether Ray Train has started the train function again after this run had reported a checkpoint."""
+    checkpoint = _ray_train().get_checkpoint()
     if checkpoint is None:
         return False
     with checkpoint.as_directory() as folder:
@@ -267,26 +253,24 @@ def _is_again(job: Job) -> bool:
 
 
 def _report(report: _TrainReport) -> None:
-    """Tell Ray Train; returns when all ranks have."""
-    train: Any = importlib.import_module("ray.train")
-    with _pointing(report.pointer) as checkpoint:
-        train.report(dict(report.metrics), checkpoint=checkpoint)
+    """Report to Ray Train, and return when all ranks have reported."""
+    with _pointer_checkpoint(report.pointer) as checkpoint:
+        _ray_train().report(dict(report.metrics), checkpoint=checkpoint)
 
 
 @contextmanager
-def _pointing(pointer: Mapping[str, str | int]) -> Iterator[Any]:
-    """A checkpoint of Ray Train's that holds a pointer; none without one."""
+def _pointer_checkpoint(pointer: Mapping[str, str | int]) -> Iterator[Any]:
+    """Yield a checkpoint of Ray Train that contains a pointer; None without a pointer."""
     if not pointer:
         yield None
         return
-    train: Any = importlib.import_module("ray.train")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / POINTER_FILE).write_text(json.dumps(pointer))
-        yield train.Checkpoint.from_directory(folder)
+        yield _ray_train().Checkpoint.from_directory(folder)
 
 
 def _portable_error(error: BaseException) -> TrainwrightError:
-    """An error that every rank can be sent."""
+    """Return an error that can be pickled for the other ranks."""
     if isinstance(error, TrainwrightError):
         return error
     return TrainwrightError(
@@ -296,21 +280,21 @@ def _portable_error(error: BaseException) -> TrainwrightError:
     )
 
 
-def _unreported(error: Exception) -> TrainwrightError:
+def _report_failure(error: Exception) -> TrainwrightError:
     if isinstance(error, TrainwrightError):
         return error
     return ResourceError(
-        f"Ray Train did not take a report: {error}",
+        f"Ray Train did not accept a report: {error}",
         where="RunConfig",
-        remedy="give RunConfig a storage_path that all nodes can write; the run itself goes on where it was",
+        remedy="give RunConfig a storage_path that all nodes can write; the run itself continues from its checkpoint",
         detail=traceback.format_exc(),
     )
 
 
-def _hold() -> None:
-    """Ray Train ends all ranks when one raises: the others wait, so that it shows rank 0's error and none beside it.
+def _wait_for_rank_0() -> None:
+    """Wait while Ray Train ends all ranks because rank 0 has raised, so that it shows the error of rank 0 alone.
 
-    Where the user caught that, they raise it too.
+    Afterwards, if the user has caught that error, the other ranks raise it too.
     """
     threading.Event().wait(_HOLD_S)
 
@@ -318,34 +302,29 @@ def _hold() -> None:
 # --- Reports to Ray Train ---------------------------------------------------------------------------------------------
 
 
-_REPORT_INTERVAL_S = 10.0  # at least, while there are steps
+_REPORT_INTERVAL_S = 10.0  # longest time without a report while there are steps
 POINTER_FILE = "trainwright.json"
-"""The file of a checkpoint of Ray Train's that says where the run's own one lies."""
+"""The file of a checkpoint of Ray Train that says where the run's own checkpoint is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainReport:
-    """What every rank reports to Ray Train at once.
-
-    Attributes:
-        metrics: figures by name.
-        pointer: contents of `POINTER_FILE`, from rank 0; empty where there is nothing to point at.
-    """
+    """A report that every rank makes to Ray Train. `pointer` has the contents of `POINTER_FILE`, on rank 0 alone."""
 
     metrics: Mapping[str, float]
     pointer: Mapping[str, str | int] = field(default_factory=dict)
 
 
 class ReportQueue:
-    """A listener that keeps the newest figures: those that nobody has asked for are overwritten, so that none waits.
+    """A listener that keeps the newest metrics for the next report; older ones are overwritten, so that none waits.
 
-    Ray Train takes a report about every 2 seconds, and steps may be quicker.
+    A report is due at the end of an epoch, after an evaluation and after a checkpoint. Ray Train accepts a report about
+    every 2 seconds, and steps may be faster.
 
     Args:
-        steps_per_epoch: at whose end there is news.
         pointer: makes a pointer of a step and a checkpoint's path below the run.
-        every_s: seconds after which steps alone are news.
-        clock: monotonic seconds.
+        every_s: seconds after which steps alone are reported.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -357,15 +336,15 @@ class ReportQueue:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._per_epoch, self._pointer, self._every_s, self._clock = steps_per_epoch, pointer, every_s, clock
-        self._turn = threading.Condition()
+        self._condition = threading.Condition()
         self._metrics: dict[str, float] = {}
         self._newest: Mapping[str, str | int] = {}
         self._due = self._changed = self._ended = self._points = False
-        self._told_s = clock()
+        self._reported_s = clock()
 
     def on(self, event: Event) -> None:
         """Take one event."""
-        with self._turn:
+        with self._condition:
             match event:
                 case Steps() if event.step:
                     self._step(event)
@@ -377,34 +356,34 @@ class ReportQueue:
                     self._changed = self._due = self._points = True
                 case Failed():
                     self._metrics["failures"] = self._metrics.get("failures", 0) + 1
-            self._turn.notify_all()
+            self._condition.notify_all()
 
     def close(self) -> None:
-        """The run has ended; `end` says it."""
+        """Do nothing: `end` ends the queue."""
 
     def end(self, *, silently: bool = False) -> None:
-        """There is no more to tell than what is due; with `silently` not even that."""
-        with self._turn:
+        """End the queue after a last report of what has changed; with `silently` without it."""
+        with self._condition:
             self._ended, self._due = True, self._changed and not silently
-            self._turn.notify_all()
+            self._condition.notify_all()
 
-    def news(self) -> Iterator[_TrainReport]:
-        """Waits for what is to be told; the last one is told at the end."""
+    def reports(self) -> Iterator[_TrainReport]:
+        """Wait for each report that is due and yield it, until `end` is called."""
         while True:
-            with self._turn:
+            with self._condition:
                 while not (self._due or self._ended):
-                    self._turn.wait(self._every_s if self._changed else None)
-                    self._due |= self._changed and self._clock() - self._told_s >= self._every_s
+                    self._condition.wait(self._every_s if self._changed else None)
+                    self._due |= self._changed and self._clock() - self._reported_s >= self._every_s
                 if not self._due:
                     return
                 points = self._points or self._ended
                 report = _TrainReport(metrics=dict(self._metrics), pointer=self._newest if points else {})
                 self._due = self._changed = self._points = False
-                self._told_s = self._clock()
+                self._reported_s = self._clock()
             yield report
 
     def _step(self, event: Steps) -> None:
-        """Figures of the newest step; the end of an epoch is news."""
+        """Take the metrics of the newest step. At the end of an epoch, a report is due."""
         last = event.step[-1]
         self._due |= last // self._per_epoch > (event.step[0] - 1) // self._per_epoch
         self._changed = True
@@ -421,54 +400,48 @@ class ReportQueue:
 # --- The channel between the ranks of Ray Train -----------------------------------------------------------------------
 
 
-_LAST_MESSAGE_S = 10.0  # for the others to hear the last word
+_LAST_MESSAGE_S = 10.0  # for the other ranks to receive the last message
 
 
 class _RankChannelActor:
-    """Keeps what rank 0 says, in order, for each of the others to take.
-
-    Args:
-        size: how many ranks there are.
-    """
+    """Keeps the workers of all ranks, and the messages of rank 0 in order for each of the other ranks to receive."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._seats: dict[int, TrainWorker] = {}
-        self._said: list[bytes] = []
-        self._taken: dict[int, int] = {}  # how much of it, by rank
-        self._news = asyncio.Condition()
+        self._workers: dict[int, TrainWorker] = {}
+        self._messages: list[bytes] = []
+        self._received: dict[int, int] = {}  # number of messages, by rank
+        self._changed = asyncio.Condition()
 
-    async def sit(self, seat: TrainWorker) -> None:
-        """A rank is there."""
-        async with self._news:
-            self._seats[seat.rank] = seat
-            self._news.notify_all()
+    async def register(self, worker: TrainWorker) -> None:
+        async with self._changed:
+            self._workers[worker.rank] = worker
+            self._changed.notify_all()
 
-    async def seats(self) -> list[TrainWorker]:
-        """All of them, once they are there."""
-        async with self._news:
-            await self._news.wait_for(lambda: len(self._seats) == self._size)
-            return list(self._seats.values())
+    async def workers(self) -> list[TrainWorker]:
+        """Return the workers of all ranks when all are registered."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._workers) == self._size)
+            return list(self._workers.values())
 
-    async def say(self, word: bytes) -> None:
-        """Rank 0's next word."""
-        async with self._news:
-            self._said.append(word)
-            self._news.notify_all()
+    async def send(self, message: bytes) -> None:
+        async with self._changed:
+            self._messages.append(message)
+            self._changed.notify_all()
 
-    async def take(self, rank: int, number: int) -> bytes:
-        """The word of that number, once it is said."""
-        async with self._news:
-            await self._news.wait_for(lambda: len(self._said) > number)
-            self._taken[rank] = number + 1
-            self._news.notify_all()
-            return self._said[number]
+    async def receive(self, rank: int, number: int) -> bytes:
+        """Return the message of this number when it is sent."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._messages) > number)
+            self._received[rank] = number + 1
+            self._changed.notify_all()
+            return self._messages[number]
 
-    async def taken(self) -> None:
-        """Returns when all others have heard all."""
-        async with self._news:
-            await self._news.wait_for(
-                lambda: all(self._taken.get(rank, 0) >= len(self._said) for rank in range(1, self._size))
+    async def all_received(self) -> None:
+        """Return when all other ranks have received all messages."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: all(self._received.get(rank, 0) >= len(self._messages) for rank in range(1, self._size))
             )
 
 
@@ -477,19 +450,19 @@ _RANK_CHANNEL_ACTOR: Any = ray.remote(num_cpus=0, max_restarts=0)(_RankChannelAc
 
 
 class _RankChannel:
-    """One rank's way to the desk."""
+    """One rank's end of the channel. Messages are whatever cloudpickle can pickle."""
 
     def __init__(self, actor: Any, rank: int) -> None:
-        self._actor, self._rank, self._heard = actor, rank, 0
+        self._actor, self._rank, self._received = actor, rank, 0
 
     @classmethod
-    def meet(cls, group: PlacementGroup) -> _RankChannel:
-        """Every rank of Ray Train calls it, as often as the others.
+    def open(cls, group: PlacementGroup) -> _RankChannel:
+        """Open the channel; every rank calls it equally often.
 
         Raises:
-            ResourceError: it is Ray Train's first version, whose ranks cannot meet.
+            ResourceError: this is the first version of Ray Train, which has no collectives.
         """
-        context: Any = importlib.import_module("ray.train").get_context()
+        context = _context()
         try:
             collective: Any = importlib.import_module("ray.train.collective")
         except ImportError as error:
@@ -498,7 +471,7 @@ class _RankChannel:
                 where="RAY_TRAIN_V2_ENABLED=0",
                 remedy="unset RAY_TRAIN_V2_ENABLED: Ray 2.60 uses that version by default",
             ) from error
-        rank, actor, name = context.get_world_rank(), None, f"trainwright-desk/{uuid.uuid4().hex[:12]}"
+        rank, actor, name = context.get_world_rank(), None, f"trainwright-channel/{uuid.uuid4().hex[:12]}"
         if rank == 0:
             size = context.get_world_size()
             options = {"name": name, "namespace": NAMESPACE, "max_concurrency": 2 * size + 8}
@@ -507,29 +480,29 @@ class _RankChannel:
         name = collective.broadcast_from_rank_zero(name)
         return cls(actor or ray.get_actor(name, namespace=NAMESPACE), rank)
 
-    def sit(self, seat: TrainWorker) -> None:
-        """This rank is there."""
-        self._ask(self._actor.sit.remote(seat))
+    def register(self, worker: TrainWorker) -> None:
+        """Tell rank 0 what this rank has."""
+        self._ask(self._actor.register.remote(worker))
 
-    def seats(self) -> list[TrainWorker]:
-        """All ranks, once they are there."""
-        found: list[TrainWorker] = self._ask(self._actor.seats.remote())
+    def workers(self) -> list[TrainWorker]:
+        """Wait for the workers of all ranks and return them."""
+        found: list[TrainWorker] = self._ask(self._actor.workers.remote())
         return found
 
-    def say(self, word: Any) -> None:
-        """Rank 0 tells the others; whatever can be pickled."""
-        self._ask(self._actor.say.remote(cloudpickle.dumps(word)))
+    def send(self, message: Any) -> None:
+        """Send a message from rank 0 to all other ranks."""
+        self._ask(self._actor.send.remote(cloudpickle.dumps(message)))
 
-    def say_last(self, word: Any) -> None:
-        """The same, and wait for them to hear it: the desk ends with this object."""
-        self.say(word)
-        ray.wait([self._actor.taken.remote()], timeout=_LAST_MESSAGE_S)
+    def send_last(self, message: Any) -> None:
+        """Send the last message and wait until it is received: the actor ends with this object."""
+        self.send(message)
+        ray.wait([self._actor.all_received.remote()], timeout=_LAST_MESSAGE_S)
 
-    def take(self) -> Any:
-        """Rank 0's next word, whenever it comes."""
-        word = self._ask(self._actor.take.remote(self._rank, self._heard))
-        self._heard += 1
-        return cloudpickle.loads(word)
+    def receive(self) -> Any:
+        """Wait for the next message of rank 0 and return it."""
+        message = self._ask(self._actor.receive.remote(self._rank, self._received))
+        self._received += 1
+        return cloudpickle.loads(message)
 
     def _ask(self, ref: Any) -> Any:
         try:
@@ -538,5 +511,5 @@ class _RankChannel:
             raise WorkerLost(
                 "rank 0 of Ray Train, which drives the run, has ended",
                 where=f"rank {self._rank}",
-                remedy="FailureConfig(max_failures=...) has Ray Train start again, and the run goes on",
+                remedy="set FailureConfig(max_failures=...): Ray Train then starts again, and the run continues",
             ) from error

@@ -1,4 +1,4 @@
-"""The bundles that Ray Train gives a job, and options of a job that conflict with them. Pure."""
+"""Ray Train's workers as a cluster and as the placement of a run, and job options that conflict with them. Pure."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from trainwright.planning.decision import Decision
 
 @dataclass(frozen=True, kw_only=True)
 class TrainWorker:
-    """One worker of Ray Train's.
+    """One worker of Ray Train.
 
     Attributes:
-        rank: that Ray Train gave it.
-        node_id: as Ray names its node.
-        run: that it was called to train.
-        accelerator: Ray's resource of what it holds, such as `GPU`; empty without any.
-        accelerators: ids of them on that node.
+        accelerator: Ray's resource of its accelerators, such as `GPU`; empty without any.
+        accelerators: their ids on that node.
     """
 
     rank: int
@@ -39,73 +36,63 @@ class TrainWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainWorkers:
-    """All workers of Ray Train's, in the order of their ranks.
+    """All workers of Ray Train, in the order of their ranks.
 
     Attributes:
-        bundles: of Ray Train's placement group, in which each sits.
-        cpus: of each, by `resources_per_worker`.
+        bundles: the bundle of each worker in Ray Train's placement group.
+        cpus: of each worker, by `resources_per_worker`.
     """
 
-    seats: tuple[TrainWorker, ...]
+    workers: tuple[TrainWorker, ...]
     bundles: tuple[int, ...]
     cpus: float
 
     @classmethod
     def of(
-        cls, seats: Iterable[TrainWorker], bundle_nodes: Mapping[int, str], bundles: Sequence[Mapping[str, float]]
+        cls, workers: Iterable[TrainWorker], bundle_nodes: Mapping[int, str], bundles: Sequence[Mapping[str, float]]
     ) -> TrainWorkers:
-        """Who sits where.
+        """Assign each worker a bundle on its node.
 
         Args:
             bundle_nodes: Ray's id of the node of each bundle.
             bundles: resources of each; those on one node are alike.
 
         Raises:
-            ResourceError: the ranks name several runs, share an accelerator, or hold TPUs.
+            ResourceError: the ranks name several runs, share an accelerator, or have TPUs.
         """
-        ordered = tuple(sorted(seats, key=lambda seat: seat.rank))
+        ordered = tuple(sorted(workers, key=lambda worker: worker.rank))
         _check(ordered)
         free: dict[str, list[int]] = defaultdict(list)
         for bundle, node_id in sorted(bundle_nodes.items()):
             free[node_id].append(bundle)
-        taken = tuple(free[seat.node_id].pop(0) for seat in ordered)
-        return cls(seats=ordered, bundles=taken, cpus=min(bundles[bundle].get("CPU", 0.0) for bundle in taken))
+        taken = tuple(free[worker.node_id].pop(0) for worker in ordered)
+        return cls(workers=ordered, bundles=taken, cpus=min(bundles[bundle].get("CPU", 0.0) for bundle in taken))
 
     def cluster(self, nodes: Mapping[str, Node]) -> Cluster:
-        """The cluster that consists of these seats alone.
-
-        Args:
-            nodes: the whole cluster's, by Ray's id.
-        """
+        """Return the cluster that has only the resources of these workers; `nodes` of the whole one, by Ray's id."""
         here: dict[str, list[TrainWorker]] = defaultdict(list)
-        for seat in self.seats:
-            here[seat.node_id].append(seat)
-        return Cluster(nodes=tuple(self._part(nodes[node_id], seats) for node_id, seats in here.items()))
+        for worker in self.workers:
+            here[worker.node_id].append(worker)
+        return Cluster(nodes=tuple(self._part(nodes[node_id], workers) for node_id, workers in here.items()))
 
-    def _part(self, node: Node, seats: Sequence[TrainWorker]) -> Node:
-        """What the seats have of their node; a seat without a CPU of its own still computes on one."""
-        number = sum(len(seat.accelerators) for seat in seats)
-        share = min(1.0, len(seats) * self.cpus / node.cpus)
+    def _part(self, node: Node, workers: Sequence[TrainWorker]) -> Node:
+        """Return what workers have of their node; a worker without a CPU of its own still computes on one."""
+        number = sum(len(worker.accelerators) for worker in workers)
+        share = min(1.0, len(workers) * self.cpus / node.cpus)
         return replace(
             node,
-            cpus=len(seats) * max(1.0, self.cpus),
+            cpus=len(workers) * max(1.0, self.cpus),
             memory_bytes=int(node.memory_bytes * (share or 1.0)),
             accelerators=number,
-            accelerator=seats[0].accelerator if number else "",
+            accelerator=workers[0].accelerator if number else "",
             kind=node.kind if number else "",
         )
 
     def job(self, job: Job) -> Job:
-        """The job for as many workers as there are seats.
-
-        Raises:
-            ResourceError: it asks for another number.
-        """
-        size = len(self.seats)
-        least, most = (
-            job.scaling.min_workers or job.scaling.workers or 1,
-            job.scaling.max_workers or job.scaling.workers or size,
-        )
+        """Return the job for as many workers. Raises ResourceError if it asks for another number."""
+        size, scaling = len(self.workers), job.scaling
+        least = scaling.min_workers or scaling.workers or 1
+        most = scaling.max_workers or scaling.workers or size
         if not least <= size <= most:
             wanted = f"{least}" if least == most else f"{least} to {most}"
             raise ResourceError(
@@ -115,20 +102,20 @@ class TrainWorkers:
             )
         return job.replace(workers=size, min_workers=None, max_workers=None)
 
-    def seated(self, decision: Decision, *, data_cpus: float) -> Decision:
-        """The decision with workers that compute on what their seats have.
+    def placed(self, decision: Decision, *, data_cpus: float) -> Decision:
+        """Return the decision with plans that use the resources of these workers.
 
         Args:
-            data_cpus: of the cluster that are free for Ray Data.
+            data_cpus: CPUs of the cluster that are free for Ray Data.
 
         Raises:
-            PlanError: the plan has not one worker for each seat, or leaves accelerators unused.
+            PlanError: the plan has another number of workers, or leaves accelerators unused.
         """
-        plans = [self._seated(plan, data_cpus) for plan in (decision.chosen, *decision.contenders)]
+        plans = [self._placed(plan, data_cpus) for plan in (decision.chosen, *decision.contenders)]
         return replace(decision, chosen=plans[0], contenders=tuple(plans[1:]))
 
-    def _seated(self, plan: Plan, data_cpus: float) -> Plan:
-        size, held = len(self.seats), len(self.seats[0].accelerators)
+    def _placed(self, plan: Plan, data_cpus: float) -> Plan:
+        size, held = len(self.workers), len(self.workers[0].accelerators)
         used = plan.placement.accelerators
         if plan.workers != size:
             raise PlanError(
@@ -147,71 +134,71 @@ class TrainWorkers:
         return replace(plan, placement=placement)
 
 
-def _check(seats: Sequence[TrainWorker]) -> None:
-    """Raises ResourceError for seats that no job can sit on together."""
-    if others := [seat.run for seat in seats if seat.run != seats[0].run]:
+def _check(workers: Sequence[TrainWorker]) -> None:
+    """Raise ResourceError for workers that cannot train one job together."""
+    if others := [worker.run for worker in workers if worker.run != workers[0].run]:
         raise ResourceError(
-            f"the ranks of Ray Train train other runs: {seats[0].run!r} and {others[0]!r}",
+            f"the ranks of Ray Train train different runs: {workers[0].run!r} and {others[0]!r}",
             where="the train function",
             remedy="call tw.fit with the same job on every rank",
         )
-    if any(seat.accelerator == "TPU" for seat in seats):
+    if any(worker.accelerator == "TPU" for worker in workers):
         raise ResourceError(
             "trainwright does not train on TPUs inside Ray Train",
             remedy="call tw.fit outside of it: it places its own workers on them",
         )
-    held = Counter((seat.node_id, number) for seat in seats for number in seat.accelerators)
+    held = Counter((worker.node_id, number) for worker in workers for number in worker.accelerators)
     if shared := [number for (_, number), times in held.items() if times > 1]:
         raise ResourceError(
-            f"workers of Ray Train share the {seats[0].accelerator} {shared[0]}",
+            f"workers of Ray Train share the {workers[0].accelerator} {shared[0]}",
             where="resources_per_worker",
-            remedy=f"give each one of its own: resources_per_worker={{'{seats[0].accelerator}': 1}}",
+            remedy=f"give each one of its own: resources_per_worker={{'{workers[0].accelerator}': 1}}",
         )
 
 
-# --- Room for slots in the bundles that Ray Train reserved, whose resources its own workers hold ----------------------
+# --- Placement in the bundles that Ray Train reserved, whose resources its own workers hold ---------------------------
 
 
 class TrainPlacement:
-    """A worker sits in its seat's bundle and asks Ray for nothing; servers, whose slots come first, beside workers.
+    """Places each worker in the bundle of one of Ray Train's workers, without resources. Implements `WorkerPlacement`.
 
-    Ray ends all that is in a placement group when it is removed: nothing outlives Ray Train's workers there.
+    Servers, whose slots come first, share bundles with workers. Ray ends all that is in a placement group when it is
+    removed: no process outlives Ray Train's workers.
 
     Args:
-        seating: one seat for each worker of the plan.
-        group: Ray Train's.
+        workers: one for each worker of the plan.
     """
 
-    def __init__(self, seating: TrainWorkers, group: PlacementGroup, plan: Plan) -> None:
-        self._seating, self._group = seating, group
+    def __init__(self, workers: TrainWorkers, group: PlacementGroup, plan: Plan) -> None:
+        self._workers, self._group = workers, group
         self._first = plan.processes - plan.workers  # slot of a worker
 
     @property
     def name(self) -> str:
-        """Of this room and no other."""
+        """The id of the placement group."""
         return str(self._group.id.hex())
 
     def options(self, slot: int, *, beside: bool = False) -> dict[str, Any]:
-        """Ray's options for a slot's process."""
-        bundle = self._seating.bundles[self._seat(slot)]
+        """Return Ray's options for a slot's process."""
+        bundle = self._workers.bundles[self._worker(slot)]
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         return {"num_cpus": 0, "scheduling_strategy": where}
 
     def lent(self, slot: int) -> tuple[str, ...]:
-        """Ids of the accelerators of a slot's seat; a server has none."""
-        return self._seating.seats[self._seat(slot)].accelerators if slot >= self._first else ()
+        """Return the ids of the accelerators of a slot's worker; none for a server."""
+        return self._workers.workers[self._worker(slot)].accelerators if slot >= self._first else ()
 
     def found(self, slot: int, node_id: str) -> None:
-        """A slot's process runs where its seat is."""
+        """Do nothing: the bundle's node is known."""
 
     def shun(self, node_id: str) -> None:
-        """There is no other room: Ray Train replaces its workers, or nobody does."""
+        """Do nothing: only Ray Train can replace its workers."""
 
     def inherit(self, slot: int, group: PlacementGroup) -> None:
-        """Nobody outlives this room."""
+        """Do nothing: no process outlives the placement group."""
 
     def give_back(self) -> None:
-        """It is Ray Train's."""
+        """Do nothing: the placement group belongs to Ray Train."""
 
-    def _seat(self, slot: int) -> int:
-        return (slot - self._first) % len(self._seating.seats)
+    def _worker(self, slot: int) -> int:
+        return (slot - self._first) % len(self._workers.workers)

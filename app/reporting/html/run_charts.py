@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.core import formatting
 from trainwright.reporting.run_history import RunHistory
-from trainwright.storage.run_records import StepRecord, staleness_of
+from trainwright.storage.run_summary import StepRecord, staleness_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.core import formatting
@@ -15,29 +14,14 @@ from trainwright.reporting.event_messages import prefetch_text, recovery_text, s
 from trainwright.reporting.html import run_charts
 from trainwright.reporting.html.templates import render_template, sanitized_svg
 from trainwright.reporting.plan_view import SHOWN_ROWS, mesh_table, other_rows, plan_from, plan_line, plan_rows
-from trainwright.reporting.predicted_vs_measured import noise_text, step_parts
-from trainwright.reporting.run_history import RunHistory, read_history
+from trainwright.reporting.run_history import RunHistory, noise_text, read_history, step_parts
 from trainwright.reporting.scorecard import Scorecard
 from trainwright.storage.event_files import read_run_summary
 from trainwright.storage.object_store import Store
-from trainwright.storage.run_records import staleness_of, staleness_text
-from trainwright.storage.run_summary import epoch_of
+from trainwright.storage.run_summary import epoch_of, staleness_of, staleness_text
 
 if TYPE_CHECKING:
     from markupsafe import Markup
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportFacts:
-    """Facts for the report that are not in the events.
-
-    Attributes:
-        uri: URI of the run's folder.
-        now_s: time of the report, in seconds since the epoch.
-    """
-
-    uri: str = ""
-    now_s: float = 0.0
 
 
 class _KeyFigure(NamedTuple):
@@ -67,8 +51,13 @@ class _Incident(NamedTuple):
     detail: str
 
 
-def render_report(history: RunHistory, facts: ReportFacts) -> str:
-    """The whole report as HTML: styles and figures inline, no scripts, nothing fetched."""
+def render_report(history: RunHistory, *, uri: str = "", now_s: float = 0.0) -> str:
+    """Return the whole report as HTML: styles and figures inline, no scripts, nothing fetched.
+
+    Args:
+        uri: of the run's folder.
+        now_s: time of the report, in seconds since the epoch.
+    """
     summary, start = history.summary, history.summary.start
     plan = plan_from(start.plan)
     return render_template(
@@ -99,8 +88,8 @@ def render_report(history: RunHistory, facts: ReportFacts) -> str:
         notes=[note.text for note in summary.notes],
         configuration=sorted((name, str(value)) for name, value in start.shown_job.items()),
         versions=sorted(start.versions.items()),
-        uri=facts.uri,
-        made=_utc(facts.now_s),
+        uri=uri,
+        made=_utc(now_s),
         duration=formatting.duration,
         verdict=verdict_html(summary.judged.verdict) if summary.judged else "",
     )
@@ -122,9 +111,8 @@ def write_report(
     store: Store, run: str, *, history: RunHistory | None = None, clock: Callable[[], float] = time.time
 ) -> str:
     """Write `<run>/report.html` from storage, or from `history`, and return its URI. Raises StorageError."""
-    path = f"{run}/report.html"
-    facts = ReportFacts(uri=store.uri_of(run), now_s=clock())
-    store.put(path, render_report(history or read_history(store, run), facts).encode())
+    path, history = f"{run}/report.html", history or read_history(store, run)
+    store.put(path, render_report(history, uri=store.uri_of(run), now_s=clock()).encode())
     return store.uri_of(path)
 
 
@@ -143,8 +131,8 @@ class ReportListener:
         """Write the report; the events are in storage by now. Raises StorageError."""
         if self._started:
             # The driver ends here: no later event will report an outcome.
-            folding = read_run_summary(self._store, self._run)
-            history = RunHistory(summary=folding, state=folding.state(owner_alive=False))
+            summary = read_run_summary(self._store, self._run)
+            history = RunHistory(summary=summary, state=summary.state(owner_alive=False))
             write_report(self._store, self._run, history=history, clock=self._clock)
 
 
@@ -157,10 +145,7 @@ def _markup(svg: str) -> Markup:
 def _headline(history: RunHistory, plan: Plan | None) -> str:
     summary, start = history.summary, history.summary.start
     steps = f"step {summary.step:,} of {start.total_steps:,}"
-    epoch, last = (
-        epoch_of(summary.step, start.steps_per_epoch),
-        epoch_of(start.total_steps, start.steps_per_epoch),
-    )
+    epoch, last = (epoch_of(step, start.steps_per_epoch) for step in (summary.step, start.total_steps))
     epochs = f"epoch {epoch} of {last}"
     how = f"{plan.strategy}, {formatting.count(plan.workers, 'worker')}" if plan else ""
     return " · ".join(part for part in (how, steps, epochs, _utc(start.time_s)) if part)
