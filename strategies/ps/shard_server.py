@@ -36,8 +36,7 @@ from trainwright.strategies.ps.server_connections import (
     WorkerConnections,
     WorkerDisconnected,
 )
-from trainwright.strategies.ps.update_admission import RoundUpdate
-from trainwright.strategies.ps.update_applier import KeptPush, ServerConfig, UpdateApplier
+from trainwright.strategies.ps.update_applier import KeptPush, RoundUpdate, ServerConfig, UpdateApplier
 
 _log = logging.getLogger(__name__)
 _WAIT_NOTICES = 4  # times within the deadline that a waiting worker is told to keep waiting
@@ -229,9 +228,9 @@ class ShardServer:
 
     def _push(self, connection: WorkerConnection, head: PushCall, payload: memoryview) -> bool:
         """Answer a push; return whether it is the first of its unit."""
-        decision = self.updates.push(head, payload)
-        send_answer(connection, **decision.answer)
-        return decision.counted
+        answer, counted = self.updates.push(head, payload)
+        send_answer(connection, **answer)
+        return counted
 
     def _applied(self, update: RoundUpdate[KeptPush]) -> None:
         """A round's update is in the parameters."""

@@ -208,17 +208,3 @@ class TensorFlowEngine(ABC):
             if failure is None or failure is error:
                 raise
         raise failure
-
-
-# --- The devices of a worker as TensorFlow names them -----------------------------------------------------------------
-
-
-def device_names(group: Group) -> list[str]:
-    """Return the names of the group's devices; several on the CPU become logical devices first."""
-    if not group.devices[0].startswith("cuda"):
-        (host,) = tf.config.list_physical_devices("CPU")
-        if len(group.devices) > 1:
-            logical = [tf.config.LogicalDeviceConfiguration() for _ in group.devices]
-            tf.config.set_logical_device_configuration(host, logical)
-        return [f"/cpu:{number}" for number in range(len(group.devices))]
-    return [f"/gpu:{number}" for number in range(len(group.devices))]

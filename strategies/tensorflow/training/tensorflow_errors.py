@@ -32,20 +32,20 @@ class TensorFlowUserCode(UserCode):
 
     @classmethod
     def lost_peer(cls, error: BaseException) -> bool:
-        """Decide by its type, or for other errors of TensorFlow by its text."""
+        """Whether an error means that another rank was lost: by its type, or by the text of a TensorFlow error."""
         if isinstance(error, _LOST_TYPES):
             return True
         return isinstance(error, tf.errors.OpError) and _PEER_LOST.search(str(error)) is not None
 
     @classmethod
     def traceback(cls, error: BaseException) -> str:
-        """Return AutoGraph's traceback for code that it has rewritten, since that has the user's lines."""
+        """Return the traceback. For code that AutoGraph has rewritten, AutoGraph's own has the user's lines."""
         rewritten = getattr(error, "ag_error_metadata", None)
         return super().traceback(error) if rewritten is None else str(rewritten.get_message())
 
 
 def remember_first_use() -> None:
-    """Record from now on which lines use TensorFlow first in this process, which starts its devices."""
+    """Record which lines use TensorFlow first in this process, from now on. The first use starts its devices."""
     before_first_use(_remember)
 
 
@@ -70,7 +70,7 @@ def strategy_too_late_error(error: BaseException, where: str) -> JobError | None
 
 
 def original_error(error: BaseException) -> TrainwrightError | None:
-    """Return the TrainwrightError raised while a graph was traced, which AutoGraph has replaced by another."""
+    """Return the TrainwrightError that was raised while a graph was traced. AutoGraph raises another one for it."""
     behind: BaseException | None = error
     while behind is not None and not isinstance(behind, TrainwrightError):
         behind = behind.__cause__ or behind.__context__
