@@ -69,6 +69,7 @@ STORED_NAMES = {
     "distillation.teacher_runner.TeacherRunner": "distillation.teachers.Lecturer",
     "inference.prediction_worker.CheckpointWeights": "inference.prediction_worker.Weights",
     "strategies.distillation.distillation_loss.DistillationLoss": "strategies.distillation.losses.Distilled",
+    "strategies.distillation.distillation_loss.StudentMetric": "strategies.distillation.losses.Judged",
     "strategies.distillation.layer_match.LayerProjection": "strategies.distillation.layer_projection.Bridge",
     "strategies.distillation.multi_student.StudentModels": "strategies.distillation.multi_student.Students",
 }
@@ -513,7 +514,9 @@ def _contents(cell: CellType) -> Any:
 
 
 def _state(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield attributes of an object, without the fields that a dataclass does not compare. Runs no code of its class.
+    """Yield attributes of an object, without cached properties and the fields that a dataclass does not compare.
+
+    It runs no code of the object's class.
 
     The options of a job are its own attributes here: stored digests are older than its groups.
     """
@@ -522,8 +525,23 @@ def _state(value: Any) -> Iterator[tuple[str, Any]]:
         return
     fields = getattr(type(value), "__dataclass_fields__", {})
     for name, item in _attributes(value):
-        if name not in fields or fields[name].compare:
+        if name == "__qualname__":
+            yield name, _former_qualname(value, item)
+        elif (name not in fields or fields[name].compare) and not _is_cached(value, name):
             yield name, item
+
+
+def _is_cached(value: Any, name: str) -> bool:
+    """Return whether an attribute is the value of a `cached_property`, which is there only after its first use."""
+    found = next((vars(kind)[name] for kind in type(value).__mro__ if name in vars(kind)), None)
+    return isinstance(found, functools.cached_property)
+
+
+def _former_qualname(value: Any, name: str) -> str:
+    """Return the name that an object took from its attribute `function`, as stored digests have it."""
+    full = f"{getattr(getattr(value, 'function', None), '__module__', '')}.{name}"
+    former = stored_name(full)
+    return name if former == full else former.rpartition(".")[2]
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

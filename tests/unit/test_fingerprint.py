@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import linecache
+import operator
 import os
 import random
 import subprocess
@@ -22,9 +23,18 @@ import torch
 
 import trainwright as tw
 from trainwright.core.events import CODE_FIELD
+from trainwright.core.soft_loss import Match, SoftLoss
+from trainwright.distillation.distillation_job import TeacherActor
+from trainwright.distillation.target_cache import _TargetReader
+from trainwright.distillation.target_encoding import TargetEncoding
+from trainwright.distillation.teacher_model import TeacherModelBuilder
+from trainwright.distillation.teacher_runner import TeacherRunner
 from trainwright.planning.code_fingerprint import STORED_NAMES, CodeFingerprints, stored_name
 from trainwright.planning.job_description import comparable, describe, description_changes, state_relevant_fields
 from trainwright.planning.job_file import load_job
+from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics
+from trainwright.strategies.distillation.layer_match import LayerProjection
+from trainwright.strategies.distillation.multi_student import StudentModels
 from trainwright.worker.worker_config import pickle_job, unpickle_job
 
 HELPERS = """
@@ -326,6 +336,80 @@ def test_every_object_with_a_former_name_exists() -> None:
     for name in STORED_NAMES:
         module, _, attribute = f"trainwright.{name}".rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
+
+
+TEXTS = tw.datasets.table({"text": ["a", "bc"]})
+LABELLED = tw.datasets.table({"x": [[1.0], [2.0]], "y": [0, 1]})
+BESIDE = tw.datasets.table({"sample": [0, 1], "z": [1.0, 2.0]})
+TEACHER = tw.Teacher(name="t", model=dict, inputs="x", output="logits", probabilities=True, layers=("body",))
+RUNNER = TeacherRunner(teacher=tw.Teacher(name="t", model=dict, inputs="x"), sha256="0" * 64)
+READER = _TargetReader(columns=TEACHER.columns, form=TargetEncoding.parse("topk(8)"))
+OFFLINE = DistillationLoss(
+    soft=SoftLoss(temperature=2.0), hard=operator.sub, targets=("y", "teacher.t"), labels=("y",), teachers=("t",)
+)
+SEVERAL = DistillationLoss(
+    soft=SoftLoss(matches=(Match(student="a", teacher="b", of="t"),)), hard=operator.sub, labels=("y",),
+    targets=("y", "teacher.t", "teacher.t/b"), students=("student", "small"), teachers=("t",), mutual=True,
+)  # fmt: skip
+MODELS = StudentModels(
+    builders={"student": dict, "small": list},
+    loss=SEVERAL,
+    bridges={"student/0": LayerProjection(axis=1, given=2, wanted=3)},
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"),
+    [
+        (TEXTS.tokenize().functions, "8291276681e64b60"),
+        (TEXTS.tokenize(str, "text", to="t", end=3, cpus=1.0).functions, "ae12b178d5e044f1"),
+        (TEXTS.tokenize().pack(4).functions, "8291276681e64b60"),
+        (OFFLINE, "cc9214b78c3712fe"),
+        (
+            DistillationLoss(soft=SoftLoss(alpha=0.0), hard=None, targets=("x",), inline={"t": RUNNER}),
+            "f4c4c54a23913191",
+        ),
+        (SEVERAL, "f6f3db52d7192efc"),
+        (student_metrics({"accuracy": operator.eq}, OFFLINE), "364ab2143fb4c8cd"),
+        (MODELS, "32a36aa31ef8880e"),
+        (LABELLED.beside(BESIDE.map_batches(READER)).functions, "099efaad3640fac3"),
+        (
+            LABELLED.map_batches(
+                TeacherActor, cpus=1.0, fn_constructor_args=(TeacherRunner(teacher=TEACHER, sha256="0" * 64),)
+            ).functions,
+            "2ebef64598e07ffb",
+        ),
+        (TeacherModelBuilder(build=dict, layers={}, file="w.pt", sha256="1"), "3d333a0bd594493f"),
+    ],
+    ids=[
+        "tokenize", "tokenize by a function", "tokenize and pack", "offline loss", "inline loss", "several students",
+        "metrics", "models", "stored targets", "teacher actor", "teacher model",
+    ],
+)  # fmt: skip
+def test_digests_of_tokenize_and_distillation_are_those_that_runs_have_stored(value: Any, stored: str) -> None:
+    """The digests were computed by the code before its classes got their names of today. No code of the user's is in
+    them, which would change with the version of Python."""
+    assert CodeFingerprints().digest(value)[:16] == stored
+
+
+def test_the_description_of_a_distillation_is_the_stored_one() -> None:
+    job = tw.Job(
+        name="student", model=MODELS, optimizer=dict, loss=OFFLINE, inputs="x", targets=("y", "teacher.t"),
+        train=LABELLED.beside(BESIDE.map_batches(READER)).map_batches(str),
+        metrics=student_metrics({"accuracy": operator.eq}, OFFLINE), batch_size=1,
+    )  # fmt: skip
+    words = describe(job, train=job.train.index())
+    assert words["model"] == "Students [32a36aa3]"
+    assert words["loss"] == "Distilled [cc9214b7]"
+    assert words["metrics"] == "accuracy=Judged [28b35849]"
+    assert words["train"].endswith("data 8f58c315, functions eadd6e4e")
+
+
+def test_what_is_cached_when_it_is_first_used_is_no_change() -> None:
+    functions = TEXTS.tokenize().functions
+    before = CodeFingerprints().digest(functions)
+    functions[0]({"text": np.array(["a"], dtype=object)})
+    assert CodeFingerprints().digest(functions) == before
 
 
 def test_versions_of_installed_packages_count(monkeypatch: pytest.MonkeyPatch) -> None:
