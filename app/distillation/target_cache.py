@@ -47,23 +47,23 @@ def stored_targets(
     note: Callable[[str], object] = lambda _: None,
     hang_deadline_s: float | None = None,
 ) -> Dataset:
-    """Return a teacher's outputs for every row of a data set, for `data.beside(...)`. Compute what is missing.
+    """Return a teacher's outputs for every row of a data set, for `data.beside(...)`. Compute missing ones.
 
-    A teacher whose run divided its model over workers runs in that layout, another one on a pool of workers that each
-    hold the whole model. Transforms of the data are those of epoch 0: put random ones after `beside`.
+    A teacher whose run divided its model over workers runs in that layout. Other teachers run on a pool of workers that
+    each hold the whole model. Transforms of the data are those of epoch 0: put random ones after `beside`.
 
     Args:
         teacher: to compute.
         data: with the teacher's inputs.
-        folder: for the targets of all teachers and data sets, or `s3://`, `gs://`, `az://`.
+        folder: of the targets of all teachers and data sets; `s3://`, `gs://` and `az://` too.
         keep: `fp32`, `fp16`, or `topk(8)`: the 8 largest logits in half precision and the mass of the rest.
         workers: of a pool; by default one for each accelerator or CPU slot of the cluster.
-        range_rows: rows of a part, at most; by default by the size of a row of the data, and of its targets.
+        range_rows: most rows of a part; by default it follows from the size of a row and of its targets.
         fresh: compute existing parts again.
         verbose: show Ray's own output.
         note: called with problems that were repaired.
-        hang_deadline_s: for a batch, at most; a pool waits ten times as long as any took so far, 15 s at least. By
-            default that of the teacher's job, or 5 minutes (15, where its model is divided).
+        hang_deadline_s: longest time of a batch. A pool waits ten times as long as the slowest batch so far, and at
+            least 15 s. By default that of the teacher's job, or 5 minutes (15 for a divided model).
 
     Returns:
         A data set with `sample` and the teacher's columns, as float32.
@@ -106,7 +106,7 @@ def _within(question: PredictionRequest, hang_deadline_s: float | None) -> Predi
 
 
 def _target_row_bytes(teacher: Teacher, data: Dataset, index: Index, form: TargetEncoding) -> int:
-    """Return the approximate bytes of a stored row; 0 where unknown."""
+    """Return the approximate bytes of a stored row; 0 if unknown."""
     tapped = teacher.lesson.tapped
     shapes = output_signature(teacher.inference_job(data), index, tapped).shapes
     said = compared_shape({name: shape for name, shape in shapes.items() if name not in tapped}, teacher.output)
@@ -128,7 +128,7 @@ def count_missing_rows(teachers: Sequence[Teacher], job: Job, *, folder: str, ke
 
 
 def check_repeated_inputs(data: Dataset, teachers: Sequence[Teacher]) -> None:
-    """Raise JobError where a teacher's inputs change from epoch to epoch: stored targets are those of epoch 0."""
+    """Raise JobError if a teacher's inputs change from epoch to epoch: stored targets are those of epoch 0."""
     index = data.index()
     if not data.transforms or index.in_order:
         return
@@ -159,12 +159,7 @@ def _folder_name(teacher: Teacher, subject: InferenceModel, index: Index, form: 
 
 @dataclass(kw_only=True)
 class _TargetWriter:
-    """Outputs of a teacher's model -> columns of a file. Checks the first outputs in each process.
-
-    Attributes:
-        lesson: what its columns are made of.
-        form: encoding of the files.
-    """
+    """Outputs of a teacher's model -> columns of a file. Checks the first outputs in each process."""
 
     lesson: TeacherOutputs
     form: TargetEncoding
@@ -181,7 +176,7 @@ class _TargetWriter:
         return columns
 
     def __str__(self) -> str:
-        """Return what of it changes the files."""
+        """Return the settings that change the files, in words."""
         words = [str(self.form), *(f"layer {layer}" for layer in self.lesson.layers)]
         words += [f"output {self.lesson.output}"] if self.lesson.output else []
         return ", ".join(words + ([self.lesson.probabilities] if self.lesson.probabilities else []))
@@ -189,18 +184,13 @@ class _TargetWriter:
 
 @dataclass(frozen=True, kw_only=True)
 class _TargetReader:
-    """Columns of a file -> a teacher's columns.
-
-    Attributes:
-        columns: their names.
-        form: encoding of the files.
-    """
+    """Columns of a file -> a teacher's columns."""
 
     columns: tuple[str, ...]
     form: TargetEncoding
 
     def __call__(self, columns: Arrays) -> dict[str, Any]:
-        """Raises JobError where the files hold something else."""
+        """Raises JobError if the files hold something else."""
         if _OUTPUT not in columns:
             raise JobError([f"the files hold {', '.join(columns)}, and no {_OUTPUT!r} of a teacher"])
         output, *layers = self.columns
