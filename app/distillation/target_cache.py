@@ -42,7 +42,6 @@ def stored_targets(
     keep: str = "fp16",
     workers: int | None = None,
     range_rows: int | None = None,
-    fresh: bool = False,
     verbose: bool = False,
     note: Callable[[str], object] = lambda _: None,
     hang_deadline_s: float | None = None,
@@ -59,7 +58,6 @@ def stored_targets(
         keep: `fp32`, `fp16`, or `topk(8)`: the 8 largest logits in half precision and the mass of the rest.
         workers: of a pool; by default one for each accelerator or CPU slot of the cluster.
         range_rows: most rows of a part; by default it follows from the size of a row and of its targets.
-        fresh: compute existing parts again.
         verbose: show Ray's own output.
         note: called with problems that were repaired.
         hang_deadline_s: longest time of a batch. A pool waits ten times as long as the slowest batch so far, and at
@@ -73,16 +71,16 @@ def stored_targets(
         DataError: a part is damaged.
         TrainwrightError: the teacher, the data, the storage or the cluster is not right.
     """
-    question = _target_request(teacher, data, folder=folder, keep=keep, range_rows=range_rows, fresh=fresh)
+    request = _target_request(teacher, data, folder=folder, keep=keep, range_rows=range_rows)
     done = run_request(
-        _within(question, hang_deadline_s), workers=workers, batch_size=teacher.batch_size, fresh=fresh,
-        verbose=verbose, note=note,
+        _with_deadline(request, hang_deadline_s), workers=workers, batch_size=teacher.batch_size, verbose=verbose,
+        note=note,
     )  # fmt: skip
     return parquet(done.uri).map_batches(_TargetReader(columns=teacher.columns, form=TargetEncoding.parse(keep)))
 
 
 def _target_request(
-    teacher: Teacher, data: Dataset, *, folder: str, keep: str, range_rows: int | None = None, fresh: bool = False
+    teacher: Teacher, data: Dataset, *, folder: str, keep: str, range_rows: int | None = None
 ) -> PredictionRequest:
     """Return the request of `stored_targets`, with the parts that are missing. Raises as that."""
     form, subject = TargetEncoding.parse(keep), teacher_inference_model(load_teacher(teacher), data)
@@ -92,17 +90,16 @@ def _target_request(
     row_bytes = _target_row_bytes(teacher, data, index, form)
     to = f"{folder.rstrip('/')}/{_folder_name(teacher, subject, index, form)}"
     return prediction_request(
-        subject, index=index, to=to, columns=columns, form=filing, range_rows=range_rows, row_bytes=row_bytes,
-        fresh=fresh,
-    )  # fmt: skip
+        subject, index=index, to=to, columns=columns, form=filing, range_rows=range_rows, row_bytes=row_bytes
+    )
 
 
-def _within(question: PredictionRequest, hang_deadline_s: float | None) -> PredictionRequest:
+def _with_deadline(request: PredictionRequest, hang_deadline_s: float | None) -> PredictionRequest:
     """Return the request with its own deadline."""
     if hang_deadline_s is None:
-        return question
-    job = question.subject.job.replace(hang_deadline_s=hang_deadline_s)
-    return replace(question, subject=replace(question.subject, job=job))
+        return request
+    job = request.subject.job.replace(hang_deadline_s=hang_deadline_s)
+    return replace(request, subject=replace(request.subject, job=job))
 
 
 def _target_row_bytes(teacher: Teacher, data: Dataset, index: Index, form: TargetEncoding) -> int:

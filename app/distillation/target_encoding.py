@@ -21,7 +21,7 @@ from trainwright.core.errors import JobError
 
 _Array = npt.NDArray[Any]
 
-_WHOLE, _INDEX, _REST, _CLASSES = "", "_index", "_rest", "_classes"  # suffixes of the columns of one output
+_INDEX, _REST, _CLASSES = "_index", "_rest", "_classes"  # suffixes of the further columns of one output
 _TOPK = re.compile(r"topk\((\d+)\)")
 _SMALL = 1 << 16  # classes that fit two bytes
 
@@ -91,16 +91,11 @@ class TargetEncoding:
         total = log_sum(others)
         np.put_along_axis(others, index, -np.inf, -1)
         return {
-            name + _WHOLE: _half(name, np.take_along_axis(values, index, -1)),
+            name: _half(name, np.take_along_axis(values, index, -1)),
             name + _INDEX: index.astype(np.uint16 if classes <= _SMALL else np.uint32),
             name + _REST: (log_sum(others) - total).astype(np.float32),
             name + _CLASSES: np.full(len(values), classes, dtype=np.int32),  # a few bytes in the file, by its encoding
         }
-
-
-def encoded_columns(form: TargetEncoding, name: str) -> tuple[str, ...]:
-    """Return the names of the columns that store an output."""
-    return (name,) if form.largest is None else (name + _WHOLE, name + _INDEX, name + _REST, name + _CLASSES)
 
 
 def decode_targets(form: TargetEncoding, name: str, columns: dict[str, _Array]) -> _Array:

@@ -71,14 +71,12 @@ def record_delivery(asked: Distillation, chosen: Distillation, *, resume: bool =
         open_store(job.storage).put(_WAY_FILE.format(job.name), json.dumps({"way": chosen.way}).encode())
 
 
-def plan_distillation(
-    distillation: Distillation, cluster: Cluster | str | None = None, *, verbose: bool = False
-) -> Decision:
+def plan_distillation(distillation: Distillation, cluster: Cluster | str | None = None) -> Decision:
     """Return the students' plan on the connected cluster; its notes say where the teachers run, and why.
 
     Args:
+        distillation: to plan.
         cluster: not supported: whether an actor can hold a teacher depends on the connected cluster.
-        verbose: show Ray's own output.
 
     Raises:
         JobError: no way is possible; gives the reason of each.
@@ -89,7 +87,7 @@ def plan_distillation(
         remedy = "leave cluster= out, or plan the student's job by itself"
         raise PlanError("a distillation is planned on the cluster where it runs", where="cluster", remedy=remedy)
     _check_trained(distillation.teachers)
-    connect(verbose)
+    connect()
     plans, way = DeliveryPlans.of(distillation, discover()), _known_way(distillation, fresh=False)
     if way is not None:
         return plans.plan(way)
@@ -235,7 +233,7 @@ class DeliveryPlans:
     def _plan_offline(self) -> Decision:
         job = self.job
         if self.missing is None:
-            raise _refusal(self.unstorable)
+            raise JobError([self.unstorable])
         for data in (job.train, job.evaluate):
             if data is not None:
                 check_repeated_inputs(data, self.teachers)
@@ -250,7 +248,7 @@ class DeliveryPlans:
 
     def _plan_online(self) -> Decision:
         if not self.distillation.cpus and not self.distillation.gpus:
-            raise _refusal("cpus=0 and gpus=0 leave an actor of a teacher nothing to run on")
+            raise JobError(["cpus=0 and gpus=0 leave an actor of a teacher nothing to run on"])
         data = with_teacher_actors(self.job.train, self.distillation, self.runners)
         decision = self._planned(self.profile, data)
         check_actor_resources(data, self.index, self.job, decision.chosen, self.cluster)
@@ -270,10 +268,11 @@ class DeliveryPlans:
             plan = trained_plan(teacher.job) if teacher.job is not None else None
             workers = single_replica(plan).workers if plan is not None else 1
             if workers > 1:
-                raise _refusal(f"{teacher!r} was divided over {workers} workers, and an actor holds all of it")
+                raise JobError([f"{teacher!r} was divided over {workers} workers, and an actor holds all of it"])
             need = guest.parameter_bytes + 4 * teacher.batch_size * guest.working_numbers
             if usable and need > usable:
-                raise _refusal(f"{teacher!r} takes {formatting.size(need)}, and an actor has {formatting.size(usable)}")
+                problem = f"{teacher!r} takes {formatting.size(need)}, and an actor has {formatting.size(usable)}"
+                raise JobError([problem])
 
 
 def _reason_of(error: TrainwrightError) -> str:
@@ -281,7 +280,3 @@ def _reason_of(error: TrainwrightError) -> str:
     if isinstance(error, JobError):
         return "; ".join(error.problems)
     return f"{error.what} ({error.where})" if error.where else error.what
-
-
-def _refusal(reason: str) -> JobError:
-    return JobError([reason])

@@ -43,7 +43,7 @@ from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.evaluation import Evaluator
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
-from trainwright.strategies.tensorflow.training.train_function import MicroBatch, micro_batches, seed_values
+from trainwright.strategies.tensorflow.training.train_function import MicroBatch, micro_batches, run_micro_batch
 from trainwright.strategies.tensorflow.training.train_state import (
     KerasReplica,
     KerasTrainState,
@@ -389,22 +389,7 @@ class _CoordinatorSteps:
         return _ShareResult(sums, losses)
 
     def _micro(self, micro: MicroBatch, trained: list[Any], state: list[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
-        """Compute one micro-batch: losses, weights, gradient of the sum, and the state after it."""
-        replica = self._replica
-        before = zip(replica.state, state, strict=True)
-        named = zip(replica.model.trainable_variables, trained, strict=True)
-        with tf.GradientTape() as tape:
-            tape.watch(trained)
-            scope = keras.StatelessScope(
-                [*seed_values(replica.seeds, micro.seed), *before, *named], collect_losses=True
-            )
-            with scope:
-                values, weights = self._caller.loss(replica.model, micro.columns, micro.weights, training=True)
-            objective = tf.reduce_sum(values * weights)
-        found = tape.gradient(objective, trained, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        after = [scope.get_current_value(variable) for variable in replica.state]
-        after = [old if new is None else new for old, new in zip(state, after, strict=True)]
-        return values, weights, [tf.convert_to_tensor(gradient) for gradient in found], after
+        return run_micro_batch(self._replica, self._caller, micro, trained, state)
 
     def _check(self, feed: Feed, results: Sequence[_ShareResult]) -> None:
         """Raise NonFiniteLoss with the samples of the shares whose loss or gradient is not finite."""

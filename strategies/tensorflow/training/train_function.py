@@ -207,25 +207,14 @@ class TrainFunction:
         return tf.square(tf.cast(tf.linalg.global_norm(gradients), self._kind) * tf.cast(rows, self._kind))
 
     def _micro(self, micro: MicroBatch, rows: Any, state: list[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
-        """Compute one micro-batch: losses, their weights, gradients, and the model's state after it."""
-        replica = self._replica
-        before = zip(replica.state, state, strict=True)
-        with tf.GradientTape() as tape:
-            trained = [
-                (variable, tf.convert_to_tensor(variable.value)) for variable in replica.model.trainable_variables
-            ]
-            scope = keras.StatelessScope(
-                [*seed_values(replica.seeds, micro.seed), *before, *trained], collect_losses=True
-            )
-            with scope:
-                values, weights = self._caller.loss(replica.model, micro.columns, micro.weights, training=True)
-            objective = tf.reduce_sum(values * weights) / tf.cast(rows, values.dtype)
-            objective = self._times(objective, replica.loss_scale)
-        found = tape.gradient(objective, replica.trained, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        found = [self._times(gradient, replica.loss_scale, inverse=True) for gradient in found]
-        after = [scope.get_current_value(variable) for variable in replica.state]
-        after = [old if new is None else new for old, new in zip(state, after, strict=True)]
-        return values, weights, [tf.convert_to_tensor(gradient) for gradient in found], after
+        """Compute one micro-batch; see `run_micro_batch`. Its sum of losses is divided by `rows`."""
+        scale = self._replica.loss_scale
+        trained = [tf.convert_to_tensor(variable) for variable in self._replica.trained]
+        values, weights, gradients, after = run_micro_batch(
+            self._replica, self._caller, micro, trained, state,
+            lambda total: self._times(total / tf.cast(rows, total.dtype), scale),
+        )  # fmt: skip
+        return values, weights, [self._times(gradient, scale, inverse=True) for gradient in gradients], after
 
     def _reduced(self, gradients: list[Any], carry: Any, kept: list[Any], losses: list[Any]) -> _ReducedGradients:
         context = tf.distribute.get_replica_context()
@@ -319,7 +308,42 @@ def micro_batches(
     )
 
 
-def seed_values(generators: Iterable[Any], seed: Any) -> Iterable[tuple[Any, Any]]:
+def run_micro_batch(
+    replica: KerasReplica,
+    caller: KerasCaller,
+    micro: MicroBatch,
+    trained: list[Any],
+    state: list[Any],
+    scaled: Callable[[Any], Any] = lambda total: total,
+) -> tuple[Any, Any, list[Any], list[Any]]:
+    """Compute losses and gradients of one micro-batch, without changing any variable.
+
+    Args:
+        replica: with the model.
+        caller: calls the job's functions.
+        micro: the micro-batch.
+        trained: values of the trained variables.
+        state: values of the other variables.
+        scaled: (weighted sum of losses) -> the value of which gradients are computed.
+
+    Returns:
+        Losses, their weights, the gradient of each trained variable, and the state after the call.
+    """
+    before = zip(replica.state, state, strict=True)
+    named = zip(replica.model.trainable_variables, trained, strict=True)
+    with tf.GradientTape() as tape:
+        tape.watch(trained)
+        scope = keras.StatelessScope([*_seed_values(replica.seeds, micro.seed), *before, *named], collect_losses=True)
+        with scope:
+            values, weights = caller.loss(replica.model, micro.columns, micro.weights, training=True)
+        objective = scaled(tf.reduce_sum(values * weights))
+    found = tape.gradient(objective, trained, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+    after = [scope.get_current_value(variable) for variable in replica.state]
+    after = [old if new is None else new for old, new in zip(state, after, strict=True)]
+    return values, weights, [tf.convert_to_tensor(gradient) for gradient in found], after
+
+
+def _seed_values(generators: Iterable[Any], seed: Any) -> Iterable[tuple[Any, Any]]:
     """Yield each seed generator's variable with its state for a micro-batch with this seed, (2,) int64."""
     for number, variable in enumerate(generators):
         mixed = tf.stack(((seed[0] + number * 0x9E3779B1) % _SEED_WORD, seed[1]))
