@@ -206,16 +206,18 @@ class ShardServer:
 
     def _handle(self, event: WorkerCall | WorkerDisconnected) -> None:
         if isinstance(event, WorkerDisconnected):
-            self._pulls.forget(event.line)
-            self._disconnected(event.line)
+            self._pulls.forget(event.connection)
+            self._disconnected(event.connection)
             return
         try:
             head = parse_header(event.head)
             require(type(head) in self._handlers, f"only the first server answers {head.do!r}")
-            self._handlers[type(head)](event.line, head, event.payload)
+            self._handlers[type(head)](event.connection, head, event.payload)
         except MalformedCallError as error:
-            _log.warning("%s ends the connection of rank %d: malformed call: %s", self._name, event.line.rank, error)
-            event.line.cut()
+            _log.warning(
+                "%s ends the connection of rank %d: malformed call: %s", self._name, event.connection.rank, error
+            )
+            event.connection.cut()
 
     def _disconnected(self, connection: WorkerConnection) -> None:
         """A connection ended."""
