@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from trainwright.core.plan import Plan
     from trainwright.datasets.data_source import Index
 
-_AddTargets = Callable[[Dataset], Dataset]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ComposedJob:
@@ -50,9 +48,7 @@ class ComposedJob:
 
 
 def compose_job(distillation: Distillation, *, verbose: bool = False) -> ComposedJob:
-    """Return the job of a distillation whose way is chosen (`choose_delivery`).
-
-    Offline, missing teacher outputs are computed.
+    """Return the job of a distillation whose way is chosen (`choose_delivery`). Compute missing offline targets.
 
     Raises:
         JobError: students, teachers and their layers do not match.
@@ -63,7 +59,10 @@ def compose_job(distillation: Distillation, *, verbose: bool = False) -> Compose
     loss = build_loss(distillation, teachers, runners)
     check_compatibility(distillation, loss, teachers, runners)
     notes: list[str] = []
-    beside = _beside(distillation, teachers, runners, verbose, notes.append)
+
+    def beside(data: Dataset) -> Dataset:
+        return _with_teachers(data, distillation, teachers, runners, verbose=verbose, note=notes.append)
+
     train = beside(job.train)
     changes: dict[str, Any] = {
         "train": train,
@@ -78,14 +77,14 @@ def compose_job(distillation: Distillation, *, verbose: bool = False) -> Compose
 
 def composed_model(distillation: Distillation) -> Callable[[], Any]:
     """Return the model of the composed job, which is the same for each way. Raises as `compose_job`."""
-    inline = distillation.replace(way="inline")  # nothing is computed of the data but a row
+    inline = distillation.replace(way="inline")  # teachers compute one row only
     teachers = teachers_with_layers(inline)
     runners = load_teachers(teachers)
     return _model(inline, build_loss(inline, teachers, runners), runners, inline.student.train)
 
 
 def teachers_with_layers(distillation: Distillation) -> tuple[Teacher, ...]:
-    """Return the teachers, each with its layers that are matched."""
+    """Return the teachers, each with the layers that the loss matches."""
     teachers = distillation.teachers
     matched = [(match.of or teachers[0].name, match.teacher) for match in distillation.loss.matches if teachers]
     found = []
@@ -131,31 +130,30 @@ class TeacherActor:
         return self._runner(columns)
 
 
-def _beside(
+def _with_teachers(
+    data: Dataset,
     distillation: Distillation,
     teachers: tuple[Teacher, ...],
     runners: Mapping[str, TeacherRunner],
+    *,
     verbose: bool,
     note: Callable[[str], object],
-) -> _AddTargets:
-    """Return what adds the teachers' columns to a data set."""
-    folder, keep, hang_s = distillation.folder, distillation.keep, distillation.student.recovery.hang_deadline_s
-
-    def offline(data: Dataset) -> Dataset:
-        told = [
-            stored_targets(teacher, data, folder=folder, keep=keep, verbose=verbose, note=note, hang_deadline_s=hang_s)
-            for teacher in teachers
-        ]
-        for each in told:
-            data = data.beside(each)
+) -> Dataset:
+    """Return a data set with the teachers' columns; inline teachers have none."""
+    if distillation.way == "inline":
         return data
-
-    ways: Mapping[str, _AddTargets] = {
-        "offline": offline,
-        "online": lambda data: with_teacher_actors(data, distillation, runners),
-        "inline": lambda data: data,
-    }
-    return ways[distillation.way]
+    if distillation.way == "online":
+        return with_teacher_actors(data, distillation, runners)
+    targets = [
+        stored_targets(
+            teacher, data, folder=distillation.folder, keep=distillation.keep, verbose=verbose, note=note,
+            hang_deadline_s=distillation.student.recovery.hang_deadline_s,
+        )
+        for teacher in teachers
+    ]  # fmt: skip
+    for each in targets:
+        data = data.beside(each)
+    return data
 
 
 def with_teacher_actors(data: Dataset, distillation: Distillation, runners: Mapping[str, TeacherRunner]) -> Dataset:
@@ -171,11 +169,11 @@ def check_actor_resources(data: Dataset, index: Index, job: Job, plan: Plan, clu
     """Raise ResourceError where the cluster has no CPUs or GPUs left for one actor of each teacher.
 
     Args:
-        data: the training set with its teachers in actors: see `with_teacher_actors`.
+        data: the training set with its teachers in actors, see `with_teacher_actors`.
         index: of the training set.
         job: the students' job.
-        plan: of the students, whose workers come first.
-        cluster: what there is.
+        plan: of the students, whose workers get resources first.
+        cluster: the resources.
     """
     gpus = cluster.accelerators if cluster.accelerator == "GPU" else 0
     free = {"CPU": plan.placement.data_cpus, "GPU": float(gpus - plan.workers * plan.placement.accelerators)}
@@ -212,7 +210,7 @@ def check_compatibility(
     teachers: tuple[Teacher, ...],
     runners: Mapping[str, TeacherRunner],
 ) -> None:
-    """Raise JobError for teachers and students that do not match. The first step checks what only a step can show."""
+    """Raise JobError for teachers and students that do not match, as far as it is known before the first step."""
     job = distillation.student
     index = job.train.index()
     students = {
@@ -239,7 +237,7 @@ def _compared(loss: DistillationLoss, shapes: Mapping[str, Shape], name: str) ->
 
 
 def _mixed(loss: DistillationLoss, outlines: Mapping[str, OutputSignature]) -> Iterator[str]:
-    """Problems of inline teachers of another framework than the student."""
+    """Yield the problems of inline teachers whose framework is not the student's."""
     own = outlines[loss.students[0]].framework
     for name in loss.inline:
         if outlines[name].framework != own:
@@ -250,13 +248,10 @@ def _mixed(loss: DistillationLoss, outlines: Mapping[str, OutputSignature]) -> I
 
 
 def _unlike(loss: DistillationLoss, given: Mapping[str, Shape | None]) -> Iterator[str]:
-    """Problems of students and teachers with other classes, labels, words or shapes."""
+    """Yield the problems of students and teachers with different classes, labels, words or shapes."""
     for student in loss.learners:
         for teacher in loss.taught_by(student):
             own, said = given[student], given[teacher]
-            if (
-                own is not None
-                and said is not None
-                and (problem := output_mismatch(loss.soft.kind, own, said, student, teacher))
-            ):
-                yield problem
+            if own is not None and said is not None:
+                problem = output_mismatch(loss.soft.kind, own, said, student, teacher)
+                yield from [problem] if problem else []

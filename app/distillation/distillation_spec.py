@@ -22,7 +22,7 @@ from trainwright.strategies.distillation.teacher_outputs import TeacherOutputs
 
 Delivery = Literal["offline", "online", "inline"]
 STUDENT = "student"  # name of the job's own model among several students
-_NO_DATA = Dataset(source=TableSource(arrays={}))  # for what does not depend on the data
+_NO_DATA = Dataset(source=TableSource(arrays={}))  # for facts of a job that do not depend on its data
 
 
 class SupportsDistill(Protocol):
@@ -36,21 +36,22 @@ class Distillation(StrictModel):
     """What `tw.distill` does: train the student's job with teacher outputs beside its data, and a loss of both.
 
     Attributes:
-        student: the job as it would be trained without teachers. Its loss is the hard one, of its targets; where it has
-            no targets there is none, and `loss=SoftLoss(alpha=0)` learns from the teachers alone.
-        teachers: whose outputs are learned; none where students teach each other.
+        student: the job as it would be trained without teachers. Its loss is the hard loss, of its targets. A job
+            without targets has no hard loss, and `loss=SoftLoss(alpha=0)` learns from the teachers alone.
+        teachers: models whose outputs the student learns; none if students teach each other.
         loss: how labels and teachers make the student's loss.
-        students: name -> () -> model, of more students that are trained in the same run on one pass of the teachers.
-            The job's own model is the student `student` then, and metrics are told of each: `small/accuracy`.
+        students: name -> () -> model of further students, trained in the same run with one pass of the teachers. The
+            job's own model is then the student `student`, and each student has its metrics: `small/accuracy`.
         mutual: students teach each other too (Zhang et al., 2018).
-        joint: students that are trained by the hard loss alone, and teach the others.
+        joint: students that learn from the hard loss alone, and teach the others.
         way: where the teachers run. `offline`: outputs for all rows are computed first and stored for later runs;
             `online`: in actors of their own, some batches ahead of the steps; `inline`: in the student's own step.
             `auto` chooses by rule and says why; see `teacher_delivery` and `tw.plan`.
-        keep: how outputs are stored offline: `fp16`, `fp32`, or `topk(8)`: the 8 largest logits, and the rest's mass.
+        keep: how outputs are stored offline: `fp16`, `fp32`, or `topk(8)`: the 8 largest logits, and the mass of the
+            rest.
         targets: folder of stored outputs; by default `targets` in the job's storage.
-        cpus: of each actor of a teacher, online.
-        gpus: the same.
+        cpus: CPUs of each actor of a teacher, online.
+        gpus: GPUs of each actor of a teacher, online.
     """
 
     student: Job
@@ -128,22 +129,22 @@ class Teacher(StrictModel):
 
     Attributes:
         name: letters, digits, dashes and underscores; its columns are `teacher.NAME` and `teacher.NAME/LAYER`.
-        job: of the run that trained it.
-        train: the run is trained first where it is not finished, side by side with those of other teachers.
-        step: its checkpoint at this step; by default the newest.
-        model: () -> torch.nn.Module or keras.Model, for one that no run of ours trained.
-        weights: what `tw.export` wrote of it: `.safetensors`, `.pt`, `.keras` or `.weights.h5`, where all nodes see it;
-            by default model() brings them, the same each time.
-        inputs: as a job's, and so the next three; a run's are its own.
-        pad: as a job's.
-        collate: as a job's.
-        precision: as a job's.
+        job: the job of the run that trained it.
+        train: train this run first if it is not finished, side by side with those of other teachers.
+        step: use the checkpoint of this step; by default the newest.
+        model: () -> torch.nn.Module or keras.Model, for a model that no run of trainwright trained.
+        weights: file that `tw.export` wrote: `.safetensors`, `.pt`, `.keras` or `.weights.h5`, where all nodes see it.
+            By default model() returns the weights, the same each time.
+        inputs: as a job's, for `model`.
+        pad: as a job's, for `model`.
+        collate: as a job's, for `model`.
+        precision: as a job's, for `model`.
         output: which of its outputs teaches; by default the only one, or `logits`.
-        layers: whose hidden states are told too, named as in `Match`; of a tuple it is the first item.
-        probabilities: its output ends in a softmax, or in `sigmoid` of each label, whose logits are taken.
-        batch_size: rows that it is given at once.
-        plan: how workers hold a model together that no run trained, as a job's, such as `pp=2`; by default each holds
-            all of it where it fits, and what does not is divided as the planner finds best. A run's layout is its own.
+        layers: layers whose outputs become columns too, named as in `Match`; of a tuple it is the first item.
+        probabilities: the output is probabilities of a softmax (True) or of each label (`sigmoid`), not logits.
+        batch_size: rows that the model gets at once.
+        plan: layout of `model` over workers, as a job's, such as `pp=2`. By default each worker holds the whole model
+            if it fits; otherwise the planner divides it. A run keeps the layout that it was trained in.
     """
 
     name: str
@@ -196,21 +197,21 @@ class Teacher(StrictModel):
         return f"Teacher({self.name!r})"
 
     def __str__(self) -> str:
-        return f"{self!r}, {self.lesson}"  # by which data sets that it has told something are compared
+        return f"{self!r}, {self.lesson}"  # data sets with its outputs are compared by this
 
     @property
     def columns(self) -> ColumnNames:
-        """The columns that it adds: its output, then each layer."""
+        """The columns that the teacher adds: its output, then each layer."""
         return (teacher_column(self.name), *(teacher_column(self.name, layer) for layer in self.layers))
 
     @property
     def wanted(self) -> ColumnNames:
-        """The columns of its model's inputs, after collation, with masks."""
+        """The columns that the model gets, after collation, with masks."""
         return self.inference_job(_NO_DATA).arguments
 
     @property
     def input_columns(self) -> ColumnNames:
-        """The columns of the data set that the inputs are made of; none where `collate` chooses them."""
+        """The columns of the data set that make the inputs; none if `collate` chooses them."""
         return self.inference_job(_NO_DATA).input_columns
 
     @property
@@ -224,7 +225,7 @@ class Teacher(StrictModel):
         )  # fmt: skip
 
     def inference_job(self, data: Dataset) -> Job:
-        """Return the job that has its model read a data set, with whatever weights."""
+        """Return a job whose model reads a data set, without weights."""
         if self.job is not None:
             return inference_job(self.job, data)
         assert self.model is not None, "it has a job or a model"

@@ -55,16 +55,15 @@ class Search(StrictModel):
     """What `tw.search` does: a distillation with each of several settings and seeds, and the student alone.
 
     Attributes:
-        distillation: of one student, which has targets and metrics. Its `evaluate=` is the test set, which is used
-            once, when the setting is chosen. Teacher outputs are computed before, once for all runs, whatever its
-            `way=`, unless that is `inline`.
+        distillation: of one student with targets and metrics. Its `evaluate=` is the test set, which is used once,
+            after the setting is chosen. Teacher outputs are computed first, once for all runs, unless `way="inline"`.
         name: of the search; by default the student's, with `-search`.
-        temperatures: to try, in place of the loss' own; none in regression.
-        alphas: the same.
-        seeds: how many, counted from the student's.
-        validation: the data set on which settings are compared, or a share of the training set that is taken from it.
+        temperatures: to try, in place of the loss's own; none in regression.
+        alphas: to try, in place of the loss's own.
+        seeds: number of seeds, counted from the student's.
+        validation: data set on which settings are compared, or a share to split off from the training set.
         metric: of the student, by which settings are compared.
-        mode: whether more or less of it is better.
+        mode: whether a larger or a smaller metric is better.
         finalists: settings that are trained with all seeds: the best with the first seed. None trains all settings
             with all seeds.
         concurrent: runs at a time; by default 8 at most, and at most as many as the cluster has accelerators, or CPUs,
@@ -114,7 +113,7 @@ class Search(StrictModel):
         return tuple(range(self.student.training.seed, self.student.training.seed + self.seeds))
 
     def settings(self) -> dict[str, tuple[Setting, SoftLoss]]:
-        """Return all settings by name, with their losses. Raises JobError for one without a share for the teachers."""
+        """Return all settings by name, with their losses. Raises JobError for a loss without teachers, `alpha=1`."""
         found = {}
         for temperature, alpha in product(self.temperatures or (None,), self.alphas or (None,)):
             given = {"temperature": temperature, "alpha": alpha}
@@ -166,9 +165,9 @@ def search(search: Search, *, resume: bool = False, fresh: bool = False, verbose
     earlier one was stopped or killed, and returns the stored result where it is finished.
 
     Args:
-        search: what is tried.
+        search: what to try.
         resume: continue the runs of a search of this name although it was changed.
-        fresh: delete what the search has, and start again.
+        fresh: delete the results of the search, and start again.
         verbose: show Ray's own output.
 
     Raises:
@@ -211,7 +210,7 @@ class SearchJobs:
 
     @classmethod
     def of(cls, search: Search, verbose: bool) -> SearchJobs:
-        """Compute the teacher outputs that are missing, and divide the rows. Raises as `compose_job`."""
+        """Compute missing teacher outputs, and split the rows. Raises as `compose_job`."""
         distillation, share = _targets_once(search.distillation), search.validation
         whole = compose_job(distillation, verbose=verbose)
         student = _fixed_layout(search.student)
@@ -244,25 +243,25 @@ class SearchJobs:
 
 
 def _targets_once(distillation: Distillation) -> Distillation:
-    """The distillation with teacher outputs that are computed once, unless teachers run in the step."""
+    """Return the distillation with teacher outputs that are computed once, unless teachers run inline."""
     return distillation if distillation.way == "inline" else distillation.replace(way="offline")
 
 
 def _split(data: Dataset, share: float) -> tuple[Dataset, Dataset]:
-    """The rows to train on, and those to compare settings on: the same row numbers of each data set."""
+    """Return the rows to train on and those to compare settings on: the same row numbers of each data set."""
     parts = split(data, {"train": 1.0 - share, "validation": share})
     return parts["train"], parts["validation"]
 
 
 def _fixed_layout(job: Job) -> Job:
-    """The job for one of many runs: one worker unless a layout is given, and no in-memory checkpoints."""
+    """Return the job for one of many runs: one worker unless a layout is given, and no in-memory checkpoints."""
     given = job.given
     own: dict[str, Any] = {} if given & _LAYOUT else {"workers": 1}
     return job.replace(**own, probe=False, **({} if "keeper_s" in given else {"keeper_s": 0.0}))
 
 
 def _check_past(search: Search, store: Store, resume: bool) -> None:
-    """Store what is searched. Raises RunConflict where the name belongs to another search."""
+    """Store the description of the search. Raises RunConflict if the name belongs to another search."""
     words = _described(search)
     stored = store.find(_SEARCH_FILE)
     old = json.loads(stored)["search"] if stored is not None else words
@@ -280,7 +279,7 @@ def _check_past(search: Search, store: Store, resume: bool) -> None:
 
 
 def _described(search: Search) -> dict[str, str]:
-    """Return what the results depend on, in words."""
+    """Return a description of all that the results depend on."""
     job, distillation = search.student, _targets_once(search.distillation)
     teachers = teachers_with_layers(distillation)
     runners = load_teachers(teachers)
@@ -338,7 +337,7 @@ def _train(search: Search, jobs: SearchJobs, store: Store, verbose: bool) -> dic
 
 
 def _rank(search: Search, value: float) -> float:
-    """A number that is larger for better settings; NaN comes last."""
+    """Return a number that is larger for better settings; NaN comes last."""
     return -math.inf if math.isnan(value) else value if search.mode == "max" else -value
 
 

@@ -47,7 +47,7 @@ class MultiStage(StrictModel, ABC):
         """Yield the stages, in order; each must be trained before the next is yielded."""
 
     def last(self) -> Distillation:
-        """Return the last stage. Raises CheckpointError where earlier stages are not finished."""
+        """Return the last stage. Raises CheckpointError if earlier stages are not finished."""
         stage: Stage | None = None
         for stage in self.stages():
             job = _job_of(stage)
@@ -70,8 +70,8 @@ class MultiStage(StrictModel, ABC):
 
         Args:
             resume: continue a stage that was started although its job was changed.
-            fresh: start all stages again, but not the runs of teachers. It is remembered: where this call is killed, a
-                call without it continues the stages that started again, and starts the others again.
+            fresh: start all stages again, but not the runs of teachers. This is stored: if this call is killed, the
+                next call without it continues the stages that started again, and starts the others again.
             verbose: show Ray's own output.
 
         Returns:
@@ -95,7 +95,7 @@ class MultiStage(StrictModel, ABC):
         return run
 
     def _train(self, stage: Stage, *, resume: bool, verbose: bool) -> Run | None:
-        """Return the run of a stage; None where it is finished and another stage follows."""
+        """Return the run of a stage; None if it is finished and another stage follows."""
         job = _job_of(stage)
         last, fresh = job.name == self.runs[-1], self._afresh.begin(job)
         if resume and not (last or fresh) and _done(job):
@@ -116,10 +116,10 @@ class MultiStage(StrictModel, ABC):
 
 
 class _RestartList:
-    """Runs that must start again, in a file, so that the next call knows of them.
+    """A file with the runs that must start again, for later calls.
 
-    For each run the file has null, or, once it is started, the token of the driver before: when a later driver has the
-    run, it has started again.
+    For each run the file has null; once it is started, the token of the driver before. A run with a later driver has
+    started again.
 
     Args:
         store: of the file.
@@ -160,15 +160,15 @@ class _RestartList:
 class TwoStage(MultiStage):
     """Two-stage multi-teacher distillation (TMKD; Yang et al., 2019, arXiv:1910.08381).
 
-    First the students learn from all teachers on rows without labels, of which there may be many; then, from the
-    weights of that, from teachers and labels. TMKD's student has an output for each teacher and takes their mean;
-    ours has one output, which learns the mean of the teachers' outputs.
+    First the students learn from all teachers on many rows without labels. Then, from these weights, they learn from
+    teachers and labels. TMKD's student has an output for each teacher and takes their mean; here it has one output,
+    which learns the mean of the teachers' outputs.
 
     Attributes:
-        distillation: the second stage: the student's job with its labelled data, and two teachers or more, as a rule.
-        unlabelled: data set of the first stage; it needs the models' inputs alone.
-        first: loss of the first stage, with `alpha=0`; by default that of the second, with that.
-        fields: of the first stage's job that differ from the second's: `{"epochs": 5}`.
+        distillation: the second stage: the student's job with its labelled data, and usually two teachers or more.
+        unlabelled: data set of the first stage; it needs only the models' inputs.
+        first: loss of the first stage, with `alpha=0`; by default the second stage's loss with `alpha=0`.
+        fields: fields of the first stage's job that differ from the second's: `{"epochs": 5}`.
     """
 
     unlabelled: Any
@@ -200,7 +200,7 @@ class TwoStage(MultiStage):
         return (f"{name}-unlabelled", name)
 
     def stages(self) -> Iterator[Stage]:
-        """Without labels, and with them."""
+        """Yield the stage without labels, then the stage with labels."""
         first, second = self._alone(), self.distillation
         yield first
         models = {name: trained_student(first, name) for name in second.names}
@@ -210,7 +210,7 @@ class TwoStage(MultiStage):
         )
 
     def _alone(self) -> Distillation:
-        """The first stage."""
+        """Return the first stage."""
         second = self.distillation
         job = second.student.replace(
             name=self.runs[0], train=self.unlabelled, targets=(), metrics={}, **self.fields
@@ -221,12 +221,11 @@ class TwoStage(MultiStage):
 class SelfDistillation(MultiStage):
     """Generations of one model, each taught by the one before (born-again networks; Furlanello et al., 2018).
 
-    The model is trained by its labels, then again with the trained model as its teacher, and so on. Each generation
-    has the next seed.
+    The first generation learns from labels alone. Each generation has the next seed.
 
     Attributes:
         distillation: of each generation from the one before, without teachers.
-        generations: with a teacher; the first, without one, comes before.
+        generations: number of generations that have a teacher; the first generation of all has none.
     """
 
     generations: Annotated[int, Field(ge=1)] = 1
@@ -243,12 +242,12 @@ class SelfDistillation(MultiStage):
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """`NAME-generation-0` and so on; the last is the student's own."""
+        """`NAME-generation-0` and so on; the last is the student's own name."""
         name = self.distillation.student.name
         return (*(f"{name}-generation-{number}" for number in range(self.generations)), name)
 
     def stages(self) -> Iterator[Stage]:
-        """The generations."""
+        """Yield the generations."""
         job = self.distillation.student
         stage: Stage = job.replace(name=self.runs[0])
         yield stage
@@ -308,7 +307,7 @@ def _token(job: Job) -> int:
 
 
 def _teacher_of(stage: Job | Distillation, name: str) -> Teacher:
-    """Return a finished run as a teacher. Raises CheckpointError where it was not trained."""
+    """Return a finished run as a teacher. Raises CheckpointError if it was not trained."""
     if isinstance(stage, Job):
         return Teacher(name=name, job=stage)
     job = stage.student

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainwright.distillation.distillation_spec import Teacher
     from trainwright.reporting.event_messages import OutputLine, ProgressFigures
 
-_TURN_S = 0.2  # a join without a timeout would not let signals through
+_TURN_S = 0.2  # a join without a timeout would block signals
 
 
 def train_teachers(teachers: Iterable[Teacher], *, verbose: bool = False) -> None:
@@ -88,7 +88,7 @@ class ParallelRuns:
 
     Args:
         waiting: the runs to train.
-        cluster: what there is.
+        cluster: the resources that they share.
         parts, verbose, on_end: as of `train_in_parallel`.
 
     Attributes:
@@ -199,7 +199,7 @@ def split_cluster(cluster: Cluster, wanted: int) -> list[Cluster]:
         wanted: number of shares.
 
     Returns:
-        As many, or fewer where there are fewer accelerators, or, without any, fewer CPUs.
+        As many shares as wanted; fewer if there are fewer accelerators (without accelerators: fewer CPUs).
     """
     nodes = [node for node in cluster.nodes if node.accelerators] or list(cluster.nodes)
     if wanted <= len(nodes):
@@ -209,7 +209,7 @@ def split_cluster(cluster: Cluster, wanted: int) -> list[Cluster]:
 
 
 def _parts(node: Node, wanted: int) -> list[Node]:
-    """Equal parts of a node, each with an accelerator, or with a CPU where there are no accelerators."""
+    """Return equal parts of a node, each with an accelerator, or with a CPU if there are no accelerators."""
     number = max(1, min(wanted, node.accelerators or int(node.cpus)))
     part = replace(
         node,
@@ -221,7 +221,7 @@ def _parts(node: Node, wanted: int) -> list[Node]:
 
 
 def _unfinished(jobs: Iterable[Job], resume: bool) -> list[PreparedJob]:
-    """The runs that have steps left. Raises RunConflict for a run that was started with another job."""
+    """Return the runs that have steps left. Raises RunConflict for a run that was started with another job."""
     found = []
     for job in jobs:
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -19,17 +20,8 @@ from trainwright.core.frameworks import load_module
 from trainwright.datasets.ops.row_transforms import Counters
 from trainwright.distillation.distillation_job import teachers_with_layers
 from trainwright.distillation.distillation_spec import Distillation, Teacher
-from trainwright.distillation.output_metrics import (
-    AgreementMetrics,
-    ClassificationMetrics,
-    LabelledOutputs,
-    RegressionMetrics,
-    SoftTargetMatrix,
-    ensemble_outputs,
-    labelled_outputs,
-    labels_of,
-)
 from trainwright.distillation.target_cache import stored_targets
+from trainwright.distillation.target_encoding import log_sum
 from trainwright.distillation.teacher_runner import LoadedTeacher, TeacherRunner, load_teacher, teacher_inference_model
 from trainwright.planning.profiler import profile_job
 from trainwright.reporting.scorecard import MAIN_SCORE, ModelScore, Scorecard, StudentTeacherScore, retained_share
@@ -47,6 +39,11 @@ ALL_TEACHERS, _LOSS = "all teachers", "loss"
 LOCAL_FLOPS = 4e11  # this process computes so many faster than a pool starts
 _NUMBERS = 2e9  # most outputs of a model; of more, rows are left out
 _ROWS, _CHUNK = 256, 1 << 22  # rows and numbers at once
+_LOCAL_BYTES = 2 << 30  # of parameters, most in a process that does other work too
+_WARM, _CALLS, _TIMED_S = 2, 30, 0.3  # calls before timing, timed calls, and their seconds, at most
+_BINS = 15  # of confidence, as in Guo et al. (2017)
+_SHOWN = 20  # classes in a picture
+_WHOLE = 256  # classes of which all pairs are counted
 
 
 def evaluate_students(
@@ -84,7 +81,8 @@ def evaluate_students(
         for name, each in students.items()
     ]
     models += [EvaluatedModel.of(each, job.evaluate) for each in teachers]
-    rows, of_rows = _looked_at(models, job.evaluate.index().rows)
+    of_rows = job.evaluate.index().rows
+    rows = _evaluated_rows(models, of_rows)
     asked, notes = [], []
     for each in models:
         if (ready := _ready(each, distillation, len(rows), of_rows, folder, verbose)) is None:
@@ -100,17 +98,16 @@ def evaluate_students(
     )  # fmt: skip
 
 
-def _looked_at(models: list[EvaluatedModel], rows: int) -> tuple[_Array, int]:
-    """Return row numbers, all or evenly spaced where the outputs would be too many, and the number of rows."""
+def _evaluated_rows(models: list[EvaluatedModel], rows: int) -> _Array:
+    """Return the numbers of all rows; of evenly spaced ones if all rows have too many outputs."""
     most = max(1, int(_NUMBERS // max(each.outputs_per_row for each in models)))
-    every = np.arange(rows) if rows <= most else np.unique(np.linspace(0, rows - 1, most).astype(np.int64))
-    return every, rows
+    return np.arange(rows) if rows <= most else np.unique(np.linspace(0, rows - 1, most).astype(np.int64))
 
 
 def _ready(
     model: EvaluatedModel, distillation: Distillation, rows: int, of_rows: int, folder: str, verbose: bool
 ) -> EvaluatedModel | None:
-    """Return the model with stored outputs, if any are needed; None where nothing can run it."""
+    """Return the model, with stored outputs if it needs them; None if it is too large for this process."""
     kept = not model.student and distillation.way == "offline"
     small = model.fits_locally and model.profile.flops * rows <= LOCAL_FLOPS
     if kept or (rows == of_rows and not small):
@@ -125,7 +122,7 @@ class StudentEvaluation:
 
     Args:
         job: of the students, as it would be trained without teachers.
-        loss: of the students; it knows the teachers of each.
+        loss: of the students; it has the teachers of each.
         models: students and teachers.
         rows: row numbers to evaluate.
 
@@ -146,9 +143,7 @@ class StudentEvaluation:
         self._agreement: dict[tuple[str, str], AgreementMetrics] = {}
         self._soft_targets: dict[str, SoftTargetMatrix] = {}
         self._sums: dict[str, MetricSums] = {}
-        self._output_names: dict[
-            str, str | None
-        ] = {}  # a model's output as the job's functions take it; None for not at all
+        self._output_names: dict[str, str | None] = {}  # of a model for the job's functions; None: they take none
         self._dropped: set[tuple[str, str]] = set()
         self._latency: dict[str, dict[str, float]] = {}
         self._tokens = 1
@@ -193,17 +188,13 @@ class StudentEvaluation:
 
     def _sources(self, batch: Batch) -> dict[str, _OutputSource]:
         """Return the source of each model's outputs; time the models that this process can hold."""
-        sources, timed = {}, self._timed_batch()
+        sources, timed = {}, self._read(self._rows[: self._job.batch_size])  # as many rows as a step has, or all
         for each in self._models:
             loaded = each.opened(batch) if each.fits_locally else None
             if loaded is not None:
                 self._latency[each.name] = _latencies(loaded, timed)
             sources[each.name] = each.source(loaded)
         return sources
-
-    def _timed_batch(self) -> Batch:
-        """Return as many rows as a step has, or all."""
-        return self._read(self._rows[: self._job.batch_size])
 
     def _batches(self) -> Iterator[Batch]:
         widest = max(each.outputs_per_row for each in self._models)
@@ -246,7 +237,7 @@ class StudentEvaluation:
         return loss
 
     def _output_name(self, name: str, batch: Batch, said: _Array) -> str | None:
-        """Return the name under which the job's functions take a model's output; empty for the output itself."""
+        """Return the name of a model's output for the job's functions: empty for a bare output, None if none fits."""
         problem = ""
         for form in ("", self._loss.soft.output or LOGITS):
             try:
@@ -277,7 +268,7 @@ class StudentEvaluation:
     def _add_soft_targets(self, name: str, units: LabelledOutputs) -> None:
         assert units.labels is not None, "asked before"
         logs, labels, weights = units.chances, units.labels, units.weights
-        if self._kind == "multi_label":  # of each label that a sample has, all labels of this sample
+        if self._kind == "multi_label":  # a row for each label of a sample, with all labels of this sample
             count = units.columns
             own, present = np.nonzero(labels.reshape(-1, count))
             logs, labels, weights = (
@@ -314,13 +305,10 @@ class StudentEvaluation:
 _OutputSource = Callable[[Batch], _Array]
 """source(batch) -> (rows, ...) a model's outputs for the batch's rows."""
 
-_LOCAL_BYTES = 2 << 30  # of parameters, most in a process that does other work too
-_WARM, _CALLS, _TIMED_S = 2, 30, 0.3
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedModel:
-    """A student or teacher; both run as teachers.
+    """A student or a teacher. Students run as teachers do.
 
     Attributes:
         teacher: the model, as a teacher.
@@ -338,7 +326,7 @@ class EvaluatedModel:
 
     @classmethod
     def of(cls, teacher: Teacher, data: Dataset, *, build: Callable[[], Any] | None = None) -> EvaluatedModel:
-        """Return a teacher, or a student whose own model `build` makes. Raises as `load_teacher` and `profile_job`."""
+        """Return a teacher; or a student, if `build` makes its model. Raises as `load_teacher` and `profile_job`."""
         runner = load_teacher(teacher)
         subject = teacher_inference_model(runner, data)
         job = subject.job.on_one_device(model=build or subject.architecture)
@@ -357,11 +345,11 @@ class EvaluatedModel:
 
     @property
     def outputs_per_row(self) -> float:
-        """Numbers of a row of its outputs; 1 where that is not known."""
+        """The numbers in a row of its outputs; 1 if unknown."""
         return max((layer.output_numbers for layer in self.profile.layers[-1:]), default=1.0) or 1.0
 
     def source(self, loaded: LoadedTeacher | None) -> _OutputSource:
-        """Return the source of its outputs: the stored ones, or its model in this process."""
+        """Return the source of its outputs: stored outputs, or the model in this process."""
         column = self.teacher.columns[0]
         if self.stored is not None:
             data = self.stored
@@ -402,3 +390,247 @@ def _seconds(call: Callable[[], object]) -> float:
         call()
         took.append(time.perf_counter() - began_s)
     return median(took[_WARM:])
+
+
+# --- Accuracy, calibration and agreement of outputs, from sums over rows ----------------------------------------------
+
+# A unit is what is right or wrong by itself: a sample, in language models a token, in multi-label a label of a sample.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledOutputs:
+    """Outputs of one model for some units, with their labels.
+
+    Attributes:
+        chances: (units, classes) log probabilities; in regression (units, numbers) values.
+        labels: (units,) classes, in regression (units, numbers); None without labels.
+        weights: (units,).
+        columns: units of a row: labels in multi-label, tokens in language models.
+    """
+
+    chances: _Array
+    labels: _Array | None
+    weights: _Array
+    columns: int = 1
+
+
+def labelled_outputs(kind: str, said: _Array, labels: _Array | None, weights: _Array) -> LabelledOutputs:
+    """Return outputs as units.
+
+    Args:
+        kind: of `SoftLoss`.
+        said: (rows, ...) logits or values.
+        labels: of the shape of `said` without its axis of classes; None without labels.
+        weights: (rows, ...), of rows or of units.
+    """
+    said = np.asarray(said, dtype=np.float64)
+    if kind == "regression":
+        flat = said.reshape(len(said), -1)
+        values = None if labels is None else labels.reshape(flat.shape).astype(np.float64)
+        return LabelledOutputs(chances=flat, labels=values, weights=_spread(weights, (len(said),)))
+    each = kind == "multi_label"
+    logits = np.stack((np.zeros_like(said), said), axis=-1) if each else said
+    known = None if labels is None else labels.astype(np.int64).reshape(-1)
+    counted = _spread(weights, logits.shape[:-1]).reshape(-1)
+    chances = log_softmax(logits).reshape(-1, logits.shape[-1])
+    return LabelledOutputs(chances=chances, labels=known, weights=counted, columns=len(chances) // max(len(said), 1))
+
+
+def labels_of(
+    kind: str, said: _Array, targets: Sequence[_Array], loss: Terms | None
+) -> tuple[_Array | None, _Array, int | None]:
+    """Return labels, weights and tokens of some rows.
+
+    Args:
+        kind: of `SoftLoss`.
+        said: (rows, ...) outputs of a model.
+        targets: the job's target columns, after collation.
+        loss: the job's loss of the outputs. Its weights count, such as a mask of tokens. A loss of one token less than
+            the outputs have is that of the next tokens.
+
+    Returns:
+        Labels as `labelled_outputs` takes them, or None if no target is one; weights; how many tokens have a label,
+        None for all.
+    """
+    weights = np.ones(len(said)) if loss is None else loss.weights
+    if kind in ("regression", "multi_label"):
+        fitting = (each for each in targets if each.size == said.size and each.dtype.kind in "fiub")
+        found = next(fitting, None)
+        labels = None if found is None else found.reshape(said.shape)
+        return (labels > 0.5 if labels is not None and kind == "multi_label" else labels), weights, None
+    *ahead, classes = said.shape
+    names = (each.reshape(ahead) for each in targets if each.dtype.kind in "iub" and each.size == math.prod(ahead))
+    shares = (each.argmax(axis=-1) for each in targets if each.shape == said.shape)
+    labels = next(iter((*names, *shares)), None)
+    if labels is None:
+        return None, np.ones(len(said)), None
+    following = loss is not None and len(ahead) == 2 and loss.values.shape == (ahead[0], ahead[1] - 1)
+    if following:
+        labels = labels[:, 1:]
+    counted = _spread(weights, labels.shape) * ((labels >= 0) & (labels < classes))  # not an index to ignore
+    return np.where(counted > 0, labels, 0), counted, labels.shape[1] if following else None
+
+
+def log_softmax(logits: _Array) -> _Array:
+    """Log-softmax along the last axis; minus infinity stays."""
+    return np.asarray(logits - log_sum(logits)[..., None])
+
+
+def ensemble_outputs(said: Mapping[str, LabelledOutputs], shares: Mapping[str, float]) -> LabelledOutputs:
+    """Return the outputs of several models as one: the mean of probabilities, or of values in regression."""
+    first = next(iter(said.values()))
+    values = first.labels is not None and first.labels.ndim > 1
+    parts = [(each.chances if values else np.exp(each.chances)) * shares[name] for name, each in said.items()]
+    total: _Array = sum(parts[1:], parts[0])
+    with np.errstate(divide="ignore"):
+        return LabelledOutputs(chances=total if values else np.log(total), labels=first.labels, weights=first.weights)
+
+
+class ClassificationMetrics:
+    """Scores of one classifier."""
+
+    def __init__(self) -> None:
+        self.weight = self.correct = self.surprise = 0.0
+        self._bins = np.zeros((3, _BINS))  # weight, confidence, right
+
+    def add(self, units: LabelledOutputs) -> None:
+        """Add some units."""
+        labels, weights = units.labels, units.weights
+        self.weight += float(weights.sum())
+        if labels is None:
+            return
+        top = units.chances.argmax(axis=-1)
+        sure = np.exp(np.take_along_axis(units.chances, top[:, None], -1)[:, 0])
+        right = (top == labels) * weights
+        self.correct += float(right.sum())
+        self.surprise -= _dot(np.take_along_axis(units.chances, labels[:, None], -1)[:, 0], weights)
+        places = np.minimum((sure * _BINS).astype(np.int64), _BINS - 1)
+        for row, counted in enumerate((weights, sure * weights, right)):
+            self._bins[row] += np.bincount(places, counted, _BINS)
+
+    def scores(self) -> dict[str, float]:
+        """Return top-1 accuracy, negative log-likelihood in nats, expected calibration error (Guo et al., 2017)."""
+        error = np.abs(self._bins[1] - self._bins[2]).sum()
+        found = {"top-1": self.correct, "NLL": self.surprise, "ECE": float(error)}
+        return {name: value / self.weight if self.weight else math.nan for name, value in found.items()}
+
+    def reliability(self) -> list[list[float]]:
+        """Return mean confidence, accuracy and share of units of each bin that is not empty."""
+        weight, sure, right = self._bins
+        some = weight > 0
+        rows = np.stack((sure[some] / weight[some], right[some] / weight[some], weight[some] / max(self.weight, 1e-12)))
+        return [[float(number) for number in row] for row in rows.T]
+
+
+class RegressionMetrics:
+    """Scores of one regression model."""
+
+    def __init__(self) -> None:
+        self.weight = self.squares = 0.0
+        self._sum: Any = 0.0
+        self._square: Any = 0.0
+
+    def add(self, units: LabelledOutputs) -> None:
+        """Add some units."""
+        if units.labels is None:
+            return
+        counted = units.weights[:, None]
+        self.weight += float(units.weights.sum())
+        self.squares += float((counted * (units.chances - units.labels) ** 2).sum())
+        self._sum = self._sum + (counted * units.labels).sum(axis=0)
+        self._square = self._square + (counted * units.labels**2).sum(axis=0)
+
+    def scores(self) -> dict[str, float]:
+        """Return the root mean squared error, and the share of the labels' variance that is explained."""
+        if not self.weight:
+            return {}
+        numbers = np.size(self._sum)
+        spread = float(np.sum(self._square - self._sum**2 / self.weight))
+        explained = 1 - self.squares / spread if spread > 0 else math.nan
+        return {"RMSE": math.sqrt(self.squares / self.weight / numbers), "R2": explained}
+
+    def reliability(self) -> list[list[float]]:
+        """Return nothing: values have no confidence."""
+        return []
+
+
+class AgreementMetrics:
+    """Agreement of a student with a teacher."""
+
+    def __init__(self, *, values: bool) -> None:
+        self._values = values
+        self.weight = self.agreed = self.apart = 0.0
+
+    def add(self, student: LabelledOutputs, teacher: LabelledOutputs) -> None:
+        """Add some units."""
+        own, theirs, weights = student.chances, teacher.chances, student.weights
+        self.weight += float(weights.sum())
+        if self._values:
+            self.apart += _dot(((own - theirs) ** 2).mean(axis=-1), weights)
+            return
+        self.agreed += float(weights[own.argmax(axis=-1) == theirs.argmax(axis=-1)].sum())
+        chances = np.exp(theirs)
+        with np.errstate(invalid="ignore"):
+            self.apart += _dot(np.where(chances > 0, chances * (theirs - own), 0.0).sum(axis=-1), weights)
+
+    def scores(self) -> dict[str, float]:
+        """Return the share of equal predictions and KL(teacher || student) in nats; in regression the RMSE between."""
+        weight = self.weight or math.nan
+        if self._values:
+            return {"RMSE between": math.sqrt(self.apart / weight)}
+        return {"agreement": self.agreed / weight, "KL": self.apart / weight}
+
+
+class SoftTargetMatrix:
+    """Mean probabilities of a model for the units of each class.
+
+    Args:
+        classes: number of classes.
+        labels: of the first units. Of very many classes, the most frequent ones among these labels are shown.
+    """
+
+    def __init__(self, classes: int, labels: _Array) -> None:
+        common = np.bincount(labels.reshape(-1), minlength=classes).argsort(kind="stable")[::-1][:_SHOWN]
+        self._kept = np.arange(classes) if classes <= _WHOLE else np.sort(common)
+        self._place = np.full(classes, -1)
+        self._place[self._kept] = np.arange(len(self._kept))
+        self._sums = np.zeros((len(self._kept), len(self._kept)))
+        self._counts = np.zeros(classes)
+
+    def add(self, chances: _Array, labels: _Array, weights: _Array) -> None:
+        """Count some units: (units, classes) log probabilities, (units,) labels and weights."""
+        self._counts += np.bincount(labels, weights, len(self._counts))
+        places = self._place[labels]
+        some = (places >= 0) & (weights > 0)
+        np.add.at(self._sums, places[some], np.exp(chances[some][:, self._kept]) * weights[some][:, None])
+
+    def shown(self) -> list[int]:
+        """Return the classes in the picture: the most frequent, at most `_SHOWN`."""
+        counts = self._counts[self._kept]
+        most = np.sort(counts.argsort(kind="stable")[::-1][:_SHOWN])
+        return [int(number) for number in self._kept[most[counts[most] > 0]]]
+
+    def means(self) -> list[list[float]]:
+        """Return the mean probabilities of the shown classes, for each of them as the true class."""
+        shown = self.shown()
+        places = self._place[shown]
+        rows = self._sums[np.ix_(places, places)] / self._counts[shown][:, None]
+        return [[float(value) for value in row] for row in rows]
+
+    def commonest(self) -> tuple[int, float]:
+        """Return the most frequent class and its share of units."""
+        most = int(self._counts.argmax())
+        return most, float(self._counts[most] / max(self._counts.sum(), 1e-12))
+
+
+def _dot(values: _Array, weights: _Array) -> float:
+    """Return the weighted sum; values of weight 0 do not count, even NaN."""
+    return float(np.where(weights > 0, values * weights, 0.0).sum())
+
+
+def _spread(weights: _Array, shape: tuple[int, ...]) -> _Array:
+    """Return weights broadcast to a shape from their first axes."""
+    weights = np.asarray(weights, dtype=np.float64)
+    if weights.ndim > len(shape):
+        weights = weights.mean(axis=tuple(range(len(shape), weights.ndim)))
+    return np.broadcast_to(weights.reshape(*weights.shape, *(1 for _ in shape[weights.ndim :])), shape)

@@ -42,28 +42,26 @@ def stored_targets(
     keep: str = "fp16",
     workers: int | None = None,
     range_rows: int | None = None,
-    fresh: bool = False,
     verbose: bool = False,
     note: Callable[[str], object] = lambda _: None,
     hang_deadline_s: float | None = None,
 ) -> Dataset:
-    """Return a teacher's outputs for every row of a data set, for `data.beside(...)`. Compute what is missing.
+    """Return a teacher's outputs for every row of a data set, for `data.beside(...)`. Compute missing ones.
 
-    A teacher whose run divided its model over workers runs in that layout, another one on a pool of workers that each
-    hold the whole model. Transforms of the data are those of epoch 0: put random ones after `beside`.
+    A teacher whose run divided its model over workers runs in that layout. Other teachers run on a pool of workers that
+    each hold the whole model. Transforms of the data are those of epoch 0: put random ones after `beside`.
 
     Args:
         teacher: to compute.
         data: with the teacher's inputs.
-        folder: for the targets of all teachers and data sets, or `s3://`, `gs://`, `az://`.
+        folder: of the targets of all teachers and data sets; `s3://`, `gs://` and `az://` too.
         keep: `fp32`, `fp16`, or `topk(8)`: the 8 largest logits in half precision and the mass of the rest.
         workers: of a pool; by default one for each accelerator or CPU slot of the cluster.
-        range_rows: rows of a part, at most; by default by the size of a row of the data, and of its targets.
-        fresh: compute existing parts again.
+        range_rows: most rows of a part; by default it follows from the size of a row and of its targets.
         verbose: show Ray's own output.
         note: called with problems that were repaired.
-        hang_deadline_s: for a batch, at most; a pool waits ten times as long as any took so far, 15 s at least. By
-            default that of the teacher's job, or 5 minutes (15, where its model is divided).
+        hang_deadline_s: longest time of a batch. A pool waits ten times as long as the slowest batch so far, and at
+            least 15 s. By default that of the teacher's job, or 5 minutes (15 for a divided model).
 
     Returns:
         A data set with `sample` and the teacher's columns, as float32.
@@ -73,16 +71,16 @@ def stored_targets(
         DataError: a part is damaged.
         TrainwrightError: the teacher, the data, the storage or the cluster is not right.
     """
-    question = _target_request(teacher, data, folder=folder, keep=keep, range_rows=range_rows, fresh=fresh)
+    request = _target_request(teacher, data, folder=folder, keep=keep, range_rows=range_rows)
     done = run_request(
-        _within(question, hang_deadline_s), workers=workers, batch_size=teacher.batch_size, fresh=fresh,
-        verbose=verbose, note=note,
+        _with_deadline(request, hang_deadline_s), workers=workers, batch_size=teacher.batch_size, verbose=verbose,
+        note=note,
     )  # fmt: skip
     return parquet(done.uri).map_batches(_TargetReader(columns=teacher.columns, form=TargetEncoding.parse(keep)))
 
 
 def _target_request(
-    teacher: Teacher, data: Dataset, *, folder: str, keep: str, range_rows: int | None = None, fresh: bool = False
+    teacher: Teacher, data: Dataset, *, folder: str, keep: str, range_rows: int | None = None
 ) -> PredictionRequest:
     """Return the request of `stored_targets`, with the parts that are missing. Raises as that."""
     form, subject = TargetEncoding.parse(keep), teacher_inference_model(load_teacher(teacher), data)
@@ -92,21 +90,20 @@ def _target_request(
     row_bytes = _target_row_bytes(teacher, data, index, form)
     to = f"{folder.rstrip('/')}/{_folder_name(teacher, subject, index, form)}"
     return prediction_request(
-        subject, index=index, to=to, columns=columns, form=filing, range_rows=range_rows, row_bytes=row_bytes,
-        fresh=fresh,
-    )  # fmt: skip
+        subject, index=index, to=to, columns=columns, form=filing, range_rows=range_rows, row_bytes=row_bytes
+    )
 
 
-def _within(question: PredictionRequest, hang_deadline_s: float | None) -> PredictionRequest:
+def _with_deadline(request: PredictionRequest, hang_deadline_s: float | None) -> PredictionRequest:
     """Return the request with its own deadline."""
     if hang_deadline_s is None:
-        return question
-    job = question.subject.job.replace(hang_deadline_s=hang_deadline_s)
-    return replace(question, subject=replace(question.subject, job=job))
+        return request
+    job = request.subject.job.replace(hang_deadline_s=hang_deadline_s)
+    return replace(request, subject=replace(request.subject, job=job))
 
 
 def _target_row_bytes(teacher: Teacher, data: Dataset, index: Index, form: TargetEncoding) -> int:
-    """Return the approximate bytes of a stored row; 0 where unknown."""
+    """Return the approximate bytes of a stored row; 0 if unknown."""
     tapped = teacher.lesson.tapped
     shapes = output_signature(teacher.inference_job(data), index, tapped).shapes
     said = compared_shape({name: shape for name, shape in shapes.items() if name not in tapped}, teacher.output)
@@ -128,7 +125,7 @@ def count_missing_rows(teachers: Sequence[Teacher], job: Job, *, folder: str, ke
 
 
 def check_repeated_inputs(data: Dataset, teachers: Sequence[Teacher]) -> None:
-    """Raise JobError where a teacher's inputs change from epoch to epoch: stored targets are those of epoch 0."""
+    """Raise JobError if a teacher's inputs change from epoch to epoch: stored targets are those of epoch 0."""
     index = data.index()
     if not data.transforms or index.in_order:
         return
@@ -159,12 +156,7 @@ def _folder_name(teacher: Teacher, subject: InferenceModel, index: Index, form: 
 
 @dataclass(kw_only=True)
 class _TargetWriter:
-    """Outputs of a teacher's model -> columns of a file. Checks the first outputs in each process.
-
-    Attributes:
-        lesson: what its columns are made of.
-        form: encoding of the files.
-    """
+    """Outputs of a teacher's model -> columns of a file. Checks the first outputs in each process."""
 
     lesson: TeacherOutputs
     form: TargetEncoding
@@ -181,7 +173,7 @@ class _TargetWriter:
         return columns
 
     def __str__(self) -> str:
-        """Return what of it changes the files."""
+        """Return the settings that change the files, in words."""
         words = [str(self.form), *(f"layer {layer}" for layer in self.lesson.layers)]
         words += [f"output {self.lesson.output}"] if self.lesson.output else []
         return ", ".join(words + ([self.lesson.probabilities] if self.lesson.probabilities else []))
@@ -189,18 +181,13 @@ class _TargetWriter:
 
 @dataclass(frozen=True, kw_only=True)
 class _TargetReader:
-    """Columns of a file -> a teacher's columns.
-
-    Attributes:
-        columns: their names.
-        form: encoding of the files.
-    """
+    """Columns of a file -> a teacher's columns."""
 
     columns: tuple[str, ...]
     form: TargetEncoding
 
     def __call__(self, columns: Arrays) -> dict[str, Any]:
-        """Raises JobError where the files hold something else."""
+        """Raises JobError if the files hold something else."""
         if _OUTPUT not in columns:
             raise JobError([f"the files hold {', '.join(columns)}, and no {_OUTPUT!r} of a teacher"])
         output, *layers = self.columns

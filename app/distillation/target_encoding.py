@@ -1,8 +1,9 @@
 """Encodings of stored teacher outputs: float32, float16, or the largest logits and the mass of the rest.
 
-Of `topk(k)` are kept the k largest logits of the last axis (half precision), which they are, and the logarithm of the
-probability that all others have together at temperature 1. Read back, the others share it evenly, as logits: so the
-softmax at 1 has the mass of the k and of the rest that it had, and nobody needs to know how it was kept.
+`topk(k)` stores the k largest logits of the last axis (half precision), their indices, and the logarithm of the
+probability that all other classes have together at temperature 1. When they are read, the other classes get equal
+logits with this probability in sum: the softmax at temperature 1 has the same mass on the k classes and on the rest.
+Readers need not know the encoding.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trainwright.core.errors import JobError
 
 _Array = npt.NDArray[Any]
 
-_WHOLE, _INDEX, _REST, _CLASSES = "", "_index", "_rest", "_classes"  # suffixes of the columns of one output
+_INDEX, _REST, _CLASSES = "_index", "_rest", "_classes"  # suffixes of the further columns of one output
 _TOPK = re.compile(r"topk\((\d+)\)")
 _SMALL = 1 << 16  # classes that fit two bytes
 
@@ -31,7 +32,7 @@ class TargetEncoding:
 
     Attributes:
         bits: of each number, 32 or 16.
-        largest: logits that are kept of the last axis; None for all.
+        largest: number of logits that are stored of the last axis; None for all.
     """
 
     bits: int = 16
@@ -69,7 +70,7 @@ class TargetEncoding:
             values: (rows, ...) floats; (rows, ..., classes) where only the largest are kept.
 
         Raises:
-            JobError: they are no floats, not finite, too large for half precision, or of too few classes.
+            JobError: values are no floats, not finite, too large for half precision, or of too few classes.
         """
         _check(name, values)
         if self.largest is None:
@@ -90,18 +91,11 @@ class TargetEncoding:
         total = log_sum(others)
         np.put_along_axis(others, index, -np.inf, -1)
         return {
-            name + _WHOLE: _half(name, np.take_along_axis(values, index, -1)),
+            name: _half(name, np.take_along_axis(values, index, -1)),
             name + _INDEX: index.astype(np.uint16 if classes <= _SMALL else np.uint32),
             name + _REST: (log_sum(others) - total).astype(np.float32),
-            name + _CLASSES: np.full(
-                len(values), classes, dtype=np.int32
-            ),  # a few bytes a file, as it is encoded there
+            name + _CLASSES: np.full(len(values), classes, dtype=np.int32),  # a few bytes in the file, by its encoding
         }
-
-
-def encoded_columns(form: TargetEncoding, name: str) -> tuple[str, ...]:
-    """Return the names of the columns that store an output."""
-    return (name,) if form.largest is None else (name + _WHOLE, name + _INDEX, name + _REST, name + _CLASSES)
 
 
 def decode_targets(form: TargetEncoding, name: str, columns: dict[str, _Array]) -> _Array:
@@ -121,7 +115,7 @@ def decode_targets(form: TargetEncoding, name: str, columns: dict[str, _Array]) 
 
 
 def log_sum(values: _Array) -> _Array:
-    """log(sum(exp(values))) over the last axis; minus infinity where all are."""
+    """Return log(sum(exp(values))) over the last axis; minus infinity if all values are."""
     top = values.max(axis=-1, keepdims=True)
     top = np.where(np.isfinite(top), top, 0.0)
     with np.errstate(divide="ignore"):

@@ -71,14 +71,12 @@ def record_delivery(asked: Distillation, chosen: Distillation, *, resume: bool =
         open_store(job.storage).put(_WAY_FILE.format(job.name), json.dumps({"way": chosen.way}).encode())
 
 
-def plan_distillation(
-    distillation: Distillation, cluster: Cluster | str | None = None, *, verbose: bool = False
-) -> Decision:
+def plan_distillation(distillation: Distillation, cluster: Cluster | str | None = None) -> Decision:
     """Return the students' plan on the connected cluster; its notes say where the teachers run, and why.
 
     Args:
-        cluster: refused: whether an actor can hold a teacher depends on the cluster that is there.
-        verbose: show Ray's own output.
+        distillation: to plan.
+        cluster: not supported: whether an actor can hold a teacher depends on the connected cluster.
 
     Raises:
         JobError: no way is possible; gives the reason of each.
@@ -89,7 +87,7 @@ def plan_distillation(
         remedy = "leave cluster= out, or plan the student's job by itself"
         raise PlanError("a distillation is planned on the cluster where it runs", where="cluster", remedy=remedy)
     _check_trained(distillation.teachers)
-    connect(verbose)
+    connect()
     plans, way = DeliveryPlans.of(distillation, discover()), _known_way(distillation, fresh=False)
     if way is not None:
         return plans.plan(way)
@@ -98,7 +96,7 @@ def plan_distillation(
 
 
 def _known_way(distillation: Distillation, fresh: bool) -> Delivery | None:
-    """The way that is given, or stored with the run that continues; None where the rule must choose."""
+    """Return the given way, or the way of the run that continues; None if the rule must choose."""
     if distillation.way != "auto":
         return distillation.way
     if not distillation.teachers:
@@ -140,9 +138,9 @@ class DeliveryPlans:
         profile: cost of that model.
         guests: cost of each teacher's model.
         index: of the training set.
-        cluster: what there is.
-        missing: rows without stored targets, over teachers and data sets; None where targets cannot be stored.
-        unstorable: why targets cannot be stored; empty where they can.
+        cluster: the resources.
+        missing: rows without stored targets, over teachers and data sets; None if targets cannot be stored.
+        unstorable: why targets cannot be stored; empty if they can.
     """
 
     distillation: Distillation
@@ -158,7 +156,7 @@ class DeliveryPlans:
 
     @classmethod
     def of(cls, distillation: Distillation, cluster: Cluster) -> Self:
-        """Profile the models and look for stored targets. Raises TrainwrightError for what makes each way fail."""
+        """Profile the models and look for stored targets. Raises TrainwrightError for a problem of every way."""
         teachers, job = teachers_with_layers(distillation), distillation.student
         runners = load_teachers(teachers)
         loss = build_loss(distillation.replace(way="offline"), teachers, runners)
@@ -196,7 +194,7 @@ class DeliveryPlans:
         raise JobError(f"{way} is not possible: {why}" for way, why in refused.items())
 
     def _preferences(self) -> Iterator[tuple[Delivery, str]]:
-        """The rule: ways in order of preference, each with the reason for it. A way can come twice."""
+        """Yield the ways in order of preference, each with its reason. This is the rule; a way can come twice."""
         against = self._against_storing()
         if self.missing == 0:
             yield "offline", "all their outputs are stored already"
@@ -210,7 +208,7 @@ class DeliveryPlans:
         yield "offline", "no other way is possible"
 
     def _against_storing(self) -> str:
-        """Why stored targets do not pay; empty where they do."""
+        """Return why targets should not be stored; empty if they should."""
         size, rows_bytes = self._stored_bytes(), self.index.rows * self.index.row_bytes
         if self._passes() <= 1:
             return "the run reads no row twice"
@@ -219,7 +217,7 @@ class DeliveryPlans:
         return ""
 
     def _passes(self) -> float:
-        """How often the run reads the training set."""
+        """Return how often the run reads the training set."""
         job = self.job
         return job.epochs * (job.data.epoch_samples or self.index.rows) / max(self.index.rows, 1)
 
@@ -227,7 +225,7 @@ class DeliveryPlans:
         return float(stored_bytes(self.teachers, self.job.train, self.index, keep=self.distillation.keep))
 
     def plan(self, way: Delivery) -> Decision:
-        """Return the students' plan under a way. Raises TrainwrightError where the way is not possible."""
+        """Return the students' plan under a way. Raises TrainwrightError if the way is not possible."""
         if way == "offline":
             return self._plan_offline()
         return self._plan_inline() if way == "inline" else self._plan_online()
@@ -235,7 +233,7 @@ class DeliveryPlans:
     def _plan_offline(self) -> Decision:
         job = self.job
         if self.missing is None:
-            raise _refusal(self.unstorable)
+            raise JobError([self.unstorable])
         for data in (job.train, job.evaluate):
             if data is not None:
                 check_repeated_inputs(data, self.teachers)
@@ -250,7 +248,7 @@ class DeliveryPlans:
 
     def _plan_online(self) -> Decision:
         if not self.distillation.cpus and not self.distillation.gpus:
-            raise _refusal("cpus=0 and gpus=0 leave an actor of a teacher nothing to run on")
+            raise JobError(["cpus=0 and gpus=0 leave an actor of a teacher nothing to run on"])
         data = with_teacher_actors(self.job.train, self.distillation, self.runners)
         decision = self._planned(self.profile, data)
         check_actor_resources(data, self.index, self.job, decision.chosen, self.cluster)
@@ -258,30 +256,27 @@ class DeliveryPlans:
         return decision
 
     def _planned(self, profile: ModelProfile, train: Dataset) -> Decision:
-        """The students' plan. Raises PlanError, ResourceError."""
+        """Return the students' plan. Raises PlanError, ResourceError."""
         job = self.job.replace(train=train)
         usable, _ = reserve_for_transforms(self.cluster, job)
         return replace(choose(profile, usable, apply_plan_file(job, profile, self.cluster)), cluster=self.cluster)
 
     def _check_actor_memory(self, decision: Decision) -> None:
-        """Raise JobError where one actor cannot hold a teacher."""
+        """Raise JobError if one actor cannot hold a teacher."""
         usable = USABLE * estimate_of(decision.chosen).device_memory_bytes * min(self.distillation.gpus, 1.0)
         for teacher, guest in zip(self.teachers, self.guests, strict=True):
             plan = trained_plan(teacher.job) if teacher.job is not None else None
             workers = single_replica(plan).workers if plan is not None else 1
             if workers > 1:
-                raise _refusal(f"{teacher!r} was divided over {workers} workers, and an actor holds all of it")
+                raise JobError([f"{teacher!r} was divided over {workers} workers, and an actor holds all of it"])
             need = guest.parameter_bytes + 4 * teacher.batch_size * guest.working_numbers
             if usable and need > usable:
-                raise _refusal(f"{teacher!r} takes {formatting.size(need)}, and an actor has {formatting.size(usable)}")
+                problem = f"{teacher!r} takes {formatting.size(need)}, and an actor has {formatting.size(usable)}"
+                raise JobError([problem])
 
 
 def _reason_of(error: TrainwrightError) -> str:
-    """What happened, in a line."""
+    """Return what happened, in a line."""
     if isinstance(error, JobError):
         return "; ".join(error.problems)
     return f"{error.what} ({error.where})" if error.where else error.what
-
-
-def _refusal(reason: str) -> JobError:
-    return JobError([reason])

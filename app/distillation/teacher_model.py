@@ -36,7 +36,7 @@ class TeacherModelBuilder:
         file: of weights; empty for none.
         sha256: of that file.
         layers: of each further output.
-        run: whether an engine loads the weights, and needs the model as it was trained.
+        run: an engine loads the weights, and needs the model as it was trained.
     """
 
     build: Callable[[], Any]
@@ -47,7 +47,7 @@ class TeacherModelBuilder:
     run: bool = False
 
     def __call__(self) -> Any:
-        """Raises CheckpointError where the weights do not fit, JobError where a layer does not exist."""
+        """Raises CheckpointError if the weights do not fit, JobError if a layer does not exist."""
         model = self.build()
         teaching = teacher_backend_of(model)
         if self.weights is not None:
@@ -65,7 +65,7 @@ def frozen_optimizer(parameters: Any) -> Any:
 
 
 def teacher_backend_of(model: Any) -> Any:
-    """Return the backend module for teachers of a model's framework. Raises JobError where it is no model."""
+    """Return the backend module for teachers of a model's framework. Raises JobError if it is no model."""
     return load_module(f"{_STRATEGIES}.{framework_of(model)}.distillation.teacher_backend")
 
 
@@ -109,12 +109,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSignature:
-    """What a model returns, known before anything is computed.
+    """The outputs of a model, known before anything is computed.
 
     Attributes:
-        framework: its name for people.
+        framework: name for messages.
         looks: whether its steps can check values, and refuse wrong teacher outputs.
-        shapes: of its outputs for rows; empty where they are not known.
+        shapes: of its outputs, by name; empty if they are unknown.
     """
 
     framework: str
@@ -147,6 +147,6 @@ def output_signature(job: Job, index: Index, layers: Mapping[str, str] | None = 
 
 
 def compared_shape(shapes: Mapping[str, Shape], name: str) -> Shape | None:
-    """Return the shape of the named output; by default of the only one, or the logits. None where unknown."""
+    """Return the shape of the named output; by default of the only one, or the logits. None if unknown."""
     wanted = name or (LOGITS if LOGITS in shapes or len(shapes) != 1 else next(iter(shapes)))
     return shapes.get(wanted)

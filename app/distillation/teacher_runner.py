@@ -57,7 +57,7 @@ def load_teacher(teacher: Teacher) -> TeacherRunner:
 
 
 def teacher_inference_model(runner: TeacherRunner, data: Dataset) -> InferenceModel:
-    """Return a teacher with its weights, bound to a data set whose rows it is to compute."""
+    """Return the model of a teacher with its weights, to compute outputs for the rows of a data set."""
     teacher = runner.teacher
     job, layers, weights = teacher.inference_job(data), teacher.lesson.tapped, runner.weights
     identity, build = runner.sha256, _builder(runner, layers)
@@ -76,7 +76,7 @@ def teacher_inference_model(runner: TeacherRunner, data: Dataset) -> InferenceMo
 
 
 def _builder(runner: TeacherRunner, layers: Mapping[str, str]) -> TeacherModelBuilder:
-    """What builds a teacher's model with its weights."""
+    """Return the builder of a teacher's model with its weights."""
     teacher = runner.teacher
     build = teacher.model if teacher.job is None else teacher.job.model
     assert build is not None, "a teacher has a job or a model"
@@ -86,14 +86,14 @@ def _builder(runner: TeacherRunner, layers: Mapping[str, str]) -> TeacherModelBu
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherRunner:
-    """Runs a teacher, arrays in, arrays out, whatever its framework. Can be pickled.
+    """Runs a teacher of any framework: takes and returns arrays. Can be pickled.
 
     The model is built at the first call, once in a process, on the GPU that the process may use, or on the CPU.
 
     Attributes:
-        teacher: that it runs.
+        teacher: to run.
         sha256: of its weights, or of the manifest of its run's checkpoint.
-        weights: of its run; None where it has none.
+        weights: of its run; None without a run.
     """
 
     teacher: Teacher
@@ -116,7 +116,7 @@ class TeacherRunner:
         return self.teacher.wanted
 
     def identity(self) -> str:
-        """Return what identifies the outputs: the weights' checksum, and what becomes of the model's outputs."""
+        """Return a key of the outputs: the weights' checksum, and how columns are made of the model's outputs."""
         return repr((self.sha256, self.teacher.lesson))
 
     def module(self) -> Any:
@@ -211,7 +211,7 @@ _lock = threading.Lock()
 
 
 def _at_least_float32(values: Any) -> Any:
-    """Floats of four bytes or more."""
+    """Return floats of four bytes or more."""
     return values.astype(np.float32) if values.dtype.itemsize < np.dtype(np.float32).itemsize else values
 
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class _Stages(Protocol):
-    """A recipe of several distillations, of which the last has the students."""
+    """A recipe of several distillations. The last one has the students."""
 
     def last(self) -> Distillation:
-        """Return the last stage. Raises CheckpointError where earlier ones are not finished."""
+        """Return the last stage. Raises CheckpointError if earlier ones are not finished."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,8 @@ class Student:
 
     Attributes:
         name: of the student.
-        job: the job as if the student had been trained without teachers and without other students, with the
-            checkpoints of the run that trained it: for `tw.generate`, `tw.Teacher(job=...)` and all else that takes a
-            job.
+        job: the job as if the student had been trained without teachers and other students, with the checkpoints of
+            the run that trained it: for `tw.generate`, `tw.Teacher(job=...)` and other calls that take a job.
     """
 
     name: str
@@ -98,18 +97,13 @@ def student_loading_code(file: str, overrides: list[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _TrainedStudentBuilder:
-    """() -> a model with the weights of a run; where the run's model has several students, the one that is wanted.
-
-    Attributes:
-        build: () -> the run's model.
-        weights: of the run.
-    """
+    """() -> the run's model from `build` with the weights of the run; the wanted student, if it has several."""
 
     build: Callable[[], Any]
     weights: CheckpointWeights
 
     def __call__(self) -> Any:
-        """Raises CheckpointError where the weights cannot be read, or do not fit."""
+        """Raises CheckpointError if the weights cannot be read, or do not fit."""
         model = self.build()
         if not teacher_backend_of(model).outlined(model):
             profiler_of(model).take_weights(model, self.weights.reader())
@@ -117,11 +111,7 @@ class _TrainedStudentBuilder:
 
 
 def trained_student(stage: Distillation, student: str = STUDENT) -> Callable[[], Any]:
-    """Return what builds a student of a finished distillation with its trained weights.
-
-    Raises:
-        CheckpointError: it was not trained.
-    """
+    """Return the builder of a trained student, with its weights. Raises CheckpointError if it was not trained."""
     job = students(stage)[student].job
     runs, checkpoint = find_checkpoint(job)
     return _TrainedStudentBuilder(

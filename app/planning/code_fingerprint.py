@@ -55,24 +55,27 @@ STORED_NAMES = {
     "core.job.Training": "core.job_options.Training",
     "core.loss_api.Match": "core.soft_loss.Match",
     "core.loss_api.SoftLoss": "core.soft_loss.SoftLoss",
-    "core.loss_api.gather": "core.batch_gather.gather",
-    "datasets.formats.image_folder.decode_image": "datasets.formats.images.decode_image",
-    "datasets.ops.row_transforms.StatefulFunction": "datasets.ops.stateful_map.Stateful",
-    "datasets.ops.row_transforms.Tokenize": "datasets.ops.tokenize.Tokenise",
-    "datasets.ops.zip_columns._MergeColumns": "datasets.ops.zip_columns.Together",
-    "datasets.ops.zip_columns._SideTransform": "datasets.ops.zip_columns.Aside",
-    "distillation.distillation_job.TeacherActor": "distillation.compose_job.Speaking",
-    "distillation.distillation_spec.Teacher": "distillation.teachers.Teacher",
-    "distillation.target_cache._TargetReader": "distillation.target_cache.Whole",
-    "distillation.target_encoding.TargetEncoding": "distillation.target_encoding.Form",
-    "distillation.teacher_model.TeacherModelBuilder": "distillation.teacher_model.Taught",
-    "distillation.teacher_runner.TeacherRunner": "distillation.teachers.Lecturer",
-    "inference.prediction_worker.CheckpointWeights": "inference.prediction_worker.Weights",
-    "strategies.distillation.distillation_loss.DistillationLoss": "strategies.distillation.losses.Distilled",
-    "strategies.distillation.layer_match.LayerProjection": "strategies.distillation.layer_projection.Bridge",
-    "strategies.distillation.multi_student.StudentModels": "strategies.distillation.multi_student.Students",
+    "core.loss_api.gather": "core.gathering.gather",
+    "datasets.formats.image_folder._DecodeImage": "datasets.image_files.DecodeImage",
+    "datasets.formats.image_folder.decode_image": "datasets.image_files.decode_image",
+    "datasets.ops.row_transforms.StatefulFunction": "datasets.stateful.Stateful",
+    "datasets.ops.row_transforms.Tokenize": "datasets.tokens.Tokenise",
+    "datasets.ops.zip_columns._MergeColumns": "datasets.beside.Together",
+    "datasets.ops.zip_columns._SideTransform": "datasets.beside.Aside",
+    "distillation.distillation_job.TeacherActor": "distilling.composing.Speaking",
+    "distillation.distillation_spec.Teacher": "distilling.teachers.Teacher",
+    "distillation.target_cache._TargetReader": "distilling.stored.Whole",
+    "distillation.target_encoding.TargetEncoding": "distilling.forms.Form",
+    "distillation.teacher_model.TeacherModelBuilder": "distilling.taught.Taught",
+    "distillation.teacher_runner.TeacherRunner": "distilling.teachers.Lecturer",
+    "inference.prediction_worker.CheckpointWeights": "predictor.Weights",
+    "lr_schedules": "schedules",
+    "strategies.distillation.distillation_loss.DistillationLoss": "strategies.distilling.Distilled",
+    "strategies.distillation.distillation_loss.StudentMetric": "strategies.distilling.Judged",
+    "strategies.distillation.layer_match.LayerProjection": "strategies.likeness.Bridge",
+    "strategies.distillation.multi_student.StudentModels": "strategies.students.Students",
 }
-"""Objects of trainwright that jobs hold or call, and their names in stored digests, which are older."""
+"""Objects of trainwright that jobs hold or call, or their modules, and their names in the digests that 0.1.0 stored."""
 
 _POSITIONS = {"__doc__", "__firstlineno__", "__static_attributes__", "__qualname__", "__module__"}
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
@@ -513,7 +516,9 @@ def _contents(cell: CellType) -> Any:
 
 
 def _state(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield attributes of an object, without the fields that a dataclass does not compare. Runs no code of its class.
+    """Yield attributes of an object, without cached properties and the fields that a dataclass does not compare.
+
+    It runs no code of the object's class.
 
     The options of a job are its own attributes here: stored digests are older than its groups.
     """
@@ -522,8 +527,23 @@ def _state(value: Any) -> Iterator[tuple[str, Any]]:
         return
     fields = getattr(type(value), "__dataclass_fields__", {})
     for name, item in _attributes(value):
-        if name not in fields or fields[name].compare:
+        if name == "__qualname__":
+            yield name, _former_qualname(value, item)
+        elif (name not in fields or fields[name].compare) and not _is_cached(value, name):
             yield name, item
+
+
+def _is_cached(value: Any, name: str) -> bool:
+    """Return whether an attribute is the value of a `cached_property`, which is there only after its first use."""
+    found = next((vars(kind)[name] for kind in type(value).__mro__ if name in vars(kind)), None)
+    return isinstance(found, functools.cached_property)
+
+
+def _former_qualname(value: Any, name: str) -> str:
+    """Return the name that an object took from its attribute `function`, as stored digests have it."""
+    full = f"{getattr(getattr(value, 'function', None), '__module__', '')}.{name}"
+    former = stored_name(full)
+    return name if former == full else former.rpartition(".")[2]
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from trainwright.core.errors import PlanError
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer, StalenessCounts, WorkUnit
 from trainwright.strategies.ps.lease_table import ClosedRound, Grant, LeaseTable
-from trainwright.strategies.ps.update_admission import UpdateAdmission
+from trainwright.strategies.ps.update_applier import UpdateAdmission
 
 
 @dataclass(frozen=True, kw_only=True)

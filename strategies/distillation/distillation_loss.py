@@ -39,18 +39,18 @@ if TYPE_CHECKING:
 class DistillationLoss:
     """A job's `loss=`: the loss of one student, or the sum over several students, each as if it were alone.
 
-    Several students have several losses in one number: nothing couples them but what looks at the whole gradient, such
-    as `clip_norm`, and random numbers, which they draw one after the other. Weights of the hard loss are those of the
-    samples or tokens, and must not depend on the outputs.
+    The losses of several students are independent terms of one sum. Only functions of the whole gradient, such as
+    `clip_norm`, couple them, and random numbers, which they draw one after the other. Weights of the hard loss are
+    those of samples or tokens, and must not depend on the outputs.
 
     Attributes:
-        soft: what the loss is made of.
-        hard: the job's own loss of a student's outputs and the labels; None where there are no labels.
+        soft: how labels and teachers make the loss.
+        hard: the job's own loss of a student's outputs and the labels; None without labels.
         targets: the job's target columns, in order.
-        labels: of these, what `hard` is given, in order.
-        students: their names; of one that has neither matches nor learned weights, the outputs come bare.
+        labels: the targets that `hard` gets, in order.
+        students: their names. The outputs of one student without matches and learned weights are not in a dict.
         teachers: names of the teachers whose columns are among the targets.
-        inline: of teachers that run in the step, by name, instead of columns.
+        inline: teachers that run in the step, by name; they have no columns.
         mutual: each student is a teacher of the others (Zhang et al., 2018, deep mutual learning).
         joint: students that are teachers of the others, and learn from the hard loss alone.
 
@@ -75,7 +75,7 @@ class DistillationLoss:
 
     @property
     def learners(self) -> tuple[str, ...]:
-        """The students that have teachers."""
+        """The students that learn from teachers."""
         return tuple(name for name in self.students if name not in self.joint)
 
     @property
@@ -85,43 +85,43 @@ class DistillationLoss:
 
     @property
     def told(self) -> tuple[str, ...]:
-        """The teachers that are not students."""
+        """Names of the teachers that are not students."""
         return (*self.teachers, *self.inline)
 
     def taught_by(self, student: str) -> tuple[str, ...]:
-        """The names of a student's teachers."""
+        """Return the names of a student's teachers."""
         others = tuple(name for name in self.learners if name != student) if self.mutual else ()
         return (*self.told, *self.joint, *others)
 
     def teacher_of(self, match: Match) -> str:
-        """The teacher whose layer is compared."""
+        """Return the name of the teacher whose layer a match compares."""
         return match.of or (*self.told, *self.joint)[0]
 
     def alone(self, student: str) -> DistillationLoss:
-        """The loss of one student alone, without other students as teachers. Raises JobError."""
+        """Return the loss of one student alone, without other students as teachers. Raises JobError."""
         if student not in self.students:
             raise JobError([f"there is no student {student!r}: {nearest(student, self.students)}"])
         return replace(self, students=(student,), mutual=False, joint=())
 
     def said(self, outputs: Any, student: str) -> Any:
-        """A student's own outputs."""
+        """Return a student's own outputs."""
         return outputs[student] if self.wrapped else outputs
 
     def label(self, targets: Any) -> Any:
-        """The targets of the hard loss and the metrics."""
+        """Return the targets of the hard loss and the metrics."""
         columns = self.columns(targets)
         chosen = tuple(columns[name] for name in self.labels)
         return chosen[0] if len(chosen) == 1 else chosen
 
     def columns(self, targets: Any) -> dict[str, Any]:
-        """The target columns by name."""
+        """Return the target columns by name."""
         return dict(zip(self.targets, (targets,) if len(self.targets) == 1 else targets, strict=True))
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
-        """One loss for each sample or token, or Terms where the hard loss has weights.
+        """Return one loss for each sample or token, or Terms if the hard loss has weights.
 
         Raises:
-            JobError: outputs of students and teachers do not fit each other.
+            JobError: outputs of students and teachers do not match.
         """
         return _BatchLoss(self, outputs, self.columns(targets), tensor_ops_for(outputs)).terms()
 
@@ -193,7 +193,7 @@ class StudentMetric:
 def student_metrics(
     metrics: Mapping[str, Callable[[Any, Any], Any]], loss: DistillationLoss
 ) -> dict[str, StudentMetric]:
-    """Return a job's `metrics=` for each student: `small/accuracy`, or their own names for one student."""
+    """Return a job's `metrics=` for each student, named `small/accuracy`; under their own names for one student."""
     several = len(loss.students) > 1
     return {
         f"{student}/{name}" if several else name: StudentMetric(metric=metric, loss=loss, student=student)
@@ -206,14 +206,7 @@ def student_metrics(
 
 
 class _BatchLoss:
-    """One batch: the outputs of the students and of their teachers.
-
-    Args:
-        loss: of the distillation.
-        outputs: of the model.
-        columns: the targets.
-        ops: the framework's functions.
-    """
+    """The loss of one batch, from the outputs of the model and the target columns."""
 
     def __init__(self, loss: DistillationLoss, outputs: Any, columns: Mapping[str, Any], ops: TensorOps) -> None:
         self._loss, self._soft, self._outputs, self._ops = loss, loss.soft, outputs, ops
@@ -240,7 +233,7 @@ class _BatchLoss:
 
     def _hard_of(self, outputs: Any) -> Terms:
         """Return the hard loss of some outputs, and its weights or None."""
-        assert self._loss.hard is not None, "whoever asks has one"
+        assert self._loss.hard is not None, "callers check this"
         labels = tuple(self._columns[name] for name in self._loss.labels)
         given = labels[0] if len(labels) == 1 else labels
         result = self._ops.called(self._loss.hard, outputs, given)
@@ -295,7 +288,7 @@ class _BatchLoss:
         return values
 
     def _combined(self, terms: Sequence[Any], teachers: tuple[str, ...], hard: Terms | None, own: Any) -> Any:
-        """The weighted sum over the teachers."""
+        """Return the weighted sum over the teachers."""
         if self._soft.combine == "fixed" or len(terms) == 1:
             shares: Sequence[Any] = self._soft.share(teachers)
         elif self._soft.combine == "learned":
@@ -308,7 +301,7 @@ class _BatchLoss:
         return total
 
     def _confidence(self, teachers: tuple[str, ...], hard: Terms | None, own: Any) -> Sequence[Any]:
-        """Each teacher's weight, for each sample or token."""
+        """Return each teacher's weight, for each sample or token."""
         ops, sure = self._ops, []
         for teacher in teachers:
             said = ops.near(self._said(teacher), own)
@@ -319,11 +312,11 @@ class _BatchLoss:
         return ops.unstacked(ops.held(ops.softmax(ops.stacked(sure))))
 
     def _learned(self) -> Sequence[Any]:
-        """Each teacher's weight, (rows,)."""
+        """Return each teacher's learned weight, (rows,), without a gradient."""
         return self._ops.unstacked(self._ops.held(self._weighing()))
 
     def _weighing(self) -> Any:
-        """Each teacher's weight with its gradient, (teachers, rows)."""
+        """Return each teacher's learned weight with its gradient, (teachers, rows)."""
         logits = self._typed(self._outputs[TEACHER_WEIGHTS_OUTPUT])
         return self._ops.softmax(self._ops.transposed(logits, (1, 0)))
 
@@ -345,7 +338,7 @@ class _BatchLoss:
         return self._ops.typed(value, self._like)
 
     def _said(self, teacher: str) -> Any:
-        """A teacher's outputs, without a gradient."""
+        """Return a teacher's outputs, without a gradient."""
         if teacher in self._loss.students:
             return self._ops.held(self._chosen(self._loss.said(self._outputs, teacher), f"student {teacher!r}"))
         return self._columns[teacher_column(teacher)]
@@ -362,7 +355,7 @@ class _BatchLoss:
         return outputs if name is None else outputs[name]
 
     def _name(self, outputs: Any, whose: str) -> str | None:
-        """Return the name of the compared output; None where the only output has no name."""
+        """Return the name of the compared output; None if the only output has no name."""
         if self._ops.is_tensor(outputs):
             return None
         names = [str(name) for name in outputs] if isinstance(outputs, Mapping) else []
@@ -385,7 +378,7 @@ class _BatchLoss:
         return layer_distance(match, own, ops.near(theirs, own), like, ops, tokens=tokens, where=where)
 
     def _alike(self, own: Any, said: Any, student: str, teacher: str) -> None:
-        """Raise JobError for other classes, labels, words or shapes."""
+        """Raise JobError for different classes, labels, words or shapes."""
         problem = output_mismatch(self._soft.kind, self._ops.shape(own), self._ops.shape(said), student, teacher)
         if problem:
             raise JobError([problem])

@@ -24,7 +24,7 @@ class TensorOps(Protocol):
     """The tensor functions of a framework that the losses use.
 
     Attributes:
-        channels: the axis of a feature map's channels, as a rule.
+        channels: the usual axis of a feature map's channels.
     """
 
     channels: int
@@ -33,10 +33,10 @@ class TensorOps(Protocol):
         """Whether a value is a tensor of the framework."""
 
     def shape(self, value: Any) -> tuple[int | None, ...]:
-        """Sizes; None where unknown."""
+        """Sizes; None if unknown."""
 
     def wide(self, value: Any) -> Any:
-        """As float32, or float64 if it is that: half precision is too coarse for a divergence."""
+        """As float64 if it is that, else as float32: half precision is too coarse for a divergence."""
 
     def typed(self, value: Any, like: Any) -> Any:
         """In the type of another tensor."""
@@ -48,7 +48,7 @@ class TensorOps(Protocol):
         """Without a gradient."""
 
     def precisely(self, like: Any) -> AbstractContextManager[Any]:
-        """Context in which nothing is computed in half precision."""
+        """Return a context in which nothing is computed in half precision."""
 
     def called(self, function: Callable[..., Any], outputs: Any, targets: Any, *, metric: bool = False) -> Any:
         """Call a loss or metric of the user, as the engines do."""
@@ -115,7 +115,7 @@ class TensorOps(Protocol):
 
 
 def tensor_ops_for(outputs: Any) -> TensorOps:
-    """Return the functions for the framework of some outputs. Raises JobError where they are no tensors."""
+    """Return the functions for the framework of some outputs. Raises JobError if they are no tensors."""
     value = outputs
     while isinstance(value, Mapping | tuple | list) and len(value):
         value = next(iter(value.values())) if isinstance(value, Mapping) else value[0]
@@ -134,7 +134,7 @@ def divergence(soft: SoftLoss, student: Any, teacher: Any, ops: TensorOps) -> An
         student, teacher: logits or values of one shape, wide.
 
     Returns:
-        One value for each sample or token; in multi-label for each label, in regression for each number.
+        One value for each sample or token; in multi-label one for each label, in regression one for each number.
     """
     if soft.kind == "regression":
         return soft.divergence(student, teacher) if callable(soft.divergence) else _squared(student - teacher)

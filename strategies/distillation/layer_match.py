@@ -31,7 +31,7 @@ class LayerProjection:
 
 
 def layer_item(layer: str) -> tuple[str, str]:
-    """Return a layer's own name, and the selected item of its output; empty for all of it, or the first of a tuple."""
+    """Split `layer:item` into a layer's name and the item of its output; empty for all, or for a tuple's first item."""
     name, _, item = layer.partition(":")
     return name, item
 
@@ -41,12 +41,12 @@ def layer_tensor(outputs: Mapping[str, Any], name: str, item: str, is_tensor: Ca
 
     Args:
         outputs: of layers, by name.
-        name: of the layer's.
-        item: as `layer_item` has it.
-        is_tensor: whether a value is one.
+        name: of the layer.
+        item: see `layer_item`.
+        is_tensor: whether a value is a tensor.
 
     Raises:
-        JobError: the layer did not run, or there is no such tensor; says what there is.
+        JobError: the layer did not run, or its output has no such tensor.
     """
     if name not in outputs:
         raise JobError([f"{name!r}: the model did not run that layer: match one that it runs"])
@@ -68,9 +68,9 @@ def layer_tensor(outputs: Mapping[str, Any], name: str, item: str, is_tensor: Ca
 
 
 def _transposition(student: Shape, teacher: Shape) -> tuple[int, ...] | None:
-    """Return how to transpose a teacher's feature map whose channels are first and the student's last, or vice versa.
+    """Return how to transpose a teacher's feature map if its channels are first and the student's last, or vice versa.
 
-    None where it stays as it is: the two are alike but for their channels, or are no feature maps.
+    None if nothing is to transpose: the shapes differ only in their channels, or are no feature maps.
     """
     if len(student) != 4 or len(teacher) != 4:
         return None
@@ -82,10 +82,10 @@ def _transposition(student: Shape, teacher: Shape) -> tuple[int, ...] | None:
 
 
 def projection_for(match: Match, student: Shape, teacher: Shape) -> LayerProjection | None:
-    """Return the projection that two layers need, given the shapes of their outputs; None where they match.
+    """Return the projection that two layers need, given the shapes of their outputs; None if they match.
 
     Raises:
-        ValueError: no linear map makes them fit; says why.
+        ValueError: no linear map makes them match; has the reason.
     """
     way = _transposition(student, teacher)
     teacher = teacher if way is None else tuple(teacher[place] for place in way)
@@ -105,9 +105,9 @@ def projection_for(match: Match, student: Shape, teacher: Shape) -> LayerProject
 
 
 def _channel_axis(student: Shape, teacher: Shape, usual: int) -> int:
-    """Return the axis over which `attention` sums: where two maps differ, else the default; in sequences the last.
+    """Return the axis over which `attention` sums: where two maps differ, else `usual`; in sequences the last.
 
-    Both are as `_transposition` leaves them.
+    Both shapes are after `_transposition`.
     """
     differing = [axis for axis in _axes(student) if not _same(student, teacher) and _same(student, teacher, but=axis)]
     return differing[0] if differing else usual if len(student) == 4 else len(student) - 1
@@ -130,15 +130,12 @@ def shapes_match(one: Shape, other: Shape) -> bool:
 
 
 def output_mismatch(kind: str, own: Shape, said: Shape, student: str, teacher: str) -> str:
-    """Return why the outputs of a student and a teacher cannot be compared: other classes, labels, words or shapes.
+    """Return why the outputs of a student and a teacher cannot be compared; empty if they can.
 
     Args:
-        kind: as `SoftLoss` has it.
-        own, said: shapes of their outputs.
+        kind: see `SoftLoss`.
+        own, said: shapes of the outputs of student and teacher.
         student, teacher: names.
-
-    Returns:
-        Empty where they can.
     """
     if shapes_match(own, said):
         return ""
@@ -155,20 +152,22 @@ def shape_text(shape: Shape) -> str:
     return "(" + ", ".join("?" if size is None else str(size) for size in shape) + ")"
 
 
-# --- How far a layer of a student is from a teacher's -----------------------------------------------------------------
+# --- Distance of a student's layer from a teacher's -------------------------------------------------------------------
 
 
 def layer_distance(match: Match, own: Any, theirs: Any, like: Any, ops: TensorOps, *, tokens: bool, where: str) -> Any:
     """Return the distance for each sample, in language models for each token, with the dimensions of the loss.
 
     Args:
-        own, theirs: outputs of the layers, (rows, ...); the student's is bridged to the teacher's width.
+        match: which layers, and how they are compared.
+        own, theirs: outputs of the layers, (rows, ...); the student's is projected to the teacher's width.
         like: the loss so far.
-        tokens: the loss is one of tokens: so is a distance of layers that have them.
+        ops: the framework's functions.
+        tokens: the loss has a value for each token; so has the distance of layers with tokens.
         where: the layers, for errors.
 
     Raises:
-        JobError: the shapes do not fit.
+        JobError: the shapes do not match.
     """
     try:
         apart = projection_for(match, ops.shape(own), ops.shape(theirs))

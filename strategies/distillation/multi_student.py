@@ -1,4 +1,4 @@
-"""Several students as one model of a job, or one student that also returns hidden layers."""
+"""Combine several students into one model of a job, or let one student also return hidden layers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedOutputs:
-    """What the model returns beside the students' own outputs.
+    """Outputs of the combined model beside the students' own outputs.
 
     Attributes:
         layers: output -> student, and its layer.
-        bridges: those of the layers that are mapped to another width, by output.
-        teachers: whose weights are learned; none otherwise.
-        only: the one student that runs, and whose outputs come bare; empty for all.
+        bridges: projections of layers to another width, by output.
+        teachers: number of teachers with learned weights; 0 if weights are not learned.
+        only: the one student that runs, whose outputs are returned without a dict; empty for all.
     """
 
     layers: Mapping[str, tuple[str, str]]
@@ -37,10 +37,10 @@ class RequestedOutputs:
 
 
 class StudentBackend(Protocol):
-    """The functions of a framework for such models."""
+    """The functions of a framework that combine students."""
 
     def model_of(self, models: Mapping[str, Any], wanted: RequestedOutputs) -> Any:
-        """Return several models as one."""
+        """Combine several models into one."""
 
     def shapes(self, build: Builder, sample: Columns, inputs: Names, keywords: Names) -> Mapping[str, Shape]:
         """Return the shapes of the model's outputs, by name; rows are None."""
@@ -50,14 +50,14 @@ class StudentBackend(Protocol):
 class StudentModels:
     """A job's `model=` for `loss=DistillationLoss(...)`: () -> one model around all students.
 
-    Its parameters are the students' own, as `students.<name>.<parameter>`, the bridges' and the weights of teachers
-    that are learned. It gives {student: its outputs}, and the layers that are matched beside. Each student is drawn as
-    if it were built alone.
+    The model has the students' own parameters, as `students.<name>.<parameter>`, those of the bridges and the learned
+    weights of teachers. It returns {student: its outputs}, and the matched layers. Each student gets the initial
+    weights that it would have alone.
 
     Attributes:
         builders: name -> () -> model; of one framework.
-        loss: says which layers are matched, and with whose.
-        bridges: as `fitted` finds them.
+        loss: with the matched layers.
+        bridges: projections, see `fitted`.
         only: see `alone`.
     """
 
@@ -81,12 +81,12 @@ class StudentModels:
         return _classes(next(iter(models.values()))).model_of(models, self.wanted)
 
     def fitted(self, sample: Columns, inputs: Names, keywords: Names = ()) -> StudentModels:
-        """Return the builder with the projections that its matches need, found by running the students once on a row.
+        """Return the builder with the projections that its matches need. Run the students once on a row to find them.
 
         Args:
-            sample: columns of one row or a few, collated, those of the teachers included.
+            sample: columns of one row or a few, after collation, with those of the teachers.
             inputs: columns given to the model.
-            keywords: the model's argument that each of `inputs` is given as.
+            keywords: the model's argument for each of `inputs`.
 
         Raises:
             JobError: a layer is unknown, or two cannot be compared.
@@ -129,10 +129,11 @@ class StudentModels:
         return RequestedOutputs(layers=layers, bridges=self.bridges, teachers=teachers, only=self.only)
 
     def alone(self, student: str) -> StudentModels:
-        """Return the builder for one student alone, which returns its own outputs: to evaluate, predict or export it.
+        """Return the builder for one student alone, to evaluate, predict or export it.
 
-        It has the names of the whole, so that checkpoints fit, and goes with a loss and metrics of one model.
-        `trainwright.load_model` gives the student itself. Raises JobError for one that is not there.
+        Its model returns the student's own outputs, for a loss and metrics of one model. It keeps the parameter names
+        of the combined model, so that checkpoints fit; `trainwright.load_model` returns the student itself. Raises
+        JobError for an unknown student.
         """
         if student not in self.builders:
             raise JobError([f"there is no student {student!r}: {nearest(student, self.builders)}"])
@@ -146,7 +147,7 @@ def unwrap_student(model: Any) -> Any:
 
 
 def _classes(model: Any) -> StudentBackend:
-    """Return the backend for a model's framework. Raises JobError where it is no model."""
+    """Return the backend for a model's framework. Raises JobError if it is no model."""
     for kind in type(model).__mro__:
         for package, framework in _FRAMEWORKS.items():
             if kind.__module__.startswith(package):

@@ -1,4 +1,4 @@
-"""How a teacher's inputs, outputs and hidden layers become columns, and which outputs are valid. Pure."""
+"""Turn a teacher's outputs and hidden layers into columns, and refuse wrong outputs. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from trainwright.core.errors import JobError, nearest
 
-LOGITS = "logits"  # the output that teaches where there are several and none is named
-_NEAR = 1e-3  # by which a sum of probabilities may be off, as those of half precision are
+LOGITS = "logits"  # the output that teaches if there are several and none is named
+_NEAR = 1e-3  # largest error of a sum of probabilities, such as those of half precision
 _LogOdds = Callable[[Any, bool], Any]
 ToArray = Callable[[Any], npt.NDArray[Any]]
 
@@ -32,12 +32,12 @@ class TeacherOutputs:
 
     Attributes:
         inputs: columns given to the model, after collation.
-        keywords: the model's own name of each; empty where they are positional.
+        keywords: the model's argument for each input; empty for positional ones.
         output: which of its outputs teaches; empty for the only one, or the logits.
         layers: names of layers, in the order of their columns; see `tapped`.
-        columns: names of what comes of the output and of each layer.
-        probabilities: the output is no logits, but the probability of one class among all (`softmax`) or of each by
-            itself (`sigmoid`), whose logits are taken; empty where it is logits or values.
+        columns: names of the columns of the output and of each layer.
+        probabilities: the output is probabilities of one class among all (`softmax`) or of each class by itself
+            (`sigmoid`), from which logits are computed; empty for logits or values.
         precision: in which the model computes.
     """
 
@@ -58,12 +58,12 @@ class TeacherOutputs:
         """Return the teacher's columns for some rows.
 
         Args:
-            outputs: of the model, those of layers included.
+            outputs: of the model, with those of layers.
             log_odds: (probabilities, each by itself) -> logits.
-            look: the output as an array, to be looked at; None leaves that.
+            look: converts the output to an array, to check it; None skips the check.
 
         Raises:
-            JobError: there is no such output, or it is no logits, or no probabilities, and the teacher says it is.
+            JobError: there is no such output, or it is probabilities instead of logits, or the reverse.
         """
         layers = [outputs[name] for name in self.tapped]
         output = _chosen_output(

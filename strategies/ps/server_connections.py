@@ -84,13 +84,13 @@ class WorkerCall:
     """A worker's request.
 
     Attributes:
-        line: the connection that gets the answer.
+        connection: gets the answer.
         head: header of the call.
         payload: the complete range of the outbox that belongs to the call. It does not change until the call is
             answered, and can be read while it is held, even if the worker ends. Never write to it.
     """
 
-    line: WorkerConnection
+    connection: WorkerConnection
     head: bytes
     payload: memoryview
 
@@ -99,7 +99,7 @@ class WorkerCall:
 class WorkerDisconnected:
     """A worker's connection ended: it left, was lost, or stood still in the middle of a frame until the deadline."""
 
-    line: WorkerConnection
+    connection: WorkerConnection
 
 
 class WorkerConnection:
@@ -111,10 +111,10 @@ class WorkerConnection:
         shared: the worker is on this machine, and shares memory.
     """
 
-    def __init__(self, connection: socket.socket, lines: WorkerConnections) -> None:
+    def __init__(self, connection: socket.socket, owner: WorkerConnections) -> None:
         connection.setblocking(False)
         set_keepalive(connection)
-        self._socket, self._lines = connection, lines
+        self._socket, self._owner = connection, owner
         self.rank, self.key = -1, next(_KEYS)
         self.shared = connection.family == getattr(socket, "AF_UNIX", None)
         self.moved, self.ended = time.monotonic(), False
@@ -142,7 +142,7 @@ class WorkerConnection:
 
         Over TCP it is sent from there while it may change: the worker can then get parts of a later update.
         """
-        region = self._lines.published
+        region = self._owner.published
         assert region is not None and offset + size <= region.size_bytes, "publish comes first"
         if not self.shared:
             self.answer(head, region.view[offset : offset + size])
@@ -217,7 +217,7 @@ class WorkerConnection:
             self._out.append(OutgoingBuffers(buffers, file))
         self.flush()
         if self._out:
-            self._lines.look()
+            self._owner.look()
 
     def _some(self) -> int:
         """Receive into the wanted memory; return 0 if nothing has arrived."""
@@ -269,7 +269,7 @@ class WorkerConnection:
         return None
 
     def _claim_came(self) -> None:
-        rank, proof = verify_claim(self._lines.key, self._challenge, self._want)
+        rank, proof = verify_claim(self._owner.key, self._challenge, self._want)
         if self.shared and not peer_is_same_user(self._socket):
             raise ConnectionError("the worker runs as another user")
         self.rank = rank
@@ -308,7 +308,7 @@ class WorkerConnections:
         self._called = False  # `wake` was called
         self.published: shared_memory.SharedRegion | None = None
         self._listener, self._deadline_s = listener, deadline_s
-        self._lines: set[WorkerConnection] = set()
+        self._connections: set[WorkerConnection] = set()
         self._closed_until: float | None = None  # no connection is accepted before
         self._selector = selectors.DefaultSelector()
         self._woken, self._waking = socket.socketpair()
@@ -320,7 +320,12 @@ class WorkerConnections:
     @property
     def workers(self) -> tuple[WorkerConnection, ...]:
         """The connections with a completed handshake."""
-        return tuple(sorted((line for line in self._lines if line.rank >= 0), key=lambda line: line.key))
+        return tuple(
+            sorted(
+                (connection for connection in self._connections if connection.rank >= 0),
+                key=lambda connection: connection.key,
+            )
+        )
 
     def publish(self, region: shared_memory.SharedRegion) -> None:
         """Set the memory that pulls are answered from."""
@@ -334,7 +339,7 @@ class WorkerConnections:
             woken = False
             for key, mask in ready:
                 if isinstance(key.fileobj, WorkerConnection):
-                    events += self._attend(key.fileobj, mask) if key.fileobj in self._lines else []
+                    events += self._attend(key.fileobj, mask) if key.fileobj in self._connections else []
                 elif key.fileobj is self._woken:
                     self._woken.recv(4096)
                     if self._called:  # not cleared where it was not seen
@@ -360,16 +365,16 @@ class WorkerConnections:
         """End everything, from any thread."""
         self.ended = True
         self._listener.cut()
-        for line in tuple(self._lines):
-            line.cut()
+        for connection in tuple(self._connections):
+            connection.cut()
         self.wake()
 
     def close(self) -> None:
         """End and free everything."""
         self.cut()
-        for line in self._lines:
-            line.close()
-        self._lines.clear()
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
         self._selector.close()
         self._listener.close()
         self._woken.close()
@@ -378,11 +383,11 @@ class WorkerConnections:
     def _watch(self) -> float:
         """Register the connections that wait to send, and the listeners; return the first deadline."""
         first = float("inf")
-        for line in self._lines:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.pending else 0)
-            if self._selector.get_key(line).events != wanted:
-                self._selector.modify(line, wanted)
-            first = min(first, line.until(self._deadline_s) or first)
+        for connection in self._connections:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.pending else 0)
+            if self._selector.get_key(connection).events != wanted:
+                self._selector.modify(connection, wanted)
+            first = min(first, connection.until(self._deadline_s) or first)
         if self._closed_until is not None and time.monotonic() >= self._closed_until:
             self._closed_until = None
             for listening in self._listener.sockets:
@@ -392,20 +397,24 @@ class WorkerConnections:
     def _admit(self, listening: object) -> None:
         assert isinstance(listening, socket.socket), "only sockets listen"
         try:
-            connection, _ = listening.accept()
+            accepted, _ = listening.accept()
         except OSError as error:  # the peer hung up, the listener was cut, or there are no descriptors
             if error.errno in _NO_DESCRIPTORS and not self._sent_away():
                 self._pause()
             return
-        if sum(line.rank < 0 for line in self._lines) >= MAX_UNKNOWN_CONNECTIONS:
+        if sum(connection.rank < 0 for connection in self._connections) >= MAX_UNKNOWN_CONNECTIONS:
             self._sent_away()
-        line = WorkerConnection(connection, self)
-        self._lines.add(line)
-        self._selector.register(line, selectors.EVENT_READ)
+        connection = WorkerConnection(accepted, self)
+        self._connections.add(connection)
+        self._selector.register(connection, selectors.EVENT_READ)
 
     def _sent_away(self) -> bool:
         """End the oldest connection without a handshake; return False if there is none."""
-        oldest = min((line for line in self._lines if line.rank < 0), key=lambda line: line.key, default=None)
+        oldest = min(
+            (connection for connection in self._connections if connection.rank < 0),
+            key=lambda connection: connection.key,
+            default=None,
+        )
         if oldest is not None:
             self._dismiss(oldest)
         return oldest is not None
@@ -417,21 +426,21 @@ class WorkerConnections:
             for listening in self._listener.sockets:
                 self._selector.unregister(listening)
 
-    def _attend(self, line: WorkerConnection, mask: int) -> list[WorkerCall | WorkerDisconnected]:
+    def _attend(self, connection: WorkerConnection, mask: int) -> list[WorkerCall | WorkerDisconnected]:
         calls: list[WorkerCall | WorkerDisconnected] = []
         if mask & selectors.EVENT_WRITE:
-            line.flush()
+            connection.flush()
         if mask & selectors.EVENT_READ:
-            calls += line.receive()
-        return calls + self._dismiss(line) if line.ended else calls
+            calls += connection.receive()
+        return calls + self._dismiss(connection) if connection.ended else calls
 
     def _late(self) -> list[WorkerCall | WorkerDisconnected]:
         now = time.monotonic()
-        late = [line for line in self._lines if (line.until(self._deadline_s) or now) < now]
-        return [gone for line in late for gone in self._dismiss(line)]
+        late = [connection for connection in self._connections if (connection.until(self._deadline_s) or now) < now]
+        return [gone for connection in late for gone in self._dismiss(connection)]
 
-    def _dismiss(self, line: WorkerConnection) -> list[WorkerCall | WorkerDisconnected]:
-        self._selector.unregister(line)
-        self._lines.discard(line)
-        line.close()
-        return [WorkerDisconnected(line)] if line.rank >= 0 else []
+    def _dismiss(self, connection: WorkerConnection) -> list[WorkerCall | WorkerDisconnected]:
+        self._selector.unregister(connection)
+        self._connections.discard(connection)
+        connection.close()
+        return [WorkerDisconnected(connection)] if connection.rank >= 0 else []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainwright.core.data import StepReport
@@ -16,14 +17,10 @@ from trainwright.core.topology import Group, Peer, StalenessCounts, WorkUnit
 from trainwright.strategies.common.socket_transport import LOST_PEER_REMEDY, ConnectionCanceller, SocketListener
 from trainwright.strategies.ps.call_headers import DoneCall, LeaseCall, PollCall, PushCall, ReportCall, require
 from trainwright.strategies.ps.client_connection import ServerConnection, connect_to_server
-from trainwright.strategies.ps.follower_events import FollowerEvents
-from trainwright.strategies.ps.lease_dispatcher import LeaseDispatcher
 from trainwright.strategies.ps.lease_table import ClosedRound, LeaseTable
-from trainwright.strategies.ps.round_reports import RoundReports
 from trainwright.strategies.ps.server_connections import WorkerConnection
-from trainwright.strategies.ps.shard_server import ShardServer, send_answer
-from trainwright.strategies.ps.update_admission import RoundUpdate
-from trainwright.strategies.ps.update_applier import KeptPush
+from trainwright.strategies.ps.shard_server import ShardServer, send_answer, wait_notice_s
+from trainwright.strategies.ps.update_applier import KeptPush, RoundUpdate, ServerConfig, clipping_factor
 
 _STOP_POLL_S = 0.05  # between two looks at the request to stop
 
@@ -39,9 +36,9 @@ class LeadServer(ShardServer):
         self, listener: SocketListener, group: Group, servers: Sequence[Peer], switch: ConnectionCanceller | None = None
     ) -> None:
         super().__init__(listener, group, servers, switch)
-        self._followers = FollowerEvents(group, servers)
-        self._leases = LeaseDispatcher(group)
-        self._reports = RoundReports(len(self._servers))
+        self._followers = _FollowerEvents(group, servers)
+        self._leases = _LeaseDispatcher(group)
+        self._reports = _RoundReports(len(self._servers))
         self.serving = self._ending = False
         self._again = 0  # units leased again, as of the last `staleness`
         self._handlers |= {
@@ -96,7 +93,7 @@ class LeadServer(ShardServer):
         table = LeaseTable(
             shares=config.shares, start=start, consistency=config.consistency, local_steps=config.local_steps
         )
-        self._leases.restart(table)
+        self._leases.start(table)
         self._reports.restart()
         self._again = 0
 
@@ -114,7 +111,7 @@ class LeadServer(ShardServer):
     @property
     def _leasing(self) -> bool:
         """Whether units may be leased: all servers are in this segment, and it is not ending."""
-        return self.serving and not self._ending and self._followers.all_opened
+        return self.serving and not self._ending and self._followers.opened == self._followers.ranks
 
     def _turn(self, now_s: float) -> None:
         if self._leases.started:
@@ -185,7 +182,7 @@ class LeadServer(ShardServer):
         if self._leasing and table.over and not self.updates.admission.behind:
             self._ending = True
             self._followers.end_segment(table.step)
-        if self._ending and self._followers.all_ended:
+        if self._ending and self._followers.ended == self._followers.ranks:
             self.serving = self._ending = False
             self.step, self.updates.sound = table.step, True
             self._news.put(None)
@@ -197,9 +194,9 @@ class LeadServer(ShardServer):
         send_answer(connection)
         self._followers.alive(connection)
         if head.opens is not None:
-            self._followers.opened(connection.rank)
+            self._followers.opened.add(connection.rank)
         elif head.ends is not None:
-            self._followers.ended(connection.rank)
+            self._followers.ended.add(connection.rank)
         elif head.part is not None:
             at, norm2 = head.part
             self._add_norm(at, connection.rank, norm2)
@@ -313,3 +310,233 @@ class FollowerServer(ShardServer):
             until = self._until()
             self._report_link.call(json.dumps({"do": "report", **fields}).encode(), until)
             self._report_link.answer(until)
+
+
+# --- Parts of the first server ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _IdleWorker:
+    """A worker that waits for a unit of the segment that begins at step `first`."""
+
+    connection: WorkerConnection
+    prefer: int
+    first: int
+    since_s: float
+
+
+class _LeaseDispatcher:
+    """Answers the workers' requests for units from the lease table: with a unit, or to keep waiting."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._table: LeaseTable | None = None
+        self._idle: dict[str, _IdleWorker] = {}  # by worker, the longest waiting first
+        self._connections: dict[str, WorkerConnection] = {}  # by worker
+
+    def start(self, table: LeaseTable) -> None:
+        """Lease from another table; workers that wait stay."""
+        self._table = table
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a table."""
+        return self._table is not None
+
+    @property
+    def table(self) -> LeaseTable:
+        """The leases; call `start` first."""
+        assert self._table is not None, "start comes first"
+        return self._table
+
+    def request(self, connection: WorkerConnection, head: LeaseCall) -> None:
+        """A worker has nothing to do. One that asks again goes to the end of the queue."""
+        worker = head.worker
+        self._connections[worker] = connection
+        self._idle.pop(worker, None)
+        if self._table is not None:
+            self._table.release(worker)
+        self._idle[worker] = _IdleWorker(
+            connection=connection, prefer=head.prefer, first=head.first, since_s=time.monotonic()
+        )
+
+    def disconnected(self, connection: WorkerConnection) -> None:
+        """Lease the units of the connection's workers to others."""
+        for worker in [worker for worker, own in self._connections.items() if own is connection]:
+            del self._connections[worker]
+            self._idle.pop(worker, None)
+            if self._table is not None:
+                self._table.lost(worker)
+
+    def due_s(self) -> float | None:
+        """Return when a waiting worker can get a unit although nothing happens; None: never."""
+        return self.table.due_s() if self._idle else None
+
+    def answer(self, now_s: float, step: int, *, leasing: bool) -> None:
+        """Answer waiting workers: with a unit, with the end of their segment, or with the advice to keep waiting.
+
+        Args:
+            now_s: time, on the clock of `time.monotonic`.
+            step: first step of this segment: workers of an earlier one are told that it is over.
+            leasing: units may be leased now.
+        """
+        for worker, idle in list(self._idle.items()):
+            if idle.first < step:
+                send_answer(idle.connection, over=True)
+                del self._idle[worker]
+        if leasing:
+            self._lease(now_s)
+        for worker, idle in list(self._idle.items()):
+            if now_s - idle.since_s > wait_notice_s(self._group):
+                send_answer(idle.connection, wait=True)
+                del self._idle[worker]
+
+    def _lease(self, now_s: float) -> None:
+        """Lease units, to the longest waiting worker first, while there is a unit for any of them."""
+        while (worker := self.table.first(self._idle, now_s)) is not None:
+            idle = self._idle.pop(worker)
+            grant = self.table.lease(worker, idle.prefer, now_s)
+            assert grant is not None, "`first` returns a worker that gets a unit"
+            send_answer(idle.connection, unit=list(grant.unit), at=grant.at, needs=grant.needs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WaitingPoll:
+    """Another server that waits for the events after those that it has received."""
+
+    connection: WorkerConnection
+    received: int
+    since_s: float
+
+
+class _FollowerEvents:
+    """Queue of events for the other servers. Each server polls; events that all have received are dropped.
+
+    Attributes:
+        ranks: of the other servers. One that is silent for the group's deadline is lost.
+        opened: those that have begun this segment.
+        ended: those that have ended it.
+    """
+
+    def __init__(self, group: Group, servers: Iterable[Peer]) -> None:
+        self._group = group
+        self.ranks = frozenset(peer.rank for peer in servers) - {group.rank}
+        self.opened: set[int] = set()
+        self.ended: set[int] = set()
+        self._alive_s: dict[int, float] = {}
+        self._events: list[dict[str, Any]] = []  # that not all servers have received
+        self._dropped = 0  # events before those
+        self._polls: dict[int, _WaitingPoll] = {}
+        self._received: dict[int, int] = {}
+
+    def start_segment(self) -> None:
+        """Count the silence of servers from now on."""
+        self._alive_s = dict.fromkeys(self.ranks, time.monotonic())
+
+    def end_segment(self, step: int) -> None:
+        """Tell all servers that the segment is over, and wait for them to end it."""
+        self.opened, self.ended = set(), set()
+        self.publish(over=step)
+
+    def publish(self, **event: object) -> None:
+        """Send an event to all other servers."""
+        if self.ranks:
+            self._events.append(event)
+
+    def alive(self, connection: WorkerConnection) -> None:
+        """A call came over a connection. Raises MalformedCallError unless another server made it."""
+        require(connection.rank in self.ranks, "only servers make this call")
+        self._alive_s[connection.rank] = time.monotonic()
+
+    def poll(self, connection: WorkerConnection, head: PollCall) -> None:
+        """Another server waits for events."""
+        self.alive(connection)
+        known = 0 <= head.received - self._dropped <= len(self._events)
+        require(known, f"event {head.received} is not in the queue")
+        rank = connection.rank
+        self._received[rank] = head.received
+        self._polls[rank] = _WaitingPoll(connection=connection, received=head.received, since_s=time.monotonic())
+        if len(self._received) == len(self.ranks):
+            least = min(self._received.values())
+            del self._events[: least - self._dropped]
+            self._dropped = least
+
+    def answer_polls(self, now_s: float) -> None:
+        """Answer the servers for which there are events, and those that have waited for long."""
+        for rank, poll in list(self._polls.items()):
+            events = self._events[poll.received - self._dropped :]
+            if events or now_s - poll.since_s > wait_notice_s(self._group):
+                send_answer(poll.connection, events=events)
+                del self._polls[rank]
+
+    def check_alive(self, now_s: float) -> None:
+        """Raise PeerLost for servers that were silent for longer than the deadline."""
+        silent = sorted(rank for rank, called_s in self._alive_s.items() if now_s - called_s > self._group.deadline_s)
+        if silent:
+            raise PeerLost(f"servers {silent} did not answer within the deadline", remedy=LOST_PEER_REMEDY)
+
+
+class _RoundReports:
+    """Step reports, from the sums that workers push with their units and the gradient norms of rounds.
+
+    Args:
+        servers: number of servers, each of which has a part of a round's norm.
+    """
+
+    def __init__(self, servers: int) -> None:
+        self._servers = servers
+        self._pushes: dict[tuple[int, WorkUnit], PushCall] = {}  # by round and unit, the first one
+        self._parts: dict[int, dict[int, float]] = {}  # by round and server, squared norms
+        self._norms: dict[int, float] = {}  # by round
+
+    def restart(self) -> None:
+        """Forget all rounds."""
+        self._pushes, self._parts, self._norms = {}, {}, {}
+
+    def add_unit(self, head: PushCall) -> None:
+        """Take the sums of a unit from its first push."""
+        self._pushes[head.at, head.work_unit] = head
+
+    def has_unit(self, at: int, unit: WorkUnit) -> bool:
+        """Whether the sums of a unit are here."""
+        return (at, unit) in self._pushes
+
+    def add_norm(self, at: int, rank: int, norm2: float, config: ServerConfig) -> float | None:
+        """Take a server's part of a round's squared norm; with the last one, return the round's clipping factor.
+
+        Raises NonFiniteLoss.
+        """
+        parts = self._parts.setdefault(at, {})
+        parts[rank] = norm2
+        if len(parts) < self._servers:
+            return None
+        del self._parts[at]
+        norm = self._norms[at] = math.sqrt(sum(parts[rank] for rank in sorted(parts)))
+        assert config.clip_norm is not None, "servers send norms only where they clip"
+        return clipping_factor(norm, config.clip_norm)
+
+    def report(self, closing: ClosedRound, config: ServerConfig, rate: Callable[[int], float]) -> Iterator[StepReport]:
+        """Yield the report of each step of a round, over all its units. `rate` is (step) -> learning rate."""
+        units = [self._pushes.pop((closing.at, unit)) for unit in closing.units]
+        if config.consistency.backup:
+            self._pushes = {key: head for key, head in self._pushes.items() if key[0] != closing.at}
+        norm = self._norm_of(closing.at, units, config)
+        for number in range(closing.steps):
+            loss = sum(one.sums[number][0] for one in units)
+            weight = sum(one.sums[number][1] for one in units)
+            yield StepReport(
+                step=closing.step + number + 1,
+                loss=loss / weight if weight > 0 else 0.0,
+                weight=weight,
+                learning_rate=rate(closing.step + number),
+                gradient_norm=norm,
+            )
+
+    def _norm_of(self, at: int, units: Sequence[PushCall], config: ServerConfig) -> float | None:
+        """Return a round's gradient norm; if each worker clips its own gradient, their mean."""
+        if config.clip_norm is None:
+            return None
+        if config.clips:
+            return self._norms.pop(at)
+        weight = sum(one.weight for one in units)
+        return sum((one.norm or 0.0) * one.weight for one in units) / weight if weight > 0 else 0.0

@@ -36,8 +36,7 @@ from trainwright.strategies.ps.server_connections import (
     WorkerConnections,
     WorkerDisconnected,
 )
-from trainwright.strategies.ps.update_admission import RoundUpdate
-from trainwright.strategies.ps.update_applier import KeptPush, ServerConfig, UpdateApplier
+from trainwright.strategies.ps.update_applier import KeptPush, RoundUpdate, ServerConfig, UpdateApplier
 
 _log = logging.getLogger(__name__)
 _WAIT_NOTICES = 4  # times within the deadline that a waiting worker is told to keep waiting
@@ -207,16 +206,18 @@ class ShardServer:
 
     def _handle(self, event: WorkerCall | WorkerDisconnected) -> None:
         if isinstance(event, WorkerDisconnected):
-            self._pulls.forget(event.line)
-            self._disconnected(event.line)
+            self._pulls.forget(event.connection)
+            self._disconnected(event.connection)
             return
         try:
             head = parse_header(event.head)
             require(type(head) in self._handlers, f"only the first server answers {head.do!r}")
-            self._handlers[type(head)](event.line, head, event.payload)
+            self._handlers[type(head)](event.connection, head, event.payload)
         except MalformedCallError as error:
-            _log.warning("%s ends the connection of rank %d: malformed call: %s", self._name, event.line.rank, error)
-            event.line.cut()
+            _log.warning(
+                "%s ends the connection of rank %d: malformed call: %s", self._name, event.connection.rank, error
+            )
+            event.connection.cut()
 
     def _disconnected(self, connection: WorkerConnection) -> None:
         """A connection ended."""
@@ -229,9 +230,9 @@ class ShardServer:
 
     def _push(self, connection: WorkerConnection, head: PushCall, payload: memoryview) -> bool:
         """Answer a push; return whether it is the first of its unit."""
-        decision = self.updates.push(head, payload)
-        send_answer(connection, **decision.answer)
-        return decision.counted
+        answer, counted = self.updates.push(head, payload)
+        send_answer(connection, **answer)
+        return counted
 
     def _applied(self, update: RoundUpdate[KeptPush]) -> None:
         """A round's update is in the parameters."""

@@ -8,6 +8,7 @@ fixed address, so a process that replaces another one gets the port of its prede
 from __future__ import annotations
 
 import json
+import logging
 import select
 import threading
 import time
@@ -15,6 +16,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from trainwright.core.data import Columns, Feed, MetricSums
 from trainwright.core.engine import ModelSpec, StateReader, StateSnapshot, StateWriter
@@ -34,7 +37,9 @@ from trainwright.strategies.common.socket_transport import (
 )
 from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine
 
+_log = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 4096
+_ADDRESS = TypeAdapter(Address)
 _KEEPALIVE = {"idle_s": 10, "interval_s": 5, "probes": 4}  # a dead host is noticed within half a minute
 
 
@@ -201,20 +206,21 @@ class MemberRegistry:
             rank, connection = joined
             try:
                 self._admit(group, rank, connection)
-            except (PeerLost, ValueError, KeyError, TypeError):  # a member of another group, or lost again
+            except PeerLost as error:  # a member of another group, lost again, or without an address
+                _log.warning("the chief ends the connection of rank %d: %s", rank, error.what)
                 connection.close()
 
     def _admit(self, group: Group, rank: int, connection: FramedConnection) -> None:
         if rank not in range(1, group.size):
-            raise ValueError(f"rank {rank} is not in this group")
+            raise PeerLost(f"rank {rank} is not in this group")
         until = time.monotonic() + HANDSHAKE_S
         former = self._servers.get(rank, Address(host="", port=0))
         connection.send(_packed(former), until)
-        server = _unpacked(connection.receive(until, _MAX_MESSAGE_BYTES))
+        server = _unpacked(connection, until)
         connection.notice_after(**_KEEPALIVE)
         with self._changed:
             if self._over:
-                raise ValueError("the group is over")
+                raise PeerLost("the group is over")
             before = self._connections.pop(rank, None)
             if before is not None:
                 before.close()
@@ -230,14 +236,15 @@ class MemberConnection:
         serve: (address) -> starts the TensorFlow server there; raises if the port is taken.
 
     Raises:
-        PeerLost: the chief cannot be reached within the deadline, or the rank was on another host before.
+        PeerLost: the chief cannot be reached within the deadline or sends no address, or the rank was on another host
+            before.
     """
 
     def __init__(self, group: Group, serve: Callable[[Address], None]) -> None:
         until, host = time.monotonic() + group.deadline_s, own_host()
         self._chief = join_group(group.peers[0].address, group.key, group.rank, until, "the chief")
         try:
-            former = _unpacked(self._chief.receive(until, _MAX_MESSAGE_BYTES))
+            former = _unpacked(self._chief, until)
             if former.host not in ("", host):
                 raise PeerLost(
                     f"rank {group.rank} was on {former.host} and cannot join from {host}: TensorFlow keeps addresses",
@@ -271,7 +278,14 @@ def _packed(address: Address) -> bytes:
     return json.dumps({"host": address.host, "port": address.port}).encode()
 
 
-def _unpacked(message: bytes) -> Address:
-    """Raises ValueError, KeyError and TypeError for a message that is no address."""
-    fields = json.loads(message)
-    return Address(host=str(fields["host"]), port=int(fields["port"]))
+def _unpacked(connection: FramedConnection, until: float) -> Address:
+    """Receive an address. Raises PeerLost, also for a message that is no address."""
+    message = connection.receive(until, _MAX_MESSAGE_BYTES)
+    try:
+        address = _ADDRESS.validate_json(message, strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]["msg"]
+        raise PeerLost(f"{connection.peer} sent a malformed address: {problem}", remedy=LOST_PEER_REMEDY) from error
+    if not 0 <= address.port < 2**16:
+        raise PeerLost(f"{connection.peer} sent the port {address.port}, which is none", remedy=LOST_PEER_REMEDY)
+    return address

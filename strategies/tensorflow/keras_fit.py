@@ -1,10 +1,11 @@
 """Training as `Model.fit` does it: the model's `train_step`, the arguments of `compile`, and callbacks.
 
-`fit` owns its loop and its data, so it could not be fed, copied or resumed between two steps. This module runs its loop
-one step at a time: the compiled step, metrics, epochs, validation and callbacks are Keras' own and run in the order of
-`fit`. A run that resumes within an epoch calls the callbacks for the start of that epoch again; metrics continue.
+Keras' `fit` has its own loop and reads its own data, so that it cannot be fed, copied or resumed between two steps.
+This module runs the loop one step at a time. The compiled step, metrics, epochs, validation and callbacks are Keras'
+own, and run in the order of `fit`. A run that resumes within an epoch calls the callbacks for the start of that epoch
+again; metrics continue.
 
-An update is applied before its loss is known: after a loss that is not finite, the state is not sound.
+Keras applies an update before its loss is known: after a loss that is not finite, the state is not sound.
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ class _CompiledModel:
     """A model with its loss, metrics and optimizer.
 
     Args:
-        spec: the job's functions; a model that `model()` returns compiled brings its own.
+        spec: the job's functions. A compiled model has its own optimizer, loss and metrics.
         strategy: that holds the variables.
-        plan: says the precision.
-        caller: how the job's functions are called.
+        plan: with the precision.
+        caller: calls the job's functions.
 
     Attributes:
         model: the user's model.
         step: completed steps; None before the first step or load.
-        sound: False after a failure in which the state may have been spoilt.
-        carried: what Keras carries from step to step and does not save: the metrics of this epoch, random seeds, and
-            what else a `train_step` of the user's uses that neither the model nor its optimizer holds.
+        sound: False after a failure that may have changed only a part of the state.
+        carried: variables that Keras carries from step to step and does not save: the metrics of this epoch, random
+            seeds, and other variables of a user's `train_step` that neither the model nor its optimizer holds.
 
     Raises:
-        JobError: the job's functions do not return what they should, or the job compiles a model that is compiled.
-        UserCodeError: they raised.
+        JobError: a function of the job returned another type than it should, or the job and `model()` both compile.
+        UserCodeError: a function of the job raised.
     """
 
     def __init__(self, spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, caller: KerasCaller) -> None:
@@ -116,12 +117,12 @@ class _CompiledModel:
     def _traced(self, row: Batch) -> list[tf.Variable]:
         """Trace a user's `train_step` without running it; return the variables that it uses.
 
-        Optimizers, metrics and layers of a model's own make their variables in the first step. A checkpoint is loaded
-        before, and into variables that are there.
+        The trace makes the variables of optimizers, metrics and layers that are otherwise made in the first step. A
+        checkpoint is loaded before that step, and needs existing variables.
 
         Raises:
-            JobError: it gives no values, or it cannot be traced and leaves variables to be made later.
-            UserCodeError: it raised.
+            JobError: the step returns no values, or cannot be traced and makes variables later.
+            UserCodeError: the step raised.
         """
         rows = max(self.spec.batch_size // self.strategy.num_replicas_in_sync, 1)
         data, where = self.data(_repeated(row, rows), training=True), self.caller.where
@@ -194,7 +195,7 @@ class _CompiledModel:
         targets = self.caller.targets(columns) if spec.targets else None
         return keras.utils.pack_x_y_sample_weight(given, targets, self.caller.factors(columns, training=training))
 
-    def dealt(self, feed: Feed, *, training: bool) -> list[Any]:
+    def distributed(self, feed: Feed, *, training: bool) -> list[Any]:
         """Return a step's data, a share for each replica, as the compiled step takes it."""
         batch = _whole(feed)
         replicas = self.strategy.num_replicas_in_sync
@@ -245,7 +246,7 @@ class _FitLoop:
         compiled, model = self._compiled, self._model
         epoch, batch = divmod(feed.step, self._epoch_steps)
         begun = time.perf_counter()
-        data = compiled.dealt(feed, training=True)
+        data = compiled.distributed(feed, training=True)
         self._begin(epoch, batch)
         before = self._seen()
         with TensorFlowUserCode("train_step()", compiled.caller.where):
@@ -276,11 +277,11 @@ class _FitLoop:
         )  # fmt: skip
 
     def evaluate(self, feed: Feed) -> MetricSums:
-        """Return what a batch adds to the evaluation's loss and metrics, whose first batch has step 0.
+        """Return the sums that a batch adds to the evaluation's loss and metrics; the first batch has step 0.
 
-        A metric need not be a mean: the sums are such that together they are what Keras has after the last batch. The
-        validation of this step counts again, unless the weights have changed since: callbacks may restore others
-        (`EarlyStopping(restore_best_weights=True)`), and `use_ema` takes their averages at the end.
+        A metric need not be a mean: the sums of all batches give the value that Keras has after the last batch. Results
+        of this step's validation are used again, unless the weights have changed since. Callbacks can restore other
+        weights (`EarlyStopping(restore_best_weights=True)`), and `use_ema` takes averages of the weights at the end.
         """
         if feed.step == 0 and self._validated[0] and self._validated[0] != digest(self._model):
             self._validated = ("", [])
@@ -339,7 +340,7 @@ class _FitLoop:
             if rows % replicas:
                 logs = self._test_alone(self._compiled.data(_whole(feed), training=False))
             else:
-                logs = model.test_function(self._compiled.dealt(feed, training=False))
+                logs = model.test_function(self._compiled.distributed(feed, training=False))
         if replicas > 1:
             logs = self._results(logs)
         seen = self._tested_rows + rows
@@ -349,7 +350,7 @@ class _FitLoop:
         return MetricSums(totals={name: (value * seen - before.get(name, 0.0), rows) for name, value in found.items()})
 
     def _tested_alone(self, data: Any) -> Any:
-        """Return the logs of a batch that replicas cannot divide: all get all of it, and the first one counts it."""
+        """Return the logs of a batch that replicas cannot divide: all compute it, and the first counts."""
         model, strategy = self._model, self._compiled.strategy
 
         def tested() -> Any:
@@ -385,15 +386,15 @@ class _FitLoop:
         return total, count
 
     def _loss_of(self, logs: Any, before: tuple[float, float]) -> float:
-        """Return the loss of a step; its logs have the mean of the epoch so far, or a user's value.
+        """Return the loss of a step. Its logs have the mean of the epoch so far, or values of a user's `train_step`.
 
-        Of those it is `loss`, or the first value where none is called that.
+        From a user's values it takes `loss`, or the first one if there is no `loss`.
         """
         total, count = self._seen()
         if count > before[1]:
             return (total - before[0]) / (count - before[1])
-        told = tf.nest.flatten(logs.get(_LOSS, next(iter(logs.values()))))[0]
-        return float(np.mean(tf.convert_to_tensor(told).numpy()))
+        value = tf.nest.flatten(logs.get(_LOSS, next(iter(logs.values()))))[0]
+        return float(np.mean(tf.convert_to_tensor(value).numpy()))
 
 
 class _FitEngine(TensorFlowEngine):
@@ -411,7 +412,7 @@ class _FitEngine(TensorFlowEngine):
         """Run one step of `fit` with the ends of epochs and of the training.
 
         Raises:
-            NonFiniteLoss: when it was applied.
+            NonFiniteLoss: the update was applied already.
             UserCodeError, JobError: the user's code raised or is wrong.
         """
         fit = self._fit
@@ -490,9 +491,9 @@ def _whole_variable(variable: tf.Variable) -> tf.Variable:
 
 
 class _Loss(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
-    """The mean of the job's loss over the samples; Keras' wrapper of functions would cast targets to floats.
+    """The mean of the job's loss over the samples. Keras' own wrapper of functions would cast targets to floats.
 
-    As it does, it gives each replica its share of the mean, and leaves out what Keras' mask does.
+    Like that wrapper, it gives each replica its share of the mean, and leaves masked values out.
     """
 
     def __init__(self, caller: KerasCaller) -> None:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from trainwright.core.errors import JobError
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role
 from trainwright.strategies.common.socket_transport import bind_socket, own_host
-from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine, device_names
+from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine
 
 _TF_CONFIG = "TF_CONFIG"
 _ALL_DEVICES = Capabilities(reform="new_process", topology="collective", devices_per_worker=None, xla=True)
@@ -36,7 +36,7 @@ class Mirrored(TensorFlowEngine):
     def open_strategy(self, group: Group) -> Any:
         """Open the strategy on the worker's devices; several devices of a CPU are logical ones."""
         assert group.size == 1, "the devices of one node are driven by one worker"
-        return tf.distribute.MirroredStrategy(device_names(group))
+        return tf.distribute.MirroredStrategy(_device_names(group))
 
 
 class CentralStorage(TensorFlowEngine):
@@ -47,7 +47,7 @@ class CentralStorage(TensorFlowEngine):
     def open_strategy(self, group: Group) -> Any:
         """Open the strategy on the worker's devices; several devices of a CPU are logical ones."""
         assert group.size == 1, "the devices of one node are driven by one worker"
-        return tf.distribute.experimental.CentralStorageStrategy(device_names(group), parameter_device="/cpu:0")
+        return tf.distribute.experimental.CentralStorageStrategy(_device_names(group), parameter_device="/cpu:0")
 
 
 class MultiWorkerMirrored(TensorFlowEngine):
@@ -106,6 +106,17 @@ class AtGivenAddresses(MultiWorkerMirrored):
                     f'{given!r}; it must hold "cluster" and "task"; leave tf_config out to have addresses chosen'
                 ]
             ) from error
+
+
+def _device_names(group: Group) -> list[str]:
+    """Return TensorFlow's names of the group's devices. Several devices of a CPU become logical ones first."""
+    if group.devices[0].startswith("cuda"):
+        return [f"/gpu:{number}" for number in range(len(group.devices))]
+    (host,) = tf.config.list_physical_devices("CPU")
+    if len(group.devices) > 1:
+        logical = [tf.config.LogicalDeviceConfiguration() for _ in group.devices]
+        tf.config.set_logical_device_configuration(host, logical)
+    return [f"/cpu:{number}" for number in range(len(group.devices))]
 
 
 def _tf_config(group: Group) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -10,24 +13,29 @@ import tensorflow as tf
 
 from trainwright.core.data import Columns, Feed, MetricSums, StepReport
 from trainwright.core.engine import ModelSpec, StateReader, StateSnapshot, StateWriter
-from trainwright.core.errors import TrainwrightError
+from trainwright.core.errors import JobError, TrainwrightError
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.common.user_code_errors import peer_lost_error
+from trainwright.strategies.tensorflow.tensorflow_compat import before_first_use
 from trainwright.strategies.tensorflow.training import checkpoint_files
 from trainwright.strategies.tensorflow.training.evaluation import Evaluator
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
-from trainwright.strategies.tensorflow.training.tensorflow_errors import (
-    TensorFlowUserCode,
-    original_error,
-    remember_first_use,
-    strategy_too_late_error,
-)
+from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 from trainwright.strategies.tensorflow.training.train_function import TrainFunction
 from trainwright.strategies.tensorflow.training.train_state import KerasReplica, KerasTrainState
 
 _Result = TypeVar("_Result")
-remember_first_use()
+_TOO_LATE = re.compile(r"must be configured at program startup|cannot be modified after initialization")
+_FIRST_USE: list[traceback.FrameSummary] = []  # frames of the first use of TensorFlow, which starts its devices
+
+
+def _remember_first_use() -> None:
+    if not _FIRST_USE:
+        _FIRST_USE.extend(traceback.extract_stack()[:-2])
+
+
+before_first_use(_remember_first_use)
 
 
 class TensorFlowEngine(ABC):
@@ -67,7 +75,7 @@ class TensorFlowEngine(ABC):
                 tf.config.threading.set_inter_op_parallelism_threads(max(group.threads, 2))
             self._strategy = self.open_strategy(group)
         except RuntimeError as error:
-            late = strategy_too_late_error(error, self._where)
+            late = _too_late_error(error, self._where)
             if late is None:
                 raise
             raise late from error
@@ -203,22 +211,32 @@ class TensorFlowEngine(ABC):
             return work()
         except Exception as error:
             failure = (
-                peer_lost_error(error, self._where) if TensorFlowUserCode.lost_peer(error) else original_error(error)
+                peer_lost_error(error, self._where) if TensorFlowUserCode.lost_peer(error) else _original_error(error)
             )
             if failure is None or failure is error:
                 raise
         raise failure
 
 
-# --- The devices of a worker as TensorFlow names them -----------------------------------------------------------------
+def _too_late_error(error: BaseException, where: str) -> JobError | None:
+    """Return the error of a strategy that is opened after the first use of TensorFlow; None for other errors."""
+    if not _TOO_LATE.search(str(error)):
+        return None
+    libraries = TensorFlowUserCode.libraries
+    own = [frame for frame in _FIRST_USE if not os.path.abspath(frame.filename).startswith(libraries)]
+    line = f", first in {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
+    return JobError(
+        [
+            f"TensorFlow was used in this worker before its strategy was built{line}; make tensors, models and data "
+            "sets inside model(), loss() and optimizer(), not when a module is imported or a worker is set up"
+        ],
+        where=where,
+    )
 
 
-def device_names(group: Group) -> list[str]:
-    """Return the names of the group's devices; several on the CPU become logical devices first."""
-    if not group.devices[0].startswith("cuda"):
-        (host,) = tf.config.list_physical_devices("CPU")
-        if len(group.devices) > 1:
-            logical = [tf.config.LogicalDeviceConfiguration() for _ in group.devices]
-            tf.config.set_logical_device_configuration(host, logical)
-        return [f"/cpu:{number}" for number in range(len(group.devices))]
-    return [f"/gpu:{number}" for number in range(len(group.devices))]
+def _original_error(error: BaseException) -> TrainwrightError | None:
+    """Return the TrainwrightError that was raised while a graph was traced. AutoGraph raises another one for it."""
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, TrainwrightError):
+        behind = behind.__cause__ or behind.__context__
+    return behind

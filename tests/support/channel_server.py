@@ -56,7 +56,7 @@ class Server:
         """The next event, which must be an end."""
         event = self.next()
         assert isinstance(event, WorkerDisconnected)
-        return event.line
+        return event.connection
 
 
 def _listener(place: str) -> socket_transport.SocketListener:

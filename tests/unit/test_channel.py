@@ -33,12 +33,12 @@ def test_a_push_arrives_whole_and_a_pull_lands_where_it_is_wanted(place: str) ->
         link.ready(500, 100)
         link.call(b"push", soon(), offset=8, size=2000)
         call = server.call()
-        assert (call.head, bytes(call.payload), call.line.rank) == (b"push", pushed[8:2008], 1)
-        call.line.answer(b"done")
+        assert (call.head, bytes(call.payload), call.connection.rank) == (b"push", pushed[8:2008], 1)
+        call.connection.answer(b"done")
         assert link.answer(soon()) == b"done"
         into = memoryview(bytearray(100))
         link.call(b"pull", soon(), into=into)
-        server.call().line.answer_published(b"here", 200, 100)
+        server.call().connection.answer_published(b"here", 200, 100)
         assert link.answer(soon()) == b"here"
         for start in range(0, 100, 25):
             link.pulled(start, 25, soon())
@@ -59,7 +59,7 @@ def test_calls_are_answered_in_their_order_also_with_bytes(place: str) -> None:
             calls += [event for event in server.lines.wait(soon()) if isinstance(event, WorkerCall)]
         assert [call.head for call in calls] == [b"\0", b"\1", b"\2"]
         for call in calls:
-            call.line.answer(call.head, b"x" * 3, memoryview(bytes([65 + call.head[0]])), b"")
+            call.connection.answer(call.head, b"x" * 3, memoryview(bytes([65 + call.head[0]])), b"")
         for number, room in enumerate(rooms):
             assert link.answer(soon()) == bytes([number])
             link.pulled(0, 4, soon())
@@ -75,7 +75,7 @@ def test_shared_memory_is_handed_over_anew_when_it_changes(place: str) -> None:
             server.lines.publish(region)
             into = memoryview(bytearray(10))
             link.call(b"pull", soon(), into=into)
-            server.call().line.answer_published(b"", 0, 10)
+            server.call().connection.answer_published(b"", 0, 10)
             link.answer(soon())
             link.pulled(0, 10, soon())
             assert bytes(into) == expected
@@ -98,10 +98,10 @@ def test_any_ranges_made_ready_in_any_order_come_to_the_whole() -> None:
             link.call(b"", soon(), offset=start, size=size)
             call = server.call()
             assert bytes(call.payload) == pushed[start : start + size]
-            call.line.answer(b"")
+            call.connection.answer(b"")
             link.answer(soon())
             link.call(b"", soon(), offset=0, size=64)  # what was ready and not pushed is final until here
-            server.call().line.answer(b"")
+            server.call().connection.answer(b"")
             link.answer(soon())
 
         check()
@@ -157,8 +157,8 @@ def test_a_worker_frozen_in_the_middle_of_a_frame_stops_nobody_and_is_dropped(pl
         for _ in range(3):
             link.call(b"hi", soon())
             call = server.call()
-            assert call.line.rank == 2
-            call.line.answer(b"ho")
+            assert call.connection.rank == 2
+            call.connection.answer(b"ho")
             assert link.answer(soon()) == b"ho"
         assert server.gone().rank == 1
         with pytest.raises(PeerLost):
@@ -174,12 +174,12 @@ def test_a_worker_that_does_not_read_stops_nobody_and_is_dropped() -> None:
             while not joining.done():
                 assert server.quiet(0.005)
         frozen.sendall(FrameHeader(FrameKind.CALL, 0).pack())
-        line = server.call().line
+        line = server.call().connection
         begun = time.monotonic()
         line.answer_published(b"", 0, BIG)
         assert time.monotonic() < begun + 0.2
         link.call(b"hi", soon())
-        assert server.call().line.rank == 2
+        assert server.call().connection.rank == 2
         assert server.gone().rank == 1
         frozen.close()
 
@@ -188,7 +188,7 @@ def test_the_first_layers_are_there_while_the_others_are_on_their_way() -> None:
     with serving("tcp", size=BIG) as server, joined(server) as link:
         into = memoryview(bytearray(BIG))
         link.call(b"pull", soon(), into=into)
-        line = server.call().line
+        line = server.call().connection
         line._send([FrameHeader(FrameKind.ANSWER, size=BIG).pack(), server.region.view[: 2**20]])
         assert server.quiet()
         link.answer(soon())
@@ -231,14 +231,14 @@ def test_of_a_worker_killed_in_the_middle_of_its_push_nothing_counts_but_what_ra
         worker.kill()
         worker.wait()
         line = server.gone()
-        assert line is events[0].line
+        assert line is events[0].connection
         line.answer(b"too late")
         assert bytes(payload) == b"a" * 50
         with joined(server) as again:
             assert bytes(again.open_outbox(100, soon())) == bytes(100)
             again.call(b"push", soon(), size=100)
             call = server.call()
-            assert call.line.key != line.key
+            assert call.connection.key != line.key
             assert bytes(call.payload) == bytes(100)
             assert bytes(payload) == b"a" * 50
 
@@ -248,7 +248,7 @@ def test_what_a_dead_server_published_can_be_read_and_its_end_is_told(place: str
     with serving(place) as server, joined(server) as link:
         into = memoryview(bytearray(64))
         link.call(b"pull", soon(), into=into)
-        server.call().line.answer_published(b"", 0, 64)
+        server.call().connection.answer_published(b"", 0, 64)
         link.answer(soon())
         link.pulled(0, 1, soon())
         server.lines.close()
@@ -297,7 +297,7 @@ def test_a_late_answer_is_a_lost_peer(place: str) -> None:
 def test_an_answer_larger_than_its_room_is_refused(place: str) -> None:
     with serving(place) as server, joined(server) as link:
         link.call(b"", soon(), into=memoryview(bytearray(3)))
-        server.call().line.answer(b"", b"four")
+        server.call().connection.answer(b"", b"four")
         with pytest.raises(PeerLost, match="4 bytes where 3"):
             link.answer(soon())
 

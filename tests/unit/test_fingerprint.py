@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import linecache
+import operator
 import os
 import random
 import subprocess
@@ -22,9 +23,19 @@ import torch
 
 import trainwright as tw
 from trainwright.core.events import CODE_FIELD
+from trainwright.core.loss_api import Match, SoftLoss
+from trainwright.datasets.formats.image_folder import decode_image
+from trainwright.distillation.distillation_job import TeacherActor
+from trainwright.distillation.target_cache import _TargetReader
+from trainwright.distillation.target_encoding import TargetEncoding
+from trainwright.distillation.teacher_model import TeacherModelBuilder
+from trainwright.distillation.teacher_runner import TeacherRunner
 from trainwright.planning.code_fingerprint import STORED_NAMES, CodeFingerprints, stored_name
 from trainwright.planning.job_description import comparable, describe, description_changes, state_relevant_fields
 from trainwright.planning.job_file import load_job
+from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics
+from trainwright.strategies.distillation.layer_match import LayerProjection
+from trainwright.strategies.distillation.multi_student import StudentModels
 from trainwright.worker.worker_config import pickle_job, unpickle_job
 
 HELPERS = """
@@ -308,11 +319,11 @@ def test_functions_and_lambdas_of_a_notebook() -> None:
 @pytest.mark.parametrize(
     ("now", "former"),
     [
-        ("core.loss_api.gather", "core.batch_gather.gather"),
-        ("datasets.ops.row_transforms.Tokenize", "datasets.ops.tokenize.Tokenise"),
+        ("core.loss_api.gather", "core.gathering.gather"),
+        ("datasets.ops.row_transforms.Tokenize", "datasets.tokens.Tokenise"),
         (
             "datasets.ops.row_transforms.Tokenize._function.<lambda>",
-            "datasets.ops.tokenize.Tokenise._function.<lambda>",
+            "datasets.tokens.Tokenise._function.<lambda>",
         ),
         ("core.data.Terms", "core.data.Terms"),
     ],
@@ -326,6 +337,84 @@ def test_every_object_with_a_former_name_exists() -> None:
     for name in STORED_NAMES:
         module, _, attribute = f"trainwright.{name}".rpartition(".")
         assert hasattr(importlib.import_module(module), attribute), name
+
+
+TEXTS = tw.datasets.table({"text": ["a", "bc"]})
+LABELLED = tw.datasets.table({"x": [[1.0], [2.0]], "y": [0, 1]})
+BESIDE = tw.datasets.table({"sample": [0, 1], "z": [1.0, 2.0]})
+TEACHER = tw.Teacher(name="t", model=dict, inputs="x", output="logits", probabilities=True, layers=("body",))
+RUNNER = TeacherRunner(teacher=tw.Teacher(name="t", model=dict, inputs="x"), sha256="0" * 64)
+READER = _TargetReader(columns=TEACHER.columns, form=TargetEncoding.parse("topk(8)"))
+OFFLINE = DistillationLoss(
+    soft=SoftLoss(temperature=2.0), hard=operator.sub, targets=("y", "teacher.t"), labels=("y",), teachers=("t",)
+)
+SEVERAL = DistillationLoss(
+    soft=SoftLoss(matches=(Match(student="a", teacher="b", of="t"),)), hard=operator.sub, labels=("y",),
+    targets=("y", "teacher.t", "teacher.t/b"), students=("student", "small"), teachers=("t",), mutual=True,
+)  # fmt: skip
+MODELS = StudentModels(
+    builders={"student": dict, "small": list},
+    loss=SEVERAL,
+    bridges={"student/0": LayerProjection(axis=1, given=2, wanted=3)},
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"),
+    [
+        (tw.schedules.cosine, "97761ae81c29"),
+        (functools.partial(tw.schedules.linear, warmup=0.1), "3f2a4a5e15f9"),
+        (decode_image("image", 32), "f783aa99792d"),
+        (TEXTS.tokenize().functions, "e4d2dd4940fa3726"),
+        (TEXTS.tokenize(str, "text", to="t", end=3, cpus=1.0).functions, "ebfac672f9b304ed"),
+        (TEXTS.tokenize().pack(4).functions, "e4d2dd4940fa3726"),
+        (OFFLINE, "af30993e41c2b5e5"),
+        (
+            DistillationLoss(soft=SoftLoss(alpha=0.0), hard=None, targets=("x",), inline={"t": RUNNER}),
+            "0a20cca0af0aaac7",
+        ),
+        (SEVERAL, "ee374917d4b3fba7"),
+        (student_metrics({"accuracy": operator.eq}, OFFLINE), "794d181f17a49de6"),
+        (MODELS, "aeb7eed713f9dab8"),
+        (LABELLED.beside(BESIDE.map_batches(READER)).functions, "a02a2f4280476d5f"),
+        (
+            LABELLED.map_batches(
+                TeacherActor, cpus=1.0, fn_constructor_args=(TeacherRunner(teacher=TEACHER, sha256="0" * 64),)
+            ).functions,
+            "08180b32e717b469",
+        ),
+        (TeacherModelBuilder(build=dict, layers={}, file="w.pt", sha256="1"), "2c1dde5fbd1545b7"),
+    ],
+    ids=[
+        "schedule", "partial schedule", "images", "tokenize", "tokenize by a function",
+        "tokenize and pack", "offline loss", "inline loss", "several students",
+        "metrics", "models", "stored targets", "teacher actor", "teacher model",
+    ],
+)  # fmt: skip
+def test_digests_of_objects_of_trainwright_are_those_that_runs_have_stored(value: Any, stored: str) -> None:
+    """The digests were computed by the code that stored `tests/stored_runs/0.1.0`. No code of the user's is in them,
+    which would change with the version of Python."""
+    assert CodeFingerprints().digest(value).startswith(stored)
+
+
+def test_the_description_of_a_distillation_is_the_stored_one() -> None:
+    job = tw.Job(
+        name="student", model=MODELS, optimizer=dict, loss=OFFLINE, inputs="x", targets=("y", "teacher.t"),
+        train=LABELLED.beside(BESIDE.map_batches(READER)).map_batches(str),
+        metrics=student_metrics({"accuracy": operator.eq}, OFFLINE), batch_size=1,
+    )  # fmt: skip
+    words = describe(job, train=job.train.index())
+    assert words["model"] == "Students [aeb7eed7]"
+    assert words["loss"] == "Distilled [af30993e]"
+    assert words["metrics"] == "accuracy=Judged [dd327f23]"
+    assert words["train"].endswith("data 8f58c315, functions c1f97357")
+
+
+def test_what_is_cached_when_it_is_first_used_is_no_change() -> None:
+    functions = TEXTS.tokenize().functions
+    before = CodeFingerprints().digest(functions)
+    functions[0]({"text": np.array(["a"], dtype=object)})
+    assert CodeFingerprints().digest(functions) == before
 
 
 def test_versions_of_installed_packages_count(monkeypatch: pytest.MonkeyPatch) -> None:

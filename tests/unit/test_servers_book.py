@@ -20,7 +20,7 @@ from trainwright.strategies.ps.parameter_shards import (
     count_busy_servers,
     place_tensors,
 )
-from trainwright.strategies.ps.update_admission import UpdateAdmission
+from trainwright.strategies.ps.update_applier import UpdateAdmission
 
 # --- random schedules -------------------------------------------------------------------------------------
 

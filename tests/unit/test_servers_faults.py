@@ -12,7 +12,7 @@ import pytest
 from tests.support.reference.model import Sgd
 from tests.support.threaded_servers import SHARES, STEPS, assert_close, cluster
 from trainwright.core.errors import NonFiniteLoss, PeerLost, TrainwrightError, UserCodeError
-from trainwright.strategies.ps import lease_times
+from trainwright.strategies.ps import lease_table
 from trainwright.strategies.ps import parameter_client as worker_side
 
 NEVER = 1e6  # times the usual: however slow the machine is
@@ -84,8 +84,8 @@ def test_a_worker_that_is_gone_between_its_pushes_to_two_servers(
 
 
 def test_a_worker_is_told_which_of_its_pushes_a_step_went_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_times, "OVERDUE_FACTOR", NEVER)  # nobody else computes what the slow one has
-    monkeypatch.setattr(lease_times, "SPECULATION_FACTOR", NEVER)
+    monkeypatch.setattr(lease_table, "OVERDUE_FACTOR", NEVER)  # nobody else computes what the slow one has
+    monkeypatch.setattr(lease_table, "SPECULATION_FACTOR", NEVER)
     with cluster("dividing", 2, 2, consistency="sync(backup=1)") as own:
         slow, quick = own.workers
         serving = own.serve()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +23,12 @@ from trainwright.driver.dynamic_members import group_for
 from trainwright.driver.run_policy import RunPolicy
 from trainwright.driver.state_machine import begin_run
 from trainwright.strategies.common import shared_memory, socket_transport
-from trainwright.strategies.common.socket_transport import ConnectionCanceller
+from trainwright.strategies.common.socket_transport import (
+    ConnectionCanceller,
+    SocketListener,
+    accept_member,
+    join_group,
+)
 from trainwright.strategies.ps.client_connection import ServerConnection, connect_to_server
 from trainwright.strategies.ps.server_connections import FrameHeader, FrameKind
 from trainwright.strategies.tensorflow.coordinator_engine import MemberConnection, MemberRegistry
@@ -156,3 +163,66 @@ def test_a_chief_of_tensorflow_seats_members_alone(monkeypatch: pytest.MonkeyPat
         member._chief.close()
     finally:
         seats.end()
+
+
+NO_ADDRESS = {
+    "no JSON": b"\xff\xfe",
+    "deep": b"[" * 4000,
+    "a list": b"[]",
+    "no port": b'{"host": "127.0.0.1"}',
+    "a port of words": b'{"host": "127.0.0.1", "port": "first"}',
+    "an endless port": b'{"host": "127.0.0.1", "port": Infinity}',
+    "a port that is none": b'{"host": "127.0.0.1", "port": 70000}',
+    "more than an address has": b" " * 5000,
+}
+
+
+@pytest.mark.parametrize("said", NO_ADDRESS.values(), ids=NO_ADDRESS)
+def test_a_malformed_address_ends_its_connection_and_not_the_chief(
+    said: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(socket_transport, "_told", ["127.0.0.1"])
+    registry = MemberRegistry()
+    peers = tuple(Peer(rank=rank, address=registry.address) for rank in range(2))
+    group = Group(generation=Generation(token=1, number=1), rank=0, peers=peers, key=KEY, deadline_s=20.0)
+    until = time.monotonic() + 20.0
+    registry.open(group)
+    served: list[Address] = []
+    try:
+        with caplog.at_level(logging.WARNING):
+            link = join_group(registry.address, KEY, 1, until, "the chief")
+            link.receive(until)
+            link.send(said, until)
+            with pytest.raises(PeerLost, match="closed the connection"):
+                link.receive(until)
+            link.close()
+        assert "the chief ends the connection of rank 1: rank 1" in caplog.text
+        member = MemberConnection(replace(group, rank=1), served.append)
+        assert registry.gather(group, until) == {1: served[0]}
+        member.leave()
+        member._chief.close()
+    finally:
+        registry.end()
+
+
+@pytest.mark.parametrize("said", NO_ADDRESS.values(), ids=NO_ADDRESS)
+def test_a_malformed_answer_of_the_chief_is_a_lost_peer(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket_transport, "_told", ["127.0.0.1"])
+    listener = SocketListener("127.0.0.1", unix=False)
+    peers = tuple(Peer(rank=rank, address=listener.address) for rank in range(2))
+    group = Group(generation=Generation(token=1, number=1), rank=1, peers=peers, key=KEY, deadline_s=20.0)
+
+    def chief() -> None:
+        joined = accept_member(listener, KEY, time.monotonic() + 20.0)
+        assert joined is not None
+        joined[1].send(said, time.monotonic() + 20.0)
+        joined[1].close()
+
+    thread = threading.Thread(target=chief)
+    thread.start()
+    served: list[Address] = []
+    with pytest.raises(PeerLost, match="the chief"):
+        MemberConnection(group, served.append)
+    assert served == []
+    thread.join()
+    listener.close()

@@ -17,7 +17,7 @@ from trainwright.core.plan import Plan
 from trainwright.core.topology import Consistency, WorkUnit
 from trainwright.strategies.ps.lease_table import ClosedRound, Grant, LeaseTable
 from trainwright.strategies.ps.parameter_shards import GradientPush
-from trainwright.strategies.ps.update_admission import UpdateAdmission
+from trainwright.strategies.ps.update_applier import UpdateAdmission
 from trainwright.strategies.torch.checkpoint import host_state, safetensors_files
 from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
 from trainwright.strategies.torch.ps.parameter_worker import GradientSender, tensor_pieces

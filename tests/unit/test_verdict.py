@@ -24,17 +24,19 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import CheckpointError
 from trainwright.distillation.distillation_spec import Teacher
 from trainwright.distillation.distilled_run import evaluate_finished
-from trainwright.distillation.output_metrics import (
+from trainwright.distillation.student_evaluation import (
+    ALL_TEACHERS,
     AgreementMetrics,
     ClassificationMetrics,
+    EvaluatedModel,
     RegressionMetrics,
     SoftTargetMatrix,
+    StudentEvaluation,
     ensemble_outputs,
     labelled_outputs,
     labels_of,
     log_softmax,
 )
-from trainwright.distillation.student_evaluation import ALL_TEACHERS, EvaluatedModel, StudentEvaluation
 from trainwright.reporting.html.run_report import verdict_html
 from trainwright.reporting.scorecard import ModelScore, Scorecard, StudentTeacherScore, retained_share
 from trainwright.storage.object_store import open_store

@@ -41,10 +41,10 @@ class KerasStudents(keras.Model):  # type: ignore[misc]
 
     Args:
         models: by name, with their variables.
-        wanted: what it gives beside their outputs.
+        wanted: further outputs.
 
     Attributes:
-        only: the one that runs; empty for all.
+        only: the one student that runs; empty for all.
     """
 
     def __init__(self, models: Mapping[str, keras.Model], wanted: RequestedOutputs) -> None:
@@ -53,13 +53,13 @@ class KerasStudents(keras.Model):  # type: ignore[misc]
         for name, model in models.items():
             setattr(self, f"student_{name}", model)  # attributes are in checkpoints, dicts are not
         tapped = {name: (layer_of(models[student], path), path) for name, (student, path) in wanted.layers.items()}
-        object.__setattr__(self, "_tapped", tapped)  # no layers of its own: they are the students'
+        object.__setattr__(self, "_tapped", tapped)  # not as attributes for Keras: the layers are the students'
         for name, bridge in wanted.bridges.items():
             setattr(self, _bridge(name), KerasAxisLinear(bridge, tapped[name][0].dtype_policy))
         self.weighing = None
         if wanted.teachers:
             kind = next(iter(models.values())).trainable_variables[0].dtype
-            kind = kind if kind == "float64" else "float32"  # half precision would not hear of small steps
+            kind = kind if kind == "float64" else "float32"  # half precision would lose small updates
             self.weighing = self.add_weight(
                 shape=(wanted.teachers,), initializer="zeros", dtype=kind, autocast=False, name="weighing"
             )
@@ -72,7 +72,7 @@ class KerasStudents(keras.Model):  # type: ignore[misc]
         return {name: getattr(self, f"student_{name}") for name in self._names}
 
     def call(self, *inputs: Any, training: bool | None = None, **named: Any) -> Any:
-        """Return {student: its outputs} and further requested outputs; of a single student its own outputs."""
+        """Return {student: its outputs} and the further outputs; with `only`, that student's own outputs."""
         given = named or list(inputs)
         if self.only:
             return call_model(self.students[self.only], given, training=training)
@@ -112,7 +112,7 @@ class _KerasStudentBackend:
 CLASSES: StudentBackend = _KerasStudentBackend()
 
 
-# --- A job's loss and metrics of outputs that are there already, as arrays --------------------------------------------
+# --- A job's loss and metrics of given outputs, as arrays -------------------------------------------------------------
 
 
 def marked(spec: ModelSpec, batch: Batch, outputs: Any, only: str = "") -> Terms:

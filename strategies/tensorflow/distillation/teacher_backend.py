@@ -40,7 +40,7 @@ def outlined(model: keras.Model) -> bool:
 
 
 def take_file(model: keras.Model, path: str) -> keras.Model:
-    """Load weights from a file that `export` wrote. Raises CheckpointError where they do not fit."""
+    """Load weights from a file that `export` wrote. Raises CheckpointError if they do not fit."""
     try:
         model.load_weights(path)
     except (ValueError, OSError, KeyError, TypeError) as error:
@@ -53,7 +53,7 @@ def take_file(model: keras.Model, path: str) -> keras.Model:
 
 
 def digest(model: keras.Model) -> str:
-    """SHA-256 of the variables by their order: Keras counts names up in a process."""
+    """Return the SHA-256 of the variables, in their order: names in Keras differ between calls in one process."""
     sums = hashlib.sha256()
     for number, variable in enumerate(model.variables):
         array = np.ascontiguousarray(variable.numpy())
@@ -70,23 +70,23 @@ class LayerOutputModel(keras.Model):  # type: ignore[misc]
         layers: name of the output -> layer, as in `core.loss_api.Match`.
 
     Raises:
-        JobError: there is no such layer; when called: it did not run, or gives no such item.
+        JobError: there is no such layer; in a call: the layer did not run, or its output has no such item.
     """
 
     def __init__(self, model: keras.Model, layers: Mapping[str, str]) -> None:
         super().__init__(autocast=False)  # the model takes its inputs in a type of its own
         self.model = model
         found = {layer: (layer_of(model, layer), layer) for layer in layers.values()}
-        object.__setattr__(self, "_layers_heard", found)  # no layers of its own: they are the model's
-        object.__setattr__(self, "_told", dict(layers))
+        object.__setattr__(self, "_recorded", found)  # no layers of its own: they are the model's
+        object.__setattr__(self, "_layer_of_output", dict(layers))
         self.built = True
 
     def call(self, *inputs: Any, training: bool | None = None, **named: Any) -> dict[str, Any]:
-        """All by name."""
-        with layer_outputs(self._layers_heard) as found:
+        """Return the model's outputs and those of the layers, by name."""
+        with layer_outputs(self._recorded) as found:
             outputs = dict(flatten_outputs("", call_model(self.model, named or list(inputs), training=training)))
-        said = found()
-        return {**outputs, **{output: said[layer] for output, layer in self._told.items()}}
+        recorded = found()
+        return {**outputs, **{output: recorded[layer] for output, layer in self._layer_of_output.items()}}
 
 
 def tap(model: keras.Model, layers: Mapping[str, str]) -> keras.Model:
@@ -100,7 +100,7 @@ def shapes(
     """Return the shapes of a model's outputs for some rows, by name; rows are None.
 
     Args:
-        sample: columns of a row or a few, collated.
+        sample: columns of one row or a few, after collation.
         inputs, keywords: as a job's `arguments` and `keywords`.
     """
     given: Any = [tf.convert_to_tensor(sample[name]) for name in inputs]
@@ -110,11 +110,11 @@ def shapes(
 
 
 class _KerasInlineTeacher:
-    """An inline teacher, without gradients.
+    """A teacher that runs in the student's step, without gradients.
 
     Args:
         model: with its weights.
-        lesson: what it is given, and what is made of what it gives.
+        lesson: its inputs, and how its outputs become columns.
     """
 
     def __init__(self, model: keras.Model, lesson: TeacherOutputs) -> None:
@@ -125,7 +125,7 @@ class _KerasInlineTeacher:
         """Return the teacher's columns for a batch: logits and layers, float32 or wider.
 
         Raises:
-            JobError: what it gives is not what it is said to be, where that is not traced.
+            JobError: the outputs are wrong. Values are checked in eager calls only.
         """
         given: Any = [columns[name] for name in self._lesson.inputs]
         given = dict(zip(self._lesson.keywords, given, strict=True)) if self._lesson.keywords else given
@@ -148,11 +148,11 @@ def _wide(value: Any) -> Any:
 inside = _KerasInlineTeacher
 
 
-# --- What layers inside a model give, heard of while it is called -----------------------------------------------------
+# --- Outputs of layers inside a model, recorded while the model is called ---------------------------------------------
 
 
 def layer_of(model: keras.Model, path: str) -> Any:
-    """Return a layer by name or path. Raises JobError where there is none."""
+    """Return a layer by name or path. Raises JobError if there is none."""
     wanted, _ = layer_item(path)
     every = [layer for layer in model._flatten_layers() if layer is not model]
     for layer in every:
@@ -163,30 +163,29 @@ def layer_of(model: keras.Model, path: str) -> Any:
 
 @contextmanager
 def layer_outputs(layers: Mapping[str, tuple[Any, str]]) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Record layer outputs within this context; yields a function that returns those of the last calls, by name.
+    """Record layer outputs within this context; yield a function that returns those of the last calls, by name.
+
+    The function raises JobError if a layer did not run, or the selected item of its output is no tensor.
 
     Args:
-        layers: name -> the layer, and how a `Match` names it.
-
-    Raises:
-        JobError: from the function: a layer did not run, or what is meant of its output is no tensor.
+        layers: name -> the layer, and its name in a `Match`.
     """
-    said: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     before = [(layer, vars(layer).get("call")) for layer, _ in layers.values()]
 
-    def listened(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
-        def told(*args: Any, **kwargs: Any) -> Any:
-            said[name] = call(*args, **kwargs)
-            return said[name]
+        def recorded_call(*args: Any, **kwargs: Any) -> Any:
+            recorded[name] = call(*args, **kwargs)
+            return recorded[name]
 
-        return told
+        return recorded_call
 
     for name, (layer, _) in layers.items():
-        object.__setattr__(layer, "call", listened(name, layer.call))
+        object.__setattr__(layer, "call", recording(name, layer.call))
     try:
         yield lambda: {
-            name: layer_tensor(said, name, layer_item(path)[1], tf.is_tensor) for name, (_, path) in layers.items()
+            name: layer_tensor(recorded, name, layer_item(path)[1], tf.is_tensor) for name, (_, path) in layers.items()
         }
     finally:
         for layer, own in reversed(before):

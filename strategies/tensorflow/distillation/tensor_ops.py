@@ -44,7 +44,7 @@ class _TensorFlowTensorOps:
         return tf.stop_gradient(value)
 
     def precisely(self, like: tf.Tensor) -> AbstractContextManager[Any]:
-        """What layers compute in is their own; nothing here is a layer."""
+        """Return an empty context: in Keras only layers compute in half precision, and these functions are none."""
         return nullcontext()
 
     def called(self, function: Callable[..., Any], outputs: Any, targets: Any, *, metric: bool = False) -> Any:
@@ -53,7 +53,7 @@ class _TensorFlowTensorOps:
     def answers(
         self, teacher: InlineTeacher, columns: Mapping[str, tf.Tensor], like: tf.Tensor
     ) -> Mapping[str, tf.Tensor]:
-        """The model is loaded once a process, outside of the graph and the strategy; another's of its name goes."""
+        """Load the model once in a process, outside graph and strategy. It replaces another model of its name."""
         key = (teacher.name, teacher.identity())
         if key not in _loaded:
             for old in [old for old in _loaded if old[0] == teacher.name]:

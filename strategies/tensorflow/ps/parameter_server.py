@@ -3,28 +3,66 @@
 A worker can die and return at its address while the others continue. If a server or the chief is lost, the group ends,
 and a new one starts in new processes from the last checkpoint. TensorFlow's servers never stop by themselves: the
 process that started one ends it.
+
+Each data rank's share of a step runs on any worker, and is an update of its own: the worker pulls the variables from
+the servers, computes the mean gradient of the share and lets the servers apply it at once, whatever others have applied
+meanwhile. The chief schedules the shares of a step and of the steps that may start before it ends, and waits for the
+step's own shares. If a worker is lost, TensorFlow runs its function again: gradients that it had pushed already are
+applied twice, in whole or in part; its loss counts once.
+
+The chief holds a whole replica for names, checkpoints and the model's code; the trained variables lie on the servers. A
+variable is split by rows between them if the pieces are large enough (`MinSizePartitioner`). Each piece has the
+optimizer's slots beside it, so that a worker sends gradients and nothing else. Variables are split only for optimizers
+that update each number by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from typing import Any, ClassVar, NamedTuple
 
+import keras
+import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
+from keras import optimizers
 
-from trainwright.core.data import Feed, StepReport
+from trainwright.core.data import COMPILED_PHASE, Feed, StepReport
 from trainwright.core.engine import ModelSpec, StateReader, StateSnapshot
-from trainwright.core.errors import JobError, PeerLost
+from trainwright.core.errors import JobError, NonFiniteLoss, PeerLost
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Capabilities, Group, StateTag
 from trainwright.strategies.common.socket_transport import LOST_PEER_REMEDY
+from trainwright.strategies.common.user_code_errors import format_samples
 from trainwright.strategies.tensorflow.coordinator_engine import TensorFlowCoordinatorEngine, free_address
-from trainwright.strategies.tensorflow.ps.coordinator_steps import CoordinatorSteps, ServerVariables
+from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.evaluation import Evaluator
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
-from trainwright.strategies.tensorflow.training.train_state import KerasReplica, KerasTrainState, inner_optimizer
+from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
+from trainwright.strategies.tensorflow.training.train_function import MicroBatch, micro_batches, run_micro_batch
+from trainwright.strategies.tensorflow.training.train_state import (
+    KerasReplica,
+    KerasTrainState,
+    build_optimizer,
+    inner_optimizer,
+)
 
 _JOBS = {"server": "ps", "worker": "worker"}  # role: job name in TensorFlow
+_POLL_S = 0.1  # between two checks for lost servers
+_COPY_S = 1e-3  # between two checks whether a computed value is copied to the chief
+_SKIPPED = (
+    'look at these samples, lower the learning rate, set clip_norm, or pass such shares by with on_nonfinite="skip"'
+)
+_MIN_PIECE_BYTES = 256 << 10  # of a variable that is split
+_ELEMENTWISE_OPTIMIZERS = (
+    optimizers.SGD, optimizers.Adam, optimizers.AdamW, optimizers.Adamax, optimizers.Nadam, optimizers.RMSprop,
+    optimizers.Adagrad, optimizers.Adadelta, optimizers.Ftrl, optimizers.Lion,
+)  # fmt: skip
+_VariablePieces = tuple[keras.Variable, ...]
 
 
 class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
@@ -37,8 +75,8 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
     def __init__(self) -> None:
         super().__init__()
         self._coordinator: Any = None
-        self._served: ServerVariables | None = None
-        self._shares: CoordinatorSteps | None = None
+        self._served: _ServerVariables | None = None
+        self._shares: _CoordinatorSteps | None = None
 
     # --- the group ----------------------------------------------------------------------------------------
 
@@ -73,8 +111,8 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
             problem = "parameter servers apply parts of a step, and cannot follow a loss scale"
             remedy = "use mixed_bfloat16, or tf_multi_worker_mirrored"
             raise JobError([f"{problem} (mixed_float16, loss_scale_factor): {remedy}"], where=self._where)
-        self._served = ServerVariables(replica, self._strategy, plan.servers)
-        self._shares = CoordinatorSteps(
+        self._served = _ServerVariables(replica, self._strategy, plan.servers)
+        self._shares = _CoordinatorSteps(
             replica, self._served, self._coordinator, caller, self._check_servers, self._group.deadline_s
         )
         return replica
@@ -123,7 +161,7 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
     # --- the chief ----------------------------------------------------------------------------------------
 
     @property
-    def _leading(self) -> CoordinatorSteps:
+    def _leading(self) -> _CoordinatorSteps:
         assert self._shares is not None, "call build() first; only the chief steps"
         return self._shares
 
@@ -172,3 +210,333 @@ def _cluster_spec(group: Group, servers: Mapping[int, Address]) -> dict[str, lis
         job, _ = _task_of(group, rank)
         cluster[job].append(f"{servers[rank].host}:{servers[rank].port}")
     return cluster
+
+
+# --- Steps of the chief -----------------------------------------------------------------------------------------------
+
+
+class _ShareResult(NamedTuple):
+    """A worker's result of a share.
+
+    Attributes:
+        sums: (3,) float64: sum of weights, sum of weighted losses, norm of the mean gradient (0 if it is not needed).
+        losses: of each micro-batch.
+    """
+
+    sums: Any
+    losses: list[Any]
+
+
+class _PendingStep(NamedTuple):
+    """A started step: its learning rate, and functions that wait for the results of its shares."""
+
+    rate: float
+    shares: list[Callable[[], _ShareResult]]
+
+
+class _CoordinatorSteps:
+    """Schedules the chief's steps.
+
+    Args:
+        replica: of the chief.
+        served: its variables on the servers.
+        coordinator: a `ClusterCoordinator`.
+        caller: calls the job's functions.
+        check: raises PeerLost if a server is lost.
+        deadline_s: within which a worker must start on a share that the chief waits for.
+    """
+
+    def __init__(
+        self,
+        replica: KerasReplica,
+        served: _ServerVariables,
+        coordinator: Any,
+        caller: KerasCaller,
+        check: Callable[[], None],
+        deadline_s: float,
+    ) -> None:
+        self._replica, self._served, self._coordinator, self._caller = replica, served, coordinator, caller
+        self._check_servers, self._deadline_s = check, deadline_s
+        self._begun: dict[int, _PendingStep] = {}
+        self._seeds = [tensor_conversion.to_numpy(seed.value) for seed in replica.seeds]
+        self._wants_norm = replica.spec.clip_norm is not None or replica.spec.guard
+        compiled = replica.spec.compile == "xla"
+        self._one = tf.function(self._micro, jit_compile=True, autograph=False) if compiled else self._micro
+        self._share = tf.function(self._shared, reduce_retracing=True, autograph=False)
+
+    def warm(self, feed: Feed) -> None:
+        """Compile the step by one of weight 0 that applies nothing."""
+        for result in self._scheduled(feed, muted=True).shares:
+            result()
+
+    def train(self, feed: Feed) -> StepReport:
+        """Compute one step, and start those in `feed.following`, unless a stop is requested.
+
+        The last started step reports the request to stop. Raises NonFiniteLoss if the loss of a share is not finite:
+        that share is not applied, other shares of the step may be.
+        """
+        started = time.perf_counter()
+        self._check_servers()
+        for each in _chain(feed):
+            if each.step not in self._begun:
+                self._begun[each.step] = self._scheduled(each)
+        begun = self._begun.pop(feed.step)
+        results = [share() for share in begun.shares]
+        self._check(feed, results)
+        replica = self._replica
+        replica.step = feed.step + 1
+        sums = np.array([each.sums for each in results])
+        weight, loss = (float(total) for total in sums[:, :2].sum(0))
+        norm = float(sums[:, 2] @ sums[:, 0]) / weight if self._wants_norm and weight else None
+        return StepReport(
+            step=replica.step, loss=loss / weight if weight else 0.0, weight=weight, learning_rate=begun.rate,
+            gradient_norm=norm, wish=feed.wish and not self._begun,
+            phases={COMPILED_PHASE: time.perf_counter() - started},
+        )  # fmt: skip
+
+    def drain(self) -> None:
+        """Wait for all started steps: no variable changes after that."""
+        for begun in self._begun.values():
+            for result in begun.shares:
+                result()
+
+    def begin(self, function: Any, *arguments: Any) -> Callable[[], Any]:
+        """Run a compiled function on a worker; return a function that waits for the result. Raises PeerLost."""
+        value = self._coordinator.schedule(function, args=arguments)
+        return lambda: self._wait_for(value)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Let the model use the servers' variables within the block."""
+        trained, state = self._served.pull()
+        replica = self._replica
+        drawn = [(seed, tf.constant(value)) for seed, value in zip(replica.seeds, self._seeds, strict=True)]
+        named = zip(replica.model.trainable_variables, trained, strict=True)
+        scope: AbstractContextManager[Any] = keras.StatelessScope(
+            [*named, *zip(replica.state, state, strict=True), *drawn], collect_losses=True
+        )
+        return scope
+
+    def _scheduled(self, feed: Feed, *, muted: bool = False) -> _PendingStep:
+        rate = self._rate(feed.step)
+        parts = zip(feed.parts, feed.data_ranks, strict=True)
+        given = tf.constant(rate, tf.float32)
+        shares = [
+            micro_batches(self._replica.spec, self._caller.wanted, part, feed.step, rank, muted=muted)
+            for part, rank in parts
+        ]
+        return _PendingStep(rate, [self.begin(self._share, share, given) for share in shares])
+
+    def _rate(self, step: int) -> float:
+        """Return the learning rate of a step; each of its shares is an update."""
+        if self._replica.own_schedule:
+            return float(self._replica.optimizer._learning_rate(step))
+        return self._replica.set_rate(step)
+
+    def _wait_for(self, value: Any) -> Any:
+        """Return the value of a scheduled function, once the chief has it.
+
+        The worker has the value first; a thread of the coordinator copies it to the chief. If the worker is lost before
+        that, the function runs again on another worker. The deadline starts again while a worker computes: the driver
+        finds workers that hang. `value.get()` alone would block without noticing that a server was lost.
+        """
+        until = time.monotonic() + self._deadline_s
+        while time.monotonic() < until:
+            if value._status_available_event.wait(_POLL_S):
+                if value._error is None and _is_running(value):
+                    until = time.monotonic() + self._deadline_s
+                elif value._error is not None or value._has_fetched_to_local:
+                    return self._got(value)
+                else:
+                    time.sleep(_COPY_S)
+            self._check_servers()
+        raise PeerLost(
+            f"no worker took a share within {self._deadline_s:g} s",
+            where=self._caller.where,
+            remedy=LOST_PEER_REMEDY,
+        )
+
+    def _got(self, value: Any) -> Any:
+        try:
+            return value.get()
+        except tf.errors.OpError:
+            self._check_servers()
+            raise
+
+    def _shared(self, micros: tuple[MicroBatch, ...], rate: Any) -> _ShareResult:
+        """Compute the gradient of a share, and apply it on the servers if it is finite. Runs on a worker."""
+        trained, state = self._served.pull()
+        gradients, weight, loss, losses = [tf.zeros_like(each) for each in trained], 0.0, 0.0, []
+        for number, micro in enumerate(micros):
+            values, weights, own, state = self._one(micro, trained, state)
+            gradients = [one + other for one, other in zip(gradients, own, strict=True)] if number else own
+            weight += tf.cast(tf.reduce_sum(weights), tf.float64)
+            loss += tf.cast(tf.reduce_sum(values * weights), tf.float64)
+            losses.append(values)
+        gradients = [gradient * tf.cast(tf.math.divide_no_nan(1.0, weight), gradient.dtype) for gradient in gradients]
+        norm = tf.cast(tf.linalg.global_norm(gradients) if self._wants_norm else 0.0, tf.float64)
+        sums = tf.stack((weight, loss, norm))
+        fine = tf.logical_and(tf.reduce_all(tf.math.is_finite(sums)), weight != 0.0)
+        largest = self._replica.spec.clip_norm
+        if largest is not None:
+            factor = largest / tf.maximum(norm, tf.constant(largest, norm.dtype))
+            gradients = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+
+        def apply() -> Any:
+            self._served.push(gradients, state, rate)
+            return tf.constant(True)
+
+        tf.cond(fine, apply, lambda: tf.constant(False))
+        return _ShareResult(sums, losses)
+
+    def _micro(self, micro: MicroBatch, trained: list[Any], state: list[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
+        return run_micro_batch(self._replica, self._caller, micro, trained, state)
+
+    def _check(self, feed: Feed, results: Sequence[_ShareResult]) -> None:
+        """Raise NonFiniteLoss with the samples of the shares whose loss or gradient is not finite."""
+        bad: list[int] = []
+        ranks = [rank for rank, each in zip(feed.data_ranks, results, strict=True) if not np.isfinite(each.sums).all()]
+        for rank, part, each in zip(feed.data_ranks, feed.parts, results, strict=True):
+            for batch, losses in zip(part, each.losses, strict=True):
+                rows = ~np.isfinite(np.asarray(losses).reshape(batch.rows, -1)).all(axis=1)
+                bad += batch.samples[rows].tolist() if rank in ranks else []
+        if ranks:
+            lost = any(not math.isfinite(float(each.sums[1])) for each in results)
+            what = "the loss became" if lost else "a gradient is"
+            error = NonFiniteLoss(
+                f"{what} not finite in step {feed.step + 1}" + (f", in samples {format_samples(bad)}" if bad else ""),
+                where=f"{self._caller.where}, data ranks {format_samples(ranks)}",
+                remedy=f"{_SKIPPED}; nothing of these shares was applied, other shares of the step may be",
+            )
+            error.samples = tuple(bad)
+            raise error
+
+
+def _is_running(value: Any) -> bool:
+    """Whether a worker computes a value: the thread that waits for the worker holds a lock meanwhile."""
+    free: bool = value._has_fetched_to_local_lock.acquire(timeout=_POLL_S)
+    if free:
+        value._has_fetched_to_local_lock.release()
+    return not free
+
+
+def _chain(feed: Feed) -> Iterator[Feed]:
+    """Return the feed and those that may start with it; only itself once a stop is requested."""
+    following: Feed | None = feed
+    while following is not None:
+        yield following
+        following = None if feed.wish else following.following
+
+
+# --- The model's variables on the servers, and the optimizer that updates them there ----------------------------------
+
+
+class _ServerVariables:
+    """Variables on the servers, made with the values of the chief's replica.
+
+    Args:
+        replica: of the chief.
+        strategy: a `ParameterServerStrategy`, which places variables on the servers in turn.
+        servers: number of servers.
+
+    Attributes:
+        trained, state: the pieces of each variable of that kind of the replica, in the order of rows.
+        optimizer: the user's optimizer, for the pieces.
+    """
+
+    def __init__(self, replica: KerasReplica, strategy: tf.distribute.Strategy, servers: int) -> None:
+        self._replica, self._strategy = replica, strategy
+        self._partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(_MIN_PIECE_BYTES, servers)
+        self._may_split = type(replica.optimizer) in _ELEMENTWISE_OPTIMIZERS and replica.optimizer.clipnorm is None
+        with strategy.scope():
+            self.trained = [self._put(variable) for variable in replica.model.trainable_variables]
+            self.state = [self._put(variable) for variable in replica.state]
+            assert replica.spec.optimizer is not None, "the replica has one"
+            with TensorFlowUserCode("optimizer()", replica.where):
+                self.optimizer = replica.spec.optimizer(self.pieces)
+            slots = build_optimizer(self.optimizer, self.pieces)
+        self.optimizer._all_reduce_sum_gradients = lambda pairs: pairs  # a share's gradient is an update of its own
+        self.optimizer._get_current_learning_rate = lambda: self._rate
+        count = self.optimizer.iterations
+        count.assign_add = count.value.assign_add  # Keras reads, adds and writes, which loses counts of other shares
+        self._pairs = [*zip(replica.model.trainable_variables, self.trained, strict=True)]
+        self._pairs += zip(replica.state, self.state, strict=True)
+        self._pairs += self._of_optimizer(slots)
+        self._rate: Any = None
+
+    @property
+    def pieces(self) -> list[keras.Variable]:
+        """The pieces of the trained variables."""
+        return [piece for pieces in self.trained for piece in pieces]
+
+    def pull(self) -> tuple[list[Any], list[Any]]:
+        """Return the values of whole trained variables and of the other state, as tensors of the current graph."""
+        return [_whole(pieces) for pieces in self.trained], [_whole(pieces) for pieces in self.state]
+
+    def push(self, gradients: Sequence[Any], state: Sequence[Any], rate: Any) -> None:
+        """Apply gradients of whole variables with a learning rate, each piece on its server, and set the state."""
+        self._rate = rate
+        split = [part for gradient, pieces in zip(gradients, self.trained, strict=True)
+                 for part in _split(gradient, pieces)]  # fmt: skip
+        self._strategy.run(lambda parts: self.optimizer.apply(parts, self.pieces), args=(split,))
+        for (piece,), value in zip(self.state, state, strict=True):
+            piece.value.assign(value)
+
+    def fetch(self) -> None:
+        """Copy the servers' values into the chief's replica."""
+        for variable, pieces in self._pairs:
+            parts = [tensor_conversion.to_numpy(tf.convert_to_tensor(piece.value)) for piece in pieces]
+            variable.assign(np.concatenate(parts) if len(parts) > 1 else parts[0])
+
+    def fill(self) -> None:
+        """Copy the values of the chief's replica to the servers."""
+        for variable, pieces in self._pairs:
+            values = tensor_conversion.to_numpy(variable.value)
+            for piece, part in zip(pieces, _rows(values, [piece.shape for piece in pieces]), strict=True):
+                piece.assign(part)
+
+    def _put(self, variable: keras.Variable) -> _VariablePieces:
+        values: npt.NDArray[Any] = tensor_conversion.to_numpy(variable.value)
+        number = 1
+        if self._may_split and variable.trainable and variable.constraint is None and values.ndim:
+            number = self._partitioner(tf.TensorShape(values.shape), tf.as_dtype(variable.dtype))[0]
+        parts = np.array_split(values, number) if number > 1 else [values]
+        return tuple(self._piece(variable, part) for part in parts)
+
+    def _piece(self, variable: keras.Variable, values: npt.NDArray[Any]) -> keras.Variable:
+        piece = keras.Variable(values, dtype=variable.dtype, trainable=variable.trainable, name=variable.name)
+        piece.constraint = variable.constraint
+        return piece
+
+    def _of_optimizer(
+        self, slots: Sequence[Sequence[keras.Variable]]
+    ) -> Iterator[tuple[keras.Variable, _VariablePieces]]:
+        """Yield the variables of the chief's optimizer with their pieces; the learning rate stays with the chief."""
+        ends = list(accumulate(len(pieces) for pieces in self.trained))
+        for own, end, pieces in zip(self._replica.slots, ends, self.trained, strict=True):
+            of_pieces = slots[end - len(pieces) : end]
+            for number, slot in enumerate(own):
+                yield slot, tuple(each[number] for each in of_pieces)
+        pairs = zip(_others(self._replica.optimizer, self._replica.slots), _others(self.optimizer, slots), strict=True)
+        for variable, piece in pairs:
+            yield variable, (piece,)
+
+
+def _others(optimizer: Any, slots: Sequence[Sequence[keras.Variable]]) -> list[keras.Variable]:
+    """Return an optimizer's variables that belong to no trained variable, without its learning rate."""
+    known = {id(slot) for each in slots for slot in each} | {id(optimizer._learning_rate)}
+    return [variable for variable in optimizer.variables if id(variable) not in known]
+
+
+def _whole(pieces: _VariablePieces) -> Any:
+    parts = [tf.convert_to_tensor(piece.value) for piece in pieces]
+    return tf.concat(parts, 0) if len(parts) > 1 else parts[0]
+
+
+def _split(gradient: Any, pieces: _VariablePieces) -> list[Any]:
+    return tf.split(gradient, [piece.shape[0] for piece in pieces]) if len(pieces) > 1 else [gradient]
+
+
+def _rows(values: npt.NDArray[Any], shapes: Sequence[Any]) -> list[npt.NDArray[Any]]:
+    if len(shapes) == 1:
+        return [values]
+    return np.split(values, list(accumulate(shape[0] for shape in shapes))[:-1])

@@ -33,7 +33,7 @@ _FORMAT = 1
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _TRAINED = "optimizer/_trainable_variables/"
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
-_MEMORY = "ram://trainwright"  # TensorFlow's file system in its process's own memory: nothing is left when that dies
+_MEMORY = "ram://trainwright"  # TensorFlow's file system in the memory of its process: it ends with the process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,9 @@ class _HostCopy:
 
 
 class StateCopier:
-    """Copies a replica's state without the detour over files.
+    """Copies a replica's state to host memory, without files.
 
-    How a checkpoint names each variable is TensorFlow's own business: it is read off one that is written once.
+    TensorFlow chooses the name of each variable in a checkpoint: the names are read from one checkpoint, written once.
     """
 
     def __init__(self, replica: KerasTrainState) -> None:
@@ -75,7 +75,7 @@ class StateCopier:
         self._held = sorted(named, key=lambda pair: pair[0])
 
     def copy(self) -> _HostCopy:
-        """Return a copy of the state; TensorFlow does not write into arrays that were read from a variable."""
+        """Return a copy of the state. TensorFlow does not write into arrays that were read from a variable."""
         return _HostCopy(
             step=self._replica.step,
             arrays={name: array for key, held in self._held for name, array in _arrays(key, held)},
@@ -85,7 +85,7 @@ class StateCopier:
 
 
 def _arrays(key: str, held: Any) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """Return the values of a variable or a lookup table, by their names in a checkpoint."""
+    """Yield the values of a variable or a lookup table, with their names in a checkpoint."""
     if hasattr(held, "export"):
         keys, values = held.export()
         yield f"{key}-keys", np.asarray(keys.numpy())
@@ -117,7 +117,7 @@ def to_files(copy: _HostCopy) -> dict[str, bytes]:
 
 
 def apply_files(replica: KerasTrainState, files: Mapping[str, bytes]) -> None:
-    """Give a replica the state of such files. Raises CheckpointError if it does not fit, with nothing changed."""
+    """Load the state of checkpoint files into a replica. Raises CheckpointError if it does not fit; nothing changes."""
     facts = json.loads(files[_STATE])
     if facts["format"] != _FORMAT or "optimizer" not in facts:
         raise _mismatch_error(f"{_STATE} has format {facts['format']}, this version reads format {_FORMAT}")
@@ -142,9 +142,9 @@ def read_files(reader: StateReader) -> dict[str, bytes]:
 
 
 def take_weights(model: keras.Model, reader: StateReader) -> None:
-    """Give a model the weights of a checkpoint. Raises CheckpointError if they do not fit.
+    """Load the weights of a checkpoint into a model. Raises CheckpointError if they do not fit.
 
-    The state of optimizers that the model holds and that have no variables yet is left out.
+    The state of optimizers that the model holds is skipped if they have no variables yet.
     """
     if not model.variables:
         raise CheckpointError(
@@ -157,11 +157,11 @@ def take_weights(model: keras.Model, reader: StateReader) -> None:
         except (ValueError, AssertionError) as error:
             raise _mismatch_error(first_line(error)) from error
     for part in tf.train.TrackableView(model).descendants():
-        part._deferred_dependencies.clear()  # the files are gone by the time that these would be read
+        part._deferred_dependencies.clear()  # TensorFlow would read these later, when the files no longer exist
 
 
 def export(model: keras.Model, path: str) -> None:
-    """Write `.keras`, `.weights.h5`, or, where the path has no ending, a SavedModel. Raises JobError for others."""
+    """Write `.keras`, `.weights.h5`, or a SavedModel for a path without an ending. Raises JobError for others."""
     if path.endswith(".keras"):
         model.save(path)
     elif path.endswith(".weights.h5"):
@@ -203,12 +203,15 @@ def _reader(prefix: str) -> Any:
 
 
 def _shapes(prefix: str) -> dict[str, list[int]]:
-    """Return shapes by name."""
+    """Return the shapes of the variables in a checkpoint, by name."""
     return dict(_reader(prefix).get_variable_to_shape_map())
 
 
 def _checkpoint(replica: KerasTrainState, found: Mapping[str, list[int]] | None = None) -> Any:
-    """What is saved; or of metrics and seeds, which are carried beside it, what a checkpoint has in full."""
+    """Return what a checkpoint holds: model, optimizer, and the metrics and seeds that the replica carries.
+
+    If `found` has the shapes of an existing checkpoint, carried variables are left out unless it has all of them.
+    """
     carried = {
         name: variables
         for name, variables in replica.carried.items()
@@ -228,7 +231,7 @@ def _compare(prefix: str, wanted: Any) -> None:
                 continue
             if name not in found:
                 raise _mismatch_error(f"{name}: missing in the checkpoint")
-            if found[name] != shape and name.endswith(_VALUE):  # a table may have grown
+            if found[name] != shape and name.endswith(_VALUE):  # a lookup table can have grown
                 raise _mismatch_error(
                     f"{name}: shape {tuple(found[name])} in the checkpoint, {tuple(shape)} in the job"
                 )

@@ -1,6 +1,6 @@
 """Evaluation and prediction: without gradients, in the model's evaluation mode.
 
-They run on the worker's first device, or wherever `_Begin` has a function run.
+They run on the worker's first device, unless `begin` runs them on another worker.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
 
 LOSS = "loss"
-_Begin = Callable[..., Callable[[], Any]]  # (compiled function, its arguments) -> what waits for the result
+_Begin = Callable[..., Callable[[], Any]]  # (compiled function, its arguments) -> a function that waits for the result
 
 
 def _run_now(function: Any, *arguments: Any) -> Callable[[], Any]:
@@ -31,13 +31,13 @@ def _run_now(function: Any, *arguments: Any) -> Callable[[], Any]:
 
 
 class Evaluator:
-    """The compiled functions of one model.
+    """Evaluates and predicts with one model, by compiled functions.
 
     Args:
         model: with its variables.
-        caller: how the job's functions are called.
-        begin: has a function run.
-        scope: in which the model's variables have their values.
+        caller: calls the job's functions.
+        begin: starts a compiled function, and returns a function that waits for its result.
+        scope: context in which the model's variables have their values.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ def _batches(feed: Feed) -> Iterator[Batch]:
 
 
 def flatten_outputs(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every output by name, nested ones too."""
+    """Yield each output with its name. The names of nested outputs are joined by underscores."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from flatten_outputs(f"{name}_{key}" if name else str(key), part)

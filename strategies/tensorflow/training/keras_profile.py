@@ -1,7 +1,7 @@
 """Cost of a Keras model, layer by layer, from its graph: nothing is computed.
 
-What backward keeps is what the gradients' operations take from the forward pass. Operations are counted as the runtime
-carries them out: a bias is added by the product before it, a new shape costs nothing.
+The numbers kept for backward are those that operations of the gradients read from the forward pass. Operations are
+counted as the runtime executes them: the kernel of a product also adds its bias, and a reshape costs nothing.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def profile_model(
 ) -> ModelProfile:
     """Return the cost of each layer with weights or products of its own, in the order in which they run.
 
-    Where the model cannot be made into a graph, operations are two for each weight of a layer at each position of its
-    output, what backward keeps is not known, and `untraced` says why.
+    If the model cannot be traced, a layer counts two operations for each weight at each position of its output, the
+    numbers kept for backward are unknown, and `untraced` gives the reason.
 
     Args:
         model: () -> keras.Model; or a model.
-        sample: columns of one or a few rows, collated.
+        sample: columns of one or a few rows, after collation.
         inputs: columns given to the model.
-        keywords: the model's argument that each of `inputs` is given as.
-        step: (model, batch) -> losses, traced instead of the model's call where there are no inputs.
+        keywords: the model's argument for each of `inputs`.
+        step: (model, batch) -> losses; traced instead of the model's call if there are no inputs.
 
     Raises:
-        UserCodeError: `model()` raised, or the model when it was called to learn its shapes.
-        JobError: it returned no model.
+        UserCodeError: `model()` raised, or the call of the model that finds its shapes.
+        JobError: `model()` returned no model.
     """
     built = model if isinstance(model, keras.Model) else _built(model)
     if not built.built and inputs and has_call(built):
@@ -156,7 +156,7 @@ def _leaves(layer: Any) -> Iterator[Any]:
 
 
 def _own(layer: Any) -> list[Any]:
-    """Return the weights of a layer itself that are trainable, frozen ones too."""
+    """Return a layer's own trainable weights, also if they are frozen."""
     return list(layer._trainable_variables)
 
 
@@ -197,21 +197,21 @@ def weight_bytes(model: keras.Model) -> int:
     return sum(map(_bytes, model.weights))
 
 
-# --- What one forward pass of a Keras model does, read off its graph --------------------------------------------------
+# --- The operations of one forward pass of a Keras model, from its graph ----------------------------------------------
 
 
 _VIEWS = {"Identity", "IdentityN", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient"}
 _FREE = _VIEWS | {"Const", "Placeholder", "ReadVariableOp", "Shape", "ShapeN", "NoOp", "VariableShape"}
 _GATHERS = {"ResourceGather", "GatherV2"}  # read as much as they write
-_SHAPES = {"Shape", "ShapeN", "Rank", "Size"}  # look at no value
+_SHAPES = {"Shape", "ShapeN", "Rank", "Size"}  # read no value
 _BIASES = {"Add", "AddV2", "BiasAdd"}
 _SOFTMAX = "Softmax"
-_SMALL = 16  # elements of integers that are sizes, and computed by the host
+_SMALL = 16  # integers with at most so many elements are sizes, which the host computes
 
 
 @dataclass(kw_only=True)
 class _LayerCalls:
-    """Cost of the calls of one layer, without the layers that it calls."""
+    """Cost of the calls of one layer, without the layers inside it."""
 
     flops: float = 0.0
     matmuls: int = 0
@@ -228,7 +228,7 @@ class _OpTrace:
 
     Attributes:
         calls: by layer, in the order in which they first ran.
-        heads, tokens: of attention; 0 and 1 where there is none.
+        heads, tokens: of attention; 0 and 1 without attention.
     """
 
     calls: Mapping[Any, _LayerCalls]
@@ -237,14 +237,14 @@ class _OpTrace:
 
 
 def _trace_ops(model: keras.Model, given: Mapping[str, tf.TensorSpec], call: Callable[[Any], Any]) -> _OpTrace:
-    """The graph of a training step's forward and backward pass, forward counted.
+    """Trace forward and backward pass of a training step, and count the operations of the forward pass.
+
+    Raises any exception of a model that cannot be traced.
 
     Args:
+        model: with its variables.
         given: shape and type of each column.
         call: (columns) -> the model's outputs, or losses.
-
-    Raises:
-        Exception: whatever stops the model from becoming a graph.
     """
     recorder = _Recorder()
 
@@ -260,17 +260,17 @@ def _trace_ops(model: keras.Model, given: Mapping[str, tf.TensorSpec], call: Cal
 
 
 class _Recorder:
-    """Which layer makes which operations: the innermost whose `call` runs."""
+    """Records which layer makes which operations: the innermost layer whose `call` runs."""
 
     def __init__(self) -> None:
         self.calls: dict[Any, _LayerCalls] = {}
         self.end = 0
-        self._owners: list[tuple[int, Any]] = []  # from which operation on, which layer
+        self._owners: list[tuple[int, Any]] = []  # first operation, and the layer that makes it and the next ones
         self._open: list[Any] = []
 
     @contextmanager
     def watching(self, model: keras.Model) -> Iterator[None]:
-        """Wraps the layers' `call` until this ends."""
+        """Record calls of the model's layers within the block."""
         layers = list(dict.fromkeys(_all(model)))
         for layer in layers:
             object.__setattr__(layer, "call", self._recorded(layer, layer.call))
@@ -301,7 +301,7 @@ class _Recorder:
         self._owners.append((made, self._open[-1] if self._open else None))
 
     def found(self, graph: tf.Graph) -> _OpTrace:
-        """What the operations come to."""
+        """Return the cost of the recorded layers from the graph's operations."""
         every = graph.get_operations()
         forward, owner = every[: self.end], {}
         bounds = [*self._owners, (self.end, None)]
@@ -318,7 +318,7 @@ class _Recorder:
         return _OpTrace(calls=self.calls, heads=scores.heads, tokens=scores.tokens)
 
     def _keep(self, call: _LayerCalls, tensor: Any, scores: _Scores) -> None:
-        size = _numbers(tensor) / (2 if tensor.dtype == tf.bool else 1)  # a mask's are half a number
+        size = _numbers(tensor) / (2 if tensor.dtype == tf.bool else 1)  # an element of a mask counts as half a number
         if tensor.ref() in scores.tensors:
             call.scores += size
             call.traffic -= min(size, call.traffic)
@@ -327,14 +327,14 @@ class _Recorder:
 
 
 def _all(layer: Any) -> Iterator[Any]:
-    """The layer and all in it."""
+    """Yield a layer and all layers inside it."""
     yield layer
     for part in layer._layers:
         yield from _all(part)
 
 
 def _count(operation: Any, call: _LayerCalls) -> None:
-    """Adds one operation to its layer."""
+    """Add one operation to the cost of its layer."""
     flops = _flops(operation)
     if flops is not None:
         call.flops += flops
@@ -348,7 +348,7 @@ def _count(operation: Any, call: _LayerCalls) -> None:
 
 
 def _flops(operation: Any) -> float | None:
-    """Of a product; None for all others."""
+    """Return the floating-point operations of a product; None for other operations."""
     kind = operation.type
     sizes: list[tuple[int, ...]] = [tuple(each.shape) if each.shape.rank else () for each in operation.inputs]
     if kind in ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
@@ -368,7 +368,7 @@ def _flops(operation: Any) -> float | None:
 
 
 def _named(part: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int]]:
-    """Return sizes by index; dimensions under an ellipsis are counted from the end."""
+    """Yield index names of an einsum operand with their sizes. Dimensions of an ellipsis count from the end."""
     front, dots, back = part.partition("...")
     yield from zip(front, shape, strict=False)
     if dots:
@@ -378,19 +378,19 @@ def _named(part: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int]]:
 
 
 def _of_host(operation: Any) -> bool:
-    """Whether all it makes is a few integers, such as a shape."""
+    """Whether an operation returns only a few integers, such as a shape, which the host computes."""
     return all(each.dtype.is_integer and _numbers(each) <= _SMALL for each in operation.outputs)
 
 
 def _is_bias(operation: Any) -> bool:
-    """Whether it adds a variable to a product, in the product's own kernel."""
+    """Whether an operation adds a variable to a product, which the product's kernel does."""
     kinds = [_root(each).op for each in operation.inputs]
     products = any(_flops(each) is not None for each in kinds)
     return operation.type in _BIASES and products and any(each.type == "ReadVariableOp" for each in kinds)
 
 
 def _kept(forward: list[Any], backward: list[Any]) -> list[Any]:
-    """Tensors of the forward pass that backward reads, each once, however it is shaped; no parameters or inputs."""
+    """Return the tensors of the forward pass that backward reads, each once, without parameters, inputs and views."""
     mine, found = set(forward), {}
     for operation in backward:
         if operation.type not in _SHAPES:
@@ -402,18 +402,18 @@ def _kept(forward: list[Any], backward: list[Any]) -> list[Any]:
 
 
 def _root(tensor: Any) -> Any:
-    """The tensor whose numbers these are."""
+    """Return the tensor whose numbers a tensor shows: the first one before all views."""
     while tensor.op.type in _VIEWS:
         tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
     return tensor
 
 
 class _Scores:
-    """Attention's: from a product of two activations, number by number, through a softmax to another product.
+    """Attention scores: tensors of one size from a product of two activations through a softmax to another product.
 
     Attributes:
-        tensors: references of them.
-        heads: that are common to all attention.
+        tensors: references of these tensors.
+        heads: greatest common divisor of the heads of all attention layers.
         tokens: of the longest sequence.
     """
 
@@ -432,7 +432,7 @@ class _Scores:
                     self.tokens = max(self.tokens, shape[-2])
 
     def _chain(self, tensor: Any, *, back: bool) -> tuple[list[Any], bool]:
-        """What it was made of or is made into without a change of size, and whether a product is at the end."""
+        """Return the tensors of its size before or after a tensor, and whether a product is at their end."""
         seen, waiting, ended = {tensor.ref(): tensor}, [tensor], False
         while waiting:
             one = waiting.pop()
@@ -450,12 +450,12 @@ class _Scores:
 
 
 def _multiplies(operation: Any) -> bool:
-    """Whether it is a product of two activations."""
+    """Whether an operation is a product of two activations."""
     return _flops(operation) is not None and all(_root(each).op.type != "ReadVariableOp" for each in operation.inputs)
 
 
 def _numbers(tensor: Any) -> int:
-    """Elements; a dimension that is not known counts as 1, and what is no tensor has none."""
+    """Return the number of elements. An unknown dimension counts as 1, and other values than tensors as 0."""
     if not tf.is_tensor(tensor):
         return 0
     return math.prod(size or 1 for size in tensor.shape) if tensor.shape.rank is not None else 1

@@ -1,6 +1,6 @@
-"""Keras' settings of a process: policy, type of floats, epsilon, image format, and custom objects.
+"""Capture Keras' settings of a process and apply them in another: policy, float type, epsilon, custom objects.
 
-TensorFlow is not imported here: Keras may run on torch.
+This module does not import TensorFlow: Keras may run on torch.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Calls of a job's functions, and the loss of a micro-batch as terms.
+"""Call a job's functions, and compute the loss of a micro-batch as terms.
 
-A step's gradient is that of sum(values * weights) / W over the whole global batch, with W the sum of all weights. Each
-micro-batch contributes sum(values * weights) / rows; gradients are summed over the replicas, which is right where all
-weights are 1 (W = rows); otherwise they are scaled by rows / W before they are applied.
+A step's gradient is that of sum(values * weights) / W over the whole global batch, where W is the sum of all weights.
+Each micro-batch contributes sum(values * weights) / rows, and gradients are summed over the replicas. This is right if
+all weights are 1 (W = rows); otherwise gradients are scaled by rows / W before they are applied.
 
-AutoGraph rewrites the job's loss, step and metrics, as it does in a `tf.function` of the user's own, and nothing of
-ours, which would take seconds in each new process.
+AutoGraph rewrites the job's loss, step and metrics, as in a `tf.function` of the user. It does not rewrite code of
+trainwright, which would take seconds in each new process.
 
-Keras gives `y_pred` a mask where a layer made one (`Embedding(mask_zero=True)`, `Masking`), and a loss may give its
-values another (`ignore_class`). `Model.fit` leaves what they mask out of loss and metrics: the sum is over the values
-that count, and so is the number that it is divided by. Here the masks become the weights of `Terms`.
+Keras gives `y_pred` a mask if a layer made one (`Embedding(mask_zero=True)`, `Masking`), and a loss can give its values
+another mask (`ignore_class`). `Model.fit` leaves masked values out of loss and metrics, in the sum and in the number
+that the sum is divided by. Here the masks become the weights of `Terms`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MEAN_BY_WEIGHT = "mean_with_sample_weight"  # Keras' name of the reduction that
 
 @dataclass(frozen=True, kw_only=True)
 class KerasCaller:
-    """Calls a job's functions with the columns that they want.
+    """Calls a job's functions with the columns that they use.
 
     Attributes:
         spec: the job's functions and columns.
@@ -55,7 +55,7 @@ class KerasCaller:
 
     @property
     def wanted(self) -> tuple[str, ...] | None:
-        """Columns that the job's functions want; None for all, which a user's step takes."""
+        """Columns that the job's functions use; None for all columns, which a user's step gets."""
         spec = self.spec
         weights = (spec.sample_weight,) if spec.sample_weight else ()
         return None if spec.step else tuple(dict.fromkeys((*spec.inputs, *spec.targets, *weights)))
@@ -110,13 +110,14 @@ class KerasCaller:
         return None
 
     def weighted(self, terms: Terms, factors: Any) -> Terms:
-        """Multiply losses with the samples' weights; for losses that Keras divides by their sum, weight the terms.
+        """Multiply losses by the samples' weights; or the terms' weights, if Keras divides a loss by their sum.
 
         Args:
-            factors: (rows,), (rows, 1) or as many as losses; None for no weights.
+            terms: losses and their weights.
+            factors: weights of samples, (rows,) or (rows, 1), or one for each loss; None for no weights.
 
         Raises:
-            JobError: they do not fit the losses.
+            JobError: the shape of the weights does not fit the losses.
         """
         if factors is None:
             return terms
@@ -143,15 +144,17 @@ class KerasCaller:
         return result
 
     def terms(self, what: str, result: Any, weights: tf.Tensor) -> Terms:
-        """Check the result of a loss or metric, and multiply the feed's sample weights in.
+        """Check the result of a loss or metric, and multiply its weights by those of the feed's samples.
 
-        Values of weight 0 do not count, whatever they are: not even if they are not finite.
+        Values of weight 0 do not count, even if they are not finite.
 
         Args:
+            what: name of the function, for errors.
+            result: values, or Terms.
             weights: (rows,), of the feed.
 
         Raises:
-            JobError: it is no tensor, it was reduced, or its first dimension is not the batch.
+            JobError: the result is no tensor, was reduced, or its first dimension is not the batch.
         """
         values = tf.convert_to_tensor(result.values if isinstance(result, Terms) else result)
         self._check(what, values, weights)
@@ -193,11 +196,13 @@ class KerasCaller:
 def call_model(model: keras.Model, given: Any, *, training: bool | None) -> Any:
     """Call a model with its inputs.
 
-    Several inputs go to functional models as one structure. Others take them as arguments, or as one structure where
-    their `call` has no such arguments: Keras' own way, `call(self, inputs)`.
+    Functional models get several inputs as one structure. Other models get them as arguments, or as one structure if
+    their `call` has no such arguments: Keras' usual `call(self, inputs)`.
 
     Args:
-        given: a list of inputs, or a dict of them by the names that the job gives them.
+        model: to call.
+        given: a list of inputs, or a dict of inputs by the names in the job.
+        training: as Keras' `training=`.
     """
     if isinstance(given, list) and len(given) == 1:
         return model(given[0], training=training)
@@ -254,13 +259,13 @@ def apply_function(function: Any, outputs: Any, targets: Any, *, metric: bool = 
         function: (outputs, targets) -> values or Terms; or one that takes them in Keras' order.
         outputs: of the model.
         targets: the target column, or a tuple of several.
-        metric: it is called as a metric: then Keras converts no targets.
+        metric: whether it is called as a metric: Keras then converts no targets.
 
     Returns:
         Values, one or more for each sample; or Terms: the user's, or `MaskedTerms`.
 
     Raises:
-        JobError: the metric is no mean over samples, or the mask does not fit the values.
+        JobError: the metric is not a mean over samples, or the mask does not fit the values.
     """
     if isinstance(function, DistillationLoss | StudentMetric):
         return function(outputs, targets)
@@ -289,8 +294,8 @@ def _call_function(function: Any, outputs: Any, targets: Any, *, metric: bool = 
 def _check_broadcast(what: str, function: Any, outputs: Any, targets: Any, result: Any, where: str) -> None:
     """Raise JobError if one output and one target were broadcast to all pairs of samples.
 
-    The shape of the values tells, or, where the function has taken a mean over the pairs, that it also takes outputs of
-    two rows with targets of three.
+    The shape of the values shows it. If the function takes a mean over the pairs, a trial shows it: the function also
+    accepts outputs of two rows with targets of three.
     """
     values = result.values if isinstance(result, Terms) else result
     if not all(tf.is_tensor(each) for each in (outputs, targets, values)):
@@ -305,14 +310,14 @@ def _check_broadcast(what: str, function: Any, outputs: Any, targets: Any, resul
 
 
 def _autograph_function(function: Any) -> Any:
-    """Return a user's function as rewritten by AutoGraph; unchanged for eager steps and functions of Keras."""
+    """Return a user's function, rewritten by AutoGraph; unchanged in eager steps and for functions of Keras."""
     if tf.executing_eagerly() or is_keras_function(function):
         return function
     return to_graph_code(function)
 
 
 def _loss(function: Any, outputs: Any, targets: Any) -> Any:
-    """Return the values of a Keras loss as `Loss.__call__` computes them: in the loss's type, of one rank."""
+    """Return the values of a Keras loss as `Loss.__call__` computes them, in the type of the loss."""
     loss = function
     if not isinstance(function, keras.losses.Loss):
         if not (tf.is_tensor(outputs) and tf.is_tensor(targets)):
@@ -329,7 +334,7 @@ def _masked(function: Any, outputs: Any, result: Any, metric: bool) -> Any:
     if isinstance(result, Terms) or not tf.is_tensor(result):
         return result
     masks = [keras_mask(outputs) if tf.is_tensor(outputs) else None, keras_mask(result)]
-    if masks[0] is None and (metric or masks[1] is None):  # Keras' metrics look at no mask of the values alone
+    if masks[0] is None and (metric or masks[1] is None):  # Keras' metrics ignore a mask of the values alone
         return result
     mask = functools.reduce(tf.logical_and, [tf.cast(each, tf.bool) for each in masks if each is not None])
     if result.shape[: mask.shape.rank].is_compatible_with(mask.shape):
@@ -353,7 +358,7 @@ def _of_pairs(function: Any, outputs: Any, targets: Any) -> bool:
     trial = tf.function(lambda one, other: _call_function(function, one, other), autograph=False)
     try:
         graph = trial.get_concrete_function(*specs).graph
-    except Exception:  # whatever the function raises: it does not take them, which is well
+    except Exception:  # the function does not accept these shapes, as it should
         return False
     found, waiting = set(), [each.op for each in tf.nest.flatten(graph.structured_outputs) if tf.is_tensor(each)]
     while waiting:

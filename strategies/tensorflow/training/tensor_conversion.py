@@ -18,10 +18,10 @@ _UNSUPPORTED = {"M": "dates", "m": "durations", "V": "records"}
 
 
 def to_tensor(name: str, values: npt.NDArray[Any] | tf.Tensor) -> tf.Tensor:
-    """A column as a tensor: (rows, ...); objects that are arrays of one shape are stacked, text becomes tf.string.
+    """Return a column as a tensor (rows, ...). Objects that are arrays of one shape are stacked; text is tf.string.
 
     Raises:
-        DataError: the type of the array is none of TensorFlow's, or its rows differ in shape.
+        DataError: TensorFlow has no such type, or the rows differ in shape.
     """
     if isinstance(values, tf.Tensor):
         return values
@@ -38,11 +38,11 @@ def to_tensor(name: str, values: npt.NDArray[Any] | tf.Tensor) -> tf.Tensor:
 
 
 def column_tensors(collation: Collation, batch: Batch, names: Iterable[str] | None) -> dict[str, tf.Tensor]:
-    """Return a micro-batch's columns as tensors, collated; the named ones, or all.
+    """Return columns of a micro-batch as tensors, after collation: the named ones, or all.
 
     Raises:
-        JobError: a name is no column; says which is near.
-        DataError: the type of a column is none of TensorFlow's.
+        JobError: there is no column of a name.
+        DataError: TensorFlow has no type for a column.
     """
     columns = collation(batch)
     chosen = {}
@@ -59,7 +59,9 @@ def distribute_values(strategy: tf.distribute.Strategy, values: Sequence[Any], f
     """Return values of one structure, one for each local device, as an argument of `strategy.run`.
 
     Args:
-        first: data rank of the first, which is the number of its replica among those of all processes.
+        strategy: that runs them.
+        values: in the order of the devices.
+        first: data rank of the first value: the number of its replica among those of all processes.
     """
     devices = strategy.extended.worker_devices
     assert len(devices) == len(values), f"{len(values)} values for {len(devices)} devices"
@@ -71,5 +73,5 @@ def distribute_values(strategy: tf.distribute.Strategy, values: Sequence[Any], f
 
 
 def to_numpy(values: tf.Tensor) -> npt.NDArray[Any]:
-    """Return a tensor as a numpy array; bfloat16, which numpy does not have, as float32."""
+    """Return a tensor as a numpy array. bfloat16 becomes float32, since numpy has no such type."""
     return np.asarray(tf.cast(values, tf.float32) if values.dtype == tf.bfloat16 else values)

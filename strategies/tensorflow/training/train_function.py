@@ -1,8 +1,8 @@
-"""One training step as one compiled function: gradients are summed over all replicas and, if finite, applied.
+"""One training step as one compiled function: it sums gradients over all replicas, and applies finite ones.
 
-Whether the loss is finite and by how much to scale travels with the gradients, so that all replicas decide alike.
-Randomness is counted: every seed generator of the model gets its state from (seed, step, micro-batch, data rank), by a
-`StatelessScope`, so that nothing is carried from step to step and a replica draws what its data rank draws anywhere.
+The sums that decide whether and how to apply the gradients are reduced together with them, so that all replicas decide
+alike. Random numbers do not depend on earlier steps: a `StatelessScope` sets the state of each seed generator of the
+model from (seed, step, micro-batch, data rank). A data rank draws the same numbers on any replica.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from trainwright.core.data import COMPILED_PHASE, Batch, Feed, GradientScatter, StepReport, fold_seed, noise_is_due
+from trainwright.core.engine import ModelSpec
 from trainwright.strategies.common.user_code_errors import format_samples, non_finite_error, nonfinite_columns_hint
 from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
@@ -32,8 +33,8 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         columns: by name.
-        weights: (rows,) of the feed.
-        seed: (2,) int64, of its random numbers.
+        weights: (rows,) of the samples, from the feed.
+        seed: (2,) int64, for its random numbers.
     """
 
     columns: Mapping[str, Any]
@@ -47,8 +48,8 @@ class _RankShare(NamedTuple):
     Attributes:
         micros: its micro-batches.
         rows: () real samples in the global batch.
-        wish: () 1 where this worker wishes to stop.
-        sampled: () whether the noise of this step's gradients is looked at.
+        wish: () 1 if this worker requests a stop, else 0.
+        sampled: () whether this step measures the gradient noise scale.
     """
 
     micros: tuple[MicroBatch, ...]
@@ -62,11 +63,11 @@ class _ReducedGradients(NamedTuple):
 
     Attributes:
         gradients: summed over all replicas, in the order of the trained variables.
-        carry: (8,) sums of weights, of weighted losses and of wishes over all replicas; parts, samples and shares of
-            `core.noise.Scatter` where the step is sampled, else 0; the norm of the gradients where it is wanted, else
-            0; and the scatter's whole.
-        state: new values of the model's state that is not trained, averaged over all replicas; None where the step
-            leaves it as it is.
+        carry: (8,) over all replicas: sum of weights, sum of weighted losses, number of requests to stop; then `parts`,
+            `samples` and `shares` of `core.data.GradientScatter`, the norm of the gradients, and the scatter's
+            `whole`, each 0 if the step does not need it.
+        state: new values of the model's state that is not trained, averaged over all replicas; None for values that
+            the step does not change.
         losses: of this replica's micro-batches.
     """
 
@@ -89,11 +90,11 @@ class _StepOutcome(NamedTuple):
 
 
 class TrainFunction:
-    """Computes the steps of one replica group.
+    """Computes the steps of all replicas of this process.
 
     Args:
         replica: model and optimizer.
-        caller: how the job's functions are called.
+        caller: calls the job's functions.
     """
 
     def __init__(self, replica: KerasReplica, caller: KerasCaller) -> None:
@@ -105,9 +106,9 @@ class TrainFunction:
         self._step = tf.function(self._stepped, reduce_retracing=True, autograph=False)
 
     def run(self, feed: Feed, *, muted: bool = False) -> _StepOutcome:
-        """Return the compiled step. It applies nothing if the loss is not finite or, as when muted, has no weight.
+        """Run the compiled step. It applies nothing if the loss is not finite or has no weight, as with `muted`.
 
-        An operation that fails may have failed amid the application.
+        If an operation fails, some variables may have been updated already: the replica is marked as not sound.
         """
         shares = [self._share(feed, part, rank, muted) for part, rank in zip(feed.parts, feed.data_ranks, strict=True)]
         dealt = tensor_conversion.distribute_values(self._strategy, shares, feed.data_ranks.start)
@@ -119,7 +120,7 @@ class TrainFunction:
         return outcome
 
     def train(self, feed: Feed) -> StepReport:
-        """Compute one step. All ranks apply it, or none does. Raises NonFiniteLoss with nothing applied."""
+        """Compute one step. All ranks apply it, or none does. Raises NonFiniteLoss if nothing was applied."""
         replica = self._replica
         rate = replica.set_rate(feed.step)
         begun = time.perf_counter()
@@ -140,15 +141,7 @@ class TrainFunction:
         )  # fmt: skip
 
     def _share(self, feed: Feed, part: Sequence[Batch], rank: int, muted: bool) -> _RankShare:
-        spec = self._replica.spec
-        micros = tuple(
-            MicroBatch(
-                columns=tensor_conversion.column_tensors(spec.collation, batch, self._caller.wanted),
-                weights=tf.convert_to_tensor(batch.weights * (0.0 if muted else 1.0)),
-                seed=tf.constant(seed_words(spec.seed, feed.step, micro, rank), tf.int64),
-            )
-            for micro, batch in enumerate(part)
-        )
+        micros = micro_batches(self._replica.spec, self._caller.wanted, part, feed.step, rank, muted=muted)
         wish, sampled = feed.wish and rank == feed.data_ranks[0], noise_is_due(feed.step, feed.total * len(part))
         return _RankShare(
             micros, tf.constant(feed.rows, tf.float64), tf.constant(float(wish), self._kind), tf.constant(sampled)
@@ -157,18 +150,18 @@ class TrainFunction:
     def _stepped(self, share: Any) -> _StepOutcome:
         found: _ReducedGradients = self._strategy.run(self._found_here, args=(share,))
         gradients = [tensor for each in found.gradients for tensor in self._own(each)]
-        with tf.control_dependencies(gradients):  # no variable changes before the last collective is over
+        with tf.control_dependencies(gradients):  # no variable changes before the last collective has ended
             carry = tf.identity(self._own(found.carry)[0])
         weight, loss, _, _, _, _, norm, _ = tf.unstack(tf.cast(carry, tf.float64))
-        told = (weight, loss) if self._replica.scales else (weight, loss, norm)  # a LossScaleOptimizer looks itself
-        sums = tf.reduce_all(tf.math.is_finite(tf.stack(told)))
+        checked = (weight, loss) if self._replica.scales else (weight, loss, norm)  # LossScaleOptimizer checks norms
+        finite = tf.reduce_all(tf.math.is_finite(tf.stack(checked)))
 
         def apply() -> Any:
             factor = self._scale(weight, tf.cast(self._own(share)[0].rows, tf.float64), norm)
             self._applied(found.gradients, factor, found.state)
             return tf.constant(True)
 
-        tf.cond(tf.logical_and(sums, weight != 0.0), apply, lambda: tf.constant(False))
+        tf.cond(tf.logical_and(finite, weight != 0.0), apply, lambda: tf.constant(False))
         return _StepOutcome(carry, found.losses)
 
     def _scale(self, weight: Any, rows: Any, norm: Any) -> Any:
@@ -181,7 +174,7 @@ class TrainFunction:
         """Compute one replica's micro-batches, and reduce the gradients."""
         kind, replica = self._kind, self._replica
         gradients: list[Any] = []
-        weight, loss, told = tf.zeros((), kind), tf.zeros((), kind), tf.zeros(3, kind)
+        weight, loss, scatter = tf.zeros((), kind), tf.zeros((), kind), tf.zeros(3, kind)
         before = state = [tf.convert_to_tensor(variable.value) for variable in replica.state]
         losses = []
         for micro in share.micros:
@@ -190,20 +183,20 @@ class TrainFunction:
             weight += tf.cast(tf.reduce_sum(weights), kind)
             loss += tf.cast(tf.reduce_sum(values * weights), kind)
             losses.append(values)
-            told += self._where_sampled(share, partial(self._told, own, micro, share.rows), 3)
+            scatter += self._if_sampled(share, partial(self._scatter, own, micro, share.rows), 3)
         changed = [None if new is old else new for old, new in zip(before, state, strict=True)]
-        found = self._reduced(gradients, tf.concat((tf.stack((weight, loss, share.wish)), told), 0), changed, losses)
-        whole = self._where_sampled(share, lambda: self._square(found.gradients, share.rows)[None], 1)
+        found = self._reduced(gradients, tf.concat((tf.stack((weight, loss, share.wish)), scatter), 0), changed, losses)
+        whole = self._if_sampled(share, lambda: self._square(found.gradients, share.rows)[None], 1)
         return found._replace(carry=tf.concat((found.carry, whole), 0))
 
-    def _where_sampled(self, share: _RankShare, told: Callable[[], Any], size: int) -> Any:
-        """Return the sums for the gradient noise scale, or zeros if there is one share only."""
+    def _if_sampled(self, share: _RankShare, compute: Callable[[], Any], size: int) -> Any:
+        """Return sums for the gradient noise scale, or zeros if the step does not measure it or has one share only."""
         nothing = tf.zeros(size, self._kind)
         if self._strategy.num_replicas_in_sync * len(share.micros) == 1:
             return nothing
-        return tf.cond(share.sampled, told, lambda: nothing)
+        return tf.cond(share.sampled, compute, lambda: nothing)
 
-    def _told(self, gradients: list[Any], micro: MicroBatch, rows: Any) -> Any:
+    def _scatter(self, gradients: list[Any], micro: MicroBatch, rows: Any) -> Any:
         """Return a micro-batch's part of the scatter, of shape (3,): parts, samples and shares."""
         samples = tf.cast(tf.math.count_nonzero(micro.weights), self._kind)
         parts = tf.math.divide_no_nan(self._square(gradients, rows), samples)
@@ -214,25 +207,14 @@ class TrainFunction:
         return tf.square(tf.cast(tf.linalg.global_norm(gradients), self._kind) * tf.cast(rows, self._kind))
 
     def _micro(self, micro: MicroBatch, rows: Any, state: list[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
-        """Compute one micro-batch: losses, their weights, gradients, and the model's state after it."""
-        replica = self._replica
-        before = zip(replica.state, state, strict=True)
-        with tf.GradientTape() as tape:
-            trained = [
-                (variable, tf.convert_to_tensor(variable.value)) for variable in replica.model.trainable_variables
-            ]
-            scope = keras.StatelessScope(
-                [*seed_values(replica.seeds, micro.seed), *before, *trained], collect_losses=True
-            )
-            with scope:
-                values, weights = self._caller.loss(replica.model, micro.columns, micro.weights, training=True)
-            objective = tf.reduce_sum(values * weights) / tf.cast(rows, values.dtype)
-            objective = self._times(objective, replica.loss_scale)
-        found = tape.gradient(objective, replica.trained, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        found = [self._times(gradient, replica.loss_scale, inverse=True) for gradient in found]
-        after = [scope.get_current_value(variable) for variable in replica.state]
-        after = [old if new is None else new for old, new in zip(state, after, strict=True)]
-        return values, weights, [tf.convert_to_tensor(gradient) for gradient in found], after
+        """Compute one micro-batch; see `run_micro_batch`. Its sum of losses is divided by `rows`."""
+        scale = self._replica.loss_scale
+        trained = [tf.convert_to_tensor(variable) for variable in self._replica.trained]
+        values, weights, gradients, after = run_micro_batch(
+            self._replica, self._caller, micro, trained, state,
+            lambda total: self._times(total / tf.cast(rows, total.dtype), scale),
+        )  # fmt: skip
+        return values, weights, [self._times(gradient, scale, inverse=True) for gradient in gradients], after
 
     def _reduced(self, gradients: list[Any], carry: Any, kept: list[Any], losses: list[Any]) -> _ReducedGradients:
         context = tf.distribute.get_replica_context()
@@ -292,7 +274,7 @@ class TrainFunction:
 
 
 def _averaged(context: Any, values: list[Any]) -> list[Any]:
-    """Return the means of the values over all replicas; a collective takes values of one type."""
+    """Return the means of the values over all replicas. A collective takes values of one type."""
     found = list(values)
     for kind in dict.fromkeys(value.dtype for value in values if value is not None):
         places = [place for place, value in enumerate(values) if value is not None and value.dtype == kind]
@@ -303,14 +285,72 @@ def _averaged(context: Any, values: list[Any]) -> list[Any]:
     return found
 
 
-def seed_values(generators: Iterable[Any], seed: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the state of each of a model's seed generators."""
+def micro_batches(
+    spec: ModelSpec, wanted: Iterable[str] | None, part: Sequence[Batch], step: int, rank: int, *, muted: bool
+) -> tuple[MicroBatch, ...]:
+    """Return a data rank's part of a step as tensors.
+
+    Args:
+        spec: the job's collation and seed.
+        wanted: columns; None for all.
+        part: the micro-batches.
+        step: number of the step.
+        rank: the data rank.
+        muted: all weights are 0, for a trial step.
+    """
+    return tuple(
+        MicroBatch(
+            columns=tensor_conversion.column_tensors(spec.collation, batch, wanted),
+            weights=tf.convert_to_tensor(batch.weights * (0.0 if muted else 1.0)),
+            seed=tf.constant(_seed_words(spec.seed, step, micro, rank), tf.int64),
+        )
+        for micro, batch in enumerate(part)
+    )
+
+
+def run_micro_batch(
+    replica: KerasReplica,
+    caller: KerasCaller,
+    micro: MicroBatch,
+    trained: list[Any],
+    state: list[Any],
+    scaled: Callable[[Any], Any] = lambda total: total,
+) -> tuple[Any, Any, list[Any], list[Any]]:
+    """Compute losses and gradients of one micro-batch, without changing any variable.
+
+    Args:
+        replica: with the model.
+        caller: calls the job's functions.
+        micro: the micro-batch.
+        trained: values of the trained variables.
+        state: values of the other variables.
+        scaled: (weighted sum of losses) -> the value of which gradients are computed.
+
+    Returns:
+        Losses, their weights, the gradient of each trained variable, and the state after the call.
+    """
+    before = zip(replica.state, state, strict=True)
+    named = zip(replica.model.trainable_variables, trained, strict=True)
+    with tf.GradientTape() as tape:
+        tape.watch(trained)
+        scope = keras.StatelessScope([*_seed_values(replica.seeds, micro.seed), *before, *named], collect_losses=True)
+        with scope:
+            values, weights = caller.loss(replica.model, micro.columns, micro.weights, training=True)
+        objective = scaled(tf.reduce_sum(values * weights))
+    found = tape.gradient(objective, trained, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+    after = [scope.get_current_value(variable) for variable in replica.state]
+    after = [old if new is None else new for old, new in zip(state, after, strict=True)]
+    return values, weights, [tf.convert_to_tensor(gradient) for gradient in found], after
+
+
+def _seed_values(generators: Iterable[Any], seed: Any) -> Iterable[tuple[Any, Any]]:
+    """Yield each seed generator's variable with its state for a micro-batch with this seed, (2,) int64."""
     for number, variable in enumerate(generators):
         mixed = tf.stack(((seed[0] + number * 0x9E3779B1) % _SEED_WORD, seed[1]))
         yield variable, tf.cast(mixed, variable.dtype)
 
 
-def seed_words(*numbers: int) -> tuple[int, int]:
-    """Return two words of 31 bits."""
+def _seed_words(*numbers: int) -> tuple[int, int]:
+    """Return two words of 31 bits, mixed from the numbers."""
     folded = fold_seed(*numbers, 0)
     return folded & _SEED_WORD, (folded >> 31) & _SEED_WORD

@@ -43,16 +43,17 @@ class KerasReplica:
     Args:
         spec: the job's functions.
         strategy: that holds the variables.
-        plan: says the precision (`bf16` computes in Keras' `mixed_bfloat16`), and into how many parts a batch goes.
-        caller: how the job's functions are called.
+        plan: with the precision (`bf16` is Keras' `mixed_bfloat16`) and the number of parts of a batch.
+        caller: calls the job's functions.
 
     Attributes:
         model: the user's model.
         optimizer: the user's optimizer.
         step: completed steps; None before the first step or load.
-        sound: False while, and after a failure in which, the optimizer changed only a part.
-        slots: variables of the optimizer for each that is trained, in the order in which they were made.
-        carried: variables that neither model nor optimizer saves, by name; none, because randomness is counted.
+        sound: False if the optimizer may have updated only some variables.
+        slots: variables of the optimizer for each trained variable, in the order in which they were made.
+        carried: variables that neither model nor optimizer saves, by name. None here: random numbers follow from seed
+            and step.
 
     Raises:
         JobError: the job's functions do not return what they should.
@@ -76,7 +77,7 @@ class KerasReplica:
             self.optimizer = _with_loss_scale(self.optimizer, self.model)
             self.slots = build_optimizer(self.optimizer, self.model.trainable_variables)
         rule = inner_optimizer(self.optimizer)
-        rule._all_reduce_sum_gradients = lambda pairs: pairs  # they are sums: Keras would sum them again
+        rule._all_reduce_sum_gradients = lambda pairs: pairs  # they are sums already: Keras would sum them again
         self.own_schedule = isinstance(rule._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
         if self.own_schedule and self.spec.schedule is not None:
             raise JobError(["schedule= and the optimizer's own LearningRateSchedule exclude each other: keep one"])
@@ -97,7 +98,7 @@ class KerasReplica:
 
     @property
     def loss_scale(self) -> Any:
-        """Factor on the loss before gradients are computed, by which `apply` divides them; None without one."""
+        """The factor on the loss before gradients are computed; `apply` divides by it. None without one."""
         return self.optimizer.dynamic_scale.value if self.scales else self.optimizer.loss_scale_factor
 
     def finish(self) -> None:
