@@ -9,7 +9,7 @@ the four functions of `cases.Framework`, and in `cases.IMPORTS` what its process
 
 Everything else is the suite's: problems and the deal of rows to ranks (`problems.py`), processes and the order of calls
 (`harness.py`, `rank.py`). The other files of the suite are `test_state.py` (randomness, snapshots, checkpoints,
-transfers), `test_failures.py` (deaths, errors, interrupts), `test_independent.py` (ranks that step alone) and
+transfers), `test_failures.py` (deaths, errors, interrupts), `test_asynchronous.py` (ranks that step alone) and
 `test_sharded.py` (divided models).
 """
 

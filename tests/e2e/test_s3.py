@@ -1,4 +1,4 @@
-"""The store against a real S3 server; the log's tests in tests/unit/test_log.py run against it too."""
+"""The store against a real S3 server; the log's tests in tests/unit/test_run_log.py run against it too."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load
 
 import trainwright as tw
-from tests.faults.growing_world import FEWEST, MOST, growing_job
+from tests.faults.autoscaling_world import FEWEST, MOST, growing_job
 from tests.support.finished_runs import final_state, told
 from tests.support.processes import ROOT
 from trainwright.core import events
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.hosts
 def world(what: str, folder: Path) -> str:
     """What the world of that name says."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.faults.growing_world", what, str(folder)]
+    command = [sys.executable, "-m", "tests.faults.autoscaling_world", what, str(folder)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import trainwright as tw
-from tests.faults import distilled_world as world
-from tests.faults.distilled_world import NAME, Fault, Marks, Script, distillation
+from tests.faults import distilling_world as world
+from tests.faults.distilling_world import NAME, Fault, Marks, Script, distillation
 from tests.support import processes, torch_jobs
 from tests.support.finished_runs import State, final_state, told
 from trainwright.core import events

@@ -1,4 +1,4 @@
-"""The driver is interrupted, preempted, doubled; test_heirs.py and test_exactly_once.py kill it."""
+"""The driver is interrupted, preempted, doubled; test_driver_takeover.py and test_exactly_once.py kill it."""
 
 from __future__ import annotations
 

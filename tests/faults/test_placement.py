@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import trainwright as tw
-from tests.faults.placed_world import job
+from tests.faults.placement_world import job
 from tests.support.finished_runs import told
 from tests.support.processes import ROOT
 from trainwright.core import events
@@ -20,7 +20,7 @@ from trainwright.core import events
 @pytest.mark.nodes
 def test_a_lost_node_takes_one_copy_of_each_piece(tmp_path: Path, ray_cluster: None) -> None:
     folder = tmp_path / "runs"
-    command = [sys.executable, "-m", "tests.faults.placed_world", str(folder)]
+    command = [sys.executable, "-m", "tests.faults.placement_world", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,7 +51,7 @@ def _losses(folder: Path) -> dict[int, float]:
 
 @pytest.mark.nodes
 def test_ray_gives_out_and_moves_the_bundle_of_a_tensor_group_as_one() -> None:
-    command = [sys.executable, "-m", "tests.faults.placed_world", "--rooms"]
+    command = [sys.executable, "-m", "tests.faults.placement_world", "--rooms"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

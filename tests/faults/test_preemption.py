@@ -61,7 +61,7 @@ def test_a_process_that_nobody_relieves_ends_by_itself_when_its_time_is_over(
 @pytest.mark.nodes
 def test_the_rank_goes_to_another_node_where_one_has_room(folder: Path, unbroken: Callable[[int], State]) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    command = [sys.executable, "-m", "tests.faults.moving_world", str(folder)]
+    command = [sys.executable, "-m", "tests.faults.preemption_world", str(folder)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(folder.parent.glob("node-*"))) == 2

@@ -11,7 +11,7 @@ from trainwright.core.errors import StorageError
 from trainwright.driver import messages as m
 
 if TYPE_CHECKING:
-    from tests.simulation.labour import Labour
+    from tests.simulation.calls import Labour
 
 
 class Memory:

@@ -16,7 +16,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import trainwright.driver.state_machine as decide
-from tests.simulation.tears import Code
+from tests.simulation.power_cuts import Code
 
 PRODUCT = "trainwright."
 

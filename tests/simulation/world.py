@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from tests.simulation.calls import Labour
 from tests.simulation.clock import Clock
-from tests.simulation.facts import Facts
-from tests.simulation.labour import Labour
+from tests.simulation.faults import Strikes
+from tests.simulation.oracle import Facts
 from tests.simulation.processes import Process, Team, lineages
 from tests.simulation.scenario import Scenario
 from tests.simulation.store import Store, Violation
-from tests.simulation.strikes import Strikes
 from trainwright.core import events
 from trainwright.core.errors import FencedError, StorageError
 from trainwright.driver import messages as m

@@ -11,9 +11,9 @@ from random import Random
 import pytest
 
 from tests.simulation.mutants import Mutant, load, load_storage, mutate
+from tests.simulation.power_cuts import attack, attack_create, record
 from tests.simulation.scenario import draw
 from tests.simulation.store import Violation
-from tests.simulation.tears import attack, attack_create, record
 from tests.simulation.world import simulate
 from trainwright.driver import rendezvous, state_machine
 from trainwright.driver.driver_state import DriverState

@@ -10,7 +10,7 @@ from trainwright.core.topology import Generation
 from trainwright.driver import messages as m
 
 if TYPE_CHECKING:
-    from tests.simulation.labour import Labour
+    from tests.simulation.calls import Labour
 
 SPIKE = 100.0  # the loss of a step that is one
 

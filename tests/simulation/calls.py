@@ -7,14 +7,14 @@ from random import Random
 from typing import Any
 
 from tests.simulation.clock import Clock
-from tests.simulation.guild import Guild
-from tests.simulation.healing import heal
+from tests.simulation.coordinators import Guild
 from tests.simulation.memory import Memory
-from tests.simulation.news import News
 from tests.simulation.plans import stage_piece, whole_of
 from tests.simulation.processes import TRIED, Process, Team, apply
 from tests.simulation.scenario import Scenario, least_of
-from tests.simulation.shop import Shop
+from tests.simulation.servers import Shop
+from tests.simulation.state_recovery import heal
+from tests.simulation.step_reports import News
 from tests.simulation.store import Store, Violation
 from tests.simulation.uploads import Uploads
 from trainwright.core.data import MetricSums

@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.simulation.tears import attack, attack_create, record
+from tests.simulation.power_cuts import attack, attack_create, record
 
 
 @settings(max_examples=150)

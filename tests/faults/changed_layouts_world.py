@@ -1,6 +1,6 @@
-"""A driver on a Ray cluster of its own whose second node goes and comes while two stages train; see test_relaid.py.
+"""A driver on a cluster whose second node goes and comes while two stages train; see test_changed_layouts.py.
 
-A node has room for one worker. Run as `python -m tests.faults.relaid_world FOLDER`.
+A node has room for one worker. Run as `python -m tests.faults.changed_layouts_world FOLDER`.
 """
 
 from __future__ import annotations

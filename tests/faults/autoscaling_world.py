@@ -1,6 +1,6 @@
 """Runs on a cluster that starts nodes when they are asked for; see test_autoscaling.py.
 
-Run as `python -m tests.faults.growing_world grows|refuses|elsewhere FOLDER`.
+Run as `python -m tests.faults.autoscaling_world grows|refuses|elsewhere FOLDER`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A driver on a Ray cluster of two nodes whose only worker is told to go; see test_preemption.py.
 
-Run as `python -m tests.faults.moving_world FOLDER`; each node that a step ran on leaves a mark.
+Run as `python -m tests.faults.preemption_world FOLDER`; each node that a step ran on leaves a mark.
 """
 
 from __future__ import annotations

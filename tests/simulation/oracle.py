@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.news import SPIKE
 from tests.simulation.scenario import Scenario, least_of
+from tests.simulation.step_reports import SPIKE
 from tests.simulation.store import Store, Violation
 from trainwright.core import events
 from trainwright.core.errors import (

@@ -29,7 +29,7 @@ def parameters(state: State) -> dict[str, Any]:
 def test_a_lost_stage_makes_it_one_device_and_a_new_node_two_stages_again(tmp_path: Path) -> None:
     folder, plain = tmp_path / "relaid", tmp_path / "plain"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.faults.relaid_world", str(folder)]
+    command = [sys.executable, "-m", "tests.faults.changed_layouts_world", str(folder)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     changed: Any = told(folder, "faulty", events.Replanned)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tests.simulation.guild import SILENT_S
+from tests.simulation.coordinators import SILENT_S
 from tests.simulation.processes import Process
 from tests.simulation.scenario import Fault
 from trainwright.core.errors import StorageError

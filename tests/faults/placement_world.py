@@ -1,8 +1,8 @@
 """A driver on a Ray cluster of its own: two replicas of two stages on two nodes, one of which is lost; see
 test_placement.py.
 
-A third node comes before the second one goes. Run as `python -m tests.faults.placed_world FOLDER`; each step leaves a
-mark of the rank and of the node on which it ran.
+A third node comes before the second one goes. Run as `python -m tests.faults.placement_world FOLDER`; each step
+leaves a mark of the rank and of the node on which it ran.
 """
 
 from __future__ import annotations

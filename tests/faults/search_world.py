@@ -1,4 +1,4 @@
-"""A search of three settings whose runs stand still where they are told to; see test_searching.py.
+"""A search of three settings whose runs stand still where they are told to; see test_search.py.
 
 The teacher runs in the student's step and is wrong, so that it is known how settings do: the less of it, the better.
 One run at a time, so that an unbroken search comes to the same decisions.
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import trainwright as tw
-from tests.faults.distilled_world import Marks, cross_entropy
+from tests.faults.distilling_world import Marks, cross_entropy
 from tests.support import torch_jobs
 
 NAME, SEED, HELD = "faulty-search", 3, 14  # a step of the second epoch

@@ -9,7 +9,7 @@ from tests.simulation.store import Violation
 from trainwright.driver import messages as m
 
 if TYPE_CHECKING:
-    from tests.simulation.labour import Labour
+    from tests.simulation.calls import Labour
 
 
 def heal(labour: Labour, team: Team, arrived: list[Process]) -> None:

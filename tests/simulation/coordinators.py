@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tests.simulation.processes import Process, Team, apply
-from tests.simulation.shop import SERVED, Shop
+from tests.simulation.servers import SERVED, Shop
 from tests.simulation.store import Violation
 from trainwright.core.data import MetricSums
 from trainwright.core.errors import PeerLost
@@ -15,7 +15,7 @@ from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
 
 if TYPE_CHECKING:
-    from tests.simulation.labour import Labour
+    from tests.simulation.calls import Labour
 
 SILENT_S = 30.0  # after which one that does not run, and that the others do without, is ended
 LOOK_S = 0.2  # between two looks of the chief at who is there

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import trainwright as tw
-from tests.faults import searched_world as world
-from tests.faults.distilled_world import Marks
-from tests.faults.searched_world import ALONE, BAD, FAIR, GOOD, NAME
+from tests.faults import search_world as world
+from tests.faults.distilling_world import Marks
+from tests.faults.search_world import ALONE, BAD, FAIR, GOOD, NAME
 from tests.soak import living_actors
 from tests.support import processes
 from tests.support.finished_runs import final_state, told

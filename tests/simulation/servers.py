@@ -12,7 +12,7 @@ from trainwright.core.topology import StalenessCounts, StateTag
 from trainwright.driver import messages as m
 
 if TYPE_CHECKING:
-    from tests.simulation.labour import Labour
+    from tests.simulation.calls import Labour
 
 SERVED = frozenset({"form", "heal", "run", "evaluate", "leave"})
 BOUND = 2  # steps that a worker may be ahead of the first incomplete one
