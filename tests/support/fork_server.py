@@ -24,6 +24,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import Any
 
 import numpy
@@ -37,6 +38,8 @@ _STANDARD = (0, 1, 2)
 @contextmanager
 def fork_server(modules: Sequence[str]) -> Iterator[str]:
     """Start a fork server; yield the name of its socket, which takes orders at once. They wait for the imports."""
+    missing = [module for module in modules if find_spec(module) is None]
+    assert not missing, f"the fork server is to import what does not exist: {missing}"  # Ray would wait without end
     name = f"trainwright-tests-{os.getpid()}-{secrets.token_hex(4)}"
     command, pipe = [sys.executable, __file__, name, *modules], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as it:

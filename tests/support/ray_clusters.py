@@ -18,7 +18,7 @@ from tests.support.fork_server import VARIABLE, fork_server
 
 TORCH_IMPORTS = (
     "trainwright.worker.worker",
-    *(f"trainwright.strategies.torch.engines.{name}" for name in ("data_parallel", "one_device", "fsdp", "pipeline")),
+    *(f"trainwright.strategies.torch.engines.{name}" for name in ("base", "data_parallel", "fsdp", "pipeline")),
     *("aiohttp", "asyncio", "google.protobuf", "jsonschema", "pandas"),  # what Ray does beside itself
     *("pyarrow.json", "pydantic.v1", "requests", "yaml"),
 )

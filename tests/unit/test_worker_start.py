@@ -117,7 +117,17 @@ def test_it_ends_with_who_made_it() -> None:
         order(name, [sys.executable])
 
 
-def test_one_that_cannot_import_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    with fork_server(["there_is_no_such_module"]) as name, pytest.raises(ConnectionError):
+def test_one_that_cannot_import_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_module.py").write_text("import there_is_no_such_module\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with fork_server(["broken_module"]) as name, pytest.raises(ConnectionError):
         order(name, [os.devnull])
     assert "there_is_no_such_module" in capfd.readouterr().err
+
+
+def test_one_that_is_to_import_what_does_not_exist_does_not_start() -> None:
+    with pytest.raises(AssertionError, match="there_is_no_such_module"), fork_server(["there_is_no_such_module"]):
+        pass
