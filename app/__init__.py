@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from trainwright.core.job import Scaling as Scaling
     from trainwright.core.job import TensorFlow as TensorFlow
     from trainwright.core.job import Training as Training
-    from trainwright.core.loss_api import Match as Match
-    from trainwright.core.loss_api import SoftLoss as SoftLoss
     from trainwright.core.loss_api import gather as gather
     from trainwright.core.model_profile import transformer_profile as transformer_profile
     from trainwright.core.plan import Estimate as Estimate
     from trainwright.core.plan import Plan as Plan
+    from trainwright.core.soft_loss import Match as Match
+    from trainwright.core.soft_loss import SoftLoss as SoftLoss
     from trainwright.distillation.distillation_spec import Distillation as Distillation
     from trainwright.distillation.distillation_spec import Teacher as Teacher
     from trainwright.distillation.distilled_run import DistilledRun as DistilledRun
@@ -74,7 +74,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "core.engine": ("Pad",),
     "core.errors": ("TrainwrightError",),
     "core.job": ("Checkpointing", "Data", "Job", "Planning", "Recovery", "Scaling", "TensorFlow", "Training"),
-    "core.loss_api": ("Match", "SoftLoss", "gather"),
+    "core.loss_api": ("gather",),
+    "core.soft_loss": ("Match", "SoftLoss"),
     "core.model_profile": ("transformer_profile",),
     "core.plan": ("Estimate", "Plan"),
     "distillation.distillation_spec": ("Distillation", "Teacher"),

@@ -21,8 +21,8 @@ from trainwright.strategies.distillation.multi_student import StudentModels
 
 if TYPE_CHECKING:
     from trainwright.core.cluster import Cluster
-    from trainwright.core.loss_api import SoftLoss
     from trainwright.core.plan import Plan
+    from trainwright.core.soft_loss import SoftLoss
     from trainwright.datasets.data_source import Index
 
 

@@ -10,7 +10,8 @@ from pydantic import Field, field_validator, model_validator
 from trainwright.core.engine import Pad
 from trainwright.core.errors import JobError
 from trainwright.core.job import ColumnNames, Job
-from trainwright.core.loss_api import SoftLoss, name_problems, teacher_column
+from trainwright.core.loss_api import name_problems, teacher_column
+from trainwright.core.soft_loss import SoftLoss
 from trainwright.core.strict_model import StrictModel
 from trainwright.datasets.data_source import TableSource
 from trainwright.datasets.dataset import Dataset

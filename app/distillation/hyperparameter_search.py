@@ -43,7 +43,7 @@ from trainwright.storage.object_store import Store, canonical_uri, open_store
 
 if TYPE_CHECKING:
     from trainwright.core.job import Job
-    from trainwright.core.loss_api import SoftLoss
+    from trainwright.core.soft_loss import SoftLoss
     from trainwright.reporting.scorecard import Scorecard
 
 _SEARCH_FILE, _RESULT_FILE = "search.json", "found.json"

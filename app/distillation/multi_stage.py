@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from trainwright.core.errors import CheckpointError, JobError, PlanError, RunFinished
 from trainwright.core.job import Job
-from trainwright.core.loss_api import SoftLoss
+from trainwright.core.soft_loss import SoftLoss
 from trainwright.core.strict_model import StrictModel
 from trainwright.distillation.distillation_spec import JOB_FIELDS, STUDENT, Distillation, Teacher
 from trainwright.distillation.distilled_run import run_distillation

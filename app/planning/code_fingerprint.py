@@ -53,8 +53,6 @@ STORED_NAMES = {
     "core.job.Scaling": "core.job_options.Scaling",
     "core.job.TensorFlow": "core.job_options.TensorFlow",
     "core.job.Training": "core.job_options.Training",
-    "core.loss_api.Match": "core.soft_loss.Match",
-    "core.loss_api.SoftLoss": "core.soft_loss.SoftLoss",
     "core.loss_api.gather": "core.gathering.gather",
     "datasets.formats.image_folder._DecodeImage": "datasets.image_files.DecodeImage",
     "datasets.formats.image_folder.decode_image": "datasets.image_files.decode_image",

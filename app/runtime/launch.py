@@ -173,6 +173,8 @@ class RemoteRunController:
                 where=name,
                 remedy=f"follow it with: trainwright logs {job.name} --follow",
             ) from error
+        # Asked here: with `--detach` the process exits soon, and a thread that then is within Ray would crash it.
+        self._end: Future[FinishRun] = self._driver.end.remote().future()
 
     def begin(self) -> None:
         """Wait until the driver has started the run. Raises as `tw.start` if it could not."""
@@ -180,8 +182,6 @@ class RemoteRunController:
         if finish is not None and finish.error is not None:
             ray.kill(self._driver, no_restart=True)
             raise finish.error
-        # Asked here: with `--detach` the process exits next, and a thread that then is within Ray would crash it.
-        self._end: Future[FinishRun] = self._driver.end.remote().future()
 
     def run(self) -> FinishRun:
         """Wait for the end."""

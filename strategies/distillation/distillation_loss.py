@@ -32,7 +32,7 @@ from trainwright.strategies.distillation.layer_match import (
 )
 
 if TYPE_CHECKING:
-    from trainwright.core.loss_api import Match, SoftLoss
+    from trainwright.core.soft_loss import Match, SoftLoss
 
 
 @dataclass(frozen=True, kw_only=True)

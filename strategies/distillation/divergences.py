@@ -15,7 +15,7 @@ from trainwright.core.frameworks import load_module
 from trainwright.core.loss_api import InlineTeacher
 
 if TYPE_CHECKING:
-    from trainwright.core.loss_api import SoftLoss
+    from trainwright.core.soft_loss import SoftLoss
 
 _FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "tensorflow"}
 

@@ -10,7 +10,7 @@ from trainwright.core.errors import JobError
 from trainwright.strategies.distillation.divergences import TensorOps
 
 if TYPE_CHECKING:
-    from trainwright.core.loss_api import Match
+    from trainwright.core.soft_loss import Match
 
 Shape = tuple[int | None, ...]
 _TO_FIRST, _TO_LAST = (0, 3, 1, 2), (0, 2, 3, 1)  # of feature maps: where the channels go

@@ -21,7 +21,7 @@ from tests.support.conformance.harness import Pool, World
 from tests.support.conformance.keras_cases import ALONE, MIRRORED, PROBLEM
 from tests.support.conformance.staged_model import plan, spec, trained
 from tests.support.torch_engines import Files
-from trainwright.core.loss_api import Match, SoftLoss
+from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics
 from trainwright.strategies.distillation.layer_match import LayerProjection
 from trainwright.strategies.distillation.multi_student import StudentModels, unwrap_student

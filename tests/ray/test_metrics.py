@@ -109,8 +109,8 @@ def test_what_prometheus_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     finally:
         gate.touch()
         run.wait()
-    scraped = {name.partition(",")[0] for name in found}
-    assert scraped == {series for metric in METRICS.values() for series in exported(metric)}
+    names = {name.partition(",")[0] for name in found}
+    assert names == {series for metric in METRICS.values() for series in exported(metric)}
     board = json.loads((ROOT / "clusters" / "grafana.json").read_text())
     drawn = {
         name
@@ -118,4 +118,4 @@ def test_what_prometheus_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         for each in panel.get("targets", ())
         for name in re.findall(r"ray_\w+", each["expr"])
     }
-    assert drawn and drawn <= scraped
+    assert drawn and drawn <= names

@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.support.small_distillation import TWO, torch_hard
 from trainwright.core.data import Terms
-from trainwright.core.loss_api import Match, SoftLoss
+from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss
 from trainwright.strategies.distillation.layer_match import LayerProjection, projection_for
 

@@ -23,7 +23,7 @@ import torch
 
 import trainwright as tw
 from trainwright.core.events import CODE_FIELD
-from trainwright.core.loss_api import Match, SoftLoss
+from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.datasets.formats.image_folder import decode_image
 from trainwright.distillation.distillation_job import TeacherActor
 from trainwright.distillation.target_cache import _TargetReader

@@ -120,7 +120,7 @@ def test_closures_and_partials_are_told_apart_by_what_they_hold() -> None:
 STRANGE = """
 import sys
 sys.path.insert(0, {here!r})
-from test_travel import job
+from test_job_pickling import job
 from trainwright.planning.job_description import describe
 
 class Plain: ...

@@ -13,7 +13,7 @@ from torch import nn
 from tests.support.small_distillation import TWO, torch_hard
 from trainwright.core.data import Terms
 from trainwright.core.errors import JobError
-from trainwright.core.loss_api import Match, SoftLoss
+from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics
 
 

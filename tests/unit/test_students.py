@@ -21,7 +21,7 @@ from tests.support import torch_engines
 from tests.support.torch_profile import profile_model
 from trainwright.core.data import Batch, Feed
 from trainwright.core.errors import JobError, NonFiniteLoss
-from trainwright.core.loss_api import Match, SoftLoss
+from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics
 from trainwright.strategies.distillation.divergences import tensor_ops_for
 from trainwright.strategies.distillation.multi_student import StudentModels, unwrap_student

@@ -19,7 +19,7 @@ from tests.support.conformance import tensorflow_case, torch_case
 from tests.support.prediction_jobs import columns_of, job, train
 from tests.support.torch_engines import Net
 from trainwright.core.errors import CheckpointError, JobError
-from trainwright.core.loss_api import Match, SoftLoss
+from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.distillation import teacher_runner
 from trainwright.distillation.distillation_spec import Teacher
 from trainwright.distillation.teacher_runner import TeacherRunner, load_teacher
