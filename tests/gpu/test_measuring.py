@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.gpu.lone import GPU, ONE_DEVICE, Lone, Task
-from tests.support.torch_profile import profile_model
 from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.strategies.cost_model.machine_model import EFFICIENCIES
 from trainwright.strategies.cost_model.memory_estimate import stage_memory
-from trainwright.strategies.torch.profiling import probe
+from trainwright.strategies.torch.profiling import probe, profile_model
 
 pytestmark = pytest.mark.gpu(stand_in=False)
 
@@ -90,7 +89,9 @@ def test_peak_memory_is_near_what_the_plan_foretells(size: str, choices: dict[st
     plan = Plan(
         strategy="test", engine=ONE_DEVICE, mesh=Mesh(), batch_size=rows, placement=WorkerResources(cpus=1), **choices
     )  # type: ignore[arg-type]
-    profile = profile_model(build, {"x": np.zeros((1, tokens), np.int64)}, ("x",))
+    with torch.device("meta"):
+        built = build()
+    profile = profile_model(built, {"x": np.zeros((1, tokens), np.int64)}, ("x",))
     (foretold,) = stage_memory(profile, plan, batch_size=rows, precision=plan.precision)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
