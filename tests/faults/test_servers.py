@@ -50,10 +50,9 @@ def unbroken(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 
 CASES = [("torch", "sync"), ("torch", "async"), ("tensorflow", "async")]
-LONG = pytest.param("torch", "async", marks=pytest.mark.soak)  # its exact account of samples is also in test_apart
 
 
-@pytest.mark.parametrize(("framework", "consistency"), [CASES[0], LONG, CASES[2]])
+@pytest.mark.parametrize(("framework", "consistency"), CASES)
 def test_processes_are_killed_and_frozen(
     framework: str,
     consistency: str,
