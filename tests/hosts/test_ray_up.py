@@ -29,6 +29,7 @@ FILE = "clusters/local.yaml"
 PACE_S = 0.3
 GONE_S = 40.0  # a host gives up 10 s after the head is gone, as the file says
 FIELDS = {"workers": 3, "min_workers": 1, "spares": 0, "shrink_s": 8.0, "keeper_s": 1.0, "checkpoint_steps": 1000}
+PLAN = "plan=dp=2,pp=2,schedule=gpipe,accumulation=2"
 # What the comments of the file say that a firewall has to let pass between the hosts.
 OPEN = {22, 6379, *range(6380, 6389), *range(10002, 11000), *range(PORTS[0], PORTS[1] + 1)}
 # In place of one made from a package index: an environment with all packages of this one but trainwright.
@@ -120,7 +121,7 @@ def test_a_job_typed_by_hand(up: World, tunnel: None) -> None:
 
 def test_replicas_of_stages_on_several_hosts_reach_each_other(up: World, tunnel: None) -> None:
     """Through groups of two ranks each, on hosts whose own names mean 127.0.1.1."""
-    said = ended(typed(up, "name=stages", "workers=4", "plan=dp=2,pp=2,schedule=gpipe,accumulation=2"))
+    said = ended(typed(up, "name=stages", "workers=4", "min_workers=4", PLAN))
     formed: Any = told(up.runs(), "stages", events.Formed)
     assert len(set(formed[0].nodes)) > 1, said
     staged, plain = (final_state(up.runs(), name) for name in ("stages", "unbroken"))
