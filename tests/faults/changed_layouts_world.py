@@ -66,7 +66,7 @@ def main(folder: Path) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS, "include_dashboard": False})
     second = cluster.add_node(num_cpus=CPUS)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    run = tw.start(staged_job(folder, min_workers=1, shrink_s=15.0))
+    run = tw.start(staged_job(folder, min_workers=1, shrink_s=30.0))
     await_world(folder, 2)
     cluster.remove_node(second, allow_graceful=False)
     await_world(folder, 1)

@@ -49,7 +49,7 @@ assert trainwright.__file__.startswith("/root/.trainwright/venv/"), trainwright.
 JOINED = """
 import ray, sys, time
 ray.init(address="auto", log_to_driver=False)
-until_s = time.monotonic() + 60
+until_s = time.monotonic() + 150
 while (alive := sum(node["Alive"] for node in ray.nodes())) < int(sys.argv[1]):
     assert time.monotonic() < until_s, f"{alive} hosts came"
     time.sleep(0.2)
@@ -65,7 +65,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         start = f"cd {CHECKOUT} && {RAY} up -y {FILE} --no-config-cache 2>&1"
         made.laptop.machine.run("sh", "-c", start, env=USER, deadline_s=150)
         head = made.hosts["head"].machine
-        head.run(sys.executable, "-c", JOINED, len(made.cluster), env=USER, deadline_s=90)
+        head.run(sys.executable, "-c", JOINED, len(made.cluster), env=USER, deadline_s=180)
         for host in made.cluster:
             host.machine.run(HOME / ".trainwright/venv/bin/python", "-c", INSTALLED, env={"PYTHONPATH": ""})
         yield made
@@ -156,7 +156,7 @@ def test_ray_down_leaves_nothing(up: World, tunnel: None) -> None:
     """Of the two hosts that are left; the head has started Ray again on the one that came back."""
     up.laptop.machine.run("sh", "-c", "kill -INT $(cat /tmp/tunnel.pid)")  # Ctrl-C where `ray dashboard` was typed
     left = [up.hosts[name] for name in ("head", "two")]
-    left[0].machine.run(sys.executable, "-c", JOINED, len(left), env=USER, deadline_s=90)
+    left[0].machine.run(sys.executable, "-c", JOINED, len(left), env=USER, deadline_s=180)
     up.laptop.machine.run("sh", "-c", f"cd {CHECKOUT} && {RAY} down -y {FILE} 2>&1", env=USER)
     for host in left:
         until_s = time.monotonic() + GONE_S
