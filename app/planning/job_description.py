@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainwright.core.events import CODE_FIELD
-from trainwright.core.job import FIELD_ORDER, Job
+from trainwright.core.job import FIELD_ORDER, GROUP_OF, Job
 from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Index
 from trainwright.planning.code_fingerprint import (
@@ -83,10 +83,12 @@ def description_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[
     """List the differences in fields that matter to the result.
 
     A data set is the same wherever it is stored. More epochs matter only to a schedule, which may depend on the last
-    step. A value that became a secret since the old description was written is no difference. Code is not compared
-    where another version of Python or an older trainwright wrote the old description; see `comparable`.
+    step. A value that became a secret since the old description was written is no difference, nor is the default of an
+    option that did not exist then. Code is not compared where another version of Python or an older trainwright wrote
+    the old description; see `comparable`.
     """
-    old = {name: redact(words) for name, words in old.items()}
+    defaults = {name: _Codes().text(name, Job.default(name)) for name in GROUP_OF if name in new}
+    old = defaults | {name: redact(words) for name, words in old.items()}
     before, now = (_decode_table(each.get(CODE_FIELD, "")) for each in (old, new))
     if CODE_FIELD in new and before[0] != now[0]:
         old, new = ({name: _DIGESTS.sub("", words) for name, words in each.items()} for each in (old, new))
