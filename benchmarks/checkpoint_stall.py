@@ -14,7 +14,7 @@ from peers.plain_saving import PlainSaving
 from problem import CLASSES, FEATURES, THREADS, WORKERS, job
 from torch import nn
 
-from trainwright.driver.messages import SnapshotRequest
+from trainwright.driver.messages import RunRequest, SnapshotRequest
 
 WIDE, LAYERS, SMOKE_WIDTH = 2048, 8, 64
 GIB = 2**30
@@ -67,7 +67,7 @@ def _each(turns: list[tuple[float, ...]], size: float) -> list[float]:
 
 def _turns(seat: Seat, folder: Path, model: Callable[[], nn.Module], rounds: int) -> tuple[int, dict[str, list[Turn]]]:
     """One rank: the size of its files in bytes, and what each way took in each round."""
-    seat.worker.run(range(1))
+    seat.worker.run(RunRequest(steps=range(1)))
     ours, plain = OurSaving(seat, folder), PlainSaving(seat.rank, folder / "plain", model)
     ways = {"ours": ours.save, "save": plain.save, "async_save": plain.save_async}
     found: dict[str, list[Turn]] = {name: [] for name in ways}

@@ -14,6 +14,7 @@ from figures import Figure, compare
 from party import Seat, decided, machine, order_of, together
 from problem import BATCH_SIZE, ROWS, WORKERS, job
 
+from trainwright.driver.messages import RunRequest
 from trainwright.worker.worker import Worker
 from trainwright.worker.worker_config import WorkerConfig
 
@@ -102,5 +103,5 @@ class OurLoop:
     def run(self, steps: int) -> list[float]:
         """Seconds of each of so many steps, as the worker records them."""
         before, self._step = self._step, self._step + steps
-        self._worker.run(range(before, self._step))
+        self._worker.run(RunRequest(steps=range(before, self._step)))
         return self._worker.watch(before, 0.0).step_s

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 import trainwright as tw
 from trainwright.core.cluster import ACCELERATORS, Accelerator, find_accelerator
+from trainwright.driver.messages import RunRequest
 from trainwright.strategies.torch.profiling import probe
 from trainwright.worker.worker import Worker
 from trainwright.worker.worker_config import WorkerConfig
@@ -159,7 +160,7 @@ def _memory(order: WorkerConfig, estimated_bytes: float) -> list[Figure]:
 def _peak(seat: Seat) -> int:
     """The most bytes that torch had given out in a few steps."""
     torch.cuda.reset_peak_memory_stats()
-    seat.worker.run(range(4))
+    seat.worker.run(RunRequest(steps=range(4)))
     return torch.cuda.max_memory_allocated()
 
 

@@ -14,6 +14,8 @@ from party import Seat, decided, machine, one_after_another, order_of
 from problem import CLASSES, FEATURES, WIDE, job
 from torch import nn
 
+from trainwright.driver.messages import RunRequest
+
 LAYERS, BATCH, STEPS = 8, 1024, 6
 EVERY_S = 0.0005
 TARGET = 1.15
@@ -70,7 +72,7 @@ def _case(folder: Path, name: str, fields: Mapping[str, Any], batch: int) -> lis
 
 def _steps(seat: Seat) -> int:
     """Steps of one rank; the most bytes that it held in them."""
-    most: int = seat.watch.most(lambda: seat.worker.run(range(STEPS)))
+    most: int = seat.watch.most(lambda: seat.worker.run(RunRequest(steps=range(STEPS))))
     return most
 
 

@@ -19,6 +19,7 @@ from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import PlanError
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan
+from trainwright.driver.messages import RunRequest
 from trainwright.reporting.plan_view import plan_name
 from trainwright.strategies.cost_model.estimator import Measurement
 from trainwright.strategies.search.plan_ranking import estimate_of, simplest_plan
@@ -130,7 +131,7 @@ def _measured(asked: Sequence[Tried], steps: int) -> list[float]:
 def _stepped(seat: Seat, steps: int) -> float:
     """One rank's median step, without the first one."""
     seat.meet()
-    seat.worker.run(range(1 + steps))
+    seat.worker.run(RunRequest(steps=range(1 + steps)))
     return median(seat.worker.watch(1, 0.0).step_s)
 
 

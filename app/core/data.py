@@ -77,6 +77,7 @@ class Feed:
         wish: this rank asks to stop; that travels in the reduction that carries the weights.
         following: the feed of the step after, which may have one too: where the plan's steps may begin before the one
             before them ends, and these are sure to be asked for next; on all ranks or on none.
+        metrics: of the evaluation after `step` completed steps; None where there was none.
     """
 
     step: int
@@ -86,6 +87,7 @@ class Feed:
     rows: int
     wish: bool = False
     following: Feed | None = None
+    metrics: Mapping[str, float] | None = None
 
 
 def zero_weight(feed: Feed) -> Feed:

@@ -10,6 +10,7 @@ is padded to its own longest row. Training, evaluation, prediction and warm-up a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
@@ -33,6 +34,7 @@ from trainwright.core.topology import (
 )
 
 _CollateFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
+_ANY_NUMBER = inspect.Parameter.VAR_POSITIONAL
 
 MASK_SUFFIX = "_mask"
 _SHOWN_SAMPLES = 5
@@ -280,7 +282,8 @@ class ModelSpec:
     Attributes:
         model: () -> the framework's model.
         loss: (outputs, targets) -> losses (samples,) or Terms; unused with `step`.
-        optimizer: (parameters) -> the framework's optimizer; None where the model brings its own (`run="fit"`).
+        optimizer: (parameters) -> the framework's optimizer; None where the model brings its own (`run="fit"`). One
+            whose parameter is called `named_parameters` gets (name, parameter) pairs.
         step: (model, batch) -> losses or Terms, where batch is the dict of all columns as tensors.
         inputs: column names given to the model, as positional arguments where there are no keywords.
         keywords: the model's argument that each of `inputs` is given as; empty, or as many.
@@ -290,7 +293,11 @@ class ModelSpec:
         sample_weight: column that the losses of each sample are multiplied by; empty for none.
         class_weight: class -> what the losses of its samples are multiplied by in training; 1 for others.
         metrics: name -> (outputs, targets) -> (samples,) or Terms.
-        schedule: (step, total_steps) -> factor on the optimizer's own learning rate.
+        schedule: (step, total_steps) -> factor on the optimizer's own learning rate, or one for each parameter group;
+            or, see `takes_optimizer`, (optimizer) -> scheduler of `torch.optim.lr_scheduler`.
+        schedule_by: when a scheduler counts on: after each `step` or `epoch`.
+        schedule_metric: metric of the evaluation set by which a scheduler counts on after each evaluation; empty for
+            none.
         clip_norm: largest global gradient norm; None does not clip.
         guard: look at the gradient of each step even where it is not clipped: it can be NaN where the loss is not.
         inexact: what the user accepts as not equal across layouts, such as `batch_norm`.
@@ -319,7 +326,9 @@ class ModelSpec:
     compile: Literal["auto", "eager", "xla", "inductor"] = "auto"
     collation: Collation = field(default_factory=Collation)
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
-    schedule: Callable[[int, int], float] | None = None
+    schedule: Callable[..., Any] | tuple[Callable[[int, int], float], ...] | None = None
+    schedule_by: Literal["step", "epoch"] = "step"
+    schedule_metric: str = ""
     clip_norm: float | None = None
     guard: bool = False
     seed: int = 0
@@ -347,8 +356,54 @@ class ModelSpec:
             problems.append(f'batch_norm="sync" needs {whole}; Keras has BatchNormalization(synchronized=True)')
         if self.local_state and not capabilities.local_state:
             problems.append(f"local_state= needs {whole}")
+        if not capabilities.schedulers and (isinstance(self.schedule, tuple) or takes_optimizer(self.schedule)):
+            problems.append(
+                "schedule= with a scheduler, or with a function for each parameter group, needs a torch model and no "
+                "parameter servers: give one function (step, total_steps) -> factor, or Keras' optimizer a "
+                "LearningRateSchedule"
+            )
         if problems:
             raise JobError(problems)
+
+    def make_optimizer(self, named: Sequence[tuple[str, Any]]) -> Any:
+        """Return the job's optimizer for these names and parameters. Raises what the user's function raises."""
+        assert self.optimizer is not None, "only a job with run='fit' may leave it out"
+        pairs = [each.name.startswith("named_param") for each in _positional_parameters(self.optimizer)[:1]]
+        return self.optimizer(list(named) if any(pairs) else [parameter for _, parameter in named])
+
+    def make_scheduler(self, optimizer: Any) -> Any:
+        """Return what `schedule=` makes of the optimizer. Raises what the user's function raises.
+
+        A parameter `total_steps` or `num_training_steps` that is not set gets how often the scheduler counts on.
+        """
+        assert callable(self.schedule), "takes_optimizer(schedule)"
+        length = self.epochs if self.schedule_by == "epoch" else self.total_steps
+        known = inspect.signature(self.schedule).parameters
+        fixed = any(known[name].default is not None for name in ("epochs", "steps_per_epoch") if name in known)
+        unset = [
+            name
+            for name in ("total_steps", "num_training_steps")
+            if name in known and (known[name].default is inspect.Parameter.empty or known[name].default is None)
+        ]
+        return self.schedule(optimizer, **({} if fixed else dict.fromkeys(unset, length)))
+
+
+def takes_optimizer(schedule: Any) -> bool:
+    """Return whether `schedule=` makes a scheduler of an optimizer, and is no function (step, total_steps) -> factor.
+
+    Its first parameter is called `optimizer`, or it is the only one.
+    """
+    places = _positional_parameters(schedule) if callable(schedule) else []
+    return bool(places) and (places[0].name == "optimizer" or (len(places) == 1 and places[0].kind is not _ANY_NUMBER))
+
+
+def _positional_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters that can be given by place; none for a function that is not Python's."""
+    try:
+        known = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [each for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD, _ANY_NUMBER)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from pydantic import Field, field_validator, model_validator
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.data import Batch, Feed
-from trainwright.core.engine import MASK_SUFFIX, Collation, ModelSpec, Pad
+from trainwright.core.engine import MASK_SUFFIX, Collation, ModelSpec, Pad, takes_optimizer
 from trainwright.core.errors import JobError, PlanError, nearest
 from trainwright.core.loss_api import has_sum_reduction
 from trainwright.core.plan import Plan, single_device_spec
@@ -92,7 +92,13 @@ class Training(_OptionGroup):
         seed: of all randomness. Each step seeds the global generators of torch, NumPy and Python. A transform runs
             beside steps: it must use the generator that it is given and not the global ones.
         schedule: (step, total_steps) -> factor on the optimizer's own learning rate; see `tw.schedules`. A function
-            with a keyword-only argument `batch_size` gets the job's.
+            with a keyword-only argument `batch_size` gets the job's. A tuple of functions is one for each parameter
+            group. Or, for torch models, (optimizer) -> any scheduler of `torch.optim.lr_scheduler`:
+            `lambda optimizer: StepLR(optimizer, 30)` or `partial(OneCycleLR, max_lr=0.1)`, where `total_steps` and
+            `num_training_steps` are filled in if they are not set. Its state is part of each checkpoint.
+        schedule_by: `step`, or `epoch`: then functions get (epoch, epochs), and schedulers count on after each epoch.
+        schedule_metric: `loss`, or one of `metrics`, of the evaluation set: a scheduler such as ReduceLROnPlateau gets
+            it after each evaluation, and counts on then alone.
         clip_norm: largest global gradient norm.
         accumulation: micro-batches of a worker in one step; by default as few as fit its memory.
         precision: `fp32` keeps the model's own types, `bf16` computes under autocast, and `fp16` (torch) scales losses
@@ -115,7 +121,9 @@ class Training(_OptionGroup):
 
     step: Callable[[Any, Any], Any] | None = None
     seed: Annotated[int, Field(ge=0)] = 0
-    schedule: Callable[[int, int], float] | None = None
+    schedule: Callable[..., Any] | tuple[Callable[[int, int], float], ...] | None = None
+    schedule_by: Literal["step", "epoch"] = "step"
+    schedule_metric: str | None = None
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     accumulation: Annotated[int, Field(ge=1)] | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -310,7 +318,7 @@ FIELD_ORDER: ColumnNames = (
     "precision", "compile", "run", "callbacks", "accumulation", "clip_norm", "schedule", "shuffle", "shuffle_window",
     "drop_last", "checkpoint_steps", "keeper_s", "keep", "evaluate_epochs", "inexact", "batch_norm", "local_state",
     "tensor_plan", "failures", "failures_an_hour", "place_deadline_s", "on_error", "on_nonfinite", "max_loss_ratio",
-    "on_spike", "on_crash_loop", "skip_limit", "hang_deadline_s", "trackers",
+    "on_spike", "on_crash_loop", "skip_limit", "hang_deadline_s", "trackers", "schedule_by", "schedule_metric",
 )  # fmt: skip
 """Fields of a job and its groups by their own names, in the order of stored descriptions. New ones go to the end."""
 
@@ -332,7 +340,8 @@ class Job(_JobModel):
         name: of the run; the same name resumes it. Letters, digits, dots, dashes and underscores.
         model: () -> torch.nn.Module or keras.Model; called in each worker. Global settings of this process for new
             models (Keras' policy, floatx, epsilon and image format, torch's default type) apply in workers too.
-        optimizer: (parameters) -> torch.optim.Optimizer or keras.optimizers.Optimizer. May be left out, like loss and
+        optimizer: (parameters) -> torch.optim.Optimizer or keras.optimizers.Optimizer. With a parameter called
+            `named_parameters` it gets (name, parameter) pairs, for groups by name. May be left out, like loss and
             metrics, where `run="fit"` and model() returns a compiled model.
         loss: (outputs, targets) -> one loss per sample, or `tw.Terms(values, weights)` for tokens and masks. Keras' own
             losses and functions, and a function with parameters named `(y_true, y_pred)`, are called in that order; so
@@ -517,7 +526,9 @@ class Job(_JobModel):
             collation=self.data.collation,
             compile=self.training.compile,
             metrics=dict(self.metrics),
-            schedule=_scheduled(self),
+            schedule=_scheduled(self, total_steps),
+            schedule_by=self.training.schedule_by,
+            schedule_metric=self.training.schedule_metric or "",
             clip_norm=self.training.clip_norm,
             guard=self.recovery.on_nonfinite == "skip",
             seed=self.training.seed,
@@ -574,17 +585,38 @@ def _names(given: str | ColumnNames) -> ColumnNames:
     return (given,) if isinstance(given, str) else given
 
 
-def _scheduled(job: Job) -> Callable[[int, int], float] | None:
+def _scheduled(job: Job, total_steps: int) -> Any:
+    """Return the schedule as engines call it."""
+    schedule = job.training.schedule
+    if schedule is None or takes_optimizer(schedule):
+        return schedule
+    epoch_steps = total_steps // job.epochs if job.training.schedule_by == "epoch" else 1
+    functions = [
+        _by_epoch(each, epoch_steps, job.epochs) if job.training.schedule_by == "epoch" else each
+        for each in (_with_batch_size(one, job.batch_size) for one in _schedules(job))
+    ]
+    return tuple(functions) if isinstance(schedule, tuple) else functions[0]
+
+
+def _schedules(job: Job) -> tuple[Any, ...]:
+    """Return the functions of `schedule=`: one for each parameter group, or one for all."""
+    schedule = job.training.schedule
+    return schedule if isinstance(schedule, tuple) else () if schedule is None else (schedule,)
+
+
+def _by_epoch(schedule: Callable[[int, int], float], epoch_steps: int, epochs: int) -> Callable[[int, int], float]:
+    """Return a function of steps from one of epochs."""
+    return lambda step, total: schedule(step // epoch_steps, epochs)
+
+
+def _with_batch_size(schedule: Callable[..., float], batch_size: int) -> Callable[[int, int], float]:
     """Return the schedule; one with a keyword-only `batch_size` gets the job's, whenever that changes."""
-    schedule: Callable[..., float] | None = job.training.schedule
-    if schedule is None:
-        return None
     try:
         wanted = inspect.signature(schedule).parameters.get("batch_size")
     except (TypeError, ValueError):  # of a function that is not Python's
         return schedule
     open_keyword = wanted is not None and wanted.kind is wanted.KEYWORD_ONLY and wanted.default is wanted.empty
-    return functools.partial(schedule, batch_size=job.batch_size) if open_keyword else schedule
+    return functools.partial(schedule, batch_size=batch_size) if open_keyword else schedule
 
 
 # --- Fields that contradict each other, and what to do ----------------------------------------------------------------
@@ -609,7 +641,7 @@ def _inconsistencies(job: Job) -> list[str]:
         problems.append("metrics= need inputs= and targets=")
     data = {"train": job.train} | ({} if job.evaluate is None else {"evaluate": job.evaluate})
     problems += filter(None, (data_problem(name, value) for name, value in data.items()))
-    problems += filter(None, (function_problem(name, job.get(name)) for name in ("model", "schedule")))
+    problems += filter(None, [function_problem("model", job.model), *_schedule_problems(job)])
     if job.recovery.on_crash_loop == "skip" and job.recovery.failures < CRASH_LOOP_FAILURES:
         problems.append(
             f'on_crash_loop="skip" recognizes a loop after {CRASH_LOOP_FAILURES} equal failures: set '
@@ -623,6 +655,36 @@ def _inconsistencies(job: Job) -> list[str]:
         ]
     problems += _weight_problems(job) + _padding_problems(job) + _bounds_problems(job)
     problems += _async_problems(job) + _rank_problems(job)
+    return problems
+
+
+def _schedule_problems(job: Job) -> list[str]:
+    """Describe what is wrong with schedule=, and what its options lack."""
+    training, schedules = job.training, _schedules(job)
+    problems = [function_problem("schedule", each) for each in schedules]
+    makes = takes_optimizer(training.schedule)
+    if isinstance(training.schedule, tuple) and any(map(takes_optimizer, schedules)):
+        problems.append(
+            "schedule= has a scheduler for one parameter group: torch's schedulers set the rates of all groups; give "
+            "one function (optimizer) -> scheduler, such as lambda optimizer: LambdaLR(optimizer, [first, second])"
+        )
+    if training.schedule_by == "epoch" and not schedules:
+        problems.append('schedule_by="epoch" needs schedule=')
+    metric = training.schedule_metric
+    if metric is None:
+        return problems
+    known = ["loss", *job.metrics]
+    if not makes:
+        problems.append(
+            "schedule_metric= is for a scheduler: set schedule= to a function (optimizer) -> scheduler, such as "
+            "partial(ReduceLROnPlateau, patience=3)"
+        )
+    if job.evaluate is None:
+        problems.append(f"schedule_metric={metric!r} is computed on the evaluation set: set evaluate=")
+    if metric not in known:
+        problems.append(f"schedule_metric={metric!r} is no metric of the job: {nearest(metric, known)}")
+    if training.schedule_by == "epoch":
+        problems.append('schedule_metric= counts evaluations: leave schedule_by="epoch" out, and set evaluate_epochs=')
     return problems
 
 

@@ -125,7 +125,7 @@ def function_problem(field: str, value: Any) -> str:
     if field == "optimizer" and any(kind in kinds for kind in _OPTIMIZERS):
         return f"optimizer= is a {name} that is made already: give a function, lambda parameters: {name}(parameters)"
     if field == "schedule":
-        return _schedule_problem(value if isinstance(value, type) else type(value))
+        return _schedule_problem(type(value))
     if field == "callbacks" and isinstance(value, list | tuple):
         return (
             "callbacks= is a list: give a function that makes it, callbacks=lambda: [...], since each worker calls it"
@@ -139,9 +139,8 @@ def _schedule_problem(kind: type) -> str:
     kinds = _qualified_bases(kind)
     if _SCHEDULER in kinds:
         return (
-            f"schedule= is torch's {kind.__name__}: give a function (step, total_steps) -> a factor on the optimizer's "
-            "learning rate, with steps counted from 0 and not in epochs, such as lambda step, total: 0.1 ** (step // "
-            "1000), or one of tw.schedules"
+            f"schedule= is a {kind.__name__} that is made already: give a function that makes it, lambda optimizer: "
+            f"{kind.__name__}(optimizer, ...), since each worker makes its own"
         )
     if _KERAS_SCHEDULE in kinds:
         return f"schedule= is Keras' {kind.__name__}: give it to the optimizer as its learning rate, and leave this out"

@@ -47,6 +47,7 @@ class Capabilities:
         inductor: it can compile models by `torch.compile`.
         local_state: data ranks can keep buffers of their own.
         synchronized_batch_norm: batch norms can look at the whole batch.
+        schedulers: `schedule=` can be one of `torch.optim.lr_scheduler`, or a function for each parameter group.
     """
 
     reform: RestartMode = "in_place"
@@ -58,6 +59,7 @@ class Capabilities:
     inductor: bool = False
     local_state: bool = False
     synchronized_batch_norm: bool = False
+    schedulers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

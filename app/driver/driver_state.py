@@ -301,6 +301,7 @@ class Segment:
         until: step up to which the ranks were called to run.
         judges: number of ranks that share the current evaluation.
         evaluated: last evaluated step; -1 for none.
+        evaluations: metrics by evaluated step. A step takes those of its own start, also when it is taken again.
         moved_s: when the last news of steps came, or when they started.
         longest_s: longest time so far between two reports of steps.
         skipped: samples in the quarantines of the workers, as last reported.
@@ -313,6 +314,7 @@ class Segment:
     until: int = 0
     judges: int = 0
     evaluated: int = -1
+    evaluations: PersistentMap[Mapping[str, float]] = field(default_factory=PersistentMap)
     moved_s: float = 0.0
     longest_s: float = 0.0
     skipped: int = 0

@@ -267,7 +267,7 @@ def _activate(turn: Transition, worker: int) -> None:
     if state.phase is Phase.RUNNING and is_segment_open(state):
         idle = [worker for worker in active_workers(state) if worker not in state.awaiting]
         turn.also_await(frozenset(idle))
-        turn.call(idle, "run", range(state.position.step, state.segment.until))
+        turn.call(idle, "run", m.RunRequest(steps=range(state.position.step, state.segment.until)))
     _update_hang_timer(turn)
 
 

@@ -8,7 +8,7 @@ Verbs of `CallWorker`, in the order of a run. They are methods of `Worker`, whic
 | form       | Group               | StateTag                 | steps  |
 | heal       | RestorePlan         | StateTag                 | steps  |
 | probe      | ProbeRequest        | seconds of a step        | steps  |
-| run        | steps: range        | SegmentReport            | steps  |
+| run        | RunRequest          | SegmentReport            | steps  |
 | evaluate   | EvaluateRequest     | MetricSums               | steps  |
 | snapshot   | SnapshotRequest     | SnapshotTaken            | steps  |
 | upload     | checkpoint path     | CheckpointFile, ...      | upload |
@@ -95,6 +95,14 @@ class RestorePlan:
     kept: MemoryCheckpoint | None = None
     checkpoint: CheckpointRef | None = None
     passing: tuple[SkippedBatch, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """Take these steps; `metrics` are those of the evaluation after `steps.start` steps, None if there was none."""
+
+    steps: range
+    metrics: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,10 +111,10 @@ def _await_upload(turn: Transition) -> None:
 
 
 def _run(turn: Transition) -> None:
-    step = turn.state.position.step
-    until = limit_target_step(turn.state, next_milestone(turn.settings, step))
+    state, step = turn.state, turn.state.position.step
+    until = limit_target_step(state, next_milestone(turn.settings, step))
     turn.enter(Phase.RUNNING, moved_s=turn.now_s, until=until)
-    turn.call_all("run", range(step, until))
+    turn.call_all("run", m.RunRequest(steps=range(step, until), metrics=state.segment.evaluations.get(step)))
     dynamic_members.arm_hang_timer(turn)
     dynamic_members.extend_deadlines(turn)
     _arm_pause(turn)
@@ -250,9 +250,9 @@ def on_evaluated(turn: Transition) -> None:
     total = MetricSums()
     for rank in sorted(state.answers):
         total = total + state.answers[rank]
-    seconds = turn.now_s - state.phase_s
-    turn.emit(Evaluated(step=state.position.step, metrics=total.means(), seconds=seconds))
-    turn.enter(Phase.READY, evaluated=state.position.step)
+    step, metrics = state.position.step, total.means()
+    turn.emit(Evaluated(step=step, metrics=metrics, seconds=turn.now_s - state.phase_s))
+    turn.enter(Phase.READY, evaluated=step, evaluations=state.segment.evaluations.put(step, metrics))
 
 
 def _retry_checkpoint(turn: Transition) -> None:

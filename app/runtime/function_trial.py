@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import itertools
 import math
 import os
 import pickle
@@ -32,7 +33,7 @@ import cloudpickle
 import numpy as np
 
 from trainwright.core.data import Batch, Feed
-from trainwright.core.engine import Engine, ModelSpec
+from trainwright.core.engine import Engine, ModelSpec, takes_optimizer
 from trainwright.core.errors import DataError, JobError, NonFiniteLoss, TrainwrightError, UserCodeError
 from trainwright.core.frameworks import load_module
 from trainwright.core.job import Job
@@ -410,11 +411,12 @@ def _engine_of(job: Job, spec: ModelSpec, framework: str, rows: int) -> Engine:
 
 def _try_schedule(spec: ModelSpec) -> None:
     """Call the schedule for the first and the last step. Raises UserCodeError, JobError."""
-    if spec.schedule is None:
-        return
-    for step in (0, spec.total_steps - 1):
+    if spec.schedule is None or takes_optimizer(spec.schedule):
+        return  # a scheduler is made with the optimizer
+    schedules = spec.schedule if isinstance(spec.schedule, tuple) else (spec.schedule,)
+    for step, schedule in itertools.product((0, spec.total_steps - 1), schedules):
         try:
-            factor = float(spec.schedule(step, spec.total_steps))
+            factor = float(schedule(step, spec.total_steps))
         except Exception as error:
             what = f"schedule= raised {type(error).__name__}: {error}, for step {step} of {spec.total_steps}"
             remedy = "give (step, total_steps) -> a factor on the optimizer's learning rate; see tw.schedules"

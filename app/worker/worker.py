@@ -53,6 +53,7 @@ from trainwright.driver.messages import (
     ProbeRequest,
     ReserveRequest,
     RestorePlan,
+    RunRequest,
     SegmentReport,
     SnapshotRequest,
     SnapshotTaken,
@@ -230,9 +231,9 @@ class Worker:
             took.append(time.perf_counter() - before)
         return statistics.median(took[1:])
 
-    def run(self, steps: range) -> SegmentReport:
+    def run(self, wanted: RunRequest) -> SegmentReport:
         """Take these steps, or fewer if a stop request has reached every rank."""
-        stopped = finished = False
+        steps, stopped, finished = wanted.steps, False, False
         working = self._plan.topology == "independent" and self._role == "worker"
         if working:
             self._work(steps.start)
@@ -241,7 +242,7 @@ class Worker:
         elif self._plan.topology == "coordinator" and self._role != "chief":
             cast(CoordinatorTopologyEngine, self._engine).follow()
         else:
-            stopped, finished = self._step_together(steps.stop)
+            stopped, finished = self._step_together(steps.stop, wanted.metrics)
             self._engine.verify()  # checkpoints and evaluations follow: all ranks must hold the same state
         self._stop_requested.clear()
         reached = steps.stop if working else self._step  # others may have done the last ones
@@ -282,14 +283,19 @@ class Worker:
                 begun = now
             self._step = max(self._step, unit.step + unit.steps)
 
-    def _step_together(self, until: int) -> tuple[bool, bool]:
-        """Take steps; return whether a stop request came, and whether a callback ended the training."""
+    def _step_together(self, until: int, metrics: Mapping[str, float] | None) -> tuple[bool, bool]:
+        """Take steps; return whether a stop request came, and whether a callback ended the training.
+
+        Args:
+            metrics: of the evaluation before the first step.
+        """
         stopped = finished = False
         while self._step < until and not (stopped or finished):
             begun = time.perf_counter()
             feed = self._feeds.next(until)
             fed = time.perf_counter()
             feed = replace(feed, wish=True) if self._stop_requested.is_set() else feed
+            feed, metrics = replace(feed, metrics=metrics) if metrics is not None else feed, None
             report = self._passing.step(self._engine, self._job, feed)
             self._step, stopped, finished = report.step, report.wish, report.finished
             times = {"step_s": time.perf_counter() - begun, "wait_s": fed - begun}

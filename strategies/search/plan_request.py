@@ -9,6 +9,7 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core.cluster import Cluster
+from trainwright.core.engine import takes_optimizer
 from trainwright.core.errors import PlanError
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Mesh, Plan, PlanConstraints, WorkerResources
@@ -46,6 +47,7 @@ class PlanRequest:
         offload: only plans that keep the model's state in host memory.
         together: batch norms see the whole batch.
         seated: each data rank keeps state of its own.
+        scheduled: the learning rates come from a scheduler, or differ between parameter groups.
         workers, min_workers, max_workers, devices, accumulation, inexact, run, compile, tf_config, tpu: as in `Job`.
     """
 
@@ -58,6 +60,7 @@ class PlanRequest:
     offload: bool = False
     together: bool = False
     seated: bool = False
+    scheduled: bool = False
     workers: int | None = None
     min_workers: int | None = None
     max_workers: int | None = None
@@ -93,6 +96,7 @@ class PlanRequest:
             offload=bool(pins.choices.get("offload")),
             together=job.training.batch_norm == "sync",
             seated=bool(job.training.local_state),
+            scheduled=isinstance(job.training.schedule, tuple) or takes_optimizer(job.training.schedule),
             workers=job.scaling.workers or pinned,
             min_workers=job.scaling.min_workers,
             max_workers=job.scaling.max_workers,
@@ -212,6 +216,15 @@ class PlanRequest:
             hint = "leave it out" if self.seated else "Keras has BatchNormalization(synchronized=True)"
             raise Refusal(f"{asked} is for torch models", hint)
         raise Refusal(f"{asked} needs all of the model on each worker", f"use {_REPLICATED[-1]}")
+
+    def check_scheduler(self, *, asynchronous: bool) -> None:
+        """Raise Refusal where the rates come from a scheduler, which the strategy or the framework does not have."""
+        if self.scheduled and self.profile.framework == "tensorflow":
+            hint = "give the optimizer a LearningRateSchedule, or schedule= a function (step, total_steps) -> factor"
+            raise Refusal("schedule= with a scheduler, or with several functions, is for torch models", hint)
+        if self.scheduled and asynchronous:
+            hint = "give schedule= a function (step, total_steps) -> factor, or use data_parallel"
+            raise Refusal("its servers have no scheduler of learning rates", hint)
 
     def check_tpu(self) -> None:
         """Raise Refusal on TPUs, where only tf_tpu can run the model."""

@@ -174,7 +174,7 @@ class _CompiledModel:
             raise JobError([problem], where=where)
         with self.strategy.scope():
             with TensorFlowUserCode("optimizer()", where):
-                optimizer = spec.optimizer(self.model.trainable_variables)
+                optimizer = spec.make_optimizer([(each.path, each) for each in self.model.trainable_variables])
             self.model.compile(
                 optimizer=optimizer,
                 loss=spec.loss if takes_targets_first(spec.loss) else _Loss(self.caller),

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import OneCycleLR
 
-from tests.support.conformance.attention_model import HALF, JOB, LAYOUTS, Run, assert_near, bent
+from tests.support.conformance.attention_model import HALF, JOB, LAYOUTS, Attentive, Run, assert_near, bent
 from tests.support.conformance.harness import Pool
 from tests.support.conformance.staged_model import trained
 from tests.support.conformance.unbroken_runs import assert_same
@@ -37,6 +41,35 @@ def test_models_compiled_by_inductor(pool: Pool, layout: str) -> None:
     plain = replace(JOB, model=bent)
     found = trained(pool, how, replace(plain, compile="inductor"))
     assert_near(found, trained(pool, how, plain))
+
+
+def by_kind(named_parameters: Any) -> torch.optim.Optimizer:
+    """Weights and biases in a group each, by their names."""
+    kinds: dict[bool, list[Any]] = {True: [], False: []}
+    for name, parameter in named_parameters:
+        kinds[name.endswith("weight")].append(parameter)
+    return torch.optim.AdamW([{"params": kinds[True]}, {"params": kinds[False], "weight_decay": 0.0}], lr=0.05)
+
+
+SCHEDULED = replace(
+    JOB, model=partial(Attentive, dropout=0.0), optimizer=by_kind,
+    schedule=partial(OneCycleLR, max_lr=[0.05, 0.02]), total_steps=7,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def scheduled(pool: Pool) -> Run:
+    """What one device does."""
+    return trained(pool, LAYOUTS["one"], SCHEDULED)
+
+
+@pytest.mark.parametrize("layout", ["parallel", "sharded", "stages", "shards of stages"])
+def test_a_scheduler_and_groups_by_name(pool: Pool, layout: str, scheduled: Run) -> None:
+    found = trained(pool, LAYOUTS[layout], SCHEDULED)
+    assert_near(found, scheduled)
+    assert [one.learning_rate for one in found[0]] == [one.learning_rate for one in scheduled[0]]
+    ours, theirs = (json.loads(str(run[1]["state.json"])) for run in (found, scheduled))
+    assert ours["scheduler"] == theirs["scheduler"] and ours["options"] == theirs["options"]
 
 
 @pytest.fixture(scope="module")

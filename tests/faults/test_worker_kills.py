@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,11 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import trainwright as tw
 from tests.support import torch_jobs
@@ -68,6 +71,20 @@ def test_a_killed_worker_costs_nothing(
     formed = told(folder, "faulty", events.Formed)
     assert [event.source for event in formed] == ["initial", "replica"]
     assert (formed[-1].survivors, formed[-1].steps_lost, formed[-1].step) == (1, 0, 12)
+
+
+def test_a_scheduler_gets_the_metric_of_each_evaluation_once(folder: Path) -> None:
+    """One worker dies in the first step after an evaluation, and all of them in the first step after the next."""
+    falling = partial(ReduceLROnPlateau, patience=0, factor=0.5, threshold=1e3, threshold_mode="abs")
+    fields = {"schedule": falling, "schedule_metric": "loss", "evaluate": tw.datasets.table(torch_jobs.data())}
+    kills = tuple(torch_jobs.Kill(rank=r, step=s, folder=str(folder.parent)) for r, s in ((1, 9), (0, 18), (1, 18)))
+    tw.fit(torch_jobs.job(folder, kills, **fields, checkpoint_steps=9))
+    evaluated: Any = told(folder, "faulty", events.Evaluated)
+    assert [event.step for event in evaluated] == [9, 18, 27]
+    tw.fit(torch_jobs.job(folder.parent / "unbroken", **fields, checkpoint_steps=9))
+    assert state_of(folder, "faulty") == state_of(folder.parent / "unbroken", "faulty")
+    report = json.loads(state_of(folder, "faulty").files["state.json"])
+    assert report["options"][0]["lr"] == 0.005 and report["scheduler"]["best"] == evaluated[0].metrics["loss"]
 
 
 def test_the_writer_dies_in_the_upload_of_the_last_step(folder: Path, unbroken: Callable[[int], State]) -> None:

@@ -21,6 +21,7 @@ from trainwright.core.data import MetricSums
 from trainwright.core.errors import DamagedCheckpoint, DataError, PeerLost, StorageError, UserCodeError
 from trainwright.core.topology import Address, StateTag
 from trainwright.driver import messages as m
+from trainwright.driver.checkpointing import evaluation_due
 
 COLLECTIVE = frozenset({"form", "heal", "probe", "run"})
 
@@ -273,8 +274,11 @@ class Labour:
     def _check_level(self, team: Team) -> None:
         if any((member.step, member.lineage) != (team.step, team.lineage) for member in team.arrived):
             raise Violation(f"ranks begin a segment from different states: {[p.step for p in team.arrived]}")
-        if team.argument.start != team.step or not team.argument:
+        if team.argument.steps.start != team.step or not team.argument.steps:
             raise Violation(f"a segment of steps {team.argument} from step {team.step} on")
+        due = team.step > 0 and evaluation_due(self.scenario.settings, team.step)
+        if due != (team.argument.metrics is not None):
+            raise Violation(f"a segment from step {team.step} on with the metrics {team.argument.metrics}")
 
     def _step(self, team: Team, ticket: int) -> None:
         """One global step of the whole group."""
@@ -286,7 +290,7 @@ class Labour:
         team.lineage = apply(team.lineage, team.step)
         team.step += 1
         self.news.tell(team.arrived[0], team.step)
-        if team.step < team.argument.stop and not team.wish:
+        if team.step < team.argument.steps.stop and not team.wish:
             self.clock.after(self.between(0.1, 0.5), self._step, team, ticket)
             return
         arrived, team.arrived = team.arrived, []

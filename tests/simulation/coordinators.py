@@ -131,9 +131,9 @@ class Guild(Shop):
 
     def _lead(self, court: Court, process: Process, call: m.CallWorker) -> None:
         behind = (process.step, process.lineage) != (court.step, court.lineage)
-        if not call.argument or call.argument.start != court.step or behind:
+        if not call.argument.steps or call.argument.steps.start != court.step or behind:
             raise Violation(f"a segment of steps {call.argument} from step {court.step} on")
-        court.until = call.argument.stop
+        court.until = call.argument.steps.stop
         self._later(court, process)
 
     def _later(self, court: Court, process: Process) -> None:

@@ -172,12 +172,12 @@ class Shop:
     # --- steps --------------------------------------------------------------------------------------------
 
     def _run_server(self, trade: Trade, process: Process, call: m.CallWorker) -> None:
-        if trade.serving and trade.until != call.argument.stop:
+        if trade.serving and trade.until != call.argument.steps.stop:
             raise Violation(f"servers run different segments: {call.argument}, {trade.until}")
         behind = (process.step, process.lineage) != (trade.step, trade.lineage)
-        if not call.argument or call.argument.start != trade.step or behind:
+        if not call.argument.steps or call.argument.steps.start != trade.step or behind:
             raise Violation(f"a segment of steps {call.argument} from step {trade.step} on")
-        trade.until = call.argument.stop
+        trade.until = call.argument.steps.stop
         trade.serving.append(process)
         if len(trade.serving) == self._settings.world.servers:
             trade.open, trade.first = True, trade.step
@@ -196,7 +196,7 @@ class Shop:
     def _lease(self, trade: Trade, worker: Process) -> None:
         """Something to compute, or a wait for it; none in a segment that is over."""
         assert worker.call is not None, "it is at work"
-        if worker.call.argument.start < (trade.first if trade.open else trade.step):
+        if worker.call.argument.steps.start < (trade.first if trade.open else trade.step):
             self._end(worker)
             return
         stuck = any(server.hung for server in trade.servers.values())

@@ -101,6 +101,11 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": net, "momentum": 0.9}, {"params": account, "momentum": 0.0}], lr=1e-2)
 
 
+def rates(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """A scheduler that computes each rate from the last one: the network's fall, the account's stays."""
+    return torch.optim.lr_scheduler.MultiplicativeLR(optimizer, [lambda step: 0.97, lambda step: 1.0])
+
+
 def rank() -> int:
     """This process's rank; 0 without a group."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -204,8 +209,10 @@ def job(
 ) -> tw.Job:
     """A job of 3 epochs of 9 steps (203 samples by 24, the last batch short), a checkpoint each 5 steps,
     neither spares nor keepers."""
+    scheduled = {} if fields.keys() & {"optimizer", "strategy"} else {"schedule": rates}
     return tw.Job(
-        **{
+        **scheduled
+        | {
             "name": "faulty",
             "model": make_model(kills),
             "optimizer": sgd,

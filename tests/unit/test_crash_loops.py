@@ -68,7 +68,9 @@ def test_steps_that_overlap_are_taken_one_at_a_time_after_a_failure(schedule: st
     plan = replace(staged(2, 2), schedule=schedule)
     story = looping(1, layouts=Plans(plans=(plan,)), steps_per_epoch=8)
     assert story.state.epoch.heal is not None and story.state.epoch.heal.source == "replica"
-    assert {call.argument for call in story.returns("heal", StateTag(step=2)).calls("run")} == {range(2, until)}
+    assert {call.argument for call in story.returns("heal", StateTag(step=2)).calls("run")} == {
+        m.RunRequest(steps=range(2, until))
+    }
 
 
 def test_failures_that_differ_are_no_loop() -> None:
@@ -159,14 +161,14 @@ def test_a_rank_that_hangs_in_the_same_step_is_a_loop() -> None:
 
 def test_where_nobody_survives_the_next_steps_are_taken_one_at_a_time() -> None:
     story = Story(workers=1, spares=0, failures=5).running(HEAD)
-    assert story.calls("run")[0].argument.stop == 8
+    assert story.calls("run")[0].argument.steps.stop == 8
     story.tell(
         m.StepsCompleted(generation=story.state.epoch.generation, step=6), m.WorkerDied(worker=0, cause="killed")
     ).start()
     story.formed().returns("heal", StateTag(step=4))
-    assert story.calls("run")[0].argument.stop == 6, "as far as known to be good"
-    assert story.segment(6).calls("run")[0].argument.stop == 7
-    assert story.segment(7).calls("run")[0].argument.stop == 8 and story.state.recovery.failures == 0
+    assert story.calls("run")[0].argument.steps.stop == 6, "as far as known to be good"
+    assert story.segment(6).calls("run")[0].argument.steps.stop == 7
+    assert story.segment(7).calls("run")[0].argument.steps.stop == 8 and story.state.recovery.failures == 0
 
 
 def test_pauses_grow_to_a_minute_and_the_first_failure_has_none() -> None:

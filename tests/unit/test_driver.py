@@ -56,12 +56,12 @@ def test_a_new_run_takes_rank_0_s_build_and_a_resumed_one_the_head() -> None:
 
 def test_a_checkpoint_is_uploaded_while_steps_go_on() -> None:
     story = Story().running()
-    assert [call.argument for call in story.calls("run")] == [range(4)] * 2
+    assert [call.argument for call in story.calls("run")] == [m.RunRequest(steps=range(4))] * 2
     story.segment(4)
     assert [call.worker for call in story.calls("snapshot")] == [0]
     story.snapshot(4)
     assert story.calls("upload")[0].argument == "checkpoints/00000004-3"
-    assert [call.argument for call in story.calls("run")] == [range(4, 8)] * 2
+    assert [call.argument for call in story.calls("run")] == [m.RunRequest(steps=range(4, 8))] * 2
     story.returns("upload", FILES, workers=[0])
     assert story.all(m.CommitCheckpoint) == [
         m.CommitCheckpoint(step=4, path="checkpoints/00000004-3", files=FILES, parent="", layout="replicated")

@@ -56,7 +56,7 @@ def test_a_lost_worker_is_replaced_by_one_that_joins_while_the_others_step() -> 
     joined(story, 3)
     (event,) = story.emitted(events.Joined)
     assert (event.rank, event.worker, event.former) == (1, 3, 1) and event.seconds > 0
-    assert [(call.worker, call.argument) for call in story.calls("run")] == [(3, range(4))]
+    assert [(call.worker, call.argument) for call in story.calls("run")] == [(3, m.RunRequest(steps=range(4)))]
     assert story.state.epoch.generation.number == 1
 
 
@@ -68,7 +68,7 @@ def test_the_steps_are_over_when_the_server_says_so_and_the_late_one_comes_back(
     story.snapshot(4)
     assert [call.worker for call in story.calls("run")] == [0, 1]
     ended(story, 0, 2)
-    assert [(call.worker, call.argument) for call in story.calls("run")] == [(2, range(4, 8))]
+    assert [(call.worker, call.argument) for call in story.calls("run")] == [(2, m.RunRequest(steps=range(4, 8)))]
 
 
 def test_one_that_does_not_come_back_is_frozen_and_replaced() -> None:

@@ -20,7 +20,7 @@ from trainwright.core.errors import NonFiniteLoss, StorageError, StoreDown
 from trainwright.core.events import Noted, Steps, from_json
 from trainwright.core.plan import Mesh
 from trainwright.core.topology import WorkUnit
-from trainwright.driver.messages import EvaluateRequest, ProbeRequest, SkippedBatch
+from trainwright.driver.messages import EvaluateRequest, ProbeRequest, RunRequest, SkippedBatch
 from trainwright.runtime.run_handle import stop_on_signals
 from trainwright.runtime.worker_registry import exit_reason
 from trainwright.storage.object_store import Store
@@ -222,7 +222,7 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
     heal(worker, passing=[SkippedBatch(step=5, why="it ends the workers")])
     ended = [0]
     for until in (3, 10, 10):
-        ended.append(worker.run(range(ended[-1], until)).step)
+        ended.append(worker.run(RunRequest(steps=range(ended[-1], until))).step)
         told.append((-1, None))
     assert ended[1:] == compared == [3, 7, 10]
     assert told == [
@@ -236,7 +236,7 @@ def test_a_step_is_told_of_the_next_one_where_that_is_sure_to_come(monkeypatch: 
     join(worker, size=2)
     heal(worker)
     told.clear()
-    worker.run(range(2))
+    worker.run(RunRequest(steps=range(2)))
     assert told == [(0, None), (1, None), (1, None)]
 
 
@@ -251,7 +251,7 @@ def test_a_short_run_of_one_that_steps_alone_tells_its_phases_at_the_end(monkeyp
     worker = scripted_worker(monkeypatch, table_job(), topology="independent", servers=1)
     join(worker, rank=1, size=2)
     heal(worker, 6)
-    first, last = worker.run(range(6, 9)), worker.run(range(9, 10))
+    first, last = worker.run(RunRequest(steps=range(6, 9))), worker.run(RunRequest(steps=range(9, 10)))
     assert first.step == 9 and first.phases is None
     assert last.phases is not None
     assert last.phases.steps == 3 and last.phases.medians["forward"] == 0.25

@@ -450,9 +450,8 @@ class _ServerVariables:
         with strategy.scope():
             self.trained = [self._put(variable) for variable in replica.model.trainable_variables]
             self.state = [self._put(variable) for variable in replica.state]
-            assert replica.spec.optimizer is not None, "the replica has one"
             with TensorFlowUserCode("optimizer()", replica.where):
-                self.optimizer = replica.spec.optimizer(self.pieces)
+                self.optimizer = replica.spec.make_optimizer([(each.path, each) for each in self.pieces])
             slots = build_optimizer(self.optimizer, self.pieces)
         self.optimizer._all_reduce_sum_gradients = lambda pairs: pairs  # a share's gradient is an update of its own
         self.optimizer._get_current_learning_rate = lambda: self._rate

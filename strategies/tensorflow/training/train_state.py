@@ -67,9 +67,10 @@ class KerasReplica:
         self.carried: Mapping[str, list[tf.Variable]] = {}
         self.model = build_model(spec, strategy, plan, caller)
         with self.strategy.scope():
-            assert self.spec.optimizer is not None, "only a job with run='fit' may leave it out"
             with TensorFlowUserCode("optimizer()", self.where):
-                self.optimizer = self.spec.optimizer(self.model.trainable_variables)
+                self.optimizer = self.spec.make_optimizer(
+                    [(each.path, each) for each in self.model.trainable_variables]
+                )
             if not isinstance(self.optimizer, keras.optimizers.Optimizer):
                 raise JobError(
                     [f"optimizer() returned {type(self.optimizer).__name__}: return a keras.optimizers.Optimizer"]
@@ -115,6 +116,7 @@ class KerasReplica:
         rate = self.initial_rate
         assert rate is not None, "an optimizer has a rate or a schedule"
         if self.spec.schedule is not None:
+            assert callable(self.spec.schedule), "`ModelSpec.check` refuses several functions"
             with TensorFlowUserCode("schedule=", self.where):
                 rate *= float(self.spec.schedule(step, self.spec.total_steps))
             with self.strategy.scope():

@@ -14,13 +14,8 @@ from torch.serialization import safe_globals
 
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice, is_dtensor, to_local
-from trainwright.strategies.torch.training.train_state import (
-    LocalState,
-    LossScale,
-    TorchReplica,
-    group_settings,
-    set_group_option,
-)
+from trainwright.strategies.torch.training.learning_rates import SchedulerState, group_settings, set_group_option
+from trainwright.strategies.torch.training.train_state import LocalState, LossScale, TorchReplica
 
 OptimizerSlots = dict[str, dict[str, Any]]
 _PREVIOUS_WEIGHTS = "weights_before"  # among the optimizer's state of a parameter: the version before the last step
@@ -28,6 +23,7 @@ OUTER_MOMENTUM = "outer_momentum"  # among the same: that of servers, for what s
 _Memory = dict[tuple[str, ...], Tensor]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, type(None))
+_TENSOR = "tensor"  # in place of a tensor within a list or dict: the key of its own entry
 _LOCAL = ("local", "state")  # after a buffer's name in a state's memory
 
 
@@ -47,6 +43,7 @@ class HostState:
         boxes: what is held of each tensor that is divided, by name, or `<parameter>/<key>` in the optimizer.
         weights_only: without the optimizer's state, for a model that is not trained further.
         local: what this data rank keeps as its own; None where a job has no such state.
+        scheduler: state of the learning-rate scheduler; None where a job has none.
     """
 
     step: int | None
@@ -60,6 +57,7 @@ class HostState:
     boxes: Mapping[str, ShardSlice] = field(default_factory=dict)
     weights_only: bool = False
     local: LocalState | None = None
+    scheduler: SchedulerState | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -137,6 +135,7 @@ def state_of(replica: TorchReplica) -> HostState:
         part=replica.part,
         boxes=replica.boxes | _slot_boxes(replica, slots),
         local=local,
+        scheduler=replica.rates.state,
     )
 
 
@@ -184,6 +183,7 @@ def restore(replica: TorchReplica, state: HostState) -> None:
                 saved = state.slots[name][key]
             to_local(value).copy_(saved)
     _set_options(replica, state.options)
+    replica.rates.state = state.scheduler
     if replica.scale is not None:
         replica.scale = LossScale() if state.scale is None else LossScale(factor=state.scale[0], since=state.scale[1])
     replica.step, replica.sound = state.step, True
@@ -204,7 +204,7 @@ def broadcast(
         group: ranks that hold the same part; by default all.
     """
     own = _description(replica) if rank == source else None
-    step, slots, options, every_used, scale = _broadcast_description(own, source, device, group)
+    step, slots, options, every_used, scale, scheduler = _broadcast_description(own, source, device, group)
     if rank != source:
         replica.sound = False
         _make_slots(replica, slots)
@@ -213,12 +213,13 @@ def broadcast(
     _broadcast_tensors([to_local(tensor.detach()) for tensor in tensors], source, device, group)
     if rank != source:
         _set_options(replica, options)
+        replica.rates.state = scheduler
         replica.step, replica.sound, replica.every_used, replica.scale = step, True, every_used, scale
 
 
 def kept_settings(replica: TorchReplica) -> list[dict[str, Any]]:
     """Return the settings of each parameter group, without a learning rate that a schedule sets."""
-    scheduled = {"lr"} if replica.spec.schedule is not None else set()
+    scheduled = {"lr"} if replica.rates.computed else set()
     return [
         {key: value for key, value in group_settings(group).items() if key not in scheduled}
         for group in replica.optimizer.param_groups
@@ -229,12 +230,12 @@ def _changed_options(replica: TorchReplica) -> list[dict[str, Any]]:
     """Return the settings of each group that training changed."""
     return [
         {key: value for key, value in settings.items() if value != initial.get(key)}
-        for settings, initial in zip(kept_settings(replica), replica.initial, strict=True)
+        for settings, initial in zip(kept_settings(replica), replica.rates.initial, strict=True)
     ]
 
 
 def _set_options(replica: TorchReplica, options: list[dict[str, Any]]) -> None:
-    for group, initial, changed in zip(replica.optimizer.param_groups, replica.initial, options, strict=True):
+    for group, initial, changed in zip(replica.optimizer.param_groups, replica.rates.initial, options, strict=True):
         for key, value in {**initial, **changed}.items():
             set_group_option(group, key, value)
 
@@ -243,23 +244,65 @@ def _slots(replica: TorchReplica) -> OptimizerSlots:
     """Return the optimizer's state by parameter name."""
     found: OptimizerSlots = {}
     boxes = replica.boxes
-    for parameter, entries in replica.optimizer.state.items():
-        name = replica.names[parameter]
+    for parameter, name in replica.names.items():
+        if parameter not in replica.optimizer.state:
+            continue
+        entries = _flattened(replica.optimizer.state[parameter])
         for key, value in entries.items():
-            if not isinstance(value, (Tensor, *_PLAIN)):
-                raise CheckpointError(
-                    f"the optimizer keeps a {type(value).__name__} as {key!r} in its state, which cannot be saved",
-                    remedy="use an optimizer whose state is tensors and numbers",
-                )
             if isinstance(value, Tensor) and not _same_layout(value, parameter, name in boxes):
                 raise CheckpointError(
                     f"the optimizer shards {key!r} differently from its parameter, which cannot be saved",
                     remedy='use an elementwise optimizer, such as AdamW, or strategy="data_parallel"',
                 )
-        found[name] = dict(entries)
+        found[name] = entries
     for parameter, before in replica.versions.before.items() if replica.versions else ():
         found.setdefault(replica.names[parameter], {})[_PREVIOUS_WEIGHTS] = before
     return found
+
+
+def _flattened(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of one parameter with the tensors of lists and dicts as entries of their own.
+
+    In their places is the key of the entry: `{"tensor": "GG.0"}`.
+    """
+    found: dict[str, Any] = {}
+
+    def flatten(key: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found[key] = value
+            return {_TENSOR: key}
+        if isinstance(value, list):
+            return [flatten(f"{key}.{number}", item) for number, item in enumerate(value)]
+        if isinstance(value, dict) and all(isinstance(each, str) for each in value):
+            return {each: flatten(f"{key}.{each}", item) for each, item in value.items()}
+        if isinstance(value, _PLAIN):
+            return value
+        raise CheckpointError(
+            f"the optimizer keeps a {type(value).__name__} as {key!r} in its state, which cannot be saved",
+            remedy="use an optimizer whose state is tensors, numbers, and lists and dicts of them",
+        )
+
+    for key, value in entries.items():
+        made = flatten(key, value)
+        if not isinstance(value, Tensor):
+            found[key] = made
+    return found
+
+
+def _nested(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of one parameter from `_flattened` entries."""
+    used: set[str] = set()
+
+    def nest(value: Any) -> Any:
+        if isinstance(value, dict) and value.keys() == {_TENSOR}:
+            used.add(value[_TENSOR])
+            return entries[value[_TENSOR]]
+        if isinstance(value, list):
+            return [nest(item) for item in value]
+        return {key: nest(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+    made = {key: nest(value) for key, value in entries.items()}
+    return {key: value for key, value in made.items() if key not in used}
 
 
 def _same_layout(slot: Any, parameter: Any, cut: bool) -> bool:
@@ -293,11 +336,13 @@ def _make_slots(replica: TorchReplica, slots: Mapping[str, Mapping[str, Any]]) -
     groups = {parameter: group for group in replica.optimizer.param_groups for parameter in group["params"]}
     replica.optimizer.state.clear()
     for parameter, name in replica.names.items():
-        for key, value in slots.get(name, {}).items():
-            if key == _PREVIOUS_WEIGHTS or (key == OUTER_MOMENTUM and not replica.outer):
-                continue  # the replica has its own place for it, or no use
-            made = _empty_slot(parameter, key, value, groups[parameter]) if isinstance(value, _TensorForm) else value
-            replica.optimizer.state[parameter][key] = made
+        made = {
+            key: _empty_slot(parameter, key, value, groups[parameter]) if isinstance(value, _TensorForm) else value
+            for key, value in slots.get(name, {}).items()
+            if key != _PREVIOUS_WEIGHTS and (key != OUTER_MOMENTUM or replica.outer)  # these have places of their own
+        }
+        if made:
+            replica.optimizer.state[parameter] = _nested(made)
 
 
 def _empty_slot(parameter: Tensor, key: str, form: _TensorForm, group: Mapping[str, Any]) -> Tensor:
@@ -309,13 +354,16 @@ def _empty_slot(parameter: Tensor, key: str, form: _TensorForm, group: Mapping[s
     return torch.empty(form.shape, dtype=form.dtype, device=device)
 
 
-_Description = tuple[int | None, OptimizerSlots, list[dict[str, Any]], bool | None, LossScale | None]
+_Description = tuple[
+    int | None, OptimizerSlots, list[dict[str, Any]], bool | None, LossScale | None, SchedulerState | None
+]
 
 
 def _description(replica: TorchReplica) -> _Description:
     """Return what a new rank must know before tensors are sent."""
     slots = _map_tensors(_slots(replica), lambda _name, _key, value: _TensorForm.of(value, is_dtensor(value)))
-    return replica.step, slots, _changed_options(replica), replica.every_used, replica.scale
+    options = _changed_options(replica)
+    return replica.step, slots, options, replica.every_used, replica.scale, replica.rates.state
 
 
 def _broadcast_description(
@@ -382,8 +430,8 @@ def _optimizer_problems(replica: TorchReplica, state: HostState) -> Iterator[str
     optimizer = type(replica.optimizer).__name__
     if state.optimizer != optimizer:
         yield f"optimizer: {state.optimizer} in the checkpoint, {optimizer} in the job"
-    if len(state.options) != len(replica.initial):
-        found, expected = len(state.options), len(replica.initial)
+    found, expected = len(state.options), len(replica.rates.initial)
+    if found != expected:
         yield f"optimizer: {found} parameter groups in the checkpoint, {expected} in the job"
 
 

@@ -113,6 +113,7 @@ def _compared_entries(replica: TorchReplica) -> tuple[_Entries, _Entries]:
             if _is_plain(value):
                 whole[_GROUP, f"{number}: {key}"] = repr(value)
     whole["scale", "of the losses"] = repr(held.scale)
+    whole["state", "of the learning-rate scheduler"] = repr(held.scheduler)
     for name, buffer in replica.named_buffers():
         if name not in replica.local:
             whole[_BUFFER, name] = to_local(buffer)

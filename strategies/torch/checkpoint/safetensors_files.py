@@ -4,7 +4,8 @@
 |-------------------------|-----------------------------------------------------------------------------|
 | `model.safetensors`     | the model's state dict: parameters and persistent buffers by full name      |
 | `optimizer.safetensors` | the optimizer's tensors, named `<parameter>/<key>`                          |
-| `state.json`            | step, the optimizer's plain values and changed settings, the losses' scale  |
+| `state.json`            | step, the optimizer's plain values and changed settings, the losses' scale, |
+|                         | the state of the learning-rate scheduler                                    |
 | `local-0-of-2.…`        | buffers that data rank 0 keeps as its own (`local_state=`), and so on       |
 
 Tensors of more than 1 GiB are written to several files, `model.safetensors`, `model-2.safetensors` and so on, whose
@@ -82,6 +83,8 @@ def write(state: HostState, writer: StateWriter) -> None:
     }
     if state.scale is not None:
         facts["scale"] = list(state.scale)
+    if state.scheduler is not None:
+        facts["scheduler"] = state.scheduler
     boxes, suffix = state.boxes, state.part.suffix
     facts["tensors"] = {
         _MODEL: {name: _tensor_entry(value, boxes.get(name)) for name, value in state.model.items()},
@@ -162,6 +165,7 @@ def read(reader: StateReader, wanted: _WantedSlices | None = None, part: ModelPa
         optimizer=facts["optimizer"],
         scale=None if "scale" not in facts else (float(facts["scale"][0]), int(facts["scale"][1])),
         part=part,
+        scheduler=facts.get("scheduler"),
         weights_only=reader.weights_only,
         boxes={
             name: box

@@ -34,7 +34,7 @@ class _ReplicaEngine:
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        reform="in_place", topology="collective", devices_per_worker=1, inductor=True
+        reform="in_place", topology="collective", devices_per_worker=1, inductor=True, schedulers=True
     )
 
     def __init__(self) -> None:

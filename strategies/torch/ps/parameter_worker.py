@@ -167,7 +167,7 @@ class ParameterWorker:
             step=feed.step + 1,
             loss=done.loss / done.weight if done.weight else 0.0,
             weight=done.weight,
-            learning_rate=replica.set_rates(feed.step, runner.where),
+            learning_rate=replica.rates.begin(feed.step, None, runner.where),
             gradient_norm=done.norm if self._largest is not None else None,
             overflowed=overflowed,
             own_s=replica.laps.own_s,

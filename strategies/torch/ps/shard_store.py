@@ -23,11 +23,8 @@ from trainwright.strategies.ps.parameter_shards import GradientPush, ParameterSh
 from trainwright.strategies.torch.checkpoint.host_state import OUTER_MOMENTUM
 from trainwright.strategies.torch.ps.gradient_compression import GradientLayout
 from trainwright.strategies.torch.shard_layout import ModelPart, ShardSlice
-from trainwright.strategies.torch.training.train_state import (
-    TorchReplica,
-    is_elementwise,
-    set_group_option,
-)
+from trainwright.strategies.torch.training.learning_rates import set_group_option
+from trainwright.strategies.torch.training.train_state import TorchReplica, is_elementwise
 
 SPARSE_REFUSED = (
     'has sparse gradients, which parameter servers do not take: leave sparse=True out, or use strategy="data_parallel"'
@@ -68,7 +65,7 @@ class TorchShardStore:
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, by the job's schedule. Raises UserCodeError."""
-        return self.replica.set_rates(step, self._where)
+        return self.replica.rates.begin(step, None, self._where)
 
     def check(self, push: GradientPush) -> None:
         """Raise ValueError if payload or buffers of a push cannot be decoded."""
@@ -118,7 +115,7 @@ class TorchShardStore:
     def _step(self, gradients: Sequence[Tensor], step: int, rate_factor: float) -> None:
         """Step the job's optimizer with these gradients."""
         replica = self.replica
-        replica.set_rates(step, self._where)
+        self.rate(step)
         for parameter, gradient in zip(replica.trainable, gradients, strict=True):
             parameter.grad = gradient
         with self._rated(rate_factor):

@@ -32,6 +32,7 @@ from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, Sh
 from trainwright.strategies.torch.torch_compat import foreach_copy, preserve_version_counter
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.batch_norm import SyncedBatchNorms, batch_norms, running_norms
+from trainwright.strategies.torch.training.learning_rates import LearningRates
 from trainwright.strategies.torch.training.model_blocks import checkpoint_blocks, checkpointed_buffers, compile_model
 
 _BufferCopies = dict[str, tuple[Tensor, Tensor]]  # by full name: a buffer, and a copy of what it held
@@ -63,7 +64,7 @@ class TorchReplica:
         selective_recompute: backward computes attention's scores again.
         trainable: the parameters that require a gradient, each once.
         names: full name of each parameter that requires a gradient.
-        initial: each parameter group's settings as the job made them.
+        rates: sets the learning rates.
         step: completed steps; None before the first step or load.
         sound: False during an update, and after one that failed half way.
         laps: times the phases of its steps.
@@ -114,10 +115,9 @@ class TorchReplica:
         self.versions = _WeightStash(self.trainable) if plan.streamed else None
         self.begun: _BufferCopies | None = None
         with TorchUserCode("optimizer()", where):
-            assert spec.optimizer is not None, "only a job with run='fit' may leave it out"
-            self.optimizer = spec.optimizer(list(self.trainable))
+            self.optimizer = spec.make_optimizer([(name, parameter) for parameter, name in self.names.items()])
         _check_optimizer(self.optimizer, self.names, where)
-        self.initial = [group_settings(group) for group in self.optimizer.param_groups]
+        self.rates = LearningRates(spec, self.optimizer, where)
         self.laps = PhaseTimer(device)
         self._last: Any = None  # the hook of the parameter whose gradient comes last
         self._places = {
@@ -241,16 +241,6 @@ class TorchReplica:
     def _kept(self) -> _BufferCopies:
         return {name: (buffer, buffer.detach().clone()) for name, buffer in self.named_buffers()}
 
-    def set_rates(self, step: int, where: str) -> float:
-        """Set each group's learning rate for the step, and return the first group's."""
-        groups = self.optimizer.param_groups
-        if self.spec.schedule is not None:
-            with TorchUserCode("schedule=", where):
-                factor = float(self.spec.schedule(step, self.spec.total_steps))
-            for group, initial in zip(groups, self.initial, strict=True):
-                set_group_option(group, "lr", initial.get("lr", 0.0) * factor)
-        return float(groups[0].get("lr", 0.0))
-
     def apply(self, step: int, where: str) -> None:
         """Let the optimizer take step `step`; after an error the replica is unsound."""
         self.sound = False
@@ -259,6 +249,12 @@ class TorchReplica:
             TorchUserCode("the optimizer's step()", where),
         ):
             self.optimizer.step()
+        self.skip(step, where)
+
+    def skip(self, step: int, where: str) -> None:
+        """End step `step` without a change of the parameters."""
+        self.sound = False
+        self.rates.end(step, where)
         self.step = step + 1
         self.sound = True
 
@@ -271,13 +267,12 @@ def add_gradient_hook(parameter: nn.Parameter, told: Callable[[Tensor], None]) -
 
 def is_elementwise(spec: ModelSpec) -> bool:
     """Return whether an optimizer works elementwise; True where that cannot be tried."""
-    assert spec.optimizer is not None, "only a job with run='fit' may leave it out"
     start = torch.linspace(-1.0, 2.0, 16).view(4, 4)
     whole = [nn.Parameter(start.clone())]
     parts = [nn.Parameter(start[:2].clone()), nn.Parameter(start[2:].clone())]
     try:
         for given in (whole, parts):
-            optimizer = spec.optimizer(list(given))
+            optimizer = spec.make_optimizer([(f"{number}.weight", each) for number, each in enumerate(given)])
             for step in (1.0, 3.0):
                 for parameter, slope in zip(given, (start.cos() * step).chunk(len(given)), strict=True):
                     parameter.grad = slope.clone()
@@ -285,22 +280,6 @@ def is_elementwise(spec: ModelSpec) -> bool:
     except Exception:
         return True
     return torch.allclose(whole[0], torch.cat((parts[0], parts[1])), rtol=1e-5, atol=1e-7)
-
-
-def group_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group's settings as plain values, without its parameters."""
-    return {
-        key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
-    }
-
-
-def set_group_option(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set a parameter group's option; one that is held as a tensor stays that tensor."""
-    current = group.get(key)
-    if isinstance(current, Tensor):
-        current.fill_(value)
-    else:
-        group[key] = tuple(value) if isinstance(current, tuple) else value
 
 
 def sparse_problems(model: nn.Module) -> list[str]:
@@ -379,9 +358,8 @@ def _check_optimizer(optimizer: Any, names: dict[nn.Parameter, str], where: str)
     if any("initial_lr" in group for group in optimizer.param_groups):  # torch's LRScheduler sets it
         raise JobError(
             [
-                "the optimizer has a torch.optim.lr_scheduler, whose count is neither saved nor sent to a worker that "
-                "is replaced: leave it out, and give the job schedule=, a function (step, total_steps) -> factor: "
-                "StepLR(optimizer, 10, 0.5) is lambda step, total: 0.5 ** (step // 10)"
+                "optimizer() made a torch.optim.lr_scheduler, whose count is neither saved nor sent to a worker that "
+                "is replaced: make it in schedule=, such as schedule=lambda optimizer: StepLR(optimizer, 10, 0.5)"
             ],
             where=where,
         )

@@ -128,7 +128,7 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
         length = None if totals.norm is None else totals.norm / runner.objective.scale
         totals, scatter = replace(totals, norm=length if wants_norm else None), probe.heard(totals.told)
         overflowed = has_overflowed(runner, scale, totals, feed)
-        rate = replica.set_rates(feed.step, runner.where)
+        rate = replica.rates.begin(feed.step, feed.metrics, runner.where)
         if replica.versions is not None:
             replica.versions.turn()
         norm = None
@@ -142,10 +142,11 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
             laps.optimizer()
             if sampled and length is not None:
                 probe.keep(length, feed.rows)
-    replica.step = feed.step + 1
+        if not attempt.applied:
+            replica.skip(feed.step, runner.where)
     phases = laps.ended()
     return StepReport(
-        step=replica.step,
+        step=feed.step + 1,
         loss=totals.loss / totals.weight if totals.weight else 0.0,
         weight=totals.weight,
         learning_rate=rate,

@@ -1,0 +1,197 @@
+"""The learning rates of a replica: factors from the job's functions, or a scheduler of `torch.optim.lr_scheduler`.
+
+A scheduler's state is part of the replica's state. A state after `step` steps holds what the scheduler has counted in
+these steps, and of evaluations those before its last step: what the next step needs is applied with that step, so that
+a step taken again finds the same rates.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from trainwright.core.engine import ModelSpec, takes_optimizer
+from trainwright.core.errors import JobError
+from trainwright.strategies.torch.torch_errors import TorchUserCode
+
+SchedulerState = dict[str, Any]  # values that JSON has
+_PAIRS = "pairs"  # of a mapping whose keys are no text
+
+
+class LearningRates:
+    """Sets the learning rates of an optimizer's parameter groups.
+
+    Args:
+        spec: the job's functions.
+        optimizer: as the job's function made it.
+        where: the rank, for errors.
+
+    Attributes:
+        initial: each parameter group's settings before the first step.
+
+    Raises:
+        JobError: the schedule does not fit the optimizer.
+        UserCodeError: making the scheduler raised.
+    """
+
+    def __init__(self, spec: ModelSpec, optimizer: torch.optim.Optimizer, where: str) -> None:
+        self._spec, self._groups = spec, optimizer.param_groups
+        self._factors: tuple[Callable[[int, int], float], ...] = ()
+        self._scheduler: LRScheduler | None = None
+        schedule = spec.schedule
+        if takes_optimizer(schedule):
+            self._scheduler = _make_scheduler(spec, optimizer, where)
+        elif isinstance(schedule, tuple):
+            self._factors = schedule
+        elif schedule is not None:
+            self._factors = (schedule,) * len(self._groups)
+        if self._factors and len(self._factors) != len(self._groups):
+            functions, groups = len(self._factors), len(self._groups)
+            problem = f"schedule= has {functions} functions, and the optimizer {groups} parameter groups: give as many"
+            raise JobError([problem], where=where)
+        self.initial = [group_settings(group) for group in self._groups]
+
+    @property
+    def computed(self) -> bool:
+        """Whether the rates of a step follow from its number alone."""
+        return bool(self._factors)
+
+    def begin(self, step: int, metrics: Mapping[str, float] | None, where: str) -> float:
+        """Set each group's rate for a step that is about to be applied, and return the first group's.
+
+        Args:
+            metrics: of the evaluation after `step` completed steps, if there was one.
+
+        Raises:
+            JobError, UserCodeError: the schedule or the scheduler raised.
+        """
+        if self._factors:
+            with TorchUserCode("schedule=", where):
+                factors = [float(factor(step, self._spec.total_steps)) for factor in self._factors]
+            for group, initial, factor in zip(self._groups, self.initial, factors, strict=True):
+                set_group_option(group, "lr", initial.get("lr", 0.0) * factor)
+        elif self._scheduler is not None and self._spec.schedule_metric and metrics is not None:
+            with TorchUserCode("the scheduler's step()", where):
+                self._scheduler.step(metrics[self._spec.schedule_metric])  # type: ignore[arg-type]
+        return float(self._groups[0].get("lr", 0.0))
+
+    def end(self, step: int, where: str) -> None:
+        """Let the scheduler count a step, which was applied or skipped. Raises UserCodeError."""
+        if self._scheduler is None or self._spec.schedule_metric:
+            return
+        epoch_steps = self._spec.total_steps // self._spec.epochs
+        if self._spec.schedule_by == "epoch" and (step + 1) % epoch_steps:
+            return
+        # torch warns where the first step was skipped; each `catch_warnings` lets other warnings be shown again.
+        with warnings.catch_warnings() if step == 0 else nullcontext(), TorchUserCode("the scheduler's step()", where):
+            if step == 0:
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self._scheduler.step()
+
+    @property
+    def state(self) -> SchedulerState | None:
+        """The scheduler's state, in values that JSON has; None without one."""
+        return None if self._scheduler is None else _plain_state(self._scheduler)
+
+    @state.setter
+    def state(self, saved: SchedulerState | None) -> None:
+        """Restore a scheduler's state; None, of a job that had no scheduler, changes nothing."""
+        if self._scheduler is not None and saved is not None:
+            self._scheduler.load_state_dict(_like(self._scheduler.state_dict(), saved))
+
+
+def _make_scheduler(spec: ModelSpec, optimizer: torch.optim.Optimizer, where: str) -> LRScheduler:
+    with TorchUserCode("schedule=", where):
+        made = spec.make_scheduler(optimizer)
+    problems = []
+    if not isinstance(made, LRScheduler):
+        problems.append(
+            f"schedule= takes one argument, the optimizer, and returned {type(made).__name__}: return a scheduler of "
+            "torch.optim.lr_scheduler, or take (step, total_steps) and return a factor"
+        )
+    elif getattr(made, "optimizer", optimizer) is not optimizer:
+        problems.append("schedule= made a scheduler of another optimizer than the one that it was given")
+    elif isinstance(made, ReduceLROnPlateau) != bool(spec.schedule_metric):
+        kind = type(made).__name__
+        problems.append(
+            f"schedule= made {kind}, which takes no metric: leave schedule_metric= out"
+            if spec.schedule_metric
+            else f"schedule= made {kind}, which takes a metric: set schedule_metric= to 'loss' or one of metrics="
+        )
+    else:
+        problems += _state_problems(made)
+    if problems:
+        raise JobError(problems, where=where)
+    assert isinstance(made, LRScheduler)
+    return made
+
+
+# --- The scheduler's state --------------------------------------------------------------------------------------------
+
+
+def _state_problems(scheduler: LRScheduler) -> list[str]:
+    try:
+        _plain_state(scheduler)
+    except TypeError as error:
+        return [f"the state of {type(scheduler).__name__} cannot be saved: {error}"]
+    return []
+
+
+def _plain_state(scheduler: LRScheduler) -> SchedulerState:
+    """Return the state of a scheduler without its functions, which the job makes again."""
+    plain = _plain(scheduler.state_dict(), "")
+    assert isinstance(plain, dict), "torch's state_dict() has names for keys"
+    return plain
+
+
+def _plain(value: Any, name: str) -> Any:
+    """Return a value of a state as JSON has it. Raises TypeError where it cannot be saved."""
+    if isinstance(value, Mapping):
+        kept = [(key, _plain(item, str(key))) for key, item in value.items() if not callable(item)]
+        return dict(kept) if all(isinstance(key, str) for key in value) else {_PAIRS: [[*pair] for pair in kept]}
+    if isinstance(value, list | tuple):
+        return [_plain(item, name) for item in value]
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if hasattr(value, "tolist"):  # a tensor, or a number of NumPy's
+        return value.tolist()
+    raise TypeError(f"{name!r} is a {type(value).__name__}: keep numbers, texts, lists and dicts in it")
+
+
+def _like(own: Any, saved: Any) -> Any:
+    """Return a saved value in the form of a fresh scheduler's own."""
+    if isinstance(own, Mapping) and isinstance(saved, Mapping):
+        if saved.keys() == {_PAIRS}:
+            return type(own)(dict(map(tuple, saved[_PAIRS])))  # type: ignore[call-arg]
+        return {**own, **{key: _like(own.get(key), value) for key, value in saved.items()}}
+    if isinstance(own, list | tuple) and isinstance(saved, list):
+        items = [_like(*pair) for pair in zip(own, saved, strict=True)] if len(own) == len(saved) else saved
+        return tuple(items) if isinstance(own, tuple) else items
+    return torch.tensor(saved, dtype=own.dtype, device=own.device) if isinstance(own, Tensor) else saved
+
+
+# --- Parameter groups -------------------------------------------------------------------------------------------------
+
+
+def group_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group's settings as plain values, without its parameters and their names."""
+    return {
+        key: value.tolist() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def set_group_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a parameter group's option; one that is held as a tensor stays that tensor."""
+    current = group.get(key)
+    if isinstance(current, Tensor):
+        current.fill_(value)
+    else:
+        group[key] = tuple(value) if isinstance(current, tuple) else value
