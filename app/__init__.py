@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from trainwright.core.plan import Plan as Plan
     from trainwright.core.soft_loss import Match as Match
     from trainwright.core.soft_loss import SoftLoss as SoftLoss
+    from trainwright.core.weight_average import WeightAverage as WeightAverage
     from trainwright.distillation.distillation_spec import Distillation as Distillation
     from trainwright.distillation.distillation_spec import Teacher as Teacher
     from trainwright.distillation.distilled_run import DistilledRun as DistilledRun
@@ -76,6 +77,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "core.job": ("Checkpointing", "Data", "Job", "Planning", "Recovery", "Scaling", "TensorFlow", "Training"),
     "core.loss_api": ("gather",),
     "core.soft_loss": ("Match", "SoftLoss"),
+    "core.weight_average": ("WeightAverage",),
     "core.model_profile": ("transformer_profile",),
     "core.plan": ("Estimate", "Plan"),
     "distillation.distillation_spec": ("Distillation", "Teacher"),

@@ -32,6 +32,7 @@ from trainwright.core.topology import (
     StateTransfer,
     WorkUnit,
 )
+from trainwright.core.weight_average import WeightAverage
 
 _CollateFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 _ANY_NUMBER = inspect.Parameter.VAR_POSITIONAL
@@ -298,6 +299,7 @@ class ModelSpec:
         schedule_by: when a scheduler counts on: after each `step` or `epoch`.
         schedule_metric: metric of the evaluation set by which a scheduler counts on after each evaluation; empty for
             none.
+        weight_average: average of the parameters that is evaluated and loaded in their place.
         clip_norm: largest global gradient norm; None does not clip.
         guard: look at the gradient of each step even where it is not clipped: it can be NaN where the loss is not.
         inexact: what the user accepts as not equal across layouts, such as `batch_norm`.
@@ -329,6 +331,7 @@ class ModelSpec:
     schedule: Callable[..., Any] | tuple[Callable[[int, int], float], ...] | None = None
     schedule_by: Literal["step", "epoch"] = "step"
     schedule_metric: str = ""
+    weight_average: WeightAverage | None = None
     clip_norm: float | None = None
     guard: bool = False
     seed: int = 0
@@ -356,14 +359,24 @@ class ModelSpec:
             problems.append(f'batch_norm="sync" needs {whole}; Keras has BatchNormalization(synchronized=True)')
         if self.local_state and not capabilities.local_state:
             problems.append(f"local_state= needs {whole}")
-        if not capabilities.schedulers and (isinstance(self.schedule, tuple) or takes_optimizer(self.schedule)):
+        if not capabilities.torch_training and (isinstance(self.schedule, tuple) or takes_optimizer(self.schedule)):
             problems.append(
                 "schedule= with a scheduler, or with a function for each parameter group, needs a torch model and no "
                 "parameter servers: give one function (step, total_steps) -> factor, or Keras' optimizer a "
                 "LearningRateSchedule"
             )
+        if not capabilities.torch_training and self.weight_average is not None:
+            problems.append(
+                "weight_average= needs a torch model and no parameter servers: leave it out; Keras' optimizers have "
+                "use_ema="
+            )
         if problems:
             raise JobError(problems)
+
+    @property
+    def epoch_steps(self) -> int:
+        """Steps of an epoch."""
+        return max(1, self.total_steps // self.epochs)
 
     def make_optimizer(self, named: Sequence[tuple[str, Any]]) -> Any:
         """Return the job's optimizer for these names and parameters. Raises what the user's function raises."""

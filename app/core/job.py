@@ -24,6 +24,7 @@ from trainwright.core.loss_api import has_sum_reduction
 from trainwright.core.plan import Plan, single_device_spec
 from trainwright.core.strict_model import StrictModel, data_problem, function_problem
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
+from trainwright.core.weight_average import WeightAverage
 
 ColumnNames = tuple[str, ...]
 
@@ -99,6 +100,8 @@ class Training(_OptionGroup):
         schedule_by: `step`, or `epoch`: then functions get (epoch, epochs), and schedulers count on after each epoch.
         schedule_metric: `loss`, or one of `metrics`, of the evaluation set: a scheduler such as ReduceLROnPlateau gets
             it after each evaluation, and counts on then alone.
+        weight_average: `tw.WeightAverage(decay=0.999)`: an average of the parameters (EMA, or SWA) of a torch model,
+            which is evaluated, loaded and exported in their place.
         clip_norm: largest global gradient norm.
         accumulation: micro-batches of a worker in one step; by default as few as fit its memory.
         precision: `fp32` keeps the model's own types, `bf16` computes under autocast, and `fp16` (torch) scales losses
@@ -124,6 +127,7 @@ class Training(_OptionGroup):
     schedule: Callable[..., Any] | tuple[Callable[[int, int], float], ...] | None = None
     schedule_by: Literal["step", "epoch"] = "step"
     schedule_metric: str | None = None
+    weight_average: WeightAverage | None = None
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     accumulation: Annotated[int, Field(ge=1)] | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -319,6 +323,7 @@ FIELD_ORDER: ColumnNames = (
     "drop_last", "checkpoint_steps", "keeper_s", "keep", "evaluate_epochs", "inexact", "batch_norm", "local_state",
     "tensor_plan", "failures", "failures_an_hour", "place_deadline_s", "on_error", "on_nonfinite", "max_loss_ratio",
     "on_spike", "on_crash_loop", "skip_limit", "hang_deadline_s", "trackers", "schedule_by", "schedule_metric",
+    "weight_average",
 )  # fmt: skip
 """Fields of a job and its groups by their own names, in the order of stored descriptions. New ones go to the end."""
 
@@ -529,6 +534,7 @@ class Job(_JobModel):
             schedule=_scheduled(self, total_steps),
             schedule_by=self.training.schedule_by,
             schedule_metric=self.training.schedule_metric or "",
+            weight_average=self.training.weight_average,
             clip_norm=self.training.clip_norm,
             guard=self.recovery.on_nonfinite == "skip",
             seed=self.training.seed,
@@ -789,6 +795,7 @@ def _fit_problems(job: Job) -> list[str]:
         "clip_norm": "set global_clipnorm of the optimizer",
         "accumulation": "set gradient_accumulation_steps of the optimizer",
         "schedule": "give the optimizer a LearningRateSchedule, or use a callback",
+        "weight_average": "set use_ema= of the optimizer",
         "consistency": "Keras' fit steps synchronously: leave out run= or this option",
         "wire": "Keras' fit has no parameter servers: leave out run= or this option",
         "local_steps": "Keras' fit has no local steps: leave out run= or this option",

@@ -47,7 +47,8 @@ class Capabilities:
         inductor: it can compile models by `torch.compile`.
         local_state: data ranks can keep buffers of their own.
         synchronized_batch_norm: batch norms can look at the whole batch.
-        schedulers: `schedule=` can be one of `torch.optim.lr_scheduler`, or a function for each parameter group.
+        torch_training: it has schedulers of `torch.optim.lr_scheduler`, a function of the learning rate for each
+            parameter group, and averages of weights.
     """
 
     reform: RestartMode = "in_place"
@@ -59,7 +60,7 @@ class Capabilities:
     inductor: bool = False
     local_state: bool = False
     synchronized_batch_norm: bool = False
-    schedulers: bool = False
+    torch_training: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

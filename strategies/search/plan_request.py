@@ -47,7 +47,7 @@ class PlanRequest:
         offload: only plans that keep the model's state in host memory.
         together: batch norms see the whole batch.
         seated: each data rank keeps state of its own.
-        scheduled: the learning rates come from a scheduler, or differ between parameter groups.
+        torch_option: an option that parameter servers and TensorFlow do not have; empty for none.
         workers, min_workers, max_workers, devices, accumulation, inexact, run, compile, tf_config, tpu: as in `Job`.
     """
 
@@ -60,7 +60,7 @@ class PlanRequest:
     offload: bool = False
     together: bool = False
     seated: bool = False
-    scheduled: bool = False
+    torch_option: str = ""
     workers: int | None = None
     min_workers: int | None = None
     max_workers: int | None = None
@@ -96,7 +96,7 @@ class PlanRequest:
             offload=bool(pins.choices.get("offload")),
             together=job.training.batch_norm == "sync",
             seated=bool(job.training.local_state),
-            scheduled=isinstance(job.training.schedule, tuple) or takes_optimizer(job.training.schedule),
+            torch_option=_torch_option(job),
             workers=job.scaling.workers or pinned,
             min_workers=job.scaling.min_workers,
             max_workers=job.scaling.max_workers,
@@ -217,14 +217,13 @@ class PlanRequest:
             raise Refusal(f"{asked} is for torch models", hint)
         raise Refusal(f"{asked} needs all of the model on each worker", f"use {_REPLICATED[-1]}")
 
-    def check_scheduler(self, *, asynchronous: bool) -> None:
-        """Raise Refusal where the rates come from a scheduler, which the strategy or the framework does not have."""
-        if self.scheduled and self.profile.framework == "tensorflow":
-            hint = "give the optimizer a LearningRateSchedule, or schedule= a function (step, total_steps) -> factor"
-            raise Refusal("schedule= with a scheduler, or with several functions, is for torch models", hint)
-        if self.scheduled and asynchronous:
-            hint = "give schedule= a function (step, total_steps) -> factor, or use data_parallel"
-            raise Refusal("its servers have no scheduler of learning rates", hint)
+    def check_torch_option(self, *, asynchronous: bool) -> None:
+        """Raise Refusal where the strategy or the framework does not have an option of the job."""
+        if self.torch_option and self.profile.framework == "tensorflow":
+            hint = "Keras' optimizers have LearningRateSchedule and use_ema="
+            raise Refusal(f"{self.torch_option} is for torch models", hint)
+        if self.torch_option and asynchronous:
+            raise Refusal(f"its servers do not have {self.torch_option}", "leave it out, or use data_parallel")
 
     def check_tpu(self) -> None:
         """Raise Refusal on TPUs, where only tf_tpu can run the model."""
@@ -253,6 +252,13 @@ def _async_choices(options: Planning) -> dict[str, Any]:
         outer = OuterOptimizer.parse(options.outer or "average")
         given |= {"local_steps": options.local_steps, "outer": str(outer)}
     return given
+
+
+def _torch_option(job: Job) -> str:
+    """Return an option that parameter servers and TensorFlow do not have; empty for none."""
+    if isinstance(job.training.schedule, tuple) or takes_optimizer(job.training.schedule):
+        return "schedule= with a scheduler or several functions"
+    return "weight_average=" if job.training.weight_average is not None else ""
 
 
 def _single_micro_batch(job: Job) -> int | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
+import trainwright as tw
 from tests.support.conformance.attention_model import HALF, JOB, LAYOUTS, Attentive, Run, assert_near, bent
 from tests.support.conformance.harness import Pool
 from tests.support.conformance.staged_model import trained
@@ -53,7 +54,8 @@ def by_kind(named_parameters: Any) -> torch.optim.Optimizer:
 
 SCHEDULED = replace(
     JOB, model=partial(Attentive, dropout=0.0), optimizer=by_kind,
-    schedule=partial(OneCycleLR, max_lr=[0.05, 0.02]), total_steps=7,
+    schedule=partial(OneCycleLR, max_lr=[0.05, 0.02]), total_steps=8, epochs=4,
+    weight_average=tw.WeightAverage(start=1),
 )  # fmt: skip
 
 
@@ -64,12 +66,13 @@ def scheduled(pool: Pool) -> Run:
 
 
 @pytest.mark.parametrize("layout", ["parallel", "sharded", "stages", "shards of stages"])
-def test_a_scheduler_and_groups_by_name(pool: Pool, layout: str, scheduled: Run) -> None:
+def test_a_scheduler_groups_by_name_and_averages_of_weights(pool: Pool, layout: str, scheduled: Run) -> None:
     found = trained(pool, LAYOUTS[layout], SCHEDULED)
     assert_near(found, scheduled)
     assert [one.learning_rate for one in found[0]] == [one.learning_rate for one in scheduled[0]]
     ours, theirs = (json.loads(str(run[1]["state.json"])) for run in (found, scheduled))
     assert ours["scheduler"] == theirs["scheduler"] and ours["options"] == theirs["options"]
+    assert "average.safetensors/first.weight" in found[1]
 
 
 @pytest.fixture(scope="module")

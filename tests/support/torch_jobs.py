@@ -209,9 +209,11 @@ def job(
 ) -> tw.Job:
     """A job of 3 epochs of 9 steps (203 samples by 24, the last batch short), a checkpoint each 5 steps,
     neither spares nor keepers."""
-    scheduled = {} if fields.keys() & {"optimizer", "strategy"} else {"schedule": rates}
+    average = tw.WeightAverage(decay=0.9, start=1)
+    plain = "optimizer" in fields or fields.get("strategy") in ("parameter_server", "local_sgd")
+    carried = {} if plain else {"schedule": rates, "weight_average": average}
     return tw.Job(
-        **scheduled
+        **carried
         | {
             "name": "faulty",
             "model": make_model(kills),

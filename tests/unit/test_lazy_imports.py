@@ -39,6 +39,7 @@ PUBLIC = {
     "Scaling",
     "TensorFlow",
     "Training",
+    "WeightAverage",
     "Pad",
     "Plan",
     "Run",

@@ -251,7 +251,7 @@ def test_options_that_contradict_each_other(changes: dict[str, Any], words: str)
 
 
 def test_parameter_servers_and_keras_models_refuse_a_scheduler() -> None:
-    with pytest.raises(PlanError, match="its servers have no scheduler of learning rates"):
+    with pytest.raises(PlanError, match="its servers do not have schedule= with a scheduler"):
         decide(schedule=MAKERS["step"], strategy="parameter_server", workers=2)
     with pytest.raises(PlanError, match="is for torch models"):
         decide(profile=replace(PROFILE, framework="tensorflow"), schedule=(lambda step, total: 1.0,))

@@ -19,6 +19,7 @@ from trainwright.strategies.torch.training.train_state import LocalState, LossSc
 
 OptimizerSlots = dict[str, dict[str, Any]]
 _PREVIOUS_WEIGHTS = "weights_before"  # among the optimizer's state of a parameter: the version before the last step
+AVERAGE = "average"  # among the same: the average of the parameter
 OUTER_MOMENTUM = "outer_momentum"  # among the same: that of servers, for what several local steps came to
 _Memory = dict[tuple[str, ...], Tensor]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -170,14 +171,16 @@ def restore(replica: TorchReplica, state: HostState) -> None:
             else {name: value for name, value in state.model.items() if name in replica.local}
         )
         if state.weights_only:
+            replica.average = None  # the parameters are the averages already
             replica.step, replica.sound = state.step, True
             return
+        replica.step = state.step
         _make_slots(
             replica,
             _map_tensors(state.slots, lambda name, key, value: _TensorForm.of(value, f"{name}/{key}" in state.boxes)),
         )
         for name, key, value in _slot_tensors(replica):
-            if key == _PREVIOUS_WEIGHTS:  # a state without versions is as one whose last step changed nothing
+            if key in (_PREVIOUS_WEIGHTS, AVERAGE):  # without them it is as a state whose last step changed nothing
                 saved = state.slots.get(name, {}).get(key, state.model[name])
             else:
                 saved = state.slots[name][key]
@@ -206,7 +209,7 @@ def broadcast(
     own = _description(replica) if rank == source else None
     step, slots, options, every_used, scale, scheduler = _broadcast_description(own, source, device, group)
     if rank != source:
-        replica.sound = False
+        replica.sound, replica.step = False, step
         _make_slots(replica, slots)
     buffers = [buffer for name, buffer in replica.named_buffers() if name not in replica.local]
     tensors = [*replica.model.parameters(), *buffers, *(value for _, _, value in _slot_tensors(replica))]
@@ -214,7 +217,7 @@ def broadcast(
     if rank != source:
         _set_options(replica, options)
         replica.rates.state = scheduler
-        replica.step, replica.sound, replica.every_used, replica.scale = step, True, every_used, scale
+        replica.sound, replica.every_used, replica.scale = True, every_used, scale
 
 
 def kept_settings(replica: TorchReplica) -> list[dict[str, Any]]:
@@ -257,6 +260,8 @@ def _slots(replica: TorchReplica) -> OptimizerSlots:
         found[name] = entries
     for parameter, before in replica.versions.before.items() if replica.versions else ():
         found.setdefault(replica.names[parameter], {})[_PREVIOUS_WEIGHTS] = before
+    for parameter, mean in replica.average.held(replica.step).items() if replica.average else ():
+        found.setdefault(replica.names[parameter], {})[AVERAGE] = mean
     return found
 
 
@@ -339,7 +344,8 @@ def _make_slots(replica: TorchReplica, slots: Mapping[str, Mapping[str, Any]]) -
         made = {
             key: _empty_slot(parameter, key, value, groups[parameter]) if isinstance(value, _TensorForm) else value
             for key, value in slots.get(name, {}).items()
-            if key != _PREVIOUS_WEIGHTS and (key != OUTER_MOMENTUM or replica.outer)  # these have places of their own
+            if key not in (_PREVIOUS_WEIGHTS, AVERAGE)  # the replica has places of its own for these
+            and (key != OUTER_MOMENTUM or replica.outer)
         }
         if made:
             replica.optimizer.state[parameter] = _nested(made)

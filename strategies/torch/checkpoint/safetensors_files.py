@@ -4,6 +4,7 @@
 |-------------------------|-----------------------------------------------------------------------------|
 | `model.safetensors`     | the model's state dict: parameters and persistent buffers by full name      |
 | `optimizer.safetensors` | the optimizer's tensors, named `<parameter>/<key>`                          |
+| `average.safetensors`   | the average of each trained parameter (`weight_average=`)                   |
 | `state.json`            | step, the optimizer's plain values and changed settings, the losses' scale, |
 |                         | the state of the learning-rate scheduler                                    |
 | `local-0-of-2.…`        | buffers that data rank 0 keeps as its own (`local_state=`), and so on       |
@@ -36,11 +37,11 @@ from torch import Tensor, nn
 
 from trainwright.core.engine import StateReader, StateWriter
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
-from trainwright.strategies.torch.checkpoint.host_state import HostState, OptimizerSlots
+from trainwright.strategies.torch.checkpoint.host_state import AVERAGE, HostState, OptimizerSlots
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice
 from trainwright.strategies.torch.training.train_state import DataRank, LocalState
 
-_MODEL, _OPTIMIZER = "model", "optimizer"
+_MODEL, _OPTIMIZER, _AVERAGE = "model", "optimizer", "average"
 _FILE, _STATE = "{}{}.safetensors", "state{}.json"
 MAX_FILE_BYTES, _READERS = 1 << 30, 4
 _LOCAL_FILE = re.compile(r"local-(\d+)-of-(\d+)\.safetensors")
@@ -66,14 +67,18 @@ def write(state: HostState, writer: StateWriter) -> None:
                 remedy='set clip_norm or on_nonfinite="skip", which check the gradient of each step; earlier '
                 "checkpoints are kept",
             )
-    tensors: dict[str, Tensor] = {}
+    held: dict[str, dict[str, Tensor]] = {_MODEL: state.model, _OPTIMIZER: {}, _AVERAGE: {}}
     plain: OptimizerSlots = {}
     for name, entries in state.slots.items():
         for key, value in entries.items():
-            if isinstance(value, Tensor):
-                tensors[f"{name}/{key}"] = value
+            if key == AVERAGE:
+                held[_AVERAGE][name] = value
+            elif isinstance(value, Tensor):
+                held[_OPTIMIZER][f"{name}/{key}"] = value
             else:
                 plain.setdefault(name, {})[key] = value
+    if not held[_AVERAGE]:
+        del held[_AVERAGE]
     facts: dict[str, Any] = {
         "format": _FORMAT,
         "step": state.step,
@@ -87,12 +92,12 @@ def write(state: HostState, writer: StateWriter) -> None:
         facts["scheduler"] = state.scheduler
     boxes, suffix = state.boxes, state.part.suffix
     facts["tensors"] = {
-        _MODEL: {name: _tensor_entry(value, boxes.get(name)) for name, value in state.model.items()},
-        _OPTIMIZER: {name: _tensor_entry(value, boxes.get(name)) for name, value in tensors.items()},
+        kind: {name: _tensor_entry(value, boxes.get(name)) for name, value in tensors.items()}
+        for kind, tensors in held.items()
     }
     facts["files"] = {}
-    for kind, held in ((_MODEL, state.model), (_OPTIMIZER, tensors)):
-        groups = list(_groups(held))
+    for kind, tensors in held.items():
+        groups = list(_groups(tensors))
         facts["files"][kind] = len(groups)
         for name, group in zip(_names(kind, suffix, len(groups)), groups, strict=True):
             writer.write(name, *to_safetensors(group))
@@ -155,11 +160,16 @@ def read(reader: StateReader, wanted: _WantedSlices | None = None, part: ModelPa
     for name, value in optimizer.items():
         parameter, _, key = name.rpartition("/")
         slots.setdefault(parameter, {})[key] = value
+    model, average = (_assemble(reader, kind, known, boxes[kind]) for kind in (_MODEL, _AVERAGE))
+    if reader.weights_only:
+        model |= average
+    for name, value in average.items():
+        slots.setdefault(name, {})[AVERAGE] = value
     own = {name: box for name, box in (wanted or {}).items() if box}
     facts = next(iter(known.values()))
     return HostState(
         step=facts["step"],
-        model=_assemble(reader, _MODEL, known, boxes[_MODEL]),
+        model=model,
         slots=slots,
         options=facts["options"],
         optimizer=facts["optimizer"],
@@ -168,10 +178,10 @@ def read(reader: StateReader, wanted: _WantedSlices | None = None, part: ModelPa
         scheduler=facts.get("scheduler"),
         weights_only=reader.weights_only,
         boxes={
-            name: box
+            f"{name}/{AVERAGE}" if kind == _AVERAGE else name: box
             for kind, named in boxes.items()
             for name, box in named.items()
-            if own.get(name if kind == _MODEL else name.rpartition("/")[0]) == box
+            if own.get(_owner(kind, name)) == box
         },
     )
 
@@ -215,12 +225,16 @@ def _local_state_file(reader: StateReader, data_rank: DataRank) -> str | None:
 
 
 def load_weights(reader: StateReader) -> dict[str, Tensor]:
-    """Return a checkpoint's parameters and persistent buffers by full name, as tensors on the CPU.
+    """Return a checkpoint's parameters, averaged where it has averages, and persistent buffers by full name.
+
+    They are tensors on the CPU.
 
     `model.load_state_dict(load_weights(reader))` gives the trained model. Raises CheckpointError.
     """
     known = _part_headers(reader, None, WHOLE_MODEL)
-    return _assemble(reader, _MODEL, known, _boxes([*known.values()], None)[_MODEL])
+    boxes = _boxes([*known.values()], None)
+    model, average = (_assemble(reader, kind, known, boxes[kind]) for kind in (_MODEL, _AVERAGE))
+    return model | average
 
 
 def export(model: nn.Module, path: str) -> None:
@@ -258,15 +272,20 @@ def _part_suffices(facts: _Header, wanted: _WantedSlices) -> bool:
 
 def _boxes(known: Sequence[_Header], wanted: _WantedSlices | None) -> dict[str, dict[str, ShardSlice]]:
     """Return the wanted slices of the tensors of each kind; the optimizer's are those of their parameters."""
-    boxes: dict[str, dict[str, ShardSlice]] = {_MODEL: {}, _OPTIMIZER: {}}
+    boxes: dict[str, dict[str, ShardSlice]] = {_MODEL: {}, _OPTIMIZER: {}, _AVERAGE: {}}
     for facts in known:
         for kind, described in facts["tensors"].items():
             for name, one in described.items():
-                owner = name if kind == _MODEL else name.rpartition("/")[0]
+                owner = _owner(kind, name)
                 if wanted is None or owner in wanted:
                     box, whole = (wanted or {}).get(owner), ShardSlice.all_of(one["shape"])
                     boxes[kind][name] = box if box and box.shape == whole.shape else whole
     return boxes
+
+
+def _owner(kind: str, name: str) -> str:
+    """Return the parameter or buffer that a tensor of a file belongs to."""
+    return name.rpartition("/")[0] if kind == _OPTIMIZER else name
 
 
 def _assemble(
@@ -276,14 +295,14 @@ def _assemble(
     found: dict[str, Tensor] = {}
     taken: dict[str, set[ShardSlice]] = {name: set() for name in boxes}
     for part, facts in known.items():
-        described = {name: one for name, one in facts["tensors"][kind].items() if name in boxes}
+        described = {name: one for name, one in facts["tensors"].get(kind, {}).items() if name in boxes}
         held = {name: _held_slice(one) for name, one in described.items()}
         for name in [name for name in held if name not in found]:
             found[name] = torch.empty(boxes[name].size, dtype=getattr(torch, described[name]["dtype"]))
         news = {name: box.both(boxes[name]) for name, box in held.items()}
         news = {name: box for name, box in news.items() if box.count and box not in taken[name]}
         names = _names(kind, part.suffix, facts.get("files", {}).get(kind, 1))
-        tensors = _tensors(reader, names) if news or len(known) == 1 else {}
+        tensors = _tensors(reader, names) if news or (len(known) == 1 and kind in facts["tensors"]) else {}
         for name, box in news.items():
             taken[name].add(box)
             if held[name] == boxes[name]:

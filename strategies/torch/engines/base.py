@@ -34,7 +34,7 @@ class _ReplicaEngine:
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        reform="in_place", topology="collective", devices_per_worker=1, inductor=True, schedulers=True
+        reform="in_place", topology="collective", devices_per_worker=1, inductor=True, torch_training=True
     )
 
     def __init__(self) -> None:
@@ -194,12 +194,12 @@ class TorchEngine(_ReplicaEngine):
 
     def evaluate_step(self, feed: Feed) -> MetricSums:
         """Return local sums of `loss` and the metrics."""
-        with self._evaluating(feed) as through:
+        with self.replica.averaged(), self._evaluating(feed) as through:
             return self._guarded(lambda: evaluation.evaluate(self.replica.model, self._caller(), feed, through))
 
     def predict_step(self, feed: Feed) -> Columns:
         """Return the model's outputs for the feed's rows."""
-        with self._evaluating(feed) as through:
+        with self.replica.averaged(), self._evaluating(feed) as through:
             return self._guarded(lambda: evaluation.predict(self.replica.model, self._caller(), feed, through))
 
     @contextmanager

@@ -85,8 +85,7 @@ class LearningRates:
         """Let the scheduler count a step, which was applied or skipped. Raises UserCodeError."""
         if self._scheduler is None or self._spec.schedule_metric:
             return
-        epoch_steps = self._spec.total_steps // self._spec.epochs
-        if self._spec.schedule_by == "epoch" and (step + 1) % epoch_steps:
+        if self._spec.schedule_by == "epoch" and (step + 1) % self._spec.epoch_steps:
             return
         # torch warns where the first step was skipped; each `catch_warnings` lets other warnings be shown again.
         with warnings.catch_warnings() if step == 0 else nullcontext(), TorchUserCode("the scheduler's step()", where):

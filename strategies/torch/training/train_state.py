@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -29,11 +29,11 @@ from trainwright.core.errors import JobError, nearest
 from trainwright.core.plan import Plan
 from trainwright.strategies.cost_model.plan_constraints import invalid_compile
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice, fsdp_slice
-from trainwright.strategies.torch.torch_compat import foreach_copy, preserve_version_counter
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.batch_norm import SyncedBatchNorms, batch_norms, running_norms
 from trainwright.strategies.torch.training.learning_rates import LearningRates
 from trainwright.strategies.torch.training.model_blocks import checkpoint_blocks, checkpointed_buffers, compile_model
+from trainwright.strategies.torch.training.weight_copies import AveragedWeights, WeightStash
 
 _BufferCopies = dict[str, tuple[Tensor, Tensor]]  # by full name: a buffer, and a copy of what it held
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
@@ -65,6 +65,7 @@ class TorchReplica:
         trainable: the parameters that require a gradient, each once.
         names: full name of each parameter that requires a gradient.
         rates: sets the learning rates.
+        average: average of the trained parameters; None where the job has none.
         step: completed steps; None before the first step or load.
         sound: False during an update, and after one that failed half way.
         laps: times the phases of its steps.
@@ -112,12 +113,17 @@ class TorchReplica:
         self._cut = (place or self._place)(self.model)
         self.names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.trainable = list(self.names)
-        self.versions = _WeightStash(self.trainable) if plan.streamed else None
+        self.versions = WeightStash(self.trainable) if plan.streamed else None
         self.begun: _BufferCopies | None = None
         with TorchUserCode("optimizer()", where):
             self.optimizer = spec.make_optimizer([(name, parameter) for parameter, name in self.names.items()])
         _check_optimizer(self.optimizer, self.names, where)
         self.rates = LearningRates(spec, self.optimizer, where)
+        self.average = (
+            None
+            if spec.weight_average is None
+            else AveragedWeights(spec.weight_average, spec.epoch_steps, self.trainable)
+        )
         self.laps = PhaseTimer(device)
         self._last: Any = None  # the hook of the parameter whose gradient comes last
         self._places = {
@@ -152,7 +158,9 @@ class TorchReplica:
             assert self.step is None, "a trained replica stays where it is"
             self.device, self.laps = device, PhaseTimer(device)
             self.model.to(device)
-            self.versions = _WeightStash(self.trainable) if self.versions else None
+            self.versions = WeightStash(self.trainable) if self.versions else None
+            if self.spec.weight_average is not None:
+                self.average = AveragedWeights(self.spec.weight_average, self.spec.epoch_steps, self.trainable)
 
     def _place(self, model: nn.Module) -> Mapping[str, ShardSlice]:
         """Compile a whole model where the job says so, and move it to its device."""
@@ -255,8 +263,14 @@ class TorchReplica:
         """End step `step` without a change of the parameters."""
         self.sound = False
         self.rates.end(step, where)
+        if self.average is not None:
+            self.average.update(step + 1)
         self.step = step + 1
         self.sound = True
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the parameters hold their average, if there is one."""
+        return nullcontext() if self.average is None else self.average.in_place(self.step)
 
 
 def add_gradient_hook(parameter: nn.Parameter, told: Callable[[Tensor], None]) -> RemovableHandle:
@@ -380,53 +394,6 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     given = inspect.signature(optimizer.step).parameters.values()
     named = (each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
     return any(each.default is each.empty for each in named)
-
-
-# --- Weights of two steps, for a pipeline that does not drain (PipeDream-2BW) -----------------------------------------
-
-
-class _WeightStash:
-    """Keeps the weights before the last step; a step's own micro-batches run with them (PipeDream-2BW).
-
-    A parameter stays the same object with another memory behind it, so that optimizer, names, hooks and ties need not
-    know. What autograd has kept of a forward is then the parameter, whose memory must be that of the forward when its
-    backward runs; views of it keep theirs. That no memory changes between the two is what `turn` is for: it copies into
-    the one that no micro-batch uses any more.
-
-    Args:
-        parameters: those that are trained.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._other: dict[nn.Parameter, Tensor] = {each: each.detach().clone() for each in parameters}
-        self._swapped = False
-
-    def use(self, *, before: bool) -> None:
-        """Let the parameters hold the weights before the last step, or the newest."""
-        if before != self._swapped:
-            self._swap()
-
-    def turn(self) -> None:
-        """End a step: the newest weights become the earlier ones, and the parameters a copy to update."""
-        foreach_copy([*self._other.values()], [each.detach() for each in self._other])
-        self._swap()
-        self._swapped = False
-
-    def updating(self) -> AbstractContextManager[None]:
-        """Return a context for updates in place that autograd must not count: no graph uses the changed memory."""
-        return preserve_version_counter(self._other)
-
-    @property
-    def before(self) -> dict[nn.Parameter, Tensor]:
-        """The weights before the last step, in their own memory."""
-        assert not self._swapped, "asked for between steps"
-        return dict(self._other)
-
-    def _swap(self) -> None:
-        for parameter, other in self._other.items():
-            self._other[parameter] = parameter.data
-            parameter.data = other
-        self._swapped = not self._swapped
 
 
 # --- Loss scaling for float16 -----------------------------------------------------------------------------------------
