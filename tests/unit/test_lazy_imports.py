@@ -58,6 +58,7 @@ PUBLIC = {
     "schedules",
     "trackers",
     "start",
+    "tune",
 }
 
 
