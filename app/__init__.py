@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trainwright.api import plan as plan
     from trainwright.api import predict as predict
     from trainwright.api import start as start
+    from trainwright.api import tune as tune
     from trainwright.core.cluster import Cluster as Cluster
     from trainwright.core.data import Terms as Terms
     from trainwright.core.engine import Pad as Pad
@@ -69,6 +70,7 @@ isolate_llvm()
 _EXPORTS: dict[str, tuple[str, ...]] = {
     "api": (
         "chaos", "distill", "doctor", "evaluate", "export", "fit", "generate", "load_model", "plan", "predict", "start",
+        "tune",
     ),
     "core.cluster": ("Cluster",),
     "core.data": ("Terms",),

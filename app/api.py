@@ -1,11 +1,11 @@
-"""The Python API: plan, fit, start, distill, evaluate, predict, generate, load_model, export, chaos and doctor.
+"""The Python API: plan, fit, start, tune, distill, evaluate, predict, generate, load_model, export, chaos and doctor.
 
 Each takes a Job or the path of a job file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from trainwright.core.cluster import Cluster
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trainwright.planning.decision import Decision
     from trainwright.planning.what_if import Goal, Price, WhatIf
     from trainwright.runtime.run_handle import Run
+    from trainwright.tuning.tuner import TuneResult
 
 
 @overload
@@ -140,6 +141,62 @@ def fit(job: Job | str, *, resume: bool = False, fresh: bool = False, verbose: b
     run = start(job, resume=resume, fresh=fresh, verbose=verbose)
     wait_for_run(run)
     return run
+
+
+def tune(
+    job: Job | str | Callable[..., Job],
+    space: Mapping[str, Any],
+    *,
+    metric: str = "-loss",
+    trials: int = 20,
+    scheduler: Any = "asha",
+    concurrent: int | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    fresh: bool = False,
+    verbose: bool = False,
+) -> TuneResult:
+    """Train a job with several settings, stop bad ones early, and return all of them with the best.
+
+    Each trial is an ordinary run in the job's storage, named `<name>-0`, `<name>-1` and so on. Some train at a time,
+    each on a share of the cluster and with one worker, unless the job gives a layout such as `workers=2`. The same call
+    continues where an earlier one was stopped or killed: finished trials are not trained again, and those that were
+    stopped early stay so. A trial that fails is noted in the result, and the others continue; the same call tries it
+    again.
+
+    Args:
+        job: a job, a job file, or a function of the varied parameters that returns a job.
+        space: what is varied. The names are options of the job (`batch_size`), parameters of its functions
+            (`optimizer.lr`, `model.width`), or parameters of the function given as `job`. The values are search spaces
+            of Ray Tune, such as `ray.tune.loguniform(1e-4, 1e-1)` or `ray.tune.grid_search([1, 2])`, or lists, of which
+            one value is drawn.
+        metric: `loss` or one of the job's metrics, on its evaluation set; with a `-` in front, smaller is better.
+        trials: times that settings are drawn. With `grid_search`, each time all combinations of its values are.
+            A setting that is drawn twice is trained once. More trials extend an earlier search.
+        scheduler: `asha` stops a trial after its first, 4th, 16th evaluation and so on, where it is not among the best
+            quarter so far (https://arxiv.org/abs/1810.05934); an `ASHAScheduler` of Ray Tune has other numbers; None
+            trains all trials to their end.
+        concurrent: most trials at a time; by default 8, and at most as many as the cluster has accelerators, or CPUs,
+            for.
+        seed: of the draws.
+        resume: continue the trials of a search although the job was changed.
+        fresh: delete the runs of all trials, and start again.
+        verbose: show Ray's own output.
+
+    Raises:
+        JobError: the space, the metric or the job of a setting is wrong; nothing was started.
+        RunConflict: a run of a trial's name was started with another job, or another driver has it.
+        Stopped: a signal came; the runs have taken a checkpoint.
+        TrainwrightError: all trials failed, or the first three failed before any was evaluated: the error of a trial.
+    """
+    from trainwright.integrations.ray_train import refuse_inside_ray_train
+    from trainwright.tuning import tuner
+
+    refuse_inside_ray_train("tw.tune", "call it from the driver")
+    return tuner.tune(
+        _job(job) if isinstance(job, str) else job, space, metric=metric, trials=trials, scheduler=scheduler,
+        concurrent=concurrent, seed=seed, resume=resume, fresh=fresh, verbose=verbose,
+    )  # fmt: skip
 
 
 @overload

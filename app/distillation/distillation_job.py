@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from trainwright.distillation.teacher_runner import TeacherRunner, load_teacher
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics
 from trainwright.strategies.distillation.layer_match import Shape, output_mismatch
 from trainwright.strategies.distillation.multi_student import StudentModels
+from trainwright.tuning.parallel_runs import train_in_parallel
 
 if TYPE_CHECKING:
     from trainwright.core.cluster import Cluster
@@ -92,6 +93,18 @@ def teachers_with_layers(distillation: Distillation) -> tuple[Teacher, ...]:
         layers = (*teacher.layers, *(layer for of, layer in matched if of == teacher.name))
         found.append(teacher.replace(layers=tuple(dict.fromkeys(layers))))
     return tuple(found)
+
+
+def train_teachers(teachers: Iterable[Teacher], *, verbose: bool = False) -> None:
+    """Train the runs of teachers with `train=True` that are not finished. Return when all are.
+
+    Raises:
+        RunConflict: a run was started with another job.
+        Stopped, TrainwrightError: as `train_in_parallel`.
+    """
+    jobs = [teacher.job for teacher in teachers if teacher.train and teacher.job is not None]
+    unique = {(job.storage, job.name): job for job in jobs}
+    train_in_parallel(unique.values(), what="teachers", verbose=verbose)
 
 
 def load_teachers(teachers: Sequence[Teacher]) -> dict[str, TeacherRunner]:

@@ -12,9 +12,8 @@ from rich.text import Text
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.events import Judged, Noted
 from trainwright.core.job import Job
-from trainwright.distillation.distillation_job import compose_job
+from trainwright.distillation.distillation_job import compose_job, train_teachers
 from trainwright.distillation.distillation_spec import Distillation
-from trainwright.distillation.parallel_runs import train_teachers
 from trainwright.distillation.student_evaluation import evaluate_students
 from trainwright.distillation.teacher_delivery import choose_delivery, record_delivery
 from trainwright.distillation.trained_student import Student, students_of

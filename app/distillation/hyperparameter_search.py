@@ -11,7 +11,6 @@ validation set and the student alone are then evaluated once on the test set.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -29,10 +28,10 @@ from trainwright.distillation.distillation_job import (
     compose_job,
     load_teachers,
     teachers_with_layers,
+    train_teachers,
 )
 from trainwright.distillation.distillation_spec import STUDENT, Distillation
-from trainwright.distillation.parallel_runs import train_in_parallel, train_teachers
-from trainwright.distillation.search_result import BASELINE, Score, SearchResult, Setting, final_metric
+from trainwright.distillation.search_result import BASELINE, Score, SearchResult, Setting
 from trainwright.distillation.student_evaluation import evaluate_students
 from trainwright.distillation.trained_student import students_of
 from trainwright.inference.run_inference import evaluate
@@ -40,6 +39,7 @@ from trainwright.planning.job_description import describe, description_changes
 from trainwright.reporting.progress_bar import print_status
 from trainwright.storage.checkpoints import find_checkpoint
 from trainwright.storage.object_store import Store, canonical_uri, open_store
+from trainwright.tuning.trials import SearchMetric, fixed_layout, train_trials
 
 if TYPE_CHECKING:
     from trainwright.core.job import Job
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from trainwright.reporting.scorecard import Scorecard
 
 _SEARCH_FILE, _RESULT_FILE = "search.json", "found.json"
-_LAYOUT = frozenset({"workers", "min_workers", "max_workers", "strategy", "plan", "devices", "consistency"})
-_MOST_AT_ONCE = 8  # runs whose drivers share this process, where concurrent= says nothing
 
 
 class Search(StrictModel):
@@ -111,6 +109,10 @@ class Search(StrictModel):
     def seed_values(self) -> tuple[int, ...]:
         """The seeds."""
         return tuple(range(self.student.training.seed, self.student.training.seed + self.seeds))
+
+    def rank(self, value: float) -> float:
+        """Return a number that is larger for a better value of the metric; NaN comes last."""
+        return SearchMetric(name=self.metric, largest=self.mode == "max").rank(value)
 
     def settings(self) -> dict[str, tuple[Setting, SoftLoss]]:
         """Return all settings by name, with their losses. Raises JobError for a loss without teachers, `alpha=1`."""
@@ -213,7 +215,7 @@ class SearchJobs:
         """Compute missing teacher outputs, and split the rows. Raises as `compose_job`."""
         distillation, share = _targets_once(search.distillation), search.validation
         whole = compose_job(distillation, verbose=verbose)
-        student = _fixed_layout(search.student)
+        student = fixed_layout(search.student)
         if isinstance(share, float):
             train, validation = _split(whole.job.train, share)
             own = _split(student.train, share)
@@ -239,7 +241,7 @@ class SearchJobs:
 
     def _with_teachers(self, soft: SoftLoss) -> Job:
         job = self.composed.with_soft_loss(soft, self.student)
-        return _fixed_layout(job.replace(train=self.train, evaluate=self.validation))
+        return fixed_layout(job.replace(train=self.train, evaluate=self.validation))
 
 
 def _targets_once(distillation: Distillation) -> Distillation:
@@ -251,13 +253,6 @@ def _split(data: Dataset, share: float) -> tuple[Dataset, Dataset]:
     """Return the rows to train on and those to compare settings on: the same row numbers of each data set."""
     parts = split(data, {"train": 1.0 - share, "validation": share})
     return parts["train"], parts["validation"]
-
-
-def _fixed_layout(job: Job) -> Job:
-    """Return the job for one of many runs: one worker unless a layout is given, and no in-memory checkpoints."""
-    given = job.given
-    own: dict[str, Any] = {} if given & _LAYOUT else {"workers": 1}
-    return job.replace(**own, probe=False, **({} if "keeper_s" in given else {"keeper_s": 0.0}))
 
 
 def _check_past(search: Search, store: Store, resume: bool) -> None:
@@ -305,22 +300,13 @@ def _train(search: Search, jobs: SearchJobs, store: Store, verbose: bool) -> dic
     names, (first, *others) = tuple(search.settings()), search.seed_values
     finalists = min(search.finalists or len(names), len(names))
     total = len(names) + finalists * len(others) + search.seeds
-    parts = min(search.concurrent or _MOST_AT_ONCE, total)
-    print_status(f"search in {store.uri}: {total} runs, at most {parts} at a time")
+    print_status(f"search in {store.uri}: {total} runs")
     found: dict[str, float] = {}
 
     def train(runs: Mapping[str, Job]) -> None:
-        done = {name: value for name in runs if (value := final_metric(store, name, search.metric)) is not None}
-        found.update(done)
-
-        def ended(job: Job) -> None:
-            value = final_metric(store, job.name, search.metric)
-            if value is not None:
-                found[job.name] = value
-                print_status(f"  {job.name}: {search.metric} {value:.4f} ({len(found)} of {total})")
-
-        left = [job for name, job in runs.items() if name not in done]
-        train_in_parallel(left, what="runs of the search", parts=parts, resume=True, verbose=verbose, on_end=ended)
+        found.update(
+            train_trials(runs.values(), search.metric, concurrent=search.concurrent, resume=True, verbose=verbose)
+        )
         if missing := [name for name in runs if name not in found]:
             what = f"the evaluation after the last step is missing: {', '.join(missing)}"
             raise TrainwrightError(what, where=store.uri, remedy="call it again; trainwright show tells how they ended")
@@ -331,14 +317,9 @@ def _train(search: Search, jobs: SearchJobs, store: Store, verbose: bool) -> dic
         | jobs.runs(search, (BASELINE,), search.seed_values)
     )
     if not all_seeds and others:
-        best = sorted(names, key=lambda name: _rank(search, found[f"{name}-seed{first}"]), reverse=True)
+        best = sorted(names, key=lambda name: search.rank(found[f"{name}-seed{first}"]), reverse=True)
         train(jobs.runs(search, best[:finalists], others))
     return found
-
-
-def _rank(search: Search, value: float) -> float:
-    """Return a number that is larger for better settings; NaN comes last."""
-    return -math.inf if math.isnan(value) else value if search.mode == "max" else -value
 
 
 def _test(search: Search, jobs: SearchJobs, uri: str, metrics: Mapping[str, float], verbose: bool) -> SearchResult:
@@ -346,7 +327,7 @@ def _test(search: Search, jobs: SearchJobs, uri: str, metrics: Mapping[str, floa
     settings = tuple(_with_score(each, search, metrics) for each, _ in search.settings().values())
     most = max(len(each.validation.values) for each in settings)
     finalists = [each for each in settings if len(each.validation.values) == most]
-    chosen = max(finalists, key=lambda each: _rank(search, each.validation.mean))
+    chosen = max(finalists, key=lambda each: search.rank(each.validation.mean))
     test = {chosen.name: jobs.test, BASELINE: jobs.student.evaluate}
     scores = {
         name: Score(values=tuple(

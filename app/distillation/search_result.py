@@ -16,10 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainwright.core import formatting
-from trainwright.reporting.run_history import read_history
 from trainwright.reporting.scorecard import Scorecard
-from trainwright.storage.object_store import Store
-from trainwright.storage.run_log import RunLog
 
 BASELINE = "alone"  # the student without teachers
 _SIGNIFICANT_DEVIATIONS = 2.0  # a gain of so many deviations counts
@@ -160,21 +157,6 @@ class SearchResult:
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(repr(self))}</pre>"
-
-
-def final_metric(store: Store, run: str, metric: str) -> float | None:
-    """Return a finished run's metric after its last step; None where the run, or its last evaluation, is missing.
-
-    Args:
-        store: of the run.
-        run: its name.
-        metric: of its job.
-    """
-    head = RunLog(store, run).head()
-    if head is None or head.outcome != "done":
-        return None
-    last = max(read_history(store, run).evaluated, key=lambda each: each.step, default=None)
-    return last.metrics[metric] if last is not None and last.step >= head.checkpoints[-1].step else None
 
 
 def _result_table(found: SearchResult) -> RenderableType:

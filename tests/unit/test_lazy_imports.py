@@ -59,6 +59,7 @@ PUBLIC = {
     "schedules",
     "trackers",
     "start",
+    "tune",
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import ResourceError, WorkerLost
-from trainwright.distillation.parallel_runs import ParallelRuns, split_cluster
+from trainwright.tuning.parallel_runs import ParallelRuns, split_cluster
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 
 from trainwright.core.engine import CheckpointRef
 from trainwright.core.events import Evaluated, RunStarted
-from trainwright.distillation.search_result import final_metric
 from trainwright.storage.event_files import append_event
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import Outcome as End
 from trainwright.storage.run_log import Owner, RunLog
+from trainwright.tuning.trials import final_metric
 
 FIGURES = {10: 1 / 3, 20: 0.1 + 0.2}
 

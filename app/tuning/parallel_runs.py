@@ -1,4 +1,4 @@
-"""Train several runs side by side, each on a share of the cluster: teachers that are not trained yet, and searches.
+"""Train several runs side by side, each on a share of the cluster: trials of searches, and teachers.
 
 The drivers of the runs are threads of this process. When it dies, the same call continues the runs.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from trainwright.core.cluster import Cluster, Node
-from trainwright.core.errors import PlanError, ResourceError, RunFinished, Stopped, TrainwrightError
+from trainwright.core.errors import PlanError, ResourceError, RunConflict, RunFinished, Stopped, TrainwrightError
 from trainwright.planning.job_preparation import PreparedJob, plan_for, prepare
 from trainwright.ray_cluster.discovery import connect, discover
 from trainwright.reporting.progress_bar import PlainTextDisplay, RunProgress
@@ -22,22 +22,9 @@ from trainwright.runtime.run_listeners import create_controller
 
 if TYPE_CHECKING:
     from trainwright.core.job import Job
-    from trainwright.distillation.distillation_spec import Teacher
     from trainwright.reporting.event_messages import OutputLine, ProgressFigures
 
 _TURN_S = 0.2  # a join without a timeout would block signals
-
-
-def train_teachers(teachers: Iterable[Teacher], *, verbose: bool = False) -> None:
-    """Train the runs of teachers with `train=True` that are not finished. Return when all are.
-
-    Raises:
-        RunConflict: a run was started with another job.
-        Stopped, TrainwrightError: as `train_in_parallel`.
-    """
-    jobs = [teacher.job for teacher in teachers if teacher.train and teacher.job is not None]
-    unique = {(job.storage, job.name): job for job in jobs}
-    train_in_parallel(unique.values(), what="teachers", verbose=verbose)
 
 
 def train_in_parallel(
@@ -47,7 +34,9 @@ def train_in_parallel(
     parts: int | None = None,
     resume: bool = False,
     verbose: bool = False,
+    on_start: Callable[[Run], object] | None = None,
     on_end: Callable[[Job], object] | None = None,
+    on_error: Callable[[Job, TrainwrightError], object] | None = None,
 ) -> None:
     """Train the runs that are not finished, and continue those that were started. Return when all are finished.
 
@@ -58,9 +47,12 @@ def train_in_parallel(
         jobs: one for each run.
         what: the runs, in words.
         parts: shares of the cluster, at most; by default as many as there are unfinished runs.
-        resume: as of `tw.fit`.
-        verbose: as of `tw.fit`.
+        resume, verbose: as of `tw.fit`.
+        on_start: called with each run that has started.
         on_end: called with the job of each run that has ended; the progress of runs is not shown then.
+        on_error: called with the job and the error of each run that could not start or failed, and the others
+            continue; what it raises stops them. By default, and where a run belongs to another job or driver, the
+            first error stops the others.
 
     Raises:
         Stopped: a signal came; the runs have taken a checkpoint.
@@ -76,7 +68,9 @@ def train_in_parallel(
     cluster = discover()
     if parts is not None:
         parts = max(1, min(parts, cluster.slots // max(prepared.job.scaling.workers or 1 for prepared in waiting)))
-    runs = ParallelRuns(waiting, cluster, parts=parts, verbose=verbose, on_end=on_end)
+    runs = ParallelRuns(
+        waiting, cluster, parts=parts, verbose=verbose, on_start=on_start, on_end=on_end, on_error=on_error
+    )
     with stop_on_signals(runs) as stops:
         runs.train()
     if runs.stopped:
@@ -89,7 +83,7 @@ class ParallelRuns:
     Args:
         waiting: the runs to train.
         cluster: the resources that they share.
-        parts, verbose, on_end: as of `train_in_parallel`.
+        parts, verbose, on_start, on_end, on_error: as of `train_in_parallel`.
 
     Attributes:
         stopped: whether `stop` was called.
@@ -102,11 +96,14 @@ class ParallelRuns:
         *,
         parts: int | None = None,
         verbose: bool = False,
+        on_start: Callable[[Run], object] | None = None,
         on_end: Callable[[Job], object] | None = None,
+        on_error: Callable[[Job, TrainwrightError], object] | None = None,
     ) -> None:
         if all(prepared.job.scaling.accelerator == "cpu" for prepared in waiting):
             cluster = cluster.without_accelerators()
-        self._waiting, self._cluster, self._verbose, self._on_end = list(waiting), cluster, verbose, on_end
+        self._waiting, self._cluster, self._verbose = list(waiting), cluster, verbose
+        self._on_start, self._on_end, self._on_error = on_start, on_end, on_error
         self._free = split_cluster(cluster, parts or len(waiting))
         self._large: list[PreparedJob] = []
         self._running: dict[Run, Cluster] = {}
@@ -148,18 +145,25 @@ class ParallelRuns:
             except (ResourceError, PlanError):  # raised again if the whole cluster is too small
                 self._large.append(prepared)
                 self._free.append(share)
+            except Exception as error:
+                self._free.append(share)
+                self._fail(prepared.job, error)
         if self._large and not self._running and self._left:
-            self._launch(self._large.pop(0), self._cluster)
+            prepared = self._large.pop(0)
+            try:
+                self._launch(prepared, self._cluster)
+            except Exception as error:
+                self._fail(prepared.job, error)
 
     def _launch(self, prepared: PreparedJob, share: Cluster) -> None:
         job, decision = prepared.job, plan_for(prepared, share)
         shown = PlainTextDisplay if self._on_end is None else _WarningsOnly
         surface = shown(Console(file=sys.stderr), head=f"{job.name}: ")
-        session = create_controller(
-            prepared, decision, RunProgress(decision.chosen, verbose=self._verbose, surface=surface)
-        )
-        run = Run(job, session, decision)
+        progress = RunProgress(decision.chosen, verbose=self._verbose, surface=surface)
+        run = Run(job, create_controller(prepared, decision, progress), decision)
         self._running[run] = share
+        if self._on_start is not None:
+            self._on_start(run)
         if self.stopped:  # a signal came in the meantime
             run.stop()
 
@@ -169,14 +173,22 @@ class ParallelRuns:
             try:
                 ended = run.wait(timeout_s=_TURN_S)
             except Exception as error:
-                del self._running[run]
-                if isinstance(error, TrainwrightError):
-                    error.where = "; ".join(filter(None, (f"run {run.job.name!r}", error.where)))
-                raise
+                self._free.append(self._running.pop(run))
+                self._fail(run.job, error)
+                continue
             if ended:
                 self._free.append(self._running.pop(run))
                 if self._on_end is not None and not self.stopped:
                     self._on_end(run.job)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """Pass on the error of a run, with the run's name; raise it where the other runs must not continue."""
+        if not isinstance(error, TrainwrightError):
+            raise error
+        error.where = "; ".join(filter(None, (f"run {job.name!r}", error.where)))
+        if self._on_error is None or isinstance(error, RunConflict):
+            raise error
+        self._on_error(job, error)
 
 
 class _WarningsOnly(PlainTextDisplay):
