@@ -241,6 +241,16 @@ def test_predictions_of_outputs_that_are_not_row_by_row_say_which_can_be_asked_f
     assert list(found) == ["logits"] and found["logits"].shape == (12, 3)
 
 
+def test_losses_whose_sum_overflows_are_named() -> None:
+    def large(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs.sum(1) * 0.0 + torch.where(targets == 2, 3e38, 1.0)
+
+    engine, data = one_device(spec(loss=large)), batch()
+    expected = ", ".join(map(str, data.samples[data.columns["y"] == 2]))
+    with pytest.raises(NonFiniteLoss, match=f"the loss became inf in step 1, in samples {expected}"):
+        engine.train_step(feed(data))
+
+
 def test_a_loss_that_is_not_finite_names_step_and_samples_and_changes_nothing() -> None:
     engine = one_device(spec(model=batch_normed, loss=lambda o, t: loss(o, t.clamp(max=2)) / (t != 7).float()))
     engine.train_step(feed())

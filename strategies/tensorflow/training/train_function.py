@@ -253,7 +253,9 @@ class TrainFunction:
                 return
             raise non_finite_error(f"the gradient's norm became {norm} in step {feed.step + 1}", self._caller.where)
         for rank, batch, losses in self._own_losses(feed, outcome):
-            bad = ~np.isfinite(losses.reshape(len(losses), -1)).all(axis=1)
+            # Finite ones whose sum is not: one of them is larger than this at least.
+            largest = np.finfo(losses.dtype).max / (feed.rows * max(1, losses.size // max(1, len(losses))))
+            bad = ~(np.abs(losses.reshape(len(losses), -1)) <= largest).all(axis=1)
             if bad.any():
                 samples = batch.samples[bad].tolist()
                 where = f"{self._caller.where}, data rank {rank}"

@@ -244,7 +244,11 @@ def has_overflowed(runner: StepRunner, scale: LossScale | None, totals: StepTota
             return True
         raise non_finite_error(f"the gradient's norm became {totals.norm} in step {feed.step + 1}", runner.where)
     for share, losses in runner.objective.micro_losses:
-        bad = ~torch.isfinite(losses)
+        # Finite ones whose sum is not: one of them is larger than this at least.
+        largest = torch.finfo(runner.objective.carry.dtype).max / (
+            feed.rows * max(1, losses.numel() // max(1, len(losses)))
+        )
+        bad = ~(losses.abs() <= largest)
         if bool(bad.any()):
             rows = bad.reshape(bad.shape[0], -1).any(1).cpu().numpy()
             samples = share.batch.samples[rows].tolist()
