@@ -300,6 +300,7 @@ class ModelSpec:
         schedule_metric: metric of the evaluation set by which a scheduler counts on after each evaluation; empty for
             none.
         weight_average: average of the parameters that is evaluated and loaded in their place.
+        save_frozen: states hold parameters that are not trained; if not, `model()` makes the same ones everywhere.
         clip_norm: largest global gradient norm; None does not clip.
         guard: look at the gradient of each step even where it is not clipped: it can be NaN where the loss is not.
         inexact: what the user accepts as not equal across layouts, such as `batch_norm`.
@@ -332,6 +333,7 @@ class ModelSpec:
     schedule_by: Literal["step", "epoch"] = "step"
     schedule_metric: str = ""
     weight_average: WeightAverage | None = None
+    save_frozen: bool = True
     clip_norm: float | None = None
     guard: bool = False
     seed: int = 0
@@ -370,6 +372,8 @@ class ModelSpec:
                 "weight_average= needs a torch model and no parameter servers: leave it out; Keras' optimizers have "
                 "use_ema="
             )
+        if not capabilities.torch_training and not self.save_frozen:
+            problems.append("save_frozen=False needs a torch model and no parameter servers: leave it out")
         if problems:
             raise JobError(problems)
 

@@ -267,12 +267,16 @@ class Checkpointing(_OptionGroup):
             on one node (on two, where every failure needs new processes). 0 for none; there are none where replicas
             live on two nodes.
         keep: checkpoints kept.
+        save_frozen: whether checkpoints and copies hold the parameters of a torch model that are not trained. With
+            `False`, for adapters such as LoRA on a large model, they hold a digest of these, and `model()` must make
+            the same ones in each process, such as by loading the same files.
         evaluate_epochs: epochs between evaluations.
     """
 
     checkpoint_steps: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     keeper_s: Annotated[float, Field(ge=0)] = 10.0
     keep: Annotated[int, Field(ge=1)] = 3
+    save_frozen: bool = True
     evaluate_epochs: Annotated[int, Field(ge=1)] = 1
 
 
@@ -323,7 +327,7 @@ FIELD_ORDER: ColumnNames = (
     "drop_last", "checkpoint_steps", "keeper_s", "keep", "evaluate_epochs", "inexact", "batch_norm", "local_state",
     "tensor_plan", "failures", "failures_an_hour", "place_deadline_s", "on_error", "on_nonfinite", "max_loss_ratio",
     "on_spike", "on_crash_loop", "skip_limit", "hang_deadline_s", "trackers", "schedule_by", "schedule_metric",
-    "weight_average",
+    "weight_average", "save_frozen",
 )  # fmt: skip
 """Fields of a job and its groups by their own names, in the order of stored descriptions. New ones go to the end."""
 
@@ -535,6 +539,7 @@ class Job(_JobModel):
             schedule_by=self.training.schedule_by,
             schedule_metric=self.training.schedule_metric or "",
             weight_average=self.training.weight_average,
+            save_frozen=self.checkpointing.save_frozen,
             clip_norm=self.training.clip_norm,
             guard=self.recovery.on_nonfinite == "skip",
             seed=self.training.seed,
@@ -796,6 +801,7 @@ def _fit_problems(job: Job) -> list[str]:
         "accumulation": "set gradient_accumulation_steps of the optimizer",
         "schedule": "give the optimizer a LearningRateSchedule, or use a callback",
         "weight_average": "set use_ema= of the optimizer",
+        "save_frozen": "leave it out: Keras' files hold all variables",
         "consistency": "Keras' fit steps synchronously: leave out run= or this option",
         "wire": "Keras' fit has no parameter servers: leave out run= or this option",
         "local_steps": "Keras' fit has no local steps: leave out run= or this option",

@@ -258,7 +258,9 @@ def _torch_option(job: Job) -> str:
     """Return an option that parameter servers and TensorFlow do not have; empty for none."""
     if isinstance(job.training.schedule, tuple) or takes_optimizer(job.training.schedule):
         return "schedule= with a scheduler or several functions"
-    return "weight_average=" if job.training.weight_average is not None else ""
+    if job.training.weight_average is not None:
+        return "weight_average="
+    return "" if job.checkpointing.save_frozen else "save_frozen=False"
 
 
 def _single_micro_batch(job: Job) -> int | None:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import trainwright as tw
 from tests.support.conformance.attention_model import HALF, JOB, LAYOUTS, Attentive, Run, assert_near, bent
 from tests.support.conformance.harness import Pool
-from tests.support.conformance.staged_model import trained
+from tests.support.conformance.staged_model import Deep, plan, spec, trained
 from tests.support.conformance.unbroken_runs import assert_same
 
 
@@ -73,6 +73,16 @@ def test_a_scheduler_groups_by_name_and_averages_of_weights(pool: Pool, layout: 
     ours, theirs = (json.loads(str(run[1]["state.json"])) for run in (found, scheduled))
     assert ours["scheduler"] == theirs["scheduler"] and ours["options"] == theirs["options"]
     assert "average.safetensors/first.weight" in found[1]
+
+
+@pytest.mark.parametrize("layout", ["sharded", "stages"])
+def test_states_without_frozen_parameters(pool: Pool, layout: str) -> None:
+    how = plan(2, cuts=("blocks.1",), schedule="1f1b") if layout == "stages" else LAYOUTS[layout]
+    found, expected = trained(pool, how, spec(Deep, save_frozen=False)), trained(pool, plan(), spec(Deep))
+    frozen = "model.safetensors/blocks.1.lift.bias"
+    assert frozen in expected[1] and frozen not in found[1]
+    assert found[1].keys() == expected[1].keys() - {frozen}
+    assert_near(found, (expected[0], {key: value for key, value in expected[1].items() if key != frozen}))
 
 
 @pytest.fixture(scope="module")

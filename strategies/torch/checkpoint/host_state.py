@@ -45,6 +45,7 @@ class HostState:
         weights_only: without the optimizer's state, for a model that is not trained further.
         local: what this data rank keeps as its own; None where a job has no such state.
         scheduler: state of the learning-rate scheduler; None where a job has none.
+        base: digest of the frozen parameters that it does not hold; empty where it holds all.
     """
 
     step: int | None
@@ -59,6 +60,7 @@ class HostState:
     weights_only: bool = False
     local: LocalState | None = None
     scheduler: SchedulerState | None = None
+    base: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -127,7 +129,7 @@ def state_of(replica: TorchReplica) -> HostState:
         local = LocalState(data_rank=replica.data_rank, tensors=own)
     return HostState(
         step=replica.step,
-        model={name: to_local(value) for name, value in model.items()},
+        model={name: to_local(value) for name, value in model.items() if name not in replica.rebuilt},
         slots=_map_tensors(slots, lambda _name, _key, value: to_local(value)),
         options=_changed_options(replica),
         optimizer=type(replica.optimizer).__name__,
@@ -137,6 +139,7 @@ def state_of(replica: TorchReplica) -> HostState:
         boxes=replica.boxes | _slot_boxes(replica, slots),
         local=local,
         scheduler=replica.rates.state,
+        base=replica.base,
     )
 
 
@@ -162,7 +165,7 @@ def restore(replica: TorchReplica, state: HostState) -> None:
     replica.sound = False
     with torch.no_grad():
         for name, value in own.items():
-            if name not in replica.local:
+            if name not in replica.local and name not in replica.rebuilt:
                 to_local(value).copy_(state.model[name])
         replica.forget_unsaved()
         replica.take_buffers(
@@ -443,8 +446,11 @@ def _optimizer_problems(replica: TorchReplica, state: HostState) -> Iterator[str
 
 def _model_problems(replica: TorchReplica, state: HostState) -> Iterator[str]:
     """Return which parameters and buffers do not fit; training may change the shape of local state."""
-    boxes = replica.boxes
-    own = {name: value for name, value in replica.model.state_dict().items() if name not in replica.local}
+    if state.base != replica.base:
+        yield base_problem(state.base, replica.base)
+        return
+    boxes, apart = replica.boxes, replica.local | replica.rebuilt
+    own = {name: value for name, value in replica.model.state_dict().items() if name not in apart}
     found = {name: _form(value, state.boxes.get(name)) for name, value in state.model.items()}
     for name, value in own.items():
         form = _form(value, boxes.get(name))
@@ -454,8 +460,16 @@ def _model_problems(replica: TorchReplica, state: HostState) -> Iterator[str]:
             yield f"{name}: {found[name]} in the checkpoint, {form} in the job"
         elif state.boxes.get(name) != boxes.get(name):
             yield f"{name}: another part of it than this rank holds"
-    for name in sorted(set(found) - set(own) - replica.local):
+    for name in sorted(set(found) - set(own) - apart):
         yield f"{name}: {found[name]} in the checkpoint, none in the job"
+
+
+def base_problem(saved: str, own: str) -> str:
+    """Describe frozen parameters that differ between a state and a job, by their digests."""
+    if saved and own:
+        return f"the frozen parameters: {saved} when it was trained, {own} as model() makes them now"
+    held = "does not hold" if saved else "holds"
+    return f"the state {held} the frozen parameters: set save_frozen={not saved}, as when it was written"
 
 
 def _form(tensor: Tensor, box: ShardSlice | None) -> str:

@@ -1,55 +1,33 @@
-"""Digests of a rank's state, by which replicas are compared.
-
-A digest is a sum of a tensor's memory, in words of 64 bits, each multiplied by an odd number of its own: any single
-change is seen for certain, any other but for one case in 2**63, also where the same values stand in other places.
-"""
+"""Digests of a rank's state, by which replicas are compared."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 
 from trainwright.core.data import fold_seed
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.checkpoint import host_state
+from trainwright.strategies.torch.checkpoint.tensor_digests import digests, text_hash
 from trainwright.strategies.torch.distributed.process_group import all_gather_ints
 from trainwright.strategies.torch.shard_layout import to_local
 from trainwright.strategies.torch.training.train_state import TorchReplica
 
 _UNCHECKED = "replicas"  # in a job's `inexact=`: replicas may drift apart
-ROW_WORDS = 1 << 15  # words that are multiplied by the same factors: these stay in a processor's cache
-_BLOCK = 128  # rows that are multiplied at once on an accelerator, which has no product of integer matrices
 _SHOWN = 8  # ranks in an error
 _GROUP, _BUFFER, _SLOT, _PARAMETER = "parameter group", "buffer", "optimizer state", "parameter"
 _Key = tuple[str, str]  # a kind, and a name of that kind
 _Entries = dict[_Key, Tensor | str]
 
 
-def tensor_digest(tensor: Tensor) -> Tensor:
-    """Return a tensor's digest, one int64 on its device."""
-    if tensor.layout is torch.sparse_coo:
-        found = tensor.detach().coalesce()
-        return tensor_digest(torch.cat((tensor_digest(found.indices()), tensor_digest(found.values()))))
-    words = _words(tensor)
-    factors = _factors(words.device)
-    while len(words) != 1:
-        whole = len(words) // ROW_WORDS
-        rows, rest = words[: whole * ROW_WORDS].view(whole, ROW_WORDS), words[whole * ROW_WORDS :]
-        words = torch.cat((_products(rows, factors), _products(rest.unsqueeze(0), factors[: len(rest)])))
-    return words
-
-
 def parameter_digest(model: nn.Module) -> int:
     """Return a 63-bit number that depends on every bit of the parameters that are trained."""
-    return fold_seed(*_numbers(parameter for parameter in model.parameters() if parameter.requires_grad))
+    return fold_seed(*digests(parameter for parameter in model.parameters() if parameter.requires_grad))
 
 
 def check_same_start(checksum: int, device: torch.device, where: str) -> None:
@@ -139,59 +117,9 @@ def _total(entries: _Entries) -> int:
 def _folded(entries: _Entries) -> dict[_Key, tuple[int, int]]:
     """Return digests of names, shapes and plain values, and of tensors."""
     tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
-    numbers = dict(zip(tensors, _numbers(tensors.values()), strict=True))
+    numbers = dict(zip(tensors, digests(tensors.values()), strict=True))
     forms = {key: str((value.dtype, tuple(value.shape))) for key, value in tensors.items()}
-    return {key: (_hash(f"{key}{forms.get(key, value)}"), numbers.get(key, 0)) for key, value in entries.items()}
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
-
-
-def _numbers(tensors: Iterable[Tensor]) -> list[int]:
-    """Return digests of tensors; each device is waited for once."""
-    sums = [tensor_digest(tensor) for tensor in tensors]
-    found: dict[int, int] = {}
-    for device in {one.device for one in sums}:
-        places = [place for place, one in enumerate(sums) if one.device == device]
-        found |= zip(places, torch.cat([sums[place] for place in places]).tolist(), strict=True)
-    return [found[place] for place in range(len(sums))]
-
-
-# --- Digests ----------------------------------------------------------------------------------------------------------
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """Return a tensor's memory as 64-bit words, padded with zeros; one zero for an empty tensor."""
-    flat = tensor.detach().reshape(-1)
-    if not flat.numel():
-        return torch.zeros(1, dtype=torch.int64, device=flat.device)
-    if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()
-    if flat.nbytes % 8 == 0:
-        return flat.view(torch.int64)
-    memory = flat.view(torch.uint8)
-    size = len(memory) // 8 * 8
-    last = memory.new_zeros(8)
-    last[: len(memory) - size] = memory[size:]
-    return torch.cat((memory[:size].view(torch.int64), last.view(torch.int64)))
-
-
-def _products(rows: Tensor, factors: Tensor) -> Tensor:
-    """Return the sum of each row's words times the factors, modulo 2**64."""
-    if rows.device.type == "cpu":
-        return rows @ factors
-    return torch.cat([(block * factors).sum(1) for block in torch.split(rows, _BLOCK)])
-
-
-@cache
-def _factors(device: torch.device) -> Tensor:
-    """Return pseudo-random odd 64-bit numbers: SplitMix64 (Steele et al., 2014)."""
-    with np.errstate(over="ignore"):
-        mixed = np.arange(1, ROW_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return torch.from_numpy((mixed ^ (mixed >> np.uint64(31)) | np.uint64(1)).view(np.int64)).to(device)
+    return {key: (text_hash(f"{key}{forms.get(key, value)}"), numbers.get(key, 0)) for key, value in entries.items()}
 
 
 # --- Differences ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@
 | `optimizer.safetensors` | the optimizer's tensors, named `<parameter>/<key>`                          |
 | `average.safetensors`   | the average of each trained parameter (`weight_average=`)                   |
 | `state.json`            | step, the optimizer's plain values and changed settings, the losses' scale, |
-|                         | the state of the learning-rate scheduler                                    |
+|                         | the state of the learning-rate scheduler, and a digest of frozen parameters |
+|                         | that no file holds (`save_frozen=False`)                                    |
 | `local-0-of-2.…`        | buffers that data rank 0 keeps as its own (`local_state=`), and so on       |
 
 Tensors of more than 1 GiB are written to several files, `model.safetensors`, `model-2.safetensors` and so on, whose
@@ -37,7 +38,8 @@ from torch import Tensor, nn
 
 from trainwright.core.engine import StateReader, StateWriter
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
-from trainwright.strategies.torch.checkpoint.host_state import AVERAGE, HostState, OptimizerSlots
+from trainwright.strategies.torch.checkpoint.host_state import AVERAGE, HostState, OptimizerSlots, base_problem
+from trainwright.strategies.torch.checkpoint.tensor_digests import frozen_parameters, named_digest
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice
 from trainwright.strategies.torch.training.train_state import DataRank, LocalState
 
@@ -90,6 +92,8 @@ def write(state: HostState, writer: StateWriter) -> None:
         facts["scale"] = list(state.scale)
     if state.scheduler is not None:
         facts["scheduler"] = state.scheduler
+    if state.base:
+        facts["base"] = state.base
     boxes, suffix = state.boxes, state.part.suffix
     facts["tensors"] = {
         kind: {name: _tensor_entry(value, boxes.get(name)) for name, value in tensors.items()}
@@ -176,6 +180,7 @@ def read(reader: StateReader, wanted: _WantedSlices | None = None, part: ModelPa
         scale=None if "scale" not in facts else (float(facts["scale"][0]), int(facts["scale"][1])),
         part=part,
         scheduler=facts.get("scheduler"),
+        base=facts.get("base", ""),
         weights_only=reader.weights_only,
         boxes={
             f"{name}/{AVERAGE}" if kind == _AVERAGE else name: box
@@ -378,8 +383,15 @@ def _damaged(name: str, error: Exception) -> CheckpointError:
 
 def take_weights(model: nn.Module, reader: StateReader) -> None:
     """Load the weights of a checkpoint into a model. Raises CheckpointError where they do not fit."""
+    base = _read_header(reader, _parts(reader)[0]).get("base", "")
+    frozen = frozen_parameters(model) if base else {}
+    if base and named_digest(frozen) != base:
+        raise CheckpointError(
+            f"the checkpoint does not fit the model: {base_problem(base, named_digest(frozen))}",
+            remedy="let model() make the parameters that it made when the run was trained",
+        )
     try:
-        model.load_state_dict(load_weights(reader))
+        model.load_state_dict({**frozen, **load_weights(reader)})
     except RuntimeError as error:
         raise CheckpointError(
             f"the checkpoint does not fit the model: {error}", remedy="load it with the model= that it was trained with"

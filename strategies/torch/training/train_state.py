@@ -28,6 +28,7 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, nearest
 from trainwright.core.plan import Plan
 from trainwright.strategies.cost_model.plan_constraints import invalid_compile
+from trainwright.strategies.torch.checkpoint.tensor_digests import frozen_parameters, named_digest
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice, fsdp_slice
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.batch_norm import SyncedBatchNorms, batch_norms, running_norms
@@ -66,6 +67,8 @@ class TorchReplica:
         names: full name of each parameter that requires a gradient.
         rates: sets the learning rates.
         average: average of the trained parameters; None where the job has none.
+        rebuilt: names of frozen parameters that no state holds, since `model()` makes them.
+        base: digest of these in all of the model; empty where there are none.
         step: completed steps; None before the first step or load.
         sound: False during an update, and after one that failed half way.
         laps: times the phases of its steps.
@@ -110,6 +113,8 @@ class TorchReplica:
         self.synchronized = SyncedBatchNorms(self.model, where) if together else None
         if plan.recompute == "full":
             checkpoint_blocks(self.model, plan.cuts)
+        frozen = {} if spec.save_frozen else frozen_parameters(self.model)
+        self.rebuilt, self.base = frozenset(frozen), named_digest(frozen) if frozen else ""
         self._cut = (place or self._place)(self.model)
         self.names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.trainable = list(self.names)
@@ -195,7 +200,7 @@ class TorchReplica:
     def wanted(self) -> dict[str, ShardSlice | None]:
         """What this rank holds, by full name: a slice of a divided tensor, None for a whole one."""
         boxes = self.boxes
-        return {name: boxes.get(name) for name in self.model.state_dict()}
+        return {name: boxes.get(name) for name in self.model.state_dict() if name not in self.rebuilt}
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all buffers by full name, including those that are not saved."""
