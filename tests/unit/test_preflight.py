@@ -98,7 +98,7 @@ def meta() -> nn.Module:
         ({"metrics": {"acc": lambda o, t: (o.argmax(1) == t).float().mean()}}, JobError, "return one value per sample"),
         ({"metrics": {"acc": torn}}, UserCodeError, "metric 'acc' raised KeyError: 'no such class'"),
         ({"loss": torn}, UserCodeError, "loss= raised KeyError"),
-        ({"loss": lambda o, t: cross_entropy(o, t).mean()}, JobError, 'one loss per sample: use reduction="none"'),
+        ({"weight": len}, JobError, "weight= counts the items of a loss of one number, and loss= returned more"),
         ({"optimizer": lambda p: torch.optim.LBFGS(p)}, JobError, "LBFGS, whose step() takes a closure"),
         ({"optimizer": lambda p: None}, JobError, "optimizer() returned NoneType"),
         ({"schedule": lambda step: 1.0}, JobError, "schedule= takes one argument, the optimizer, and returned float"),
@@ -107,7 +107,7 @@ def meta() -> nn.Module:
         ({"model": meta}, JobError, "'weight' of the model is on the meta device"),
         ({"model": lambda: nn.Linear(9, 2)}, UserCodeError, "shapes cannot be multiplied"),
     ],
-    ids=["reduced metric", "metric", "loss", "reduced loss", "lbfgs", "no optimizer", "schedule", "end of a schedule",
+    ids=["reduced metric", "metric", "loss", "weight", "lbfgs", "no optimizer", "schedule", "end of a schedule",
          "nan", "meta", "shapes"],
 )  # fmt: skip
 def test_what_is_wrong_is_said_before_a_run_begins(
