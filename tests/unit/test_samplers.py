@@ -46,7 +46,7 @@ def test_the_order_depends_on_seed_and_epoch_alone(data: Any) -> None:
 def test_rows_are_drawn_by_their_weights(tmp_path: Path) -> None:
     pq.write_table(pa.table(DATA), tmp_path / "data.parquet", row_group_size=20)
     drawn = [batches(data.weighted("w", 4000)) for data in (table(DATA), parquet(str(tmp_path)))]
-    assert drawn[0] == drawn[1]
+    assert drawn[0] == drawn[1] == batches(parquet(str(tmp_path)).weighted("w", 4000), memory_bytes=4096)
     counts = np.bincount(np.concatenate(drawn[0]), minlength=ROWS)
     assert counts.sum() == 2 * 4000 and not counts[WEIGHTS == 0].any()
     shares = [counts[weight == WEIGHTS].mean() for weight in (1.0, 2.0, 3.0)]

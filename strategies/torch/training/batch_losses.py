@@ -93,7 +93,7 @@ def batch_mean(what: str, result: Any, weight: Weight, columns: Mapping[str, Ten
     own = None if isinstance(result, Tensor | Terms) else getattr(result, "loss", None)
     value = own if isinstance(own, Tensor) else result
     if isinstance(value, Tensor) and not value.dim():
-        value = full_tensor(value)
+        value = full_tensor(value if value.is_floating_point() else value.float())
         return BatchMean(value=value, count=None if weight is None else _count(weight, columns, value, where))
     if weight is not None:
         problem = (

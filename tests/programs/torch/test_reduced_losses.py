@@ -282,6 +282,7 @@ def test_weight_says_what_the_mean_is_over(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "what"),
     [
+        ({"step": lambda m, b: b["tags"].sum()}, JobError, "the loss has no gradient"),
         ({"weight": lambda b: b["tags"] != -100}, JobError, r"weight= returned shape \(8, 6\): return one number"),
         ({"weight": lambda b: b["z"].sum()}, UserCodeError, "weight= raised KeyError: 'z'"),
         ({"weight": "tag"}, JobError, "weight='tag' is no column of the batch: did you mean 'tags'"),
