@@ -52,6 +52,7 @@ class Index:
         sizes: by file, its bytes at the time; empty where they are not compared.
         weight: column that the source gives as the samples' weights; empty for none.
         in_order: whether rows come one after the other only, in an order of their own.
+        batch_size: rows of the batches that the source puts together itself, so that they are not shuffled; 0 for none.
     """
 
     rows: int
@@ -63,6 +64,7 @@ class Index:
     traits: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     in_order: bool = False
+    batch_size: int = 0
     weight: str = ""
 
     @cached_property

@@ -50,6 +50,7 @@ from trainwright.datasets.ops.row_transforms import (
     apply,
     function_name,
 )
+from trainwright.datasets.ops.samplers import LengthBucketSampler, SampledSource, Sampler, WeightedSampler
 from trainwright.datasets.ops.zip_columns import zip_datasets
 from trainwright.datasets.row_reader import RowReader
 from trainwright.datasets.sample_order import MEMORY_BYTES
@@ -102,7 +103,7 @@ class Dataset:
         for name, need in (("cpus", cpus), ("gpus", gpus)):
             if not (need >= 0 and math.isfinite(need)):
                 raise DataError(f"{name}={need} is no need", remedy="use 0 to run in the consumer, or 1 or more")
-        if cpus or gpus:
+        if (cpus or gpus) and not isinstance(self.source, SampledSource):
             self.need_rows_by_number("map_batches on Ray Data")
         if isinstance(function, type) and StatefulFunction.fits(function):
             function = StatefulFunction.of(function, tuple(fn_constructor_args), fn_constructor_kwargs or {})
@@ -163,8 +164,55 @@ class Dataset:
         source, transforms = zip_datasets(self, other)
         return replace(self, source=source, transforms=transforms)
 
+    def weighted(self, by: Any, samples_per_epoch: int | None = None) -> Dataset:
+        """Draw rows with replacement, each with a probability in proportion to its weight, anew in each epoch.
+
+        An epoch is `samples_per_epoch` rows, by default as many as the data has. They are a function of the job's seed
+        and the epoch. Transforms that come before are applied to the drawn rows.
+
+        Args:
+            by: a column of the source (before any `map`) or an array, with a weight of 0 or more for each row. They
+                take 8 bytes a row in each process.
+
+        Raises:
+            DataError: the data has no rows by number or is sampled already. When it is indexed: weights do not fit.
+        """
+        if samples_per_epoch is not None and samples_per_epoch < 1:
+            raise DataError(f"samples_per_epoch={samples_per_epoch} draws no row", remedy="give 1 or more")
+        return self._sampled("weighted", by, WeightedSampler(rows=samples_per_epoch))
+
+    def bucketed(self, by: Any, batch_size: int) -> Dataset:
+        """Put rows of similar length into one batch, which needs less padding; each row comes once in an epoch.
+
+        The rows are shuffled, each hundred batches of them are sorted by length, and the batches are shuffled: a
+        function of the job's seed and the epoch, whatever the job's `shuffle`. The short last batch comes last. Rows of
+        a batch come from all over the data: a reader should hold them in memory (128 MiB decoded), or reading is slow.
+
+        Args:
+            by: a column of the source (before any `map`) with numbers, or with texts or lists, whose lengths count; or
+                an array of lengths. They take 8 bytes a row in each process.
+            batch_size: the job's.
+
+        Raises:
+            DataError: the data has no rows by number or is sampled already. When it is indexed: lengths do not fit.
+        """
+        if batch_size < 1:
+            raise DataError(f"batch_size={batch_size} holds no row", remedy="give the job's batch_size")
+        return self._sampled("bucketed", by, LengthBucketSampler(batch_size=batch_size))
+
+    def _sampled(self, word: str, by: Any, sampler: Sampler) -> Dataset:
+        self.need_rows_by_number(word)
+        values = by if isinstance(by, str) else np.asarray(by, dtype=np.float64).reshape(-1)
+        return replace(self, source=SampledSource(whole=self.source, by=values, sampler=sampler))
+
     def need_rows_by_number(self, word: str) -> None:
-        """Raise DataError, naming the operation, where rows come in an order of their own only."""
+        """Raise DataError, naming the operation, where rows come in an order of their own, or others in each epoch."""
+        if isinstance(self.source, SampledSource):
+            raise DataError(
+                f"{word} comes after weighted or bucketed, whose rows are others in each epoch",
+                where=repr(self),
+                remedy=f"call {word} first",
+            )
         if hasattr(self.source, "passes"):
             raise DataError(
                 f"{word} needs rows by number, and a tf.data pipeline has none",

@@ -62,6 +62,14 @@ class Batch:
         """Rows in the micro-batch, those of weight 0 included."""
         return len(self.samples)
 
+    def counted(self) -> Batch:
+        """Return the rows whose weight is not 0, or all of them where every weight is 0."""
+        real = self.weights != 0.0
+        if real.all() or not real.any():
+            return self
+        columns = {name: array[real] for name, array in self.columns.items()}
+        return Batch(columns=columns, weights=self.weights[real], samples=self.samples[real])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Feed:

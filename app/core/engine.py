@@ -286,6 +286,7 @@ class ModelSpec:
         optimizer: (parameters) -> the framework's optimizer; None where the model brings its own (`run="fit"`). One
             whose parameter is called `named_parameters` gets (name, parameter) pairs.
         step: (model, batch) -> losses or Terms, where batch is the dict of all columns as tensors.
+        weight: column, or (batch) -> number of items that a loss of one number is the mean of; None for its rows.
         inputs: column names given to the model, as positional arguments where there are no keywords.
         keywords: the model's argument that each of `inputs` is given as; empty, or as many.
         targets: column names given to loss and metrics (one value, or a tuple when several).
@@ -321,6 +322,7 @@ class ModelSpec:
     total_steps: int
     loss: Callable[[Any, Any], Any] | None = None
     step: Callable[[Any, Any], Any] | None = None
+    weight: str | Callable[[Any], Any] | None = None
     inputs: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()

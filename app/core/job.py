@@ -89,7 +89,11 @@ class Training(_OptionGroup):
     """How a step is computed.
 
     Attributes:
-        step: (model, batch) -> losses or Terms, instead of loss, inputs and targets.
+        step: (model, batch) -> what `loss` may return, or an output of Hugging Face's models with `.loss`; instead of
+            loss, inputs and targets. The batch is a dict of all columns as tensors.
+        weight: how many items a loss of one number is the mean of (torch): a column, whose sum that is, or a function
+            of the micro-batch: `lambda batch: (batch["labels"] != -100).sum()`. It gets the columns of targets, or all
+            columns with step. By default the loss must be a mean over rows; see `docs/strategies.md`.
         seed: of all randomness. Each step seeds the global generators of torch, NumPy and Python. A transform runs
             beside steps: it must use the generator that it is given and not the global ones.
         schedule: (step, total_steps) -> factor on the optimizer's own learning rate; see `tw.schedules`. A function
@@ -123,6 +127,7 @@ class Training(_OptionGroup):
     """
 
     step: Callable[[Any, Any], Any] | None = None
+    weight: str | Callable[[Any], Any] | None = None
     seed: Annotated[int, Field(ge=0)] = 0
     schedule: Callable[..., Any] | tuple[Callable[[int, int], float], ...] | None = None
     schedule_by: Literal["step", "epoch"] = "step"
@@ -327,7 +332,7 @@ FIELD_ORDER: ColumnNames = (
     "drop_last", "checkpoint_steps", "keeper_s", "keep", "evaluate_epochs", "inexact", "batch_norm", "local_state",
     "tensor_plan", "failures", "failures_an_hour", "place_deadline_s", "on_error", "on_nonfinite", "max_loss_ratio",
     "on_spike", "on_crash_loop", "skip_limit", "hang_deadline_s", "trackers", "schedule_by", "schedule_metric",
-    "weight_average", "save_frozen",
+    "weight_average", "save_frozen", "weight",
 )  # fmt: skip
 """Fields of a job and its groups by their own names, in the order of stored descriptions. New ones go to the end."""
 
@@ -352,9 +357,10 @@ class Job(_JobModel):
         optimizer: (parameters) -> torch.optim.Optimizer or keras.optimizers.Optimizer. With a parameter called
             `named_parameters` it gets (name, parameter) pairs, for groups by name. May be left out, like loss and
             metrics, where `run="fit"` and model() returns a compiled model.
-        loss: (outputs, targets) -> one loss per sample, or `tw.Terms(values, weights)` for tokens and masks. Keras' own
-            losses and functions, and a function with parameters named `(y_true, y_pred)`, are called in that order; so
-            are metrics.
+        loss: (outputs, targets) -> one loss per sample, or `tw.Terms(values, weights)` for tokens and masks, or with
+            torch a mean, such as `nn.CrossEntropyLoss()` (see `weight`, `docs/strategies.md`). Keras' own losses and
+            functions, and a function with parameters named `(y_true, y_pred)`, are called in that order; so are
+            metrics.
         train: data set to train on, such as `tw.datasets.parquet("data/train")`.
         evaluate: data set to evaluate on after each `evaluate_epochs` epochs.
         inputs: column name or names given to the model, or the model's argument -> column:
@@ -527,6 +533,7 @@ class Job(_JobModel):
             total_steps=total_steps,
             loss=self.loss,
             step=self.training.step,
+            weight=self.training.weight,
             inputs=self.arguments,
             keywords=self.keywords,
             targets=self.target_names,
@@ -724,6 +731,9 @@ def _weight_problems(job: Job) -> list[str]:
         problems.append(f"{given[0]}= cannot be used with step=: multiply the losses there, or return Terms")
     if job.data.class_weight and len(job.target_names) != 1:
         problems.append("class_weight= needs one column of targets=, the class: weigh several with sample_weight=")
+    weight = job.training.weight
+    if isinstance(weight, str) and job.training.step is None and weight not in job.target_names:
+        problems.append(f"weight={weight!r} is not in targets=: {nearest(weight, job.target_names)}")
     if has_sum_reduction(job.loss) and job.tensorflow.run == "step":
         problems.append(
             'loss= has reduction="sum", and steps take the mean over the global batch: leave reduction= out and '
@@ -797,6 +807,7 @@ def _fit_problems(job: Job) -> list[str]:
     """Describe options that Keras' fit does not have, and what to use instead."""
     instead = {
         "step": "override train_step() of the model",
+        "weight": "give Keras' losses their weights by sample_weight=",
         "clip_norm": "set global_clipnorm of the optimizer",
         "accumulation": "set gradient_accumulation_steps of the optimizer",
         "schedule": "give the optimizer a LearningRateSchedule, or use a callback",

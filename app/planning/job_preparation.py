@@ -232,7 +232,10 @@ def _check_fit(prepared: PreparedJob, plan: Plan) -> None:
 
 
 def _check_weights(job: Job, profile: ModelProfile) -> None:
-    """Refuse Keras sample weights for models of other frameworks. Raises JobError."""
+    """Refuse Keras sample weights for models of other frameworks, and weight= for Keras models. Raises JobError."""
+    if job.training.weight is not None and profile.framework == "tensorflow":
+        problem = "weight= is for torch models: Keras' losses are given sample_weight=, and others return Terms"
+        raise JobError([problem])
     for name in ("sample_weight", "class_weight"):
         if job.get(name) and profile.framework != "tensorflow":
             raise JobError(

@@ -21,6 +21,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from typing import Any, Literal
 import cloudpickle
 import numpy as np
 
-from trainwright.core.data import Batch, Feed
+from trainwright.core.data import Batch, Feed, zero_weight
 from trainwright.core.engine import Engine, ModelSpec, takes_optimizer
 from trainwright.core.errors import DataError, JobError, NonFiniteLoss, TrainwrightError, UserCodeError
 from trainwright.core.frameworks import load_module
@@ -50,6 +51,7 @@ from trainwright.worker.worker_config import pickle_job, unpickle_job
 ROWS = 5  # of the batch: few, and seldom the size of another dimension, for which it could be taken
 CPU_S = 5  # of the process, at most; its imports come on top where it shares none
 _IMPORTS_S = 12
+_DIVIDED_S = 1.0  # of CPU time for the rest of a trial, at most, before a loss is tried where the batch is divided
 _WAIT_S = 30  # for its answer, on a machine that does other things too
 MOST_BYTES = 1 << 30  # of the model's weights
 _DEVICE = re.compile(r"cuda|nvidia|\bgpu|\btpu|triton|kernel|driver|not implemented for", re.IGNORECASE)
@@ -76,15 +78,30 @@ class TrialTask:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Retry:
+    """A trial that is asked for.
+
+    Attributes:
+        rows: that the functions are tried on; 0 for those of the task.
+        layout: data ranks and micro-batches of the plan.
+    """
+
+    rows: int = 0
+    layout: tuple[int, int] = (2, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PreflightResult:
     """What came of it.
 
     Attributes:
         error: of the job's; None where nothing was wrong.
+        divided: of a loss that depends on how the batch is divided, for plans that do so.
         untried: why nothing can be said, or not of everything.
     """
 
     error: TrainwrightError | None = None
+    divided: TrainwrightError | None = None
     untried: str = ""
 
 
@@ -137,9 +154,13 @@ class Preflight:
             return (f"the job's functions are not tried before the workers start: {self._why}",) if self._why else ()
         plan = decision.chosen
         answer = self._child.answer()
-        _, rows = plan.micro_batches(plan.batch_size)
-        if answer.error is not None and rows != self._task.train.rows:
-            answer = self._child.answer(rows)
+        micro_batches, rows = plan.micro_batches(plan.batch_size)
+        layout = (plan.mesh.data_ranks, micro_batches)
+        divided = answer.divided is not None and layout != (1, 1)
+        if divided or (answer.error is not None and rows != self._task.train.rows):
+            answer = self._child.answer(_Retry(rows=rows, layout=layout))
+        if divided and answer.divided is not None:
+            raise answer.divided
         if answer.error is not None and not needs_second_trial(answer.error, plan):
             raise answer.error
         why = answer.untried or (answer.error.what if answer.error is not None else "")
@@ -214,11 +235,11 @@ class _TrialProcess:
         self._pid, self._connection, self._reap = pid, connection, reap
         self._status: int | None = None
 
-    def answer(self, rows: int = 0) -> PreflightResult:
-        """What it found; with `rows`, what it finds on so many."""
+    def answer(self, retry: _Retry | None = None) -> PreflightResult:
+        """What it found, or what it finds when it tries again."""
         try:
-            if rows:
-                self._connection.send(rows)
+            if retry is not None:
+                self._connection.send(retry)
             if not self._connection.poll(_WAIT_S):
                 return PreflightResult(untried=f"no answer within {_WAIT_S} s")
             found: PreflightResult = self._connection.recv()
@@ -318,17 +339,17 @@ def main() -> None:
 
 
 def _serve(connection: Connection, read: Callable[[], TrialTask], imports_s: int = 0) -> None:
-    """Try, and answer; then again on as many rows as the other side asks for, until it goes away."""
+    """Try, and answer; then again as the other side asks for, until it goes away."""
     gc.disable()  # what other threads held when this process was forked is not to be let go of here
     _limit(CPU_S + imports_s)
-    task, rows = read(), 0
+    task, retry = read(), _Retry()
     with contextlib.suppress(EOFError, OSError):
         while True:
             signal.alarm(2 * _WAIT_S)  # and none while the other side is busy, which may take minutes to start Ray
-            answer = run_trial(task, rows)
+            answer = run_trial(task, retry.rows, retry.layout)
             signal.alarm(0)
             connection.send(answer)
-            rows = connection.recv()
+            retry = connection.recv()
 
 
 def _limit(cpu_s: int) -> None:
@@ -353,25 +374,31 @@ def _limit(cpu_s: int) -> None:
 # --- Inside the process -----------------------------------------------------------------------------------------------
 
 
-def run_trial(task: TrialTask, rows: int = 0) -> PreflightResult:
-    """Try a job's functions on the task's rows, or on `rows` of them, repeated where there are fewer."""
+def run_trial(task: TrialTask, rows: int = 0, layout: tuple[int, int] = (2, 1)) -> PreflightResult:
+    """Try a job's functions on the task's rows, or on `rows` of them, repeated where there are fewer.
+
+    Args:
+        layout: data ranks and micro-batches of a batch that is divided.
+    """
     train, evaluate = (
         batch if batch is None or not rows else _repeated(batch, rows) for batch in (task.train, task.evaluate)
     )
     assert train is not None, "every job has a training set"
     try:
-        return _tried(replace(task, train=train, evaluate=evaluate))
+        found = _tried(replace(task, train=train, evaluate=evaluate), layout)
     except TrainwrightError as error:
-        error.hide(redact)
-        place = f"tried on {train.rows} rows before any worker started"
-        error.where = place if error.where in ("", "rank 0") else f"{error.where}; {place}"
-        return PreflightResult(error=error)
+        found = PreflightResult(error=error)
     except Exception as error:  # of ours: the workers may do better
         return PreflightResult(untried=redact(f"{type(error).__name__}: {error}"))
+    for each in filter(None, (found.error, found.divided)):
+        each.hide(redact)
+        place = f"tried on {train.rows} rows before any worker started"
+        each.where = place if each.where in ("", "rank 0") else f"{each.where}; {place}"
+    return found
 
 
-def _tried(task: TrialTask) -> PreflightResult:
-    job, known = task.job, build_model(task.job.model)
+def _tried(task: TrialTask, layout: tuple[int, int]) -> PreflightResult:
+    began_s, job, known = time.process_time(), task.job, build_model(task.job.model)
     size = profiler_of(known).weight_bytes(known)
     if size > MOST_BYTES:
         return PreflightResult(untried=f"the model has {size / 2**30:.1f} GiB of weights, more than 1 GiB")
@@ -386,7 +413,25 @@ def _tried(task: TrialTask) -> PreflightResult:
         engine.train_step(feed)
     if task.evaluate is not None:
         engine.evaluate_step(_feed(task.evaluate))
-    return PreflightResult()
+    if framework != "torch" or time.process_time() - began_s > _DIVIDED_S:
+        return PreflightResult()
+    return PreflightResult(divided=_divided_problem(job, spec, task.train, layout))
+
+
+def _divided_problem(job: Job, spec: ModelSpec, batch: Batch, layout: tuple[int, int]) -> JobError | None:
+    """Return the error of a loss that depends on how the batch is divided; None where `inexact=` would not help."""
+    ranks, micro_batches = layout
+    feed = zero_weight(replace(_feed(batch), parts=((batch,) * micro_batches,), total=ranks))
+    found: JobError | None = None
+    for inexact in (spec.inexact, (*spec.inexact, "batch_loss")):
+        try:
+            _engine_of(job, replace(spec, inexact=inexact), "torch", batch.rows).warm(feed)
+            return found
+        except JobError as error:
+            found = error
+        except UserCodeError:  # of where it is tried, without a group: the workers may do better
+            return None
+    return None
 
 
 def _spec(task: TrialTask) -> ModelSpec:

@@ -302,9 +302,19 @@ def make_schedule(
     epoch_samples: int | None = None,
     window: int | None = None,
 ) -> StepSchedule:
-    """The steps of a run, from the index alone: the same in every process. Raises DataError where there is no step."""
+    """The steps of a run, from the index alone: the same in every process.
+
+    Raises:
+        DataError: there is no step, or the data has batches of another size.
+    """
+    if index.batch_size not in (0, batch_size):
+        raise DataError(
+            f"the data is in batches of {index.batch_size} rows of similar length, and batch_size={batch_size}",
+            where="bucketed",
+            remedy=f"give the job's to the data: .bucketed(..., {batch_size})",
+        )
     lanes = choose_lanes(index.rows, index.row_bytes, groups=index.firsts, window=window)
-    order = SampleOrder(lanes=lanes, seed=seed, shuffle=shuffle and not index.in_order)
+    order = SampleOrder(lanes=lanes, seed=seed, shuffle=shuffle and not (index.in_order or index.batch_size))
     return StepSchedule(
         order=order, batch_size=batch_size, epochs=epochs, drop_last=drop_last, epoch_samples=epoch_samples
     )

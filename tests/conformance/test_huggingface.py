@@ -42,6 +42,11 @@ def cross_entropy(outputs: Any, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="none").view(len(tokens), -1)
 
 
+def own_loss(model: Any, batch: Any) -> Any:
+    """The output with the model's own loss, a mean over tokens, which it computes in float32."""
+    return model(input_ids=batch["tokens"], labels=batch["tokens"])
+
+
 def columns() -> Columns:
     return {"tokens": np.random.default_rng(5).integers(0, VOCABULARY, (PROBLEM.rows, CONTEXT))}
 
@@ -50,14 +55,14 @@ def sample() -> Batch:
     return Batch(columns={"tokens": columns()["tokens"][:1]}, weights=np.ones(1), samples=np.zeros(1, np.int64))
 
 
-def trained(pool: Pool, engine: str, mesh: Mesh, **choices: Any) -> Any:
+def trained(pool: Pool, engine: str, mesh: Mesh, step: Any = None, **choices: Any) -> Any:
     """Reports and last state of a few steps on batches that do not divide."""
     layout = Plan(
         strategy="conformance", engine=f"{TORCH}.engines.{engine}", mesh=mesh, batch_size=PROBLEM.batch_size,
         placement=WorkerResources(cpus=1), accumulation=2, **choices,
     )  # fmt: skip
     job = ModelSpec(
-        model=llama, loss=cross_entropy, optimizer=adamw, total_steps=STEPS,
+        model=llama, loss=None if step else cross_entropy, step=step, optimizer=adamw, total_steps=STEPS,
         inputs=("tokens",), keywords=("input_ids",), targets=("tokens",), clip_norm=1.0, seed=3, sample=sample,
         outputs=("logits",),
     )  # fmt: skip
@@ -109,3 +114,11 @@ def test_a_llama_is_that_of_one_device(pool: Pool, layout: dict[str, Any], alone
     assert state.keys() == whole.keys()
     for key in state.keys() - {"state.json"}:
         assert np.allclose(state[key], whole[key], rtol=1e-9, atol=1e-9), key
+
+
+@pytest.mark.parametrize(
+    ("engine", "mesh"), [("fsdp:Sharded", Mesh(shard=2)), ("tensor_parallel:TensorParallel", Mesh(tensor=2))]
+)
+def test_the_models_own_loss_is_the_mean_over_tokens(pool: Pool, engine: str, mesh: Mesh, alone: Any) -> None:
+    reports, *_ = trained(pool, engine, mesh, own_loss)
+    assert [report.loss for report in reports] == pytest.approx([report.loss for report in alone[0]], rel=1e-5)

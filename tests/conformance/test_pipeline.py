@@ -71,6 +71,19 @@ def test_a_model_that_is_not_simple_is_that_of_one_device(pool: Pool, name: str,
         assert np.allclose(state[key], whole[key], rtol=1e-9, atol=1e-9), key
 
 
+def mean_cross_entropy(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    return cross_entropy(outputs, targets).mean()
+
+
+def test_a_mean_over_rows_in_stages_is_that_of_one_device(pool: Pool, alone: Any) -> None:
+    """Two replicas of two stages, with micro-batches of other sizes, and a short batch."""
+    reports, state = trained(pool, LAYOUTS["twice"], spec(loss=mean_cross_entropy))
+    expected, whole = alone(LAYOUTS["twice"].accumulation)
+    assert [report.loss for report in reports] == pytest.approx([report.loss for report in expected], rel=1e-9)
+    for key in state.keys() - {"state.json"}:
+        assert np.allclose(state[key], whole[key], rtol=1e-9, atol=1e-9), key
+
+
 def test_bfloat16_is_near_one_device(pool: Pool) -> None:
     job = spec(functools.partial(Deep, torch.float32), sample=functools.partial(torch_case.sample, SINGLE))
     layouts = [replace(LAYOUTS[name], precision="bf16") for name in ("two", "folded")]

@@ -42,12 +42,12 @@ STAGES = {"plan": "pp=2,schedule=1f1b,accumulation=2", "model": lambda: nn.Seque
     ("fields", "kind", "message"),
     [
         (STAGES, UserCodeError, "torn on purpose"),
-        ({"loss": lambda outputs, targets: squared(outputs, targets).mean()}, JobError, "one loss per sample"),
+        ({"loss": lambda outputs, targets: squared(outputs, targets).sum()}, JobError, "a mean over rows, but it is"),
         ({"model": lambda: nn.Linear(4, 1)}, UserCodeError, "shapes cannot be multiplied"),
         ({"metrics": {"bad": lambda outputs, targets: 1 / 0}, "evaluate": True}, UserCodeError, "ZeroDivisionError"),
         ({"optimizer": lambda parameters: None}, (JobError, UserCodeError), "optimizer"),
     ],
-    ids=["backward of a stage", "reduced loss", "wrong shape", "metric", "optimizer"],
+    ids=["backward of a stage", "sum", "wrong shape", "metric", "optimizer"],
 )
 def test_the_workers_own_error_ends_the_run(
     fields: dict[str, Any], kind: Any, message: str, tmp_path: Path, ray_cluster: None

@@ -98,7 +98,7 @@ def meta() -> nn.Module:
         ({"metrics": {"acc": lambda o, t: (o.argmax(1) == t).float().mean()}}, JobError, "return one value per sample"),
         ({"metrics": {"acc": torn}}, UserCodeError, "metric 'acc' raised KeyError: 'no such class'"),
         ({"loss": torn}, UserCodeError, "loss= raised KeyError"),
-        ({"loss": lambda o, t: cross_entropy(o, t).mean()}, JobError, 'one loss per sample: use reduction="none"'),
+        ({"weight": len}, JobError, "weight= counts the items of a loss of one number, and loss= returned more"),
         ({"optimizer": lambda p: torch.optim.LBFGS(p)}, JobError, "LBFGS, whose step() takes a closure"),
         ({"optimizer": lambda p: None}, JobError, "optimizer() returned NoneType"),
         ({"schedule": lambda step: 1.0}, JobError, "schedule= takes one argument, the optimizer, and returned float"),
@@ -107,7 +107,7 @@ def meta() -> nn.Module:
         ({"model": meta}, JobError, "'weight' of the model is on the meta device"),
         ({"model": lambda: nn.Linear(9, 2)}, UserCodeError, "shapes cannot be multiplied"),
     ],
-    ids=["reduced metric", "metric", "loss", "reduced loss", "lbfgs", "no optimizer", "schedule", "end of a schedule",
+    ids=["reduced metric", "metric", "loss", "weight", "lbfgs", "no optimizer", "schedule", "end of a schedule",
          "nan", "meta", "shapes"],
 )  # fmt: skip
 def test_what_is_wrong_is_said_before_a_run_begins(
@@ -138,19 +138,34 @@ def test_a_job_for_a_number_of_rows_is_tried_with_that_number(tmp_path: Path) ->
     assert caught.value.where == "tried on 16 rows before any worker started"
 
 
+def test_a_loss_that_a_plan_divides_is_tried_as_divided(tmp_path: Path) -> None:
+    def summed(outputs: Any, targets: Any) -> Any:
+        return cross_entropy(outputs, targets).sum()
+
+    def gathered(outputs: Any, targets: Any) -> Any:
+        return cross_entropy(tw.gather(outputs), tw.gather(targets))
+
+    assert settled(job(tmp_path, loss=summed)) == settled(job(tmp_path, loss=gathered, workers=2)) == ()
+    assert settled(job(tmp_path, loss=nn.CrossEntropyLoss(), workers=2)) == ()
+    cut = "divides a batch over 2 data ranks with 4 micro-batches each.*a mean over rows, but it is .* for 2 rows"
+    with pytest.raises(JobError, match=cut) as caught:
+        settled(job(tmp_path, loss=summed, workers=2, accumulation=4))
+    assert caught.value.where == "tried on 2 rows before any worker started"
+
+
 def test_its_time_is_that_of_a_trial_and_not_of_the_start_of_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which may take minutes, between the first trial and the one with as many rows as a worker has."""
     happened: list[Any] = []
-    asked = iter([16])
+    asked = iter([function_trial._Retry(rows=16)])
 
     class Connection:
         def send(self, answer: function_trial.PreflightResult) -> None:
             assert answer.error is not None
             happened.append(answer.error.where.partition(" rows")[0])
 
-        def recv(self) -> int:
+        def recv(self) -> Any:
             try:
                 return next(asked)
             except StopIteration:

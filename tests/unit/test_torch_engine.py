@@ -282,7 +282,7 @@ def test_build_refuses(change: Mapping[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"loss": lambda o, t: loss(o, t).mean()}, 'one loss per sample: use reduction="none"'),
+        ({"loss": lambda o, t: Terms(loss(o, t).mean(), 1.0)}, 'one loss per sample: use reduction="none"'),
         ({"loss": lambda o, t: loss(o, t)[:5]}, r"shape \(5,\) for a batch of 12"),
         ({"loss": lambda o, t: loss(o, t).detach()}, "no gradient"),
         ({"loss": lambda o, t: 1.0}, "returned float"),

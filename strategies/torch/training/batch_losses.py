@@ -1,24 +1,31 @@
-"""Losses that compare the samples of a batch: rows gathered over the ranks, and a check that finds such losses."""
+"""Losses of a whole batch: its mean, rows gathered over the ranks, and a check of what a division would change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 
 from trainwright.core import random_state
 from trainwright.core.data import Batch, Terms
-from trainwright.core.errors import JobError
+from trainwright.core.errors import JobError, nearest
 from trainwright.core.loss_api import gather_with
+from trainwright.strategies.torch.tensor_parallel.sharded_tensor import full_tensor
 from trainwright.strategies.torch.torch_compat import generator_of, tree_leaves, tree_map
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 
 BATCH_LOSS = "batch_loss"  # in a job's inexact=
+_MEAN_ROUNDING = 160  # of float32: how far a mean over a batch and that of its halves may be apart, relatively
+_LEAST_DIFFERENCE = 2e-6  # of them, absolutely: a loss near 0 is the rest of a subtraction
 _Function = Callable[[Any, Any], Any]
+_OnRows = Callable[[Tensor | None], Any]
 GroupFactory = Callable[[], ProcessGroup]
 
 
@@ -39,6 +46,144 @@ class BatchLayout:
 
 
 WHOLE_BATCH = BatchLayout()
+
+
+# --- A loss that is one number for a micro-batch ----------------------------------------------------------------------
+
+
+Weight = str | Callable[[Any], Any] | None  # of a job
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchMean:
+    """A loss that is one number for a micro-batch.
+
+    Attributes:
+        value: () of the graph.
+        count: () items that it is the mean of, as `weight=` counts them; None for the rows.
+    """
+
+    value: Tensor
+    count: Tensor | None
+
+    def of_rows(self, rows: int) -> Tensor | Terms:
+        """Return it as the loss of each row, with weights whose sum is the count."""
+        values = self.value.repeat(rows)
+        return values if self.count is None else Terms(values, self.count / rows)
+
+    def sums(self, rows: int) -> tuple[float, float]:
+        """Return the sum of the items' losses and the number of items, given the rows."""
+        count = float(rows if self.count is None else self.count)
+        return float(self.value) * count if count else 0.0, count
+
+
+def batch_mean(what: str, result: Any, weight: Weight, columns: Mapping[str, Tensor], where: str) -> Any:
+    """Return a loss of one number as BatchMean, and another result unchanged.
+
+    Args:
+        what: names the function.
+        result: what it returned; of an output of Hugging Face's models its `loss` is taken.
+        weight: of the job.
+        columns: given to weight.
+
+    Raises:
+        JobError: weight= fits no such loss, or does not give a number.
+        UserCodeError: weight= raised.
+    """
+    own = None if isinstance(result, Tensor | Terms) else getattr(result, "loss", None)
+    value = own if isinstance(own, Tensor) else result
+    if isinstance(value, Tensor) and not value.dim():
+        value = full_tensor(value if value.is_floating_point() else value.float())
+        return BatchMean(value=value, count=None if weight is None else _count(weight, columns, value, where))
+    if weight is not None:
+        problem = (
+            f"weight= counts the items of a loss of one number, and {what} returned more: leave weight= out, or return "
+            "the mean over these items"
+        )
+        raise JobError([problem], where=where)
+    return value
+
+
+def _count(weight: str | Callable[[Any], Any], columns: Mapping[str, Tensor], value: Tensor, where: str) -> Tensor:
+    """Return how many items of a micro-batch count, in a type of losses."""
+    if isinstance(weight, str) and weight not in columns:
+        raise JobError([f"weight={weight!r} is no column of the batch: {nearest(weight, columns)}"], where=where)
+    with TorchUserCode("weight=", where):
+        found = columns[weight].sum() if isinstance(weight, str) else weight(dict(columns))
+        count = torch.as_tensor(found, device=value.device).detach()
+    if count.numel() != 1:
+        problem = f"weight= returned shape {tuple(count.shape)}: return one number for the micro-batch, such as a sum()"
+        raise JobError([problem], where=where)
+    return count.reshape(()).to(torch.float64 if value.dtype == torch.float64 else torch.float32)
+
+
+# --- torch's own losses -----------------------------------------------------------------------------------------------
+
+
+_BY_CLASS = frozenset({"CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss"})
+_BINARY = frozenset({"BCELoss", "BCEWithLogitsLoss", "binary_cross_entropy", "binary_cross_entropy_with_logits"})
+_PLAIN = frozenset(
+    {
+        "HuberLoss", "KLDivLoss", "L1Loss", "MSELoss", "PoissonNLLLoss", "SmoothL1Loss", "SoftMarginLoss",
+        "huber_loss", "kl_div", "l1_loss", "mse_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss",
+    }
+)  # fmt: skip
+
+
+def per_sample(function: _Function) -> _Function:
+    """Return a mean of torch's own as a function that gives the values of which it is the mean.
+
+    Losses of `torch.nn` and `torch.nn.functional`, with `functools.partial` or without, are called with
+    `reduction="none"`. Cross-entropy and NLL by class give Terms: their mean divides by the weights of the classes that
+    count. Other functions are returned unchanged.
+    """
+    base: Any = function
+    given: dict[str, Any] = {}
+    while isinstance(base, functools.partial) and not base.args:
+        base, given = base.func, {**base.keywords, **given}
+    kind: Any = type(base) if isinstance(base, nn.Module) else base
+    if getattr(kind, "__module__", "") not in ("torch.nn.modules.loss", "torch.nn.functional"):
+        return function
+    names = ("reduction", "weight", "ignore_index", "label_smoothing")
+    options: dict[str, Any] = {name: getattr(base, name, None) for name in names}
+    options = options if isinstance(base, nn.Module) else given
+    name, weight = kind.__name__, options.get("weight")
+    if name in _BY_CLASS:  # with smoothing, a sample of a class of weight 0 has a loss all the same
+        known = weight is None or not options.get("label_smoothing") or bool(weight.all())
+    else:
+        known = name in _BINARY or (name in _PLAIN and weight is None)
+    if not known or options.get("reduction", "mean") != "mean" or {"reduce", "size_average"} & options.keys():
+        return function
+    unreduced: _Function = functools.partial(base, **{**given, "reduction": "none"})
+    if isinstance(base, nn.Module):
+        module: Any = copy.deepcopy(base)
+        module.reduction = "none"
+        unreduced = functools.partial(_on_device, module)
+    if name not in _BY_CLASS:
+        return unreduced
+    return functools.partial(_class_terms, unreduced, weight, options.get("ignore_index", -100))
+
+
+def _on_device(module: nn.Module, outputs: Any, targets: Any) -> Any:
+    """Call a loss whose class weights may be on another device than the targets."""
+    return module.to(targets.device)(outputs, targets)
+
+
+def _class_terms(
+    unreduced: _Function, weight: Tensor | None, ignored: int, outputs: Any, targets: Tensor
+) -> Tensor | Terms:
+    """Return the terms of a mean by class; of targets that are probabilities the mean is over samples."""
+    values: Tensor = unreduced(outputs, targets)
+    if targets.is_floating_point():
+        return values
+    counts = targets != ignored
+    if weight is None:
+        return Terms(values, counts)
+    weights = weight.to(targets.device)[targets.where(counts, 0)] * counts
+    return Terms(values / weights.where(weights > 0, 1.0), weights)
+
+
+# --- Rows of all ranks ------------------------------------------------------------------------------------------------
 
 
 class BatchRows:
@@ -139,8 +284,11 @@ class _GatherRows(torch.autograd.Function):
         return whole[first : first + ctx.counts[rank]], None, None
 
 
+# --- The check on the first batch -------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
-def check_samples_independent(
+def check_divisible(
     what: str,
     function: _Function,
     given: Any,
@@ -150,56 +298,117 @@ def check_samples_independent(
     where: str,
     parameters: Iterable[Tensor] = (),
 ) -> None:
-    """Raise JobError where the loss of a sample depends on the other samples of its micro-batch.
+    """Raise JobError where the loss of a batch depends on how it is divided.
 
     The function is called with all rows, and with half of them in another order, without gradients; where it gathers,
-    with all of them in another order. A function that draws random numbers cannot be compared, and is not checked.
+    with all of them in another order. Of a loss of each sample, the values must stay the same. A function that draws
+    random numbers cannot be compared, and is not checked. A loss of one number must be the mean of its two halves; one
+    that cannot be compared is refused, unless `weight=` says what it is the mean of.
 
     Args:
         what: names the function.
-        function: (given, targets) -> values or Terms.
+        function: (given, targets) -> values, Terms or BatchMean.
         given, targets: tensors, however they are nested, whose first dimension is the rows.
         batch: the micro-batch.
         layout: of the global batch.
         parameters: of the model that the function calls.
     """
-    count, gathers = batch.rows, []
-    shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-
-    def called(pick: Callable[[Any], Any]) -> Any:
-        def kept(tensor: Any) -> Any:
-            gathers.append(True)
-            return tensor
-
-        with gather_with(kept):
-            return _numbers(function(tree_map(pick, given), tree_map(pick, targets)))
-
+    gathers: list[bool] = []
+    called = _caller_of(function, given, targets, batch.rows, gathers)
     random_state.seed_generators(0)
     before = _random_state(given)
     try:
-        whole = called(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+        result = called(None)
     except Exception as error:
         if TorchUserCode.lost_peer(error):
             raise
         return  # the call that counts comes next, and its error is told; one that needs gradients is let be
-    if _random_state(given) != before or whole is None or len(whole[0]) != count:
+    drew = _random_state(given) != before
+    shuffled = torch.randperm(batch.rows, generator=torch.Generator().manual_seed(0))
+    first, second = shuffled[: -(-batch.rows // 2)], shuffled[-(-batch.rows // 2) :]
+    rounding = _rounding((*tree_leaves((given, targets, result)), *parameters))
+    if isinstance(result, BatchMean):
+        parts = [shuffled] if gathers else [first, second]
+        found = _mean_problem(result, called, given, parts, drew=drew, coarsest=rounding**2)
+        if found:
+            raise JobError([_mean_message(what, found, layout)], where=where)
         return
-    chosen = shuffled if gathers else shuffled[: -(-count // 2)]
+    whole = None if drew else _numbers(result)
+    if whole is not None and len(whole[0]) == batch.rows:
+        found = _sample_problem(whole, called, given, shuffled if gathers else first, rounding)
+        if found:
+            raise JobError([_dependence_message(what, found, bool(gathers), layout)], where=where)
+
+
+def _caller_of(function: _Function, given: Any, targets: Any, rows: int, gathers: list[bool]) -> _OnRows:
+    """Return a call of a function with chosen rows; None for all of them as they are. It notes calls of `tw.gather`."""
+
+    def kept(tensor: Any) -> Any:
+        gathers.append(True)
+        return tensor
+
+    def called(chosen: Tensor | None) -> Any:
+        def pick(leaf: Any) -> Any:
+            if chosen is not None:
+                return _rows_of(leaf, chosen, rows)
+            return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+        with gather_with(kept):
+            return function(tree_map(pick, given), tree_map(pick, targets))
+
+    return called
+
+
+def _mean_problem(
+    whole: BatchMean, called: _OnRows, given: Any, parts: Sequence[Tensor], *, drew: bool, coarsest: float
+) -> str:
+    """Return why a loss of one number is not, or may not be, the mean of its parts; empty where it is.
+
+    Args:
+        parts: all rows in another order, or each half of them; the second half of one row is empty.
+        drew: it draws random numbers.
+        coarsest: relative rounding error of the coarsest type that may be computed in.
+    """
+    told, rows = whole.count is not None, sum(map(len, parts))
+    if drew:
+        return "" if told else "it draws random numbers, so that it cannot be compared with its halves"
+    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+    if not tensors or not all(tensor.dim() for tensor in tensors):
+        return "" if told else "the model's outputs hold values without rows, such as a loss of its own: use step="
+    try:  # every rank calls it equally often, whatever its rows: a model may be divided over ranks
+        found = [called(part if len(part) else parts[0]).sums(len(part)) for part in parts]
+    except Exception as error:
+        if TorchUserCode.lost_peer(error):
+            raise
+        return f"with {len(parts[0])} of {rows} rows it raised {type(error).__name__}: {error}"
+    if rows == 1:
+        return "" if told else "micro-batches of one row have no halves to compare"
+    (total, count), (expected, counted) = (sum(each) for each in zip(*found, strict=True)), whole.sums(rows)
+    if told and not math.isclose(count, counted, rel_tol=1e-5):
+        return f"weight= counts {counted:.6g} items in {rows} rows, and {count:.6g} in {len(parts)} parts of them"
+    value, mean = (each / max(counted, 1.0) for each in (expected, total))
+    scale = max(abs(value), *(abs(each) / max(counted, 1.0) for each, _ in found))
+    rounded = 2 * torch.finfo(whole.value.dtype).eps
+    allowed = max(_MEAN_ROUNDING * torch.finfo(torch.float32).eps, coarsest / 8, rounded)
+    if not math.isfinite(value) or abs(value - mean) <= allowed * scale + _LEAST_DIFFERENCE:
+        return ""
+    return f"it is {value:.6g} for {rows} rows, and the mean of {len(parts)} parts of them is {mean:.6g}"
+
+
+def _sample_problem(whole: tuple[Tensor, Tensor], called: _OnRows, given: Any, chosen: Tensor, rounding: float) -> str:
+    """Return how a sample's loss depends on the other rows; empty where it does not, or that is unknown."""
+    count = len(whole[0])
     try:
-        part = called(lambda leaf: _rows_of(leaf, chosen, count))
+        part = _numbers(called(chosen))
     except Exception as error:
         if TorchUserCode.lost_peer(error):
             raise
         if isinstance(error, torch.OutOfMemoryError):
-            return
+            return ""
         if any(isinstance(leaf, Tensor) and leaf.dim() and count not in leaf.shape for leaf in tree_leaves(given)):
-            return  # it may not be the rows that were too few
-        found = f"with {len(chosen)} of {count} rows it raised {type(error).__name__}: {error}"
-    else:
-        rounding = _rounding((*tree_leaves((given, targets, whole)), *parameters))
-        found = "" if part is None else _difference(whole, part, chosen, rounding)
-    if found:
-        raise JobError([_dependence_message(what, found, bool(gathers), layout)], where=where)
+            return ""  # it may not be the rows that were too few
+        return f"with {len(chosen)} of {count} rows it raised {type(error).__name__}: {error}"
+    return "" if part is None else _difference(whole, part, chosen, rounding)
 
 
 def _random_state(given: Any) -> object:
@@ -275,4 +484,14 @@ def _dependence_message(what: str, found: str, gathers: bool, layout: BatchLayou
         f"{what} is not of each sample alone: {found}; this plan divides a batch over {layout}, so the result would "
         "depend on the plan: compare with the whole batch by tw.gather(...) and accumulation=1, or run on one worker "
         f'with accumulation=1, or accept it with inexact=("{BATCH_LOSS}",)'
+    )
+
+
+def _mean_message(what: str, found: str, layout: BatchLayout) -> str:
+    return (
+        f"{what} returned one number for the batch, and this plan divides a batch over {layout}: the number must be a "
+        f"mean over rows, but {found}. For a mean over tokens, pixels or labels that count, set weight= to their "
+        'number, such as lambda batch: (batch["labels"] != -100).sum(); or return one loss per sample '
+        '(reduction="none") or tw.Terms(values, weights); or run on one worker with accumulation=1; or accept the '
+        f'difference with inexact=("{BATCH_LOSS}",)'
     )

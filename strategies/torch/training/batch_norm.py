@@ -62,7 +62,7 @@ def average_statistics(modules: Sequence[BatchNorm], feed: Feed, groups: Iterabl
 
 def sample_rows(batch: Batch) -> int:
     """Count the rows of a micro-batch that are samples: a rank without a share has one row of weight 0."""
-    return 0 if batch.rows == 1 and not batch.weights.any() else batch.rows
+    return 0 if batch.rows == 1 and not batch.weights.any() else batch.counted().rows
 
 
 class SyncedBatchNorms:

@@ -36,7 +36,7 @@ def evaluate(model: nn.Module, caller: JobFunctions, feed: Feed, through: Output
     sums: list[Tensor] = []
     with evaluation_mode(model), torch.no_grad():
         for batch, layout in _batches(feed):
-            for name, (values, weights) in _terms(model, caller, batch, layout, through):
+            for name, (values, weights) in _terms(model, caller, batch.counted(), layout, through):
                 names.append(name)
                 doubled = weights.double()
                 sums.append(torch.stack(((values.double() * doubled).sum(), doubled.sum())))

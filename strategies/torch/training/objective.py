@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -35,9 +35,12 @@ from trainwright.strategies.torch.training.batch_losses import (
     BATCH_LOSS,
     WHOLE_BATCH,
     BatchLayout,
+    BatchMean,
     BatchRows,
     GroupFactory,
-    check_samples_independent,
+    batch_mean,
+    check_divisible,
+    per_sample,
 )
 from trainwright.strategies.torch.training.batch_tensors import to_tensor
 from trainwright.strategies.torch.training.model_blocks import SelectiveRecompute
@@ -78,7 +81,7 @@ class JobFunctions:
         where: the rank, for errors.
         selective_recompute: whether backward computes attention's scores again.
         group: makes the process group of a batch's data ranks; None where there is none.
-        checking: refuse a loss of a sample that depends on the other samples of its micro-batch.
+        checking: refuse a loss that would depend on how the batch is divided.
     """
 
     spec: ModelSpec
@@ -161,7 +164,12 @@ class JobFunctions:
     def _functions(self) -> dict[str, _Function]:
         """The job's loss and metrics as functions of (outputs, targets), by their names in errors."""
         given = {"loss=": self.spec.loss, **{f"metric {name!r}": each for name, each in self.spec.metrics.items()}}
-        return {what: outputs_first(function) for what, function in given.items() if function is not None}
+        counts = self.spec.weight is not None
+        return {
+            what: outputs_first(function if counts and what == "loss=" else per_sample(function))
+            for what, function in given.items()
+            if function is not None
+        }
 
     def _terms(
         self,
@@ -174,15 +182,27 @@ class JobFunctions:
         model: nn.Module | None = None,
     ) -> Terms:
         """Call a loss, a metric or, with its `model`, a step; return the terms of this rank's rows."""
+        if what in ("loss=", "step="):
+            function = partial(self._measured, what, function)
         if self.checking and not layout.whole and BATCH_LOSS not in self.spec.inexact:
             parameters = () if model is None else model.parameters()
             with nullcontext() if model is None else evaluation_mode(model):
-                check_samples_independent(what, function, given, targets, batch, layout, self.where, parameters)
+                check_divisible(what, function, given, targets, batch, layout, self.where, parameters)
         rows = BatchRows(batch, layout, self.group, self.where)
         with TorchUserCode(what, self.where), gather_with(rows.gather):
             result = function(given, targets)
+        if isinstance(result, BatchMean):
+            result = result.of_rows(batch.rows)
         self._check_broadcast(what, given, targets, result)
         return _loss_terms(what, rows.own(result), batch, self.where)
+
+    def _measured(self, what: str, function: _Function, given: Any, targets: Any) -> Any:
+        """Call a loss or a step; one number for the batch is returned as BatchMean."""
+        names = self.spec.targets
+        columns = (
+            given if what == "step=" else dict(zip(names, (targets,) if len(names) == 1 else targets, strict=True))
+        )
+        return batch_mean(what, function(given, targets), self.spec.weight, columns, self.where)
 
     def _check_broadcast(self, what: str, outputs: Any, targets: Any, result: Any) -> None:
         """Raise JobError where outputs and targets were broadcast to all pairs of samples."""
@@ -256,7 +276,7 @@ class Objective(nn.Module):
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Refuse, inside this context, a loss that compares samples where the batch is divided."""
+        """Refuse, inside this context, a loss that would depend on how the batch is divided, where it is."""
         caller = self.caller
         self.caller = replace(caller, checking=True)
         try:
@@ -357,6 +377,8 @@ def _loss_terms(what: str, result: Any, batch: Batch, where: str) -> Terms:
 
 def _values_problem(what: str, values: Any, rows: int) -> str:
     """Return why values are not one or more for each sample; empty where they are."""
+    if getattr(values, "loss", values) is None:
+        return f"{what} returned {type(values).__name__} without a loss: give the model its labels"
     if not isinstance(values, Tensor):
         return f"{what} returned {type(values).__name__}: return a tensor with one value per sample"
     if values.dim() == 0:

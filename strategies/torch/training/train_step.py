@@ -173,9 +173,9 @@ def run_micro_batch(
 
 
 def micro_batches_of(feed: Feed) -> list[tuple[int, MicroBatchShare]]:
-    """Return the numbered micro-batches of a feed; the last one carries the stop request."""
+    """Return the numbered micro-batches of a feed, without skipped samples; the last one carries the stop request."""
     flat = [
-        (micro, MicroBatchShare(batch=batch, data_rank=data_rank, rows=feed.rows, layout=batch_layout(feed)))
+        (micro, MicroBatchShare(batch=batch.counted(), data_rank=data_rank, rows=feed.rows, layout=batch_layout(feed)))
         for data_rank, part in zip(feed.data_ranks, feed.parts, strict=True)
         for micro, batch in enumerate(part)
     ]

@@ -1,0 +1,225 @@
+"""Samplers: rows drawn by weights, or put into batches of similar length, anew in each epoch.
+
+Both give a data set whose row i is another row of the whole in each epoch: a function of the run's seed, the epoch and
+i, the same in every process. So a resumed run repeats no sample and leaves none out. Transforms see the number i, so
+that rows drawn twice are augmented differently.
+
+Rows that are drawn by weights are numbered in the order of their storage, which keeps reading local; the sample order
+shuffles them. Batches of similar length are in their final order, and their rows come from all over the storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainwright.core.data import fold_seed
+from trainwright.core.errors import DataError, nearest
+from trainwright.datasets.data_source import Arrays, Index, RowGroup, Rows, Source, hash_parts
+from trainwright.datasets.row_reader import RowReader
+from trainwright.datasets.sample_order import MEMORY_BYTES, split_mix
+
+Floats = npt.NDArray[np.float64]
+
+_GROUP_BYTES, _GROUP_ROWS = 16 << 20, 1024
+_MEMORY_SHARE = 4  # of the memory of a reader goes to the rows of the whole
+_POOL_BATCHES = 100  # that are filled from as many shuffled rows, sorted by length: more are more alike and less random
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedSampler:
+    """Draws rows with replacement, each with a probability in proportion to its weight.
+
+    Attributes:
+        rows: drawn in an epoch; None for as many as the data has.
+    """
+
+    rows: int | None
+    batch_size: int = 0  # any: the sample order shuffles the rows
+
+    def check(self, values: Floats, what: str) -> None:
+        """Raise DataError for weights that are no weights."""
+        if not (np.isfinite(values).all() and (values >= 0).all() and values.any()):
+            raise DataError(f"{what} has weights that are negative or not finite, or only 0", remedy="give weights > 0")
+
+    def order(self, values: Floats, seed: int, epoch: int) -> Rows:
+        """Return the rows of an epoch in the order of their storage."""
+        ends = np.cumsum(values)
+        count = len(values) if self.rows is None else self.rows
+        drawn = np.searchsorted(ends, _uniform(count, fold_seed(seed, epoch, 1)) * ends[-1], side="right")
+        rows: Rows = np.sort(np.minimum(drawn, np.flatnonzero(values)[-1])).astype(np.int64)
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthBucketSampler:
+    """Puts rows of similar length into one batch; each row comes once in an epoch.
+
+    The rows are shuffled, each hundred batches of them are sorted by length, and the batches are shuffled. What is left
+    over is the short last batch.
+
+    Attributes:
+        batch_size: global, the job's.
+    """
+
+    batch_size: int
+    rows: None = None
+
+    def check(self, values: Floats, what: str) -> None:
+        """Raise DataError for lengths that are not finite."""
+        if not np.isfinite(values).all():
+            raise DataError(f"{what} has lengths that are not finite", remedy="give a number for each row")
+
+    def order(self, values: Floats, seed: int, epoch: int) -> Rows:
+        """Return the rows of an epoch, batch after batch."""
+        shuffled = np.argsort(_uniform(len(values), fold_seed(seed, epoch, 2)), kind="stable")
+        pools = np.arange(len(values)) // (_POOL_BATCHES * self.batch_size)
+        ordered = shuffled[np.lexsort((values[shuffled], pools))]
+        full = len(values) // self.batch_size * self.batch_size
+        turns = np.argsort(_uniform(full // self.batch_size, fold_seed(seed, epoch, 3)), kind="stable")
+        batches = ordered[:full].reshape(-1, self.batch_size)[turns].reshape(-1)
+        rows: Rows = np.concatenate([batches, ordered[full:]]).astype(np.int64)
+        return rows
+
+
+Sampler = WeightedSampler | LengthBucketSampler
+
+
+def _uniform(count: int, seed: int) -> Floats:
+    """Return numbers in [0, 1), the same on every machine."""
+    numbers = split_mix(np.arange(1, count + 1, dtype=np.uint64), seed) >> np.uint64(11)
+    return numbers.astype(np.float64) * 2.0**-53
+
+
+@dataclass(kw_only=True)
+class _Found:
+    """Values that a pass over the data found, by its hash; they do not travel with the job."""
+
+    values: dict[str, Floats] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"values": {}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SampledIndex(Index):
+    """Index of sampled rows.
+
+    Attributes:
+        values: (rows of the whole,) float64, as bytes: the weights or lengths.
+    """
+
+    values: bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampledSource:
+    """Rows of a source as a sampler orders them.
+
+    Attributes:
+        by: a column of the source, or a value for each of its rows.
+    """
+
+    whole: Source
+    by: str | Floats
+    sampler: Sampler
+    found: _Found = field(default_factory=_Found)
+
+    def describe(self) -> str:
+        """As the user wrote it, in short."""
+        by = repr(self.by) if isinstance(self.by, str) else "..."
+        if isinstance(self.sampler, WeightedSampler):
+            return f"{self.whole.describe()}.weighted({by}, {self.sampler.rows})"
+        return f"{self.whole.describe()}.bucketed({by}, {self.sampler.batch_size})"
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """All functions of the user's that the rows go through before."""
+        inner: tuple[Callable[..., Any], ...] = getattr(self.whole, "functions", ())
+        return inner
+
+    def index(self) -> _SampledIndex:
+        """Index the whole, and read the column once. Raises DataError for values that do not fit."""
+        whole = self.whole.index()
+        if whole.hash not in self.found.values:
+            values = self._column(whole, self.by) if isinstance(self.by, str) else self.by
+            if len(values) != whole.rows:
+                raise DataError(
+                    f"{len(values)} values for {whole.rows} rows", where=self.describe(), remedy="give one for each row"
+                )
+            self.sampler.check(values, self.describe())
+            self.found.values.clear()
+            self.found.values[whole.hash] = values
+        held = self.found.values[whole.hash].tobytes()
+        rows = self.sampler.rows or whole.rows
+        size = max(_GROUP_BYTES // max(whole.row_bytes, 1), _GROUP_ROWS)
+        firsts = range(0, rows, size)
+        return _SampledIndex(
+            rows=rows,
+            groups=tuple(
+                RowGroup(file="sampled", number=number, rows=min(size, rows - first), first=first)
+                for number, first in enumerate(firsts)
+            ),
+            schema=whole.schema,
+            row_bytes=whole.row_bytes,
+            hash=hash_parts([whole.hash, self.sampler, held.hex()]),
+            base=whole,
+            batch_size=self.sampler.batch_size,
+            values=held,
+        )
+
+    def open(self, index: Index) -> _SampledLoader:
+        """A loader for one process."""
+        assert isinstance(index, _SampledIndex), "sampled rows are opened with an index of their own"
+        return _SampledLoader(self, index)
+
+    def _column(self, whole: Index, by: str) -> Floats:
+        """Read the numbers of a column, or the lengths of its rows."""
+        if by not in whole.schema:
+            remedy = f"{nearest(by, whole.schema)} It must be a column of the source, before any .map"
+            raise DataError(f"there is no column {by!r} to sample by", where=self.whole.describe(), remedy=remedy)
+        loader = self.whole.open(whole)
+        values = np.concatenate([loader.load(number, (by,))[by] for number in range(len(whole.groups))])
+        if values.dtype == object:
+            values = np.array([len(row) for row in values])
+        if values.ndim != 1 or values.dtype.kind not in "iufb":
+            raise DataError(
+                f"column {by!r} holds {whole.schema[by]}", where=self.describe(), remedy="give one number for each row"
+            )
+        return values.astype(np.float64)
+
+
+class _SampledLoader:
+    """Loads rows of the whole in the order of an epoch. For one thread at a time."""
+
+    varying = True
+
+    def __init__(self, source: SampledSource, index: _SampledIndex) -> None:
+        self._source, self._index = source, index
+        self._seed = self._epoch = 0
+        self._order = lru_cache(maxsize=1)(self._ordered)
+        self._readers: dict[tuple[str, ...], RowReader] = {}
+
+    def begin(self, seed: int, epoch: int) -> None:
+        """What is loaded from now on belongs to an epoch of a run."""
+        self._seed, self._epoch = seed, epoch
+
+    def load(self, number: int, columns: Sequence[str]) -> Arrays:
+        """Columns of row group `number`; raises what the whole raises."""
+        group, names = self._index.groups[number], tuple(columns)
+        if names not in self._readers:
+            assert self._index.base is not None, "it has a whole"
+            self._readers[names] = RowReader(
+                self._source.whole.open(self._index.base), self._index.base, names,
+                memory_bytes=MEMORY_BYTES // _MEMORY_SHARE, seed=self._seed,
+            )  # fmt: skip
+        rows = self._order(self._seed, self._epoch)[group.first : group.first + group.rows]
+        return self._readers[names].gather(rows, self._epoch)
+
+    def _ordered(self, seed: int, epoch: int) -> Rows:
+        return self._source.sampler.order(np.frombuffer(self._index.values, dtype=np.float64), seed, epoch)

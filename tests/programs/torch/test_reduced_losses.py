@@ -1,0 +1,312 @@
+"""Losses as people write them: means of torch's own, one number for a batch, and outputs with a loss of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import trainwright as tw
+from tests.support.conformance import problems
+from tests.support.rank_processes import Exchange, formed, run_ranks
+from tests.support.torch_engines import batch, feed, one_device, plan, spec
+from trainwright.core.data import Batch, Feed, Terms, fold_seed, zero_weight
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError, UserCodeError
+from trainwright.core.loss_api import outputs_first
+from trainwright.core.plan import Mesh, Plan
+from trainwright.strategies.torch.engines.data_parallel import DataParallel
+from trainwright.strategies.torch.engines.fsdp import Sharded
+from trainwright.strategies.torch.training.batch_losses import per_sample
+
+RANKS, STEPS, TOKENS, CLASSES = 2, 4, 6, 5
+PROBLEM = problems.Problem(name="reduced", batch_size=17, rows=53)  # the last batch has 2 rows: shares without a row
+Net = partial(nn.Linear, 4, CLASSES, dtype=torch.float64)
+WEIGHT = torch.linspace(0.5, 2.0, CLASSES, dtype=torch.float64)
+
+
+class Tagger(nn.Module):
+    """A model that computes its loss itself, as those of Hugging Face do."""
+
+    @dataclass
+    class Output:
+        loss: Tensor | None
+        logits: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Net()
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Output:
+        logits = self.head(tokens)
+        loss = None if labels is None else functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return self.Output(loss, logits)
+
+
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return ((outputs - targets) ** 2).mean()
+
+
+def tagged(model: nn.Module, columns: Any) -> Any:
+    return model(columns["tokens"], labels=columns["tags"])
+
+
+def counted(columns: Any) -> Tensor:
+    """How many labels count, of which each row has another number."""
+    found: Tensor = (columns["tags"] != -100).sum()
+    return found
+
+
+def masked(outputs: Tensor, targets: Any) -> Tensor:
+    """A mean over a mask; a micro-batch may have none of it."""
+    wanted, mask = targets
+    return ((outputs - wanted) ** 2 * mask).sum() / mask.sum().clamp(min=1) / CLASSES
+
+
+def job(**changes: Any) -> ModelSpec:
+    given = {"model": Net, "targets": ("y",), "optimizer": partial(torch.optim.SGD, lr=0.3, momentum=0.9)}
+    return spec(**{**given, **changes})
+
+
+JOBS: dict[str, Callable[[], ModelSpec]] = {
+    "module": partial(job, loss=nn.CrossEntropyLoss()),
+    "weighted": partial(job, loss=nn.CrossEntropyLoss(WEIGHT, ignore_index=1, label_smoothing=0.1)),
+    "function": partial(job, loss=functional.mse_loss, targets=("t",)),
+    "own": partial(job, loss=squares, targets=("t",)),
+    "step": partial(job, model=Tagger, loss=None, step=tagged, weight=counted),
+    "masked": partial(job, loss=masked, targets=("t", "m"), weight="m"),
+}
+
+
+ENGINES: dict[Any, Any] = {DataParallel: JOBS, Sharded: ("own", "step")}
+
+
+def columns() -> dict[str, Any]:
+    random, rows = np.random.default_rng(5), PROBLEM.rows
+    tags = random.integers(0, CLASSES, (rows, TOKENS))
+    tags[np.arange(TOKENS) > random.integers(0, TOKENS, (rows, 1))] = -100
+    return {
+        "x": random.normal(size=(rows, 4)), "y": random.integers(0, CLASSES, rows), "tags": tags,
+        "tokens": random.normal(size=(rows, TOKENS, 4)), "t": random.normal(size=(rows, CLASSES)),
+        "m": (random.random((rows, 1)) > 0.5).astype(np.float64),
+    }  # fmt: skip
+
+
+def feeds(layout: Plan, rank: int) -> list[Feed]:
+    data, ids = columns(), problems.batches(PROBLEM, STEPS)
+    return [problems.feeds(PROBLEM, layout, step, ids[step], data)[rank] for step in range(STEPS)]
+
+
+def plain(made: ModelSpec) -> list[float]:
+    """A loop without any of ours: the losses of its steps, then that of the last batch again."""
+    torch.manual_seed(fold_seed(3, -1))
+    assert made.optimizer is not None
+    model: Any = made.model()
+    optimizer, losses, data = made.optimizer(model.parameters()), [], columns()
+    for rows in (*problems.batches(PROBLEM, STEPS), problems.batches(PROBLEM, STEPS)[-1]):
+        given = {name: torch.from_numpy(column[rows]) for name, column in data.items()}
+        targets = tuple(given[name] for name in made.targets)
+        if made.step is not None:
+            loss = made.step(model, given).loss
+        else:
+            assert made.loss is not None
+            loss = made.loss(model(given["x"]), targets[0] if len(targets) == 1 else targets)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses
+
+
+def _trained(rank: int, world: int, exchange: Exchange) -> Any:
+    """Losses of each step, and this rank's sums of an evaluation of the last batch."""
+    found = {}
+    for make, names in ENGINES.items():
+        layout = plan(mesh=Mesh(data=world) if make is DataParallel else Mesh(shard=world), accumulation=2)
+        for name in names:
+            engine = formed(rank, exchange, JOBS[name](), engine=make(), how=layout)
+            given = feeds(layout, rank)
+            engine.warm(zero_weight(given[0]))
+            losses = [engine.train_step(each).loss for each in given]
+            found[make.__name__, name] = losses, engine.evaluate_step(given[-1]).totals["loss"]
+            engine.leave()
+    return found
+
+
+def test_losses_on_two_ranks_in_micro_batches_equal_a_plain_loop() -> None:
+    results = run_ranks(_trained, RANKS)
+    for (engine, name), (losses, _) in results[0].items():
+        sums = np.sum([result[engine, name][1] for result in results], axis=0)
+        found = [*losses, sums[0] / sums[1]]
+        np.testing.assert_allclose(found, plain(JOBS[name]()), rtol=1e-12, err_msg=f"{engine} {name}")
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", JOBS)
+def test_losses_on_one_device_equal_a_plain_loop(name: str, accumulation: int) -> None:
+    layout = plan(accumulation=accumulation)
+    engine = one_device(JOBS[name](), layout)
+    given = feeds(layout, 0)
+    losses = [engine.train_step(each).loss for each in given]
+    sums = engine.evaluate_step(given[-1]).totals["loss"]
+    np.testing.assert_allclose([*losses, sums[0] / sums[1]], plain(JOBS[name]()), rtol=1e-12)
+
+
+LOGITS = torch.randn(6, CLASSES, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+LABELS = torch.tensor([[0, 1], [4, 4], [-100, 2], [3, 1], [2, -100], [1, 1]])
+PROBABLE = LOGITS.softmax(1).flip(0)
+SKEWED = torch.tensor([0.0, 1.0, 2.0, 1.0, 0.5], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [
+        (nn.CrossEntropyLoss(), LABELS),
+        (nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.2), LABELS),
+        (nn.CrossEntropyLoss(SKEWED), LABELS),
+        (nn.CrossEntropyLoss(WEIGHT), PROBABLE),
+        (functional.cross_entropy, LABELS),
+        (partial(functional.cross_entropy, ignore_index=1), LABELS.clamp(min=0)),
+        (partial(functional.nll_loss, weight=WEIGHT), LABELS),
+        (nn.BCEWithLogitsLoss(pos_weight=WEIGHT[:, None]), PROBABLE),
+        (functional.smooth_l1_loss, PROBABLE),
+        (nn.KLDivLoss(), PROBABLE),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")
+def test_a_mean_of_torchs_own_is_that_of_its_terms(loss: Any, targets: Tensor) -> None:
+    found = outputs_first(per_sample(loss))(LOGITS, targets)
+    values, weights = found if isinstance(found, Terms) else (found, torch.ones_like(found))
+    assert len(values) == len(LOGITS)
+    torch.testing.assert_close((values * weights).sum() / weights.sum(), loss(LOGITS, targets), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(SKEWED, label_smoothing=0.1),
+        nn.MSELoss(reduction="sum"),
+        partial(functional.mse_loss, weight=SKEWED),
+        nn.CTCLoss(),
+        squares,
+    ],
+)
+def test_what_is_no_plain_mean_is_left_as_it_is(loss: Any) -> None:
+    assert per_sample(loss) is loss
+
+
+def test_a_skipped_sample_does_not_reach_model_or_loss() -> None:
+    whole = batch(8, dtype=np.float64, t=np.random.default_rng(2).normal(size=(8, CLASSES)))
+    weights = np.ones(8)
+    weights[[0, 5]] = 0.0
+    kept = np.flatnonzero(weights)
+    less = Batch(
+        columns={name: column[kept] for name, column in whole.columns.items()}, weights=np.ones(6), samples=kept
+    )
+    found = []
+    for given in (replace(whole, weights=weights), less):
+        engine = one_device(JOBS["own"]())
+        given = replace(feed(given), rows=8)
+        found.append((engine.train_step(given), engine.evaluate_step(given), engine.train_step(zero_weight(given))))
+    assert found[0] == found[1] and found[0][0].weight == 6 and found[0][2].weight == 0
+
+
+# --- What is refused --------------------------------------------------------------------------------------------------
+
+
+def rows_of(columns: Any) -> int:
+    return len(columns["tags"])
+
+
+def texts(model: nn.Module, columns: Any) -> Any:
+    return tagged(model, columns).loss
+
+
+def noisy(model: nn.Module, columns: Any) -> Tensor:
+    return (model(columns["x"]) + torch.rand(1)).mean()
+
+
+def averaged(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.mean(0) ** 2).mean()
+
+
+def first_rows(rows: int) -> Batch:
+    held = {name: column[:rows] for name, column in columns().items()}
+    return Batch(columns=held, weights=np.ones(rows), samples=np.arange(rows))
+
+
+def warmed(rows: int = 8, **changes: Any) -> None:
+    """Warm one rank up for a batch that two ranks share, which needs no other rank."""
+    one_device(job(**changes), plan(ranks=2)).warm(zero_weight(feed(first_rows(rows), total=2)))
+
+
+OF_TOKENS: dict[str, Any] = {"model": Tagger, "loss": None, "step": texts}
+NOISY: dict[str, Any] = {"loss": None, "step": noisy}
+GIVEN: dict[str, Any] = {
+    "model": Tagger, "inputs": ("tokens", "tags"), "keywords": ("tokens", "labels"), "loss": lambda o, _: o.loss,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"loss": lambda o, t: functional.mse_loss(o, t, reduction="sum"), "targets": ("t",)}, "it is .* for 8 rows"),
+        (OF_TOKENS, "the mean of 2 parts of them is"),
+        ({"loss": averaged}, "the mean of 2 parts of them is"),
+        (NOISY, "it draws random numbers"),
+        (GIVEN, "outputs hold values without rows"),
+        ({"loss": squares, "targets": ("t",), "rows": 1}, "micro-batches of one row"),
+        ({**OF_TOKENS, "weight": rows_of}, "the mean of 2 parts of them is"),
+        ({**OF_TOKENS, "weight": lambda b: b["tags"].max() + 1}, "weight= counts 5 items in 8 rows, and 10 in 2 parts"),
+    ],
+    ids=["sum", "tokens", "of the batch", "random", "model's own", "one row", "wrong weight", "no count"],
+)
+def test_a_number_that_is_no_mean_is_refused_where_the_batch_is_divided(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(JobError, match=f"returned one number for the batch.*2 data ranks.*{why}.*set weight="):
+        warmed(**changes)
+    warmed(**changes, inexact=("batch_loss",))
+
+
+@pytest.mark.parametrize("changes", [OF_TOKENS, NOISY, GIVEN])
+def test_weight_says_what_the_mean_is_over(changes: dict[str, Any]) -> None:
+    warmed(**{"targets": ("tags",), **changes}, weight=rows_of if changes is NOISY else counted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "what"),
+    [
+        ({"step": lambda m, b: b["tags"].sum()}, JobError, "the loss has no gradient"),
+        ({"weight": lambda b: b["tags"] != -100}, JobError, r"weight= returned shape \(8, 6\): return one number"),
+        ({"weight": lambda b: b["z"].sum()}, UserCodeError, "weight= raised KeyError: 'z'"),
+        ({"weight": "tag"}, JobError, "weight='tag' is no column of the batch: did you mean 'tags'"),
+        ({"step": lambda m, b: m(b["tokens"])}, JobError, "returned Output without a loss: give the model its labels"),
+        (
+            {"step": lambda m, b: texts(m, b).repeat(8), "weight": counted},
+            JobError,
+            "step= returned more: leave weight=",
+        ),
+    ],
+)
+def test_a_wrong_weight_or_output_is_refused(changes: dict[str, Any], error: Any, what: str) -> None:
+    with pytest.raises(error, match=what):
+        one_device(job(**{**OF_TOKENS, **changes})).warm(feed(first_rows(8)))
+
+
+def test_a_job_refuses_a_weight_that_its_loss_or_framework_does_not_have() -> None:
+    data = tw.datasets.table({"x": [[1.0]], "y": [0], "m": [1]})
+    given: dict[str, Any] = {
+        "name": "n", "model": Net, "train": data, "loss": squares, "inputs": "x", "targets": "y", "batch_size": 4,
+        "optimizer": torch.optim.SGD,
+    }  # fmt: skip
+    with pytest.raises(JobError, match="weight='m' is not in targets="):
+        tw.Job(**given, weight="m")
+    with pytest.raises(JobError, match=r'weight= cannot be used with run="fit"'):
+        tw.Job(**given, weight=len, run="fit")
+    assert tw.Job(**given, weight="y").model_spec(1).weight == "y"
