@@ -105,6 +105,32 @@ def zero_weight(feed: Feed) -> Feed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricSums:
+    """Sums and counts by metric name; never means of means.
+
+    Attributes:
+        totals: sum of weighted values and sum of weights.
+        states: pickled metrics with state, in the order of ranks; see `core.metric_states`.
+    """
+
+    totals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    states: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
+
+    def __add__(self, other: MetricSums) -> MetricSums:
+        merged, states = dict(self.totals), dict(self.states)
+        for name, (value, weight) in other.totals.items():
+            old_value, old_weight = merged.get(name, (0.0, 0.0))
+            merged[name] = (old_value + value, old_weight + weight)
+        for name, pieces in other.states.items():
+            states[name] = states.get(name, ()) + pieces
+        return MetricSums(totals=merged, states=states)
+
+    def means(self) -> dict[str, float]:
+        """Weighted means; NaN where nothing was counted."""
+        return {name: value / weight if weight else float("nan") for name, (value, weight) in self.totals.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepReport:
     """The result of a step; the same on every rank of a collective.
 
@@ -117,6 +143,7 @@ class StepReport:
         wish: some rank asked to stop.
         overflowed: nothing was applied, because the gradient was too large for `fp16`.
         finished: nothing is left to train, though steps may be left, as a callback of Keras' may decide.
+        logged: sums of the values of `tw.log` over the global batch.
         own_s: what this rank took before it waited for others; None where the engine cannot tell.
         phases: seconds of a late step, this one or one shortly before, by phase (see `core.step_phases`); None where
             none was measured.
@@ -131,27 +158,10 @@ class StepReport:
     wish: bool = False
     overflowed: bool = False
     finished: bool = False
+    logged: MetricSums = field(default_factory=MetricSums)
     own_s: float | None = field(default=None, compare=False)
     phases: Mapping[str, float] | None = field(default=None, compare=False)
     scatter: GradientScatter | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricSums:
-    """Sums and counts by metric name; never means of means."""
-
-    totals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-    def __add__(self, other: MetricSums) -> MetricSums:
-        merged = dict(self.totals)
-        for name, (value, weight) in other.totals.items():
-            old_value, old_weight = merged.get(name, (0.0, 0.0))
-            merged[name] = (old_value + value, old_weight + weight)
-        return MetricSums(totals=merged)
-
-    def means(self) -> dict[str, float]:
-        """Weighted means; NaN where nothing was counted."""
-        return {name: value / weight if weight else float("nan") for name, (value, weight) in self.totals.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -294,7 +294,7 @@ class ModelSpec:
         collation: applied to each micro-batch before its columns become tensors.
         sample_weight: column that the losses of each sample are multiplied by; empty for none.
         class_weight: class -> what the losses of its samples are multiplied by in training; 1 for others.
-        metrics: name -> (outputs, targets) -> (samples,) or Terms.
+        metrics: name -> (outputs, targets) -> (samples,) or Terms; or what makes a metric with state.
         schedule: (step, total_steps) -> factor on the optimizer's own learning rate, or one for each parameter group;
             or, see `takes_optimizer`, (optimizer) -> scheduler of `torch.optim.lr_scheduler`.
         schedule_by: when a scheduler counts on: after each `step` or `epoch`.
@@ -330,7 +330,7 @@ class ModelSpec:
     class_weight: Mapping[int, float] = field(default_factory=dict)
     compile: Literal["auto", "eager", "xla", "inductor"] = "auto"
     collation: Collation = field(default_factory=Collation)
-    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    metrics: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     schedule: Callable[..., Any] | tuple[Callable[[int, int], float], ...] | None = None
     schedule_by: Literal["step", "epoch"] = "step"
     schedule_metric: str = ""
@@ -434,6 +434,22 @@ class StateSnapshot:
     state: Any
 
 
+class UpdatedMetric(Protocol):
+    """A metric with state in an evaluation, on one rank; see `core.metric_states`.
+
+    Attributes:
+        metric: the user's object.
+    """
+
+    metric: Any
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Add the rows of a micro-batch that have weight."""
+
+
+MetricStates = Mapping[str, UpdatedMetric]
+
+
 class Engine(Protocol):
     """One rank of a strategy. Methods are called from one thread, except `interrupt` and `save`.
 
@@ -462,8 +478,11 @@ class Engine(Protocol):
         tells of a wish, or the group is left.
         """
 
-    def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Return local sums of `loss` and metrics. Every rank calls it equally often: a divided model is gathered."""
+    def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
+        """Return local sums of `loss` and metrics, and update the metrics with state.
+
+        Every rank calls it equally often: a divided model is gathered. One of the ranks with the same rows updates.
+        """
 
     def predict_step(self, feed: Feed) -> Columns:
         """Return outputs of the model for the feed's rows, as numpy arrays by name. Called as `evaluate_step` is."""

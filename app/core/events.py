@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -229,7 +230,10 @@ class Formed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(Event):
-    """Completed steps, parallel lists. `wait_s` is the part of `step_s` that waited for data; NaN where unknown."""
+    """Completed steps, parallel lists. `wait_s` is the part of `step_s` that waited for data; NaN where unknown.
+
+    `logged` has a list for each value of `tw.log`; NaN in a step that did not log it.
+    """
 
     kind = "steps"
     generation: int = 0
@@ -240,6 +244,7 @@ class Steps(Event):
     samples: list[int] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     wait_s: list[float] = field(default_factory=list)
+    logged: dict[str, list[float]] = field(default_factory=dict)
 
     def after(self, step: int) -> Steps:
         """Return only the steps after `step`."""
@@ -253,11 +258,14 @@ class Steps(Event):
         """Return these steps and those of a newer event, at its time."""
         ours, theirs = vars(self), vars(newer)
         lists = {name: value + theirs[name] for name, value in ours.items() if isinstance(value, list)}
-        return replace(newer, **lists)
+        blanks = [[math.nan] * len(each.step) for each in (self, newer)]
+        names = {**self.logged, **newer.logged}
+        logged = {name: self.logged.get(name, blanks[0]) + newer.logged.get(name, blanks[1]) for name in names}
+        return replace(newer, **lists, logged=logged)
 
     def _sliced(self, part: slice) -> Steps:
         lists = {name: value[part] for name, value in vars(self).items() if isinstance(value, list)}
-        return replace(self, **lists)  # type: ignore[arg-type]
+        return replace(self, **lists, logged={name: value[part] for name, value in self.logged.items()})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)

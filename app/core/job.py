@@ -90,7 +90,8 @@ class Training(_OptionGroup):
 
     Attributes:
         step: (model, batch) -> what `loss` may return, or an output of Hugging Face's models with `.loss`; instead of
-            loss, inputs and targets. The batch is a dict of all columns as tensors.
+            loss, inputs and targets. The batch is a dict of all columns as tensors. A dict with that as "loss" may be
+            returned too; its other values are logged as by `tw.log`.
         weight: how many items a loss of one number is the mean of (torch): a column, whose sum that is, or a function
             of the micro-batch: `lambda batch: (batch["labels"] != -100).sum()`. It gets the columns of targets, or all
             columns with step. By default the loss must be a mean over rows; see `docs/strategies.md`.
@@ -366,7 +367,10 @@ class Job(_JobModel):
         inputs: column name or names given to the model, or the model's argument -> column:
             `{"input_ids": "tokens", "attention_mask": "tokens_mask"}` calls `model(input_ids=..., attention_mask=...)`.
         targets: column name or names given to loss and metrics; none where a Keras `train_step` takes inputs alone.
-        metrics: name -> (outputs, targets) -> one value per sample, or Terms.
+        metrics: name -> (outputs, targets) -> one value per sample, or Terms; their mean is the metric. Of a torch
+            model also name -> a class, or a function without arguments, whose objects have `update(outputs, targets)`,
+            `merge(other)` and `compute() -> float`, such as metrics of torchmetrics (`lambda: F1Score(task="binary")`):
+            each rank updates one, and they are merged in the order of ranks.
         batch_size: global, in samples: it means the same on 1 and on 1,000 workers.
         epochs: passes over the data, or virtual epochs of `epoch_samples`.
         storage: a folder, or `s3://`, `gs://`, `az://` with a bucket and a prefix.
@@ -388,7 +392,7 @@ class Job(_JobModel):
     evaluate: Any = None
     inputs: str | ColumnNames | Mapping[str, str] = ()
     targets: str | ColumnNames = ()
-    metrics: Mapping[str, Callable[[Any, Any], Any]] = Field(default_factory=dict)
+    metrics: Mapping[str, Callable[..., Any]] = Field(default_factory=dict)
     batch_size: Annotated[int, Field(ge=1)]
     epochs: Annotated[int, Field(ge=1)] = 1
     storage: str = "runs"

@@ -1,4 +1,4 @@
-"""Loss functions: the order of their arguments, `tw.gather`, and the columns of teacher outputs.
+"""Loss functions: the order of their arguments, `tw.gather`, `tw.log`, and the columns of teacher outputs.
 
 No framework is imported: what belongs to Keras is recognized by the modules of its classes and functions.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
@@ -74,11 +74,14 @@ def _names_targets_first(function: Callable[..., Any]) -> bool:
     return targets_first and first not in _OUTPUT_NAMES and second not in _TARGET_NAMES
 
 
-# --- `tw.gather` ------------------------------------------------------------------------------------------------------
+# --- `tw.gather` and `tw.log` -----------------------------------------------------------------------------------------
 
 
 _Tensor = TypeVar("_Tensor")
 _gather_function: ContextVar[Callable[[Any], Any] | None] = ContextVar("gather", default=None)
+_log_function: ContextVar[Callable[[str, Any], None] | None] = ContextVar("log", default=None)
+_NOT_LOGGED = frozenset({"loss", "step", "epoch", "learning_rate", "gradient_norm", "samples_per_s", "wait_share",
+                         "generation", "seconds"})  # columns of `run.history` and `run.evaluations`  # fmt: skip
 
 
 def gather(tensor: _Tensor) -> _Tensor:
@@ -107,6 +110,47 @@ def gather(tensor: _Tensor) -> _Tensor:
     return tensor if current is None else current(tensor)
 
 
+def log(name: str, value: Any) -> None:
+    """Record a value of this step, as its mean over the global batch.
+
+    It may be called in `loss=`, `step=` and metrics of torch models. Values are averaged over micro-batches and ranks
+    as the loss is: a single number counts once for each sample of its micro-batch, and samples of weight 0 do not
+    count. The means are columns of `run.history`, curves of the trackers (`train/<name>`), and charts of the report. In
+    an evaluation they are metrics. Outside of a run it does nothing, nor in the `forward` of a model with `loss=`:
+    return the value as an output there.
+
+        def loss(outputs, targets):
+            tw.log("entropy", Categorical(logits=outputs).entropy())
+            return cross_entropy(outputs, targets, reduction="none")
+
+    Args:
+        name: of the value. The names of a job are those that its first micro-batch logs; a later one may leave a name
+            out, and then does not count for it.
+        value: a number, a torch tensor () or (samples, ...), or `Terms`; no gradient flows through it.
+
+    Raises:
+        JobError: the name is new, or is that of a metric or of a column of the history; the value is no tensor with a
+            row for each sample; or the model is a TensorFlow model.
+    """
+    current = _log_function.get()
+    if current is not None:
+        current(name, value)
+
+
+def refuse_log(name: str, _value: Any) -> None:
+    """Refuse a value of `tw.log` in a TensorFlow model's functions. Raises JobError."""
+    raise JobError([f"tw.log({name!r}) is for torch models: leave it out, or make it a metric of the evaluation"])
+
+
+def log_name_problem(name: Any, metrics: Collection[str]) -> str:
+    """Return why a value cannot have this name; empty where it can."""
+    if not isinstance(name, str) or not name:
+        return f"tw.log was given the name {name!r}: use a text"
+    if name in metrics or name in _NOT_LOGGED:
+        return f"tw.log({name!r}) has the name of a metric or of a column of the history: use another name"
+    return ""
+
+
 @contextmanager
 def gather_with(by: Callable[[Any], Any]) -> Iterator[None]:
     """Let `gather` call a function."""
@@ -115,6 +159,16 @@ def gather_with(by: Callable[[Any], Any]) -> Iterator[None]:
         yield
     finally:
         _gather_function.reset(token)
+
+
+@contextmanager
+def log_with(by: Callable[[str, Any], None]) -> Iterator[None]:
+    """Let `log` call a function."""
+    token = _log_function.set(by)
+    try:
+        yield
+    finally:
+        _log_function.reset(token)
 
 
 # --- Teacher columns --------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from trainwright.core import events
-from trainwright.core.data import Columns, Feed, FeedAssignment, NoiseScale, PhaseTimes, PrefetchDepth
+from trainwright.core.data import Columns, Feed, FeedAssignment, MetricSums, NoiseScale, PhaseTimes, PrefetchDepth
 from trainwright.core.engine import CheckpointFile, CheckpointRef
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.events import Probed
@@ -477,10 +477,12 @@ class EvaluateRequest:
 
     Attributes:
         feeding: share of the receiver; None for that of its rank in the plan.
+        evaluated: sums of all ranks, whose metrics with state the receiver computes instead.
     """
 
     step: int
     feeding: FeedAssignment | None = None
+    evaluated: MetricSums | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -220,9 +220,13 @@ def _emit_prefetch(turn: Transition, found: list[PrefetchDepth]) -> None:
         turn.emit(Prefetched(**vars(furthest)))
 
 
-def _evaluate(turn: Transition) -> None:
-    """Evaluate: on all ranks, on a chief, or divided between the present workers."""
-    state, wanted = turn.state, EvaluateRequest(step=turn.state.position.step)
+def _evaluate(turn: Transition, evaluated: MetricSums | None = None) -> None:
+    """Evaluate: on all ranks, on a chief, or divided between the present workers.
+
+    Args:
+        evaluated: sums of all ranks, whose metrics with state one worker computes instead.
+    """
+    state, wanted = turn.state, EvaluateRequest(step=turn.state.position.step, evaluated=evaluated)
     turn.enter(Phase.EVALUATING)
     match state.settings.world.topology:
         case "independent":
@@ -231,6 +235,7 @@ def _evaluate(turn: Transition) -> None:
             judges = [state.membership.members[0].worker]
         case _:
             judges = [member.worker for member in state.membership.members]
+    judges = judges if evaluated is None else judges[:1]
     turn.await_workers(judges)
     turn.change(judges=len(judges))
     for place, worker in enumerate(judges):
@@ -242,7 +247,10 @@ def _evaluate(turn: Transition) -> None:
 
 
 def on_evaluated(turn: Transition) -> None:
-    """Add the sums in the order of ranks, so that they repeat bitwise. Evaluate again if some were lost."""
+    """Add the sums in the order of ranks, so that they repeat bitwise. Evaluate again if some were lost.
+
+    Metrics with state are objects of the user's, which a worker merges and computes: it answers with sums alone.
+    """
     state = turn.state
     if not state.segment.judges or len(state.answers) < state.segment.judges:
         _evaluate(turn)
@@ -250,6 +258,9 @@ def on_evaluated(turn: Transition) -> None:
     total = MetricSums()
     for rank in sorted(state.answers):
         total = total + state.answers[rank]
+    if total.states:
+        _evaluate(turn, total)
+        return
     step, metrics = state.position.step, total.means()
     turn.emit(Evaluated(step=step, metrics=metrics, seconds=turn.now_s - state.phase_s))
     turn.enter(Phase.READY, evaluated=step, evaluations=state.segment.evaluations.put(step, metrics))

@@ -17,6 +17,7 @@ from trainwright.core.data import Batch, Columns, MetricSums
 from trainwright.core.engine import CheckpointRef
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
+from trainwright.core.metric_states import compute_states, metric_states, with_states
 from trainwright.core.plan import Plan
 from trainwright.datasets.data_source import Index
 from trainwright.datasets.dataset import Dataset, first_batch
@@ -46,7 +47,7 @@ def _evaluate_on(plan: Plan, job: Job, step: int | None, verbose: bool) -> dict[
 
     def ranked(checkpoint: CheckpointRef) -> dict[str, float]:
         with ShardedModel(judged, plan, store, checkpoint, train=index, evaluate=index) as ranks:
-            return ranks.evaluate().means()
+            return compute_states(ranks.evaluate()).means()
 
     return load_newest(job, step, ranked)
 
@@ -63,7 +64,9 @@ def _evaluate_here(job: Job, step: int | None) -> dict[str, float]:
         drop_last=False,
         feeding=plan.feed_of(0), columns=job.columns,
     )  # fmt: skip
-    return sum((engine.evaluate_step(feed) for feed in stream.feeds(0)), MetricSums()).means()
+    states = metric_states(job.metrics)
+    sums = sum((engine.evaluate_step(feed, states) for feed in stream.feeds(0)), MetricSums())
+    return compute_states(with_states(sums, states)).means()
 
 
 def _local_plan(job: Job, data: Dataset) -> tuple[Job, Index, Plan]:

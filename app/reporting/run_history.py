@@ -174,7 +174,10 @@ def state_of(summary: RunSummary, head: LogEntry | None, owner_alive: bool) -> R
 
 
 def read_steps(store: Store, run: str) -> pandas.DataFrame:
-    """Read one row for each completed step, with `_STEP_COLUMNS`, from all events of a run. Raises StorageError."""
+    """Read one row for each completed step, with `_STEP_COLUMNS` and logged values, from all events of a run.
+
+    Raises StorageError.
+    """
     summary = RunSummary(most_rows=None)
     for event in EventReader(store, run).read():
         summary.add(event)
@@ -182,7 +185,7 @@ def read_steps(store: Store, run: str) -> pandas.DataFrame:
 
 
 def _step_frame(table: StepTable) -> pandas.DataFrame:
-    """Return the table as a frame with `_STEP_COLUMNS`."""
+    """Return the table as a frame with `_STEP_COLUMNS`, and a column for each logged value."""
     import numpy
     import pandas
 
@@ -191,7 +194,8 @@ def _step_frame(table: StepTable) -> pandas.DataFrame:
     for name, upper, other in (("samples_per_s", "samples", math.nan), ("wait_share", "wait_s", 0.0)):
         columns[name] = numpy.full(len(table), other)
         numpy.divide(columns[upper], columns["step_s"], out=columns[name], where=took)
-    return pandas.DataFrame(columns, columns=list(_STEP_COLUMNS))
+    logged = {name: numpy.array(values) for name, values in table.logged.items()}
+    return pandas.DataFrame({**columns, **logged}, columns=[*_STEP_COLUMNS, *logged])
 
 
 # --- The predicted and the measured step, in the smallest parts that both can distinguish -----------------------------

@@ -38,6 +38,7 @@ from trainwright.core.engine import Engine, ModelSpec, takes_optimizer
 from trainwright.core.errors import DataError, JobError, NonFiniteLoss, TrainwrightError, UserCodeError
 from trainwright.core.frameworks import load_module
 from trainwright.core.job import Job
+from trainwright.core.metric_states import compute_states, metric_states, with_states
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Dataset, Index, first_row, table
@@ -412,7 +413,9 @@ def _tried(task: TrialTask, layout: tuple[int, int]) -> PreflightResult:
     with contextlib.suppress(NonFiniteLoss):  # other rows, and later steps, may do better
         engine.train_step(feed)
     if task.evaluate is not None:
-        engine.evaluate_step(_feed(task.evaluate))
+        states = metric_states(job.metrics)
+        sums = with_states(engine.evaluate_step(_feed(task.evaluate), states), states)
+        compute_states(sums + sums)  # as those of two ranks
     if framework != "torch" or time.process_time() - began_s > _DIVIDED_S:
         return PreflightResult()
     return PreflightResult(divided=_divided_problem(job, spec, task.train, layout))

@@ -105,7 +105,10 @@ class Run:
 
     @property
     def history(self) -> pd.DataFrame:
-        """One row a completed step: step, epoch, loss, learning_rate, gradient_norm, samples_per_s, wait_share."""
+        """One row a completed step: step, epoch, loss, learning_rate, gradient_norm, samples_per_s, wait_share.
+
+        There is a column for each value of `tw.log`.
+        """
         self._session.flush()
         return read_steps(self._store, self.job.name)
 

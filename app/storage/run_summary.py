@@ -53,12 +53,17 @@ _TYPES = {
 }  # fmt: skip
 
 
+_LOGGED = "logged/"  # begins the names of the columns of logged values, which are of type "d"
+
+
 class StepTable:
     """Columns of completed steps, in order of steps; about 100 bytes a row.
 
+    Besides those of `_TYPES` there is a column for each value of `tw.log`, NaN in a step that did not log it.
+
     With more than `most_rows` rows, all but the newest 1,024 are merged with their neighbours. A merged row has the
-    sums of samples and seconds, the means of losses, learning rates and gradient norms, and the seconds of one of its
-    steps, for medians. The contents depend only on the added steps, not on when the table was stored.
+    sums of samples and seconds, the means of losses, rates, gradient norms and logged values, and the seconds of one of
+    its steps, for medians. The contents depend only on the added steps, not on when the table was stored.
 
     Args:
         most_rows: limit of rows; None keeps one row for each step.
@@ -76,6 +81,11 @@ class StepTable:
         return self._columns[name]
 
     @property
+    def logged(self) -> dict[str, Sequence[float]]:
+        """The columns of logged values, by their names."""
+        return {name.removeprefix(_LOGGED): self._columns[name] for name in self._columns if name not in _TYPES}
+
+    @property
     def last(self) -> int:
         """The newest step; 0 before the first."""
         return int(self._columns["step"][-1]) if len(self) else 0
@@ -86,8 +96,10 @@ class StepTable:
         names = [name for name in _TYPES if name != "first"]
         rows = zip(*(self._columns[name] for name in names), strict=True)
         found = [dict(zip(names, row, strict=True)) for row in rows]
-        for row in found:
+        logged = self.logged
+        for place, row in enumerate(found):
             row["gradient_norm"] = None if math.isnan(row["gradient_norm"]) else row["gradient_norm"]
+            row["logged"] = {name: values[place] for name, values in logged.items()}
         return tuple(StepRecord(**row) for row in found)
 
     @property
@@ -112,13 +124,15 @@ class StepTable:
             "loss": event.loss, "learning_rate": event.learning_rate,
             "gradient_norm": [math.nan if norm is None else norm for norm in norms], "samples": event.samples,
             "step_s": event.step_s, "wait_s": event.wait_s, "generation": [event.generation] * len(event.step),
-            "typical_s": event.step_s,
+            "typical_s": event.step_s, **{_LOGGED + name: values for name, values in event.logged.items()},
         }  # fmt: skip
         if any(len(values) != len(event.step) for values in found.values()):
             raise ValueError(f"an event of steps {event.step[0]} to {event.step[-1]} has columns of unequal lengths")
-        for name, values in found.items():
-            self._columns[name].extend(values)
-        added = len(event.step)
+        added, before = len(event.step), len(self)
+        for name in found.keys() - self._columns.keys():
+            self._columns[name] = array("d", [math.nan]) * before
+        for name, column in self._columns.items():
+            column.extend(found.get(name) or [math.nan] * added)
         if any(one >= other for one, other in pairwise(self._columns["step"][-added - 1 :])):
             self._replace(len(self) - added)
         if self._most_rows is not None and len(self) > self._most_rows:
@@ -156,7 +170,7 @@ class StepTable:
                 places[step] = row
         order = [places[step] for step in sorted(places)]
         for name, column in columns.items():
-            self._columns[name] = array(_TYPES[name], [column[row] for row in order])
+            self._columns[name] = array(column.typecode, [column[row] for row in order])
 
     def _merge(self) -> None:
         """Merge the older rows, `width` steps each; double the width where there would be too many rows."""
@@ -167,7 +181,7 @@ class StepTable:
             groups = self._groups(old)
         alone = next((row for row, group in enumerate(groups) if group.stop - group.start > 1), len(groups))
         for name, values in self._merged(groups[alone:]).items():
-            self._columns[name][alone:old] = array(_TYPES[name], values)
+            self._columns[name][alone:old] = array(_TYPES.get(name, "d"), values)
 
     def _groups(self, old: int) -> list[slice]:
         """Return the rows to merge: neighbours of `width` steps together, all with or all without waiting times."""
@@ -182,7 +196,8 @@ class StepTable:
         return [*groups, slice(start, old)]
 
     def _merged(self, groups: Iterable[slice]) -> Mapping[str, list[Any]]:
-        columns, found = self._columns, {name: list[Any]() for name in _TYPES}
+        columns, found = self._columns, {name: list[Any]() for name in self._columns}
+        means = ("loss", "learning_rate", "gradient_norm", *(found.keys() - _TYPES.keys()))
         for group in groups:
             part = {name: column[group] for name, column in columns.items()}
             counts = part["count"]
@@ -193,7 +208,7 @@ class StepTable:
                 found[name].append(sum(part[name]))
             for name in ("step_s", "wait_s"):
                 found[name].append(part[name][0] if len(counts) == 1 else math.fsum(part[name]))
-            for name in ("loss", "learning_rate", "gradient_norm"):
+            for name in means:
                 found[name].append(part[name][0] if len(counts) == 1 else _mean(part[name], counts))
             # A pseudo-random one of them: with a fixed place, regularly slow steps could distort the medians.
             found["typical_s"].append(part["typical_s"][part["step"][-1] * 40_503 % 65_537 % len(counts)])
@@ -211,7 +226,8 @@ class StepTable:
         """Rebuild a table from its `facts`. Raises KeyError, TypeError or ValueError for anything else."""
         found = cls()
         found._width = int(facts["width"])
-        found._columns = {name: array(kind, facts[name]) for name, kind in _TYPES.items()}
+        kinds = {**_TYPES, **{name: "d" for name in facts if name.startswith(_LOGGED)}}
+        found._columns = {name: array(kind, facts[name]) for name, kind in kinds.items()}
         if len({len(column) for column in found._columns.values()}) > 1:
             raise ValueError("columns of unequal lengths")
         return found
@@ -239,6 +255,7 @@ class StepRecord:
         samples: real samples in the global batch.
         wait_s: part of it that waited for data; NaN where it is not reported (`core.events.Steps`).
         typical_s: duration of one of the steps, for medians.
+        logged: values of `tw.log` by name; NaN where the step did not log it.
     """
 
     step: int
@@ -252,6 +269,7 @@ class StepRecord:
     generation: int
     count: int
     typical_s: float
+    logged: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def samples_per_s(self) -> float:

@@ -399,6 +399,7 @@ def _step_scalars(event: Steps) -> list[tuple[int, dict[str, float]]]:
             "train/gradient_norm": math.nan if norm is None else norm,
             "speed/samples_per_s": event.samples[index] / step_s if step_s > 0 else math.nan,
             "speed/wait_share": event.wait_s[index] / step_s if step_s > 0 else math.nan,
+            **{f"train/{name}": values[index] for name, values in event.logged.items()},
         }
         rows.append((step, {name: value for name, value in scalars.items() if math.isfinite(value)}))
     return rows

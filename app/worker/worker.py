@@ -17,13 +17,12 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from statistics import median
 from typing import cast
 
 from trainwright.core.data import (
-    Batch,
     Columns,
     Feed,
     MetricSums,
@@ -43,9 +42,9 @@ from trainwright.core.engine import (
 from trainwright.core.errors import NonFiniteLoss, PeerLost
 from trainwright.core.events import Steps
 from trainwright.core.job import Job
+from trainwright.core.metric_states import compute_states, metric_states, with_states
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Generation, Group, Peer, Role, StalenessCounts, StateTag
-from trainwright.datasets.dataset import first_batch
 from trainwright.driver.messages import (
     EvaluateRequest,
     MemoryCopyRequest,
@@ -152,16 +151,13 @@ class Worker:
             self._seat = (-1, 0) if rehearsal else (group.rank, group.size)
         if not self._built:
             validation = self._feeds.evaluation if self._job.evaluate is not None else None
-            spec = self._job.model_spec(self._feeds.training.schedule.total_steps, self._row, validation)
+            row = partial(self._order.first_row, self._job)
+            spec = self._job.model_spec(self._feeds.training.schedule.total_steps, row, validation)
             gc.freeze()  # the collection in `leave` would take 0.2 s more to look through imports
             tag = self._engine.build(replace(spec, outputs=self._order.outputs), self._plan)
             self._built = True
             gc.enable()
         return tag
-
-    def _row(self) -> Batch:
-        """Return a row of the training set."""
-        return self._order.row or first_batch(self._job.train, self._order.train, self._job.columns)
 
     @cached_property
     def _job(self) -> Job:
@@ -304,7 +300,12 @@ class Worker:
         return stopped, finished
 
     def evaluate(self, wanted: EvaluateRequest) -> MetricSums:
-        """Return metric sums over this rank's share of the evaluation set, or over the requested one."""
+        """Return metric sums over this rank's share of the evaluation set, or over the requested one.
+
+        Given the sums of all ranks, return them with the values of the metrics that have state.
+        """
+        if wanted.evaluated is not None:
+            return compute_states(wanted.evaluated)
         if wanted.feeding is None:
             return self._sums(self._feeds.evaluation())
         with self._feeds.evaluation(wanted.feeding) as feeds:
@@ -317,7 +318,8 @@ class Worker:
         return sums
 
     def _sums(self, feeds: Iterable[Feed]) -> MetricSums:
-        return sum((self._engine.evaluate_step(feed) for feed in feeds), MetricSums())
+        states = metric_states(self._job.metrics)
+        return with_states(sum((self._engine.evaluate_step(feed, states) for feed in feeds), MetricSums()), states)
 
     def predict(self, wanted: PredictRequest) -> tuple[Columns, ...]:
         """Return the model's outputs for each feed, on the ranks that have them; nothing on the others."""
@@ -496,6 +498,7 @@ class StepLog:
             self._news.wait_for(lambda: bool(self._records) and self._records[-1].report.step > after, timeout_s)
             told = [*takewhile(lambda item: item.report.step > after, reversed(self._records))][::-1]
             generation = self._generation
+        logged = [item.report.logged.means() for item in told]
         return Steps(
             generation=generation,
             step=[item.report.step for item in told],
@@ -505,6 +508,10 @@ class StepLog:
             samples=[item.samples for item in told],
             step_s=[item.step_s for item in told],
             wait_s=[item.wait_s for item in told],
+            logged={
+                name: [means.get(name, math.nan) for means in logged]
+                for name in dict.fromkeys(name for means in logged for name in means)
+            },
         )
 
 

@@ -21,7 +21,7 @@ from trainwright.core.errors import JobError
 from trainwright.core.job import Job
 from trainwright.core.pickling import dumps, loads
 from trainwright.core.plan import Plan
-from trainwright.datasets.dataset import Index
+from trainwright.datasets.dataset import Index, first_batch
 from trainwright.datasets.loading.batch_loader import Fetcher
 from trainwright.planning.job_description import imported_sources
 
@@ -132,3 +132,7 @@ class WorkerConfig:
     fetcher: Fetcher | None = None
     evaluate_fetcher: Fetcher | None = None
     row: Batch | None = None
+
+    def first_row(self, job: Job) -> Batch:
+        """Return a row of the training set."""
+        return self.row or first_batch(job.train, self.train, job.columns)

@@ -16,6 +16,7 @@ from trainwright.core.loss_api import (
     name_problems,
     teacher_column,
 )
+from trainwright.core.metric_states import is_stateful
 from trainwright.strategies.distillation.divergences import (
     TensorOps,
     combined_teacher,
@@ -195,6 +196,8 @@ def student_metrics(
 ) -> dict[str, StudentMetric]:
     """Return a job's `metrics=` for each student, named `small/accuracy`; under their own names for one student."""
     several = len(loss.students) > 1
+    if found := [name for name, metric in metrics.items() if is_stateful(metric)]:
+        raise JobError([f"metric {found[0]!r} has state: students are compared by functions of one value per sample"])
     return {
         f"{student}/{name}" if several else name: StudentMetric(metric=metric, loss=loss, student=student)
         for student in loss.students

@@ -69,6 +69,7 @@ class PushCall(_UnitCall):
         keep: the server may leave the push in the worker's memory until it is applied.
         sums: for the first server, of each step: weighted sum of losses, sum of weights.
         norm: for the first server, of the whole gradient before clipping.
+        logged: for the first server, of each step: sum and weight of each value of `tw.log`; none where none is logged.
     """
 
     do: Literal["push"]
@@ -77,6 +78,7 @@ class PushCall(_UnitCall):
     keep: bool
     sums: tuple[tuple[float, float], ...] = ()
     norm: _Norm | None = None
+    logged: tuple[dict[_Name, tuple[float, float]], ...] = ()
 
 
 class LeaseCall(_Header):

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from trainwright.core.data import MetricSums
 from trainwright.core.errors import PeerLost
 from trainwright.core.topology import Group, Peer, WorkUnit
 from trainwright.strategies.common.shared_memory import allocate_private
@@ -129,7 +130,14 @@ class ParameterClient:
         """Let a range of an outbox be sent now: it does not change until it is pushed."""
         self.servers[server].ready(offset, size)
 
-    def push(self, *, weight: float, sums: Sequence[tuple[float, float]], norm: float = 0.0) -> list[bool]:
+    def push(
+        self,
+        *,
+        weight: float,
+        sums: Sequence[tuple[float, float]],
+        norm: float = 0.0,
+        logged: Sequence[MetricSums] = (),
+    ) -> list[bool]:
         """Push the outboxes as the leased unit's gradients, and return when all servers have them.
 
         Returns whether each server accepted the push: False if another worker pushed the same unit first.
@@ -138,11 +146,13 @@ class ParameterClient:
             weight: sum of weights of the unit's samples; with 0 no outbox is sent.
             sums: of each step of the unit: weighted sum of losses, sum of weights.
             norm: of the whole gradient, before clipping.
+            logged: of each step of the unit, where values are logged.
         """
         assert self.grant is not None, "lease comes first"
+        values = [each.totals for each in logged if each.totals]
         head = {"worker": self._worker, **_unit_fields(self.grant)}
         for number, server in enumerate(self.servers):
-            more = {"sums": list(sums), "norm": norm} if number == 0 else {}
+            more = {"sums": list(sums), "norm": norm, "logged": values} if number == 0 else {}
             whole = bool(weight)
             server.begin({"do": "push", **head, "seen": server.version, "weight": weight, **more}, outbox=whole)
         taken = [server.pushed(server.end(), self.grant.at) and bool(weight) for server in self.servers]

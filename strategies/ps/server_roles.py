@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainwright.core.data import StepReport
+from trainwright.core.data import MetricSums, StepReport
 from trainwright.core.errors import PeerLost
 from trainwright.core.topology import Group, Peer, StalenessCounts, WorkUnit
 from trainwright.strategies.common.socket_transport import LOST_PEER_REMEDY, ConnectionCanceller, SocketListener
@@ -141,7 +141,7 @@ class LeadServer(ShardServer):
         unit = head.work_unit
         require(self._leases.started, "a push before any step was given out")
         require(self._leases.table.knows(unit, head.at), f"{unit} was not leased for round {head.at}")
-        complete = head.norm is not None and len(head.sums) == unit.steps
+        complete = head.norm is not None and len(head.sums) == unit.steps and len(head.logged) in (0, unit.steps)
         require(complete, "a push to the first server without a norm or without the sums of each step")
         counted = super()._push(connection, head, payload)
         if counted:
@@ -530,6 +530,7 @@ class _RoundReports:
                 weight=weight,
                 learning_rate=rate(closing.step + number),
                 gradient_norm=norm,
+                logged=sum((MetricSums(totals=one.logged[number]) for one in units if one.logged), MetricSums()),
             )
 
     def _norm_of(self, at: int, units: Sequence[PushCall], config: ServerConfig) -> float | None:

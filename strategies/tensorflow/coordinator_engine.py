@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from trainwright.core.data import Columns, Feed, MetricSums
-from trainwright.core.engine import ModelSpec, StateReader, StateSnapshot, StateWriter
+from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateSnapshot, StateWriter
 from trainwright.core.errors import PeerLost
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Generation, Group, Role, StateTag, StateTransfer
@@ -134,9 +134,9 @@ class TensorFlowCoordinatorEngine(TensorFlowEngine):
         if self._leads:
             super().warm(feed)
 
-    def evaluate_step(self, feed: Feed) -> MetricSums:
+    def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
         """Return sums over the feed, on the chief."""
-        return super().evaluate_step(feed) if self._leads else MetricSums()
+        return super().evaluate_step(feed, states) if self._leads else MetricSums()
 
     def predict_step(self, feed: Feed) -> Columns:
         """Return the model's outputs, on the chief."""

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from trainwright.core.data import COMPILED_PHASE, Batch, Feed, MetricSums, StepReport, Terms
-from trainwright.core.engine import ModelSpec
+from trainwright.core.engine import MetricStates, ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
 from trainwright.core.loss_api import takes_targets_first
 from trainwright.core.plan import Plan
@@ -419,7 +419,7 @@ class _FitEngine(TensorFlowEngine):
         assert fit is not None, "warm() comes before steps"
         return self._guarded(lambda: fit.train(feed))
 
-    def evaluate_step(self, feed: Feed) -> MetricSums:
+    def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
         """Return sums of the loss and the metrics of `compile`. Raises UserCodeError, JobError."""
         self._fit = self._fit or self._guarded(lambda: _FitLoop(self._compiled))
         fit = self._fit

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import tensorflow as tf
 
 from trainwright.core.data import Columns, Feed, MetricSums, StepReport
-from trainwright.core.engine import ModelSpec, StateReader, StateSnapshot, StateWriter
+from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateSnapshot, StateWriter
 from trainwright.core.errors import JobError, TrainwrightError
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
@@ -153,7 +153,7 @@ class TensorFlowEngine(ABC):
         """
         return self._guarded(lambda: self._ready().train(feed))
 
-    def evaluate_step(self, feed: Feed) -> MetricSums:
+    def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
         """Return local sums of `loss` and the metrics. Raises UserCodeError, JobError."""
         return self._guarded(lambda: self._evaluating().evaluate(feed))
 

@@ -1,4 +1,4 @@
-"""A worker with state of its own is killed: the run, and each evaluation of it, is bitwise the unbroken one."""
+"""A killed worker with state of its own: state, logged values and evaluations are bitwise those of an unbroken run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainwright.core.errors import JobError
 from trainwright.inference import sharded_inference
 
 STEP_S = 0.02  # so slow a step leaves time for copies
-Found = tuple[State, list[dict[str, Any]]]
+Found = tuple[State, list[dict[str, Any]], dict[int, float]]
 
 
 class Carrying(torch_jobs.Net):
@@ -41,21 +41,25 @@ def counting(inner: Callable[..., torch.Tensor], model: nn.Module, batch: dict[s
     if net.training:
         threading.Event().wait(STEP_S)
         net.counts[batch["id"]] += 1
+    tw.log("seen", net.counts[batch["id"]])
     return inner(model, batch) * (1 + 0.1 * net.counts[batch["id"]])
 
 
 def job(
     folder: Path, *kills: torch_jobs.Kill, awaits: dict[int, torch_jobs.Awaited] | None = None, **fields: Any
 ) -> tw.Job:
-    given = {"model": Carrying, "inexact": ("batch_norm",), "evaluate": tw.datasets.table(torch_jobs.data()), **fields}
+    given = {"model": Carrying, "inexact": ("batch_norm",), "evaluate": tw.datasets.table(torch_jobs.data()),
+             "inputs": "x", "targets": "y", "metrics": {"f1": torch_jobs.F1}, **fields}  # fmt: skip
     step = partial(counting, torch_jobs.make_step(kills, awaits=awaits, storage=str(folder)))
     return torch_jobs.job(folder, step=step, local_state="counts", **given)
 
 
 def found(folder: Path) -> Found:
-    """The last state, local state included, and all evaluations."""
+    """The last state, local state included, all evaluations, and what each step logged."""
     evaluated: Any = told(folder, "faulty", events.Evaluated)
-    return final_state(folder, "faulty"), [dict(event.metrics) for event in evaluated]
+    stepped: Any = told(folder, "faulty", events.Steps)
+    logged = {step: value for event in stepped for step, value in zip(event.step, event.logged["seen"], strict=True)}
+    return final_state(folder, "faulty"), [dict(event.metrics) for event in evaluated], logged
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +72,11 @@ def unharmed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def whole(unharmed: Path) -> Found:
-    state, evaluations = found(unharmed)
+    state, evaluations, logged = found(unharmed)
     assert {"local-0-of-2.safetensors", "local-1-of-2.safetensors"} <= state.files.keys() and len(evaluations) == 3
-    return state, evaluations
+    assert evaluations[-1].keys() == {"loss", "f1", "seen"} and 0 < evaluations[-1]["f1"] < 1
+    assert len(logged) == 27 and logged[1] == 1.0 < logged[27]
+    return state, evaluations, logged
 
 
 def test_the_checkpoint_evaluates_as_the_run_did(unharmed: Path, whole: Found, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,12 @@ class Labour:
             case "evaluate":
                 self._must_stand(process, call)
                 size = process.team.size  # type: ignore[union-attr]
-                sums = MetricSums(totals={"rank": (process.rank + 1.0, 1.0), "size": (1.0, 1.0 / size)})
+                totals = {"rank": (process.rank + 1.0, 1.0), "size": (1.0, 1.0 / size)}
+                sums = MetricSums(totals=totals, states={"order": (str(process.rank).encode(),)})
+                if (found := call.argument.evaluated) is not None:
+                    if process.rank or found.states["order"] != tuple(str(rank).encode() for rank in range(size)):
+                        raise Violation(f"rank {process.rank} of {size} is to compute a metric of {found.states}")
+                    sums = MetricSums(totals=found.totals)
                 self.answer(process, sums, 0.1, 1.0)
             case "snapshot":
                 self._must_stand(process, call)

@@ -82,6 +82,17 @@ def test_the_end_waits_for_evaluation_upload_and_commit() -> None:
     assert story.tell(m.LeaseReleased()).wanted == (m.FinishRun(outcome="done", step=8),)
 
 
+def test_metrics_with_state_are_computed_by_the_first_rank() -> None:
+    story = Story(evaluate_steps=8).running(HEAD).segment(8).snapshot(8)
+    parts = [MetricSums(totals={"loss": (3.0, 1.0)}, states={"f1": (part,)}) for part in (b"0", b"1")]
+    story.returns("evaluate", *parts)
+    (call,) = story.calls("evaluate")
+    assert call.worker == 0 and call.argument.evaluated.states == {"f1": (b"0", b"1")}
+    assert story.emitted(events.Evaluated) == []
+    story.returns("evaluate", MetricSums(totals={"loss": (6.0, 2.0), "f1": (0.5, 1.0)}), workers=[0])
+    assert story.emitted(events.Evaluated)[0].metrics == {"loss": 3.0, "f1": 0.5}
+
+
 def test_a_finished_run_needs_no_workers() -> None:
     head = CheckpointRef(step=8, path="checkpoints/00000008-1", manifest_sha256="00")
     story = Story().tell(m.LeaseAcquired(token=3, head=head))

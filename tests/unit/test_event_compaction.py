@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
+import math
 import random
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -180,6 +183,25 @@ def test_a_folding_goes_on_from_its_facts_though_old_steps_are_merged() -> None:
     assert history.totals.computing_s == pytest.approx(40_011 * 0.08)
     assert history.totals.recovery_s == pytest.approx((30_000 - 21_111) * 0.1)
     assert history.loss == 1 / 40_011
+
+
+def test_logged_values_are_columns_though_some_steps_have_none() -> None:
+    plain, logging = stepped([1, 2], time_s=1.0), stepped([3, 4, 5], time_s=2.0)
+    logging = replace(logging, logged={"kl": [0.3, 0.4, 0.5]})
+    again = replace(stepped([5, 6], time_s=3.0), logged={"kl": [0.7, 0.6]})
+    summary = RunSummary()
+    for event in (started(), plain, logging, again):
+        summary.add(event)
+    summary = RunSummary.of(json.loads(json.dumps(summary.facts())))
+    assert [record.logged["kl"] for record in summary.steps.records[2:]] == [0.3, 0.4, 0.7, 0.6]
+    assert math.isnan(summary.steps.records[0].logged["kl"])
+    joined = plain.followed_by(logging).after(1)
+    assert math.isnan(joined.logged["kl"][0]) and joined.logged["kl"][1:] == [0.3, 0.4, 0.5]
+    steps = range(1, 20_001)
+    long = replace(stepped(steps, time_s=1.0), logged={"kl": [float(step % 2) for step in steps]})
+    merged = RunSummary()
+    merged.add(long)
+    assert len(merged.steps) < 8192 and merged.steps.logged["kl"][100] == 0.5
 
 
 def test_each_step_is_there_for_who_asks_for_it() -> None:

@@ -54,6 +54,7 @@ PUBLIC = {
     "gather",
     "generate",
     "load_model",
+    "log",
     "plan",
     "predict",
     "schedules",

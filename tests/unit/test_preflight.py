@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 import trainwright as tw
+from tests.support.torch_jobs import F1
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import DataError, JobError, TrainwrightError, UserCodeError
 from trainwright.core.plan import Mesh, Plan, WorkerResources
@@ -87,6 +88,15 @@ def late(step: int, total: int) -> float:
     return {0: 1.0}[step]
 
 
+class Once(F1):
+    merge = None
+
+
+def logging(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    tw.log("lr", torch.ones(2))
+    return cross_entropy(outputs, targets)
+
+
 def meta() -> nn.Module:
     with torch.device("meta"):
         return nn.Linear(8, 2)
@@ -104,11 +114,13 @@ def meta() -> nn.Module:
         ({"schedule": lambda step: 1.0}, JobError, "schedule= takes one argument, the optimizer, and returned float"),
         ({"schedule": late}, UserCodeError, "KeyError: 11, for step 11 of 12"),
         ({"schedule": lambda step, total: float("nan")}, JobError, "schedule= returned nan for step 0"),
+        ({"metrics": {"f1": F1, "once": Once}}, JobError, "metric 'once' has no merge(other)"),
+        ({"loss": logging}, JobError, "tw.log('lr') was given shape (2,) for 16 rows"),
         ({"model": meta}, JobError, "'weight' of the model is on the meta device"),
         ({"model": lambda: nn.Linear(9, 2)}, UserCodeError, "shapes cannot be multiplied"),
     ],
     ids=["reduced metric", "metric", "loss", "weight", "lbfgs", "no optimizer", "schedule", "end of a schedule",
-         "nan", "meta", "shapes"],
+         "nan", "unmerged", "logged", "meta", "shapes"],
 )  # fmt: skip
 def test_what_is_wrong_is_said_before_a_run_begins(
     fields: dict[str, Any], kind: type[TrainwrightError], what: str, tmp_path: Path
@@ -345,6 +357,18 @@ def test_keras_metrics_that_are_no_mean_are_refused(tmp_path: Path) -> None:
     task = TrialTask(job=wanted, train=batch, evaluate=batch, total_steps=12)
     error = run_trial(task).error
     assert isinstance(error, JobError) and "keras.metrics.AUC is no mean over samples" in str(error)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+
+    def logged(outputs: Any, targets: Any) -> Any:
+        tw.log("mean", 1.0)
+        return loss(targets, outputs)
+
+    for change, what in (
+        ({"metrics": {"f1": F1}}, "is for torch models"),
+        ({"loss": logged}, "tw.log('mean') is for torch"),
+    ):
+        told = run_trial(replace(task, job=wanted.replace(**{"metrics": {}, **change}))).error
+        assert isinstance(told, JobError) and what in str(told)
     one = {"metrics": {"accuracy": keras.metrics.SparseCategoricalAccuracy()}}
     assert (
         run_trial(TrialTask(job=wanted.replace(**one), train=batch, evaluate=batch, total_steps=12))

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,11 @@ def test_says_what_a_reader_looks_for() -> None:
         "Ranks and nodes", "node-a, node-b",
     ):  # fmt: skip
         assert said in html, said
+
+
+def test_logged_values_have_a_chart_each() -> None:
+    logging = replace(stepped([21, 22], time_s=140), logged={"kl<1>": [-0.5, float("nan")]})
+    assert "kl&lt;1&gt;" in render_report(RunHistory.fold([*whole_run(), logging]), **FACTS)
 
 
 def test_what_comes_from_the_job_is_escaped() -> None:
@@ -248,11 +254,13 @@ def test_tensorboard_in_an_object_store_adds_a_file_at_each_checkpoint_and_the_e
 
 def test_tensorboard_leaves_out_what_is_no_number(tmp_path: Path) -> None:
     board = TensorBoardWriter(open_store(str(tmp_path)), "demo")
-    for event in (started(), stepped([1], time_s=1, loss=float("nan"), norm=None)):
+    logged = {"kl": [0.5], "sometimes": [float("nan")]}
+    for event in (started(), replace(stepped([1], time_s=1, loss=float("nan"), norm=None), logged=logged)):
         board.on(event)
     board.close()
     points, _ = scalars((tmp_path / "demo/tensorboard/events.out.tfevents.0000000001.000000").read_bytes())
     assert "train/loss" not in points and "train/gradient_norm" not in points and "train/learning_rate" in points
+    assert points["train/kl"] == [(1, 0.5)] and "train/sometimes" not in points
 
 
 def test_what_users_see_imports_no_framework_and_no_ray() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests.support import torch_engines
+from tests.support.torch_jobs import F1
 from tests.support.torch_profile import profile_model
 from trainwright.core.data import Batch, Feed
 from trainwright.core.errors import JobError, NonFiniteLoss
@@ -114,6 +115,8 @@ def test_mutual_learning_is_a_plain_loop() -> None:
 
 def test_one_student_of_a_class_is_judged_and_taken_out_of_its_files(tmp_path: Any) -> None:
     students = matching()
+    with pytest.raises(JobError, match="metric 'f1' has state"):
+        student_metrics({"f1": F1}, students.loss)
     metrics = student_metrics({"accuracy": torch_engines.accuracy}, students.loss)
     engine = trained(students, students.loss, metrics=metrics)
     files, given = torch_engines.saved(engine), feeds()[0]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import trainwright as tw
 from tests.support.parameter_server_jobs import JOBS, Odd, facts
 from tests.support.torch_engines import (
     GENERATION,
@@ -227,15 +228,40 @@ def test_what_cannot_be_is_refused_when_it_is_built(job: ModelSpec, how: Plan, s
         pass
 
 
+def logging_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    losses = loss(outputs, targets)
+    tw.log("first", outputs[:, 0])
+    tw.log("half", losses.mean() / 2)
+    return losses
+
+
+def test_logged_values_of_all_workers_are_added_up_by_the_first_server() -> None:
+    job, parts = spec(model=double, optimizer=adam, loss=logging_loss), (12, 5)
+    batches = [[batch(rows, 100 * step + rows, np.float64) for rows in parts] for step in range(3)]
+    alone = one_device(job)
+    expected = [alone.train_step(feed(*both, step=step)).logged.means() for step, both in enumerate(batches)]
+    feeds = [
+        feed(one, step=step, rank=rank, total=2, rows=sum(parts))
+        for step, both in enumerate(batches)
+        for rank, one in enumerate(both)
+    ]
+    with party(job, replace(sync(), mesh=Mesh(data=2))) as own:
+        reports, _ = own.run(feeds)
+    for report, means in zip(reports, expected, strict=True):
+        assert report.logged.means() == pytest.approx(means, rel=1e-12)
+
+
 def test_local_steps_of_one_worker_are_plain_training() -> None:
     """The mean of one worker's differences is that difference; its optimizer goes on where it was."""
-    job = spec(model=double, optimizer=adam)
+    job = spec(model=double, optimizer=adam, loss=logging_loss)
     feeds = [feed(batch(dtype=np.float64, first=100 * step), step=step) for step in range(6)]
     alone = one_device(job)
-    losses = [alone.train_step(one).loss for one in feeds]
+    expected = [alone.train_step(one) for one in feeds]
+    losses = [one.loss for one in expected]
     with party(job, sync(local_steps=3, outer="average")) as own:
         reports, _ = own.run(feeds)
-        assert [one.loss for one in reports] == pytest.approx(losses, rel=1e-9)
+        for one, same in zip(reports, expected, strict=True):
+            assert one.logged.means() == pytest.approx(same.logged.means(), rel=1e-9) and len(one.logged.totals) == 2
         other = one_device(job)
         other.load(own.files)
         assert [one.loss for one in reports] == pytest.approx(losses, rel=1e-9)

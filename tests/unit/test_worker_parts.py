@@ -264,7 +264,7 @@ def timed(engine: object, feed: Feed) -> StepReport:
 def test_what_is_judged_piece_by_piece_is_read_once_but_for_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     judged, begun, failing = list[int](), list[Given](), set[int]()
 
-    def evaluate_step(engine: object, feed: Feed) -> MetricSums:
+    def evaluate_step(engine: object, feed: Feed, states: object) -> MetricSums:
         judged.append(feed.step)
         if feed.step in failing:
             raise ValueError
@@ -299,7 +299,7 @@ def test_it_evaluates_in_as_small_pieces_as_it_trains(monkeypatch: pytest.Monkey
     """Else what fits the device in training may not in evaluation."""
     weights: list[list[list[float]]] = []
 
-    def evaluate_step(engine: object, feed: Feed) -> MetricSums:
+    def evaluate_step(engine: object, feed: Feed, states: object) -> MetricSums:
         weights.append([batch.weights.tolist() for batch in feed.parts[0]])
         return MetricSums()
 

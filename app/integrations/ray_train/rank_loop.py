@@ -393,6 +393,7 @@ class ReportQueue:
             "train/loss": event.loss[-1],
             "train/learning_rate": event.learning_rate[-1],
             "speed/samples_per_s": sum(event.samples) / max(sum(event.step_s), 1e-9),
+            **{f"train/{name}": values[-1] for name, values in event.logged.items()},
         }
         self._metrics |= {name: value for name, value in figures.items() if math.isfinite(value)}
 

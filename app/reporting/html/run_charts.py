@@ -10,6 +10,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ _SETTINGS = {
 _WIDE, _HALF, _SMALL, _SQUARE = (9.6, 3.3), (4.7, 2.7), (2.7, 1.5), (4.6, 4.2)
 _MOST_NUMBERED_CLASSES = 10  # with more classes the cells are too small for numbers
 _LEAST_SHARE = 0.01
+_MOST_LOGGED = 12  # charts of logged values
 _QUARTERS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -103,7 +105,7 @@ def metrics_chart(history: RunHistory) -> str:
 
 
 def small_charts(history: RunHistory) -> list[tuple[str, str]]:
-    """Return titles and charts of throughput, waiting, learning rate, gradient norm and staleness."""
+    """Return titles and charts of throughput, waiting, learning rate, gradient norm, logged values and staleness."""
     if not history.records:
         return []
     pace = _pace(history.records) if history.summary.stale else {}
@@ -116,9 +118,14 @@ def small_charts(history: RunHistory) -> list[tuple[str, str]]:
         del of[1]
     if any(record.gradient_norm is not None for record in history.records):
         of.append(("Gradient norm before clipping", lambda r: math.nan if r.gradient_norm is None else r.gradient_norm))
+    of += [(name, partial(_logged, name)) for name in [*history.summary.steps.logged][:_MOST_LOGGED]]
     found = [(title, _small(f"small-{number}", history, value)) for number, (title, value) in enumerate(of)]
     stale = staleness_chart(history)
     return [*found, ("Staleness, % of what was pushed", stale)] if stale else found
+
+
+def _logged(name: str, record: StepRecord) -> float:
+    return record.logged.get(name, math.nan)
 
 
 def _pace(records: Sequence[StepRecord]) -> dict[int, float]:
@@ -136,7 +143,7 @@ def _small(name: str, history: RunHistory, value: Callable[[StepRecord], float])
         axes.plot(steps, values, color=_COLOURS["series-1"], linewidth=1.3, marker="o" if len(steps) == 1 else "")
         finite = [number for number in values if math.isfinite(number)]
         if finite:
-            axes.set_ylim(0, max(max(finite) * 1.12, 1e-12))
+            axes.set_ylim(min(min(finite) * 1.12, 0), max(max(finite) * 1.12, 1e-12))
 
     return _svg(name, _SMALL, draw, "")
 

@@ -26,7 +26,8 @@ import tensorflow as tf
 from trainwright.core.data import Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
-from trainwright.core.loss_api import is_keras_function, takes_targets_first
+from trainwright.core.loss_api import is_keras_function, log_with, refuse_log, takes_targets_first
+from trainwright.core.metric_states import is_stateful
 from trainwright.strategies.common.user_code_errors import loss_broadcast_problem
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss, StudentMetric
 from trainwright.strategies.tensorflow.tensorflow_compat import (
@@ -78,7 +79,7 @@ class KerasCaller:
     ) -> Terms:
         """Return the loss terms of a micro-batch, with sample weights."""
         if self.spec.step:
-            with TensorFlowUserCode("step=", self.where):
+            with TensorFlowUserCode("step=", self.where), log_with(refuse_log):
                 result = _autograph_function(self.spec.step)(model, dict(columns))
             return self.terms("step=", result, weights)
         outputs = self.outputs(model, columns, training=training)
@@ -138,7 +139,7 @@ class KerasCaller:
 
     def applied(self, what: str, function: Any, outputs: Any, targets: Any, *, metric: bool = False) -> Any:
         """Return the result of a loss or metric: values, or Terms. Raises JobError, UserCodeError."""
-        with TensorFlowUserCode(what, self.where):
+        with TensorFlowUserCode(what, self.where), log_with(refuse_log):
             result = apply_function(function, outputs, targets, metric=metric)
         _check_broadcast(what, function, outputs, targets, result, self.where)
         return result
@@ -284,6 +285,11 @@ def _call_function(function: Any, outputs: Any, targets: Any, *, metric: bool = 
                 "one value per sample"
             ]
         )
+    if metric and is_stateful(function):
+        raise JobError(
+            ["metrics= has a metric with update() and compute(), which is for torch models: with Keras models use "
+             'run="fit" and metrics of Keras, or a function that gives one value per sample']
+        )  # fmt: skip
     if not takes_targets_first(function):
         return _autograph_function(function)(outputs, targets)
     if metric and not isinstance(function, keras.losses.Loss):

@@ -210,7 +210,7 @@ def broadcast(
         group: ranks that hold the same part; by default all.
     """
     own = _description(replica) if rank == source else None
-    step, slots, options, every_used, scale, scheduler = _broadcast_description(own, source, device, group)
+    step, slots, options, every_used, logged, scale, scheduler = _broadcast_description(own, source, device, group)
     if rank != source:
         replica.sound, replica.step = False, step
         _make_slots(replica, slots)
@@ -220,7 +220,8 @@ def broadcast(
     if rank != source:
         _set_options(replica, options)
         replica.rates.state = scheduler
-        replica.sound, replica.every_used, replica.scale = True, every_used, scale
+        replica.sound, replica.scale = True, scale
+        replica.every_used, replica.logged = every_used, logged
 
 
 def kept_settings(replica: TorchReplica) -> list[dict[str, Any]]:
@@ -364,7 +365,13 @@ def _empty_slot(parameter: Tensor, key: str, form: _TensorForm, group: Mapping[s
 
 
 _Description = tuple[
-    int | None, OptimizerSlots, list[dict[str, Any]], bool | None, LossScale | None, SchedulerState | None
+    int | None,
+    OptimizerSlots,
+    list[dict[str, Any]],
+    bool | None,
+    tuple[str, ...],
+    LossScale | None,
+    SchedulerState | None,
 ]
 
 
@@ -372,7 +379,8 @@ def _description(replica: TorchReplica) -> _Description:
     """Return what a new rank must know before tensors are sent."""
     slots = _map_tensors(_slots(replica), lambda _name, _key, value: _TensorForm.of(value, is_dtensor(value)))
     options = _changed_options(replica)
-    return replica.step, slots, options, replica.every_used, replica.scale, replica.rates.state
+    tried = replica.every_used, replica.logged
+    return replica.step, slots, options, *tried, replica.scale, replica.rates.state
 
 
 def _broadcast_description(

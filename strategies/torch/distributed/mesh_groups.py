@@ -174,10 +174,9 @@ class MeshRunner(StepRunner):
         sums, work = self.pending_sums.pop()
         assert work is not None, "this rank is in the group"
         work.wait()
-        weight, loss, wish, *told = sums.tolist()
+        totals = StepTotals.of(sums.tolist(), norm)
         replica.laps.wait()
-        gradients = [to_local(each.grad) for each in replica.trainable if each.grad is not None]
-        return gradients, StepTotals(weight=weight, loss=loss, wish=wish > 0.5, told=tuple(told), norm=norm)
+        return [to_local(each.grad) for each in replica.trainable if each.grad is not None], totals
 
     def _norm(self, replica: TorchReplica) -> float:
         """Return the norm of the whole model's gradient."""

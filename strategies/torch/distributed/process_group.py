@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import json
 import os
 import re
 import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -249,6 +250,16 @@ def all_gather_ints(own: list[int], device: torch.device) -> list[list[int]]:
     distributed.all_gather(gathered, numbers)
     answers: list[list[int]] = torch.stack(gathered).tolist()
     return answers
+
+
+def gather_names(own: Collection[str], device: torch.device) -> tuple[str, ...]:
+    """Return the names that any rank has, sorted. All ranks call it."""
+    text = json.dumps(sorted(own)).encode() if own else b""
+    longest = max(size for (size,) in all_gather_ints([len(text)], device))
+    if not longest:
+        return ()
+    rows = all_gather_ints([*text.ljust(longest)], device)
+    return tuple(sorted({name for row in rows for name in json.loads(bytes(row).strip() or b"[]")}))
 
 
 def _one_host(group: Group) -> bool:

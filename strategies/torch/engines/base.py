@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import ClassVar, TypeVar
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from trainwright.core import random_state
 from trainwright.core.data import Columns, Feed, MetricSums, StepReport
-from trainwright.core.engine import ModelSpec, StateReader, StateSnapshot, StateWriter
+from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateSnapshot, StateWriter
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
@@ -192,10 +192,10 @@ class TorchEngine(_ReplicaEngine):
             self.warm(feed)
         return self._guarded(lambda: train_step.train(self.replica, self._ready, feed))
 
-    def evaluate_step(self, feed: Feed) -> MetricSums:
-        """Return local sums of `loss` and the metrics."""
+    def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
+        """Return local sums of `loss` and the metrics, and update those with state."""
         with self.replica.averaged(), self._evaluating(feed) as through:
-            return self._guarded(lambda: evaluation.evaluate(self.replica.model, self._caller(), feed, through))
+            return self._guarded(lambda: evaluation.evaluate(self.replica.model, self._caller(), feed, through, states))
 
     def predict_step(self, feed: Feed) -> Columns:
         """Return the model's outputs for the feed's rows."""
@@ -247,8 +247,19 @@ class TorchEngine(_ReplicaEngine):
                 train_step.run_micro_batch(runner, share)
             replica.uncut = share.layout.whole
             every_used = all(parameter.grad is not None for parameter in replica.trainable)
+        self._carry_logged(runner.objective)
         runner.objective.begin()
         return every_used
+
+    def _carry_logged(self, objective: Objective) -> None:
+        """Let a step's sums carry the values that a throwaway micro-batch of any rank logged, or an earlier one."""
+        if objective.logged.names is None:
+            self.replica.logged = self._all_names({*self.replica.logged, *objective.logged.found})
+            objective.carry_logged(self.replica.logged)
+
+    def _all_names(self, own: Collection[str]) -> tuple[str, ...]:
+        """Return the names of all ranks, in one order; every rank calls it."""
+        return tuple(sorted(own))
 
 
 class OneDevice(TorchEngine):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import ClassVar
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from trainwright.core.data import Feed
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.torch.checkpoint import host_state, replica_digests
-from trainwright.strategies.torch.distributed.process_group import ProcessGroupHandle, all_gather_ints
+from trainwright.strategies.torch.distributed.process_group import ProcessGroupHandle, all_gather_ints, gather_names
 from trainwright.strategies.torch.engines.base import TorchEngine
 from trainwright.strategies.torch.torch_compat import ddp_without_buffer_sync
 from trainwright.strategies.torch.training.train_step import StepRunner, batch_layout
@@ -47,6 +47,11 @@ class ProcessGroupEngine(TorchEngine):
     def interrupt(self, deadline_s: float) -> bool:
         """Shut the group's connections, so that a blocked collective raises PeerLost at once. False over NCCL."""
         return self._membership.interrupt()
+
+    def _all_names(self, own: Collection[str]) -> tuple[str, ...]:
+        """Return the names of all ranks, in one order; every rank calls it."""
+        assert self._group is not None, "form() comes first"
+        return gather_names(own, self._device) if self._group.size > 1 else super()._all_names(own)
 
     @property
     def _batch_group(self) -> Callable[[], ProcessGroup] | None:
@@ -100,6 +105,8 @@ class DataParallel(ProcessGroupEngine):
         untried = replica.every_used is None or (replica.uncut and not batch_layout(feed).whole)
         if any(flag for (flag,) in all_gather_ints([int(untried)], self._device)):  # all of them: a loss may gather
             replica.every_used = self._throwaway(alone, feed)
+        else:
+            alone.objective.carry_logged(replica.logged)
         assert replica.every_used is not None, "it was tried, here or where the state comes from"
         every_used = all(flag for (flag,) in all_gather_ints([int(replica.every_used)], self._device))
         parallel = ddp_without_buffer_sync(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 from trainwright.core.data import Columns, Feed, MetricSums, StepReport
-from trainwright.core.engine import ModelSpec, StateReader, StateSnapshot
+from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateSnapshot
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.plan import Plan
 from trainwright.core.topology import (
@@ -233,10 +233,10 @@ class ParameterServer(_ServerGroupEngine):
             self.warm(feed)
         return self._guarded(lambda: self._trainer.train(self._ready, feed))
 
-    def evaluate_step(self, feed: Feed) -> MetricSums:
+    def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
         """Return sums at the servers' newest parameters."""
         self._trainer.pull()
-        return super().evaluate_step(feed)
+        return super().evaluate_step(feed, states)
 
     def predict_step(self, feed: Feed) -> Columns:
         """Return the model's outputs at the servers' newest parameters."""

@@ -128,6 +128,7 @@ class Pipeline(ShardedModelEngine):
         world = 1 if self._shards is None else self._placed.mesh.data_ranks
         runner = StageRunner.of(self._executor(world), self._placed, self._shards)
         runner.rehearse(feed)
+        self._carry_logged(runner.objective)  # which the last stage alone has called
         return runner
 
     def _executor(self, world: int) -> StageExecutor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from trainwright.core.data import Columns, Feed, MetricSums
-from trainwright.core.engine import ModelSpec, StateSnapshot
+from trainwright.core.engine import MetricStates, ModelSpec, StateSnapshot
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Group, StateTag, StateTransfer
@@ -107,9 +107,9 @@ class ShardedModelEngine(ProcessGroupEngine):
 
     # --- steps --------------------------------------------------------------------------------------------
 
-    def evaluate_step(self, feed: Feed) -> MetricSums:
+    def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
         """Return local sums of `loss` and the metrics, on the first rank of each tensor-parallel group."""
-        sums = super().evaluate_step(feed)
+        sums = super().evaluate_step(feed, None if self._part.tensor else states)
         return MetricSums() if self._part.tensor else sums
 
     def predict_step(self, feed: Feed) -> Columns:

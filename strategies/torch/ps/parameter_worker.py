@@ -69,7 +69,7 @@ class ParameterWorker:
         self._buffers = persistent_buffers(replica.model)
         self._changing = [*(replica.trainable if self._local else ()), *(buffer for _, _, buffer in self._buffers)]
         self._pulled: dict[Tensor, Tensor] = {}  # those, as they were before a unit changed them
-        self._sums: list[tuple[float, float]] = []  # of the unit's steps so far: losses and weights
+        self._reports: list[StepReport] = []  # of the unit's steps so far
 
     def join(self, clients: ParameterClient) -> None:
         """Exchange with the servers of a group from now on."""
@@ -158,7 +158,8 @@ class ParameterWorker:
                 outgoing.begin(clients)
                 done, overflowed = self._compute_unit(runner, _as_own_feed(feed))
             outgoing.buffers(self._shards)
-            by = clients.push(weight=done.weight, sums=[(done.loss, done.weight)], norm=done.norm or 0.0)
+            sums, logged = [(done.loss, done.weight)], [train_step.logged_sums(runner, done)]
+            by = clients.push(weight=done.weight, sums=sums, norm=done.norm or 0.0, logged=logged)
             outgoing.counted(by, grant)
             attempt.applied = done.weight > 0
         replica.laps.wait()
@@ -211,16 +212,18 @@ class ParameterWorker:
         unit, trainable = grant.unit, self.replica.trainable
         if feed.step == unit.step:
             self._begin(grant)
-            self._sums = []
+            self._reports = []
         report = train_step.train(self.replica, runner, _as_own_feed(feed))
-        self._sums.append((report.loss * report.weight, report.weight))
+        self._reports.append(report)
         if feed.step == unit.step + unit.steps - 1:
             self._outgoing.begin(self._clients)
             for parameter in trainable:
                 self._outgoing.put(parameter, parameter.detach() - self._pulled[parameter])
             self._outgoing.rest(1.0)
             self._outgoing.buffers(self._shards)
-            by = self._clients.push(weight=sum(weight for _, weight in self._sums), sums=self._sums)
+            sums = [(each.loss * each.weight, each.weight) for each in self._reports]
+            logged = [each.logged for each in self._reports]
+            by = self._clients.push(weight=sum(weight for _, weight in sums), sums=sums, logged=logged)
             self._outgoing.counted(by, grant)
         return report
 

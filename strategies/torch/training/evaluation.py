@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.data import Batch, Columns, Feed, MetricSums, Terms
+from trainwright.core.engine import MetricStates, UpdatedMetric
 from trainwright.core.errors import JobError, nearest
+from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.batch_losses import BatchLayout
 from trainwright.strategies.torch.training.objective import JobFunctions, evaluation_mode
@@ -23,23 +25,34 @@ LOSS = "loss"
 OutputsOf = Callable[[Batch], Any]  # gives a model's outputs for a batch; None where they are another rank's
 
 
-def evaluate(model: nn.Module, caller: JobFunctions, feed: Feed, through: OutputsOf | None = None) -> MetricSums:
-    """Return weighted sums and weights of the loss and of each metric over the feed, in float64.
+def evaluate(
+    model: nn.Module,
+    caller: JobFunctions,
+    feed: Feed,
+    through: OutputsOf | None = None,
+    states: MetricStates | None = None,
+) -> MetricSums:
+    """Return weighted sums and weights of the loss, of each metric and logged value over the feed, in float64.
 
     Args:
         through: runs a model that is on several ranks; by default it is called.
+        states: metrics with state, which are updated.
 
     Raises:
         UserCodeError, JobError: the user's code raised or returned the wrong shape.
     """
     names: list[str] = []
     sums: list[Tensor] = []
+    logged: list[tuple[str, Terms]] = []
+    caller = dataclasses.replace(caller, record=lambda name, terms: logged.append((name, terms)))
     with evaluation_mode(model), torch.no_grad():
         for batch, layout in _batches(feed):
-            for name, (values, weights) in _terms(model, caller, batch.counted(), layout, through):
+            found = [*_terms(model, caller, batch.counted(), layout, through, states or {})]
+            for name, (values, weights) in (*found, *logged):
                 names.append(name)
                 doubled = weights.double()
                 sums.append(torch.stack(((values.double() * doubled).sum(), doubled.sum())))
+            logged.clear()
         rows = torch.stack(sums).tolist() if sums else []
     total = MetricSums()
     for name, (value, weight) in zip(names, rows, strict=True):
@@ -72,9 +85,14 @@ def predict(model: nn.Module, caller: JobFunctions, feed: Feed, through: Outputs
 
 
 def _terms(
-    model: nn.Module, caller: JobFunctions, batch: Batch, layout: BatchLayout, through: OutputsOf | None
+    model: nn.Module,
+    caller: JobFunctions,
+    batch: Batch,
+    layout: BatchLayout,
+    through: OutputsOf | None,
+    states: MetricStates,
 ) -> Iterator[tuple[str, Terms]]:
-    """Yield loss and metrics of a micro-batch; outputs are computed once."""
+    """Yield loss and metrics of a micro-batch, and update those with state; outputs are computed once."""
     columns = caller.wanted(batch) if through else caller.tensors(batch)
     if caller.spec.step:
         yield LOSS, caller.loss(model, columns, batch, layout)
@@ -87,7 +105,22 @@ def _terms(
         if not caller.spec.step:
             yield LOSS, caller.loss_of(outputs, columns, batch, layout)
         for name in caller.spec.metrics:
-            yield name, caller.metric(name, outputs, columns, batch, layout)
+            if name in caller.mean_metrics:
+                yield name, caller.metric(name, outputs, columns, batch, layout)
+            elif name in states:
+                _update(states[name], name, caller, outputs, columns, batch)
+
+
+def _update(
+    state: UpdatedMetric, name: str, caller: JobFunctions, outputs: Any, columns: batches.Tensors, batch: Batch
+) -> None:
+    """Update a metric with the rows of a micro-batch, which all count or none does."""
+    if not batch.weights.any():
+        return
+    if isinstance(state.metric, nn.Module):
+        state.metric.to(caller.device)
+    with TorchUserCode(f"metric {name!r}", caller.where):
+        state.update(outputs, caller.targets(columns))
 
 
 def _batches(feed: Feed) -> Iterator[tuple[Batch, BatchLayout]]:

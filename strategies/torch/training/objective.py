@@ -7,12 +7,12 @@ already right where all weights are 1 (W = rows); otherwise one pass scales the 
 W, the sum of losses and the request to stop must be summed over the ranks too, before anything is applied. DDP's own
 reduction carries them: `carry` is one more parameter, whose gradient is set to those sums. DDP averages, so they are
 multiplied by the world size first. Measurements of the gradient noise of the step before, or zeros, are beside them, so
-that the reduction is the same in each step.
+that the reduction is the same in each step; then come the sums and weights of the values that `tw.log` records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
-from trainwright.core.loss_api import gather_with, outputs_first
+from trainwright.core.loss_api import gather_with, log, log_name_problem, log_with, outputs_first
+from trainwright.core.metric_states import is_stateful
 from trainwright.core.plan import Plan
 from trainwright.strategies.common.user_code_errors import loss_broadcast_problem
 from trainwright.strategies.torch.tensor_parallel.sharded_tensor import full_tensor
@@ -47,6 +48,7 @@ from trainwright.strategies.torch.training.model_blocks import SelectiveRecomput
 from trainwright.strategies.torch.training.train_state import AUTOCAST_DTYPES
 
 _Function = Callable[[Any, Any], Any]
+_LOSS = "loss"  # key of the loss in a dict that step= returned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,7 @@ class JobFunctions:
         selective_recompute: whether backward computes attention's scores again.
         group: makes the process group of a batch's data ranks; None where there is none.
         checking: refuse a loss that would depend on how the batch is divided.
+        record: takes the name and the terms of each logged value; None where nothing is recorded.
     """
 
     spec: ModelSpec
@@ -91,6 +94,7 @@ class JobFunctions:
     selective_recompute: bool = False
     group: GroupFactory | None = None
     checking: bool = False
+    record: Callable[[str, Terms], None] | None = None
 
     @classmethod
     def on_host(cls, spec: ModelSpec, plan: Plan, where: str) -> JobFunctions:
@@ -145,7 +149,7 @@ class JobFunctions:
                 return self.loss_of(self.outputs(model, columns), columns, batch, layout)
 
             def called(given: Any, _: Any) -> Any:
-                return step(model, dict(given))
+                return self._without_logged(step(model, dict(given)))
 
             return self._terms("step=", called, dict(columns), (), batch, layout, model)
 
@@ -161,9 +165,15 @@ class JobFunctions:
         return self._terms("loss=", self._functions["loss="], outputs, self.targets(columns), batch, layout)
 
     @cached_property
+    def mean_metrics(self) -> frozenset[str]:
+        """Names of the metrics that are means over samples; the others have state."""
+        return frozenset(name for name, metric in self.spec.metrics.items() if not is_stateful(metric))
+
+    @cached_property
     def _functions(self) -> dict[str, _Function]:
         """The job's loss and metrics as functions of (outputs, targets), by their names in errors."""
-        given = {"loss=": self.spec.loss, **{f"metric {name!r}": each for name, each in self.spec.metrics.items()}}
+        metrics = {f"metric {name!r}": self.spec.metrics[name] for name in self.mean_metrics}
+        given = {"loss=": self.spec.loss, **metrics}
         counts = self.spec.weight is not None
         return {
             what: outputs_first(function if counts and what == "loss=" else per_sample(function))
@@ -189,12 +199,36 @@ class JobFunctions:
             with nullcontext() if model is None else evaluation_mode(model):
                 check_divisible(what, function, given, targets, batch, layout, self.where, parameters)
         rows = BatchRows(batch, layout, self.group, self.where)
-        with TorchUserCode(what, self.where), gather_with(rows.gather):
+        with TorchUserCode(what, self.where), gather_with(rows.gather), self._logging(rows, batch):
             result = function(given, targets)
         if isinstance(result, BatchMean):
             result = result.of_rows(batch.rows)
         self._check_broadcast(what, given, targets, result)
         return _loss_terms(what, rows.own(result), batch, self.where)
+
+    def _without_logged(self, result: Any) -> Any:
+        """Return the loss of a dict that `step=` returned; log the other values."""
+        if type(result) is not dict:  # outputs of Hugging Face's models are of classes derived from it
+            return result
+        if _LOSS not in result:
+            problem = f'step= returned a dict with the keys {", ".join(map(repr, result))}: add "loss", one per sample'
+            raise JobError([problem], where=self.where)
+        for name, value in result.items():
+            if name != _LOSS:
+                log(name, value)
+        return result[_LOSS]
+
+    def _logging(self, rows: BatchRows, batch: Batch) -> AbstractContextManager[Any]:
+        """Return the context in which `tw.log` records values of a micro-batch."""
+        record = self.record
+
+        def take(name: str, value: Any) -> None:
+            assert record is not None, "the context is for a recorder"
+            if problem := log_name_problem(name, self.spec.metrics):
+                raise JobError([problem], where=self.where)
+            record(name, _logged_terms(f"tw.log({name!r})", rows.own(value), batch, self.where))
+
+        return nullcontext() if record is None else log_with(take)
 
     def _measured(self, what: str, function: _Function, given: Any, targets: Any) -> Any:
         """Call a loss or a step; one number for the batch is returned as BatchMean."""
@@ -246,6 +280,46 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+class _LoggedValues:
+    """Sums of the values that `tw.log` recorded in a micro-batch.
+
+    Attributes:
+        names: of the values, in the order of their sums; None until the first micro-batch has shown them.
+        found: names in that micro-batch.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.names: tuple[str, ...] | None = None
+        self.found: set[str] = set()
+        self._where = where
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, terms: Terms) -> None:
+        """Add the terms of a value. Raises JobError for a name that is not among `names`."""
+        if self.names is None:
+            self.found.add(name)
+            return
+        if name not in self.names:
+            problem = (
+                f"tw.log({name!r}) was not called for the first micro-batch, whose names are those of all steps: call "
+                "it for every batch, with tw.Terms(values, weights) and weights of 0 where nothing is to count"
+            )
+            raise JobError([problem], where=self._where)
+        weights = terms.weights.double()
+        sums = torch.stack(((terms.values.double() * weights).sum(), weights.sum()))
+        self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+
+    def take(self, like: Tensor) -> list[Tensor]:
+        """Return the sum and the weight of each value, in the type and on the device of a tensor, and forget them."""
+        sums, self._sums = self._sums, {}
+        zero = like.new_zeros(2)
+        return [sums[name].to(like) if name in sums else zero for name in self.names or ()]
+
+    def forget(self) -> None:
+        """Forget the sums of a micro-batch that an error ended."""
+        self._sums.clear()
+
+
 class Objective(nn.Module):
     """Model, loss and `carry` as one module, so that DDP sees every use of every parameter.
 
@@ -255,7 +329,9 @@ class Objective(nn.Module):
         world: ranks over which the gradients are averaged.
 
     Attributes:
-        carry: always zero; its gradient is (sum of weights, sum of weighted losses, stop requests, noise sums).
+        carry: always zero; its gradient is (sum of weights, sum of weighted losses, stop requests, noise sums, sum and
+            weight of each logged value).
+        logged: the values that the job logs.
         micro_losses: the step's micro-batches so far, with their losses.
         news: three sums of gradient noise that the next micro-batch adds, once.
         scale: the factor of the gradients.
@@ -264,7 +340,8 @@ class Objective(nn.Module):
     def __init__(self, model: nn.Module, caller: JobFunctions, world: int) -> None:
         super().__init__()
         self.model = model
-        self.caller = caller
+        self.logged = _LoggedValues(caller.where)
+        self.caller = replace(caller, record=self.logged.add)
         self.world = world
         kind = _carried_type(model)
         self.carry = nn.Parameter(torch.zeros(6, dtype=kind, device=caller.device))
@@ -288,6 +365,13 @@ class Objective(nn.Module):
         """Forget the sums and losses of the step before."""
         self.carry.grad = None
         self.micro_losses.clear()
+        self.logged.forget()
+
+    def carry_logged(self, names: Collection[str]) -> None:
+        """Carry the sums of these logged values from now on. To be called before DDP holds `carry`."""
+        self.logged.names = tuple(names)
+        if names:
+            self.carry = nn.Parameter(self.carry.new_zeros(6 + 2 * len(names)))
 
     def forward(self, share: MicroBatchShare) -> tuple[Tensor, Tensor, Tensor]:
         """Return losses and weights, both (samples,) or (samples, k), and `carry`.
@@ -315,7 +399,8 @@ class Objective(nn.Module):
 
     def add_stop_request(self, wish: bool) -> None:
         """Set the sums of a rank without losses: its stop request alone."""
-        self.carry.grad = torch.stack((*self._no_news[:2], self._wishes[wish], *self._no_news)) * self.world
+        own = torch.stack((*self._no_news[:2], self._wishes[wish], *self._no_news)) * self.world
+        self.carry.grad = nn.functional.pad(own, (0, len(self.carry) - len(own)))
 
     def _check(self, values: Tensor) -> None:
         if not values.requires_grad:
@@ -331,7 +416,10 @@ class Objective(nn.Module):
         kind = self.carry.dtype
         weight, loss = weights.sum(), torch.dot(losses.reshape(-1), weights.reshape(-1))
         news, self.news = self.news, self._no_news
-        sums = torch.stack((weight.to(kind), loss.to(kind), self._wishes[share.wish], *news)).mul_(self.world)
+        sums = torch.stack((weight.to(kind), loss.to(kind), self._wishes[share.wish], *news))
+        if self.logged.names:
+            sums = torch.cat((sums, *self.logged.take(sums)))
+        sums.mul_(self.world)
         factor = 0.0 if share.zero_weight else self.scale * self.world / max(share.rows, 1)
         return BackwardRoots(values=values, slopes=weights * factor, carry=carry, sums=sums)
 
@@ -373,6 +461,21 @@ def _loss_terms(what: str, result: Any, batch: Batch, where: str) -> Terms:
     if isinstance(result, Terms) or not batch.weights.all():
         values = values.masked_fill(weights == 0.0, 0.0)
     return Terms(values, weights)
+
+
+def _logged_terms(what: str, value: Any, batch: Batch, where: str) -> Terms:
+    """Return a logged value as terms: a single number counts once for each row. Raises JobError where it cannot be."""
+    values, weights = value if isinstance(value, Terms) else (value, None)
+    try:
+        values = full_tensor(torch.as_tensor(values).detach())
+    except (TypeError, ValueError, RuntimeError):
+        raise JobError([f"{what} was given {type(values).__name__}: give a number or a tensor"], where=where) from None
+    if values.dim() == 0:
+        values = values.expand(batch.rows)
+    if len(values) != batch.rows:
+        shape = f"shape {tuple(values.shape)} for {batch.rows} rows"
+        raise JobError([f"{what} was given {shape}: give one number, or a value for each sample"], where=where)
+    return _loss_terms(what, values if weights is None else Terms(values, weights), batch, where)
 
 
 def _values_problem(what: str, values: Any, rows: int) -> str:

@@ -76,6 +76,7 @@ class TorchReplica:
         begun: buffers from before the first forward of the next step; None where none has run.
         every_used: each of `trainable` gets a gradient in a step; None until that was tried.
         uncut: that was tried with an undivided batch: one data rank, one micro-batch.
+        logged: names of the values that the job logs, as far as they were tried.
         outer: it applies the results of several local steps of workers.
         local: names of buffers that each data rank keeps as its own.
         data_rank: the data rank whose local state it holds.
@@ -104,6 +105,7 @@ class TorchReplica:
         self.sound = True
         self.every_used: bool | None = None
         self.uncut = False
+        self.logged: tuple[str, ...] = ()
         self.outer = False
         self.reseed(fold_seed(spec.seed, -1))
         with TorchUserCode("model()", where):

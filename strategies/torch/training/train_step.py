@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 
-from trainwright.core.data import Feed, GradientScatter, StepReport, fold_seed, noise_is_due
+from trainwright.core.data import Feed, GradientScatter, MetricSums, StepReport, fold_seed, noise_is_due
 from trainwright.core.errors import JobError
 from trainwright.strategies.common.user_code_errors import format_samples, non_finite_error, nonfinite_columns_hint
 from trainwright.strategies.torch.torch_compat import foreach_multiply
@@ -35,6 +35,7 @@ class StepTotals:
 
     Attributes:
         told: sums of gradient noise, reduced beside them.
+        logged: sum and weight of each logged value in turn.
         norm: of the averaged gradient, where it is wanted.
     """
 
@@ -42,7 +43,15 @@ class StepTotals:
     loss: float
     wish: bool
     told: tuple[float, ...]
+    logged: tuple[float, ...]
     norm: float | None
+
+    @classmethod
+    def of(cls, sums: Sequence[float], norm: float | None) -> StepTotals:
+        """Return the totals from the reduced gradient of `Objective.carry`."""
+        weight, loss, wish, *others = sums
+        told, logged = tuple(others[:3]), tuple(others[3:])
+        return cls(weight=weight, loss=loss, wish=wish > 0.5, told=told, logged=logged, norm=norm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +162,7 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
         gradient_norm=norm,
         wish=totals.wish,
         overflowed=overflowed,
+        logged=logged_sums(runner, totals),
         own_s=laps.own_s if runner.measures_own_time else None,
         phases=None if sampled else phases,
         scatter=scatter,
@@ -201,11 +211,16 @@ def read_totals(runner: StepRunner, gradients: list[Tensor], *, wants_norm: bool
     carried = runner.objective.carry.grad
     assert carried is not None, "carry is part of every objective"
     if not wants_norm:
-        weight, loss, wish, *told = carried.tolist()
-        return StepTotals(weight=weight, loss=loss, wish=wish > 0.5, told=tuple(told), norm=None)
+        return StepTotals.of(carried.tolist(), None)
     norm = torch.nn.utils.get_total_norm(gradients)
-    weight, loss, wish, *told, length = torch.cat((carried, norm.reshape(1).to(carried.dtype))).tolist()
-    return StepTotals(weight=weight, loss=loss, wish=wish > 0.5, told=tuple(told), norm=length)
+    *sums, length = torch.cat((carried, norm.reshape(1).to(carried.dtype))).tolist()
+    return StepTotals.of(sums, length)
+
+
+def logged_sums(runner: StepRunner, totals: StepTotals) -> MetricSums:
+    """Return the sums of the logged values."""
+    pairs = zip(totals.logged[::2], totals.logged[1::2], strict=True)
+    return MetricSums(totals=dict(zip(runner.objective.logged.names or (), pairs, strict=True)))
 
 
 def _scale(

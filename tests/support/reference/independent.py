@@ -16,7 +16,7 @@ from tests.support.reference.reference_engine import PREFIX, SUFFIX, ReferenceEn
 from tests.support.reference.state import ReferenceState, row_slice_name
 from tests.support.reference.user_functions import ReferenceProgram, SummedGradients
 from trainwright.core.data import Columns, Feed, MetricSums, StepReport
-from trainwright.core.engine import ModelSpec, StateSnapshot
+from trainwright.core.engine import MetricStates, ModelSpec, StateSnapshot
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.plan import Plan
 from trainwright.core.topology import (
@@ -171,7 +171,7 @@ class Independent(ReferenceEngine):
             wish=feed.wish,
         )
 
-    def evaluate_step(self, feed: Feed) -> MetricSums:
+    def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
         """Sums at the servers' newest parameters, in a worker."""
         return self.program.evaluate(self._newest(), feed)
 

@@ -14,7 +14,7 @@ from tests.support.reference.model import ReferenceModel
 from tests.support.reference.state import ReferenceState, fit_state, from_bytes, merge_states, to_bytes
 from tests.support.reference.user_functions import ReferenceProgram
 from trainwright.core.data import Batch, Columns, Feed, MetricSums
-from trainwright.core.engine import ModelSpec, StateReader, StateSnapshot, StateWriter
+from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateSnapshot, StateWriter
 from trainwright.core.errors import CheckpointError, TrainwrightError
 from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.core.plan import Plan
@@ -66,7 +66,7 @@ class ReferenceEngine:
         self._hold(self._part(self._initial()))
         return self._tag()
 
-    def evaluate_step(self, feed: Feed) -> MetricSums:
+    def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
         """Local sums of `loss` and the metrics; no collective."""
         return self.program.evaluate(self.state.parameters, feed)
 

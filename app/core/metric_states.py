@@ -1,0 +1,170 @@
+"""Metrics with state, whose value is not a mean over samples: F1, AUC, BLEU.
+
+Each rank updates a metric of its own with its share of the evaluation set. The metrics travel pickled, since the driver
+has neither the user's classes nor their framework. One process then merges them in the order of ranks and computes the
+value once, so that it is exact over micro-batches and ranks.
+
+A job names a class, or a function without arguments, whose objects have `update(outputs, targets)`, `compute()`, and
+`merge(other)` or, as in torcheval, `merge_state(others)`. Metrics of torchmetrics are merged by their states, as
+torchmetrics itself does between processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from trainwright.core import pickling
+from trainwright.core.data import MetricSums
+from trainwright.core.errors import JobError, TrainwrightError, UserCodeError, user_traceback
+from trainwright.core.loss_api import is_keras_function, outputs_first
+
+_PROTOCOL = "give a class, or a function without arguments, whose objects have update(outputs, targets), compute()"
+_SUMS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "dim_zero_sum": lambda one, other: one + other,
+    "dim_zero_max": lambda one, other: one.maximum(other),
+    "dim_zero_min": lambda one, other: one.minimum(other),
+}
+"""How torchmetrics' reductions of a state (`dist_reduce_fx`) merge two tensors; lists of tensors are joined."""
+
+
+def is_stateful(metric: Any) -> bool:
+    """Return whether a job's metric is a class, function or object of metrics with state."""
+    made = metric
+    while isinstance(made, functools.partial):
+        made = made.func
+    if is_keras_function(made):
+        return False
+    if callable(getattr(made, "update", None)) and callable(getattr(made, "compute", None)):
+        return True
+    try:
+        signature = inspect.signature(metric)
+    except (TypeError, ValueError):  # of a function that is not Python's
+        return False
+    return _accepts(signature) and not _accepts(signature, "outputs", "targets")
+
+
+def _accepts(signature: inspect.Signature, *arguments: str) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+class MetricState:
+    """A metric of one rank. Raises JobError or UserCodeError where it cannot be made.
+
+    Attributes:
+        metric: the user's object.
+        updated: it has seen rows.
+    """
+
+    def __init__(self, name: str, metric: Any) -> None:
+        with _user_code(f"metric {name!r}"):
+            whole = not isinstance(metric, type | functools.partial) and callable(getattr(metric, "update", None))
+            self.metric = copy.deepcopy(metric) if whole else metric()
+        if not all(callable(getattr(self.metric, each, None)) for each in ("update", "compute")):
+            kind = type(self.metric).__name__
+            raise JobError([f"metric {name!r} made a {kind}, which has no update() and compute(): {_PROTOCOL}"])
+        self.updated = False
+        self._update = outputs_first(self.metric.update)
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Add the rows of a micro-batch."""
+        self.updated = True
+        self._update(outputs, targets)
+
+
+def metric_states(metrics: Mapping[str, Any]) -> dict[str, MetricState]:
+    """Return a new state of each of a job's metrics that has one, for one evaluation. Raises as `MetricState`."""
+    return {name: MetricState(name, metric) for name, metric in metrics.items() if is_stateful(metric)}
+
+
+def with_states(sums: MetricSums, states: Mapping[str, MetricState]) -> MetricSums:
+    """Return the sums of a rank with its metrics pickled, on the CPU. Raises UserCodeError where one cannot be."""
+    packed: dict[str, tuple[bytes, ...]] = {}
+    for name, state in states.items():
+        if state.updated:
+            with _user_code(f"metric {name!r}"):
+                to_cpu = getattr(state.metric, "cpu", None)
+                packed[name] = (pickling.dumps(to_cpu() if callable(to_cpu) else state.metric),)
+    return MetricSums(totals=sums.totals, states=packed)
+
+
+def compute_states(sums: MetricSums) -> MetricSums:
+    """Return the sums of all ranks with the values of their metrics, merged, in place of the states.
+
+    Raises:
+        JobError: the metrics cannot be merged exactly, or the value is not one number.
+        UserCodeError: a metric raised.
+    """
+    values = {}
+    for name, pieces in sums.states.items():
+        what = f"metric {name!r}"
+        with _user_code(what):
+            merged = _merged(what, [pickling.loads(piece) for piece in pieces])
+            if hasattr(merged, "distributed_available_fn"):  # torchmetrics would merge with all processes once more
+                merged.distributed_available_fn = _never
+            value = merged.compute()
+        try:
+            values[name] = (float(value), 1.0)
+        except (TypeError, ValueError, RuntimeError):
+            shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+            problem = f"compute() of {what} returned a {type(value).__name__}{shape}: return one number"
+            raise JobError([problem]) from None
+    return MetricSums(totals={**sums.totals, **values})
+
+
+def _merged(what: str, pieces: Sequence[Any]) -> Any:
+    """Merge metrics into the first one, in their order."""
+    first, *others = pieces
+    if callable(getattr(first, "merge", None)):
+        for other in others:
+            first.merge(other)
+    elif hasattr(first, "_reductions"):
+        _merge_torchmetrics(what, first, others)
+    elif callable(getattr(first, "merge_state", None)):
+        first.merge_state(others)
+    else:
+        raise JobError(
+            [f"{what} has no merge(other), which adds up the parts of the workers: {_PROTOCOL} and merge(other)"]
+        )
+    return first
+
+
+def _merge_torchmetrics(what: str, first: Any, others: Sequence[Any]) -> None:
+    """Merge the states of torchmetrics' metrics."""
+    if any(hasattr(inner, "_reductions") for inner in first.modules() if inner is not first):
+        raise JobError([f"{what} has metrics inside, which cannot be merged: name them one by one in metrics="])
+    for state, reduction in first._reductions.items():
+        for other in others:
+            one, more = getattr(first, state), getattr(other, state)
+            if isinstance(one, list):
+                setattr(first, state, one + (more if isinstance(more, list) else [more]))
+                continue
+            merge = _SUMS.get(getattr(reduction, "__name__", ""))
+            if merge is None:
+                raise JobError([f"{what} keeps {state!r}, which is no sum, minimum, maximum or list over samples: use "
+                                "a metric with such states, or one with merge(other)"])  # fmt: skip
+            setattr(first, state, merge(one, more))
+
+
+def _never() -> bool:
+    return False
+
+
+@contextmanager
+def _user_code(what: str) -> Iterator[None]:
+    """Raise a UserCodeError for what a metric raises."""
+    try:
+        yield
+    except TrainwrightError:
+        raise
+    except Exception as error:
+        text = f"{what} raised {type(error).__name__}: {error}"
+        raise UserCodeError(text, remedy="mend the metric", detail=user_traceback(error)) from None
