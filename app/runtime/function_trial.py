@@ -38,6 +38,7 @@ from trainwright.core.engine import Engine, ModelSpec, takes_optimizer
 from trainwright.core.errors import DataError, JobError, NonFiniteLoss, TrainwrightError, UserCodeError
 from trainwright.core.frameworks import load_module
 from trainwright.core.job import Job
+from trainwright.core.metric_goals import check_goals
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Dataset, Index, first_row, table
@@ -412,7 +413,7 @@ def _tried(task: TrialTask, layout: tuple[int, int]) -> PreflightResult:
     with contextlib.suppress(NonFiniteLoss):  # other rows, and later steps, may do better
         engine.train_step(feed)
     if task.evaluate is not None:
-        engine.evaluate_step(_feed(task.evaluate))
+        check_goals(job.checkpointing.goals, engine.evaluate_step(_feed(task.evaluate)).totals)
     if framework != "torch" or time.process_time() - began_s > _DIVIDED_S:
         return PreflightResult()
     return PreflightResult(divided=_divided_problem(job, spec, task.train, layout))

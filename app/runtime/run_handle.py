@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trainwright.core.engine import CheckpointChoice
 from trainwright.core.job import Job
 from trainwright.driver.messages import FinishRun
 from trainwright.planning.profiler import profiler_of
@@ -209,8 +210,8 @@ def wait_for_run(run: Run) -> None:
 # --- The trained model ------------------------------------------------------------------------------------------------
 
 
-def load_model(job: Job, step: int | None = None) -> Any:
-    """Return the job's model with the weights of its run's newest checkpoint, or of the one at `step`.
+def load_model(job: Job, step: CheckpointChoice = None) -> Any:
+    """Return the job's model with the weights of its run's newest checkpoint, or of the one that `step` selects.
 
     If the run trained several students and one of them is wanted (`StudentModels.alone`), return that student.
 
@@ -222,7 +223,7 @@ def load_model(job: Job, step: int | None = None) -> Any:
     return unwrap_student(model)
 
 
-def export(job: Job, path: str, step: int | None = None) -> str:
+def export(job: Job, path: str, step: CheckpointChoice = None) -> str:
     """Write the trained model to a file or folder, in the format of the path's ending.
 
     Raises:
