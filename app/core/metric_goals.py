@@ -10,7 +10,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from trainwright.core import formatting
 from trainwright.core.errors import JobError, nearest
 from trainwright.core.events import Evaluated
 
@@ -51,7 +50,7 @@ class EarlyStop:
                 waited += 1
         if waited < self.patience:
             return ""
-        times = formatting.count(waited, "evaluation")
+        times = "1 evaluation" if waited == 1 else f"{waited} evaluations"
         return f"stopped early after step {last:,}: {metric_name(self.metric)} has not improved in {times}"
 
 
@@ -83,7 +82,7 @@ def best_evaluation(goal: str, evaluations: Iterable[Evaluated]) -> Evaluated | 
 def best_text(goal: str, best: Evaluated) -> str:
     """Return the best evaluation in words: `accuracy 0.9134 at step 80`."""
     name = metric_name(goal)
-    return f"{name} {formatting.metric(best.metrics[name])} at step {best.step:,}"
+    return f"{name} {best.metrics[name]:.4g} at step {best.step:,}"
 
 
 def check_goals(goals: Mapping[str, str], metrics: Collection[str]) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal
 
-from trainwright.core import formatting
 from trainwright.core.data import PrefetchDepth
 from trainwright.core.engine import CheckpointFile, CheckpointRef
 from trainwright.core.events import Evaluated, Event, Failed
@@ -544,7 +543,7 @@ class DriverState:
         if step >= length.total_steps:
             return ""
         if self.segment.time_is_over:
-            return f"stopped after step {step:,}: max_time of {formatting.duration(length.max_time_s or 0)} is over"
+            return f"stopped after step {step:,}: max_time of {length.max_time_s:g} s is over"
         if length.early_stop is None or self.evaluated != step:
             return ""
         return length.early_stop.reason(self.segment.evaluations)

@@ -130,9 +130,9 @@ class Run:
         """URI of the report."""
         return self._store.uri_of(f"{self.job.name}/report.html")
 
-    def load_model(self) -> Any:
-        """The model with the weights of the newest checkpoint, in this process."""
-        return load_model(self.job)
+    def load_model(self, *, step: CheckpointChoice = None) -> Any:
+        """The model with the weights of the newest checkpoint, or of the one that `step` selects, in this process."""
+        return load_model(self.job, step)
 
     def _repr_html_(self) -> str:
         from trainwright.reporting.html.run_report import summary_html

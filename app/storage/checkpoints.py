@@ -415,7 +415,7 @@ def _best_step(job: Job, store: Store, named: Sequence[CheckpointRef]) -> int:
 
 
 def _none_whole(job: Job, step: CheckpointChoice, store: Store, kept: str, notes: Sequence[str]) -> CheckpointError:
-    which = {None: "", "best": " of its best evaluation"}.get(step, f" at step {step}")
+    which = {"None": "", "best": " of its best evaluation"}.get(str(step), f" at step {step}")
     return CheckpointError(
         f"the run {job.name!r} has no whole checkpoint{which}",
         where=store.uri_of(job.name),

@@ -85,12 +85,13 @@ def draw(seed: int, workers: int | None = None, also: tuple[str, ...] = ()) -> S
 
 
 def _judged(scenario: Scenario, rng: Random) -> Scenario:
-    """A third of those that evaluate keep the best checkpoint, or end early, or both."""
+    """A third of those that evaluate keep the best checkpoint, or end early, or both; some have a time limit."""
     if scenario.settings.length.evaluate_steps is None or rng.random() > 0.33:
         return scenario
     stop = rng.choice((None, EarlyStop("-score", patience=1), EarlyStop("score", patience=2, min_delta=1.0)))
     settings = scenario.settings.with_fields(best="score" if stop is None else rng.choice(("", "score", "-score")))
-    return replace(scenario, settings=settings.with_fields(early_stop=stop))
+    limit_s = rng.choice((None, None, None, 2.0 + 12.0 * rng.random()))
+    return replace(scenario, settings=settings.with_fields(early_stop=stop, max_time_s=limit_s))
 
 
 def score(seed: int, step: int) -> float:

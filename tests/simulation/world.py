@@ -6,6 +6,7 @@ noted from what was *delivered* to a driver, never from what the driver thinks.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -45,6 +46,7 @@ class Driver:
         self.told = 0  # the last step whose loss was
         self.told_before = 0  # by the drivers before; 0 after the first group has formed
         self.unwritten: list[events.Event] = []  # emitted, and not stored yet
+        self.acquired_s = self.last_s = 0.0  # when it took the run, and when it emitted last
         self.stalled = False
         self.missed: list[m.DriverEvent] = []  # while it was, which come before the timers that ran out
         self.expired: list[m.SetTimer] = []
@@ -248,7 +250,10 @@ class World:
             event = self.store.acquire()
             driver.token = event.token
             driver.told_before = max((other.told for other in self.drivers[:-1]), default=0)
-            event = replace(event, told=driver.told_before, **self._inherit(driver))
+            spent_s = sum(other.last_s - other.acquired_s for other in self.drivers[:-1])
+            event = replace(event, told=driver.told_before, spent_s=spent_s, **self._inherit(driver))
+            driver.acquired_s = driver.last_s = self.clock.now_s
+            driver.facts.over_s = self.clock.now_s + (self.scenario.settings.length.max_time_s or math.inf) - spent_s
             driver.facts.resumed(event, self.scenario.settings)
             self.deliver(driver, event)
 
@@ -394,6 +399,7 @@ class World:
         self.emitted.append(event)
         driver.facts.emitted(event)
         driver.unwritten.append(event)
+        driver.last_s = self.clock.now_s
         if isinstance(event, events.CheckpointSkipped):
             self.store.lost.add(event.step)
         elif isinstance(event, events.Noted) and event.text.startswith("continuing before step "):

@@ -195,7 +195,7 @@ def test_the_time_of_a_run_ends_it_at_the_next_step_without_an_evaluation() -> N
     assert told.segment(2).calls("snapshot") and not told.calls("evaluate")
     saved(told, 2)
     (ended,) = told.emitted(RunEnded)
-    assert (ended.outcome, ended.reason) == ("done", "stopped after step 2: max_time of 12.0 s is over")
+    assert (ended.outcome, ended.reason) == ("done", "stopped after step 2: max_time of 12 s is over")
 
 
 @pytest.mark.parametrize(("spent_s", "goes_on"), [(11.0, True), (12.0, False)])
