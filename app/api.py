@@ -171,7 +171,8 @@ def tune(
             (`optimizer.lr`, `model.width`), or parameters of the function given as `job`. The values are search spaces
             of Ray Tune, such as `ray.tune.loguniform(1e-4, 1e-1)` or `ray.tune.grid_search([1, 2])`, or lists, of which
             one value is drawn.
-        metric: `loss` or one of the job's metrics, on its evaluation set; with a `-` in front, smaller is better.
+        metric: `loss` or one of the job's metrics, on its evaluation set; with a `-` in front, and for `loss`,
+            smaller is better.
         trials: times that settings are drawn. With `grid_search`, each time all combinations of its values are.
             A setting that is drawn twice is trained once. More trials extend an earlier search.
         scheduler: `asha` stops a trial after its first, 4th, 16th evaluation and so on, where it is not among the best

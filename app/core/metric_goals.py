@@ -65,6 +65,11 @@ def metric_name(goal: str) -> str:
     return goal.removeprefix("-")
 
 
+def minimizes(goal: str) -> bool:
+    """Return whether a smaller value of the metric of a goal is better."""
+    return goal.startswith("-") or goal == _LOSS
+
+
 def best_evaluation(goal: str, evaluations: Iterable[Evaluated]) -> Evaluated | None:
     """Return the best of some evaluations, given in order: the earliest of equal ones, never one whose metric is NaN.
 
@@ -98,6 +103,5 @@ def check_goals(goals: Mapping[str, str], metrics: Collection[str]) -> None:
 
 def _score(goal: str, event: Evaluated) -> float:
     """Return the value of which a larger one is better; NaN if the evaluation has no such metric."""
-    name = metric_name(goal)
-    value = event.metrics.get(name, math.nan)
-    return -value if name != goal or name == _LOSS else value
+    value = event.metrics.get(metric_name(goal), math.nan)
+    return -value if minimizes(goal) else value

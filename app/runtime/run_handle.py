@@ -121,6 +121,17 @@ class Run:
         return self._read().metrics
 
     @property
+    def best(self) -> dict[str, float]:
+        """Step and metrics of the best evaluation by `best=` of the job; empty without one."""
+        best = self._read().best
+        return {} if best is None else {"step": best[1].step, **best[1].metrics}
+
+    @property
+    def reason(self) -> str:
+        """Why the run ended before its last step; empty if it did not."""
+        return self._read().reason
+
+    @property
     def folder(self) -> str:
         """URI of the run's folder."""
         return self._store.uri_of(self.job.name)

@@ -18,6 +18,7 @@ from trainwright.reporting.run_views import run_view
 from trainwright.storage.object_store import open_store
 from trainwright.storage.run_log import RunLog
 
+REASON = "stopped early after step 20: score has not improved in 3 evaluations"
 # An evaluation after each 4 steps. The best is the second; the third to the fifth are no better, and end the run.
 JOB = """
 import os, signal, time
@@ -82,7 +83,9 @@ def test_kills_change_neither_the_best_checkpoint_nor_the_end(ray_cluster: None,
     for mark in ("quick", "killed"):
         (plain / mark).touch()
     job = load_job(str(file))
-    assert tw.fit(job).state == "done" and evaluated(plain) == [4, 8, 12, 16, 20]
+    run = tw.fit(job)
+    assert run.state == "done" and evaluated(plain) == [4, 8, 12, 16, 20]
+    assert (run.best["step"], run.best["score"], run.reason) == (8, 1.0, REASON)
 
     file = write_job(broken)
     with processes.trainwright("fit", file, cluster=processes.address()) as driver:
@@ -91,14 +94,13 @@ def test_kills_change_neither_the_best_checkpoint_nor_the_end(ray_cluster: None,
     assert (broken / "killed").exists() and 20 not in evaluated(broken)
     (broken / "quick").touch()
     code, _, err = processes.finish("fit", file, cluster=processes.address())
-    reason = "stopped early after step 20: score has not improved in 3 evaluations"
-    assert code == 0 and f"{reason}; best score 1 at step 8" in err, err
+    assert code == 0 and f"{REASON}; best score 1 at step 8" in err, err
 
     for folder in (plain, broken):
         entry = RunLog(open_store(str(folder / "runs")), "scored").head()
         assert entry is not None and [ref.step for ref in entry.checkpoints] == [8, 20]
         data = run_view(str(folder / "runs"), "scored").data
-        assert (data["state"], data["reason"], data["best"]["text"]) == ("done", reason, "score 1 at step 8")
+        assert (data["state"], data["reason"], data["best"]["text"]) == ("done", REASON, "score 1 at step 8")
         assert "best score" in (folder / "runs" / "scored" / "report.html").read_text()
     assert final_state(broken / "runs", "scored") == final_state(plain / "runs", "scored")
     best, same = (tw.load_model(load_job(str(folder / "job.py")), step="best") for folder in (plain, broken))
