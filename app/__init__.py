@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from trainwright.core.job import Training as Training
     from trainwright.core.loss_api import gather as gather
     from trainwright.core.loss_api import log as log
+    from trainwright.core.metric_goals import EarlyStop as EarlyStop
     from trainwright.core.model_profile import transformer_profile as transformer_profile
     from trainwright.core.plan import Estimate as Estimate
     from trainwright.core.plan import Plan as Plan
@@ -79,6 +80,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "core.errors": ("TrainwrightError",),
     "core.job": ("Checkpointing", "Data", "Job", "Planning", "Recovery", "Scaling", "TensorFlow", "Training"),
     "core.loss_api": ("gather", "log"),
+    "core.metric_goals": ("EarlyStop",),
     "core.soft_loss": ("Match", "SoftLoss"),
     "core.weight_average": ("WeightAverage",),
     "core.model_profile": ("transformer_profile",),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from trainwright.chaos_testing.chaos_report import ChaosReport
+    from trainwright.core.engine import CheckpointChoice
     from trainwright.core.job import Job
     from trainwright.datasets import Dataset
     from trainwright.diagnostics.diagnosis_report import Diagnosis
@@ -170,7 +171,8 @@ def tune(
             (`optimizer.lr`, `model.width`), or parameters of the function given as `job`. The values are search spaces
             of Ray Tune, such as `ray.tune.loguniform(1e-4, 1e-1)` or `ray.tune.grid_search([1, 2])`, or lists, of which
             one value is drawn.
-        metric: `loss` or one of the job's metrics, on its evaluation set; with a `-` in front, smaller is better.
+        metric: `loss` or one of the job's metrics, on its evaluation set; with a `-` in front, and for `loss`,
+            smaller is better.
         trials: times that settings are drawn. With `grid_search`, each time all combinations of its values are.
             A setting that is drawn twice is trained once. More trials extend an earlier search.
         scheduler: `asha` stops a trial after its first, 4th, 16th evaluation and so on, where it is not among the best
@@ -242,7 +244,9 @@ def distill(
     return run_distillation(distillation, resume=resume, fresh=fresh, verbose=verbose, judge=judge)
 
 
-def evaluate(job: Job | str, *, step: int | None = None, here: bool = False, verbose: bool = False) -> dict[str, float]:
+def evaluate(
+    job: Job | str, *, step: CheckpointChoice = None, here: bool = False, verbose: bool = False
+) -> dict[str, float]:
     """Return loss and metrics of a checkpoint over the job's evaluation set.
 
     It runs on workers of the cluster under the last plan of the run, with fewer replicas where there is less room. When
@@ -250,7 +254,7 @@ def evaluate(job: Job | str, *, step: int | None = None, here: bool = False, ver
     times in a row. With a plan for one worker, it runs in this process on one device.
 
     Args:
-        step: the checkpoint at this step; by default the newest.
+        step: the checkpoint at this step, or "best" (see `tw.Checkpointing`); by default the newest.
         here: in this process on one CPU in any case.
         verbose: show Ray's own output.
 
@@ -270,7 +274,7 @@ def predict(
     to: str,
     columns: Iterable[str] | None = None,
     keep: Iterable[str] = (),
-    step: int | None = None,
+    step: CheckpointChoice = None,
     workers: int | None = None,
     batch_size: int | None = None,
     range_rows: int | None = None,
@@ -292,7 +296,7 @@ def predict(
         to: a folder, or `s3://`, `gs://`, `az://`; every node must be able to write there.
         columns: outputs to store, such as ("logits",); by default all.
         keep: columns of the data set to store with them.
-        step: the checkpoint at this step; by default the newest.
+        step: the checkpoint at this step, or "best" (see `tw.Checkpointing`); by default the newest.
         workers: of a pool; by default one for each accelerator or CPU slot of the cluster.
         batch_size: rows computed at once, by each worker or by all together; by default the job's, at most 1024.
         range_rows: most rows of a part; by default chosen by the size of a row.
@@ -320,7 +324,7 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     output: str | None = None,
-    step: int | None = None,
+    step: CheckpointChoice = None,
     here: bool = False,
     verbose: bool = False,
 ) -> npt.NDArray[np.int64]:
@@ -340,7 +344,7 @@ def generate(
         top_k: draw among this many of the most likely tokens; by default all.
         seed: of the draws; the same seed gives the same tokens.
         output: name of the logits among several outputs, such as "logits".
-        step: the checkpoint at this step; by default the newest.
+        step: the checkpoint at this step, or "best" (see `tw.Checkpointing`); by default the newest.
         here: in this process on one CPU in any case.
         verbose: show Ray's own output.
 
@@ -360,8 +364,10 @@ def generate(
     )
 
 
-def load_model(job: Job | str, *, step: int | None = None) -> Any:
+def load_model(job: Job | str, *, step: CheckpointChoice = None) -> Any:
     """Return the job's model with the weights of the newest checkpoint of its run, or of the one at `step`.
+
+    `step="best"` is the checkpoint of the best evaluation; see `tw.Checkpointing`.
 
     Raises:
         TrainwrightError: there is no checkpoint, or it does not fit the model.
@@ -371,7 +377,7 @@ def load_model(job: Job | str, *, step: int | None = None) -> Any:
     return run_handle.load_model(_job(job), step)
 
 
-def export(job: Job | str, path: str, *, step: int | None = None) -> str:
+def export(job: Job | str, path: str, *, step: CheckpointChoice = None) -> str:
     """Write the trained model to a file: torch to `.safetensors` or `.pt`, Keras to `.keras`, `.weights.h5` or,
     where the path has no ending, to the folder of a SavedModel. Returns the path.
 

@@ -31,7 +31,22 @@ if TYPE_CHECKING:
     from trainwright.submit.job_submission import Submission, SubmitOptions
 
 _Student = Annotated[str | None, typer.Option(metavar="NAME", help="Use this student of the file's distillation.")]
-_Step = Annotated[int | None, typer.Option(help="Use the checkpoint of this step; by default the newest.")]
+
+
+def _parse_step(text: str) -> int | str:
+    """Return the value of --step. Raises BadParameter."""
+    if text != "best" and not text.isdigit():
+        raise typer.BadParameter(f"{text!r}: give the number of a step, or best")
+    return text if text == "best" else int(text)
+
+
+_Step = Annotated[
+    Any,
+    typer.Option(
+        parser=_parse_step, metavar="STEP",
+        help="Use the checkpoint of this step, or `best`, that of the best evaluation; by default the newest.",
+    ),
+]  # fmt: skip
 _Address = Annotated[
     str | None,
     typer.Option(metavar="URL", help="Address of Ray's dashboard; by default RAY_ADDRESS or http://127.0.0.1:8265."),

@@ -593,6 +593,10 @@ class CheckpointRef:
     parent: str = ""
 
 
+CheckpointChoice = int | Literal["best"] | None
+"""The checkpoint at a step, that of the best evaluation, or the newest."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointManifest:
     """The content of a checkpoint. `facts` are small values such as metrics and the plan."""

@@ -413,12 +413,20 @@ class Judged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
-    """The driver released the run. `outcome` is `done`, `stopped` or `failed`."""
+    """The driver released the run.
+
+    Attributes:
+        outcome: `done`, `stopped` or `failed`.
+        reason: why a run that is done ended before its last step; empty if it did not.
+        best: the best evaluation whose checkpoint is kept, in words; empty without `best=`.
+    """
 
     kind = "run_ended"
     outcome: str = ""
     step: int = 0
     error: str = ""
+    reason: str = ""
+    best: str = ""
 
 
 def from_json(line: str) -> Event:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -21,12 +21,15 @@ from trainwright.core.data import Batch, Feed
 from trainwright.core.engine import MASK_SUFFIX, Collation, ModelSpec, Pad, takes_optimizer
 from trainwright.core.errors import JobError, PlanError, nearest
 from trainwright.core.loss_api import has_sum_reduction
+from trainwright.core.metric_goals import EarlyStop, check_goals, goals_of
 from trainwright.core.plan import Plan, single_device_spec
 from trainwright.core.strict_model import StrictModel, data_problem, function_problem
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
 from trainwright.core.weight_average import WeightAverage
 
 ColumnNames = tuple[str, ...]
+_DURATION = re.compile("".join(rf"(?:([\d.]+){unit})?" for unit in "dhms"))
+_UNITS_S = (86_400, 3_600, 60, 1)
 
 
 class _JobModel(StrictModel):
@@ -263,7 +266,10 @@ class Recovery(_OptionGroup):
 
 
 class Checkpointing(_OptionGroup):
-    """When state is copied and evaluated.
+    """When state is copied and evaluated, which checkpoint is the best, and when a run ends early.
+
+    `best` and `early_stop` name an evaluated metric, `loss` or one of `metrics`. A larger value is better; of `loss`,
+    and with a leading minus (`-error`), a smaller one. NaN is never better. See `docs/best.md`.
 
     Attributes:
         checkpoint_steps: steps between checkpoints; by default one at the end of each epoch. `auto` chooses by their
@@ -277,6 +283,13 @@ class Checkpointing(_OptionGroup):
             `False`, for adapters such as LoRA on a large model, they hold a digest of these, and `model()` must make
             the same ones in each process, such as by loading the same files.
         evaluate_epochs: epochs between evaluations.
+        best: metric whose best evaluation has a checkpoint, which is kept beside the `keep` newest ones. Use it with
+            `step="best"`, as in `tw.load_model(job, step="best")`. Steps wait until it is stored.
+        early_stop: `tw.EarlyStop("loss", patience=3, min_delta=0.0)` ends the run, with a checkpoint and as `done`,
+            after so many evaluations in a row without an improvement of more than `min_delta`.
+        max_time: seconds, or a text such as `2h30m`, after which the run ends at the next step, with a checkpoint and
+            as `done`: the time of all drivers of the run together, start, evaluations and recoveries included. With a
+            larger limit, the same command continues it.
     """
 
     checkpoint_steps: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
@@ -284,6 +297,29 @@ class Checkpointing(_OptionGroup):
     keep: Annotated[int, Field(ge=1)] = 3
     save_frozen: bool = True
     evaluate_epochs: Annotated[int, Field(ge=1)] = 1
+    best: str | None = None
+    early_stop: EarlyStop | None = None
+    max_time: Annotated[float, Field(gt=0)] | None = None
+
+    @field_validator("max_time", mode="before")
+    @classmethod
+    def _seconds(cls, given: Any) -> Any:
+        """Convert a text such as `2h30m` to seconds."""
+        if not isinstance(given, str):
+            return given
+        parts = _DURATION.fullmatch(given.replace(" ", ""))
+        if parts is None or not any(parts.groups()):
+            raise ValueError("give seconds, or a text such as 2h30m")
+        return sum(float(number) * unit for number, unit in zip(parts.groups(default="0"), _UNITS_S, strict=True))
+
+    @property
+    def goals(self) -> dict[str, str]:
+        """The goals for evaluated metrics, by option."""
+        return goals_of(self.best, self.early_stop)
+
+    def check_goals(self, metrics: Collection[str]) -> None:
+        """Raise JobError where a goal is none of the evaluated metrics."""
+        check_goals(self.goals, metrics)
 
 
 class TensorFlow(_OptionGroup):
@@ -333,7 +369,7 @@ FIELD_ORDER: ColumnNames = (
     "drop_last", "checkpoint_steps", "keeper_s", "keep", "evaluate_epochs", "inexact", "batch_norm", "local_state",
     "tensor_plan", "failures", "failures_an_hour", "place_deadline_s", "on_error", "on_nonfinite", "max_loss_ratio",
     "on_spike", "on_crash_loop", "skip_limit", "hang_deadline_s", "trackers", "schedule_by", "schedule_metric",
-    "weight_average", "save_frozen", "weight",
+    "weight_average", "save_frozen", "weight", "best", "early_stop", "max_time",
 )  # fmt: skip
 """Fields of a job and its groups by their own names, in the order of stored descriptions. New ones go to the end."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trainwright.core.engine import CheckpointChoice
 from trainwright.core.job import Job
 from trainwright.distillation.distillation_job import composed_model
 from trainwright.distillation.distillation_spec import STUDENT, Distillation
@@ -41,15 +42,15 @@ class Student:
     name: str
     job: Job
 
-    def load_model(self, *, step: int | None = None) -> Any:
+    def load_model(self, *, step: CheckpointChoice = None) -> Any:
         """See `tw.load_model`."""
         return run_handle.load_model(self.job, step)
 
-    def export(self, path: str, *, step: int | None = None) -> str:
+    def export(self, path: str, *, step: CheckpointChoice = None) -> str:
         """See `tw.export`."""
         return run_handle.export(self.job, path, step)
 
-    def evaluate(self, *, step: int | None = None, here: bool = False, verbose: bool = False) -> dict[str, float]:
+    def evaluate(self, *, step: CheckpointChoice = None, here: bool = False, verbose: bool = False) -> dict[str, float]:
         """Return the student's own loss and metrics, without those of the teachers; see `tw.evaluate`."""
         return run_inference.evaluate(self.job, step, here=here, verbose=verbose)
 

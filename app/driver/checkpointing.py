@@ -17,7 +17,8 @@ from typing import Literal
 
 from trainwright.core.engine import checkpoint_path
 from trainwright.core.errors import StorageError, WorkerLost
-from trainwright.core.events import Checkpointed, CheckpointSkipped, Kept, Noted
+from trainwright.core.events import Checkpointed, CheckpointSkipped, Evaluated, Kept, Noted
+from trainwright.core.metric_goals import best_evaluation
 from trainwright.core.topology import RestartMode, StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.driver_state import CheckpointUpload, DriverState, GroupMember, MemoryCopy, Phase, Transition
@@ -31,6 +32,8 @@ def on_lease_acquired(turn: Transition, event: m.LeaseAcquired) -> None:
         head=event.head, older=event.older, saved_s=turn.now_s,
         kept=event.kept, versions=event.kept.version if event.kept else 0,
     )  # fmt: skip
+    if event.kept is not None and event.kept.step > latest_usable_step(turn.state):
+        turn.change(kept=None)
 
 
 def on_state_restored(turn: Transition, tags: Mapping[int, StateTag]) -> None:
@@ -70,10 +73,35 @@ def wants_checkpoint(state: DriverState, now_s: float) -> bool:
         return False
     if state.ending:
         return state.checkpoints.attempts == 0
+    if is_best_unsaved(state):
+        return state.checkpoints.considered != step
     interval_s = checkpoint_interval_s(state)
     if interval_s is not None:
         return now_s - state.checkpoints.saved_s >= interval_s
     return state.checkpoints.considered != step and checkpoint_due(state.settings, step)
+
+
+def is_best_unsaved(state: DriverState) -> bool:
+    """Whether the evaluation of the current step is the best, and no checkpoint of the step is committed."""
+    step = state.position.step
+    best = best_kept_evaluation(state, step) if state.evaluated == step > state.committed else None
+    return best is not None and best.step == step
+
+
+def best_kept_evaluation(state: DriverState, step: int = 0) -> Evaluated | None:
+    """Return the best evaluation among those of the named checkpoints and of a step; None without one or a goal."""
+    checkpoints, goal = state.checkpoints, state.settings.saving.best
+    if not goal:
+        return None
+    steps = {step, state.committed, *(ref.step for ref in checkpoints.older)}
+    return best_evaluation(goal, (event for event in state.segment.evaluations if event.step in steps))
+
+
+def _paths_to_hold(state: DriverState, step: int) -> tuple[str, ...]:
+    """Return the path of the checkpoint that stays when that of a step is committed, because it is the best."""
+    checkpoints, best = state.checkpoints, best_kept_evaluation(state, step)
+    named = (*checkpoints.older, *((checkpoints.head,) if checkpoints.head else ()))
+    return tuple(ref.path for ref in named if best is not None and ref.step == best.step)
 
 
 def skip_if_upload_runs(turn: Transition) -> None:
@@ -207,7 +235,12 @@ def _commit_if_complete(turn: Transition) -> None:
     parent = state.checkpoints.head.path if state.checkpoints.head else ""
     turn.want(
         m.CommitCheckpoint(
-            step=upload.step, path=upload.path, files=upload.files, parent=parent, layout=state.checkpoints.layout
+            step=upload.step,
+            path=upload.path,
+            files=upload.files,
+            parent=parent,
+            layout=state.checkpoints.layout,
+            hold=_paths_to_hold(state, upload.step),
         )
     )
 
@@ -374,6 +407,19 @@ def evaluation_due(settings: RunPolicy, step: int) -> bool:
     """Whether an evaluation is due after this many completed steps."""
     every = settings.length.evaluate_steps
     return every is not None and _is_multiple_reached(settings, step, every)
+
+
+def latest_usable_step(state: DriverState) -> float:
+    """Return the step that a restored state may have at most: no evaluation that decisions depend on is left out.
+
+    A driver may end before it has stored an evaluation after which its workers went on.
+    """
+    settings, stride = state.settings, state.settings.length.stride
+    if settings.length.evaluate_steps is None or not settings.goals:
+        return math.inf
+    first = max(state.evaluated, state.committed - 1, 0) // stride * stride + stride
+    steps = range(first, settings.length.total_steps, stride)
+    return next((step for step in steps if evaluation_due(settings, step)), math.inf)
 
 
 def _is_multiple_reached(settings: RunPolicy, step: int, every: int) -> bool:

@@ -6,6 +6,7 @@ calling a function of its owner, or a method of `Transition`, which owns the gen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 from trainwright.core.data import PrefetchDepth
 from trainwright.core.engine import CheckpointFile, CheckpointRef
-from trainwright.core.events import Event, Failed
+from trainwright.core.events import Evaluated, Event, Failed
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Generation, Peer
 from trainwright.driver.messages import (
@@ -300,8 +301,7 @@ class Segment:
     Attributes:
         until: step up to which the ranks were called to run.
         judges: number of ranks that share the current evaluation.
-        evaluated: last evaluated step; -1 for none.
-        evaluations: metrics by evaluated step. A step takes those of its own start, also when it is taken again.
+        evaluations: all evaluations up to the position, in order of steps. A step takes the metrics of its own start.
         moved_s: when the last news of steps came, or when they started.
         longest_s: longest time so far between two reports of steps.
         skipped: samples in the quarantines of the workers, as last reported.
@@ -309,12 +309,13 @@ class Segment:
         overflowed: steps without an update because the gradient was too large for `fp16`, as last reported.
         prefetch: how far the ranks read ahead, as last reported.
         advised: whether the user was told that the batch is too large.
+        deadline_s: when the time of the run is over; infinite without a limit.
+        time_is_over: whether the run ends for that.
     """
 
     until: int = 0
     judges: int = 0
-    evaluated: int = -1
-    evaluations: PersistentMap[Mapping[str, float]] = field(default_factory=PersistentMap)
+    evaluations: tuple[Evaluated, ...] = ()
     moved_s: float = 0.0
     longest_s: float = 0.0
     skipped: int = 0
@@ -322,6 +323,8 @@ class Segment:
     overflowed: int = 0
     prefetch: PrefetchDepth | None = None
     advised: bool = False
+    deadline_s: float = math.inf
+    time_is_over: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,7 +427,7 @@ class Shutdown:
     """The end of the run.
 
     Attributes:
-        stopping: whether a stop was requested.
+        stopping: whether a stop was requested, or the time of the run is over.
         outcome: outcome of the run.
         error: error that ended the run.
     """
@@ -530,7 +533,25 @@ class DriverState:
     @property
     def ending(self) -> bool:
         """Whether no step follows the current one."""
-        return self.shutdown.stopping or self.position.step >= self.settings.length.total_steps
+        last = self.position.step >= self.settings.length.total_steps
+        return self.shutdown.stopping or last or bool(self.end_reason)
+
+    @property
+    def end_reason(self) -> str:
+        """Why the run ends at the current step, before its last one; empty if it does not, or if the user wants it."""
+        step, length = self.position.step, self.settings.length
+        if step >= length.total_steps:
+            return ""
+        if self.segment.time_is_over:
+            return f"stopped after step {step:,}: max_time of {length.max_time_s:g} s is over"
+        if length.early_stop is None or self.evaluated != step:
+            return ""
+        return length.early_stop.reason(self.segment.evaluations)
+
+    @property
+    def evaluated(self) -> int:
+        """Last evaluated step; -1 for none."""
+        return self.segment.evaluations[-1].step if self.segment.evaluations else -1
 
     @property
     def hang_deadline_s(self) -> float:
@@ -664,7 +685,7 @@ class Transition:
             self.call([self.state.membership.members[0].worker], "stop")
 
     def request_stop(self) -> None:
-        """Note that the user wants the run to end."""
+        """Note that the run is to end before its last step."""
         self.change(stopping=True)
 
     def end_run(self, outcome: RunOutcome, error: Exception | None = None) -> None:

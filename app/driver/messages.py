@@ -194,6 +194,8 @@ class LeaseAcquired:
         told: newest step of the stored events.
         living: workers of the previous driver.
         kept: newest complete in-memory checkpoint.
+        evaluations: stored evaluations of the run, in order of steps.
+        spent_s: seconds of earlier drivers of the run.
     """
 
     token: int
@@ -202,6 +204,8 @@ class LeaseAcquired:
     told: int = 0
     living: tuple[SurvivingWorker, ...] = ()
     kept: MemoryCheckpoint | None = None
+    evaluations: tuple[events.Evaluated, ...] = ()
+    spent_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,13 +371,17 @@ class CallWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitCheckpoint:
-    """Write the manifest and name the checkpoint in the run log: CheckpointCommitted, CommitFailed or LeaseLost."""
+    """Write the manifest and name the checkpoint in the run log: CheckpointCommitted, CommitFailed or LeaseLost.
+
+    `hold` are paths of checkpoints that stay, however many are newer.
+    """
 
     step: int
     path: str
     files: tuple[CheckpointFile, ...]
     parent: str
     layout: str
+    hold: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,9 +134,11 @@ def _choose_restore_plan(state: DriverState, tags: Mapping[int, StateTag]) -> Re
     """Choose the source of the state: the ranks' own, an in-memory checkpoint, the newest checkpoint, a fresh build.
 
     A fresh build was never trained (step None). Return None if only torn states are left. After a loss spike, the
-    ranks' own states are not used.
+    ranks' own states are not used, nor are states after an evaluation that is missing.
     """
     agreement = None if state.recovery.spiked else agree_on_state(tags)
+    if agreement is not None and (agreement.step or 0) > checkpointing.latest_usable_step(state):
+        agreement = None
     kept_step = state.memory.kept.step if state.memory.kept else -1
     newest = max(kept_step, state.committed)
     if agreement is not None and agreement.step is not None and agreement.step >= newest:
@@ -180,8 +182,7 @@ def on_state_restored(turn: Transition) -> None:
     update_members(turn, (_member_with_state(member, tags[rank], plan, rank) for rank, member in enumerate(members)))
     turn.stand_at(heal.step)
     checkpointing.on_state_restored(turn, tags)
-    if state.recovery.spiked:
-        segments.forget_evaluations_after(turn, heal.step)
+    segments.forget_evaluations_after(turn, heal.step)
     failure_policy.on_state_restored(turn, heal.step)
 
 

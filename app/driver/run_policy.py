@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from trainwright.core.metric_goals import EarlyStop, goals_of
 from trainwright.core.plan import Mesh, Plan
 from trainwright.core.topology import Generation, RestartMode, Role, Topology, role_of
 from trainwright.driver.messages import PlanSelector
@@ -100,6 +101,8 @@ class RunLength:
         stride: steps that a worker takes between two exchanges; ranks stop at multiples of it.
         evaluate_steps: steps between evaluations, and one more at the end; None never evaluates.
         samples_of: rows of the training set by step (from 1), rank, number of workers and plan, for error messages.
+        early_stop: ends the run when a metric no longer improves.
+        max_time_s: seconds of all drivers of the run together, after which it ends; None for any.
     """
 
     total_steps: int
@@ -107,6 +110,8 @@ class RunLength:
     stride: int = 1
     evaluate_steps: int | None = None
     samples_of: Callable[[int, int, int, Plan | None], Sequence[int]] | None = None
+    early_stop: EarlyStop | None = None
+    max_time_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +126,7 @@ class CheckpointPolicy:
         outage_deadline_s: seconds that an unreachable store has to come back; replaces `storage_attempts` then.
         retry_s: seconds before the second attempt; doubles each time, up to a minute.
         upload_deadline_s: seconds for an upload, once the run waits for nothing else.
+        best: goal by which the checkpoint of the best evaluation is kept (see `core.metric_goals`); empty for none.
     """
 
     checkpoint_steps: int | None = None
@@ -130,6 +136,7 @@ class CheckpointPolicy:
     outage_deadline_s: float = 3600.0
     retry_s: float = 1.0
     upload_deadline_s: float = 600.0
+    best: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +210,11 @@ class RunPolicy:
         """Return a policy with defaults; fields of the parts are given by their own names."""
         length = RunLength(total_steps=total_steps, steps_per_epoch=steps_per_epoch)
         return cls(world=WorldPolicy(workers=workers), length=length).with_fields(**changes)
+
+    @property
+    def goals(self) -> dict[str, str]:
+        """The goals for evaluated metrics, by option."""
+        return goals_of(self.saving.best, self.length.early_stop)
 
     def with_fields(self, **changes: Any) -> RunPolicy:
         """Return a copy with other values; fields of the parts are given by their own names."""

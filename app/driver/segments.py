@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from trainwright.core.data import FeedAssignment, MetricSums, PrefetchDepth, slowest_phase_times
-from trainwright.core.errors import StorageError, StoreDown
+from trainwright.core.errors import JobError, StorageError, StoreDown
 from trainwright.core.events import Evaluated, Measured, Noted, Prefetched, Stale, Waiting
+from trainwright.core.metric_goals import check_goals
 from trainwright.driver import dynamic_members, failure_policy, preemption
 from trainwright.driver import messages as m
 from trainwright.driver.checkpointing import (
     evaluation_due,
+    is_best_unsaved,
     is_copy_due,
     next_milestone,
     seconds_until_copy,
@@ -39,7 +42,7 @@ def proceed(turn: Transition) -> None:
         return
     if preemption.begin_handover(turn):
         return
-    skip_if_upload_runs(turn)
+    _stop_if_time_is_over(turn)
     state = turn.state
     copies = _wanted_copies(state, turn.now_s)
     if copies:
@@ -47,13 +50,22 @@ def proceed(turn: Transition) -> None:
     elif _wants_evaluation(state, state.position.step):
         _evaluate(turn)
     elif not state.ending:
-        (_grow if can_grow(state) else _run)(turn)
+        _go_on(turn)
     elif state.checkpoints.upload is not None:
         _await_upload(turn)
     elif state.committed >= state.position.step:
         turn.end_run("done" if state.position.step >= state.settings.length.total_steps else "stopped")
     else:
         _retry_checkpoint(turn)
+
+
+def _go_on(turn: Transition) -> None:
+    """Continue after the current step; first wait until the checkpoint of the best evaluation is committed."""
+    if is_best_unsaved(turn.state) and turn.state.checkpoints.upload is not None:
+        _await_upload(turn)
+        return
+    skip_if_upload_runs(turn)
+    (_grow if can_grow(turn.state) else _run)(turn)
 
 
 def _wanted_copies(state: DriverState, now_s: float) -> tuple[Literal["upload", "keep"], ...]:
@@ -64,12 +76,27 @@ def _wanted_copies(state: DriverState, now_s: float) -> tuple[Literal["upload", 
 
 def _wants_evaluation(state: DriverState, step: int) -> bool:
     cut_short = state.shutdown.stopping and step < state.settings.length.total_steps
-    return not cut_short and state.segment.evaluated < step and evaluation_due(state.settings, step)
+    return not cut_short and state.evaluated < step and evaluation_due(state.settings, step)
+
+
+def on_lease_acquired(turn: Transition, event: m.LeaseAcquired) -> None:
+    """Note the evaluations of earlier drivers, and when the time of the run is over, of which they spent a part."""
+    turn.change(evaluations=event.evaluations)
+    if turn.settings.length.max_time_s is not None:
+        turn.change(deadline_s=turn.now_s + turn.settings.length.max_time_s - event.spent_s)
+        _stop_if_time_is_over(turn)
+
+
+def _stop_if_time_is_over(turn: Transition) -> None:
+    """End the run at the current step if its time is over."""
+    if turn.now_s >= turn.state.segment.deadline_s and not turn.state.shutdown.stopping:
+        turn.change(time_is_over=True)
+        turn.request_stop()
 
 
 def forget_evaluations_after(turn: Transition, step: int) -> None:
-    """Evaluate again after this step, because the steps after it are done differently."""
-    turn.change(evaluated=min(turn.state.segment.evaluated, step))
+    """Evaluate again after this step, because the steps after it are done again."""
+    turn.change(evaluations=tuple(event for event in turn.state.segment.evaluations if event.step <= step))
 
 
 def _grow(turn: Transition) -> None:
@@ -88,18 +115,23 @@ def _grow(turn: Transition) -> None:
 
 def is_wait_needless(state: DriverState) -> bool:
     """Whether the run waits for an upload on behalf of joining workers that are gone by now."""
-    return state.phase is Phase.WAITING and not (state.ending or preemption.leaving_members(state) or can_grow(state))
+    if state.phase is not Phase.WAITING or state.ending or is_best_unsaved(state):
+        return False
+    return not (preemption.leaving_members(state) or can_grow(state))
 
 
-def postpone_growth(turn: Transition) -> None:
-    """Continue without the joining workers: the store does not take the checkpoint that they would start from."""
+def stop_waiting(turn: Transition) -> None:
+    """Continue although the store does not take the checkpoint that joining workers would start from, or the best."""
     upload, waited_s = turn.state.checkpoints.upload, turn.settings.saving.upload_deadline_s
     assert upload is not None, "the run waits for it"
     count, wanted = len(turn.state.membership.members), target_size(turn.state)
-    text = (
-        f"continuing with {count} of {wanted} workers for now: more workers would start from the checkpoint of step "
-        f"{upload.step}, which was not written within {waited_s:g} s"
-    )
+    late = f"the checkpoint of step {upload.step}, which was not written within {waited_s:g} s"
+    if is_best_unsaved(turn.state):
+        text = (
+            f"continuing before step {turn.state.position.step}, the best so far, has a checkpoint, because of {late}"
+        )
+    else:
+        text = f"continuing with {count} of {wanted} workers for now: more workers would start from {late}"
     turn.emit(Noted(text=text))
     _run(turn)
 
@@ -114,7 +146,8 @@ def _run(turn: Transition) -> None:
     state, step = turn.state, turn.state.position.step
     until = limit_target_step(state, next_milestone(turn.settings, step))
     turn.enter(Phase.RUNNING, moved_s=turn.now_s, until=until)
-    turn.call_all("run", m.RunRequest(steps=range(step, until), metrics=state.segment.evaluations.get(step)))
+    metrics = state.segment.evaluations[-1].metrics if state.evaluated == step else None
+    turn.call_all("run", m.RunRequest(steps=range(step, until), metrics=metrics))
     dynamic_members.arm_hang_timer(turn)
     dynamic_members.extend_deadlines(turn)
     _arm_pause(turn)
@@ -122,17 +155,18 @@ def _run(turn: Transition) -> None:
 
 
 def _arm_pause(turn: Transition) -> None:
-    """Set a timer for the next copy or comparison that is due by time."""
+    """Set a timer for the next copy or comparison that is due by time, or for the end of the run's time."""
     state, now_s = turn.state, turn.now_s
     waits_s = (seconds_until_copy(state, now_s), preemption.seconds_until_comparison(state, now_s))
-    soonest_s = min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
-    if soonest_s is not None:
-        turn.arm("pause", soonest_s)
+    soonest_s = min(wait_s for wait_s in (*waits_s, state.segment.deadline_s - now_s) if wait_s is not None)
+    if math.isfinite(soonest_s):
+        turn.arm("pause", max(soonest_s, 0.0))
 
 
 def request_pause_if_due(turn: Transition) -> None:
-    """Have the ranks pause if a copy or a comparison is due."""
-    if is_copy_due(turn.state, turn.now_s) or preemption.is_comparison_due(turn.state, turn.now_s):
+    """Have the ranks pause if a copy or a comparison is due, or the time of the run is over."""
+    over = turn.now_s >= turn.state.segment.deadline_s
+    if over or is_copy_due(turn.state, turn.now_s) or preemption.is_comparison_due(turn.state, turn.now_s):
         turn.request_pause()
     else:
         _arm_pause(turn)
@@ -261,9 +295,14 @@ def on_evaluated(turn: Transition) -> None:
     if total.states:
         _evaluate(turn, total)
         return
-    step, metrics = state.position.step, total.means()
-    turn.emit(Evaluated(step=step, metrics=metrics, seconds=turn.now_s - state.phase_s))
-    turn.enter(Phase.READY, evaluated=step, evaluations=state.segment.evaluations.put(step, metrics))
+    seconds = turn.now_s - state.phase_s
+    event = Evaluated(step=state.position.step, metrics=total.means(), seconds=seconds)
+    turn.emit(event)
+    turn.enter(Phase.READY, evaluations=(*state.segment.evaluations, event))
+    try:
+        check_goals(turn.settings.goals, event.metrics)
+    except JobError as error:
+        turn.end_run("failed", error)
 
 
 def _retry_checkpoint(turn: Transition) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from trainwright.core.errors import RunConflict, TrainwrightError
 from trainwright.core.events import RunEnded
+from trainwright.core.metric_goals import best_text
 from trainwright.driver import (
     checkpointing,
     dynamic_members,
@@ -149,11 +150,12 @@ def _on_lease_acquired(turn: Transition, event: m.LeaseAcquired) -> None:
     step = event.head.step if event.head else 0
     rendezvous.start_epochs(turn, event.token)
     turn.stand_at(step, event.told)
+    segments.on_lease_acquired(turn, event)
     checkpointing.on_lease_acquired(turn, event)
     failure_policy.start_recovery(turn)
     if step >= turn.settings.length.total_steps:
         turn.end_run("done")
-    elif turn.state.shutdown.stopping:
+    elif turn.state.ending:
         turn.end_run("stopped")
     else:
         rendezvous.begin_trials(turn, event)
@@ -231,7 +233,7 @@ def _on_timer_expired(turn: Transition, event: m.TimerExpired) -> None:
         case "upload" if state.phase is Phase.CLOSING:
             checkpointing.abandon_upload(turn, f"not written within {settings.saving.upload_deadline_s:g} s")
         case "upload" if not state.ending:
-            segments.postpone_growth(turn)
+            segments.stop_waiting(turn)
         case _:
             recovery.on_upload_deadline(turn)
 
@@ -278,10 +280,10 @@ def _is_recovery_needless(state: DriverState) -> bool:
     """Whether a recovery is needless, because all results are durable already."""
     progress = state.position.progress
     last = progress >= state.settings.length.total_steps
-    evaluated = state.segment.evaluated >= progress or not checkpointing.evaluation_due(state.settings, progress)
+    evaluated = state.evaluated >= progress or not checkpointing.evaluation_due(state.settings, progress)
     return (
         state.phase in RECOVERY_PHASES
-        and (state.shutdown.stopping or last)
+        and (state.ending or last)
         and state.committed >= progress
         and (evaluated or not last)
     )
@@ -296,8 +298,9 @@ def _release_run(turn: Transition) -> None:
 
 
 def _outcome(state: DriverState) -> m.RunOutcome:
-    """Return how the run ends: a run that was stopped after its last checkpoint is done."""
-    done = state.shutdown.outcome == "stopped" and state.committed >= state.settings.length.total_steps
+    """Return how the run ends: a run that was stopped after its last checkpoint is done, as is one that ends early."""
+    last = state.position.step if state.end_reason else state.settings.length.total_steps
+    done = state.shutdown.outcome == "stopped" and state.committed >= last
     return "done" if done else state.shutdown.outcome
 
 
@@ -326,7 +329,13 @@ def _kill_all(turn: Transition) -> None:
 
 def _emit_run_ended(turn: Transition, outcome: m.RunOutcome, error: Exception | None) -> None:
     text = error.summary if isinstance(error, TrainwrightError) else str(error or "")
-    turn.emit(RunEnded(outcome=outcome, step=turn.state.committed, error=text))
+    reason, best = turn.state.end_reason, checkpointing.best_kept_evaluation(turn.state)
+    turn.emit(
+        RunEnded(
+            outcome=outcome, step=turn.state.committed, error=text, reason=reason if outcome == "done" else "",
+            best=best_text(turn.settings.saving.best, best) if best else "",
+        )
+    )  # fmt: skip
 
 
 def _finish(turn: Transition, outcome: m.RunOutcome, error: Exception | None) -> None:

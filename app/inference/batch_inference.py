@@ -6,7 +6,7 @@ import io
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from trainwright.core import formatting
 from trainwright.core.errors import DataError, JobError, StorageError
@@ -95,7 +95,7 @@ def predict(
     to: str,
     columns: Iterable[str] | None = None,
     keep: Iterable[str] = (),
-    step: int | None = None,
+    step: int | Literal["best"] | None = None,
     workers: int | None = None,
     batch_size: int | None = None,
     range_rows: int | None = None,

@@ -10,6 +10,7 @@ import numpy as np
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.data import Batch, Columns, Feed, FeedAssignment
+from trainwright.core.engine import CheckpointChoice
 from trainwright.core.errors import JobError, PlanError, ResourceError, nearest
 from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
@@ -76,8 +77,8 @@ class InferenceModel:
             raise JobError(problems)
 
 
-def trained_inference_model(job: Job, data: Dataset, step: int | None = None) -> InferenceModel:
-    """Return the model of a run's newest whole checkpoint, or of that at `step`. Raises JobError, CheckpointError."""
+def trained_inference_model(job: Job, data: Dataset, step: CheckpointChoice = None) -> InferenceModel:
+    """Return the model of a run's newest whole checkpoint, or of that of `step`. Raises JobError, CheckpointError."""
     served = inference_job(job, data)
     runs, checkpoint = find_checkpoint(job, step)
     weights = CheckpointWeights(runs=runs, run=job.name, checkpoint=checkpoint)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.data import Batch, Columns, MetricSums
-from trainwright.core.engine import CheckpointRef
+from trainwright.core.engine import CheckpointChoice, CheckpointRef
 from trainwright.core.errors import JobError
 from trainwright.core.job import Job
 from trainwright.core.metric_states import compute_states, metric_states, with_states
@@ -30,7 +30,7 @@ from trainwright.storage.checkpoints import checkpoints_of, find_checkpoint, loa
 from trainwright.strategies import single_rank_engine
 
 
-def evaluate(job: Job, step: int | None = None, *, here: bool = False, verbose: bool = False) -> dict[str, float]:
+def evaluate(job: Job, step: CheckpointChoice = None, *, here: bool = False, verbose: bool = False) -> dict[str, float]:
     """See `trainwright.api.evaluate`."""
     if job.evaluate is None:
         raise JobError(["evaluate= is missing: give the job a data set to evaluate on"])
@@ -38,7 +38,7 @@ def evaluate(job: Job, step: int | None = None, *, here: bool = False, verbose: 
     return _evaluate_here(job, step) if plan is None or plan.workers == 1 else _evaluate_on(plan, job, step, verbose)
 
 
-def _evaluate_on(plan: Plan, job: Job, step: int | None, verbose: bool) -> dict[str, float]:
+def _evaluate_on(plan: Plan, job: Job, step: CheckpointChoice, verbose: bool) -> dict[str, float]:
     """Evaluate on workers of the cluster. Only the evaluation set is read."""
     from trainwright.inference.sharded_inference import ShardedModel
 
@@ -52,7 +52,7 @@ def _evaluate_on(plan: Plan, job: Job, step: int | None, verbose: bool) -> dict[
     return load_newest(job, step, ranked)
 
 
-def _evaluate_here(job: Job, step: int | None) -> dict[str, float]:
+def _evaluate_here(job: Job, step: CheckpointChoice) -> dict[str, float]:
     """Evaluate in this process on one device. The number of threads stays as it is."""
     alone, index, plan = _local_plan(job, job.evaluate)
     engine = single_rank_engine(
@@ -142,7 +142,7 @@ def generate(
     count: int,
     sampling: Sampling,
     output: str | None = None,
-    step: int | None = None,
+    step: CheckpointChoice = None,
     here: bool = False,
     verbose: bool = False,
 ) -> Tokens:
@@ -174,7 +174,7 @@ def generate(
         return extend_prompts(predict, given.astype(np.int64), column.shape[1], count, sampling)
 
 
-def _ask_here(job: Job, step: int | None, outputs: tuple[str, ...]) -> _Ask:
+def _ask_here(job: Job, step: CheckpointChoice, outputs: tuple[str, ...]) -> _Ask:
     """Return the model in this process, on one device."""
     alone, index, plan = _local_plan(job, job.train)
     spec = alone.model_spec(1, partial(first_batch, job.train, index, job.columns))

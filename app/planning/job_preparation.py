@@ -13,6 +13,7 @@ from trainwright.core import formatting
 from trainwright.core.cluster import Cluster
 from trainwright.core.errors import JobError, PlanError, ResourceError, RunConflict, RunFinished, nearest
 from trainwright.core.job import Job
+from trainwright.core.metric_goals import check_goals
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Plan, RejectedPlan
 from trainwright.datasets.dataset import Index, transformed_fields
@@ -33,6 +34,7 @@ from trainwright.storage.run_log import LogEntry, RunLog
 _REPLACED = 'TF_CONFIG of the environment is replaced in the workers; tf_config="environment" takes its addresses'
 
 _LISTED = 6  # columns of a note
+_LENGTH_OPTIONS = ("epochs", "epoch_samples", "early_stop", "max_time")  # a run that is done goes on if one changes
 
 _IN_ORDER = (
     "train= is a tf.data pipeline: rows come in its own order, every worker iterates all of it, and each row counts "
@@ -101,6 +103,7 @@ def prepare(
         train = job.train.index()
         evaluate = job.evaluate.index() if job.evaluate is not None else None
     unused = _check_columns(job, train, evaluate)
+    _check_goals(job)
     steps = steps_per_epoch(train.rows, job.batch_size, job.data.drop_last, job.data.epoch_samples)
     if not steps:
         rows = job.data.epoch_samples or train.rows
@@ -116,6 +119,15 @@ def prepare(
             notes = () if comparable(head.job) else (_NOT_COMPARED,)
             return replace(prepared, measured=_measured(prepared), begun=bool(head.checkpoints), notes=notes)
     return prepared
+
+
+def _check_goals(job: Job) -> None:
+    """Check that best= and early_stop= name a metric that is evaluated, as far as the job tells. Raises JobError."""
+    goals = job.checkpointing.goals
+    if goals and job.evaluate is None:
+        raise JobError([f"{option}= needs evaluate=: give the job a data set to evaluate on" for option in goals])
+    if job.tensorflow.run == "step" and job.training.step is None:
+        check_goals(goals, ("loss", *job.metrics))
 
 
 def store_metadata(prepared: PreparedJob) -> None:
@@ -290,12 +302,13 @@ def _check_past(prepared: PreparedJob, head: LogEntry, resume: bool) -> None:
             remedy="resume=True goes on from its last checkpoint, fresh=True begins again, or give the job a new name",
         )
     done = max((item.step for item in head.checkpoints), default=0)
-    ended_early = prepared.job.tensorflow.run == "fit" and head.job.get("epochs") == prepared.description["epochs"]
+    ended_early = all(head.job.get(option, "None") == prepared.description[option] for option in _LENGTH_OPTIONS)
     if head.outcome == "done" and (done >= prepared.total_steps or ended_early):
         raise RunFinished(
             f"the run {name!r} is finished ({done} steps)",
             where=where,
-            remedy="fresh=True trains again, a larger epochs= goes on for longer, or give a new name",
+            remedy="fresh=True trains again, a larger epochs= goes on for longer, or give a new name; a run that "
+            "early_stop= or max_time= ended goes on with a larger patience or limit",
         )
 
 

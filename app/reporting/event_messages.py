@@ -267,10 +267,12 @@ def _end_line(event: RunEnded, start: RunStarted) -> OutputLine:
     """Return how the run ended, and after how long where its start is known."""
     seconds = f" after {formatting.duration(event.time_s - start.time_s)}" if start.time_s else ""
     steps = f"at step {event.step:,} of {start.total_steps:,}" if start.total_steps else f"at step {event.step:,}"
+    best = f"; best {event.best}" if event.best else ""
     if event.outcome == "done":
-        return OutputLine(text=f"done: {formatting.count(event.step, 'step')}{seconds}", tone="good")
+        early = f": {event.reason}" if event.reason else ""
+        return OutputLine(text=f"done: {formatting.count(event.step, 'step')}{seconds}{early}{best}", tone="good")
     if event.outcome == "stopped":
-        return OutputLine(text=f"stopped {steps}{seconds}; the same command continues from here", tone="warning")
+        return OutputLine(text=f"stopped {steps}{seconds}; the same command continues from here{best}", tone="warning")
     first = event.error.strip().splitlines()[0] if event.error.strip() else "see the error"
     return OutputLine(text=f"failed {steps}{seconds}: {first}", tone="bad")
 

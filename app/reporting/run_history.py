@@ -14,6 +14,7 @@ from trainwright.core.events import (
     Evaluated,
     Event,
 )
+from trainwright.core.metric_goals import best_evaluation
 from trainwright.core.plan import Estimate, Plan
 from trainwright.storage.event_files import EventReader, read_run_summary
 from trainwright.storage.object_store import Store
@@ -76,7 +77,14 @@ class RunHistory:
     @cached_property
     def evaluated(self) -> tuple[Evaluated, ...]:
         """The last evaluation of each step, in order."""
-        return tuple(event for _, event in sorted(self.summary.evaluations.items()))
+        return self.summary.ordered_evaluations
+
+    @property
+    def best(self) -> tuple[str, Evaluated] | None:
+        """The goal `best=` of the run and its best evaluation; None without either."""
+        goal = self.summary.start.job.get("best", "")
+        best = best_evaluation(goal, self.evaluated) if goal not in ("", "None") else None
+        return None if best is None else (goal, best)
 
     @cached_property
     def totals(self) -> TimeTotals:
@@ -87,6 +95,11 @@ class RunHistory:
     def error(self) -> str:
         """The error that ended the run; empty where there is none."""
         return self.summary.end.error if self.summary.end else ""
+
+    @property
+    def reason(self) -> str:
+        """Why the run ended before its last step; empty if it did not."""
+        return self.summary.end.reason if self.summary.end else ""
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -6,7 +6,8 @@ removed. Times are seconds since the epoch, sizes bytes, durations seconds; unkn
 `runs_view`: a list of {name, state, step, total_steps, loss, metrics, changed_s}.
 
 `run_view`: {name, uri, state, remedy, error, step, total_steps, epoch, epochs, loss, metrics, samples_per_s,
-wait_share, plan, plan_line, mesh: [{node, ranks, data, stage, shard, tensor}], nodes: {node: ranks}, others, cluster,
+wait_share, reason, best: {text, goal, step, metrics}, plan, plan_line, mesh: [{node, ranks, data, stage, shard,
+tensor}], nodes: {node: ranks}, others, cluster,
 dashboard: {url, job, node}, versions, job, checkpoints: [{step, path, size_bytes}], failures: [{time_s, step, worker,
 node, cause}], recoveries: [{time_s, step, source, seconds, steps_lost}], steps_lost, seconds: {wall, computing, data,
 start, recovery, checkpoint, evaluation, other}, step_parts: [{name, predicted_s, measured_s, note}], noise_scale:
@@ -35,6 +36,7 @@ from rich.text import Text
 from trainwright.core import formatting
 from trainwright.core.errors import StorageError, escape_control_characters, nearest
 from trainwright.core.events import Event, RunStarted
+from trainwright.core.metric_goals import best_text
 from trainwright.reporting.event_messages import event_line, failure_text, recovery_text, waiting_text
 from trainwright.reporting.plan_view import (
     MeshTable,
@@ -201,6 +203,8 @@ def _details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
         "uri": store.uri_of(run),
         "remedy": _REMEDIES.get(history.state, ""),
         "error": history.error,
+        "reason": history.reason,
+        "best": _best(history),
         "epoch": epoch_of(summary.step, start.steps_per_epoch),
         "epochs": epoch_of(start.total_steps, start.steps_per_epoch),
         "samples_per_s": _known(history.samples_per_s),
@@ -242,6 +246,14 @@ def _details(store: Store, run: str, history: RunHistory) -> dict[str, Any]:
         "notes": [note.text for note in summary.notes],
         "report": store.uri_of(report) if store.exists(report) else None,
     }
+
+
+def _best(history: RunHistory) -> dict[str, Any] | None:
+    """Return the best evaluation of a run with `best=`; None without one."""
+    if history.best is None:
+        return None
+    goal, best = history.best
+    return {"text": best_text(goal, best), "goal": goal, "step": best.step, "metrics": _plain(best.metrics)}
 
 
 def _staleness(history: RunHistory) -> dict[str, Any] | None:
@@ -323,6 +335,8 @@ def _facts(data: dict[str, Any]) -> list[tuple[str, str]]:
         ("waiting", data["waiting"]),
         ("loss", _figure(data["loss"])),
         ("metrics", _metrics(data["metrics"])),
+        ("best", (data["best"] or {}).get("text", "")),
+        ("ended", data["reason"]),
         ("speed", _speed(data)),
         ("time", f"{formatting.duration(seconds['wall'])}: {spent}" if spent else ""),
         ("noise scale", data["noise"]),

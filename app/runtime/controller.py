@@ -118,9 +118,12 @@ class RunController:
                 if isinstance(effect, m.FinishRun):
                     return effect
                 self._world.carry_out(effect)
-                if isinstance(effect, m.EmitEvent) and isinstance(effect.event, events.Probed | events.Replanned):
-                    self._ledger.say(strategy=effect.event.plan["strategy"])
-                    self._journal.flush_soon()  # so that nothing is measured again
+                match effect:
+                    case m.EmitEvent(event=events.Probed(plan=plan) | events.Replanned(plan=plan)):
+                        self._ledger.say(strategy=plan["strategy"])
+                        self._journal.flush_soon()  # so that nothing is measured again
+                    case m.EmitEvent(event=events.Evaluated()):
+                        self._journal.flush_soon()  # so that nothing is evaluated again
             if isinstance(event, m.CheckpointCommitted):
                 self._journal.flush_soon(committed=True)  # what was told of the checkpoint included
             for text in self._feeding.news():
@@ -273,11 +276,15 @@ class EffectExecutor:
         found = take_over(self._workers.name, self._workers.config_ref, token, fresh=fresh, assure=self._ledger.assure)
         self._queue.put(lambda: self._welcome(token, found))  # heartbeats keep them alive meanwhile
         chain = self._ledger.chain()
-        told = 0 if fresh else self._ledger.told()
+        past = self._ledger.past()  # of a fresh start: nothing but the newest step that was told
+        told = 0 if fresh else past.told
         self._queue.put(lambda: self._know(told if found.workers else 0))
         living = tuple(survivor.living for survivor in found.workers)
         head, older = (chain[-1], chain[:-1]) if chain else (None, ())
-        return m.LeaseAcquired(token=token, head=head, older=older, told=told, living=living, kept=found.kept)
+        return m.LeaseAcquired(
+            token=token, head=head, older=older, told=told, living=living, kept=found.kept,
+            evaluations=past.ordered_evaluations, spent_s=past.time.wall_s,
+        )  # fmt: skip
 
     def _know(self, told: int) -> None:
         """The previous driver reported the steps up to this one."""

@@ -415,7 +415,8 @@ def _tried(task: TrialTask, layout: tuple[int, int]) -> PreflightResult:
     if task.evaluate is not None:
         states = metric_states(job.metrics)
         sums = with_states(engine.evaluate_step(_feed(task.evaluate), states), states)
-        compute_states(sums + sums)  # as those of two ranks
+        found = compute_states(sums + sums)  # as those of two ranks
+        job.checkpointing.check_goals(found.totals)
     if framework != "torch" or time.process_time() - began_s > _DIVIDED_S:
         return PreflightResult()
     return PreflightResult(divided=_divided_problem(job, spec, task.train, layout))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trainwright.core.engine import CheckpointChoice
 from trainwright.core.job import Job
 from trainwright.driver.messages import FinishRun
 from trainwright.planning.profiler import profiler_of
@@ -123,6 +124,17 @@ class Run:
         return self._read().metrics
 
     @property
+    def best(self) -> dict[str, float]:
+        """Step and metrics of the best evaluation by `best=` of the job; empty without one."""
+        best = self._read().best
+        return {} if best is None else {"step": best[1].step, **best[1].metrics}
+
+    @property
+    def reason(self) -> str:
+        """Why the run ended before its last step; empty if it did not."""
+        return self._read().reason
+
+    @property
     def folder(self) -> str:
         """URI of the run's folder."""
         return self._store.uri_of(self.job.name)
@@ -132,9 +144,9 @@ class Run:
         """URI of the report."""
         return self._store.uri_of(f"{self.job.name}/report.html")
 
-    def load_model(self) -> Any:
-        """The model with the weights of the newest checkpoint, in this process."""
-        return load_model(self.job)
+    def load_model(self, *, step: CheckpointChoice = None) -> Any:
+        """The model with the weights of the newest checkpoint, or of the one that `step` selects, in this process."""
+        return load_model(self.job, step)
 
     def _repr_html_(self) -> str:
         from trainwright.reporting.html.run_report import summary_html
@@ -212,8 +224,8 @@ def wait_for_run(run: Run) -> None:
 # --- The trained model ------------------------------------------------------------------------------------------------
 
 
-def load_model(job: Job, step: int | None = None) -> Any:
-    """Return the job's model with the weights of its run's newest checkpoint, or of the one at `step`.
+def load_model(job: Job, step: CheckpointChoice = None) -> Any:
+    """Return the job's model with the weights of its run's newest checkpoint, or of the one that `step` selects.
 
     If the run trained several students and one of them is wanted (`StudentModels.alone`), return that student.
 
@@ -225,7 +237,7 @@ def load_model(job: Job, step: int | None = None) -> Any:
     return unwrap_student(model)
 
 
-def export(job: Job, path: str, step: int | None = None) -> str:
+def export(job: Job, path: str, step: CheckpointChoice = None) -> str:
     """Write the trained model to a file or folder, in the format of the path's ending.
 
     Raises:

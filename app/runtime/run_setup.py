@@ -96,6 +96,8 @@ class RunSetup:
                 steps_per_epoch=per_epoch,
                 evaluate_steps=per_epoch * job.checkpointing.evaluate_epochs if job.evaluate is not None else None,
                 samples_of=partial(_samples_of, self.schedule, plan),
+                early_stop=job.checkpointing.early_stop,
+                max_time_s=job.checkpointing.max_time,
             ),
             saving=CheckpointPolicy(
                 checkpoint_steps=job.checkpointing.checkpoint_steps
@@ -103,6 +105,7 @@ class RunSetup:
                 else None,
                 checkpoint_auto=job.checkpointing.checkpoint_steps == "auto",
                 keep_s=None if job.checkpointing.keeper_s == 0 else job.checkpointing.keeper_s,
+                best=job.checkpointing.best or "",
             ),
             limits=FailureLimits(
                 failures=job.recovery.failures,

@@ -20,9 +20,18 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from trainwright.core.data import Cursor
-from trainwright.core.engine import OPTIMIZER_PREFIX, CheckpointFile, CheckpointManifest, CheckpointRef, StateReader
-from trainwright.core.errors import CheckpointError, DamagedCheckpoint, StorageError, StoreDown
+from trainwright.core.engine import (
+    OPTIMIZER_PREFIX,
+    CheckpointChoice,
+    CheckpointFile,
+    CheckpointManifest,
+    CheckpointRef,
+    StateReader,
+)
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint, JobError, StorageError, StoreDown
 from trainwright.core.job import Job
+from trainwright.core.metric_goals import best_evaluation, metric_name
+from trainwright.storage.event_files import read_run_summary
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import RunLog
 from trainwright.storage.store_errors import MissingFile
@@ -333,7 +342,7 @@ def _damaged(store: Store, place: str, what: str) -> DamagedCheckpoint:
 _Value = TypeVar("_Value")
 
 
-def with_checkpoint(job: Job, step: int | None, load: Callable[[StateReader], _Value]) -> _Value:
+def with_checkpoint(job: Job, step: CheckpointChoice, load: Callable[[StateReader], _Value]) -> _Value:
     """Return what `load` makes of the weights of the run's newest whole checkpoint, or of the one at `step`.
 
     Each file is verified when it is read. Where one is damaged, the checkpoint before it is loaded.
@@ -350,8 +359,8 @@ def with_checkpoint(job: Job, step: int | None, load: Callable[[StateReader], _V
     return load_newest(job, step, loaded)
 
 
-def find_checkpoint(job: Job, step: int | None = None) -> tuple[Store, CheckpointRef]:
-    """Return the run's newest checkpoint whose weights are whole, or the one at `step`, and its store.
+def find_checkpoint(job: Job, step: CheckpointChoice = None) -> tuple[Store, CheckpointRef]:
+    """Return the run's newest checkpoint whose weights are whole, or the one that `step` selects, and its store.
 
     Raises:
         CheckpointError: there is none; names the steps that are kept.
@@ -363,7 +372,7 @@ def find_checkpoint(job: Job, step: int | None = None) -> tuple[Store, Checkpoin
     return store, checkpoint
 
 
-def load_newest(job: Job, step: int | None, load: Callable[[CheckpointRef], _Value]) -> _Value:
+def load_newest(job: Job, step: CheckpointChoice, load: Callable[[CheckpointRef], _Value]) -> _Value:
     """Return what `load` makes of the newest checkpoint that is not damaged, or of the one at `step`.
 
     Raises:
@@ -380,17 +389,35 @@ def load_newest(job: Job, step: int | None, load: Callable[[CheckpointRef], _Val
     raise _none_whole(job, step, store, kept, notes)
 
 
-def checkpoints_of(job: Job, step: int | None) -> tuple[Store, str, tuple[CheckpointRef, ...]]:
+def checkpoints_of(job: Job, step: CheckpointChoice) -> tuple[Store, str, tuple[CheckpointRef, ...]]:
     """Return the run's store, its steps in words, and the checkpoints that `step` selects, newest last."""
     store = open_store(job.storage)
     entry = RunLog(store, job.name).head()
     named = entry.checkpoints if entry else ()
-    return store, ", ".join(str(ref.step) for ref in named), tuple(ref for ref in named if step in (None, ref.step))
+    chosen = _best_step(job, store, named) if step == "best" else step
+    return store, ", ".join(str(ref.step) for ref in named), tuple(ref for ref in named if chosen in (None, ref.step))
 
 
-def _none_whole(job: Job, step: int | None, store: Store, kept: str, notes: Sequence[str]) -> CheckpointError:
+def _best_step(job: Job, store: Store, named: Sequence[CheckpointRef]) -> int:
+    """Return the step of the best evaluation whose checkpoint is kept. Raises JobError, CheckpointError."""
+    goal, steps = job.checkpointing.best, {ref.step for ref in named}
+    if goal is None:
+        raise JobError(['step="best" needs best= in the job: name the metric that was evaluated, such as best="-loss"'])
+    evaluations = read_run_summary(store, job.name).ordered_evaluations
+    best = best_evaluation(goal, (event for event in evaluations if event.step in steps))
+    if best is None:
+        raise CheckpointError(
+            f"no checkpoint of the run {job.name!r} has an evaluation with {metric_name(goal)}",
+            where=store.uri_of(job.name),
+            remedy=f"choose one of the steps kept: {', '.join(map(str, sorted(steps)))}" if steps else "train it first",
+        )
+    return best.step
+
+
+def _none_whole(job: Job, step: CheckpointChoice, store: Store, kept: str, notes: Sequence[str]) -> CheckpointError:
+    which = {"None": "", "best": " of its best evaluation"}.get(str(step), f" at step {step}")
     return CheckpointError(
-        f"the run {job.name!r} has no whole checkpoint" + (f" at step {step}" if step is not None else ""),
+        f"the run {job.name!r} has no whole checkpoint{which}",
         where=store.uri_of(job.name),
         remedy=f"steps kept: {kept}" if kept else "train it first: trainwright fit",
         detail="\n".join(notes),

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
@@ -475,13 +475,14 @@ class RunLog:
             if self._append(entry):
                 return entry
 
-    def commit(self, token: int, checkpoint: CheckpointRef, keep: int) -> LogEntry:
+    def commit(self, token: int, checkpoint: CheckpointRef, keep: int, hold: Collection[str] = ()) -> LogEntry:
         """Write an entry that names a checkpoint; from then on the checkpoint exists. Its folder must be complete.
 
         Checkpoints after this one's parent were skipped as damaged: the new entry does not name them.
 
         Args:
             keep: how many checkpoints the entry names, this one included; at least 1.
+            hold: paths of older checkpoints that it names too.
 
         Raises:
             FencedError: another driver has the run; nothing was written.
@@ -492,7 +493,8 @@ class RunLog:
 
         def state(last: LogEntry) -> dict[str, Any]:
             chain = [*_up_to(last.checkpoints, checkpoint.parent), checkpoint]
-            return {"checkpoints": tuple(chain[-keep:])}
+            held = (item for item in chain[:-keep] if item.path in hold)
+            return {"checkpoints": (*held, *chain[-keep:])}
 
         return self._write(token, "commit", state)
 

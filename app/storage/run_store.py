@@ -13,6 +13,7 @@ from trainwright.storage.checkpoints import delete_unreferenced, newest_intact, 
 from trainwright.storage.event_files import read_run_summary
 from trainwright.storage.object_store import Store
 from trainwright.storage.run_log import Heartbeat, LogEntry, Owner, RunLog
+from trainwright.storage.run_summary import RunSummary
 
 
 class RunStore:
@@ -110,7 +111,7 @@ class RunStore:
         self._tell()
         digest = write_manifest(self._store, self._run, commit.path, manifest)
         checkpoint = CheckpointRef(step=commit.step, path=commit.path, manifest_sha256=digest, parent=commit.parent)
-        entry = self._log.commit(self._token, checkpoint, self._keep)
+        entry = self._log.commit(self._token, checkpoint, self._keep, commit.hold)
         try:
             delete_unreferenced(self._store, self._run, entry.checkpoints)
         except StorageError as error:  # the new checkpoint exists nevertheless
@@ -128,9 +129,9 @@ class RunStore:
                     remedy="give a storage= that all nodes share: s3://, gs://, az:// or a network folder",
                 )
 
-    def told(self) -> int:
-        """Return the newest step with an event in storage; 0 for none."""
-        return read_run_summary(self._store, self._run).told
+    def past(self) -> RunSummary:
+        """Return the summary of the stored events: steps, evaluations and sessions of earlier drivers."""
+        return read_run_summary(self._store, self._run)
 
     def release(self, release: m.ReleaseLease) -> None:
         """Release the run, so that the next driver can acquire it at once.

@@ -333,6 +333,11 @@ class _TimeAccount:
     checkpoint_s: float = 0.0
     evaluation_s: float = 0.0
 
+    @property
+    def wall_s(self) -> float:
+        """Seconds of all sessions."""
+        return sum(session.ended_s - session.started_s for session in self.sessions)
+
     def extend_session(self, event: Event) -> None:
         """Let the newest session last at least until an event."""
         if self.sessions:
@@ -348,7 +353,7 @@ class _TimeAccount:
 
     def totals(self, steps: StepTable, *, formed: bool) -> TimeTotals:
         """Return where the time of all sessions went so far."""
-        wall_s = sum(session.ended_s - session.started_s for session in self.sessions)
+        wall_s = self.wall_s
         parts_s = {
             "data_s": steps.waited_s,
             "computing_s": steps.seconds - steps.waited_s,
@@ -578,6 +583,11 @@ class RunSummary:
             sums = staleness_of(old)
             counts = [[age, count] for age, count in sorted(sums.counts.items())]
             self.stale.insert(0, replace(old[-1], counts=counts, dropped=sums.dropped, again=sums.again))
+
+    @property
+    def ordered_evaluations(self) -> tuple[Evaluated, ...]:
+        """The last evaluation of each step, in order of steps."""
+        return tuple(event for _, event in sorted(self.evaluations.items()))
 
     def state(self, owner_alive: bool) -> RunState:
         """Return the state of the run by its events."""

@@ -13,6 +13,7 @@ from typing import Any, Self
 from trainwright.core.errors import NonFiniteLoss, TrainwrightError
 from trainwright.core.events import Evaluated, Event, RunStarted
 from trainwright.core.job import Job
+from trainwright.core.metric_goals import metric_name, minimizes
 from trainwright.reporting.progress_bar import print_status
 from trainwright.reporting.run_history import read_history
 from trainwright.runtime.run_handle import Run
@@ -41,8 +42,8 @@ class SearchMetric:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the metric of a text: `accuracy`, or `-loss` where smaller is better."""
-        return cls(name=text.removeprefix("-"), largest=not text.startswith("-"))
+        """Return the metric of a goal: `accuracy`, or `-error` where smaller is better; see `core.metric_goals`."""
+        return cls(name=metric_name(text), largest=not minimizes(text))
 
     def rank(self, value: float) -> float:
         """Return a number that is larger for a better value; NaN comes last."""

@@ -127,6 +127,11 @@ def test_a_callback_ends_the_training(folder: Path, ray_cluster: None) -> None:
     assert any("a callback ended the training after 18 of 27 steps" in event.text for event in noted(folder))
     with pytest.raises(RunConflict, match=r"is finished \(18 steps\)"):
         tw.fit(keras_jobs.fit_job(folder, patience=1))
+    goals = {"best": "loss", "early_stop": tw.EarlyStop("loss", patience=1, min_delta=10.0)}
+    again = tw.fit(keras_jobs.fit_job(folder, patience=1, **goals))
+    (*_, ended) = told(folder, "faulty", events.RunEnded)
+    assert (again.state, ended.step) == ("done", 18) and "loss has not improved in 1 evaluation" in ended.reason
+    assert ended.best == f"loss {again.metrics['loss']:.4g} at step 18" and again.load_model(step="best") is not None
 
 
 def test_a_pipeline_of_the_users_own_counts_each_row_once(folder: Path, ray_cluster: None, tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ def test_a_scheduler_gets_the_metric_of_each_evaluation_once(folder: Path) -> No
     kills = tuple(torch_jobs.Kill(rank=r, step=s, folder=str(folder.parent)) for r, s in ((1, 9), (0, 18), (1, 18)))
     tw.fit(torch_jobs.job(folder, kills, **fields, checkpoint_steps=9))
     evaluated: Any = told(folder, "faulty", events.Evaluated)
-    assert [event.step for event in evaluated] == [9, 18, 27]
+    metrics = {event.step: event.metrics for event in evaluated}  # step 18 is evaluated again where its state was lost
+    assert [*metrics] == [9, 18, 27] and all(event.metrics == metrics[event.step] for event in evaluated)
     tw.fit(torch_jobs.job(folder.parent / "unbroken", **fields, checkpoint_steps=9))
     assert state_of(folder, "faulty") == state_of(folder.parent / "unbroken", "faulty")
     report = json.loads(state_of(folder, "faulty").files["state.json"])

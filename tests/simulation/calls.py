@@ -11,7 +11,7 @@ from tests.simulation.coordinators import Guild
 from tests.simulation.memory import Memory
 from tests.simulation.plans import stage_piece, whole_of
 from tests.simulation.processes import TRIED, Process, Team, apply
-from tests.simulation.scenario import Scenario, least_of
+from tests.simulation.scenario import Scenario, least_of, score
 from tests.simulation.servers import Shop
 from tests.simulation.state_recovery import heal
 from tests.simulation.step_reports import News
@@ -118,7 +118,7 @@ class Labour:
             case "evaluate":
                 self._must_stand(process, call)
                 size = process.team.size  # type: ignore[union-attr]
-                totals = {"rank": (process.rank + 1.0, 1.0), "size": (1.0, 1.0 / size)}
+                totals = self.sums(process.rank + 1.0, 1.0, size, process.step).totals
                 sums = MetricSums(totals=totals, states={"order": (str(process.rank).encode(),)})
                 if (found := call.argument.evaluated) is not None:
                     if process.rank or found.states["order"] != tuple(str(rank).encode() for rank in range(size)):
@@ -131,6 +131,11 @@ class Labour:
                     dict.fromkeys(call.argument.verbs, (process.piece, process.step, process.lineage))
                 )
                 self.answer(process, m.SnapshotTaken(step=process.step, size_bytes=8, blocked_s=0.005), 0.01, 0.2)
+
+    def sums(self, rank: float, size: float, parts: int, step: int) -> MetricSums:
+        """The sums of one of the `parts` that judge a step: with those of all ranks, each rank counts once."""
+        value = score(self.scenario.seed, step)
+        return MetricSums(totals={"rank": (rank, 1.0), "size": (size, 1.0 / parts), "score": (value, 1.0)})
 
     def _must_stand(self, process: Process, call: m.CallWorker) -> None:
         step = call.argument.step

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from tests.simulation.processes import Process, Team, apply
 from tests.simulation.servers import SERVED, Shop
 from tests.simulation.store import Violation
-from trainwright.core.data import MetricSums
 from trainwright.core.errors import PeerLost
 from trainwright.core.topology import StateTag
 from trainwright.driver import messages as m
@@ -168,7 +167,7 @@ class Guild(Shop):
         if call.argument.feeding is not None or process.step != call.argument.step:
             raise Violation(f"a chief at step {process.step} is to judge {call.argument}")
         size = court.size - self._settings.world.servers
-        self._answer(process, MetricSums(totals={"rank": ((size + 1) / 2, 1.0), "size": (float(size), 1.0)}), 0.1, 1.0)
+        self._answer(process, self._labour.sums((size + 1) / 2, float(size), 1, process.step), 0.1, 1.0)
 
     def _evaluate_other(self, court: Court, process: Process, call: m.CallWorker) -> None:
         raise Violation(f"rank {process.rank} is to {call.verb}, which is the chief's")

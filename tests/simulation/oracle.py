@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.scenario import Scenario, least_of
+from tests.simulation.scenario import Scenario, best_step, last_step, least_of
 from tests.simulation.step_reports import SPIKE
 from tests.simulation.store import Store, Violation
 from trainwright.core import events
@@ -56,11 +57,20 @@ class Facts:
         self.noticed = False  # a process was told that it will be ended, which may cost steps
         self.unquiet = False  # a fault came after the wish to stop
         self.evaluated: dict[int, dict[str, float]] = {}
+        self.missing = (
+            math.inf
+        )  # the first evaluation that decisions depend on and that the driver before did not store
         self.release: m.ReleaseLease | None = None
+        self.over_s = math.inf  # when the time of the run is over
 
     def resumed(self, event: m.LeaseAcquired, settings: RunPolicy) -> None:
         """The driver begins, at a checkpoint where there is one."""
         self.start = self.high = self.line = event.head.step if event.head else 0
+        self.evaluated = {known.step: known.metrics for known in event.evaluations}
+        if settings.goals and settings.length.evaluate_steps is not None:
+            steps = range(max(self.start, 1), settings.length.total_steps)
+            due = (step for step in steps if step % settings.length.evaluate_steps == 0)
+            self.missing = next((step for step in due if step not in self.evaluated), math.inf)
         self.plans = settings.world.layouts.plans if settings.world.layouts else ()
         self.trying = len(self.plans) > 1 and not (event.head or event.living or event.kept)
 
@@ -174,6 +184,9 @@ class Facts:
         """The driver tells the user."""
         if isinstance(event, events.Evaluated):
             self.evaluated[event.step] = event.metrics
+            self.missing = math.inf
+        elif isinstance(event, events.Formed):
+            self.evaluated = {step: known for step, known in self.evaluated.items() if step <= event.step}
         elif isinstance(event, events.Probed):
             self.trying = False
         elif isinstance(event, events.Noted) and " is set aside" in event.text:
@@ -188,10 +201,11 @@ class Facts:
         finish = driver.finish
         assert finish is not None
         self._judge_ends(driver, finish)
+        over = now_s >= self.over_s
         if finish.outcome == "done":
-            self._judge_done(scenario, store, finish)
+            self._judge_done(scenario, store, finish, over=over)
         elif finish.outcome == "stopped":
-            self._judge_stopped(finish, store)
+            self._judge_stopped(finish, over=over)
         else:
             if isinstance(finish.error, DamagedCheckpoint) and store.sound:
                 raise Violation(f"failed with {finish.error!r}, although {store.sound[-1].path} is whole")
@@ -208,28 +222,31 @@ class Facts:
         if unkilled and (at_once or (ours and not self.release)):
             raise Violation(f"workers live on: {[process.worker for process in unkilled]}")
 
-    def _judge_done(self, scenario: Scenario, store: Store, finish: m.FinishRun) -> None:
-        settings = scenario.settings
-        if (
-            store.head is None
-            or finish.step != settings.length.total_steps
-            or store.head.step != settings.length.total_steps
-        ):
-            raise Violation(f"done at step {finish.step} with {store.head}")
+    def _judge_done(self, scenario: Scenario, store: Store, finish: m.FinishRun, *, over: bool) -> None:
+        settings, end = scenario.settings, last_step(scenario)
+        early = over and finish.step <= end
+        known = {ref.step for ref in (*store.chain[-1:], *(store.sound[-1:] if early else ()))} or {0}
+        if finish.step not in known or (finish.step != end and not early):
+            raise Violation(f"done at step {finish.step} of {end} with {store.head}")
         if self.user:
             raise Violation(f"done although the user's code raised {self.user[0]!r}")
         every = settings.length.evaluate_steps
-        if every is None or self.start >= settings.length.total_steps or self.stop_now:
+        if every is None or self.start >= end or self.stop_now:
             return
-        due = {step for step in range(self.start + 1, settings.length.total_steps) if step % every == 0}
+        due = {step for step in range(self.start + 1, min(end, finish.step)) if step % every == 0}
         due = due if self.stop_at is None else {step for step in due if step in self.evaluated}
-        for step in due | {settings.length.total_steps}:
+        best = best_step(scenario, self.evaluated)
+        if best and best not in {ref.step for ref in store.chain} | store.unsaved:
+            raise Violation(f"the best evaluation, of step {best}, has no checkpoint: {store.chain}")
+        for step in due | (set() if early else {end}):
             metrics = self.evaluated.get(step)
             if metrics is None or not _whole(metrics, settings):
                 raise Violation(f"the evaluation of step {step} gave {metrics}")
 
-    def _judge_stopped(self, finish: m.FinishRun, store: Store) -> None:
+    def _judge_stopped(self, finish: m.FinishRun, *, over: bool) -> None:
         if self.stop_at is None:
+            if over:
+                return
             raise Violation("stopped, but nobody asked for it")
         quiet = not (self.unquiet or self.noticed or self.stop_now or self.user or self.lost)
         if quiet and finish.step < self.stop_at:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from random import Random
 
 from tests.simulation.plans import Plans, staged
+from trainwright.core.events import Evaluated
+from trainwright.core.metric_goals import EarlyStop, best_evaluation
+from trainwright.driver.checkpointing import evaluation_due
 from trainwright.driver.failure_policy import MIN_LOSSES
 from trainwright.driver.run_policy import RunPolicy
 
@@ -75,7 +80,42 @@ def draw(seed: int, workers: int | None = None, also: tuple[str, ...] = ()) -> S
     settings = settings.with_fields(keep_s=rng.choice((None, None, 0.5, 2.0)), checkpoint_auto=rng.random() < 0.1)
     settings = settings.with_fields(pass_limit=Random(seed + 2**33).choice((0, 1, 5)))
     scenario = Scenario(seed=seed, settings=settings, layout=rng.choice(layouts), faults=faults)
-    return _damaged(_spiky(_crewed(scenario), Random(seed + 2**38)), Random(seed + 2**39))
+    scenario = _damaged(_spiky(_crewed(scenario), Random(seed + 2**38)), Random(seed + 2**39))
+    return _judged(scenario, Random(seed + 2**40))
+
+
+def _judged(scenario: Scenario, rng: Random) -> Scenario:
+    """A third of those that evaluate keep the best checkpoint, or end early, or both; some have a time limit."""
+    if scenario.settings.length.evaluate_steps is None or rng.random() > 0.33:
+        return scenario
+    stop = rng.choice((None, EarlyStop("-score", patience=1), EarlyStop("score", patience=2, min_delta=1.0)))
+    settings = scenario.settings.with_fields(best="score" if stop is None else rng.choice(("", "score", "-score")))
+    limit_s = rng.choice((None, None, None, 2.0 + 12.0 * rng.random()))
+    return replace(scenario, settings=settings.with_fields(early_stop=stop, max_time_s=limit_s))
+
+
+def score(seed: int, step: int) -> float:
+    """The metric of an evaluation: a function of the step, with ties, and NaN now and then."""
+    drawn = Random(seed * 1000 + step).randint(0, 6)
+    return float(drawn) if drawn else math.nan
+
+
+def last_step(scenario: Scenario) -> int:
+    """The step that ends a run which nobody stops."""
+    length, past = scenario.settings.length, list[Evaluated]()
+    for step in range(length.stride, length.total_steps, length.stride):
+        if evaluation_due(scenario.settings, step):
+            past.append(Evaluated(step=step, metrics={"score": score(scenario.seed, step)}))
+            if length.early_stop is not None and length.early_stop.reason(past):
+                return step
+    return length.total_steps
+
+
+def best_step(scenario: Scenario, evaluated: Iterable[int]) -> int:
+    """The step of the best of some evaluations; 0 where there is none, or no goal."""
+    past = [Evaluated(step=step, metrics={"score": score(scenario.seed, step)}) for step in sorted(evaluated)]
+    best = best_evaluation(scenario.settings.saving.best, past) if scenario.settings.saving.best else None
+    return best.step if best else 0
 
 
 def _crewed(scenario: Scenario) -> Scenario:

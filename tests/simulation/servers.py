@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from tests.simulation.processes import Process, Team, apply
 from tests.simulation.store import Violation
-from trainwright.core.data import MetricSums
 from trainwright.core.errors import StorageError
 from trainwright.core.topology import StalenessCounts, StateTag
 from trainwright.driver import messages as m
@@ -110,7 +109,7 @@ class Shop:
         if self._serves(process) or feeding is None or len(feeding.data_ranks) != 1:
             raise Violation(f"rank {process.rank} is to judge {feeding}")
         place = feeding.data_ranks.start
-        sums = MetricSums(totals={"rank": (place + 1.0, 1.0), "size": (1.0, 1.0 / feeding.total)})
+        sums = self._labour.sums(place + 1.0, 1.0, feeding.total, call.argument.step)
         self._labour.answer(process, sums, 0.1, 1.0)
 
     def _answer(self, process: Process, value: Any, low_s: float = 0.0, high_s: float = 0.2) -> None:

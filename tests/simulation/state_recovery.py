@@ -17,8 +17,11 @@ def heal(labour: Labour, team: Team, arrived: list[Process]) -> None:
     wanted: m.RestorePlan = team.argument
     by_rank = {process.rank: process for process in arrived}
     known = max((process.step for process in arrived if process.sound and process.trained), default=0)
-    spike = arrived[0].driver.facts.back
-    if known > wanted.step and not wanted.step < spike <= known and labour.scenario.layout == "replicated":
+    spike, missing = arrived[0].driver.facts.back, arrived[0].driver.facts.missing
+    if wanted.step > missing:
+        raise Violation(f"healed at step {wanted.step}, although the evaluation of step {missing} is missing")
+    needless = known > wanted.step and not (wanted.step < spike <= known or missing < known)
+    if needless and labour.scenario.layout == "replicated":
         raise Violation(f"healed at step {wanted.step}, although a sound rank stands at {known}")
     if wanted.kept is not None:
         if not labour.is_whole(list({item.file.name for item in wanted.kept.files})):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from trainwright.core.engine import CheckpointFile, CheckpointRef
+from trainwright.core.events import Evaluated, Event, Formed
 from trainwright.driver import messages as m
 
 
@@ -24,11 +25,19 @@ class Store:
         self.files: dict[tuple[str, str], tuple[int, int]] = {}
         self.committed: dict[str, CheckpointRef] = {}
         self.commits = 0
+        self.keep = 1_000  # checkpoints that the log names, beside those that are held
+        self.evaluations: dict[int, Evaluated] = {}  # of the events that are stored
+        self.lost: set[int] = set()  # steps whose checkpoint was given up
 
     @property
     def head(self) -> CheckpointRef | None:
         """The newest checkpoint."""
         return self.chain[-1] if self.chain else None
+
+    @property
+    def unsaved(self) -> set[int]:
+        """Steps that need not have a checkpoint."""
+        return self.lost | {ref.step for ref in self.committed.values() if ref.path in self.damaged}
 
     @property
     def sound(self) -> list[CheckpointRef]:
@@ -39,7 +48,16 @@ class Store:
         """A new owner; the old one is fenced."""
         self.entries += 1
         self.owner = self.entries
-        return m.LeaseAcquired(token=self.owner, head=self.head, older=tuple(self.chain[:-1]))
+        known = tuple(event for _, event in sorted(self.evaluations.items()))
+        return m.LeaseAcquired(token=self.owner, head=self.head, older=tuple(self.chain[:-1]), evaluations=known)
+
+    def tell(self, told: Iterable[Event]) -> None:
+        """Events are written: a group that is taken back to a step forgets the evaluations after it."""
+        for event in told:
+            if isinstance(event, Evaluated):
+                self.evaluations[event.step] = event
+            elif isinstance(event, Formed):
+                self.evaluations = {step: known for step, known in self.evaluations.items() if step <= event.step}
 
     def write(self, path: str, piece: str, step: int, lineage: int) -> tuple[CheckpointFile, ...]:
         """One writer's file."""
@@ -70,5 +88,7 @@ class Store:
         sha = f"{self.entries:064x}"
         ref = CheckpointRef(step=commit.step, path=commit.path, manifest_sha256=sha, parent=parent)
         self.chain.append(ref)
+        held = [old for old in self.chain[: -self.keep] if old.path in commit.hold]
+        self.chain = [*held, *self.chain[-self.keep :]]
         self.committed[commit.path] = ref
         return ref

@@ -6,6 +6,7 @@ noted from what was *delivered* to a driver, never from what the driver thinks.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -44,6 +45,8 @@ class Driver:
         self.facts = Facts()
         self.told = 0  # the last step whose loss was
         self.told_before = 0  # by the drivers before; 0 after the first group has formed
+        self.unwritten: list[events.Event] = []  # emitted, and not stored yet
+        self.acquired_s = self.last_s = 0.0  # when it took the run, and when it emitted last
         self.stalled = False
         self.missed: list[m.DriverEvent] = []  # while it was, which come before the timers that ran out
         self.expired: list[m.SetTimer] = []
@@ -89,11 +92,13 @@ class World:
         self, scenario: Scenario, code: Any = real, pairs: Counter[tuple[str, str, str]] | None = None
     ) -> None:
         self.scenario, self.code = scenario, code
-        self.rng = Random(scenario.seed + 1)
+        self.rng, self.rng_writes = Random(scenario.seed + 1), Random(scenario.seed + 2)
         right = lineages(scenario.settings.length.total_steps + 1)
         self.clock = Clock()
         self.labour = Labour(scenario, self.rng, self.clock, None, right)  # type: ignore[arg-type]
         self.store = self.labour.store = Store(right, self.labour.is_whole)
+        if scenario.settings.saving.best:
+            self.store.keep = 1
         self.labour.deliver = self.deliver
         self.strikes = Strikes(self)
         self.drivers: list[Driver] = []
@@ -245,7 +250,10 @@ class World:
             event = self.store.acquire()
             driver.token = event.token
             driver.told_before = max((other.told for other in self.drivers[:-1]), default=0)
-            event = replace(event, told=driver.told_before, **self._inherit(driver))
+            spent_s = sum(other.last_s - other.acquired_s for other in self.drivers[:-1])
+            event = replace(event, told=driver.told_before, spent_s=spent_s, **self._inherit(driver))
+            driver.acquired_s = driver.last_s = self.clock.now_s
+            driver.facts.over_s = self.clock.now_s + (self.scenario.settings.length.max_time_s or math.inf) - spent_s
             driver.facts.resumed(event, self.scenario.settings)
             self.deliver(driver, event)
 
@@ -346,9 +354,17 @@ class World:
     def _saves_survivors(self, driver: Driver) -> bool:
         """Whether a survivor's process is worth keeping: not where all must begin anew, since no state is whole."""
         in_place = self.scenario.settings.world.reform == "in_place" and self.scenario.layout == "replicated"
-        return in_place and not driver.facts.spiking and all(process.sound for process in driver.living)
+        usable = all(process.sound and process.step <= driver.facts.missing for process in driver.living)
+        return in_place and not driver.facts.spiking and usable
+
+    def _write(self, driver: Driver) -> None:
+        """Store the events so far."""
+        if self.store.owner == driver.token:
+            self.store.tell(driver.unwritten)
+            driver.unwritten = []
 
     def _commit(self, driver: Driver, commit: m.CommitCheckpoint) -> None:
+        self._write(driver)
         before_s, after_s = self.strikes.commit_delays()
         self.clock.after(before_s, self._commit_arrives, driver, commit, after_s)
 
@@ -382,6 +398,14 @@ class World:
     def _emit(self, driver: Driver, event: events.Event) -> None:
         self.emitted.append(event)
         driver.facts.emitted(event)
+        driver.unwritten.append(event)
+        driver.last_s = self.clock.now_s
+        if isinstance(event, events.CheckpointSkipped):
+            self.store.lost.add(event.step)
+        elif isinstance(event, events.Noted) and event.text.startswith("continuing before step "):
+            self.store.lost.add(int(event.text.split()[3].rstrip(",").replace(",", "")))
+        if self.rng_writes.random() < 0.1:
+            self._write(driver)
         if isinstance(event, events.Formed):
             if event.steps_lost < driver.told_before - event.step:
                 raise Violation(f"{event.steps_lost} steps lost, but step {driver.told_before} was told before")

@@ -12,10 +12,12 @@ import trainwright as tw
 from tests.support.torch_engines import Net, one_device, saved
 from trainwright.core.data import Cursor
 from trainwright.core.engine import CheckpointManifest, CheckpointRef, checkpoint_path
-from trainwright.core.errors import CheckpointError, DamagedCheckpoint
+from trainwright.core.errors import CheckpointError, DamagedCheckpoint, JobError
+from trainwright.core.events import Evaluated
 from trainwright.runtime import run_handle
 from trainwright.storage import checkpoints
 from trainwright.storage.checkpoints import CheckpointReader, CheckpointWriter, write_manifest
+from trainwright.storage.event_files import append_event
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import Owner, RunLog
 
@@ -65,6 +67,20 @@ def test_a_damaged_checkpoint_is_passed_over_as_it_is_loaded(
     with pytest.raises(CheckpointError, match="no whole checkpoint at step 30"):
         run_handle.load_model(job(tmp_path), 30)
     assert checkpoints.find_checkpoint(job(tmp_path))[1].step == 20
+
+
+def test_the_best_checkpoint_is_the_one_of_the_best_evaluation_that_is_kept(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    committed(store, 10, 20, 30)
+    with pytest.raises(CheckpointError, match="no checkpoint of the run 'n' has an evaluation with error"):
+        run_handle.load_model(job(tmp_path).replace(best="-error"), "best")
+    for step, error in ((5, 0.1), (10, 0.4), (20, 0.2), (30, 0.3)):  # that of step 5 is kept no longer
+        append_event(store, "n", Evaluated(step=step, metrics={"error": error}))
+    model = run_handle.load_model(job(tmp_path).replace(best="-error"), "best")
+    assert {float(value.detach().flatten()[0]) for value in model.parameters()} == {20.0}
+    assert checkpoints.find_checkpoint(job(tmp_path).replace(best="error"), "best")[1].step == 10
+    with pytest.raises(JobError, match="needs best= in the job"):
+        run_handle.load_model(job(tmp_path), "best")
 
 
 def test_inference_reads_each_file_of_the_weights_once_and_no_optimizer(

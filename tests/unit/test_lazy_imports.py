@@ -13,6 +13,7 @@ import trainwright as tw
 HEAVY = ("ray", "torch", "tensorflow", "keras", "pyarrow", "pandas", "matplotlib")
 PUBLIC = {
     "DistilledRun",
+    "EarlyStop",
     "Distillation",
     "students",
     "Match",

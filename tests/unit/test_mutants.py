@@ -314,6 +314,25 @@ MUTANTS = (
         replacement="membership.drop_all_workers(turn)",
     ),
     Mutant(
+        name="lets the best checkpoint be deleted",
+        module="trainwright.driver.checkpointing",
+        pattern="_paths_to_hold(state, upload.step)",
+        replacement="()",
+    ),
+    Mutant(
+        name="goes on without the checkpoint of the best evaluation",
+        module="trainwright.driver.segments",
+        pattern="is_best_unsaved(turn.state) and turn.state.checkpoints.upload is not None",
+        replacement="False",
+    ),
+    Mutant(
+        name="passes over an evaluation that was not stored",
+        module="trainwright.driver.rendezvous",
+        pattern="(agreement.step or 0) > checkpointing.latest_usable_step(state)",
+        replacement="False",
+        also=("crash", "kill all") * 3,
+    ),
+    Mutant(
         name="leaves a rank out of the evaluation",
         module="trainwright.driver.segments",
         function="on_evaluated",

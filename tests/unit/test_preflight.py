@@ -84,6 +84,10 @@ def torn(outputs: Any, targets: Any) -> Any:
     raise KeyError("no such class")
 
 
+def stepped(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return cross_entropy(model(batch["x"]), batch["y"])
+
+
 def late(step: int, total: int) -> float:
     return {0: 1.0}[step]
 
@@ -118,9 +122,10 @@ def meta() -> nn.Module:
         ({"loss": logging}, JobError, "tw.log('lr') was given shape (2,) for 16 rows"),
         ({"model": meta}, JobError, "'weight' of the model is on the meta device"),
         ({"model": lambda: nn.Linear(9, 2)}, UserCodeError, "shapes cannot be multiplied"),
+        ({"loss": None, "step": stepped, "best": "kl"}, JobError, "best='kl' is no evaluated metric: valid"),
     ],
     ids=["reduced metric", "metric", "loss", "weight", "lbfgs", "no optimizer", "schedule", "end of a schedule",
-         "nan", "unmerged", "logged", "meta", "shapes"],
+         "nan", "unmerged", "logged", "meta", "shapes", "no metric"],
 )  # fmt: skip
 def test_what_is_wrong_is_said_before_a_run_begins(
     fields: dict[str, Any], kind: type[TrainwrightError], what: str, tmp_path: Path
@@ -349,6 +354,11 @@ def test_keras_metrics_that_are_no_mean_are_refused(tmp_path: Path) -> None:
     def model() -> Any:
         return keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
 
+    def compiled() -> Any:
+        made = model()
+        made.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+        return made
+
     wanted = job(
         tmp_path, model=model, optimizer=lambda v: keras.optimizers.Adam(), metrics={"auc": keras.metrics.AUC()},
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -369,6 +379,9 @@ def test_keras_metrics_that_are_no_mean_are_refused(tmp_path: Path) -> None:
     ):
         told = run_trial(replace(task, job=wanted.replace(**{"metrics": {}, **change}))).error
         assert isinstance(told, JobError) and what in str(told)
+    fitted = wanted.replace(run="fit", optimizer=None, loss=None, metrics={}, best="acuracy", model=compiled)
+    error = run_trial(TrialTask(job=fitted, train=batch, evaluate=batch, total_steps=12)).error
+    assert isinstance(error, JobError) and "best='acuracy' is no evaluated metric: did you mean 'accu" in str(error)
     one = {"metrics": {"accuracy": keras.metrics.SparseCategoricalAccuracy()}}
     assert (
         run_trial(TrialTask(job=wanted.replace(**one), train=batch, evaluate=batch, total_steps=12))

@@ -65,6 +65,16 @@ def test_a_fresh_start_names_no_checkpoint_and_deletes_no_entry(store: Store) ->
     assert len(log.entries()) == 5
 
 
+def test_a_held_checkpoint_is_named_beside_the_newest(memory: Store) -> None:
+    log, parent = log_of(memory), ""
+    token = log.acquire(FAR, JOB).token
+    for step, hold, named in ((1, (), [1]), (2, (1,), [1, 2]), (3, (1,), [1, 3]), (4, (3,), [3, 4]), (5, (), [5])):
+        held = [ref(each, token).path for each in hold]
+        entry = log.commit(token, ref(step, token, parent), 1, held)
+        assert [each.step for each in entry.checkpoints] == named
+        parent = ref(step, token).path
+
+
 def test_what_came_after_the_parent_is_named_no_longer(memory: Store) -> None:
     log = log_of(memory)
     token = log.acquire(FAR, JOB).token

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,17 @@ def test_a_second_try_of_a_step_is_a_checkpoint_like_any_other(tmp_path: Path) -
     taken.acquire()
     assert taken.chain() == (again, committed.checkpoint)
     taken.give_up()
+
+
+def test_the_best_checkpoint_is_not_deleted_until_a_better_one_is_stored(tmp_path: Path) -> None:
+    owner, parent, held = ledger(tmp_path, []), "", ("checkpoints/00000005-1",)
+    owner.acquire()
+    for step, hold in ((5, ()), (10, held), (15, held), (20, held), (25, ())):
+        done = owner.commit(replace(commit(tmp_path, step, parent), hold=hold))
+        parent, known = done.checkpoint.path, {ref.step for ref in (*done.older, done.checkpoint)}
+        assert {int(path.name[:8]) for path in (tmp_path / "run" / "checkpoints").iterdir()} == known
+        assert (5 in known) == (step < 25)
+    owner.give_up()
 
 
 def test_events_are_stored_before_the_log_names_a_checkpoint_and_before_it_is_given_back(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def test_a_result_prints_the_best_first() -> None:
             [(0.5, "done"), (0.25, "done"), (0.1, "stopped"), (float("nan"), "failed")]
         )
     ]
+    assert SearchMetric.parse("loss") == SearchMetric.parse("-loss"), "as in best= and early_stop= of a job"
     found = TuneResult(metric=SearchMetric.parse("-loss"), trials=tuple(trials))
     rows = [line.split() for line in repr(found).splitlines()]
     assert rows[0][:6] == ["Best", "loss:", "0.2500", "with", "lr", "="]

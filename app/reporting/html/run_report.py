@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.core import formatting
 from trainwright.core.events import Event, Failed, RunStarted
+from trainwright.core.metric_goals import metric_name
 from trainwright.core.plan import Plan
 from trainwright.reporting.event_messages import prefetch_text, recovery_text, source_text
 from trainwright.reporting.html import run_charts
@@ -148,7 +149,7 @@ def _headline(history: RunHistory, plan: Plan | None) -> str:
     epoch, last = (epoch_of(step, start.steps_per_epoch) for step in (summary.step, start.total_steps))
     epochs = f"epoch {epoch} of {last}"
     how = f"{plan.strategy}, {formatting.count(plan.workers, 'worker')}" if plan else ""
-    return " · ".join(part for part in (how, steps, epochs, _utc(start.time_s)) if part)
+    return " · ".join(part for part in (how, steps, epochs, history.reason, _utc(start.time_s)) if part)
 
 
 def _key_figures(history: RunHistory) -> list[_KeyFigure]:
@@ -158,6 +159,9 @@ def _key_figures(history: RunHistory) -> list[_KeyFigure]:
         _KeyFigure(name, formatting.metric(value), "evaluation") for name, value in sorted(history.metrics.items())
     ]
     found.sort(key=lambda item: item.name == "loss")
+    if history.best is not None:
+        name, best = metric_name(history.best[0]), history.best[1]
+        found.append(_KeyFigure(f"best {name}", formatting.metric(best.metrics[name]), f"step {best.step:,}"))
     waited = history.wait_share
     if history.records:
         found.append(_KeyFigure("training loss", formatting.metric(_recent_loss(history)), "last 50 steps"))
