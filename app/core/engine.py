@@ -284,7 +284,8 @@ class ModelSpec:
         model: () -> the framework's model.
         loss: (outputs, targets) -> losses (samples,) or Terms; unused with `step`.
         optimizer: (parameters) -> the framework's optimizer; None where the model brings its own (`run="fit"`). One
-            whose parameter is called `named_parameters` gets (name, parameter) pairs.
+            whose parameter is called `named_parameters` gets (name, parameter) pairs. Several, by the names of the
+            modules that they train, make their updates in turn, as `step` yields their names and losses.
         step: (model, batch) -> losses or Terms, where batch is the dict of all columns as tensors.
         weight: column, or (batch) -> number of items that a loss of one number is the mean of; None for its rows.
         inputs: column names given to the model, as positional arguments where there are no keywords.
@@ -318,7 +319,7 @@ class ModelSpec:
     """
 
     model: Callable[[], Any]
-    optimizer: Callable[[Any], Any] | None
+    optimizer: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
     total_steps: int
     loss: Callable[[Any, Any], Any] | None = None
     step: Callable[[Any, Any], Any] | None = None
@@ -361,6 +362,8 @@ class ModelSpec:
         whole = 'strategy="data_parallel" or "one_device" with a torch model'
         if self.batch_norm == "sync" and not capabilities.synchronized_batch_norm:
             problems.append(f'batch_norm="sync" needs {whole}; Keras has BatchNormalization(synchronized=True)')
+        if isinstance(self.optimizer, Mapping) and not capabilities.custom_steps:
+            problems.append(f"several optimizers need {whole}")
         if self.local_state and not capabilities.local_state:
             problems.append(f"local_state= needs {whole}")
         if not capabilities.torch_training and (isinstance(self.schedule, tuple) or takes_optimizer(self.schedule)):
@@ -384,11 +387,17 @@ class ModelSpec:
         """Steps of an epoch."""
         return max(1, self.total_steps // self.epochs)
 
-    def make_optimizer(self, named: Sequence[tuple[str, Any]]) -> Any:
-        """Return the job's optimizer for these names and parameters. Raises what the user's function raises."""
-        assert self.optimizer is not None, "only a job with run='fit' may leave it out"
-        pairs = [each.name.startswith("named_param") for each in _positional_parameters(self.optimizer)[:1]]
-        return self.optimizer(list(named) if any(pairs) else [parameter for _, parameter in named])
+    def make_optimizer(self, named: Sequence[tuple[str, Any]], key: str = "") -> Any:
+        """Return the job's optimizer for these names and parameters. Raises what the user's function raises.
+
+        Args:
+            named: full names and parameters.
+            key: of the optimizer, where the job has several.
+        """
+        function = self.optimizer[key] if isinstance(self.optimizer, Mapping) else self.optimizer
+        assert function is not None, "only a job with run='fit' may leave it out"
+        pairs = [each.name.startswith("named_param") for each in _positional_parameters(function)[:1]]
+        return function(list(named) if any(pairs) else [parameter for _, parameter in named])
 
     def make_scheduler(self, optimizer: Any) -> Any:
         """Return what `schedule=` makes of the optimizer. Raises what the user's function raises.

@@ -392,8 +392,10 @@ class Job(_JobModel):
         model: () -> torch.nn.Module or keras.Model; called in each worker. Global settings of this process for new
             models (Keras' policy, floatx, epsilon and image format, torch's default type) apply in workers too.
         optimizer: (parameters) -> torch.optim.Optimizer or keras.optimizers.Optimizer. With a parameter called
-            `named_parameters` it gets (name, parameter) pairs, for groups by name. May be left out, like loss and
-            metrics, where `run="fit"` and model() returns a compiled model.
+            `named_parameters` it gets (name, parameter) pairs, for groups by name. For torch models it may be a dict:
+            {"generator": ..., "discriminator": ...}, each for the module of that name; `step` then yields the name of
+            one and a loss, in turn (`docs/training.md`). May be left out, like loss and metrics, where `run="fit"` and
+            model() returns a compiled model.
         loss: (outputs, targets) -> one loss per sample, or `tw.Terms(values, weights)` for tokens and masks, or with
             torch a mean, such as `nn.CrossEntropyLoss()` (see `weight`, `docs/strategies.md`). Keras' own losses and
             functions, and a function with parameters named `(y_true, y_pred)`, are called in that order; so are
@@ -422,7 +424,7 @@ class Job(_JobModel):
 
     name: str
     model: Callable[[], Any]
-    optimizer: Callable[[Any], Any] | None = None
+    optimizer: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None
     loss: Callable[[Any, Any], Any] | None = None
     train: Any
     evaluate: Any = None
@@ -834,12 +836,28 @@ def _step_problems(job: Job) -> list[str]:
         problems.append("give either loss= with inputs= and targets=, or step=")
     if job.optimizer is None:
         problems.append("optimizer= is missing")
+    if isinstance(job.optimizer, Mapping):
+        problems += _turn_problems(job)
     if not (job.loss or job.training.step or job.optimizer):
         problems.append(
             'where model() returns a compiled Keras model, run="fit" trains it with its own loss and optimizer'
         )
     if job.tensorflow.callbacks is not None:
         problems.append('callbacks= are for run="fit": set it, or leave them out')
+    return problems
+
+
+def _turn_problems(job: Job) -> list[str]:
+    """Describe what is missing or contradictory in a job with several optimizers."""
+    problems = []
+    if not job.optimizer:
+        problems.append("optimizer= is empty: give an optimizer, or the name of a module -> its optimizer")
+    if job.training.step is None:
+        problems.append("several optimizers need step=, which yields the name of one and a loss, in turn")
+    if job.training.precision == "fp16":
+        problems.append('several optimizers have no loss scale for precision="fp16": use bf16 or fp32')
+    if job.training.batch_norm == "sync":
+        problems.append('batch_norm="sync" was not tested with several optimizers: leave one of them out')
     return problems
 
 

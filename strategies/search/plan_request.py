@@ -46,7 +46,7 @@ class PlanRequest:
         own_step: the job's own step function calls the model.
         offload: only plans that keep the model's state in host memory.
         together: batch norms see the whole batch.
-        seated: each data rank keeps state of its own.
+        replicated: options that need all of the model on each worker.
         torch_option: an option that parameter servers and TensorFlow do not have; empty for none.
         workers, min_workers, max_workers, devices, accumulation, inexact, run, compile, tf_config, tpu: as in `Job`.
     """
@@ -59,7 +59,7 @@ class PlanRequest:
     own_step: bool = False
     offload: bool = False
     together: bool = False
-    seated: bool = False
+    replicated: tuple[str, ...] = ()
     torch_option: str = ""
     workers: int | None = None
     min_workers: int | None = None
@@ -95,7 +95,7 @@ class PlanRequest:
             own_step=job.training.step is not None,
             offload=bool(pins.choices.get("offload")),
             together=job.training.batch_norm == "sync",
-            seated=bool(job.training.local_state),
+            replicated=_replicated_options(job),
             torch_option=_torch_option(job),
             workers=job.scaling.workers or pinned,
             min_workers=job.scaling.min_workers,
@@ -209,11 +209,11 @@ class PlanRequest:
     def check_replicas(self, strategy: str) -> None:
         """Raise Refusal where the job asks something of replicas that a strategy cannot do."""
         own = strategy in _REPLICATED and self.profile.framework in ("torch", "")
-        if own or not (self.together or self.seated):
+        if own or not self.replicated:
             return
-        asked = "local_state=" if self.seated else 'batch_norm="sync"'
+        asked = self.replicated[0]
         if self.profile.framework != "torch":
-            hint = "leave it out" if self.seated else "Keras has BatchNormalization(synchronized=True)"
+            hint = "Keras has BatchNormalization(synchronized=True)" if self.together else "leave it out"
             raise Refusal(f"{asked} is for torch models", hint)
         raise Refusal(f"{asked} needs all of the model on each worker", f"use {_REPLICATED[-1]}")
 
@@ -252,6 +252,16 @@ def _async_choices(options: Planning) -> dict[str, Any]:
         outer = OuterOptimizer.parse(options.outer or "average")
         given |= {"local_steps": options.local_steps, "outer": str(outer)}
     return given
+
+
+def _replicated_options(job: Job) -> tuple[str, ...]:
+    """Return the options that need all of the model on each worker."""
+    options = {
+        "optimizer= as a dict": isinstance(job.optimizer, Mapping),
+        "local_state=": bool(job.training.local_state),
+        'batch_norm="sync"': job.training.batch_norm == "sync",
+    }
+    return tuple(name for name, given in options.items() if given)
 
 
 def _torch_option(job: Job) -> str:

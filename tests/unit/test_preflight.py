@@ -113,7 +113,6 @@ def meta() -> nn.Module:
         ({"metrics": {"acc": torn}}, UserCodeError, "metric 'acc' raised KeyError: 'no such class'"),
         ({"loss": torn}, UserCodeError, "loss= raised KeyError"),
         ({"weight": len}, JobError, "weight= counts the items of a loss of one number, and loss= returned more"),
-        ({"optimizer": lambda p: torch.optim.LBFGS(p)}, JobError, "LBFGS, whose step() takes a closure"),
         ({"optimizer": lambda p: None}, JobError, "optimizer() returned NoneType"),
         ({"schedule": lambda step: 1.0}, JobError, "schedule= takes one argument, the optimizer, and returned float"),
         ({"schedule": late}, UserCodeError, "KeyError: 11, for step 11 of 12"),
@@ -124,7 +123,7 @@ def meta() -> nn.Module:
         ({"model": lambda: nn.Linear(9, 2)}, UserCodeError, "shapes cannot be multiplied"),
         ({"loss": None, "step": stepped, "best": "kl"}, JobError, "best='kl' is no evaluated metric: valid"),
     ],
-    ids=["reduced metric", "metric", "loss", "weight", "lbfgs", "no optimizer", "schedule", "end of a schedule",
+    ids=["reduced metric", "metric", "loss", "weight", "no optimizer", "schedule", "end of a schedule",
          "nan", "unmerged", "logged", "meta", "shapes", "no metric"],
 )  # fmt: skip
 def test_what_is_wrong_is_said_before_a_run_begins(

@@ -13,13 +13,13 @@ from torch.distributed import ProcessGroup
 from trainwright.core import random_state
 from trainwright.core.data import Columns, Feed, MetricSums, StepReport
 from trainwright.core.engine import MetricStates, ModelSpec, StateReader, StateSnapshot, StateWriter
-from trainwright.core.errors import TrainwrightError
+from trainwright.core.errors import JobError, TrainwrightError
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.common.user_code_errors import peer_lost_error
 from trainwright.strategies.torch.checkpoint import host_state, safetensors_files
 from trainwright.strategies.torch.torch_errors import TorchUserCode, clear_frames
-from trainwright.strategies.torch.training import evaluation, train_step
+from trainwright.strategies.torch.training import custom_steps, evaluation, train_step
 from trainwright.strategies.torch.training.objective import JobFunctions, Objective
 from trainwright.strategies.torch.training.train_state import DataRank, TorchReplica
 from trainwright.strategies.torch.training.train_step import GradientNoiseProbe, StepRunner
@@ -77,6 +77,10 @@ class _ReplicaEngine:
         """Build model and optimizer, the same on every rank for one seed."""
         spec.check(self.capabilities)
         self._replica = self._guarded(lambda: self._build_replica(spec, plan))
+        if self._replica.custom and not self.capabilities.custom_steps:
+            kind = type(self._replica.optimizer).__name__
+            problem = f"{kind}, whose step() takes a closure, needs all of the model on each worker"
+            raise JobError([f'optimizer() returned {problem}: set strategy="data_parallel"'], where=self._where)
         self._runner = None
         return self._tag()
 
@@ -190,7 +194,8 @@ class TorchEngine(_ReplicaEngine):
         """Run this rank's part of one global step."""
         if self._runner is None:
             self.warm(feed)
-        return self._guarded(lambda: train_step.train(self.replica, self._ready, feed))
+        train = custom_steps.train if self.replica.custom else train_step.train
+        return self._guarded(lambda: train(self.replica, self._ready, feed))
 
     def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
         """Return local sums of `loss` and the metrics, and update those with state."""
@@ -244,7 +249,7 @@ class TorchEngine(_ReplicaEngine):
         with replica.attempt(), random_state.preserve_generators(self._device), runner.objective.checking():
             replica.reseed(0)
             with replica.finding_last() if runner.measures_own_time else nullcontext():
-                train_step.run_micro_batch(runner, share)
+                (custom_steps.rehearse if replica.custom else train_step.run_micro_batch)(runner, share)
             replica.uncut = share.layout.whole
             every_used = all(parameter.grad is not None for parameter in replica.trainable)
         self._carry_logged(runner.objective)
@@ -266,7 +271,7 @@ class OneDevice(TorchEngine):
     """A model on one device of one worker."""
 
     capabilities: ClassVar[Capabilities] = replace(
-        TorchEngine.capabilities, local_state=True, synchronized_batch_norm=True
+        TorchEngine.capabilities, local_state=True, synchronized_batch_norm=True, custom_steps=True
     )
 
     def form(self, group: Group) -> StateTag:

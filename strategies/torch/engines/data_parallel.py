@@ -79,7 +79,7 @@ class DataParallel(ProcessGroupEngine):
     """
 
     capabilities: ClassVar[Capabilities] = replace(
-        ProcessGroupEngine.capabilities, local_state=True, synchronized_batch_norm=True
+        ProcessGroupEngine.capabilities, local_state=True, synchronized_batch_norm=True, custom_steps=True
     )
 
     def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
@@ -109,11 +109,13 @@ class DataParallel(ProcessGroupEngine):
             alone.objective.carry_logged(replica.logged)
         assert replica.every_used is not None, "it was tried, here or where the state comes from"
         every_used = all(flag for (flag,) in all_gather_ints([int(replica.every_used)], self._device))
+        world = distributed.group.WORLD
+        assert world is not None, "form() comes first"
+        if replica.custom:
+            return replace(alone, others=(world,))
         parallel = ddp_without_buffer_sync(
             alone.objective, gradient_as_bucket_view=True, find_unused_parameters=not every_used
         )
-        world = distributed.group.WORLD
-        assert world is not None, "form() comes first"
         runner = replace(alone, reduced=parallel, local=parallel.no_sync, every_used=every_used, others=(world,))
         if self._group.size != 2:
             self._throwaway(runner, feed)

@@ -12,6 +12,7 @@ that the reduction is the same in each step; then come the sums and weights of t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from trainwright.core.data import Batch, Terms
 from trainwright.core.engine import ModelSpec
-from trainwright.core.errors import JobError
+from trainwright.core.errors import JobError, nearest
 from trainwright.core.loss_api import gather_with, log, log_name_problem, log_with, outputs_first
 from trainwright.core.metric_states import is_stateful
 from trainwright.core.plan import Plan
@@ -149,9 +150,48 @@ class JobFunctions:
                 return self.loss_of(self.outputs(model, columns), columns, batch, layout)
 
             def called(given: Any, _: Any) -> Any:
-                return self._without_logged(step(model, dict(given)))
+                return self._without_logged(_sum_of_turns(step(model, dict(given)), self.where))
 
             return self._terms("step=", called, dict(columns), (), batch, layout, model)
+
+    def turns(
+        self, model: nn.Module, columns: batches.Tensors, batch: Batch, layout: BatchLayout, names: Sequence[str]
+    ) -> Iterator[tuple[str, Terms]]:
+        """Yield the name and the loss terms of each update of a step, which goes on after the update.
+
+        Args:
+            names: of the optimizers.
+        """
+        assert self.spec.step is not None, "several optimizers need step="
+        rows = BatchRows(batch, layout, self.group, self.where)
+        with TorchUserCode("step=", self.where):
+            yielded = self.spec.step(model, dict(columns))
+        if not inspect.isgenerator(yielded):
+            problem = f"step= returned {type(yielded).__name__}, and the job has several optimizers: {_YIELD}"
+            raise JobError([problem], where=self.where)
+        while True:
+            with (
+                self.precision(),
+                TorchUserCode("step=", self.where),
+                gather_with(rows.gather),
+                self._logging(rows, batch),
+            ):
+                item = next(yielded, None)
+            if item is None:
+                return
+            name, loss = _turn_of(item, self.where)
+            if name not in names:
+                raise JobError([f"step= yielded {name!r}: {nearest(name, names)}"], where=self.where)
+            result = batch_mean("step=", loss, self.spec.weight, columns, self.where)
+            if isinstance(result, BatchMean):
+                if not layout.whole and self.spec.weight is None and BATCH_LOSS not in self.spec.inexact:
+                    problem = (
+                        f"step= yielded one number for {name!r}, and workers or micro-batches have parts of the batch: "
+                        'yield one loss per sample (reduction="none"), or accept inexact=("batch_loss",)'
+                    )
+                    raise JobError([problem], where=self.where)
+                result = result.of_rows(batch.rows)
+            yield name, _loss_terms("step=", rows.own(result), batch, self.where)
 
     def metric(
         self, name: str, outputs: Any, columns: batches.Tensors, batch: Batch, layout: BatchLayout = WHOLE_BATCH
@@ -428,6 +468,31 @@ def _carried_type(model: nn.Module) -> torch.dtype:
     """Return float64 where parameters in float64 are trained, else float32, so that sums share their buckets."""
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     return torch.float64 if torch.float64 in trained else torch.float32
+
+
+_YIELD = 'write `yield "generator", losses` for each update, with the name of the optimizer'
+
+
+def _turn_of(item: Any, where: str) -> tuple[str, Any]:
+    """Return the name and the loss that a step yielded. Raises JobError."""
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
+        return item
+    raise JobError([f"step= yielded {type(item).__name__}: {_YIELD}"], where=where)
+
+
+def _sum_of_turns(result: Any, where: str) -> Any:
+    """Return the sum of the losses that a step yields, for an evaluation; what it returned otherwise."""
+    if not inspect.isgenerator(result):
+        return result
+    losses = []
+    for name, loss in (_turn_of(item, where) for item in result):
+        log(name, loss)
+        losses.append(loss)
+    shapes = {tuple(getattr(loss, "shape", ())) if isinstance(loss, Tensor) else type(loss).__name__ for loss in losses}
+    if len(shapes) != 1 or not isinstance(losses[0], Tensor):
+        problem = "step= yields losses of different kinds, which an evaluation cannot add: yield tensors of one shape"
+        raise JobError([problem], where=where)
+    return torch.stack(losses).sum(0)
 
 
 # --- What a loss or metric returned -----------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ on time: draining the pipeline, or dropping and repeating forwards, changes no b
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +33,7 @@ from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.batch_norm import SyncedBatchNorms, batch_norms, running_norms
 from trainwright.strategies.torch.training.learning_rates import LearningRates
 from trainwright.strategies.torch.training.model_blocks import checkpoint_blocks, checkpointed_buffers, compile_model
+from trainwright.strategies.torch.training.optimizers import NamedOptimizers, make_optimizer, needs_closure
 from trainwright.strategies.torch.training.weight_copies import AveragedWeights, WeightStash
 
 _BufferCopies = dict[str, tuple[Tensor, Tensor]]  # by full name: a buffer, and a copy of what it held
@@ -65,6 +65,7 @@ class TorchReplica:
         selective_recompute: backward computes attention's scores again.
         trainable: the parameters that require a gradient, each once.
         names: full name of each parameter that requires a gradient.
+        custom: a step is not one backward and one update: several optimizers, or one with a closure.
         rates: sets the learning rates.
         average: average of the trained parameters; None where the job has none.
         rebuilt: names of frozen parameters that no state holds, since `model()` makes them.
@@ -122,9 +123,8 @@ class TorchReplica:
         self.trainable = list(self.names)
         self.versions = WeightStash(self.trainable) if plan.streamed else None
         self.begun: _BufferCopies | None = None
-        with TorchUserCode("optimizer()", where):
-            self.optimizer = spec.make_optimizer([(name, parameter) for parameter, name in self.names.items()])
-        _check_optimizer(self.optimizer, self.names, where)
+        self.optimizer = make_optimizer(spec, self.names, where)
+        self.custom = isinstance(self.optimizer, NamedOptimizers) or needs_closure(self.optimizer)
         self.rates = LearningRates(spec, self.optimizer, where)
         self.average = (
             None
@@ -370,37 +370,6 @@ def _batch_norm_problems(model: nn.Module, spec: ModelSpec, plan: Plan) -> list[
             "are averaged over the replicas: use schedule=1f1b"
         )
     return problems
-
-
-def _check_optimizer(optimizer: Any, names: dict[nn.Parameter, str], where: str) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
-        raise JobError([f"optimizer() returned {kind}: return a torch.optim.Optimizer"], where=where)
-    if any("initial_lr" in group for group in optimizer.param_groups):  # torch's LRScheduler sets it
-        raise JobError(
-            [
-                "optimizer() made a torch.optim.lr_scheduler, whose count is neither saved nor sent to a worker that "
-                "is replaced: make it in schedule=, such as schedule=lambda optimizer: StepLR(optimizer, 10, 0.5)"
-            ],
-            where=where,
-        )
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(parameter not in names for parameter in held):
-        raise JobError(["the optimizer holds a tensor that is no parameter of the model"], where=where)
-    if _needs_closure(optimizer):
-        kind = type(optimizer).__name__
-        problem = (
-            f"optimizer() returned {kind}, whose step() takes a closure that computes the loss again, and a step here "
-            "computes it once, over all workers: return an optimizer without one, such as Adam or SGD"
-        )
-        raise JobError([problem], where=where)
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's step() needs a closure."""
-    given = inspect.signature(optimizer.step).parameters.values()
-    named = (each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
-    return any(each.default is each.empty for each in named)
 
 
 # --- Loss scaling for float16 -----------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def train(replica: TorchReplica, runner: StepRunner, feed: Feed) -> StepReport:
         if overflowed and scale is not None:
             replica.scale = scale.overflowed()
         elif totals.weight:
-            norm = _scale(runner, gradients, totals, rows=feed.rows, largest=spec.clip_norm)
+            norm = scale_gradients(runner, gradients, totals, rows=feed.rows, largest=spec.clip_norm)
             replica.apply(feed.step, runner.where)
             attempt.applied = True
             replica.scale = scale.applied() if scale else None
@@ -223,7 +223,7 @@ def logged_sums(runner: StepRunner, totals: StepTotals) -> MetricSums:
     return MetricSums(totals=dict(zip(runner.objective.logged.names or (), pairs, strict=True)))
 
 
-def _scale(
+def scale_gradients(
     runner: StepRunner, gradients: list[Tensor], totals: StepTotals, *, rows: int, largest: float | None
 ) -> float | None:
     """Scale the gradients to the weighted mean's, then clip, in one pass; returns the norm before clipping.

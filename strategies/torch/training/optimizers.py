@@ -1,0 +1,117 @@
+"""The optimizer of a replica: the user's, or several of them, each for a part of the model."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainwright.core.engine import ModelSpec
+from trainwright.core.errors import JobError
+from trainwright.strategies.torch.torch_errors import TorchUserCode
+from trainwright.strategies.torch.training.learning_rates import group_settings, set_group_option
+
+
+class NamedOptimizers(torch.optim.Optimizer):
+    """Several optimizers by name, with their parameter groups one after the other, and one state.
+
+    Args:
+        named: the optimizers.
+    """
+
+    def __init__(self, named: Mapping[str, torch.optim.Optimizer]) -> None:
+        groups = [group for each in named.values() for group in each.param_groups]
+        super().__init__([{"params": group["params"]} for group in groups], {})
+        self.param_groups = groups
+        self.named = named
+        for each in named.values():
+            each.state = self.state
+
+    def parameters(self, name: str) -> list[nn.Parameter]:
+        """Return the parameters of one optimizer."""
+        return [parameter for group in self.named[name].param_groups for parameter in group["params"]]
+
+
+def make_optimizer(spec: ModelSpec, names: Mapping[nn.Parameter, str], where: str) -> torch.optim.Optimizer:
+    """Make a job's optimizer, or its optimizers, for the trained parameters, whose full names are given.
+
+    Raises:
+        JobError: they do not fit the model.
+        UserCodeError: the job's function raised.
+    """
+    pairs = [(name, parameter) for parameter, name in names.items()]
+    if not isinstance(spec.optimizer, Mapping):
+        with TorchUserCode("optimizer()", where):
+            made = spec.make_optimizer(pairs)
+        _check_optimizer("optimizer()", made, names, where)
+        return made  # type: ignore[no-any-return]
+    parts = {key: [pair for pair in pairs if pair[0].startswith(f"{key}.")] for key in spec.optimizer}
+    problems = [f"optimizer= names {key!r}, and no trained parameter begins with it" for key in parts if not parts[key]]
+    taken = [name for part in parts.values() for name, _ in part]
+    problems += [f"parameter {name!r} belongs to no optimizer" for name in names.values() if name not in taken][:1]
+    if len(set(taken)) < len(taken):
+        problems.append("optimizer= has keys of which one is a part of another: each parameter needs one optimizer")
+    if problems:
+        parts_of = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names.values()))
+        problems[-1] += f": keys are names of the model's modules, such as {parts_of}"
+        raise JobError(problems, where=where)
+    found = {}
+    for key, part in parts.items():
+        with TorchUserCode(f"optimizer {key!r}", where):
+            found[key] = spec.make_optimizer(part, key)
+        _check_optimizer(f"optimizer {key!r}", found[key], names, where)
+        if needs_closure(found[key]):
+            raise JobError([f"optimizer {key!r} takes a closure: it must be the only one"], where=where)
+    return NamedOptimizers(found)
+
+
+def _check_optimizer(what: str, optimizer: Any, names: Mapping[nn.Parameter, str], where: str) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise JobError([f"{what} returned {kind}: return a torch.optim.Optimizer"], where=where)
+    if any("initial_lr" in group for group in optimizer.param_groups):  # torch's LRScheduler sets it
+        raise JobError(
+            [
+                f"{what} made a torch.optim.lr_scheduler, whose count is neither saved nor sent to a worker that is "
+                "replaced: make it in schedule=, such as schedule=lambda optimizer: StepLR(optimizer, 10, 0.5)"
+            ],
+            where=where,
+        )
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter not in names for parameter in held):
+        raise JobError([f"{what} holds a tensor that is no parameter of the model"], where=where)
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's step() needs a closure, which computes the loss again."""
+    given = inspect.signature(optimizer.step).parameters.values()
+    named = (each for each in given if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+    return any(each.default is each.empty for each in named)
+
+
+@contextmanager
+def undone_after_errors(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], restore: Callable[[], None]
+) -> Iterator[None]:
+    """Set parameters and optimizer back after an error, as they are now; then call `restore`."""
+    kept = [parameter.detach().clone() for parameter in parameters]
+    state = {parameter: copy.deepcopy(dict(entries)) for parameter, entries in optimizer.state.items()}
+    groups = [group_settings(group) for group in optimizer.param_groups]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, kept, strict=True):
+                parameter.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            for key, value in settings.items():
+                set_group_option(group, key, value)
+        restore()
+        raise
