@@ -235,7 +235,7 @@ class Facts:
             return
         due = {step for step in range(self.start + 1, min(end, finish.step)) if step % every == 0}
         due = due if self.stop_at is None else {step for step in due if step in self.evaluated}
-        best = best_step(scenario, self.evaluated)
+        best = best_step(scenario, (step for step in self.evaluated if step <= finish.step))
         if best and best not in {ref.step for ref in store.chain} | store.unsaved:
             raise Violation(f"the best evaluation, of step {best}, has no checkpoint: {store.chain}")
         for step in due | (set() if early else {end}):

@@ -134,7 +134,7 @@ def test_copies_take_a_hundredth_of_the_time_at_most() -> None:
 def test_checkpoints_by_time_follow_their_cost_and_the_failures() -> None:
     story = Story(workers=1, checkpoint_auto=True, total_steps=100, steps_per_epoch=10).running()
     assert [timer.after_s for timer in story.all(m.SetTimer) if timer.name == "pause"] == [pytest.approx(6, abs=6)]
-    assert story.calls("run")[0].argument.stop == 100, "no milestone but the end"
+    assert story.calls("run")[0].argument.steps.stop == 100, "no milestone but the end"
     story.now_s += 10.0
     story.expires("pause").segment(40)
     assert story.calls("snapshot")[0].argument.verbs == ("upload",)

@@ -326,13 +326,6 @@ MUTANTS = (
         replacement="False",
     ),
     Mutant(
-        name="passes over an evaluation that was not stored",
-        module="trainwright.driver.rendezvous",
-        pattern="(agreement.step or 0) > checkpointing.latest_usable_step(state)",
-        replacement="False",
-        also=("crash", "kill all") * 3,
-    ),
-    Mutant(
         name="leaves a rank out of the evaluation",
         module="trainwright.driver.segments",
         function="on_evaluated",
