@@ -333,14 +333,15 @@ def generate(
     The job's model must be causal, take one column of tokens, and return logits (rows, tokens, vocabulary).
 
     Where the run divided its model over workers, one replica runs on as many workers in the same layout. A lost worker
-    is replaced, up to the job's `failures=` times in a row, without loss of text. Each token needs a forward pass over
-    the whole context. Otherwise it runs in this process on one device.
+    is replaced, up to the job's `failures=` times in a row, without loss of text. Otherwise it runs in this process on
+    one device.
 
-    In this process, a torch model can keep keys and values of earlier tokens: a later token is then one forward pass
-    over one token. The signature of its forward says so: `past_key_values=` and `use_cache=`, as Hugging Face's models
-    have them, or `cache=None`. `cache` is a dict, empty in the first call, which has the prompts; the model stores in
-    it what it needs for the later calls, which have one token of each row. The text is the same without a cache. A text
-    that is longer than the rows of the training data has no cache: each new token moves the others to another place.
+    A torch model can keep keys and values of earlier tokens, so that a new token needs a forward pass over one token.
+    The signature of its forward says so: `past_key_values=` and `use_cache=`, as Hugging Face's models have them, or
+    `cache=None`. `cache` is a dict, empty in the first call, which has the prompts; the model stores in it what it
+    needs for the later calls, which have one token of each row. The text is the same without a cache. Pipelines use
+    none, and neither does a text that is longer than the rows of the training data: each new token moves the others to
+    another place.
 
     Args:
         prompts: (rows, tokens) integers.
@@ -397,7 +398,7 @@ def export(job: Job | str, path: str, *, step: CheckpointChoice = None) -> str:
     at the end, Keras-hub models write their preset.
 
     Args:
-        step: the checkpoint at this step; by default the newest.
+        step: the checkpoint at this step, or "best" (see `tw.Checkpointing`); by default the newest.
 
     Raises:
         TrainwrightError: there is no checkpoint, it does not fit the model, the path's ending names no format, the

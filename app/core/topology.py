@@ -49,6 +49,7 @@ class Capabilities:
         synchronized_batch_norm: batch norms can look at the whole batch.
         torch_training: it has schedulers of `torch.optim.lr_scheduler`, a function of the learning rate for each
             parameter group, and averages of weights.
+        decodes: it can keep what a language model computed of earlier tokens: see `core.engine.DecodingEngine`.
     """
 
     reform: RestartMode = "in_place"
@@ -61,6 +62,7 @@ class Capabilities:
     local_state: bool = False
     synchronized_batch_norm: bool = False
     torch_training: bool = False
+    decodes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
