@@ -330,12 +330,18 @@ def generate(
 ) -> npt.NDArray[np.int64]:
     """Continue prompts with the language model of a run.
 
-    The job's model must be causal, take one column of tokens, and return logits (rows, tokens, vocabulary). Each token
-    needs a forward pass over the whole context: there is no key-value cache.
+    The job's model must be causal, take one column of tokens, and return logits (rows, tokens, vocabulary).
 
     Where the run divided its model over workers, one replica runs on as many workers in the same layout. A lost worker
     is replaced, up to the job's `failures=` times in a row, without loss of text. Otherwise it runs in this process on
     one device.
+
+    A torch model can keep keys and values of earlier tokens, so that a new token needs a forward pass over one token.
+    The signature of its forward says so: `past_key_values=` and `use_cache=`, as Hugging Face's models have them, or
+    `cache=None`. `cache` is a dict, empty in the first call, which has the prompts; the model stores in it what it
+    needs for the later calls, which have one token of each row. The text is the same without a cache. Pipelines use
+    none, and neither does a text that is longer than the rows of the training data: each new token moves the others to
+    another place.
 
     Args:
         prompts: (rows, tokens) integers.
@@ -378,11 +384,25 @@ def load_model(job: Job | str, *, step: CheckpointChoice = None) -> Any:
 
 
 def export(job: Job | str, path: str, *, step: CheckpointChoice = None) -> str:
-    """Write the trained model to a file: torch to `.safetensors` or `.pt`, Keras to `.keras`, `.weights.h5` or,
-    where the path has no ending, to the folder of a SavedModel. Returns the path.
+    """Write the trained model for use without trainwright, in the format of the path's ending. Returns the path.
+
+    torch:
+
+    - `.safetensors`, `.pt`: the weights.
+    - `.pt2`, `.onnx`: the forward pass, by `torch.export`. It takes any number of rows. A `.pt2` file is called as the
+      job calls the model. An ONNX model's inputs are named as the columns, its outputs as those of `tw.predict`. ONNX
+      needs `pip install onnx onnxscript`.
+    - a folder that ends in `/`: what the model's `save_pretrained` writes (Hugging Face).
+
+    Keras on TensorFlow: `.keras`, `.weights.h5`, or a path without an ending for the folder of a SavedModel. With `/`
+    at the end, Keras-hub models write their preset.
+
+    Args:
+        step: the checkpoint at this step, or "best" (see `tw.Checkpointing`); by default the newest.
 
     Raises:
-        TrainwrightError: there is no checkpoint, it does not fit the model, or the path's ending names no form.
+        TrainwrightError: there is no checkpoint, it does not fit the model, the path's ending names no format, the
+            model cannot be written in it, or a package that the format needs is not installed.
     """
     from trainwright.runtime import run_handle
 

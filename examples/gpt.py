@@ -82,6 +82,10 @@ SIZES = {
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
+Cache = dict[nn.Module, tuple[Tensor, Tensor]]
+"""Keys and values (rows, heads, tokens, size) of the tokens so far, by attention layer."""
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions (Su et al. 2021)."""
 
@@ -96,20 +100,23 @@ class Attention(nn.Module):
         self.register_buffer("cos", turns.cos(), persistent=False)
         self.register_buffer("sin", turns.sin(), persistent=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(rows, tokens, width) to the same."""
+    def forward(self, hidden: Tensor, cache: Cache | None = None) -> Tensor:
+        """(rows, tokens, width) to the same; after the first tokens, a cache takes one token of each row at a time."""
         queries, keys, values = (
-            part(hidden).unflatten(-1, (-1, self.head)) for part in (self.query, self.key, self.value)
+            part(hidden).unflatten(-1, (-1, self.head)).transpose(1, 2) for part in (self.query, self.key, self.value)
         )
-        mixed = functional.scaled_dot_product_attention(
-            self._turned(queries), self._turned(keys), values.transpose(1, 2), is_causal=True, enable_gqa=True
-        )
+        known = cache[self][0].shape[2] if cache and self in cache else 0
+        queries, keys = self._turned(queries, known), self._turned(keys, known)
+        if cache is not None:
+            if known:
+                keys, values = (torch.cat(pair, dim=2) for pair in zip(cache[self], (keys, values), strict=True))
+            cache[self] = keys, values
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=not known, enable_gqa=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
-    def _turned(self, heads: Tensor) -> Tensor:
-        """(rows, tokens, heads, size) to (rows, heads, tokens, size), with rotary positions applied."""
-        heads = heads.transpose(1, 2)
-        cos, sin = self.cos[: heads.shape[2]], self.sin[: heads.shape[2]]
+    def _turned(self, heads: Tensor, first: int) -> Tensor:
+        """(rows, heads, tokens, size) to the same, with rotary positions from `first` on applied."""
+        cos, sin = (table[first : first + heads.shape[2]] for table in (self.cos, self.sin))
         left, right = heads.chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
@@ -136,9 +143,9 @@ class Block(nn.Module):
         self.before_attention, self.attention = nn.RMSNorm(size.width), Attention(size)
         self.before_forward, self.feed_forward = nn.RMSNorm(size.width), FeedForward(size)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cache: Cache | None = None) -> Tensor:
         """(rows, tokens, width) to the same."""
-        hidden = hidden + self.attention(self.before_attention(hidden))
+        hidden = hidden + self.attention(self.before_attention(hidden), cache)
         return hidden + self.feed_forward(self.before_forward(hidden))
 
 
@@ -158,11 +165,11 @@ class GPT(nn.Module):
                 nn.init.normal_(matrix, std=(matrix.shape[1] * (2 * size.depth if into else 1)) ** -0.5)
         nn.init.zeros_(self.head.weight)  # at first all tokens are as likely
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the token that follows each token."""
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return the logits of the token that follows each token; `tw.generate` gives the cache."""
         hidden = self.embedding(tokens) * self.scale
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = block(hidden, cache)
         return self.head(self.norm(hidden))
 
 

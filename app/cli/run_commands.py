@@ -151,8 +151,8 @@ def export(
 ) -> None:
     """Export the model of a run for use without trainwright.
 
-    The ending of PATH is the format. torch: `.safetensors` or `.pt`. Keras: `.keras`, `.weights.h5`, or no ending for
-    the folder of a SavedModel.
+    The ending of PATH is the format. torch: `.safetensors`, `.pt`, `.pt2` (torch.export), `.onnx`, or `/` for a folder
+    of save_pretrained. Keras: `.keras`, `.weights.h5`, or no ending for the folder of a SavedModel.
     """
     from trainwright import api
 

@@ -561,6 +561,17 @@ class IndependentEngine(Engine, Protocol):
         """On the first server: return the staleness of pushes since the last call."""
 
 
+class DecodingEngine(Engine, Protocol):
+    """An engine whose capabilities say `decodes`: a language model need not compute earlier tokens again."""
+
+    def decode_step(self, feed: Feed, cache: dict[int, Any]) -> Columns | None:
+        """Return outputs as `predict_step`, for the tokens that follow those of earlier calls with the same cache.
+
+        Every call has the same rows: the first one any number of tokens of each, the later ones one. None where the
+        model keeps nothing in the cache: it needs all tokens in each call.
+        """
+
+
 # --- Names of what is stored ------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,7 @@ class Capabilities:
         torch_training: it has schedulers of `torch.optim.lr_scheduler`, a function of the learning rate for each
             parameter group, and averages of weights.
         custom_steps: a step may have several optimizers, or one that takes a closure.
+        decodes: it can keep what a language model computed of earlier tokens: see `core.engine.DecodingEngine`.
     """
 
     reform: RestartMode = "in_place"
@@ -63,6 +64,7 @@ class Capabilities:
     synchronized_batch_norm: bool = False
     torch_training: bool = False
     custom_steps: bool = False
+    decodes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -493,6 +493,10 @@ class EvaluateRequest:
     evaluated: MetricSums | None = None
 
 
+Decoding = Literal["", "first", "next"]
+"""Whether the model keeps what it computed of tokens: no, from these on, or from an earlier request on."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PredictRequest:
     """Compute the model's outputs for some feeds.
@@ -500,10 +504,12 @@ class PredictRequest:
     Attributes:
         place: index along the second dimension to return, for outputs (rows, places, ...); None for all. Other outputs
             are returned completely.
+        decoding: see `Decoding`; with "next", the feeds have one more token of each row.
     """
 
     feeds: tuple[Feed, ...]
     place: int | None = None
+    decoding: Decoding = ""
 
     def chosen(self, outputs: Columns) -> Columns:
         """Return the requested part of a feed's outputs."""

@@ -22,12 +22,13 @@ from trainwright.core.plan import Plan
 from trainwright.datasets.data_source import Index
 from trainwright.datasets.dataset import Dataset, first_batch
 from trainwright.datasets.loading.batch_loader import BatchLoader
-from trainwright.driver.messages import PredictRequest
+from trainwright.driver.messages import Decoding, PredictRequest
 from trainwright.inference.inference_model import plan_on_cluster, single_replica, split_into_feeds, trained_plan
 from trainwright.planning.planner import choose
 from trainwright.planning.profiler import profile_job
 from trainwright.storage.checkpoints import checkpoints_of, find_checkpoint, load_newest, with_checkpoint
 from trainwright.strategies import single_rank_engine
+from trainwright.worker.worker import predicted
 
 
 def evaluate(job: Job, step: CheckpointChoice = None, *, here: bool = False, verbose: bool = False) -> dict[str, float]:
@@ -83,8 +84,10 @@ Tokens = npt.NDArray[np.int64]
 Logits = npt.NDArray[Any]
 _Predict = Callable[[Tokens, int], Logits]
 """predict(tokens (rows, context), place) -> logits (rows, vocabulary) of the token after that place."""
-_Ask = Callable[[Columns, int], Sequence[Columns]]
-"""ask(columns of some rows, place) -> the model's outputs at that place, in pieces."""
+_Decode = Callable[[Tokens, int], Logits | None]
+"""decode(tokens (rows, new), earlier tokens) -> logits after the last; None where the earlier ones are not kept."""
+_Ask = Callable[[Columns, int, Decoding], Sequence[Columns]]
+"""ask(columns of some rows, place, decoding) -> the model's outputs at that place, in pieces; none without a cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,21 +120,36 @@ class Sampling:
         return np.asarray((scaled + random.gumbel(size=scaled.shape)).argmax(axis=1), dtype=np.int64)  # Gumbel-max
 
 
-def extend_prompts(predict: _Predict, prompts: Tokens, context: int, count: int, sampling: Sampling) -> Tokens:
+def extend_prompts(
+    predict: _Predict, prompts: Tokens, context: int, count: int, sampling: Sampling, decode: _Decode | None = None
+) -> Tokens:
     """Return prompts (rows, tokens) with `count` more tokens.
 
     The model is always given `context` tokens, so that shapes never change: what is not there yet is 0, and follows on
     what counts, where a causal model does not look. Of a longer text it is given the end: a token less than it takes,
     as in training what follows on the last one of a row was not in the row, and so was never judged.
+
+    Where the model can keep what it computed of earlier tokens, `decode` is given only the new ones. In a text that is
+    longer than that end, each token moves all others to another place, so that nothing can be kept.
     """
     most = max(context - 1, 1)
     random = np.random.default_rng(sampling.seed)
     text = np.concatenate((prompts, np.zeros((len(prompts), count), dtype=np.int64)), axis=1)
+    known = 0
     for place in range(prompts.shape[1], text.shape[1]):
-        window = np.zeros((len(text), context), dtype=np.int64)
-        seen = text[:, max(place - most, 0) : place]
-        window[:, : seen.shape[1]] = seen
-        text[:, place] = sampling.draw(predict(window, seen.shape[1] - 1), random)
+        logits = None
+        if decode is not None and place <= most:
+            logits = decode(text[:, known:place], known)
+            if logits is None and known:  # on new workers: those that kept the earlier tokens were lost
+                logits = decode(text[:, :place], 0)
+        known = place
+        if logits is None:
+            decode = None
+            window = np.zeros((len(text), context), dtype=np.int64)
+            seen = text[:, max(place - most, 0) : place]
+            window[:, : seen.shape[1]] = seen
+            logits = predict(window, seen.shape[1] - 1)
+        text[:, place] = sampling.draw(logits, random)
     return text
 
 
@@ -169,9 +187,14 @@ def generate(
             ask = stack.enter_context(ranks).predict
 
         def predict(tokens: Tokens, place: int) -> Logits:
-            return _logits(ask({job.arguments[0]: _cast(tokens, column.dtype)}, place))
+            return _logits(ask({job.arguments[0]: _cast(tokens, column.dtype)}, place, ""))
 
-        return extend_prompts(predict, given.astype(np.int64), column.shape[1], count, sampling)
+        def decode(tokens: Tokens, known: int) -> Logits | None:
+            columns = {job.arguments[0]: _cast(tokens, column.dtype)}
+            pieces = ask(columns, tokens.shape[1] - 1, "next" if known else "first")
+            return _logits(pieces) if pieces else None
+
+        return extend_prompts(predict, given.astype(np.int64), column.shape[1], count, sampling, decode)
 
 
 def _ask_here(job: Job, step: CheckpointChoice, outputs: tuple[str, ...]) -> _Ask:
@@ -181,10 +204,11 @@ def _ask_here(job: Job, step: CheckpointChoice, outputs: tuple[str, ...]) -> _As
     engine = single_rank_engine(replace(spec, outputs=outputs), plan)
     with_checkpoint(job, step, engine.load)
 
-    def ask(columns: Columns, place: int) -> list[Columns]:
+    cache: dict[int, Any] = {}
+
+    def ask(columns: Columns, place: int, decoding: Decoding) -> Sequence[Columns]:
         (feeds,) = split_into_feeds(plan, columns)
-        wanted = PredictRequest(feeds=feeds, place=place)
-        return [wanted.chosen(engine.predict_step(feed)) for feed in feeds]
+        return predicted(engine, PredictRequest(feeds=feeds, place=place, decoding=decoding), cache)
 
     return ask
 

@@ -18,7 +18,7 @@ from trainwright.core.plan import Plan, assign_slots
 from trainwright.core.topology import Generation, Group, Peer
 from trainwright.datasets.loading.batch_loader import make_schedule
 from trainwright.driver.failure_policy import backoff_s
-from trainwright.driver.messages import CallFailure, PredictRequest, ReserveRequest
+from trainwright.driver.messages import CallFailure, Decoding, PredictRequest, ReserveRequest
 from trainwright.driver.run_policy import CALL_DEADLINE_S
 from trainwright.inference.inference_model import gather_outputs, split_into_feeds
 from trainwright.ray_cluster.discovery import discover
@@ -117,12 +117,15 @@ class ShardedModel:
             total = sum(self._call_all("evaluate_some", [some] * self._plan.workers), total)
         return total
 
-    def predict(self, columns: Columns, place: int | None = None) -> list[Columns]:
+    def predict(self, columns: Columns, place: int | None = None, decoding: Decoding = "") -> list[Columns]:
         """Return the model's outputs for rows, in their order, in pieces.
 
         Args:
             columns: of the rows, which may have more than the model is given.
-            place: see `PredictRequest`.
+            place, decoding: see `PredictRequest`.
+
+        Returns:
+            nothing where the model cannot decode, or the workers no longer have the tokens of earlier requests.
 
         Raises:
             WorkerLost, HangError, ResourceError, TrainwrightError: as `evaluate`.
@@ -130,7 +133,9 @@ class ShardedModel:
         wanted = self._job.columns
         given = {name: column for name, column in columns.items() if wanted is None or name in wanted}
         feeds = split_into_feeds(self._plan, given)
-        answers = self._call_all("predict", [PredictRequest(feeds=own, place=place) for own in feeds])
+        answers = self._call_all(
+            "predict", [PredictRequest(feeds=own, place=place, decoding=decoding) for own in feeds]
+        )
         return list(gather_outputs(self._plan, answers, feeds[0]))
 
     def _call_all(self, verb: str, arguments: Sequence[Any]) -> list[Any]:

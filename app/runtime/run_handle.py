@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainwright.core.engine import CheckpointChoice
 from trainwright.core.job import Job
+from trainwright.datasets.dataset import first_batch
 from trainwright.driver.messages import FinishRun
 from trainwright.planning.profiler import profiler_of
 from trainwright.reporting.run_history import RunHistory, read_history, read_steps
@@ -241,11 +242,14 @@ def export(job: Job, path: str, step: CheckpointChoice = None) -> str:
     """Write the trained model to a file or folder, in the format of the path's ending.
 
     Raises:
-        JobError: the ending names no format; lists the formats.
+        JobError: the ending names no format, or the model cannot be written in it.
         CheckpointError: there is no checkpoint, or it does not fit the model.
+        MissingFramework: a package for the format is not installed.
+        DataError, UserCodeError: the format needs a row of the training data, which cannot be read.
     """
     model = load_model(job, step)
-    profiler_of(model).export(model, path)
+    spec = job.model_spec(1, lambda: first_batch(job.train, job.train.index(), job.columns))
+    profiler_of(model).export(model, path, spec)
     return path
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import takewhile
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 from trainwright.core.data import (
     Columns,
@@ -36,6 +36,7 @@ from trainwright.core.engine import (
     CheckpointFile,
     CheckpointRef,
     CoordinatorTopologyEngine,
+    DecodingEngine,
     Engine,
     IndependentEngine,
 )
@@ -101,6 +102,7 @@ class Worker:
         self._role: Role = "worker"
         self._passing = StepSkipper(self._quarantine)
         self._staleness: StalenessCounts | None = None  # of the last stretch of steps, where this one told of it
+        self._decoded = dict[int, Any]()  # what a language model keeps of the tokens so far
 
     def rehearse(self) -> None:
         """Warm up a standby alone, on the CPU, so that it can take a rank at once; nothing is trained.
@@ -323,7 +325,7 @@ class Worker:
 
     def predict(self, wanted: PredictRequest) -> tuple[Columns, ...]:
         """Return the model's outputs for each feed, on the ranks that have them; nothing on the others."""
-        return tuple(wanted.chosen(self._engine.predict_step(feed)) for feed in wanted.feeds)
+        return predicted(self._engine, wanted, self._decoded)
 
     def snapshot(self, wanted: SnapshotRequest) -> SnapshotTaken:
         """Copy the state to host memory; steps may go on at once."""
@@ -381,6 +383,25 @@ class Worker:
     def _close_feeds(self) -> None:
         if self._data is not None:
             self._data.close()
+
+
+def predicted(engine: Engine, wanted: PredictRequest, cache: dict[int, Any]) -> tuple[Columns, ...]:
+    """Return the model's outputs for each feed of a request.
+
+    Args:
+        cache: what the model keeps of the tokens of earlier requests.
+
+    Returns:
+        nothing where the engine or the model cannot decode, or the cache does not have the tokens of earlier requests.
+    """
+    if not wanted.decoding:
+        return tuple(wanted.chosen(engine.predict_step(feed)) for feed in wanted.feeds)
+    if wanted.decoding == "first":
+        cache.clear()
+    if not engine.capabilities.decodes or (wanted.decoding == "next" and not cache):
+        return ()
+    found = [cast(DecodingEngine, engine).decode_step(feed, cache) for feed in wanted.feeds]
+    return tuple(wanted.chosen(each) for each in found if each is not None)
 
 
 # --- Interrupts -------------------------------------------------------------------------------------------------------

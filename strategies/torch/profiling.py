@@ -17,7 +17,8 @@ from trainwright.core.cluster import Accelerator
 from trainwright.core.errors import JobError
 from trainwright.core.model_profile import LayerCost, ModelProfile, append_loss, merge_plain_layers
 from trainwright.strategies.cost_model.machine_model import CPU_CORE, EFFICIENCIES, THREAD_EXPONENT
-from trainwright.strategies.torch.checkpoint.safetensors_files import export, take_weights
+from trainwright.strategies.torch.checkpoint.safetensors_files import take_weights
+from trainwright.strategies.torch.model_files import export
 from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan
 from trainwright.strategies.torch.tensor_parallel.plan_search import plan_layers
 from trainwright.strategies.torch.torch_compat import storage_key

@@ -16,6 +16,7 @@ from tests.support.conformance.torch_case import adamw
 from trainwright.core.data import Batch, Columns, Feed, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.driver.messages import Decoding, PredictRequest
 from trainwright.inference.inference_model import gather_outputs, split_into_feeds
 from trainwright.inference.run_inference import Logits, Sampling, Tokens, extend_prompts
 
@@ -76,15 +77,32 @@ def trained(pool: Pool, engine: str, mesh: Mesh, step: Any = None, **choices: An
 
 def written(world: World) -> list[list[int]]:
     """What the model writes on where it was trained: all ranks predict alike, one of them has the logits."""
+    asked = list[str]()
+
+    def answers(tokens: Tokens, place: int, decoding: Decoding) -> Logits | None:
+        feeds = split_into_feeds(world.plan, {"tokens": tokens})
+        requests = [PredictRequest(feeds=own, place=place, decoding=decoding) for own in feeds]
+        found = gather_outputs(world.plan, world.every("decode", lambda rank: (requests[rank],)), feeds[0])
+        pieces = [piece["logits"][:, 0] for piece in found]
+        asked.extend([decoding] if pieces else [])
+        return np.concatenate(pieces) if pieces else None
 
     def predict(tokens: Tokens, place: int) -> Logits:
-        feeds = split_into_feeds(world.plan, {"tokens": tokens})
-        answers = world.every("predict", lambda rank: feeds[rank])
-        found = gather_outputs(world.plan, [[answer] for answer in answers], feeds[0])
-        return np.concatenate([piece["logits"] for piece in found])[:, place]
+        found = answers(tokens, place, "")
+        assert found is not None
+        return found
+
+    def decode(tokens: Tokens, known: int) -> Logits | None:
+        return answers(tokens, tokens.shape[1] - 1, "next" if known else "first")
 
     prompts = columns()["tokens"][:2, :3]
-    return extend_prompts(predict, prompts, CONTEXT, 4, Sampling(temperature=0.0)).tolist()
+    texts = [
+        extend_prompts(predict, prompts, CONTEXT, 4, Sampling(temperature=0.0), cached).tolist()
+        for cached in (decode, None)
+    ]
+    assert texts[0] == texts[1]
+    assert asked[:4] == ["first", "next", "next", "next"] or world.plan.mesh.pipeline > 1
+    return texts[0]
 
 
 @pytest.fixture(scope="module")

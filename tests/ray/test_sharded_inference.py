@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gpt import GPT, Size, surprise
 
 import trainwright as tw
 from tests.support.prediction_jobs import Strike, check, read
-from tests.support.trained_layouts import LAYOUTS, rows, trained
+from tests.support.trained_layouts import rows, trained
 from trainwright.core.errors import HangError, ResourceError, UserCodeError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["sharded", "pipeline"])
 def test_it_evaluates_and_predicts_as_one_process_does(
     layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,3 +63,40 @@ def test_ranks_that_hang_tell_where_they_stand(tmp_path: Path) -> None:
     with pytest.raises(HangError, match="did not evaluate some within 5 s") as caught:
         tw.evaluate(chosen.replace(hang_deadline_s=5.0, failures=0))
     assert "rank 0, " in caught.value.where and caught.value.detail.count("in stuck") == 2
+
+
+SIZE = Size(context=16, width=16, depth=2, heads=4, groups=2, hidden=16, batch_size=4, epochs=1, rate=0.1,
+                vocabulary=31)  # fmt: skip
+
+
+class Mortal(GPT):
+    """Ends its process once, while it decodes, where `folder` is given; tells that it decoded."""
+
+    def __init__(self, folder: Path, *, mortal: bool) -> None:
+        super().__init__(SIZE)
+        self.folder, self.mortal = folder, mortal
+        self.double()
+
+    def forward(self, tokens: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        if cache and tokens.shape[1] == 1:
+            mark = self.folder / "killed"
+            (self.folder / ("again" if mark.exists() else "decoded")).touch()
+            if self.mortal and next(iter(cache.values()))[0].shape[2] == 7 and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(tokens, cache)
+
+
+@pytest.mark.parametrize("layout", ["sharded", "tensor"])
+def test_the_text_of_a_divided_model_is_that_of_one_process_also_after_a_worker_is_lost(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = {"tokens": np.random.default_rng(3).integers(0, 31, (8, SIZE.context))}
+    build = partial(Mortal, tmp_path, mortal=layout == "tensor")
+    chosen, _ = trained(tmp_path, layout, columns, model=build, loss=surprise, inputs="tokens", targets="tokens",
+                        metrics={}, evaluate=None)  # fmt: skip
+    options: Any = {"count": 14, "temperature": 0.8, "seed": 3}
+    text = tw.generate(chosen, columns["tokens"][:3, :4], **options).tolist()
+    assert ("begins again on new workers" in capsys.readouterr().err) == (layout == "tensor")
+    assert (tmp_path / "decoded").exists() and (tmp_path / "again").exists() == (layout == "tensor")
+    assert text == tw.generate(chosen, columns["tokens"][:3, :4], here=True, **options).tolist()

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "schedule": "1f1b",
         "accumulation": 2,
     },
+    "tensor": {"engine": f"{TORCH}.engines.tensor_parallel:TensorParallel", "mesh": Mesh(tensor=2)},
 }  # fmt: skip
 
 
@@ -35,12 +36,15 @@ def rows() -> dict[str, np.ndarray]:
     return {"id": np.arange(ROWS) + 1000, "x": random.normal(size=(ROWS, 4)), "y": random.integers(0, 3, ROWS)}
 
 
-def trained(folder: Path, layout: str, **fields: Any) -> tuple[tw.Job, torch.nn.Module]:
+def trained(
+    folder: Path, layout: str, columns: dict[str, np.ndarray] | None = None, **fields: Any
+) -> tuple[tw.Job, torch.nn.Module]:
     """A job with a checkpoint whose run tells that it was trained in a layout, and its model."""
-    data = tw.datasets.table(rows())
+    columns = columns or rows()
+    data = tw.datasets.table(columns)
     fields = {"model": double, "train": data, "evaluate": data, "metrics": {"accuracy": accuracy}, **fields}
     chosen = job(folder, **fields)
-    held = {name: column[:8] for name, column in rows().items()}
+    held = {name: column[:8] for name, column in columns.items()}
     model = train(chosen, 2, lambda step: Batch(columns=held, weights=np.ones(8), samples=np.arange(8)))
     plan = Plan(strategy=layout, batch_size=8, placement=WorkerResources(cpus=1), **LAYOUTS[layout])
     with EventLog(open_store(chosen.storage), chosen.name) as journal:

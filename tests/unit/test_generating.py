@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import gpt
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch import Tensor, nn
 
 import trainwright as tw
-from trainwright.core.data import Columns, Feed
+from tests.support import prediction_jobs, torch_engines
+from trainwright.core.data import Batch, Columns, Feed
 from trainwright.core.errors import JobError
+from trainwright.core.topology import Capabilities
 from trainwright.inference import run_inference as generating
 from trainwright.inference.run_inference import Logits, Sampling, Tokens, extend_prompts
+from trainwright.strategies.torch.engines.base import OneDevice
 
 VOCABULARY, CONTEXT = 7, 4
 GREEDY = Sampling(temperature=0.0)
@@ -88,7 +97,7 @@ def served(monkeypatch: pytest.MonkeyPatch, logits: npt.NDArray[np.float64], dty
     def predict_step(feed: Feed) -> Columns:
         return {"output": np.stack([logits] * feed.rows)}
 
-    engine = SimpleNamespace(load=lambda reader: None, predict_step=predict_step)
+    engine = SimpleNamespace(load=lambda reader: None, predict_step=predict_step, capabilities=Capabilities())
     monkeypatch.setattr(generating, "with_checkpoint", lambda job, step, load: load(None))
     monkeypatch.setattr(generating, "single_rank_engine", lambda spec, plan: engine)
     return tw.Job(name="n", model=lambda: torch.nn.Embedding(VOCABULARY, VOCABULARY), optimizer=torch.optim.SGD,
@@ -117,3 +126,82 @@ def test_tokens_that_the_column_cannot_hold_are_refused(monkeypatch: pytest.Monk
     logits[:, 299] = 2.0
     with pytest.raises(JobError, match="token 299 does not fit"):
         tw.generate(job, [[1]], count=2, temperature=0.0, here=True)
+
+
+SIZE = gpt.Size(context=12, width=16, depth=2, heads=4, groups=2, hidden=16, batch_size=2, epochs=1, rate=0.1,
+                vocabulary=31)  # fmt: skip
+
+
+class Forgetful(nn.Module):
+    """A language model whose argument `cache` means something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = gpt.GPT(SIZE)
+
+    def forward(self, tokens: Tensor, cache: Any = None) -> Tensor:
+        return self.model(tokens)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=12,
+    ))  # fmt: skip
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "fields", "keeps", "heats"),
+    [
+        pytest.param(lambda: gpt.GPT(SIZE), {"inputs": "tokens"}, True, (0.0, 1.0), id="own"),
+        pytest.param(llama, {"inputs": {"input_ids": "tokens"}}, True, (1.0,), id="huggingface"),
+        pytest.param(Forgetful, {"inputs": "tokens"}, False, (1.0,), id="none"),
+    ],
+)
+def test_with_a_cache_the_text_is_the_same_and_each_token_is_computed_once(
+    build: Callable[[], nn.Module],
+    fields: Any,
+    keeps: bool,
+    heats: tuple[float, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the rows are divided into micro-batches, and in a text that becomes longer than a row of training."""
+    widths = list[int]()
+
+    def counted() -> nn.Module:
+        model = build()
+        model.register_forward_pre_hook(
+            lambda _, args, named: widths.append((*args, *named.values())[0].shape[1]), with_kwargs=True
+        )
+        return model
+
+    def loss(outputs: Any, tokens: Tensor) -> Tensor:
+        logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+        return nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+        ).view(len(tokens), -1)
+
+    rows = {"tokens": np.random.default_rng(3).integers(0, 31, (4, SIZE.context))}
+    data = tw.datasets.table(rows)
+    job = prediction_jobs.job(tmp_path, model=counted, loss=loss, targets="tokens", train=data, batch_size=2, **fields)
+    batch = Batch(columns=rows, weights=np.ones(4), samples=np.arange(4))
+    prediction_jobs.train(job, 5, lambda _: batch)
+    plan = torch_engines.plan(engine="trainwright.strategies.torch.engines.base:OneDevice", batch_size=2)
+    monkeypatch.setattr(generating, "_local_plan", lambda job, data: (job, data.index(), plan))  # it takes seconds
+    options: Any = {"count": 14, "top_k": 9, "output": None if isinstance(fields["inputs"], str) else "logits"}
+    found = {}
+    for cached in (True, False):
+        monkeypatch.setattr(OneDevice, "capabilities", replace(OneDevice.capabilities, decodes=cached))
+        widths.clear()
+        found[cached] = [
+            tw.generate(job, rows["tokens"][:3, :4], temperature=heat, seed=7, **options).tolist() for heat in heats
+        ]
+        # Two micro-batches. Eleven tokens of context at most: after the prompt, seven are computed one by one.
+        once = [4, 4, *[1] * 14, *[12] * 12] if keeps and cached else [12] * 28
+        told = [4, 4] if cached and not keeps else []  # the first call shows that nothing is kept
+        assert widths == [*told, *once] * len(heats)
+    assert found[True] == found[False]

@@ -26,7 +26,8 @@ from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss, student_metrics
 from trainwright.strategies.distillation.divergences import tensor_ops_for
 from trainwright.strategies.distillation.multi_student import StudentModels, unwrap_student
-from trainwright.strategies.torch.checkpoint.safetensors_files import export, take_weights
+from trainwright.strategies.torch.checkpoint.safetensors_files import take_weights
+from trainwright.strategies.torch.model_files import export
 
 WIDE = torch.float64
 TARGETS = ("y", "teacher.big", "teacher.big/middle")
@@ -131,7 +132,7 @@ def test_one_student_of_a_class_is_judged_and_taken_out_of_its_files(tmp_path: A
         assert np.array_equal(again.predict_step(given)["output"], engine.predict_step(given)[name])
         model = students.alone(name)()
         take_weights(model, files)
-        export(unwrap_student(model), str(tmp_path / f"{name}.pt"))
+        export(unwrap_student(model), str(tmp_path / f"{name}.pt"), torch_engines.spec())
         build().load_state_dict(torch.load(tmp_path / f"{name}.pt"))
     assert isinstance(unwrap_student(student()), nn.Sequential)
 

@@ -17,7 +17,7 @@ from torch import nn
 import trainwright as tw
 from tests.support.conformance import tensorflow_case, torch_case
 from tests.support.prediction_jobs import columns_of, job, train
-from tests.support.torch_engines import Net
+from tests.support.torch_engines import Net, spec
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.distillation import teacher_runner
@@ -25,7 +25,7 @@ from trainwright.distillation.distillation_spec import Teacher
 from trainwright.distillation.teacher_runner import TeacherRunner, load_teacher
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss
 from trainwright.strategies.tensorflow.training import checkpoint_files as keras_files
-from trainwright.strategies.torch.checkpoint import safetensors_files as torch_files
+from trainwright.strategies.torch import model_files
 
 Columns = Mapping[str, Any]
 
@@ -63,7 +63,7 @@ class Pair(nn.Module):
 
 def exported(model: Any, folder: Path, name: str) -> str:
     path = str(folder / name)
-    (torch_files if isinstance(model, nn.Module) else keras_files).export(model, path)
+    (model_files if isinstance(model, nn.Module) else keras_files).export(model, path, spec())
     return path
 
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
-from trainwright.core.engine import StateReader
+from trainwright.core.engine import ModelSpec, StateReader
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
 from trainwright.strategies.common.user_code_errors import first_line
 from trainwright.strategies.tensorflow.training.train_state import KerasTrainState
@@ -160,17 +160,26 @@ def take_weights(model: keras.Model, reader: StateReader) -> None:
         part._deferred_dependencies.clear()  # TensorFlow would read these later, when the files no longer exist
 
 
-def export(model: keras.Model, path: str) -> None:
-    """Write `.keras`, `.weights.h5`, or a SavedModel for a path without an ending. Raises JobError for others."""
+def export(model: keras.Model, path: str, _: ModelSpec) -> None:
+    """Write `.keras`, `.weights.h5`, or a SavedModel for a path without an ending.
+
+    For a path that ends in `/`, a model with `save_to_preset` (Keras-hub) writes its own folder.
+
+    Raises:
+        JobError: the ending is not one of these.
+    """
     if path.endswith(".keras"):
         model.save(path)
     elif path.endswith(".weights.h5"):
         model.save_weights(path)
+    elif path.endswith("/") and hasattr(model, "save_to_preset"):
+        model.save_to_preset(path)
     elif not Path(path).suffix:
         model.export(path, verbose=False)
     else:
-        endings = "`.keras`, `.weights.h5`, or none for the folder of a SavedModel"
-        raise JobError([f"{path!r}: a Keras model is exported to {endings}"])
+        formats = "`.keras`, `.weights.h5`, or none for the folder of a SavedModel"
+        onnx = f"; then python -m tf2onnx.convert --saved-model FOLDER --output {path} makes an ONNX file of the folder"
+        raise JobError([f"{path!r}: a Keras model is exported to {formats}{onnx if path.endswith('.onnx') else ''}"])
 
 
 @contextmanager

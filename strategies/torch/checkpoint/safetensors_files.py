@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.engine import StateReader, StateWriter
-from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
+from trainwright.core.errors import CheckpointError, NonFiniteLoss
 from trainwright.strategies.torch.checkpoint.host_state import AVERAGE, HostState, OptimizerSlots, base_problem
 from trainwright.strategies.torch.checkpoint.tensor_digests import frozen_parameters, named_digest
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice
@@ -240,18 +240,6 @@ def load_weights(reader: StateReader) -> dict[str, Tensor]:
     boxes = _boxes([*known.values()], None)
     model, average = (_assemble(reader, kind, known, boxes[kind]) for kind in (_MODEL, _AVERAGE))
     return model | average
-
-
-def export(model: nn.Module, path: str) -> None:
-    """Write the state dict as `.safetensors` or, by `torch.save`, as `.pt`. Raises JobError for other endings."""
-    if path.endswith(".safetensors"):
-        import safetensors.torch  # nothing else in the engines needs it
-
-        safetensors.torch.save_model(model, path)
-    elif path.endswith(".pt"):
-        torch.save(model.state_dict(), path)
-    else:
-        raise JobError([f"{path!r}: a torch model is exported to `.safetensors` or `.pt`"])
 
 
 def _part_headers(reader: StateReader, wanted: _WantedSlices | None, own: ModelPart) -> Mapping[ModelPart, _Header]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -34,7 +34,7 @@ class _ReplicaEngine:
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        reform="in_place", topology="collective", devices_per_worker=1, inductor=True, torch_training=True
+        reform="in_place", topology="collective", devices_per_worker=1, inductor=True, torch_training=True, decodes=True
     )
 
     def __init__(self) -> None:
@@ -203,9 +203,21 @@ class TorchEngine(_ReplicaEngine):
             return self._guarded(lambda: evaluation.evaluate(self.replica.model, self._caller(), feed, through, states))
 
     def predict_step(self, feed: Feed) -> Columns:
-        """Return the model's outputs for the feed's rows."""
+        """Return the model's outputs for the feed's rows, on the first rank of each tensor-parallel group."""
         with self.replica.averaged(), self._evaluating(feed) as through:
-            return self._guarded(lambda: evaluation.predict(self.replica.model, self._caller(), feed, through))
+            found = self._guarded(lambda: evaluation.predict(self.replica.model, self._caller(), feed, through))
+        return {} if self.replica.part.tensor else found
+
+    def decode_step(self, feed: Feed, cache: dict[int, Any]) -> Columns | None:
+        """Return outputs as `predict_step`, for the tokens that follow those of earlier calls with the same cache.
+
+        None where the model keeps nothing, or its stages are on several ranks.
+        """
+        with self.replica.averaged(), self._evaluating(feed) as through:
+            if through is not None:
+                return None
+            found = self._guarded(lambda: evaluation.decode(self.replica.model, self._caller(), feed, cache))
+        return {} if found is not None and self.replica.part.tensor else found
 
     @contextmanager
     def _evaluating(self, feed: Feed) -> Iterator[evaluation.OutputsOf | None]:

@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from trainwright.core.data import Columns, Feed, MetricSums
+from trainwright.core.data import Feed, MetricSums
 from trainwright.core.engine import MetricStates, ModelSpec, StateSnapshot
 from trainwright.core.errors import CheckpointError, JobError
 from trainwright.core.plan import Plan
@@ -111,11 +111,6 @@ class ShardedModelEngine(ProcessGroupEngine):
         """Return local sums of `loss` and the metrics, on the first rank of each tensor-parallel group."""
         sums = super().evaluate_step(feed, None if self._part.tensor else states)
         return MetricSums() if self._part.tensor else sums
-
-    def predict_step(self, feed: Feed) -> Columns:
-        """Return the model's outputs for the feed's rows, on the first rank of each tensor-parallel group."""
-        outputs = super().predict_step(feed)
-        return {} if self._part.tensor else outputs
 
     # --- for the engines ----------------------------------------------------------------------------------
 

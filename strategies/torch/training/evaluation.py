@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -82,6 +83,43 @@ def predict(model: nn.Module, caller: JobFunctions, feed: Feed, through: Outputs
             for name, value in _checked(chosen, batch, caller).items():
                 found.setdefault(name, []).append(value)
     return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def decode(model: nn.Module, caller: JobFunctions, feed: Feed, cache: dict[int, Any]) -> Columns | None:
+    """Return the model's outputs for the tokens that follow those of earlier calls with the same cache.
+
+    The model keeps keys and values of the earlier tokens, in one of two forms of its forward:
+
+    - `forward(..., past_key_values=None, use_cache=None)` (Hugging Face): it is given what it returned last as
+      `past_key_values`.
+    - `forward(..., cache=None)`: it is given a dict, empty in the first call, and stores in it what it needs.
+
+    The first call has any number of tokens, each later one has one token of each row.
+
+    Args:
+        feed: the same rows in each call.
+        cache: empty in the first call; what the model keeps for each micro-batch, by its first sample.
+
+    Returns:
+        as `predict`; None where the model keeps nothing, so that it needs all tokens in each call.
+
+    Raises:
+        UserCodeError, JobError: as `predict`.
+    """
+    arguments = inspect.signature(model.forward).parameters
+    if "cache" not in arguments and not {"past_key_values", "use_cache"} <= arguments.keys():
+        return None
+
+    def through(batch: Batch) -> Any:
+        place, given = int(batch.samples[0]), caller.inputs(batch)
+        if "cache" in arguments:
+            return caller.outputs(model, given, cache=cache.setdefault(place, {}))
+        outputs = caller.outputs(model, given, past_key_values=cache.get(place), use_cache=True)
+        cache[place] = getattr(outputs, "past_key_values", None)
+        return outputs
+
+    found = predict(model, caller, feed, through)
+    return found if all(cache.values()) else None
 
 
 def _terms(

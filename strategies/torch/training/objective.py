@@ -124,16 +124,16 @@ class JobFunctions:
         """Return the columns that loss and metrics take."""
         return batches.collated_tensors(self.spec.collation, batch, dict.fromkeys(self.spec.targets), self.device)
 
-    def called(self, model: nn.Module, given: Sequence[Tensor]) -> Any:
-        """Call the model with the input columns, which are given in their order."""
+    def called(self, model: nn.Module, given: Sequence[Tensor], **more: Any) -> Any:
+        """Call the model with the input columns, which are given in their order, and with more keyword arguments."""
         if self.spec.keywords:
-            return model(**dict(zip(self.spec.keywords, given, strict=True)))
-        return model(*given)
+            return model(**dict(zip(self.spec.keywords, given, strict=True)), **more)
+        return model(*given, **more)
 
-    def outputs(self, model: nn.Module, columns: batches.Tensors) -> Any:
+    def outputs(self, model: nn.Module, columns: batches.Tensors, **more: Any) -> Any:
         """Return the model's outputs for the input columns."""
         with TorchUserCode("the model", self.where):
-            return self.called(model, [columns[name] for name in self.spec.inputs])
+            return self.called(model, [columns[name] for name in self.spec.inputs], **more)
 
     def targets(self, columns: batches.Tensors) -> Any:
         """Return the target column, or a tuple where there are several."""

@@ -32,6 +32,7 @@ from trainwright.core.topology import (
     StateTransfer,
     WorkUnit,
 )
+from trainwright.driver.messages import PredictRequest
 
 NAN = float("nan")
 
@@ -99,6 +100,7 @@ class Session:
 
     def __init__(self) -> None:
         self.kept: dict[str, StateSnapshot] = {}
+        self.decoded: dict[int, Any] = {}
 
     def open(self, path: str) -> int:
         """Make a fresh engine; the process id."""
@@ -185,6 +187,11 @@ class Session:
 
     def predict(self, feed: Feed) -> Columns:
         return self.engine.predict_step(feed)
+
+    def decode(self, wanted: PredictRequest) -> tuple[Columns, ...]:
+        from trainwright.worker.worker import predicted
+
+        return predicted(self.engine, wanted, self.decoded)
 
     def keep(self, name: str) -> int:
         """Remember a snapshot; its step."""
