@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from trainwright.core import pickling
 from trainwright.core.data import MetricSums
 from trainwright.core.errors import JobError, TrainwrightError, UserCodeError, user_traceback
 from trainwright.core.loss_api import is_keras_function, outputs_first
@@ -87,6 +86,8 @@ def metric_states(metrics: Mapping[str, Any]) -> dict[str, MetricState]:
 
 def with_states(sums: MetricSums, states: Mapping[str, MetricState]) -> MetricSums:
     """Return the sums of a rank with its metrics pickled, on the CPU. Raises UserCodeError where one cannot be."""
+    from trainwright.core import pickling  # needs cloudpickle, which a machine for engines alone may not have
+
     packed: dict[str, tuple[bytes, ...]] = {}
     for name, state in states.items():
         if state.updated:
@@ -103,6 +104,8 @@ def compute_states(sums: MetricSums) -> MetricSums:
         JobError: the metrics cannot be merged exactly, or the value is not one number.
         UserCodeError: a metric raised.
     """
+    from trainwright.core import pickling
+
     values = {}
     for name, pieces in sums.states.items():
         what = f"metric {name!r}"

@@ -108,6 +108,22 @@ def test_torch_engine_loads_torch_alone() -> None:
     assert loaded.isdisjoint({"ray", "tensorflow", "keras"})
 
 
+def test_engines_of_torch_need_torch_and_numpy_alone() -> None:
+    """As on a machine with a GPU and little else, where `tests/gpu` run."""
+    code = """
+import importlib, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"ray", "pydantic", "cloudpickle", "rich", "pandas", "safetensors", "tensorflow"}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+for name in ("base", "data_parallel", "fsdp", "pipeline", "tensor_parallel"):
+    importlib.import_module(f"trainwright.strategies.torch.engines.{name}")
+import trainwright.strategies.torch.profiling
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+
+
 def test_public_names_are_these() -> None:
     assert set(tw.__all__) == PUBLIC
     assert set(dir(tw)) >= PUBLIC
