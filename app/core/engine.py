@@ -36,6 +36,8 @@ from trainwright.core.weight_average import WeightAverage
 
 _CollateFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 _ANY_NUMBER = inspect.Parameter.VAR_POSITIONAL
+_ANY_NUMBERS = (_ANY_NUMBER, inspect.Parameter.VAR_KEYWORD)
+_LENGTHS = ("total_steps", "num_training_steps")  # parameters of schedulers
 
 MASK_SUFFIX = "_mask"
 _SHOWN_SAMPLES = 5
@@ -408,11 +410,7 @@ class ModelSpec:
         length = self.epochs if self.schedule_by == "epoch" else self.total_steps
         known = inspect.signature(self.schedule).parameters
         fixed = any(known[name].default is not None for name in ("epochs", "steps_per_epoch") if name in known)
-        unset = [
-            name
-            for name in ("total_steps", "num_training_steps")
-            if name in known and (known[name].default is inspect.Parameter.empty or known[name].default is None)
-        ]
+        unset = [name for name in _LENGTHS if name in known and known[name].default in (inspect.Parameter.empty, None)]
         return self.schedule(optimizer, **({} if fixed else dict.fromkeys(unset, length)))
 
 
@@ -423,6 +421,13 @@ def takes_optimizer(schedule: Any) -> bool:
     """
     places = _positional_parameters(schedule) if callable(schedule) else []
     return bool(places) and (places[0].name == "optimizer" or (len(places) == 1 and places[0].kind is not _ANY_NUMBER))
+
+
+def unset_parameters(schedule: Callable[..., Any]) -> list[str]:
+    """Return the parameters without a value of a function that `takes_optimizer`, beside those that are filled in."""
+    known = [*inspect.signature(schedule).parameters.values()][1:]
+    open_ones = [each for each in known if each.default is each.empty and each.kind not in _ANY_NUMBERS]
+    return [each.name for each in open_ones if each.name not in _LENGTHS]
 
 
 def _positional_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from trainwright.core.engine import takes_optimizer, unset_parameters
 from trainwright.core.errors import JobError, nearest
 
-_ALTERNATIVE = re.compile(r"literal\[|constrained-|callable$")  # how pydantic names the members of a union
+_ALTERNATIVE = re.compile(r"literal\[|constrained-|callable$|tuple\[|dict\[")  # pydantic's names of a union's members
 
 
 class StrictModel(BaseModel):
@@ -52,6 +53,7 @@ def _problems(error: ValidationError, kind: type[StrictModel]) -> list[str]:
     """Describe each problem that pydantic found: the field and the remedy."""
     problems: list[str] = []
     wrong: dict[str, str] = {}
+    explained: set[str] = set()  # fields with an object that advice was given on
     for item in error.errors():
         parts = [str(part) for part in item["loc"]]
         cause = item.get("ctx", {}).get("error")
@@ -63,7 +65,8 @@ def _problems(error: ValidationError, kind: type[StrictModel]) -> list[str]:
             problems.extend(cause.problems)
         elif item["type"] == "callable_type" and (known := function_problem(parts[0], item["input"])):
             problems.append(known)
-        else:
+            explained.add(parts[0])
+        elif parts[0] not in explained:
             field = f"{'.'.join(part for part in parts if not _ALTERNATIVE.match(part))}={item['input']!r}"
             said = f"{item['msg'][0].lower()}{item['msg'][1:]}"
             wrong[field] = f"{wrong[field]}, or {said}" if field in wrong else said
@@ -125,7 +128,7 @@ def function_problem(field: str, value: Any) -> str:
     if field == "optimizer" and any(kind in kinds for kind in _OPTIMIZERS):
         return f"optimizer= is a {name} that is made already: give a function, lambda parameters: {name}(parameters)"
     if field == "schedule":
-        return _schedule_problem(type(value))
+        return _schedule_problem(type(value)) or _unset_problem(value)
     if field == "callbacks" and isinstance(value, list | tuple):
         return (
             "callbacks= is a list: give a function that makes it, callbacks=lambda: [...], since each worker calls it"
@@ -145,6 +148,13 @@ def _schedule_problem(kind: type) -> str:
     if _KERAS_SCHEDULE in kinds:
         return f"schedule= is Keras' {kind.__name__}: give it to the optimizer as its learning rate, and leave this out"
     return ""
+
+
+def _unset_problem(schedule: Any) -> str:
+    unset = unset_parameters(schedule) if takes_optimizer(schedule) else []
+    name = getattr(schedule, "__name__", "the function")
+    given = ", ".join(f"{each}=..." for each in unset)
+    return f"schedule= is {name}, which needs {', '.join(unset)}: give partial({name}, {given})" if unset else ""
 
 
 def _qualified_bases(kind: type) -> frozenset[str]:

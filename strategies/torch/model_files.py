@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from trainwright.core.engine import MASK_SUFFIX, ModelSpec
 from trainwright.core.errors import JobError, MissingFramework
+from trainwright.strategies.torch.torch_compat import tree_unflatten
 from trainwright.strategies.torch.torch_errors import summarize_error
 from trainwright.strategies.torch.training.batch_tensors import collated_tensors
 from trainwright.strategies.torch.training.evaluation import flat_outputs
@@ -137,7 +137,7 @@ def _write_onnx(model: nn.Module, path: str, spec: ModelSpec) -> None:
     program = _traced(model, path, spec)
     outputs = program.call_spec.out_spec
     assert outputs is not None, "a model has outputs"
-    names = [name for name, _ in flat_outputs(pytree.tree_unflatten(range(outputs.num_leaves), outputs))]
+    names = [name for name, _ in flat_outputs(tree_unflatten(range(outputs.num_leaves), outputs))]
     try:
         written = torch.onnx.export(program, input_names=[*spec.inputs], output_names=names, dynamo=True, verbose=False)
     except torch.onnx.OnnxExporterError as error:

@@ -60,8 +60,8 @@ def job(**fields: Any) -> tw.Job:
         ({"train": "data"}, 'tw.datasets.parquet("path")'),
         ({"model": nn.Linear(2, 1)}, "model= is a Linear that is made already: give a function that makes it"),
         ({"optimizer": adam()}, "optimizer= is a Adam that is made already: give a function, lambda parameters: Adam("),
-        ({"schedule": SCHEDULER(adam(), 3)}, "schedule= is torch's StepLR: give a function (step, total_steps)"),
-        ({"schedule": SCHEDULER}, "schedule= is torch's StepLR: give a function (step, total_steps)"),
+        ({"schedule": SCHEDULER(adam(), 3)}, "schedule= is a StepLR that is made already: give a function"),
+        ({"schedule": SCHEDULER}, "schedule= is StepLR, which needs step_size: give partial(StepLR, step_size=...)"),
         ({"callbacks": [1], "run": "fit"}, "callbacks=lambda: [...]"),
         ({"loss": "mse"}, "loss='mse' is a name: give a function"),
     ],
@@ -70,7 +70,7 @@ def job(**fields: Any) -> tw.Job:
 def test_what_to_give_instead_is_said(fields: dict[str, Any], advice: str) -> None:
     with pytest.raises(JobError) as caught:
         job(**fields)
-    assert advice in str(caught.value)
+    assert advice in str(caught.value) and "1 problem" in str(caught.value)
 
 
 def test_functions_and_classes_that_make_things_are_what_they_should_be() -> None:
