@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,13 @@ def decode(model: nn.Module, caller: JobFunctions, feed: Feed, cache: dict[int, 
 
     found = predict(model, caller, feed, through)
     return found if all(cache.values()) else None
+
+
+@contextmanager
+def evaluated_model(model: nn.Module, averaged: AbstractContextManager[None]) -> Iterator[nn.Module]:
+    """Give a model in evaluation mode and without gradients; `averaged` puts the average in its parameters' place."""
+    with averaged, evaluation_mode(model), torch.no_grad():
+        yield model
 
 
 def _terms(
