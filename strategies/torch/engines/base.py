@@ -19,7 +19,6 @@ from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Capabilities, Generation, Group, Role, StateTag, StateTransfer
 from trainwright.strategies.common.user_code_errors import peer_lost_error
 from trainwright.strategies.torch.checkpoint import host_state, safetensors_files
-from trainwright.strategies.torch.shard_layout import WHOLE_MODEL
 from trainwright.strategies.torch.torch_errors import TorchUserCode, clear_frames
 from trainwright.strategies.torch.training import custom_steps, evaluation, train_step
 from trainwright.strategies.torch.training.objective import JobFunctions, Objective
@@ -223,15 +222,7 @@ class TorchEngine(_ReplicaEngine):
 
     def whole_model(self) -> AbstractContextManager[nn.Module]:
         """Return a context with the user's module as evaluations see it. Raises JobError where the plan divides it."""
-        if self.replica.part != WHOLE_MODEL:
-            raise JobError(
-                [
-                    "context.model: the plan divides the model, and no worker holds all of it: use "
-                    'tw.load_model(job, step=...) of a checkpoint, or strategy="data_parallel"'
-                ],
-                where=self._where,
-            )
-        return evaluation.evaluated_model(self.replica.model, self.replica.averaged())
+        return evaluation.evaluated_model(self.replica, self._where)
 
     @contextmanager
     def _evaluating(self, feed: Feed) -> Iterator[evaluation.OutputsOf | None]:
