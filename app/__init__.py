@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trainwright.api import predict as predict
     from trainwright.api import start as start
     from trainwright.api import tune as tune
+    from trainwright.core.callbacks import CallbackContext as CallbackContext
     from trainwright.core.cluster import Cluster as Cluster
     from trainwright.core.data import Terms as Terms
     from trainwright.core.engine import Pad as Pad
@@ -74,6 +75,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "chaos", "distill", "doctor", "evaluate", "export", "fit", "generate", "load_model", "plan", "predict", "start",
         "tune",
     ),
+    "core.callbacks": ("CallbackContext",),
     "core.cluster": ("Cluster",),
     "core.data": ("Terms",),
     "core.engine": ("Pad",),

@@ -111,10 +111,12 @@ class MetricSums:
     Attributes:
         totals: sum of weighted values and sum of weights.
         states: pickled metrics with state, in the order of ranks; see `core.metric_states`.
+        awaited: rank 0 has callbacks, which are to get the metrics of all ranks.
     """
 
     totals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     states: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
+    awaited: bool = False
 
     def __add__(self, other: MetricSums) -> MetricSums:
         merged, states = dict(self.totals), dict(self.states)
@@ -123,7 +125,7 @@ class MetricSums:
             merged[name] = (old_value + value, old_weight + weight)
         for name, pieces in other.states.items():
             states[name] = states.get(name, ()) + pieces
-        return MetricSums(totals=merged, states=states)
+        return MetricSums(totals=merged, states=states, awaited=self.awaited or other.awaited)
 
     def means(self) -> dict[str, float]:
         """Weighted means; NaN where nothing was counted."""

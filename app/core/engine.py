@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -315,7 +316,7 @@ class ModelSpec:
         sample: () -> a batch of one row, for a model that learns its shapes from data.
         batch_size: rows of a global batch.
         epochs: that the steps are of.
-        callbacks: () -> callbacks of Keras, for `run="fit"`.
+        callbacks: () -> callbacks of Keras, for `run="fit"`; those of torch jobs are the worker's (`core.callbacks`).
         validation: () -> feeds of an evaluation, from step 0 on, for `run="fit"`.
         validation_epochs: epochs between two of them.
     """
@@ -527,6 +528,13 @@ class Engine(Protocol):
 
     def leave(self) -> None:
         """Leave the group; the process keeps its state. Safe to call at any time, and twice."""
+
+
+class TorchTrainingEngine(Engine, Protocol):
+    """An engine with the capability `torch_training`."""
+
+    def whole_model(self) -> AbstractContextManager[Any]:
+        """Return a context with the user's module as evaluations see it. Raises JobError where the plan divides it."""
 
 
 class CoordinatorTopologyEngine(Engine, Protocol):

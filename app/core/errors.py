@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -180,6 +181,18 @@ def user_traceback(error: Exception) -> str:
     trace = error.__traceback__
     own = trace.tb_next if trace is not None and trace.tb_next is not None else trace
     return "".join(traceback.format_exception(type(error), error, own))
+
+
+@contextmanager
+def user_code(what: str, remedy: str, where: str = "") -> Iterator[None]:
+    """Raise a UserCodeError for what the user's code raises; `what` is the subject of its sentence."""
+    try:
+        yield
+    except TrainwrightError:
+        raise
+    except Exception as error:
+        text = f"{what} raised {type(error).__name__}: {error}"
+        raise UserCodeError(text, where=where, remedy=remedy, detail=user_traceback(error)) from None
 
 
 # --- Findings of a diagnosis ------------------------------------------------------------------------------------------

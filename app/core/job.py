@@ -323,7 +323,7 @@ class Checkpointing(_OptionGroup):
 
 
 class TensorFlow(_OptionGroup):
-    """Options of Keras models on TensorFlow.
+    """Options of Keras models on TensorFlow, and callbacks.
 
     Attributes:
         run: who computes steps: `step`, trainwright, or `fit`, Keras' own loop on one node: the model's `train_step`,
@@ -331,7 +331,9 @@ class TensorFlow(_OptionGroup):
             `Model.fit`. Data, copies and resuming work as in all runs, in the middle of an epoch too; callbacks start
             again then.
         callbacks: () -> list of keras.callbacks.Callback, for `run="fit"`; a callback that sets `model.stop_training`
-            ends the run.
+            ends the run. Of a torch model, () -> list of objects with any of `after_step`, `after_epoch`,
+            `after_evaluation` and `after_recovery`, which rank 0 calls with a `tw.CallbackContext`, in a step that is
+            done again after a failure once more; see `docs/training.md`.
         tf_config: `own`: each worker chooses a port and sets its TF_CONFIG; `environment`: each worker takes its
             address from the TF_CONFIG that it finds.
         tpu: the TPU to use: `local`, a name known to Google Cloud, or `grpc://host:port`; by default the TPU of the
@@ -842,8 +844,6 @@ def _step_problems(job: Job) -> list[str]:
         problems.append(
             'where model() returns a compiled Keras model, run="fit" trains it with its own loss and optimizer'
         )
-    if job.tensorflow.callbacks is not None:
-        problems.append('callbacks= are for run="fit": set it, or leave them out')
     return problems
 
 

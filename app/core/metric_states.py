@@ -14,14 +14,14 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainwright.core.data import MetricSums
-from trainwright.core.errors import JobError, TrainwrightError, UserCodeError, user_traceback
+from trainwright.core.errors import JobError, user_code
 from trainwright.core.loss_api import is_keras_function, outputs_first
 
+_REMEDY = "mend the metric"
 _PROTOCOL = "give a class, or a function without arguments, whose objects have update(outputs, targets), compute()"
 _SUMS: Mapping[str, Callable[[Any, Any], Any]] = {
     "dim_zero_sum": lambda one, other: one + other,
@@ -64,7 +64,7 @@ class MetricState:
     """
 
     def __init__(self, name: str, metric: Any) -> None:
-        with _user_code(f"metric {name!r}"):
+        with user_code(f"metric {name!r}", _REMEDY):
             whole = not isinstance(metric, type | functools.partial) and callable(getattr(metric, "update", None))
             self.metric = copy.deepcopy(metric) if whole else metric()
         if not all(callable(getattr(self.metric, each, None)) for each in ("update", "compute")):
@@ -91,7 +91,7 @@ def with_states(sums: MetricSums, states: Mapping[str, MetricState]) -> MetricSu
     packed: dict[str, tuple[bytes, ...]] = {}
     for name, state in states.items():
         if state.updated:
-            with _user_code(f"metric {name!r}"):
+            with user_code(f"metric {name!r}", _REMEDY):
                 to_cpu = getattr(state.metric, "cpu", None)
                 packed[name] = (pickling.dumps(to_cpu() if callable(to_cpu) else state.metric),)
     return MetricSums(totals=sums.totals, states=packed)
@@ -109,7 +109,7 @@ def compute_states(sums: MetricSums) -> MetricSums:
     values = {}
     for name, pieces in sums.states.items():
         what = f"metric {name!r}"
-        with _user_code(what):
+        with user_code(what, _REMEDY):
             merged = _merged(what, [pickling.loads(piece) for piece in pieces])
             if hasattr(merged, "distributed_available_fn"):  # torchmetrics would merge with all processes once more
                 merged.distributed_available_fn = _never
@@ -159,15 +159,3 @@ def _merge_torchmetrics(what: str, first: Any, others: Sequence[Any]) -> None:
 
 def _never() -> bool:
     return False
-
-
-@contextmanager
-def _user_code(what: str) -> Iterator[None]:
-    """Raise a UserCodeError for what a metric raises."""
-    try:
-        yield
-    except TrainwrightError:
-        raise
-    except Exception as error:
-        text = f"{what} raised {type(error).__name__}: {error}"
-        raise UserCodeError(text, remedy="mend the metric", detail=user_traceback(error)) from None

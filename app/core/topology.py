@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from trainwright.core.data import StepReport
 from trainwright.core.errors import PlanError
 
 RestartMode = Literal["in_place", "new_process"]
@@ -48,7 +49,7 @@ class Capabilities:
         local_state: data ranks can keep buffers of their own.
         synchronized_batch_norm: batch norms can look at the whole batch.
         torch_training: it has schedulers of `torch.optim.lr_scheduler`, a function of the learning rate for each
-            parameter group, and averages of weights.
+            parameter group, averages of weights, and callbacks of rank 0.
         custom_steps: a step may have several optimizers, or one that takes a closure.
         decodes: it can keep what a language model computed of earlier tokens: see `core.engine.DecodingEngine`.
     """
@@ -126,6 +127,7 @@ class StateTag:
         pieces: names of the pieces held.
         total: number of pieces of the layout. Ranks hold the whole state together where their pieces are as many.
         sound: not interrupted inside the optimizer.
+        report: of the last step that this process took, where the job has callbacks.
     """
 
     step: int | None
@@ -133,6 +135,7 @@ class StateTag:
     pieces: frozenset[str] = frozenset({"state"})
     total: int = 1
     sound: bool = True
+    report: StepReport | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from trainwright.core import events
-from trainwright.core.data import Columns, Feed, FeedAssignment, MetricSums, NoiseScale, PhaseTimes, PrefetchDepth
+from trainwright.core.data import (
+    Columns,
+    Feed,
+    FeedAssignment,
+    MetricSums,
+    NoiseScale,
+    PhaseTimes,
+    PrefetchDepth,
+    StepReport,
+)
 from trainwright.core.engine import CheckpointFile, CheckpointRef
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.events import Probed
@@ -86,7 +95,8 @@ class SkippedBatch:
 class RestorePlan:
     """Where a group gets its state: other ranks, an in-memory checkpoint (`keeper`), a checkpoint or rank 0's build.
 
-    A member that joins others gets none (`join`). `passing` are all steps of the run whose batch is skipped.
+    A member that joins others gets none (`join`). `passing` are all steps of the run whose batch is skipped. `report`
+    is that of the step, from a rank that took it: a lost rank 0 may not have called its callbacks for it.
     """
 
     step: int
@@ -95,6 +105,7 @@ class RestorePlan:
     kept: MemoryCheckpoint | None = None
     checkpoint: CheckpointRef | None = None
     passing: tuple[SkippedBatch, ...] = ()
+    report: StepReport | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -485,7 +496,7 @@ class EvaluateRequest:
 
     Attributes:
         feeding: share of the receiver; None for that of its rank in the plan.
-        evaluated: sums of all ranks, whose metrics with state the receiver computes instead.
+        evaluated: sums of all ranks, whose metrics with state the receiver computes instead, and gives to callbacks.
     """
 
     step: int

@@ -124,7 +124,8 @@ def on_group_formed(turn: Transition) -> None:
     if heal.source == "replica":
         failure_policy.note_step(turn, heal.step)
     failure_policy.record_crash_loop(turn)
-    heal = replace(heal, passing=turn.state.recovery.passing)
+    report = next((tag.report for tag in tags.values() if tag.report and tag.report.step == heal.step), None)
+    heal = replace(heal, passing=turn.state.recovery.passing, report=report)
     turn.enter(Phase.HEALING, heal=heal)
     turn.call_all("heal", heal)
     turn.arm("call", state.settings.deadlines.call_deadline_s)

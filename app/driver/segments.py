@@ -258,7 +258,7 @@ def _evaluate(turn: Transition, evaluated: MetricSums | None = None) -> None:
     """Evaluate: on all ranks, on a chief, or divided between the present workers.
 
     Args:
-        evaluated: sums of all ranks, whose metrics with state one worker computes instead.
+        evaluated: sums of all ranks, whose metrics with state rank 0 computes instead, and gives to callbacks.
     """
     state, wanted = turn.state, EvaluateRequest(step=turn.state.position.step, evaluated=evaluated)
     turn.enter(Phase.EVALUATING)
@@ -284,6 +284,7 @@ def on_evaluated(turn: Transition) -> None:
     """Add the sums in the order of ranks, so that they repeat bitwise. Evaluate again if some were lost.
 
     Metrics with state are objects of the user's, which a worker merges and computes: it answers with sums alone.
+    Rank 0 also gives the metrics to its callbacks.
     """
     state = turn.state
     if not state.segment.judges or len(state.answers) < state.segment.judges:
@@ -292,7 +293,7 @@ def on_evaluated(turn: Transition) -> None:
     total = MetricSums()
     for rank in sorted(state.answers):
         total = total + state.answers[rank]
-    if total.states:
+    if total.states or total.awaited:
         _evaluate(turn, total)
         return
     seconds = turn.now_s - state.phase_s

@@ -22,6 +22,7 @@ from itertools import takewhile
 from statistics import median
 from typing import Any, cast
 
+from trainwright.core.callbacks import Callbacks
 from trainwright.core.data import (
     Columns,
     Feed,
@@ -39,6 +40,7 @@ from trainwright.core.engine import (
     DecodingEngine,
     Engine,
     IndependentEngine,
+    TorchTrainingEngine,
 )
 from trainwright.core.errors import NonFiniteLoss, PeerLost
 from trainwright.core.events import Steps
@@ -98,6 +100,8 @@ class Worker:
         self._stepping: int | None = None  # the thread of steps
         self._interruption = Interruption()
         self._step = 0
+        self._callbacks: Callbacks | None = None  # of a torch job, on rank 0
+        self._report: StepReport | None = None  # of the last step, where the job has callbacks
         self._data: RankFeeds | None = None
         self._role: Role = "worker"
         self._passing = StepSkipper(self._quarantine)
@@ -159,7 +163,7 @@ class Worker:
             tag = self._engine.build(replace(spec, outputs=self._order.outputs), self._plan)
             self._built = True
             gc.enable()
-        return tag
+        return replace(tag, report=self._report)
 
     @cached_property
     def _job(self) -> Job:
@@ -202,7 +206,19 @@ class Worker:
         self._step = heal.step
         self._records.begin(self._interruption.current.number, heal.step)
         self._meter.begin()
+        self._begin_callbacks(heal)
         return replace(tag, step=heal.step)
+
+    def _begin_callbacks(self, heal: RestorePlan) -> None:
+        """Make the callbacks of a torch job in a process that becomes rank 0, and call those of a recovery."""
+        make, (rank, _) = self._job.tensorflow.callbacks, self._seat
+        if make is None or rank != 0 or not self._engine.capabilities.torch_training:
+            self._callbacks = None
+            return
+        if self._callbacks is None:
+            steps = self._feeds.training.schedule.steps_per_epoch
+            self._callbacks = Callbacks(make, lambda: cast(TorchTrainingEngine, self._engine).whole_model(), steps)
+        self._callbacks.after_recovery(heal.step, heal.report)
 
     def load(self, checkpoint: CheckpointRef, *, weights_only: bool = True) -> StateTag:
         """Load a checkpoint; that is enough to evaluate and predict, without a throwaway step."""
@@ -299,17 +315,24 @@ class Worker:
             times = {"step_s": time.perf_counter() - begun, "wait_s": fed - begun}
             self._records.add(report, samples=feed.rows, **times)
             self._meter.add(report, **times)
+            if self._job.tensorflow.callbacks is not None:
+                self._report = report
+            if self._callbacks is not None:
+                self._callbacks.after_step(report)
         return stopped, finished
 
     def evaluate(self, wanted: EvaluateRequest) -> MetricSums:
         """Return metric sums over this rank's share of the evaluation set, or over the requested one.
 
-        Given the sums of all ranks, return them with the values of the metrics that have state.
+        Given the sums of all ranks, return them with the values of the metrics that have state; callbacks get them too.
         """
         if wanted.evaluated is not None:
-            return compute_states(wanted.evaluated)
+            computed = compute_states(wanted.evaluated)
+            if self._callbacks is not None:
+                self._callbacks.after_evaluation(wanted.step, computed.means())
+            return computed
         if wanted.feeding is None:
-            return self._sums(self._feeds.evaluation())
+            return replace(self._sums(self._feeds.evaluation()), awaited=self._callbacks is not None)
         with self._feeds.evaluation(wanted.feeding) as feeds:
             return self._sums(feeds)
 

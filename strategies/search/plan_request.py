@@ -220,7 +220,7 @@ class PlanRequest:
     def check_torch_option(self, *, asynchronous: bool) -> None:
         """Raise Refusal where the strategy or the framework does not have an option of the job."""
         if self.torch_option and self.profile.framework == "tensorflow":
-            hint = "Keras' optimizers have LearningRateSchedule and use_ema="
+            hint = "Keras' optimizers have LearningRateSchedule and use_ema=, and run=\"fit\" takes Keras' callbacks"
             raise Refusal(f"{self.torch_option} is for torch models", hint)
         if self.torch_option and asynchronous:
             raise Refusal(f"its servers do not have {self.torch_option}", "leave it out, or use data_parallel")
@@ -270,6 +270,8 @@ def _torch_option(job: Job) -> str:
         return "schedule= with a scheduler or several functions"
     if job.training.weight_average is not None:
         return "weight_average="
+    if job.tensorflow.callbacks is not None and job.tensorflow.run == "step":
+        return "callbacks="
     return "" if job.checkpointing.save_frozen else "save_frozen=False"
 
 

@@ -255,8 +255,6 @@ def test_a_compiled_model_needs_neither_loss_nor_optimizer() -> None:
     assert job(run="fit", loss=None, optimizer=None).optimizer is None
     with pytest.raises(JobError, match="optimizer= is missing"):
         job(optimizer=None)
-    with pytest.raises(JobError, match='callbacks= are for run="fit"'):
-        job(callbacks=list)
 
 
 def test_a_schedule_that_wants_the_batch_size_is_given_the_jobs() -> None:

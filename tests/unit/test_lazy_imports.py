@@ -25,6 +25,7 @@ PUBLIC = {
     "distill",
     "doctor",
     "Calibration",
+    "CallbackContext",
     "Estimate",
     "Measurement",
     "calibrate",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from trainwright.core import random_state
@@ -218,6 +219,10 @@ class TorchEngine(_ReplicaEngine):
                 return None
             found = self._guarded(lambda: evaluation.decode(self.replica.model, self._caller(), feed, cache))
         return {} if found is not None and self.replica.part.tensor else found
+
+    def whole_model(self) -> AbstractContextManager[nn.Module]:
+        """Return a context with the user's module as evaluations see it. Raises JobError where the plan divides it."""
+        return evaluation.evaluated_model(self.replica, self._where)
 
     @contextmanager
     def _evaluating(self, feed: Feed) -> Iterator[evaluation.OutputsOf | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 from trainwright.core.data import Batch, Columns, Feed, MetricSums, Terms
 from trainwright.core.engine import MetricStates, UpdatedMetric
 from trainwright.core.errors import JobError, nearest
+from trainwright.strategies.torch.shard_layout import WHOLE_MODEL
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.batch_losses import BatchLayout
 from trainwright.strategies.torch.training.objective import JobFunctions, evaluation_mode
+from trainwright.strategies.torch.training.train_state import TorchReplica
 
 LOSS = "loss"
 
@@ -120,6 +123,25 @@ def decode(model: nn.Module, caller: JobFunctions, feed: Feed, cache: dict[int, 
 
     found = predict(model, caller, feed, through)
     return found if all(cache.values()) else None
+
+
+@contextmanager
+def evaluated_model(replica: TorchReplica, where: str) -> Iterator[nn.Module]:
+    """Give the user's module in evaluation mode, without gradients, with averaged parameters if there is an average.
+
+    Raises:
+        JobError: the plan divides the model.
+    """
+    if replica.part != WHOLE_MODEL:
+        raise JobError(
+            [
+                "context.model: the plan divides the model, and no worker holds all of it: use "
+                'tw.load_model(job, step=...) of a checkpoint, or strategy="data_parallel"'
+            ],
+            where=where,
+        )
+    with replica.averaged(), evaluation_mode(replica.model), torch.no_grad():
+        yield replica.model
 
 
 def _terms(
