@@ -60,8 +60,8 @@ class WeightedSampler:
 class LengthBucketSampler:
     """Puts rows of similar length into one batch; each row comes once in an epoch.
 
-    The rows are shuffled, each hundred batches of them are sorted by length, and the batches are shuffled. What is left
-    over is the short last batch.
+    The rows are shuffled, each hundred batches of them are sorted by length, and the batches are shuffled. The short
+    last batch has rows of any length: with `drop_last`, other rows are left out in each epoch.
 
     Attributes:
         batch_size: global, the job's.
@@ -78,12 +78,13 @@ class LengthBucketSampler:
     def order(self, values: Floats, seed: int, epoch: int) -> Rows:
         """Return the rows of an epoch, batch after batch."""
         shuffled = np.argsort(_uniform(len(values), fold_seed(seed, epoch, 2)), kind="stable")
-        pools = np.arange(len(values)) // (_POOL_BATCHES * self.batch_size)
-        ordered = shuffled[np.lexsort((values[shuffled], pools))]
         full = len(values) // self.batch_size * self.batch_size
+        whole, rest = shuffled[:full], shuffled[full:]
+        pools = np.arange(full) // (_POOL_BATCHES * self.batch_size)
+        ordered = whole[np.lexsort((values[whole], pools))]
         turns = np.argsort(_uniform(full // self.batch_size, fold_seed(seed, epoch, 3)), kind="stable")
-        batches = ordered[:full].reshape(-1, self.batch_size)[turns].reshape(-1)
-        rows: Rows = np.concatenate([batches, ordered[full:]]).astype(np.int64)
+        batches = ordered.reshape(-1, self.batch_size)[turns].reshape(-1)
+        rows: Rows = np.concatenate([batches, rest]).astype(np.int64)
         return rows
 
 

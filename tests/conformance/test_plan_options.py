@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 import trainwright as tw
 from tests.support.conformance.attention_model import HALF, JOB, LAYOUTS, Attentive, Run, assert_near, bent
 from tests.support.conformance.harness import Pool
-from tests.support.conformance.staged_model import Deep, plan, spec, trained
+from tests.support.conformance.problems import CLASSES, FEATURES
+from tests.support.conformance.staged_model import WIDTH, Deep, plan, spec, trained
 from tests.support.conformance.unbroken_runs import assert_same
 
 
@@ -83,6 +84,22 @@ def test_states_without_frozen_parameters(pool: Pool, layout: str) -> None:
     assert frozen in expected[1] and frozen not in found[1]
     assert found[1].keys() == expected[1].keys() - {frozen}
     assert_near(found, (expected[0], {key: value for key, value in expected[1].items() if key != frozen}))
+
+
+def normed() -> torch.nn.Module:
+    """Two layers, each before a batch norm."""
+    layers = (torch.nn.Linear(FEATURES, WIDTH), torch.nn.BatchNorm1d(WIDTH), torch.nn.Linear(WIDTH, CLASSES))
+    return torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(CLASSES)).double()
+
+
+def test_batch_norms_in_stages(pool: Pool) -> None:
+    job = spec(normed, loss=cross_entropy_of_logits)
+    found = trained(pool, plan(2, cuts=("2",), schedule="1f1b", accumulation=1), job)
+    assert_near(found, trained(pool, plan(accumulation=1), job))
+
+
+def cross_entropy_of_logits(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
 @pytest.fixture(scope="module")

@@ -139,6 +139,34 @@ def test_a_scheduler_that_takes_a_metric() -> None:
     assert saved(resumed).files == saved(unbroken).files
 
 
+def test_a_run_with_more_steps_or_another_scheduler_has_the_new_settings_and_the_old_count() -> None:
+    """Plain loops of these schedulers have the same rates from the second step on; the first is the last one's."""
+    cycle = partial(schedulers.OneCycleLR, max_lr=[0.5, 0.2])
+    shorter = one_device(job(schedule=cycle, total_steps=6, epochs=2))
+    rates_of(shorter, steps=6)
+    longer = loaded(job(schedule=cycle), saved(shorter))
+    assert rates_of(longer, first=6)[1:] == plain(partial(cycle, total_steps=STEPS))[7:]
+    later = partial(schedulers.MultiStepLR, milestones=[9], gamma=0.5)
+    changed = loaded(job(schedule=later), saved(trained(partial(schedulers.MultiStepLR, milestones=[7]), 6)))
+    assert rates_of(changed, first=6) == plain(later)[6:]
+
+
+def trained(schedule: Any, steps: int) -> Any:
+    engine = one_device(job(schedule=schedule))
+    rates_of(engine, steps=steps)
+    return engine
+
+
+def test_a_rank_that_goes_back_has_the_counts_of_that_step() -> None:
+    how = job(schedule=partial(schedulers.ReduceLROnPlateau, patience=1, factor=0.5), schedule_metric="loss")
+    engine = one_device(how)
+    rates_of(engine, steps=1, metrics={"loss": 1.0})
+    copy = engine.snapshot()
+    for _ in range(2):
+        assert rates_of(engine, first=1, steps=2, metrics={"loss": 2.0}) == [[0.3, 0.1]], "the first bad evaluation"
+        engine.restore(copy)
+
+
 def test_a_skipped_step_counts() -> None:
     engine = one_device(job(schedule=MAKERS["step"]))
     nothing = feed(batch(), step=0, rows=12)

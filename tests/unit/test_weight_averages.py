@@ -14,7 +14,7 @@ import trainwright as tw
 from tests.support.planner_cases import PROFILE, decide
 from tests.support.torch_engines import feed, one_device, saved, spec
 from trainwright.core.errors import JobError, PlanError
-from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights
+from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights, take_weights
 
 EMA = tw.WeightAverage(decay=0.9)
 LATE = tw.WeightAverage(decay=0.5, start=2, every=2)  # of epochs of three steps
@@ -86,6 +86,31 @@ def test_it_is_evaluated_and_predicted_with_in_place_of_the_parameters_which_sta
         assert all((alone.predict_step(feed())[name] == value).all() for name, value in outputs.items())
     raw = trained(one_device(job(None)))
     assert raw.evaluate_step(feed()) != sums
+
+
+class Tied(torch.nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+        self.again.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.again(x)
+
+
+def test_a_parameter_with_two_names_is_loaded_with_its_average() -> None:
+    how = replace(job(EMA), model=Tied)
+    engine, model = trained(one_device(how)), Tied()
+    files = saved(engine)
+    take_weights(model, files)
+    with engine.replica.averaged():
+        assert all(map(torch.equal, model.state_dict().values(), engine.replica.model.state_dict().values()))
+    files.weights_only = True  # as inference reads them
+    alone = one_device(how)
+    alone.load(files)
+    assert alone.evaluate_step(feed()) == engine.evaluate_step(feed())
 
 
 def test_before_it_begins_and_without_one_in_the_checkpoint_the_parameters_count() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.serialization import safe_globals
 
 from trainwright.core.errors import CheckpointError
@@ -143,6 +143,13 @@ def state_of(replica: TorchReplica) -> HostState:
     )
 
 
+def other_names(model: nn.Module) -> dict[str, str]:
+    """Return the first name of each parameter with several, by its other names; averages have the first alone."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first[parameter] for name, parameter in named if name != first[parameter]}
+
+
 def _map_tensors(slots: OptimizerSlots, change: Callable[[str, str, Tensor], Any]) -> OptimizerSlots:
     """Return the optimizer's state with other values in place of its tensors."""
     return {
@@ -160,12 +167,12 @@ def restore(replica: TorchReplica, state: HostState) -> None:
     Raises:
         CheckpointError: names, shapes or types do not fit; says which and what to do.
     """
-    own = replica.model.state_dict()
+    own, others = replica.model.state_dict(), other_names(replica.model)
     _check(replica, state)
     replica.sound = False
     with torch.no_grad():
         for name, value in own.items():
-            if name not in replica.local and name not in replica.rebuilt:
+            if name not in replica.local and name not in replica.rebuilt and name not in others:
                 to_local(value).copy_(state.model[name])
         replica.forget_unsaved()
         replica.take_buffers(

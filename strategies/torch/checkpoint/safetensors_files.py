@@ -38,7 +38,13 @@ from torch import Tensor, nn
 
 from trainwright.core.engine import StateReader, StateWriter
 from trainwright.core.errors import CheckpointError, NonFiniteLoss
-from trainwright.strategies.torch.checkpoint.host_state import AVERAGE, HostState, OptimizerSlots, base_problem
+from trainwright.strategies.torch.checkpoint.host_state import (
+    AVERAGE,
+    HostState,
+    OptimizerSlots,
+    base_problem,
+    other_names,
+)
 from trainwright.strategies.torch.checkpoint.tensor_digests import frozen_parameters, named_digest
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice
 from trainwright.strategies.torch.training.train_state import DataRank, LocalState
@@ -232,9 +238,7 @@ def _local_state_file(reader: StateReader, data_rank: DataRank) -> str | None:
 def load_weights(reader: StateReader) -> dict[str, Tensor]:
     """Return a checkpoint's parameters, averaged where it has averages, and persistent buffers by full name.
 
-    They are tensors on the CPU.
-
-    `model.load_state_dict(load_weights(reader))` gives the trained model. Raises CheckpointError.
+    They are tensors on the CPU. An average has the first name of its parameter alone. Raises CheckpointError.
     """
     known = _part_headers(reader, None, WHOLE_MODEL)
     boxes = _boxes([*known.values()], None)
@@ -378,8 +382,10 @@ def take_weights(model: nn.Module, reader: StateReader) -> None:
             f"the checkpoint does not fit the model: {base_problem(base, named_digest(frozen))}",
             remedy="let model() make the parameters that it made when the run was trained",
         )
+    weights = load_weights(reader)
+    weights |= {name: weights[first] for name, first in other_names(model).items() if first in weights}
     try:
-        model.load_state_dict({**frozen, **load_weights(reader)})
+        model.load_state_dict({**frozen, **weights})
     except RuntimeError as error:
         raise CheckpointError(
             f"the checkpoint does not fit the model: {error}", remedy="load it with the model= that it was trained with"

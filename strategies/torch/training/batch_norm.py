@@ -39,10 +39,11 @@ def average_statistics(modules: Sequence[BatchNorm], feed: Feed, groups: Iterabl
     """Average running statistics over the data ranks, weighted by the rows of each rank's share.
 
     Args:
-        modules: all batch norms; those in evaluation mode stay as they are.
+        modules: all batch norms; those in evaluation mode stay as they are, as do those of other pipeline stages.
         feed: of this rank.
         groups: of ranks with other data, whose members call it too; together they reach all data ranks.
     """
+    modules = [module for module in modules if module.running_mean is not None and not module.running_mean.is_meta]
     held = [each for module in modules for each in (module.running_mean, module.running_var) if each is not None]
     if not held:
         return

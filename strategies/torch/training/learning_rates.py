@@ -2,7 +2,8 @@
 
 A scheduler's state is part of the replica's state. A state after `step` steps holds what the scheduler has counted in
 these steps, and of evaluations those before its last step: what the next step needs is applied with that step, so that
-a step taken again finds the same rates.
+a step taken again finds the same rates. It has only what counting has changed. So a job that is resumed with another
+number of steps, or another scheduler, has the settings of its own scheduler.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class LearningRates:
             problem = f"schedule= has {functions} functions, and the optimizer {groups} parameter groups: give as many"
             raise JobError([problem], where=where)
         self.initial = [group_settings(group) for group in self._groups]
+        self._fresh = None if self._scheduler is None else _plain_state(self._scheduler)
 
     @property
     def computed(self) -> bool:
@@ -95,14 +97,14 @@ class LearningRates:
 
     @property
     def state(self) -> SchedulerState | None:
-        """The scheduler's state, in values that JSON has; None without one."""
-        return None if self._scheduler is None else _plain_state(self._scheduler)
+        """What has changed in the scheduler's state, in values that JSON has; None without a scheduler."""
+        return None if self._scheduler is None else _changes(_plain_state(self._scheduler), self._fresh)
 
     @state.setter
     def state(self, saved: SchedulerState | None) -> None:
         """Restore a scheduler's state; None, of a job that had no scheduler, changes nothing."""
         if self._scheduler is not None and saved is not None:
-            self._scheduler.load_state_dict(_like(self._scheduler.state_dict(), saved))
+            self._scheduler.load_state_dict(_like(self._scheduler.state_dict(), _with_changes(self._fresh, saved)))
 
 
 def _make_scheduler(spec: ModelSpec, optimizer: torch.optim.Optimizer, where: str) -> LRScheduler:
@@ -161,6 +163,24 @@ def _plain(value: Any, name: str) -> Any:
     if hasattr(value, "tolist"):  # a tensor, or a number of NumPy's
         return value.tolist()
     raise TypeError(f"{name!r} is a {type(value).__name__}: keep numbers, texts, lists and dicts in it")
+
+
+def _changes(new: Any, old: Any) -> Any:
+    """Return a value of a state without the entries of dicts that are as they were."""
+    if isinstance(new, dict) and isinstance(old, dict):
+        return {key: _changes(item, old.get(key)) for key, item in new.items() if key not in old or item != old[key]}
+    if isinstance(new, list) and isinstance(old, list) and len(new) == len(old):
+        return [_changes(*pair) for pair in zip(new, old, strict=True)]
+    return new
+
+
+def _with_changes(old: Any, changes: Any) -> Any:
+    """Return the value whose `_changes` against an old one these are."""
+    if isinstance(old, dict) and isinstance(changes, dict):
+        return {**old, **{key: _with_changes(old.get(key), item) for key, item in changes.items()}}
+    if isinstance(old, list) and isinstance(changes, list) and len(old) == len(changes):
+        return [_with_changes(*pair) for pair in zip(old, changes, strict=True)]
+    return changes
 
 
 def _like(own: Any, saved: Any) -> Any:
