@@ -32,7 +32,7 @@ _KEPT = {
 _CALLBACKS = {"DefaultFlowCallback", "ProgressCallback", "PrinterCallback", "NotebookProgressCallback"}
 _ARGUMENTS = {  # that a job cannot have, if they are set
     "deepspeed": "leave it out: the planner shards the model where it must; strategy= pins a way",
-    "fsdp": 'leave it out: the planner shards the model where it must; strategy="fsdp" pins it',
+    "fsdp": 'leave it out: the planner shards the model where it must; strategy="sharded" pins it',
     "parallelism_config": "leave it out: the planner chooses the layout; plan= pins it",
     "label_smoothing_factor": "leave it out, and give a step= with a loss of your own",
     "neftune_noise_alpha": "leave it out, and add the noise in the model",

@@ -192,7 +192,9 @@ def _optimization(module: Any, epoch_steps: int, epochs: int, datamodule: Any) -
     )
     optimizers, schedulers = _configured(twin.configure_optimizers())
     if len(optimizers) != 1:
-        problems.append(f"configure_optimizers() returned {len(optimizers)} optimizers: a job has one")
+        problems.append(
+            f"configure_optimizers() returned {len(optimizers)} optimizers: one is covered; give tw.Job optimizer={...}"
+        )
     if len(schedulers) > 1:
         problems.append(
             f"configure_optimizers() returned {len(schedulers)} schedulers: combine them by ChainedScheduler"
