@@ -68,6 +68,14 @@ class Points(Dataset[Any]):
         return self.x[row], self.y[row]
 
 
+def strike_in_training(model: Any) -> None:
+    """Count a step of a model in training, and die where its `kill` says."""
+    if model.training:
+        if model.kill is not None and model.kill.rank == rank() and model.kill.step == int(model.steps):
+            model.kill.strike()
+        model.steps += 1
+
+
 class Classifier(LightningModule):
     """A program of Lightning's; it dies where `kill` says."""
 
@@ -85,10 +93,7 @@ class Classifier(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
-        if self.training:
-            if self.kill is not None and self.kill.rank == rank() and self.kill.step == int(self.steps):
-                self.kill.strike()
-            self.steps += 1
+        strike_in_training(self)
         outputs = self(x)
         self.log("accuracy", (outputs.argmax(1) == y).float().mean(), prog_bar=True)
         return {"loss": functional.cross_entropy(outputs, y), "outputs": outputs.detach()}
@@ -168,16 +173,19 @@ def padded(samples: list[Any]) -> dict[str, torch.Tensor]:
 
 
 class LanguageModel(nn.Module):
-    """A causal language model as those of transformers are."""
+    """A causal language model as those of transformers are; it dies where `kill` says."""
 
     loss_type = "ForCausalLM"
 
-    def __init__(self) -> None:
+    def __init__(self, kill: Kill | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.kill = kill
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> Any:
+        strike_in_training(self)
         logits = self.head(self.embedding(input_ids))
         assert labels is not None
         loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -190,7 +198,7 @@ class Trainer:
     optimizer = lr_scheduler = compute_loss_func = compute_metrics = eval_dataset = None
     model_accepts_loss_kwargs = True
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, kill: Kill | None = None, **arguments: Any) -> None:
         given: dict[str, Any] = {
             "output_dir": "out/tuned", "train_batch_size": 4, "gradient_accumulation_steps": 2, "world_size": 1,
             "num_train_epochs": 3.0, "max_steps": -1, "eval_strategy": "no", "eval_steps": None, "seed": 42,
@@ -201,7 +209,7 @@ class Trainer:
         self.args = SimpleNamespace(**{**given, **arguments})
         self.state = SimpleNamespace(global_step=0)
         self.callback_handler = SimpleNamespace(callbacks=[])
-        self.model, self.train_dataset, self.data_collator = LanguageModel(), Texts(), padded
+        self.model, self.train_dataset, self.data_collator = LanguageModel(kill), Texts(), padded
 
     def compute_loss(self) -> None: ...
 
@@ -214,3 +222,19 @@ class Trainer:
 
     def _get_collator_with_removed_columns(self, collator: Any, description: str) -> Any:
         return collator
+
+
+def plain_text_losses() -> list[float]:
+    """The losses of a plain loop that does what a `Trainer` with its defaults does."""
+    model, texts, losses = LanguageModel(), Texts(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for step in range(9):
+        rows = range(step % 3 * 8, min(step % 3 * 8 + 8, 22))
+        optimizer.param_groups[0]["lr"] = 0.02 * (1 - step / 9)
+        loss = model(**padded([texts[row] for row in rows]))["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
