@@ -163,7 +163,7 @@ def _data_problems(trainer: Any) -> Iterator[str]:
 def _callback_remedy(kind: str) -> str:
     if kind == "EarlyStoppingCallback":
         return 'leave it out, and give early_stop=tw.EarlyStop("loss", patience=3)'
-    return 'leave it out (report_to="none" for those of experiment trackers), and give trackers='
+    return 'leave it out (report_to="none" for those of experiment trackers), and give trackers= or callbacks='
 
 
 def _scheduler_problems(scheduler: Any) -> Iterator[str]:

@@ -174,7 +174,7 @@ def _remedy(name: str) -> str:
         return "leave it out; optimizer= and schedule= of the job may replace configure_optimizers"
     if "batch_transfer" in name or name == "transfer_batch_to_device":
         return "do it in training_step, or in the data set"
-    return "do it in training_step, in the data set, or after tw.fit"
+    return "do it in training_step or in the data set, or give callbacks="
 
 
 # --- Optimizer and scheduler ------------------------------------------------------------------------------------------
