@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     from trainwright.distillation.multi_stage import SelfDistillation as SelfDistillation
     from trainwright.distillation.multi_stage import TwoStage as TwoStage
     from trainwright.distillation.trained_student import students as students
+    from trainwright.integrations.huggingface import from_hf_trainer as from_hf_trainer
+    from trainwright.integrations.lightning import from_lightning as from_lightning
     from trainwright.runtime.run_handle import Run as Run
     from trainwright.strategies.cost_model.estimator import Measurement as Measurement
     from trainwright.strategies.cost_model.estimator import calibrate as calibrate
@@ -92,6 +94,8 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "distillation.hyperparameter_search": ("Search", "search"),
     "distillation.multi_stage": ("SelfDistillation", "TwoStage"),
     "distillation.trained_student": ("students",),
+    "integrations.huggingface": ("from_hf_trainer",),
+    "integrations.lightning": ("from_lightning",),
     "runtime.run_handle": ("Run",),
     "strategies.cost_model.estimator": ("Measurement", "calibrate", "estimate"),
     "strategies.cost_model.machine_model": ("Calibration",),

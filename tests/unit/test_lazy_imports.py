@@ -53,6 +53,8 @@ PUBLIC = {
     "evaluate",
     "export",
     "fit",
+    "from_hf_trainer",
+    "from_lightning",
     "gather",
     "generate",
     "load_model",

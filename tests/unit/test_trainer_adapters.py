@@ -1,0 +1,244 @@
+"""`tw.from_lightning` and `tw.from_hf_trainer` equal a plain loop in what they cover, and refuse the rest by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+import trainwright as tw
+from tests.support.torch_engines import feed, one_device
+from tests.support.trainer_stand_ins import (
+    BATCH,
+    Classifier,
+    LightningModule,
+    Points,
+    Texts,
+    Trainer,
+    padded,
+    plain_losses,
+    plain_text_losses,
+)
+from trainwright.core.data import Batch, Feed
+from trainwright.core.errors import JobError
+from trainwright.planning.job_description import describe
+
+schedulers = torch.optim.lr_scheduler
+
+
+def losses_of(job: tw.Job) -> list[float]:
+    """The losses of a job on one device, in the order of the rows."""
+    index = job.train.index()
+    rows = np.arange(index.rows)
+    batches = [rows[first : first + job.batch_size] for first in range(0, index.rows, job.batch_size)]
+    total = len(batches) * job.epochs
+    engine, losses = one_device(job.model_spec(total)), []
+    for step in range(total):
+        losses.append(engine.train_step(step_feed(job.train, batches[step % len(batches)], step)).loss)
+    return losses
+
+
+def step_feed(dataset: Any, rows: Any, step: int = 0) -> Feed:
+    columns = dataset.read(dataset.index(), rows)
+    return feed(Batch(columns=columns, weights=np.ones(len(rows)), samples=rows), step=step)
+
+
+# --- Lightning --------------------------------------------------------------------------------------------------------
+
+
+class ByEpoch(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer()
+        parts = [schedulers.ConstantLR(optimizer), schedulers.LambdaLR(optimizer, lambda epoch: 0.5**epoch)]
+        return {"optimizer": optimizer, "lr_scheduler": schedulers.SequentialLR(optimizer, parts, milestones=[1])}
+
+
+def named(samples: list[Any]) -> dict[str, torch.Tensor]:
+    return {"x": torch.stack([x for x, _ in samples]) * 2, "y": torch.stack([y for _, y in samples])}
+
+
+class ByName(Classifier):
+    """Its batches are dicts that a function of its own makes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((batch["x"] / 2, batch["y"]), batch_idx)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Points(), batch_size=BATCH, collate_fn=named, shuffle=True)
+
+
+@pytest.mark.parametrize("kind", [Classifier, ByEpoch, ByName])
+def test_a_lightning_module_trains_as_in_a_plain_loop(kind: type[Classifier]) -> None:
+    module = kind()
+    job = tw.from_lightning(module, epochs=3, workers=2)
+    assert (job.batch_size, job.data.shuffle, job.scaling.workers) == (BATCH, kind is ByName, 2)
+    expected = plain_losses(ByEpoch() if kind is ByEpoch else Classifier(), 3)
+    assert losses_of(job) == pytest.approx(expected, rel=1e-6)
+    assert all(each.grad is None for each in module.parameters())
+
+
+def test_a_validation_step_gives_the_evaluation() -> None:
+    job = tw.from_lightning(Classifier)
+    engine = one_device(job.model_spec(7))
+    found = engine.evaluate_step(step_feed(job.evaluate, np.arange(20))).means()
+    x, y = Points(20, 2).x, Points(20, 2).y
+    expected = nn.functional.cross_entropy(Classifier()(x), y).item()
+    assert found == pytest.approx({"loss": expected, "val_loss": expected})
+
+
+class OnPlateau(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer()
+        scheduler = {"scheduler": schedulers.ReduceLROnPlateau(optimizer), "monitor": "val_loss"}
+        return [optimizer], [scheduler]
+
+
+def test_a_plateau_follows_the_loss_of_the_evaluation() -> None:
+    job = tw.from_lightning(OnPlateau())
+    assert (job.training.schedule_metric, job.training.schedule_by) == ("loss", "step")
+
+
+class Uncovered(Classifier):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, self.current_epoch)
+
+    def on_train_epoch_end(self) -> None: ...
+
+    def optimizer_step(self, *_: Any) -> None: ...
+
+
+def test_hooks_of_a_lightning_module_are_refused_by_name() -> None:
+    with pytest.raises(JobError) as refused:
+        tw.from_lightning(Uncovered())
+    words = ("on_train_epoch_end()", "optimizer_step()", "automatic_optimization", "self.current_epoch")
+    assert len(refused.value.problems) == len(words)
+    assert all(any(word in problem for problem in refused.value.problems) for word in words)
+
+
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from ()
+
+
+def several() -> Any:
+    module = Classifier()
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(2)]
+    object.__setattr__(module, "configure_optimizers", lambda: optimizers)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "loader", "problem"),
+    [
+        (Classifier(), DataLoader(Streamed()), "no rows by number"),
+        (Classifier(), DataLoader(Points(), sampler=WeightedRandomSampler([1.0], 1)), "weighted"),
+        (Classifier(), [DataLoader(Points())], "give one torch DataLoader"),
+        (several(), None, "2 optimizers"),
+        (nn.Linear(1, 1), None, "no LightningModule"),
+    ],
+)
+def test_what_a_job_has_not_is_refused_with_the_way_out(module: Any, loader: Any, problem: str) -> None:
+    with pytest.raises(JobError, match=problem):
+        tw.from_lightning(module if isinstance(module, LightningModule) else lambda: module, train=loader)
+
+
+def test_a_metric_object_and_a_step_without_a_loss_are_refused() -> None:
+    class Logs(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("f1", SimpleNamespace(compute=float))
+
+    class Nothing(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+    for module, problem in ((Logs(), "metric object"), (Nothing(), r"training_step\(\) returned no loss")):
+        job = tw.from_lightning(module)
+        with pytest.raises(JobError, match=problem):
+            losses_of(job)
+
+
+def test_other_weights_are_no_other_job(tmp_path: Path) -> None:
+    first, other, wider = Classifier(), Classifier(), Classifier()
+    nn.init.zeros_(other.net[0].weight)
+    wider.net[1] = nn.ReLU()
+    texts = [describe(tw.from_lightning(module, storage=str(tmp_path))) for module in (first, other, wider)]
+    assert texts[0] == texts[1]
+    assert texts[0]["model"] != texts[2]["model"]
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_trains_as_in_a_plain_loop() -> None:
+    trainer = Trainer()
+    job = tw.from_hf_trainer(trainer)
+    assert (job.name, job.batch_size, job.epochs, job.training.clip_norm) == ("tuned", 8, 3, 0.5)
+    assert trainer.optimizer is None
+    assert losses_of(job) == pytest.approx(plain_text_losses(), rel=1e-6)
+
+
+def test_lengths_of_a_trainer() -> None:
+    def found(**arguments: Any) -> tuple[int, int | None]:
+        job = tw.from_hf_trainer(Trainer(**arguments))
+        return job.epochs, job.data.epoch_samples
+
+    assert found(max_steps=6) == (2, None)
+    assert found(max_steps=2) == (1, 16)
+    assert found(gradient_accumulation_steps=1, train_batch_size=2, eval_strategy="steps", eval_steps=11) == (3, None)
+    assert found(gradient_accumulation_steps=1, train_batch_size=2, num_train_epochs=0.5, max_steps=0) == (1, 12)
+    with pytest.raises(JobError, match="no whole passes of 3 steps"):
+        found(num_train_epochs=1.5)
+    with pytest.raises(JobError, match="no multiple of eval_steps=5"):
+        found(eval_strategy="steps", eval_steps=5)
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self) -> None: ...
+
+
+def test_what_a_trainer_has_and_a_job_has_not_is_refused_by_name() -> None:
+    trainer = OwnLoss(deepspeed="file.json", label_smoothing_factor=0.1)
+    trainer.compute_metrics = len
+    trainer.callback_handler.callbacks = [Points()]
+    trainer.eval_dataset = Streamed()
+    with pytest.raises(JobError) as refused:
+        tw.from_hf_trainer(trainer)
+    words = ("compute_loss()", "deepspeed=", "label_smoothing_factor=", "compute_metrics=", "Points", "eval_dataset")
+    assert len(refused.value.problems) == len(words)
+    assert all(any(word in problem for problem in refused.value.problems) for word in words)
+    with pytest.raises(JobError, match=r"no transformers\.Trainer"):
+        tw.from_hf_trainer(Classifier())
+
+
+def test_a_trainer_of_the_library_gives_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    utils = pytest.importorskip("transformers.utils")
+    monkeypatch.setattr(utils, "is_datasets_available", lambda: False)  # it finds the folder of this repository
+    import transformers
+
+    torch.manual_seed(0)
+    config = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 50, "n_positions": 16}
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    trainer = transformers.Trainer(
+        model=transformers.GPT2LMHeadModel(transformers.GPT2Config(**config, **dropout)),
+        args=transformers.TrainingArguments(
+            output_dir=str(tmp_path / "out"), per_device_train_batch_size=4, gradient_accumulation_steps=2,
+            learning_rate=3e-3, weight_decay=0.1, warmup_steps=3, lr_scheduler_type="cosine", max_grad_norm=0.5,
+            train_sampling_strategy="sequential", logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
+            disable_tqdm=True,
+        ),
+        train_dataset=Texts(),
+        data_collator=padded,
+    )  # fmt: skip
+    losses = losses_of(tw.from_hf_trainer(trainer))
+    trainer.train()
+    told = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses == pytest.approx(told, abs=1e-5)
