@@ -129,6 +129,8 @@ def function_problem(field: str, value: Any) -> str:
         return f"optimizer= is a {name} that is made already: give a function, lambda parameters: {name}(parameters)"
     if field == "schedule":
         return _schedule_problem(type(value)) or _unset_problem(value)
+    if field == "metrics" and hasattr(value, "update") and hasattr(value, "compute"):
+        return f"metrics= has a {name} that is made already: give a function that makes it, lambda: {name}(...)"
     if field == "callbacks" and isinstance(value, list | tuple):
         return (
             "callbacks= is a list: give a function that makes it, callbacks=lambda: [...], since each worker calls it"

@@ -36,6 +36,16 @@ class Duck:
         return row
 
 
+class Metric:
+    """A metric with state."""
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Do nothing."""
+
+    def compute(self) -> float:
+        return 0.0
+
+
 def adam() -> torch.optim.Adam:
     return torch.optim.Adam(nn.Linear(1, 1).parameters())
 
@@ -62,6 +72,7 @@ def job(**fields: Any) -> tw.Job:
         ({"optimizer": adam()}, "optimizer= is a Adam that is made already: give a function, lambda parameters: Adam("),
         ({"schedule": SCHEDULER(adam(), 3)}, "schedule= is a StepLR that is made already: give a function"),
         ({"schedule": SCHEDULER}, "schedule= is StepLR, which needs step_size: give partial(StepLR, step_size=...)"),
+        ({"metrics": {"f1": Metric()}}, "metrics= has a Metric that is made already: give a function that makes it"),
         ({"callbacks": [1], "run": "fit"}, "callbacks=lambda: [...]"),
         ({"loss": "mse"}, "loss='mse' is a name: give a function"),
     ],
