@@ -345,7 +345,7 @@ def _print_result(run: Any, loading_code: str, arguments: str) -> None:
     """Print where the results are, and how to use the model."""
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in run.metrics.items())
     lines = [
-        f"result       {metrics or 'no evaluation set'}",
+        f"result       {metrics or 'not evaluated'}",
         f"report       {run.report}",
         f"checkpoints  {run.folder}/checkpoints",
         f"tensorboard  {run.folder}/tensorboard",

@@ -83,9 +83,9 @@ def description_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[
     """List the differences in fields that matter to the result.
 
     A data set is the same wherever it is stored. More epochs matter only to a schedule, which may depend on the last
-    step. A value that became a secret since the old description was written is no difference, nor is the default of an
-    option that did not exist then. Code is not compared where another version of Python or an older trainwright wrote
-    the old description; see `comparable`.
+    step, and other evaluations only to a scheduler that gets their metric. A value that became a secret since the old
+    description was written is no difference, nor is the default of an option that did not exist then. Code is not
+    compared where another version of Python or an older trainwright wrote the old description; see `comparable`.
     """
     defaults = {name: _Codes().text(name, Job.default(name)) for name in GROUP_OF if name in new}
     old = defaults | {name: redact(words) for name, words in old.items()}
@@ -93,6 +93,7 @@ def description_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[
     if CODE_FIELD in new and before[0] != now[0]:
         old, new = ({name: _DIGESTS.sub("", words) for name, words in each.items()} for each in (old, new))
     free = _FREE if new["schedule"] != "None" else _FREE | {"epochs", "epoch_samples"}
+    free -= set() if new.get("schedule_metric", "None") == "None" else {"evaluate_epochs"}
     names = [
         name for name in new if name not in free and _essence(name, old.get(name, "")) != _essence(name, new[name])
     ]

@@ -92,6 +92,13 @@ def test_a_stored_description_stays_the_same(name: str) -> None:
     assert description_changes(older, described) == []
 
 
+def test_other_evaluations_matter_to_a_scheduler_that_gets_their_metric() -> None:
+    plain = described_jobs()["torch"]
+    by_metric = plain.replace(schedule=lambda optimizer: optimizer, schedule_metric="loss")
+    for job, changes in ((plain, []), (by_metric, ["evaluate_epochs: 1 -> 2"])):
+        assert description_changes(describe(job), describe(job.replace(evaluate_epochs=2))) == changes
+
+
 def test_an_option_that_did_not_exist_then_counts_as_its_default() -> None:
     job = described_jobs()["torch"]
     older = {field: text for field, text in describe(job).items() if field != "precision"}

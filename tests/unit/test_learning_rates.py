@@ -180,7 +180,7 @@ def test_a_skipped_step_counts() -> None:
 def test_functions_for_each_group_and_by_epoch() -> None:
     first, second = (lambda step, total: 1.0 - step / total), (lambda step, total: 0.5)
     assert rates_of(one_device(job(schedule=(first, second)))) == [[0.3 * (1 - n / STEPS), 0.05] for n in range(STEPS)]
-    with pytest.raises(JobError, match="schedule= has 1 functions, and the optimizer 2 parameter groups"):
+    with pytest.raises(JobError, match="schedule= gives 1 of the 2 rates"):
         one_device(job(schedule=(first,)))
     by_epoch = described(schedule=first, schedule_by="epoch", epochs=4).model_spec(STEPS).schedule
     assert [by_epoch(step, STEPS) for step in range(STEPS)] == [1 - step // 3 / 4 for step in range(STEPS)]  # type: ignore[operator, misc]

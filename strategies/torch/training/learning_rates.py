@@ -54,7 +54,7 @@ class LearningRates:
             self._factors = (schedule,) * len(self._groups)
         if self._factors and len(self._factors) != len(self._groups):
             functions, groups = len(self._factors), len(self._groups)
-            problem = f"schedule= has {functions} functions, and the optimizer {groups} parameter groups: give as many"
+            problem = f"schedule= gives {functions} of the {groups} rates: give a function for each parameter group"
             raise JobError([problem], where=where)
         self.initial = [group_settings(group) for group in self._groups]
         self._fresh = None if self._scheduler is None else _plain_state(self._scheduler)
