@@ -62,7 +62,7 @@ def test_a_changed_job_is_refused(found: TuneResult) -> None:
 def test_a_killed_search_continues_as_if_unbroken(found: TuneResult, folder: Path, tmp_path: Path) -> None:
     hold = tmp_path / "hold"
     hold.touch()
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("spawn")  # a fork server may be older than the cluster's token
     process = context.Process(target=world.drive, args=(processes.address(), str(tmp_path)))
     process.start()
     try:

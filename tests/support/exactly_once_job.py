@@ -89,13 +89,17 @@ def released(marks: str, step: int) -> Path:
     return Path(marks) / f"go-{step}"
 
 
-def make_step(kills: tuple[torch_jobs.Kill, ...], marks: str, held: int) -> Any:
-    """A step that accounts for its ids, dies where it is told to, and waits at one step until it is released."""
+def make_step(kills: tuple[torch_jobs.Kill, ...], marks: str, held: int, storage: str) -> Any:
+    """A step that accounts for its ids, dies where it is told to, and waits at one step until it is released.
+
+    No step overtakes the checkpoints, so that none of them is passed over.
+    """
 
     def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         account: Any = getattr(model, "module", model)
         now = int(account.steps)
         if account.training:
+            torch_jobs.keep_pace(storage, now)
             account.steps += 1
         for kill in kills:
             if kill.rank == torch_jobs.rank() and kill.step == now and account.training:
@@ -125,7 +129,7 @@ def job(
             "name": "faulty",
             "model": Account,
             "optimizer": sgd,
-            "step": make_step(kills, marks, held),
+            "step": make_step(kills, marks, held, folder),
             "train": dataset(marks, fatal),
             "batch_size": BATCH,
             "seed": SEED,
