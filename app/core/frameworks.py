@@ -1,7 +1,7 @@
 """How torch, TensorFlow and other frameworks are loaded, and what to do where they are missing.
 
-`separate()` runs at `import trainwright`. After it, torch (with triton) and TensorFlow share a process in any order of
-imports. `load()` imports a module that needs a framework, and says which extra to install where that is missing.
+`isolate_llvm()` runs at `import trainwright`. After it, torch (with triton) and TensorFlow share a process in any order
+of imports. `load_module()` imports a module that needs a framework, and says which extra to install if it is missing.
 """
 
 from __future__ import annotations

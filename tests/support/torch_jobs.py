@@ -23,6 +23,8 @@ from torch.nn import functional
 import trainwright as tw
 from tests.support.finished_runs import told
 from trainwright.core import events
+from trainwright.storage.object_store import open_store
+from trainwright.storage.run_log import RunLog
 
 ROWS, WIDTH, CLASSES = 203, 64, 4
 
@@ -145,7 +147,8 @@ def step_written(writer: Any) -> int:
 def keep_pace(storage: str, step: int, every: int = 5, run: str = "faulty") -> None:
     """Wait until the driver knows that the checkpoint due before `step` is committed, so that none goes by.
 
-    The log names it a moment before the driver knows; what falls due in between is passed over.
+    A driver tells of its own commits a moment after the log names them; what falls due in between is passed over.
+    A driver that takes a run over knows what the log names by then. Nobody may have told of that.
     """
     tick, patience = threading.Event(), 3000
     while step and step % every == 0 and not _saved(storage, run, step):
@@ -156,7 +159,10 @@ def keep_pace(storage: str, step: int, every: int = 5, run: str = "faulty") -> N
 
 def _saved(storage: str, run: str, step: int) -> bool:
     saved: Any = told(storage, run, events.Checkpointed)
-    return any(event.step >= step for event in saved)
+    if any(event.step >= step for event in saved):
+        return True
+    taken_over = (entry for entry in RunLog(open_store(storage), run).entries() if entry.kind == "acquire")
+    return any(checkpoint.step >= step for entry in taken_over for checkpoint in entry.checkpoints)
 
 
 def await_told(storage: str, awaited: Awaited) -> None:
