@@ -22,11 +22,12 @@ from tests.support.finished_runs import final_state, told
 from trainwright.cluster_files.placeholders import fill_placeholders
 from trainwright.core import events
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(180, func_only=True)]  # the cluster has deadlines of its own
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300, func_only=True)]  # the cluster has deadlines of its own
 RAY = Path(sys.executable).with_name("ray")
 USER = {"RAY_AUTH_MODE": "token", "PATH": f"{RAY.parent}:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(HOME)}
 FILE = "clusters/local.yaml"
 PACE_S = 0.3
+ENDED_S = 120.0
 GONE_S = 40.0  # a host gives up 10 s after the head is gone, as the file says
 FIELDS = {"workers": 3, "min_workers": 1, "spares": 0, "shrink_s": 8.0, "keeper_s": 1.0, "checkpoint_steps": 1000}
 PLAN = "plan=dp=2,pp=2,schedule=gpipe,accumulation=2"
@@ -173,8 +174,12 @@ def others(host: Host) -> list[str]:
 
 
 def ended(job: subprocess.Popen[str]) -> str:
-    """What a job said that ended well."""
-    said, _ = job.communicate(timeout=150)
+    """What a job said that ended well, within the time of a test."""
+    try:
+        said, _ = job.communicate(timeout=ENDED_S)
+    except subprocess.TimeoutExpired as late:
+        said = (late.stdout or b"").decode()
+        raise AssertionError(f"the job did not end within {ENDED_S} s; it said:\n{said}") from late
     assert job.returncode == 0, said
     return said
 
