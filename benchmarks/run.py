@@ -194,7 +194,9 @@ def _run(name: str, *, smoke: bool, environment: Mapping[str, str] | None = None
 
 def _child(command: list[str], folder: str, log: Path, deadline_s: float, variables: Mapping[str, str]) -> str:
     """Run a command to its end or its deadline and kill what it left behind; return the error, empty for none."""
-    environment = {**os.environ, "TMPDIR": folder, "PYTHONUNBUFFERED": "1", **variables}
+    packages = [str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(packages), "TMPDIR": folder, "PYTHONUNBUFFERED": "1"}
+    environment |= variables
     environment.pop("RAY_ADDRESS", None)
     with log.open("w") as written:
         process = subprocess.Popen(

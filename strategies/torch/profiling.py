@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import statistics
 import time
+import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -242,7 +242,6 @@ def _own_parameters(module: nn.Module, name: str, held: _Sizes) -> tuple[int, in
 
 _SIDES = {"cpu": 1024, "cuda": 8192}  # of the matrices
 _NUMBERS = {"cpu": 2**24, "cuda": 2**28}  # of a copy
-_SECONDS = 0.3  # of each measurement
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_TYPES = ("fp32", "bf16")
 
@@ -263,7 +262,7 @@ def probe(kind: str, device: str = "cuda") -> Accelerator:
     on_cpu = device == "cpu"
     cores = torch.get_num_threads() ** THREAD_EXPONENT if on_cpu else 1.0
     rates = {name: _products(_SIDES[device], _TYPES[name], device) for name in (_CPU_TYPES if on_cpu else _TYPES)}
-    copied = 2 * 4 * _NUMBERS[device] / _median_s(_copy(_NUMBERS[device], device), device)
+    copied = 2 * 4 * _NUMBERS[device] / _call_s(_copy(_NUMBERS[device], device), device)
     return Accelerator(
         name=kind,
         memory_bytes=0 if on_cpu else int(torch.cuda.get_device_properties(0).total_memory),
@@ -280,7 +279,7 @@ def probe(kind: str, device: str = "cuda") -> Accelerator:
 def _products(side: int, kind: torch.dtype, device: str) -> float:
     """Return operations a second of square matrix products, of random numbers: a GPU is faster at equal ones."""
     left, right = (torch.randn(side, side, dtype=kind, device=device) for _ in range(2))
-    return 2.0 * side**3 / _median_s(lambda: torch.mm(left, right), device)
+    return 2.0 * side**3 / _call_s(lambda: torch.mm(left, right), device)
 
 
 def _copy(numbers: int, device: str) -> Callable[[], object]:
@@ -288,16 +287,17 @@ def _copy(numbers: int, device: str) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def _median_s(work: Callable[[], object], device: str) -> float:
-    """Return the median seconds of a call, after one for warm-up."""
-    done: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+def _call_s(work: Callable[[], object], device: str) -> float:
+    """Return the seconds of a call: the mean of at least 0.2 s, after shorter blocks for warm-up.
+
+    The host waits for the device at the ends of a block alone: to wait for each call would count as work.
+    """
+
+    def clock() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
     work()
-    done()
-    spent: list[float] = []
-    end = time.perf_counter() + _SECONDS
-    while time.perf_counter() < end or len(spent) < 3:
-        begun = time.perf_counter()
-        work()
-        done()
-        spent.append(time.perf_counter() - begun)
-    return statistics.median(spent)
+    calls, spent_s = timeit.Timer(work, timer=clock).autorange()
+    return spent_s / calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -80,8 +81,9 @@ def test_a_broken_benchmark_is_named_and_nothing_is_kept(
 def test_a_benchmark_that_works_is_shown_and_nothing_is_kept(
     run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Also with a relative PYTHONPATH, although the benchmark runs in another folder."""
     (tmp_path / "broken.py").write_text(SOURCE.format(ours="2.0"), encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.path.relpath(tmp_path))
     monkeypatch.setitem(run.BENCHMARKS, "broken", run.Benchmark(deadline_s=1, peer="no_such_package"))
     before = _kept()
     assert run.main(["broken", "--smoke"]) == 0

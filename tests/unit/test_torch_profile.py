@@ -6,6 +6,7 @@ import resource
 import time
 from dataclasses import replace
 from itertools import accumulate
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.support.torch_profile import profile_model
 from trainwright.core.model_profile import LayerCost, ModelProfile
 from trainwright.strategies.cost_model.machine_model import MachineModel
 from trainwright.strategies.search.plan_ranking import stage_sizes
+from trainwright.strategies.torch import profiling
 
 WIDTH, LAYERS, HEADS, TOKENS, WORDS = 2048, 24, 16, 512, 50_257
 
@@ -336,3 +338,21 @@ def test_a_transformer_is_cut_between_its_blocks_where_the_network_is_slow() -> 
     sizes = stage_sizes(profile, machine, plan, batch_size=32, precision="bf16", room_bytes=1e12)
     ends = [profile.layers[end - 1] for end in accumulate(sizes)][:-1]
     assert all(layer.name.endswith("mlp.2") and layer.cut_numbers == TOKENS * WIDTH for layer in ends)
+
+
+def test_a_probe_does_not_count_the_wait_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device computes 1 ms a call, and the host notices its end 0.2 ms later: the blocks of calls are long."""
+    now_s, queued_s = 0.0, 0.0
+
+    def work() -> None:
+        nonlocal queued_s
+        queued_s += 1e-3
+
+    def synchronize() -> None:
+        nonlocal now_s, queued_s
+        now_s, queued_s = now_s + queued_s + 2e-4, 0.0
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    assert profiling._call_s(work, "cuda") == pytest.approx(1e-3, rel=0.01)
+    assert now_s < 1.0
