@@ -36,7 +36,7 @@ import numpy as np
 
 from trainwright.core.data import Batch, Feed, zero_weight
 from trainwright.core.engine import Engine, ModelSpec, takes_optimizer
-from trainwright.core.errors import DataError, JobError, NonFiniteLoss, TrainwrightError, UserCodeError
+from trainwright.core.errors import DataError, JobError, NonFiniteLoss, TrainwrightError, UserCodeError, headline
 from trainwright.core.frameworks import load_module
 from trainwright.core.job import Job
 from trainwright.core.metric_states import compute_states, metric_states, with_states
@@ -165,7 +165,7 @@ class Preflight:
             raise answer.divided
         if answer.error is not None and not needs_second_trial(answer.error, plan):
             raise answer.error
-        why = answer.untried or (answer.error.what if answer.error is not None else "")
+        why = answer.untried or (headline(answer.error) if answer.error is not None else "")
         return (f"the job's functions could not be tried before the workers start: {why}",) if why else ()
 
 
