@@ -169,6 +169,15 @@ class HangError(TrainwrightError):
     """There was no progress within the deadline."""
 
 
+def headline(error: Exception) -> str:
+    """Return what an error says, for one line: of a wrong job the first problem, else `what`, or kind and text."""
+    if isinstance(error, JobError) and error.problems:
+        count = len(error.problems)
+        head = "the job has 1 problem" if count == 1 else f"the job has {count} problems, the first is"
+        return f"{head}: {error.problems[0]}"
+    return error.what if isinstance(error, TrainwrightError) else f"{type(error).__name__}: {error}"
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return a text with the nearest valid name, or all of them when none is near."""
     names = sorted(valid)

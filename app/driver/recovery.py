@@ -14,10 +14,12 @@ from trainwright.core.errors import (
     CheckpointError,
     DamagedCheckpoint,
     HangError,
+    JobError,
     PeerLost,
     StorageError,
     TrainwrightError,
     WorkerLost,
+    headline,
 )
 from trainwright.core.events import Noted, Waiting
 from trainwright.driver import checkpointing, dynamic_members, failure_policy, preemption, rendezvous
@@ -58,8 +60,7 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
     """End the run if the user's code or data raised, otherwise recover."""
     state, worker = turn.state, event.worker
     error, kind = event.failure.error, event.failure.kind
-    detail = error.detail if isinstance(error, TrainwrightError) else ""
-    failed = failed_event(state, worker, state.membership.rank_of[worker], _text(error), detail)
+    failed = failed_event(state, worker, state.membership.rank_of[worker], headline(error), _detail(error))
     cause = FailureCause(error=error, event=failed)
     ends_process = kind == "internal" or event.verb in ("leave", "upload", "keep")
     if state.trials is not None and kind in ("user", "data", "internal"):
@@ -80,7 +81,7 @@ def on_call_raised(turn: Transition, event: m.CallRaised) -> None:
         else:
             dynamic_members.on_member_left(turn, worker, cause)
     elif ends_process:
-        kind_of_error = _text(error).split(":")[0] if kind == "internal" else ""
+        kind_of_error = headline(error).split(":")[0] if kind == "internal" else ""
         _begin_recovery(turn, replace(cause, kind=kind_of_error), lost={worker}, kill=True)
     elif kind == "peer":
         _has_answered(turn, worker)
@@ -329,8 +330,11 @@ def _network_error(error: Exception) -> WorkerLost:
     )
 
 
-def _text(error: Exception) -> str:
-    return error.what if isinstance(error, TrainwrightError) else f"{type(error).__name__}: {error}"
+def _detail(error: Exception) -> str:
+    """Return the traceback of user code, or all problems of a wrong job."""
+    if isinstance(error, JobError) and not error.detail:
+        return error.what
+    return error.detail if isinstance(error, TrainwrightError) else ""
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 
-from trainwright.core.errors import TrainwrightError
+from trainwright.core.errors import headline
 from trainwright.core.events import Formed, Noted, Replanned
 from trainwright.core.plan import Plan, ranks_by_node
 from trainwright.core.topology import Address, Generation, Peer, Role, StateAgreement, StateTag, StateTransfer
@@ -330,7 +330,7 @@ def reject_plan(turn: Transition, error: Exception) -> None:
         return
     assert layouts is not None, "there are plans to try"
     place = trials.left[0]
-    why = error.what if isinstance(error, TrainwrightError) else f"{type(error).__name__}: {error}"
+    why = headline(error)
     aside, first = {**trials.aside, place: why}, trials.first or error
     turn.change(trials=replace(trials, left=trials.left[1:], aside=aside, first=first, trying=False))
     turn.emit(Noted(text=f"{layouts.plans[place].name} is set aside, since it failed when it was tried: {why}"))

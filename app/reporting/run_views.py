@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -265,21 +266,14 @@ def _staleness(history: RunHistory) -> dict[str, Any] | None:
 
 
 def _checkpoints(store: Store, run: str) -> list[dict[str, Any]]:
-    """Return the checkpoints with a manifest, with the size of all their files."""
-    sizes: dict[str, int] = {}
-    whole: set[str] = set()
+    """Return the checkpoints that the run log names and that have files, with the size of all their files."""
+    head, sizes = RunLog(store, run).head(), Counter[str]()
     for path, size_bytes in store.list(f"{run}/checkpoints"):
-        folder, _, file = path.removeprefix(f"{run}/checkpoints/").partition("/")
-        sizes[folder] = sizes.get(folder, 0) + size_bytes
-        whole |= {folder} if file == "MANIFEST.json" else set()
+        sizes["/".join(path.removeprefix(f"{run}/").split("/")[:2])] += size_bytes
     return [
-        {
-            "step": int(folder.split("-")[0]),
-            "path": f"checkpoints/{escape_control_characters(folder)}",
-            "size_bytes": sizes[folder],
-        }
-        for folder in sorted(whole)
-        if folder.split("-")[0].isdigit()
+        {"step": item.step, "path": escape_control_characters(item.path), "size_bytes": sizes[item.path]}
+        for item in (head.checkpoints if head else ())
+        if item.path in sizes
     ]
 
 

@@ -276,13 +276,12 @@ class EffectExecutor:
         found = take_over(self._workers.name, self._workers.config_ref, token, fresh=fresh, assure=self._ledger.assure)
         self._queue.put(lambda: self._welcome(token, found))  # heartbeats keep them alive meanwhile
         chain = self._ledger.chain()
-        past = self._ledger.past()  # of a fresh start: nothing but the newest step that was told
-        told = 0 if fresh else past.told
-        self._queue.put(lambda: self._know(told if found.workers else 0))
+        past = self._ledger.past()
+        self._queue.put(lambda: self._know(past.told if found.workers else 0))
         living = tuple(survivor.living for survivor in found.workers)
         head, older = (chain[-1], chain[:-1]) if chain else (None, ())
         return m.LeaseAcquired(
-            token=token, head=head, older=older, told=told, living=living, kept=found.kept,
+            token=token, head=head, older=older, told=past.told, living=living, kept=found.kept,
             evaluations=past.ordered_evaluations, spent_s=past.time.wall_s,
         )  # fmt: skip
 

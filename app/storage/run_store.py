@@ -92,7 +92,17 @@ class RunStore:
         for text in notes:
             self._note(text)
         self._begin(self._token)
+        if self._fresh:
+            self._delete_outputs()
         return named[: named.index(head) + 1] if head else ()
+
+    def _delete_outputs(self) -> None:
+        """Delete the report and the quarantine of the run that had this name; the first commit deletes checkpoints."""
+        skipped = (path for path, _ in self._store.list(f"{self._run}/quarantine"))
+        try:
+            self._store.delete([f"{self._run}/report.html", *skipped])
+        except StorageError as error:
+            self._note(f"the report and the quarantine of the earlier run could not be deleted: {error.what}")
 
     def say(self, **facts: Any) -> None:
         """Add small values to the facts of later manifests."""

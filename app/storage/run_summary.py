@@ -410,7 +410,7 @@ _EventKind = TypeVar("_EventKind", bound=Event)
 RunState = Literal["running", "done", "stopped", "failed", "interrupted"]
 STATE_BY_OUTCOME: dict[str, RunState] = {"done": "done", "stopped": "stopped", "failed": "failed"}
 _MOST_MEASUREMENTS = 2_000  # measurements; also reports of staleness
-_FORMAT = 1  # of stored facts; increased where the same events give another summary
+_FORMAT = 2  # of stored facts; increased where the same events give another summary
 _SINGLE = ("start", "prefetch", "probed", "waiting", "end", "judged", "cause")
 _LISTS = ("failures", "resumes", "skipped", "notes", "measured", "stale")
 _NUMBERS = ("step", "told", "steps_lost", "last_s", "formed")
@@ -529,9 +529,8 @@ class RunSummary:
 
     def _started(self, event: RunStarted) -> None:
         if event.fresh:
-            told = self.told
             self.__dict__.update(RunSummary(self._most_rows).__dict__)
-            self.told = told
+            self.last_s = event.time_s
         self.time.start_s = self.time.start_up_s(formed=self.formed)
         if event.plan != self.start.plan:
             self.measured.clear()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Self
 
-from trainwright.core.errors import NonFiniteLoss, TrainwrightError
+from trainwright.core.errors import NonFiniteLoss, TrainwrightError, headline
 from trainwright.core.events import Evaluated, Event, RunStarted
 from trainwright.core.job import Job
 from trainwright.core.metric_goals import metric_name, minimizes
@@ -126,7 +126,7 @@ class TrialWatcher:
     def failed(self, job: Job, error: TrainwrightError) -> None:
         """Keep the error of a trial. Raises it where several trials failed and none was evaluated."""
         self.errors[job.name] = error
-        print_status(f"  {job.name} failed: {error.what}", "warning")
+        print_status(f"  {job.name} failed: {headline(error)}", "warning")
         broken = [each for each in self.errors.values() if not isinstance(each, NonFiniteLoss)]
         if len(broken) >= _MOST_BROKEN and not self._steps:
             raise error

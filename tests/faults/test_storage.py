@@ -179,6 +179,8 @@ def test_a_finished_job_is_not_trained_again_unless_asked(folder: Path, unbroken
     assert final_state(folder, "faulty") == unbroken(2)
     again = tw.fit(torch_jobs.job(folder, epochs=1), fresh=True)
     assert again.history["step"].tolist() == list(range(1, 10))
+    shown = run_views.run_view(str(folder), "faulty").data
+    assert {item["step"] for item in shown["checkpoints"]} == {5, 9} and shown["steps_lost"] == 0
 
 
 def test_a_folder_that_is_no_run_is_left_alone(folder: Path, ray_cluster: None) -> None:

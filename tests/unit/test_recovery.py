@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.driver_harness import Story, progressed
 from trainwright.core import events
-from trainwright.core.errors import NonFiniteLoss, WorkerLost
+from trainwright.core.errors import JobError, NonFiniteLoss, WorkerLost
 from trainwright.core.topology import Address, StateTag
 from trainwright.driver import messages as m
 from trainwright.driver.driver_state import Phase
 from trainwright.driver.membership import MAX_STANDBY_FAILURES
+from trainwright.reporting.event_messages import failure_text
 
 
 def with_spare(**settings: object) -> Story:
@@ -143,3 +146,17 @@ def test_an_upload_that_finds_the_state_unfit_ends_the_run_at_once() -> None:
 def test_spares_end_with_the_run() -> None:
     story = with_spare().tell(m.StopRequested(now=True))
     assert {kill.worker for kill in story.all(m.KillWorker)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("problems", "cause"),
+    [
+        (["loss= is no mean"], "the job has 1 problem: loss= is no mean"),
+        (["loss= is no mean", "metric 'f1' has no merge"], "the job has 2 problems, the first is: loss= is no mean"),
+    ],
+)
+def test_the_line_of_a_failure_names_the_problem_of_the_job(problems: list[str], cause: str) -> None:
+    story = Story().running().raises(1, "run", "user", JobError(problems))
+    (failed,) = story.emitted(events.Failed)
+    assert failed.cause == cause and failure_text(failed) == f"rank 1 (n1) failed at step 0: {cause}"
+    assert all(problem in failed.detail for problem in problems)

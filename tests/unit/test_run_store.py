@@ -137,3 +137,18 @@ def test_a_run_with_no_whole_checkpoint_is_not_begun_again_by_itself(tmp_path: P
     fresh.acquire()
     assert fresh.chain() == ()
     fresh.give_up()
+
+
+def test_a_fresh_start_deletes_the_report_and_the_quarantine_of_the_run_before_it(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    for fresh in (False, True):
+        owner = ledger(tmp_path, [], fresh=fresh)
+        owner.acquire()
+        for name in ("report.html", "quarantine/train-000000000003.parquet"):
+            store.put(f"run/{name}", b"old")
+        owner.chain()
+        owner.give_up()
+        assert store.exists("run/report.html") is not fresh
+        assert [path for path, _ in store.list("run/quarantine")] == (
+            [] if fresh else ["run/quarantine/train-000000000003.parquet"]
+        )

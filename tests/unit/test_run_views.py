@@ -45,6 +45,24 @@ def test_runs_lists_all_with_the_newest_on_top() -> None:
     assert "demo" in text and "20/20" in text and "accuracy 0.9000" in text
 
 
+@pytest.mark.parametrize("compacted", [False, True])
+def test_after_a_fresh_start_the_views_show_the_new_run_alone(compacted: bool) -> None:
+    uri, store = (where := storage()), open_store(where)
+    record(uri, whole_run(), owner=DEAD, checkpoint="checkpoints/00000020-1")
+    store.put("demo/checkpoints/00000020-1/MANIFEST.json", b"{}")
+    if compacted:
+        EventCompactor(store, "demo").compact()
+    record(uri, [started(token=3, time_s=500, fresh=True)], owner=DEAD, fresh=True)
+    first = views.run_view(uri, "demo").data
+    assert first["checkpoints"] == first["failures"] == first["recoveries"] == [] and first["step"] == 0
+    assert first["changed_s"] == views.runs_view(uri).data[0]["changed_s"] == 500
+    assert first["loss"] is None and first["metrics"] == {} and first["steps_lost"] == 0
+    record(uri, [started(token=4, time_s=600), events.Formed(time_s=601)])
+    later = views.run_view(uri, "demo").data
+    assert read_history(store, "demo").summary.told == later["steps_lost"] == 0
+    assert views.runs_view(uri).data[0]["step"] == 0
+
+
 def test_no_runs() -> None:
     uri = storage()
     open_store(uri).put("x.txt", b"")
@@ -92,7 +110,7 @@ def test_a_driver_elsewhere_is_known_by_its_counter(beats: bool) -> None:
 
 def test_show_has_everything_and_is_json() -> None:
     uri = storage()
-    record(uri, whole_run(), outcome="done")
+    record(uri, whole_run(), outcome="done", checkpoint="checkpoints/00000020-1")
     store = open_store(uri)
     store.put("demo/checkpoints/00000020-1/model", b"x" * 100)
     store.put("demo/checkpoints/00000020-1/MANIFEST.json", b"{}")
@@ -237,17 +255,20 @@ def test_nothing_that_was_stored_is_carried_out_by_a_terminal() -> None:
 def test_names_of_files_and_errors_are_not_carried_out_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record(str(tmp_path), [started(), events.Formed(nodes={"a\x9b31m": "0"})])
+    named = "checkpoints/00000010-1\u202e"
+    record(str(tmp_path), [started(), events.Formed(nodes={"a\x9b31m": "0"})], checkpoint=named)
     EventCompactor(open_store(str(tmp_path)), "demo").compact()
     (place,) = (tmp_path / "demo" / "events").glob("SUMMARY.json")
     place.write_text(place.read_text().replace("\\\\x9b31m", "\x9b31m"))
-    folder = tmp_path / "demo" / "checkpoints" / "00000010-1\u202e"
+    folder = tmp_path / "demo" / named
     folder.mkdir(parents=True)
     (folder / "MANIFEST.json").touch()
     view = views.run_view(str(tmp_path), "demo")
     assert view.data["nodes"] == {"a\\x9b31m": "0"}
     assert "checkpoints/00000010-1\\u202e" in printed(view) and "\u202e" not in printed(view)
-    folder.rename(folder.with_name("00000010-1\x1b]0;title\x07"))
+    titled = "checkpoints/00000010-1\x1b]0;title\x07"
+    record(str(tmp_path), [started()], owner=DEAD, checkpoint=titled, fresh=True)
+    folder.rename(tmp_path / "demo" / titled)
     monkeypatch.setattr("sys.argv", ["trainwright", "show", "demo", "--storage", str(tmp_path)])
     with pytest.raises(SystemExit):
         cli.main()
