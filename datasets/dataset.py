@@ -48,6 +48,7 @@ from trainwright.datasets.ops.row_transforms import (
     Tokenize,
     Transform,
     apply,
+    check_arguments,
     function_name,
 )
 from trainwright.datasets.ops.samplers import LengthBucketSampler, SampledSource, Sampler, WeightedSampler
@@ -74,7 +75,10 @@ class Dataset:
 
         A row is a dict of values by column name; `rng` is seeded by (seed, epoch, sample), so that a row changes in the
         same way in every process and after a restart. Every row gives one row, of one type and shape.
+
+        Raises DataError, here and in the other methods that take a function, where it cannot be called so.
         """
+        check_arguments(function, "map")
         return replace(self, transforms=(*self.transforms, RowMap(function=function)))
 
     def map_batches(
@@ -113,6 +117,8 @@ class Dataset:
                 where="fn_constructor_args, fn_constructor_kwargs",
                 remedy="give a class with a method __call__(columns), not an object of it; or use functools.partial",
             )
+        else:
+            check_arguments(function, "map_batches")
         return replace(self, transforms=(*self.transforms, BatchMap(function=function, cpus=cpus, gpus=gpus)))
 
     def filter(self, function: RowPredicate) -> Dataset:
@@ -120,14 +126,17 @@ class Dataset:
 
         Raises DataError, here and in the other methods that make rows, where a transform of ours runs on Ray Data.
         """
+        check_arguments(function, "filter")
         return self._derived(Filter(function=function))
 
     def filter_batches(self, function: BatchPredicate) -> Dataset:
         """Keep the rows for which `function(columns)` is true: one boolean for each of many rows at once."""
+        check_arguments(function, "filter_batches")
         return self._derived(BatchFilter(function=function))
 
     def flat_map(self, function: RowsFunction) -> Dataset:
         """Make any number of rows of each row: `function(row)` returns or yields them."""
+        check_arguments(function, "flat_map")
         return self._derived(FlatMap(function=function))
 
     def tokenize(

@@ -51,7 +51,7 @@ _Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing fil
 
 
 def init(cluster: _Kind, out: _Out = None, values: _Values = None, yes: _Yes = False, force: _Force = False) -> None:
-    """Write a cluster file with your values, and print the commands to type next."""
+    """Write a cluster file with your values. Print the commands to type next."""
     text = read_template(cluster)
     path = Path(out or ("cluster.yaml" if cluster == "aws" else TEMPLATES[cluster]))
     if path.exists() and not force:
@@ -124,7 +124,7 @@ def doctor(
     deadline: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time for a node to answer.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine, a cluster or a cluster file, and say what to do; exit 1 if something is bad, else 0."""
+    """Check this machine, a cluster or a cluster file. Say what to do; exit 1 if something is bad, else 0."""
     from trainwright import api
 
     found = api.doctor(file, address=address, storage=storage, job=job, imports=not quick, deadline_s=deadline)

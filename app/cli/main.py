@@ -55,7 +55,7 @@ def runs(storage: Storage = "runs", as_json: AsJson = False) -> None:
 
 @app.command()
 def show(run: _RunName, storage: Storage = "runs", as_json: AsJson = False) -> None:
-    """Show state, plan, progress, metrics, checkpoints and failures of a run."""
+    """Show state, plan, progress, metrics and failures of a run."""
     from trainwright.reporting import run_views
 
     _show(run_views.run_view(storage, run), as_json)

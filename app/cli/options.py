@@ -18,12 +18,15 @@ _WIDTH = 120  # of tables in files and pipes
 
 JobFile = Annotated[str, typer.Argument(metavar="FILE.py", help="A job file: Python with a trainwright.Job in it.")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job. Repeatable.")
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job, such as epochs=5. Repeatable."),
 ]
-Strategy = Annotated[str | None, typer.Option(help="Use this strategy.")]
-Workers = Annotated[int | None, typer.Option(help="Use this number of workers.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Resume the run although the job was changed.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Start the run of this name from the beginning.")]
+Strategy = Annotated[
+    str | None, typer.Option(help="Use this strategy, such as data_parallel; by default the planner's.")
+]
+Workers = Annotated[int | None, typer.Option(help="Use this number of workers; by default the planner's.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint although the job changed.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start this run again from step 0, without its checkpoints.")]
 Storage = Annotated[str, typer.Option(help="Where the runs are stored: a folder or a URI.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show Ray's own output and every checkpoint.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -149,7 +149,7 @@ def probe(
         bool, typer.Option("--all", help="Also measure accelerators with a known data sheet, and one CPU core.")
     ] = False,
 ) -> None:
-    """Benchmark accelerators missing from the built-in table; print lines for a job file that add them to it."""
+    """Benchmark accelerators missing from the built-in table. Print lines for a job file that add them to it."""
     from trainwright.planning.profiler import benchmark_accelerators as measure
     from trainwright.planning.profiler import format_as_python
 
@@ -187,7 +187,7 @@ def simulate(
     html: Html = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate asynchronous workers and parameter servers: throughput, staleness, waiting, and loss over time."""
+    """Simulate asynchronous workers and parameter servers. Show throughput, staleness, waiting, and loss over time."""
     given = {
         "workers": workers, "parameter_bytes": 4 * _parse_quantity(parameters, _COUNTS,
         "--parameters") if parameters else None,

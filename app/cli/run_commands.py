@@ -69,7 +69,7 @@ def fit(
     ] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Plan, start workers, train, recover and report. The same command resumes a stopped run."""
+    """Train a job: plan, start workers, recover from failures, report. The same command resumes a stopped run."""
     from trainwright import api
 
     if detach:
@@ -126,7 +126,7 @@ def evaluate(
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compute loss and metrics of a run's checkpoint on the job's evaluation set.
+    """Compute loss and metrics of a run on the job's evaluation set.
 
     Workers of the cluster compute them, with the plan that the run was trained with. If the plan has one worker, this
     process computes them.
@@ -227,7 +227,7 @@ def submit(
     folder: _Folder = None,
     verbose: Verbose = False,
 ) -> None:
-    """Run a job file on a cluster: pack its folder, send it, follow its log, and exit with the job's exit code.
+    """Run a job file on a cluster, and follow its log. Send its folder, and exit with the job's exit code.
 
     If the job already runs, the same command follows it. If the run was stopped, the same command resumes it. Ctrl-C
     ends only this command: the job continues on the cluster.
@@ -297,7 +297,7 @@ def chaos(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the runs after the test.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train the job without and with injected faults; exit 0 if the two runs agree bitwise, else 1."""
+    """Train with and without injected faults, and compare bitwise. Exit 0 if the two runs agree, else 1."""
     from rich.console import Console
 
     from trainwright import api

@@ -72,6 +72,8 @@ class ModelProfile:
         loss_scale: whether it computes in float16 with a scaled loss, as Keras' policy `mixed_float16` does.
         guests: untrained models that run forward in the loss, such as teachers; no layout divides them, since their
             inputs are targets.
+        weight_copies: copies of the trained parameters that a job keeps beside those of its steps; with
+            `weight_average=` 2, the average and, during an evaluation, the parameters that it replaces.
         trains: false for a model that predicts: it has no gradients, optimizer and kept activations.
     """
 
@@ -88,6 +90,7 @@ class ModelProfile:
     untraced: str = ""
     loss_scale: bool = False
     guests: tuple[ModelProfile, ...] = ()
+    weight_copies: int = 0
     trains: bool = True
 
     def __hash__(self) -> int:

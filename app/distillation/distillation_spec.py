@@ -132,7 +132,8 @@ class Teacher(StrictModel):
         name: letters, digits, dashes and underscores; its columns are `teacher.NAME` and `teacher.NAME/LAYER`.
         job: the job of the run that trained it.
         train: train this run first if it is not finished, side by side with those of other teachers.
-        step: use the checkpoint of this step; by default the newest.
+        step: use the checkpoint of this step, or `best` for that of the best evaluation, by the job's `best=`; by
+            default the newest.
         model: () -> torch.nn.Module or keras.Model, for a model that no run of trainwright trained.
         weights: file that `tw.export` wrote: `.safetensors`, `.pt`, `.keras` or `.weights.h5`, where all nodes see it.
             By default model() returns the weights, the same each time.
@@ -151,7 +152,7 @@ class Teacher(StrictModel):
     name: str
     job: Job | None = None
     train: bool = False
-    step: Annotated[int, Field(ge=0)] | None = None
+    step: Annotated[int, Field(ge=0)] | Literal["best"] | None = None
     model: Callable[[], Any] | None = None
     weights: str | None = None
     inputs: str | ColumnNames | Mapping[str, str] = ()
@@ -186,6 +187,8 @@ class Teacher(StrictModel):
             problems.append("inputs= is missing: name the columns given to the model")
         if self.model is not None and self.step is not None:
             problems.append("step= is for job=: a model has no checkpoints")
+        if self.step == "best" and self.job is not None and self.job.checkpointing.best is None:
+            problems.append('step="best" needs best= in job=: name the metric that was evaluated, such as best="-loss"')
         if self.train and (self.job is None or self.step is not None):
             problems.append("train=True is for job=, to its end: give that, and leave step= out")
         if len(set(self.layers)) < len(self.layers):

@@ -198,7 +198,7 @@ def _unused(names: Sequence[str]) -> str:
     """Return a note on unused columns."""
     more = len(names) - _LISTED
     listed = ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
-    return f"columns of train that nothing uses: {listed}; inputs=, targets= and sample_weight= name what is used"
+    return f"unused columns of train=: {listed}; inputs=, targets= and sample_weight= name those that the job uses"
 
 
 def _settled(decision: Decision, prepared: PreparedJob) -> Decision:

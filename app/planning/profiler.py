@@ -43,7 +43,7 @@ def profile_job(job: Job, dataset: Dataset, index: Index) -> ModelProfile:
     )
     if isinstance(job.loss, DistillationLoss):
         profile = replace(profile, guests=tuple(each.profile(sample) for each in job.loss.inline.values()))
-    return profile
+    return profile if job.training.weight_average is None else replace(profile, weight_copies=2)
 
 
 def build_model(build: Callable[[], Any]) -> Any:

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainwright.core import formatting
-from trainwright.core.errors import JobError, nearest
+from trainwright.core.errors import JobError, TrainwrightError, nearest
 from trainwright.core.job import Job
 from trainwright.reporting.progress_bar import print_status
 from trainwright.reporting.run_history import read_history
@@ -31,6 +31,10 @@ from trainwright.tuning.trials import RANK, SearchMetric, TrialWatcher, fixed_la
 
 if TYPE_CHECKING:
     import pandas
+
+_NONE_EVALUATED = (
+    "a trial is evaluated after each epoch: give max_time= enough for one, or make epochs shorter with epoch_samples="
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +77,16 @@ class TuneResult:
 
     @property
     def best(self) -> Trial:
-        """The trial with the best metric among the finished ones."""
-        return self.ranked[0]
+        """The trial with the best metric among the finished ones. Raises TrainwrightError where none was evaluated."""
+        if (best := self._evaluated) is None:
+            text = f"no trial has a best {self.metric.name}: none of {formatting.count(len(self.trials), 'trial')}"
+            raise TrainwrightError(f"{text} was evaluated", where="tw.tune", remedy=_NONE_EVALUATED)
+        return best
+
+    @property
+    def _evaluated(self) -> Trial | None:
+        """The best trial whose metric is a number; None without one."""
+        return next((each for each in self.ranked if not math.isnan(each.value)), None)
 
     @cached_property
     def ranked(self) -> list[Trial]:
@@ -178,13 +190,18 @@ def _trial(job: Job, setting: Params, metric: SearchMetric, watcher: TrialWatche
 
 def _result_table(found: TuneResult) -> RenderableType:
     """Return the best trial, and a row for each trial, for the terminal."""
-    best = found.best
+    best = found._evaluated
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
-    for heading in ("run", *best.params, found.metric.name, "step", ""):
+    for heading in ("run", *found.ranked[0].params, found.metric.name, "step", ""):
         table.add_column(heading, no_wrap=True)
     for each in found.ranked:
         note = "best" if each is best else "stopped early" if each.state == "stopped" else each.state
-        cells = (*map(value_text, each.params.values()), formatting.metric(each.value), str(each.step), note)
+        value = formatting.metric(each.value) if each.step else "-"
+        cells = (*map(value_text, each.params.values()), value, str(each.step), note)
         table.add_row(each.run, *cells, style="bold" if each is best else "")
-    head = f"Best {found.metric.name}: {formatting.metric(best.value)} with {setting_text(best.params)} ({best.run})"
-    return Group(Text(head, style="bold green"), Padding(table, (1, 0, 0, 2)))
+    if best is None:
+        head = Text(f"No best {found.metric.name}: no trial was evaluated\n  -> {_NONE_EVALUATED}", style="bold yellow")
+    else:
+        figure = f"{formatting.metric(best.value)} with {setting_text(best.params)} ({best.run})"
+        head = Text(f"Best {found.metric.name}: {figure}", style="bold green")
+    return Group(head, Padding(table, (1, 0, 0, 2)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -196,6 +197,35 @@ def function_name(function: Callable[..., Any]) -> str:
     if isinstance(function, StatefulFunction):
         return function.func.__qualname__
     return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+_CALLS = {
+    "map": ("row, rng", "return a dict of values by column; rng is a NumPy generator for random changes of this row"),
+    "map_batches": ("columns", "return a dict of arrays with as many rows"),
+    "filter": ("row", "return whether the row is kept"),
+    "filter_batches": ("columns", "return one boolean for each row"),
+    "flat_map": ("row", "return or yield rows"),
+}
+"""The arguments of the function that each method of a data set takes, and its result."""
+
+
+def check_arguments(function: Any, method: str) -> None:
+    """Raise DataError where a user's function cannot be called with the arguments that `method` gives it.
+
+    A function whose arguments Python does not know, such as a NumPy function, passes.
+    """
+    arguments, result = _CALLS[method]
+    if not callable(function):
+        problem = f"{function!r} is no function"
+    else:
+        try:
+            inspect.signature(function).bind(*arguments.split(", "))
+            return
+        except ValueError:
+            return
+        except TypeError as error:
+            problem = f"{function_name(function)} cannot be called with ({arguments}): {error}"
+    raise DataError(problem, where=method, remedy=f"give {method} a function of ({arguments}): {result}")
 
 
 # --- Classes of the user's in the place of a function -----------------------------------------------------------------

@@ -131,6 +131,7 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
         each += parameter / degree  # FSDP2 holds its part beside the whole that it has gathered
         if mesh.pipeline > 1:  # gradients of all micro-batches add up whole, and are divided once a step
             each += gradient
+    each += profile.weight_copies * parameter * part
     if plan.streamed or plan.local_steps > 1:  # two versions, or what local steps began with
         each += parameter
     gradients = gradient * part * held

@@ -31,6 +31,13 @@ def estimated(plan: str, cluster: tw.Cluster = NODES, profile: ModelProfile = GP
     return tw.estimate(profile, cluster, tw.Plan.parse(plan), batch_size=batch, precision="bf16")
 
 
+@pytest.mark.parametrize(("plan", "part"), [("dp=2", 1.0), ("fsdp=8", 1 / 8), ("fsdp=8,zero=2", 1 / 8)])
+def test_an_average_of_weights_is_two_copies_of_the_parameters(plan: str, part: float) -> None:
+    averaged, chosen = replace(GPT, weight_copies=2), tw.Plan.parse(plan)
+    (before,), (after,) = (stage_memory(each, chosen, batch_size=16, precision="fp32") for each in (GPT, averaged))
+    assert after - before == pytest.approx(2 * 4 * GPT.parameters * part, rel=1e-6)
+
+
 def test_a_plan_in_words() -> None:
     plan = tw.Plan.parse(" dp=8, tp=2,pp=4,micro_batch=4,schedule=gpipe,recompute=full")
     assert plan.mesh == Mesh(pipeline=4, data=8, tensor=2)

@@ -19,10 +19,13 @@ from tests.support.conformance import tensorflow_case, torch_case
 from tests.support.prediction_jobs import columns_of, job, train
 from tests.support.torch_engines import Net, spec
 from trainwright.core.errors import CheckpointError, JobError
+from trainwright.core.events import Evaluated
 from trainwright.core.soft_loss import Match, SoftLoss
 from trainwright.distillation import teacher_runner
 from trainwright.distillation.distillation_spec import Teacher
 from trainwright.distillation.teacher_runner import TeacherRunner, load_teacher
+from trainwright.storage.event_files import append_event
+from trainwright.storage.object_store import open_store
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss
 from trainwright.strategies.tensorflow.training import checkpoint_files as keras_files
 from trainwright.strategies.torch import model_files
@@ -97,6 +100,17 @@ def test_a_run_speaks_with_its_layers_in_any_process_and_in_a_loss(tmp_path: Pat
     assert load_teacher(teacher).sha256 != runner.sha256 == load_teacher(Teacher(name="big", job=chosen, step=3)).sha256
     np.testing.assert_array_equal(runner.teach(rows())["teacher.big"], found["teacher.big"])
     assert np.abs(load_teacher(teacher).teach(rows())["teacher.big"] - output).max() > 1e-4
+
+
+def test_the_best_checkpoint_of_a_run_can_teach(tmp_path: Path) -> None:
+    chosen = job(tmp_path, best="-loss", evaluate=job(tmp_path).train)
+    for steps in (3, 5):
+        train(chosen, steps, columns_of)
+        append_event(open_store(chosen.storage), chosen.name, Evaluated(step=steps, metrics={"loss": float(steps)}))
+    best, third, newest = (load_teacher(Teacher(name="big", job=chosen, step=step)) for step in ("best", 3, None))
+    assert best.sha256 == third.sha256 != newest.sha256
+    with pytest.raises(JobError, match='step="best" needs best= in job='):
+        Teacher(name="big", job=job(tmp_path), step="best")
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt", ""])

@@ -162,11 +162,11 @@ def ready(folder: Path, **fields: Any) -> job_preparation.PreparedJob:
 def test_columns_that_nothing_uses_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_preparation, "profile_job", lambda *_: KERAS)
     data = tw.datasets.table({name: [[1.0]] * 4 for name in ("x", "y", "w", "id")})
-    said = "columns of train that nothing uses: {}; inputs=, targets= and sample_weight= name what is used"
+    said = "unused columns of train=: {}; inputs=, targets= and sample_weight= name those that the job uses"
 
     def told(**fields: Any) -> list[str]:
         notes = job_preparation.plan_for(ready(tmp_path, train=data, targets="y", **fields), CPU).chosen.notes
-        return [note for note in notes if "nothing uses" in note]
+        return [note for note in notes if "unused columns" in note]
 
     assert told() == [said.format("w, id")]
     assert told(sample_weight="w") == [said.format("id")]

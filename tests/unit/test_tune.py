@@ -12,7 +12,7 @@ from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule
 
 import trainwright as tw
 from tests.support import torch_jobs
-from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
+from trainwright.core.errors import JobError, NonFiniteLoss, TrainwrightError, UserCodeError
 from trainwright.core.events import Evaluated
 from trainwright.tuning.search_space import draw_settings, job_of
 from trainwright.tuning.trials import RANK, SearchMetric, TrialWatcher
@@ -130,3 +130,15 @@ def test_a_result_prints_the_best_first() -> None:
     assert [row[0] for row in rows[3:]] == ["small-1", "small-0", "small-2", "small-3"]
     assert rows[3] == ["small-1", "0.1", "0.2500", "40", "best"] and rows[5][-2:] == ["stopped", "early"]
     assert list(found.table.columns) == ["run", "lr", "loss", "step", "state"] and found.table["lr"][0] == 0.1
+
+
+def test_where_no_trial_was_evaluated_none_is_the_best() -> None:
+    nan = float("nan")
+    trials = [Trial(job=job(name=f"small-{n}"), params={"lr": n}, value=nan, step=0, state="done") for n in range(2)]
+    found = TuneResult(metric=SearchMetric.parse("-loss"), trials=tuple(trials))
+    assert repr(found).startswith("No best loss: no trial was evaluated") and "nan" not in repr(found)
+    assert "max_time=" in repr(found) and "epoch_samples=" in repr(found) and "small-1" in repr(found)
+    with pytest.raises(TrainwrightError, match="no trial has a best loss: none of 2 trials was evaluated"):
+        print(found.best)
+    stopped = Trial(job=job(name="small-2"), params={"lr": 2}, value=0.5, step=9, state="done")
+    assert TuneResult(metric=found.metric, trials=(*trials, stopped)).best is stopped

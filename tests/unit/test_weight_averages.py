@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
@@ -14,6 +15,7 @@ import trainwright as tw
 from tests.support.planner_cases import PROFILE, decide
 from tests.support.torch_engines import feed, one_device, saved, spec
 from trainwright.core.errors import JobError, PlanError
+from trainwright.planning.profiler import profile_job
 from trainwright.strategies.torch.checkpoint.safetensors_files import load_weights, take_weights
 
 EMA = tw.WeightAverage(decay=0.9)
@@ -134,3 +136,13 @@ def test_parameter_servers_and_keras_refuse_it() -> None:
         decide(weight_average=EMA, strategy="parameter_server", workers=2)
     with pytest.raises(PlanError, match="weight_average= is for torch models"):
         decide(profile=replace(PROFILE, framework="tensorflow"), weight_average=EMA)
+
+
+def test_the_planner_counts_its_copies() -> None:
+    rows = tw.datasets.table({"x": np.ones((8, 3), np.float32), "y": np.ones(8, np.float32)})
+    fields: dict[str, Any] = {
+        "name": "averaged", "model": lambda: torch.nn.Linear(3, 1), "loss": torch.nn.functional.mse_loss, "inputs": "x",
+        "targets": "y", "train": rows, "optimizer": torch.optim.SGD, "batch_size": 4,
+    }  # fmt: skip
+    found = [profile_job(tw.Job(**fields, weight_average=each), rows, rows.index()) for each in (None, EMA)]
+    assert [each.weight_copies for each in found] == [0, 2]

@@ -102,3 +102,28 @@ def test_ragged_rows_make_a_column_and_are_told_what_to_do_where_nothing_pads_th
     with pytest.raises(DataError, match="is ragged") as caught:
         stack_column("tokens", tokens)
     assert "pad={'tokens': tw.Pad()}" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("method", "function", "said"),
+    [
+        ("map", lambda row: row, "cannot be called with (row, rng): too many positional arguments"),
+        ("map", 3, "3 is no function"),
+        ("map_batches", lambda: None, "cannot be called with (columns)"),
+        ("filter", lambda row, rng: True, "cannot be called with (row): missing a required argument: 'rng'"),
+        ("filter_batches", lambda: True, "cannot be called with (columns)"),
+        ("flat_map", lambda row, rng: [row], "cannot be called with (row)"),
+    ],
+)
+def test_functions_of_rows_say_what_they_are_given(method: str, function: Any, said: str) -> None:
+    rows = tw.datasets.table({"x": np.ones(4)})
+    with pytest.raises(DataError) as caught:
+        getattr(rows, method)(function)
+    arguments = {"map": "row, rng", "map_batches": "columns", "filter_batches": "columns"}.get(method, "row")
+    assert said in caught.value.what and caught.value.where == method
+    assert caught.value.remedy.startswith(f"give {method} a function of ({arguments}): return ")
+
+
+def test_functions_with_more_or_unknown_arguments_are_taken() -> None:
+    rows = tw.datasets.table({"x": np.ones(4)})
+    assert len(rows.map(lambda *given: given[0]).map(lambda row, rng, scale=1: row).map_batches(dict).transforms) == 3
