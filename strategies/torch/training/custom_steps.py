@@ -21,7 +21,7 @@ from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training import train_step
 from trainwright.strategies.torch.training.batch_norm import average_statistics
 from trainwright.strategies.torch.training.objective import MicroBatchShare
-from trainwright.strategies.torch.training.optimizers import NamedOptimizers, undone_after_errors
+from trainwright.strategies.torch.training.optimizers import NamedOptimizers
 from trainwright.strategies.torch.training.train_state import TorchReplica
 from trainwright.strategies.torch.training.train_step import StepRunner, StepTotals
 
@@ -79,7 +79,7 @@ def _undone(replica: TorchReplica) -> AbstractContextManager[None]:
         replica.rates.state = kept
         replica.sound = True
 
-    return undone_after_errors(replica.optimizer, replica.trainable, restore)
+    return replica.undo.after_errors(restore)
 
 
 def _updates_in_turn(

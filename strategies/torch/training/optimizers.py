@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
+from trainwright.strategies.torch.torch_compat import foreach_copy, tree_flatten, tree_unflatten
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.learning_rates import group_settings, set_group_option
 
@@ -94,24 +96,58 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return any(each.default is each.empty for each in named)
 
 
-@contextmanager
-def undone_after_errors(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], restore: Callable[[], None]
-) -> Iterator[None]:
-    """Set parameters and optimizer back after an error, as they are now; then call `restore`."""
-    kept = [parameter.detach().clone() for parameter in parameters]
-    state = {parameter: copy.deepcopy(dict(entries)) for parameter, entries in optimizer.state.items()}
-    groups = [group_settings(group) for group in optimizer.param_groups]
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for parameter, value in zip(parameters, kept, strict=True):
-                parameter.copy_(value)
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        for group, settings in zip(optimizer.param_groups, groups, strict=True):
-            for key, value in settings.items():
-                set_group_option(group, key, value)
-        restore()
-        raise
+class StepUndo:
+    """Sets parameters and their optimizer back after an error in a step.
+
+    The copies of a step have the memory of those before: to allocate it anew costs several times as much.
+
+    Args:
+        optimizer: of the parameters.
+        parameters: that are trained.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        self._optimizer, self._parameters = optimizer, parameters
+        self._copies: list[Any] = []
+
+    @contextmanager
+    def after_errors(self, restore: Callable[[], None]) -> Iterator[None]:
+        """Set parameters and optimizer back after an error, as they are now; then call `restore`."""
+        leaves, structure = tree_flatten((list(self._parameters), dict(self._optimizer.state)))
+        self._copy(leaves)
+        groups = [group_settings(group) for group in self._optimizer.param_groups]
+        try:
+            yield
+        except BaseException:
+            (kept, state), self._copies = tree_unflatten(self._copies, structure), []  # they are the state from now on
+            foreach_copy([parameter.detach() for parameter in self._parameters], kept)
+            self._optimizer.state.clear()
+            self._optimizer.state.update(state)
+            for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
+                for key, value in settings.items():
+                    set_group_option(group, key, value)
+            restore()
+            raise
+
+    def _copy(self, leaves: Sequence[Any]) -> None:
+        """Copy tensors, into the memory of earlier copies where they are alike, and other objects."""
+        old, self._copies = self._copies, []
+        targets, sources = list[Tensor](), list[Tensor]()
+        for leaf, other in zip_longest(leaves, old[: len(leaves)]):
+            if not isinstance(leaf, Tensor):
+                self._copies.append(copy.deepcopy(leaf))
+            elif _are_alike(leaf, other):
+                self._copies.append(other)
+                targets.append(other)
+                sources.append(leaf.detach())
+            else:
+                self._copies.append(leaf.detach().clone())
+        if targets:
+            foreach_copy(targets, sources)
+
+
+def _are_alike(tensor: Tensor, other: Any) -> bool:
+    """Return whether another object is a tensor of the same shape, strides, type and device."""
+    if not isinstance(other, Tensor) or (tensor.dtype, tensor.device) != (other.dtype, other.device):
+        return False
+    return tensor.shape == other.shape and tensor.stride() == other.stride()

@@ -33,7 +33,7 @@ from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.batch_norm import SyncedBatchNorms, batch_norms, running_norms
 from trainwright.strategies.torch.training.learning_rates import LearningRates
 from trainwright.strategies.torch.training.model_blocks import checkpoint_blocks, checkpointed_buffers, compile_model
-from trainwright.strategies.torch.training.optimizers import NamedOptimizers, make_optimizer, needs_closure
+from trainwright.strategies.torch.training.optimizers import NamedOptimizers, StepUndo, make_optimizer, needs_closure
 from trainwright.strategies.torch.training.weight_copies import AveragedWeights, WeightStash
 
 _BufferCopies = dict[str, tuple[Tensor, Tensor]]  # by full name: a buffer, and a copy of what it held
@@ -66,6 +66,7 @@ class TorchReplica:
         trainable: the parameters that require a gradient, each once.
         names: full name of each parameter that requires a gradient.
         custom: a step is not one backward and one update: several optimizers, or one with a closure.
+        undo: sets a custom step back after an error in it.
         rates: sets the learning rates.
         average: average of the trained parameters; None where the job has none.
         rebuilt: names of frozen parameters that no state holds, since `model()` makes them.
@@ -125,6 +126,7 @@ class TorchReplica:
         self.begun: _BufferCopies | None = None
         self.optimizer = make_optimizer(spec, self.names, where)
         self.custom = isinstance(self.optimizer, NamedOptimizers) or needs_closure(self.optimizer)
+        self.undo = StepUndo(self.optimizer, self.trainable)
         self.rates = LearningRates(spec, self.optimizer, where)
         self.average = (
             None

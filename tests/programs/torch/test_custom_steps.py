@@ -150,13 +150,28 @@ def test_an_error_in_the_middle_of_a_step_changes_nothing() -> None:
     engine, other = one_device(how(step=breaking)), one_device(how())
     trained(engine, last=2)
     before = saved(engine).files
-    with pytest.raises(NonFiniteLoss, match="in samples 0, 1, 2"):
-        trained(engine, first=2, last=3)
-    assert saved(engine).files == before
+    for _ in range(2):  # what was set back is not the memory that the next step copies into
+        with pytest.raises(NonFiniteLoss, match="in samples 0, 1, 2"):
+            trained(engine, first=2, last=3)
+        assert saved(engine).files == before
     trained(engine, first=3)
     trained(other, last=2)
     trained(other, first=3)
     assert saved(engine).files == saved(other).files
+
+
+def test_the_copies_of_a_step_take_the_memory_of_those_before() -> None:
+    engine = one_device(gan())
+
+    def places(last: int) -> list[int]:
+        trained(engine, first=last - 1, last=last)
+        return [each.data_ptr() for each in engine.replica.undo._copies if isinstance(each, Tensor)]
+
+    first, second, third = places(1), places(2), places(3)
+    assert len(first) == len(engine.replica.trainable) < len(second), (
+        "the optimizers had no state before the first step"
+    )
+    assert second[: len(first)] == first and third == second
 
 
 def _on_ranks(rank: int, world: int, exchange: Exchange) -> Any:
