@@ -856,8 +856,6 @@ def _turn_problems(job: Job) -> list[str]:
         problems.append("several optimizers need step=, which yields the name of one and a loss, in turn")
     if job.training.precision == "fp16":
         problems.append('several optimizers have no loss scale for precision="fp16": use bf16 or fp32')
-    if job.training.batch_norm == "sync":
-        problems.append('batch_norm="sync" was not tested with several optimizers: leave one of them out')
     return problems
 
 

@@ -29,8 +29,12 @@ def _rank(scenario: Scenario, rank: int, world: int, pipe: Connection) -> None:
     pipe.send(("result", scenario(rank, world, exchange)))
 
 
-def run_ranks(scenario: Scenario, world: int) -> list[Any]:
-    """Results of a scenario on each rank; None for one that died. `exchange` gathers a value from all ranks alive."""
+def run_ranks(scenario: Scenario, world: int, answer_s: float = 90.0) -> list[Any]:
+    """Results of a scenario on each rank; None for one that died. `exchange` gathers a value from all ranks alive.
+
+    Args:
+        answer_s: seconds from one exchange of a rank to the next one.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     pipes, processes, results = {}, [], [None] * world
@@ -43,7 +47,7 @@ def run_ranks(scenario: Scenario, world: int) -> list[Any]:
         while pipes:
             values: list[Any] = [None] * world
             for rank, pipe in list(pipes.items()):
-                assert pipe.poll(90.0), f"rank {rank} did not answer"
+                assert pipe.poll(answer_s), f"rank {rank} did not answer"
                 try:
                     kind, value = pipe.recv()
                 except EOFError:

@@ -111,14 +111,14 @@ class DataParallel(ProcessGroupEngine):
         every_used = all(flag for (flag,) in all_gather_ints([int(replica.every_used)], self._device))
         world = distributed.group.WORLD
         assert world is not None, "form() comes first"
-        if replica.custom:
-            return replace(alone, others=(world,))
-        parallel = ddp_without_buffer_sync(
-            alone.objective, gradient_as_bucket_view=True, find_unused_parameters=not every_used
-        )
-        runner = replace(alone, reduced=parallel, local=parallel.no_sync, every_used=every_used, others=(world,))
-        if self._group.size != 2:
-            self._throwaway(runner, feed)
+        runner = replace(alone, others=(world,))
+        if not replica.custom:
+            parallel = ddp_without_buffer_sync(
+                alone.objective, gradient_as_bucket_view=True, find_unused_parameters=not every_used
+            )
+            runner = replace(runner, reduced=parallel, local=parallel.no_sync, every_used=every_used)
+            if self._group.size != 2:
+                self._throwaway(runner, feed)
         if replica.synchronized is not None:
             replica.synchronized.on = True
         return runner

@@ -19,7 +19,7 @@ from trainwright.core.data import Feed, MetricSums, StepReport, fold_seed
 from trainwright.core.errors import JobError
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training import train_step
-from trainwright.strategies.torch.training.batch_norm import average_statistics
+from trainwright.strategies.torch.training.batch_norm import average_statistics, sample_rows
 from trainwright.strategies.torch.training.objective import MicroBatchShare
 from trainwright.strategies.torch.training.optimizers import NamedOptimizers
 from trainwright.strategies.torch.training.train_state import TorchReplica
@@ -93,6 +93,8 @@ def _updates_in_turn(
         found = set()
         for (micro, share), turn in zip(shares, turns, strict=True):
             replica.reseed(fold_seed(replica.spec.seed, feed.step, micro, share.data_rank, number))
+            if replica.synchronized is not None:
+                replica.synchronized.counts = sample_rows(share.batch) > 0
             found.add(next(turn, ""))
         if len(found) > 1:
             raise JobError([_UNEQUAL], where=runner.where)

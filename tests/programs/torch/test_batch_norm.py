@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -206,25 +206,71 @@ def test_shards_have_one_set_of_running_statistics() -> None:
 # --- together ---------------------------------------------------------------------------------------------------------
 
 
+PARTS = ("stem", "middle", "head")
+
+
+def in_turns(model: Any, batch: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in PARTS:
+        yield name, loss(model(batch["x"]), batch["y"])
+
+
+lbfgs = partial(torch.optim.LBFGS, lr=0.1, max_iter=2)
+STEPS: dict[str, dict[str, Any]] = {
+    "one backward": {},
+    "several optimizers": {
+        "optimizer": dict.fromkeys(PARTS, sgd), "step": in_turns, "loss": None, "inputs": (), "targets": (),
+        "metrics": {},
+    },
+    "closure": {"optimizer": lbfgs},
+}  # fmt: skip
+
+
+def plain_custom(name: str) -> tuple[list[float], nn.Module]:
+    """A loop on one device whose steps are not one backward and one update."""
+    model = one_device(job()).replica.model
+    losses, whole_rule = [], lbfgs(model.parameters())
+    rules = [sgd(getattr(model, part).parameters()) for part in PARTS]
+    for step, size in enumerate(SMALL):
+        x, y = (torch.from_numpy(each) for each in rows(step, size))
+
+        def backward(x: torch.Tensor = x, y: torch.Tensor = y) -> Any:
+            model.zero_grad()
+            found = whole(model, x, y)
+            found.backward()
+            return found
+
+        if name == "closure":
+            losses.append(whole_rule.step(backward).item())
+            continue
+        losses.append(0.0)
+        for rule in rules:
+            losses[-1] += backward().item()
+            rule.step()
+    return losses, model
+
+
 def _together(rank: int, world: int, exchange: Exchange) -> Any:
-    engine = formed(rank, exchange, job(batch_norm="sync"))
-    engine.transfer((StateTransfer(source=0, target=1, piece="state"),))
-    engine.warm(share(0, SIZES[0], rank, world))
-    losses = train(engine, rank, world, SMALL)
-    engine.verify()
-    found = losses, state_of(engine), evaluated(engine, rank, world)
-    engine.leave()
+    found = {}
+    for name, changes in STEPS.items():
+        engine = formed(rank, exchange, job(batch_norm="sync", **changes))
+        engine.transfer((StateTransfer(source=0, target=1, piece="state"),))
+        engine.warm(share(0, SIZES[0], rank, world))
+        losses = train(engine, rank, world, SMALL)
+        engine.verify()
+        found[name] = losses, state_of(engine), evaluated(engine, rank, world)
+        engine.leave()
     return found
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_synchronized_batch_norm_is_that_of_one_device(world: int) -> None:
-    losses, model = plain(SMALL, whole)
     results = run_ranks(_together, world)
-    for found, state, _ in results:
-        assert found == pytest.approx(losses, rel=1e-10)
-        assert_near(state, model)
-        assert all(np.array_equal(state[name], results[0][1][name]) for name in state), "bitwise alike on all ranks"
+    for name in STEPS:
+        losses, model = plain(SMALL, whole) if name == "one backward" else plain_custom(name)
+        for found, state, _ in (result[name] for result in results):
+            assert found == pytest.approx(losses, rel=1e-10), name
+            assert_near(state, model)
+            assert all(np.array_equal(state[each], results[0][name][1][each]) for each in state), "bitwise alike"
 
 
 def test_batch_norm_is_refused_where_it_would_differ() -> None:
