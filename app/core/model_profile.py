@@ -22,6 +22,9 @@ class LayerCost:
         kept_numbers: kept of one sample for backward, the output included.
         traffic_numbers: read and written by operations other than matrix products.
         scores_numbers: attention scores, kept and written unless a kernel is fused; not part of the two above.
+        loss_numbers: of its output for one sample, read by the loss; not part of `kept_numbers`. The loss keeps them,
+            and its backward makes two gradients of them, all in full precision.
+        block_place: its place, from 1, in a block whose inside `recompute=full` recomputes; 0 outside of such blocks.
         matmuls: number of matrix products.
         launches: number of operations that the host launches.
         splits: whether tensor parallelism divides it.
@@ -42,6 +45,8 @@ class LayerCost:
     kept_numbers: float = 0.0
     traffic_numbers: float = 0.0
     scores_numbers: float = 0.0
+    loss_numbers: float = 0.0
+    block_place: int = 0
     matmuls: int = 1
     launches: int = 1
     splits: bool = False
@@ -162,7 +167,7 @@ def _mean(one: LayerCost, other: LayerCost, weight: str, shares: tuple[float, fl
 
 
 def append_loss(layers: tuple[LayerCost, ...], outputs: float) -> tuple[LayerCost, ...]:
-    """Add a loss after the last layer, as `transformer_profile` has it: it keeps what it is given and passes over it.
+    """Add a loss after the last layer, as `transformer_profile` has it: it keeps what it reads and passes over it.
 
     Args:
         outputs: numbers of the model's output for one sample.
@@ -170,10 +175,9 @@ def append_loss(layers: tuple[LayerCost, ...], outputs: float) -> tuple[LayerCos
     if not layers:
         return layers
     *others, last = layers
-    loss = replace(last, kept_numbers=outputs, traffic_numbers=16.0 * outputs, scores_numbers=0.0, launches=2)
-    return *others, _joined(
-        last, replace(loss, output_numbers=last.output_numbers, shared_kept=0.0, shared_traffic=0.0)
-    )
+    loss = replace(last, kept_numbers=0.0, traffic_numbers=16.0 * outputs, scores_numbers=0.0, launches=2)
+    joined = _joined(last, replace(loss, shared_kept=0.0, shared_traffic=0.0))
+    return *others, replace(joined, loss_numbers=outputs)
 
 
 def transformer_profile(
@@ -226,6 +230,7 @@ def _block(sequence: int, hidden: int, heads: int, *, fused: bool) -> LayerCost:
         kept_numbers=17.0 * width,
         traffic_numbers=32.0 * width,
         scores_numbers=0.0 if fused else 2.5 * heads * sequence**2,
+        block_place=1,
         matmuls=6,
         launches=34,
         splits=True,
@@ -263,7 +268,8 @@ def _logits(sequence: int, hidden: int, vocabulary: int, *, tied: bool) -> Layer
         parameter_bytes=4 * own,
         flops=2.0 * scores * hidden,
         output_numbers=scores,
-        kept_numbers=scores + sequence * hidden,
+        kept_numbers=sequence * hidden,
+        loss_numbers=scores,
         traffic_numbers=16.0 * scores,
         launches=20,
         splits=True,

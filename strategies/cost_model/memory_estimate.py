@@ -3,7 +3,7 @@
 Model states as in Rajbhandari et al. (2020), table 1: with Adam 16 bytes a parameter, in half precision 2 for it, 2 for
 its gradient and 12 for the optimizer's full-precision copies; in full precision 4, 4 and 8. The engines' half precision
 is autocast: states as in full precision, plus a copy of a product's weights in half precision, which backward needs and
-ZeRO does not divide. Activations as in Korthikanti et al. (2022).
+ZeRO does not divide. Activations as in Korthikanti et al. (2022). Autocast computes losses in full precision.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from trainwright.strategies.cost_model.step_work import (
 
 _STATES = {2: (2.0, 2.0, 12.0), 4: (4.0, 4.0, 8.0)}  # parameter, gradient, optimizer, by bytes of a number
 _UPDATE_NUMBERS = 2  # that an optimizer works with, for each parameter of the layer that it is at
+_FOREACH_NUMBERS = 1  # that torch's optimizers work with on a GPU, for each parameter of all layers at once
+_LOSS_GRADIENTS = 2  # that the loss's backward makes: of what the loss keeps, and of what it read
 _GATHERED_COPIES = {2: 2, 3: 4}  # by ZeRO, of a layer that is worked on: gradient, parameters, what each is sent from
 
 
@@ -59,7 +61,11 @@ def stage_memory(
     plan = plan if apart else replace(plan, offload=False)
     layers = layer_memory(profile, plan, batch_size=batch_size, precision=precision)
     if plan.mesh.pipeline == 1:
-        whole = layers.of_whole(layer_vectors(profile).order, gradients_stay=_gradients_stay(plan, batch_size))
+        whole = layers.of_whole(
+            layer_vectors(profile).order,
+            gradients_stay=_gradients_stay(plan, batch_size),
+            foreach=apart and profile.framework == "torch",
+        )
         beside = _loss_model_bytes(profile, plan, batch_size=batch_size) + (
             0 if apart else push_buffer_bytes(profile, plan)
         )
@@ -79,7 +85,7 @@ class LayerMemory:
     Attributes:
         states: parameters, gradients and optimizer state.
         gradients: the part of `states` that is gradients.
-        update: working memory of the optimizer.
+        update: working memory of the optimizer, for each number that it works with.
         kept: activations of one micro-batch.
         working: working memory of the layer; a stage needs that of its largest layer.
         flight: micro-batches that each section keeps at once; where each stage has one section, never more than the
@@ -100,15 +106,17 @@ class LayerMemory:
         found: Vector = held + np.where(standing > 0, self.working, 0.0).max(axis=1)
         return found
 
-    def of_whole(self, order: Indices, *, gradients_stay: bool) -> float:
+    def of_whole(self, order: Indices, *, gradients_stay: bool, foreach: bool) -> float:
         """Return the bytes of a model in one stage with its layers in this order.
 
-        Gradients stay from step to step, or appear one by one in backward while activations are freed.
+        Gradients stay from step to step, or appear one by one in backward while activations are freed. The optimizer
+        updates all layers at once (`foreach`), or one after the other.
         """
         gradients, kept = self.gradients[order], np.cumsum(self.kept[order])
         here = gradients.sum() if gradients_stay else np.cumsum(gradients[::-1])[::-1]
         backward = (kept + here + self.working[order]).max()
-        return float((self.states - self.gradients)[order].sum() + max(backward, gradients.sum() + self.update.max()))
+        update = _FOREACH_NUMBERS * self.update[order].sum() if foreach else _UPDATE_NUMBERS * self.update.max()
+        return float((self.states - self.gradients)[order].sum() + max(backward, gradients.sum() + update))
 
 
 def _gradients_stay(plan: Plan, batch_size: int) -> bool:
@@ -137,27 +145,28 @@ def layer_memory(profile: ModelProfile, plan: Plan, *, batch_size: int, precisio
     gradients = gradient * part * held
     visiting = parameter * held * _GATHERED_COPIES.get(plan.zero, 0) * (degree > 1)
     visiting += gradients * _gradients_stay(plan, batch_size)
-    update = _UPDATE_NUMBERS * 4.0 * part * held
+    update = 0.0 * held if served else 4.0 * part * held
     if plan.offload:  # the layer's parameters and their gradients; and the next one's, or all for ZeRO-2
         each = 0.0 if plan.zero == 3 else parameter
         visiting = held * (gradient + (2 * parameter if plan.zero == 3 else 0.0))
         gradients, update = np.zeros_like(held), np.zeros_like(held)  # in the host's memory
     cast = _autocast_parameters(profile, mesh.tensor) * width * (NUMBER_BYTES.get(own, 4) > width)
+    loss = rows * 4.0 * _loss_numbers(profile, mesh.tensor)
     if not profile.trains:
         none, shared = np.zeros_like(held), degree if plan.zero == 3 else 1
         gathered_whole = parameter * held * (shared > 1)
         return LayerMemory(
             states=parameter * held / shared, gradients=none, update=none, kept=none,
-            working=rows * width * (kept + working) + gathered_whole + cast, flight=micro_batches_in_flight(plan,
+            working=rows * width * (kept + working) + loss + gathered_whole + cast, flight=micro_batches_in_flight(plan,
             micro_batches),
         )  # fmt: skip
-    again = plan.recompute == "full"
+    again = (layer_vectors(profile).block_place > 0) & (plan.recompute == "full")
     return LayerMemory(
         states=each * held,
         gradients=gradients,
         update=update,
-        kept=rows * width * kept + (0.0 if again else cast),
-        working=rows * width * working + visiting + (cast if again else 0.0),
+        kept=rows * width * kept + loss + np.where(again, 0.0, cast),
+        working=rows * width * working + _LOSS_GRADIENTS * loss + visiting + np.where(again, cast, 0.0),
         flight=micro_batches_in_flight(plan, micro_batches),
     )
 
@@ -169,8 +178,10 @@ def _numbers(
     """Return each distinct layer's parameters, numbers kept of one sample for backward, and other working numbers."""
     layers = layer_vectors(profile)
     kept = layers.kept(tensor, recompute, sequence=sequence)
-    whole = layers.kept(tensor, "none", sequence=sequence)
-    working = whole if recompute == "full" else whole - kept  # selective: the scores of the layer it is at
+    if recompute == "full":
+        working = layers.recomputed(tensor, sequence=sequence)
+    else:
+        working = layers.kept(tensor, "none", sequence=sequence) - kept  # selective: the scores of the layer it is at
     return layers.held(1 + staged) / layers.over(tensor), kept, working
 
 
@@ -179,6 +190,14 @@ def _autocast_parameters(profile: ModelProfile, tensor: int) -> Vector:
     """Return the parameters of each distinct layer that autocast copies for each forward: those of products."""
     layers = layer_vectors(profile)
     return layers.held(2) / layers.over(tensor) * (layers.flops > 0)
+
+
+@lru_cache(maxsize=512)
+def _loss_numbers(profile: ModelProfile, tensor: int) -> Vector:
+    """Return the numbers of one sample that a loss behind each distinct layer reads."""
+    layers = layer_vectors(profile)
+    found: Vector = layers.loss_numbers / layers.over(tensor)
+    return found
 
 
 def _loss_model_bytes(profile: ModelProfile, plan: Plan, *, batch_size: int) -> int:

@@ -170,6 +170,8 @@ class _LayerVectors:
     kept_numbers: Vector
     traffic_numbers: Vector
     scores_numbers: Vector
+    loss_numbers: Vector
+    block_place: Vector
     shared_kept: Vector
     shared_traffic: Vector
     reductions: Vector
@@ -191,17 +193,28 @@ class _LayerVectors:
         return self.parameters + (self.tied_parameters if stages > 1 else 0.0)
 
     def kept(self, tensor: int, recompute: str, *, sequence: bool = False) -> Vector:
-        """Return the numbers of one sample that backward needs; with full recomputation, a layer's input alone.
+        """Return the numbers of one sample that backward needs, all divided with sequence parallelism.
 
-        The input is taken to be as large as the output. With sequence parallelism all of it is divided.
+        With full recomputation, of a block its input alone: the output of the layer before it.
         """
         if recompute == "full":
-            return np.minimum(self.output_numbers, self.kept_numbers) / (tensor if sequence else 1)
+            before = np.zeros(len(self.flops))
+            before[self.order] = self.output_numbers[np.concatenate((self.order[:1], self.order[:-1]))]
+            inputs = before * (self.block_place == 1) / (tensor if sequence else 1)
+            return np.where(self.block_place > 0, inputs, self.kept(tensor, "none", sequence=sequence))
         if sequence:
             return (self.kept_numbers + self.scores_numbers * (recompute == "none")) / tensor
         scores = self.scores_numbers / self.over(tensor) if recompute == "none" else 0.0
         kept: Vector = self.kept_numbers * (self.shared_kept + (1 - self.shared_kept) / self.over(tensor)) + scores
         return kept
+
+    def recomputed(self, tensor: int, *, sequence: bool = False) -> Vector:
+        """Return the numbers of one sample that the backward of a layer has recomputed: its block's up to it."""
+        kept, found, block = self.kept(tensor, "none", sequence=sequence), np.zeros(len(self.flops)), 0.0
+        for layer in self.order:
+            block = kept[layer] + (block if self.block_place[layer] > 1 else 0.0)
+            found[layer] = max(found[layer], block) * (self.block_place[layer] > 0)
+        return found
 
     def again(self, recompute: str) -> Vector:
         """Return the share of each layer's forward that backward recomputes; the last layer is still in memory."""

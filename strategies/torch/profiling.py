@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import timeit
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,7 +34,7 @@ from trainwright.strategies.torch.tracing.op_trace import (
 )
 from trainwright.strategies.torch.training import batch_tensors as batches
 from trainwright.strategies.torch.training.batch_norm import batch_norms
-from trainwright.strategies.torch.training.model_blocks import checkpointed_buffers
+from trainwright.strategies.torch.training.model_blocks import checkpointed_buffers, checkpointed_modules
 from trainwright.strategies.torch.training.train_state import sparse_problems
 
 __all__ = ["export", "probe", "profile_model", "take_weights", "weight_bytes"]
@@ -95,6 +96,7 @@ def profile_model(
         again = _first_traced(model, tensors, call, step, whole) if whole and split.roles else trace
         trace = trace if isinstance(again, str) else again
     layers = merge_plain_layers(_mark_divided_spans(_costs(model, held, trace, rows), split))
+    layers = _mark_blocks(model, layers)
     if inputs:
         layers = append_loss(layers, trace.calls[model].output / rows)
     uncut = _pipeline_problem(model, tensors, call) if trace.asks and inputs else ""
@@ -181,6 +183,20 @@ def _mark_divided_spans(layers: Sequence[LayerCost], split: TensorParallelPlan) 
         found = sorted(places[name] for name in group if name in places)
         leading |= {*range(found[0], found[-1])}
     return [replace(layer, leads=number in leading) for number, layer in enumerate(layers)]
+
+
+def _mark_blocks(model: nn.Module, layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
+    """Number the layers of each block that `recompute=full` recomputes, from 1."""
+    names = {module: name for name, module in model.named_modules()}
+    blocks = {names[module]: block for block in checkpointed_modules(model) for module in block.modules()}
+    seen = Counter[nn.Module]()
+    marked = []
+    for layer in layers:
+        block = blocks.get(layer.name)
+        if block is not None:
+            seen[block] += 1
+        marked.append(replace(layer, block_place=0 if block is None else seen[block]))
+    return tuple(marked)
 
 
 def _costs(model: nn.Module, held: _Sizes, trace: ForwardTrace, rows: int) -> list[LayerCost]:

@@ -180,14 +180,15 @@ def test_memory_of_each_stage() -> None:
 def test_memory_of_a_model_in_one_stage() -> None:
     """Layers of 1,000 parameters that keep as many numbers of a sample, one sample on each rank."""
     layer = LayerCost(name="l", parameters=1000, parameter_bytes=4000, flops=1e6, output_numbers=500, kept_numbers=1000)
-    profile = ModelProfile(framework="torch", layers=(layer,) * 10)
+    profile = ModelProfile(framework="torch", layers=(replace(layer, block_place=1),) * 10)
 
-    def of(plan: str, batch: int = 1) -> int:
-        (found,) = stage_memory(profile, tw.Plan.parse(plan), batch_size=batch, precision="fp32")
+    def of(plan: str, batch: int = 1, *, apart: bool = True, profile: ModelProfile = profile) -> int:
+        (found,) = stage_memory(profile, tw.Plan.parse(plan), batch_size=batch, precision="fp32", apart=apart)
         return found
 
     grads = 4000  # of one layer
-    assert of("") == 10 * 12_000 + max(10 * 4000 + grads, 10 * 4000 + 2 * 4000), "then the optimizer has the most"
+    assert of("", apart=False) == 10 * 12_000 + 10 * 4000 + 2 * 4000, "then the optimizer has the most"
+    assert of("") == 10 * 12_000 + 10 * 4000 + 10 * 4000, "which on a GPU updates all layers at once"
     assert of("", 4) == 10 * 12_000 + 4 * 10 * 4000 + grads, "the last layer's while all activations are there"
     assert of("accumulation=4", 4) == 10 * 16_000 + 10 * 4000 + grads, "they stay, and new ones are added"
     assert of("dp=4", 4) == of("accumulation=4", 4), "as they do in the buckets of a reduction"
@@ -205,12 +206,18 @@ def test_memory_of_a_model_in_one_stage() -> None:
     )
     assert selective == plain + 4 * 3000 * 4, "attention's scores of one layer at a time"
     assert of("recompute=full", 4) == 10 * 12_000 + 4 * (10 * 2000 + 4000) + grads, "what a layer makes again"
+    pairs = replace(profile, layers=tuple(replace(layer, block_place=1 + place % 2) for place in range(10)))
+    assert of("recompute=full", 8, profile=pairs) == 10 * 12_000 + 8 * (5 * 2000 + 8000) + grads, "a block of two"
+    bare = replace(profile, layers=(layer,) * 10)
+    assert of("recompute=full", 4, profile=bare) == of("", 4), "no block, nothing is made again"
+    lossy = replace(profile, layers=(*profile.layers[:-1], replace(layer, loss_numbers=7000)))
+    assert of("", 4, profile=lossy) == of("", 4) + 3 * 4 * 4 * 7000, "the loss keeps one copy and makes two gradients"
 
 
 def test_memory_under_autocast() -> None:
     """Parameters, gradients and optimizer in full precision, a copy of each weight in half, activations in half."""
     layer = LayerCost(name="l", parameters=1000, parameter_bytes=4000, flops=1e6, output_numbers=500, kept_numbers=1000)
-    profile = ModelProfile(framework="torch", layers=(layer,) * 10)
+    profile = ModelProfile(framework="torch", layers=(replace(layer, block_place=1),) * 10)
 
     def of(plan: str, profile: ModelProfile = profile) -> int:
         (found,) = stage_memory(profile, tw.Plan.parse(plan), batch_size=8, precision="bf16")

@@ -207,7 +207,7 @@ def test_a_profile_counts_each_layer_for_one_sample() -> None:
     )
     assert first.kept_numbers == 8, "tanh keeps its output, which the next layer needs too"
     loss = (3, 2, 16 * 3)  # what it keeps, its operations, what it reads and writes
-    assert (second.kept_numbers, second.launches - 1, second.traffic_numbers) == loss and second.matmuls == 1
+    assert (second.loss_numbers, second.launches - 1, second.traffic_numbers) == loss and second.matmuls == 1
     assert profile.inexact == () and profile.trained == ((8, 128), (8, 32), (3, 96), (3, 12))
     assert profile_model(batch_normed, {"x": np.zeros((2, 4), np.float32)}, ("x",)).inexact == ("batch_norm",)
 

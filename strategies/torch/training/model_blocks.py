@@ -113,7 +113,7 @@ def checkpoint_blocks(model: nn.Module, divided: Iterable[str] = ()) -> None:
     Args:
         divided: names of modules at which the model is cut: a block that one of them is inside of stays as it is.
     """
-    for module in _checkpointed_modules(model, divided):
+    for module in checkpointed_modules(model, divided):
         buffers = next(module.buffers(), None) is not None
         contexts: dict[str, Any] = {"context_fn": partial(_buffer_contexts, module)} if buffers else {}
         module.forward = partial(checkpoint, module.forward, use_reentrant=False, **contexts)
@@ -122,11 +122,12 @@ def checkpoint_blocks(model: nn.Module, divided: Iterable[str] = ()) -> None:
 def checkpointed_buffers(model: nn.Module, divided: Iterable[str] = ()) -> list[str]:
     """Return the names of the persistent buffers inside the modules that `checkpoint_blocks` wraps."""
     state = model.state_dict(keep_vars=True)
-    inside = {buffer for module in _checkpointed_modules(model, divided) for buffer in module.buffers()}
+    inside = {buffer for module in checkpointed_modules(model, divided) for buffer in module.buffers()}
     return [name for name, buffer in model.named_buffers() if name in state and buffer in inside]
 
 
-def _checkpointed_modules(model: nn.Module, divided: Iterable[str]) -> list[nn.Module]:
+def checkpointed_modules(model: nn.Module, divided: Iterable[str] = ()) -> list[nn.Module]:
+    """Return the modules that `checkpoint_blocks` wraps."""
     return _without_cuts(model, repeated_blocks(model) or _trainable_children(model), divided)
 
 
