@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from functools import reduce
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, reduce
 from typing import Any
 from urllib.parse import unquote
 
@@ -54,11 +54,16 @@ def redact_json(text: str, environment: Mapping[str, str] = os.environ) -> str:
     return json.dumps(_rewritten(json.loads(text), found)) if told else text
 
 
-def _secrets(environment: Mapping[str, str]) -> list[str]:
+def _secrets(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return secrets, the longest first, so that none is replaced in part."""
-    values = [value for item in environment.items() for value in _secrets_of(*item) if len(value) >= _LEAST]
+    return _secrets_of_all(tuple(environment.items()))
+
+
+@lru_cache(maxsize=1)  # a job has hundreds of texts, and the environment rarely changes between two of them
+def _secrets_of_all(variables: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    values = [value for item in variables for value in _secrets_of(*item) if len(value) >= _LEAST]
     quoted = [form for value in values for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1])]
-    return sorted(dict.fromkeys(quoted), key=len, reverse=True)
+    return tuple(sorted(dict.fromkeys(quoted), key=len, reverse=True))
 
 
 def _secrets_of(name: str, value: str) -> Iterator[str]:
@@ -73,13 +78,13 @@ def _secrets_of(name: str, value: str) -> Iterator[str]:
         yield unquote(password)
 
 
-def _hidden(text: str, secrets: list[str]) -> str:
+def _hidden(text: str, secrets: Sequence[str]) -> str:
     told = reduce(lambda told, secret: told.replace(secret, REDACTED), secrets, text)
     told = _ADDRESS.sub(rf"\1\3{REDACTED}", told)
     return _QUERY.sub(lambda query: _PARAMETER.sub(rf"\1{REDACTED}", query[0]), told)
 
 
-def _rewritten(value: Any, secrets: list[str]) -> Any:
+def _rewritten(value: Any, secrets: Sequence[str]) -> Any:
     match value:
         case str():
             return _hidden(value, secrets)

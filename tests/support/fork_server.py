@@ -4,7 +4,8 @@ Of the processor time that starts a worker of Ray, eight tenths are spent on imp
 hundreds; of a driver it is half. Ray itself is not among what is imported here: it draws its object ids from a
 generator that all forked processes would share, and it reads its settings as it is imported.
 
-Run as a script with the name of a socket and the modules to import; ends with its standard input.
+Run as a script with the name of a socket and the modules to import; ends with its standard input. A process that orders
+imports this module, once for each worker of Ray, so it imports little itself.
 """
 
 from __future__ import annotations
@@ -14,20 +15,16 @@ import importlib
 import json
 import os
 import runpy
-import secrets
 import select
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
-
-import numpy
 
 VARIABLE = "TRAINWRIGHT_TEST_FORK_SERVER"  # names the socket
 ORDER_BYTES, FORK_S, END_S = 1 << 20, 60.0, 10.0
@@ -40,7 +37,7 @@ def fork_server(modules: Sequence[str]) -> Iterator[str]:
     """Start a fork server; yield the name of its socket, which takes orders at once. They wait for the imports."""
     missing = [module for module in modules if find_spec(module) is None]
     assert not missing, f"the fork server is to import what does not exist: {missing}"  # Ray would wait without end
-    name = f"trainwright-tests-{os.getpid()}-{secrets.token_hex(4)}"
+    name = f"trainwright-tests-{os.getpid()}-{os.urandom(4).hex()}"
     command, pipe = [sys.executable, __file__, name, *modules], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as it:
         assert it.stdin is not None and it.stdout is not None
@@ -198,8 +195,10 @@ def _become(told: dict[str, Any], streams: list[int]) -> None:
     os.chdir(told["folder"])
     sys.argv = told["command"]
     sys.path[0] = told["folder"] if sys.argv[0] == "-m" else os.path.dirname(sys.argv[0])
-    tempfile.tempdir = None  # where the environment says
-    numpy.random.seed()  # unlike the generators of `random` and `uuid` it stays what it was
+    if "tempfile" in sys.modules:
+        sys.modules["tempfile"].tempdir = None  # where the environment says
+    if "numpy" in sys.modules:  # unlike the generators of `random` and `uuid`, numpy's stays what it was
+        sys.modules["numpy"].random.seed()
 
 
 def main(name: str, modules: Sequence[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -16,6 +17,8 @@ from trainwright.core.plan import Plan
 from trainwright.core.topology import Address, Group, Peer
 from trainwright.strategies.torch.engines.data_parallel import DataParallel
 
+# A second of each rank otherwise. No effect where a fork server runs already, as that of the conformance tests does.
+PRELOADED = [__name__, "pytest", "torch.distributed.fsdp", "trainwright.strategies.torch.engines.fsdp"]
 Exchange = Callable[[Any], list[Any]]
 Scenario = Callable[[int, int, Exchange], Any]
 
@@ -26,6 +29,7 @@ def _rank(scenario: Scenario, rank: int, world: int, pipe: Connection) -> None:
         answer: list[Any] = pipe.recv()
         return answer
 
+    gc.freeze()  # as a worker does: `leave` collects, and looks through all imports otherwise
     pipe.send(("result", scenario(rank, world, exchange)))
 
 
@@ -36,7 +40,7 @@ def run_ranks(scenario: Scenario, world: int, answer_s: float = 90.0) -> list[An
         answer_s: seconds from one exchange of a rank to the next one.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(PRELOADED)
     pipes, processes, results = {}, [], [None] * world
     for rank in range(world):
         pipes[rank], theirs = context.Pipe()

@@ -8,7 +8,7 @@ import math
 import random
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +47,7 @@ class Killed(BaseException):
 class Memory(Store):
     """A store in memory that counts requests and bytes, and that ends its user before one of its changes."""
 
-    def __init__(self, files: dict[str, bytes] | None = None) -> None:
+    def __init__(self, files: Mapping[str, bytes] | None = None) -> None:
         super().__init__(f"memory://{uuid.uuid4().hex}")
         self.files = dict(files or {})
         self.requests: Counter[str] = Counter()
@@ -382,7 +382,8 @@ def test_what_is_appended_while_another_compacts_is_kept() -> None:
 # --- growth -----------------------------------------------------------------------------------------------------------
 
 
-def long_run(batches: int, every: int) -> Memory:
+@functools.cache
+def files_of_long_run(batches: int, every: int) -> Mapping[str, bytes]:
     """A run that was compacted each so many batches of 100 steps, with a minute in between."""
     store, seconds = Memory(), [0.0]
     compactor = EventCompactor(store, RUN, clock=lambda: seconds[0])
@@ -393,7 +394,13 @@ def long_run(batches: int, every: int) -> Memory:
         if number % every == 0:
             seconds[0] += 61
             compactor.compact()
-    return store
+    return store.files
+
+
+def short_and_long_run() -> tuple[Memory, Memory]:
+    """Of 201 and of 1001 batches, each compacted after its last one."""
+    short, long = (Memory(files_of_long_run(batches, every=10)) for batches in (201, 1001))
+    return short, long
 
 
 def cost(store: Memory, read: Callable[[Memory, str], object]) -> tuple[int, int]:
@@ -405,7 +412,7 @@ def cost(store: Memory, read: Callable[[Memory, str], object]) -> tuple[int, int
 
 
 def test_reading_a_run_does_not_grow_with_it() -> None:
-    short, long = long_run(200, 10), long_run(1000, 10)
+    short, long = short_and_long_run()
     for read, most, most_bytes in ((read_run_summary, 12, 2_000_000), (read_brief_summary, 12, 120_000)):
         requests, read_bytes = cost(long, read)
         assert requests <= most and read_bytes <= most_bytes, read
@@ -418,7 +425,7 @@ def test_reading_a_run_does_not_grow_with_it() -> None:
 
 
 def test_compacting_costs_no_more_late_than_early() -> None:
-    early, late = long_run(201, 10), long_run(1001, 10)
+    early, late = short_and_long_run()
     for store, first in ((early, 201), (late, 1001)):
         for number in range(first, first + 10):
             store.files[batch_path(RUN, 1, number)] = batch_of([stepped([100 * number], time_s=100 + number)])

@@ -172,3 +172,13 @@ def test_an_address_with_a_password_is_no_data_set(kind: str) -> None:
         getattr(tw.datasets, kind)("s3://me:pass-word@bucket/train")
     assert "pass-word" not in str(caught.value) and "s3://***@bucket/train" in str(caught.value)
     assert "AWS_SECRET_ACCESS_KEY" in caught.value.remedy
+
+
+def test_a_secret_that_is_set_or_changed_later_is_removed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "first-value and second-value"
+    monkeypatch.setenv("TW_LATE_TOKEN", "first-value")
+    assert redact(text) == "*** and second-value"
+    monkeypatch.setenv("TW_LATE_TOKEN", "second-value")
+    assert redact(text) == "first-value and ***"
+    monkeypatch.delenv("TW_LATE_TOKEN")
+    assert redact(text) == text

@@ -1,4 +1,4 @@
-"""Thousands of seeded failure schedules: no step lost or applied twice, one writer, an end, and the right outcome."""
+"""Hundreds of seeded failure schedules: no step lost or applied twice, one writer, an end, and the right outcome."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trainwright.core import events
 from trainwright.core.topology import RestartMode
 from trainwright.driver.run_policy import RunPolicy
 
-SCHEDULES = 2_500  # a share of those of `make schedules`
+SCHEDULES = 600  # a share of those of `make schedules`
 # Of its others, those with pairs of phase and event that these lack.
-RARE = (2588, 3404, 3437, 3559, 3668, 3793, 4537, 4767, 4954, 5892)
+RARE = (649, 773, 860, 1556, 1836, 1987, 2018, 2090, 2152, 2171, 2307, 3437, 4537, 4954)
 
 
-def test_thousands_of_schedules_hold_every_invariant() -> None:
+def test_hundreds_of_schedules_hold_every_invariant() -> None:
     tally((*range(SCHEDULES), *RARE)).check()
 
 
