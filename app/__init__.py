@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trainwright.core.data import Terms as Terms
     from trainwright.core.engine import Pad as Pad
     from trainwright.core.errors import TrainwrightError as TrainwrightError
+    from trainwright.core.initial_weights import InitialWeights as InitialWeights
     from trainwright.core.job import Checkpointing as Checkpointing
     from trainwright.core.job import Data as Data
     from trainwright.core.job import Job as Job
@@ -82,6 +83,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "core.data": ("Terms",),
     "core.engine": ("Pad",),
     "core.errors": ("TrainwrightError",),
+    "core.initial_weights": ("InitialWeights",),
     "core.job": ("Checkpointing", "Data", "Job", "Planning", "Recovery", "Scaling", "TensorFlow", "Training"),
     "core.loss_api": ("gather", "log"),
     "core.metric_goals": ("EarlyStop",),

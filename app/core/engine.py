@@ -10,6 +10,7 @@ is padded to its own longest row. Training, evaluation, prediction and warm-up a
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 from trainwright.core.data import Batch, Columns, Cursor, Feed, MetricSums, StepReport
 from trainwright.core.errors import DataError, JobError, UserCodeError, nearest, user_traceback
+from trainwright.core.initial_weights import InitialWeights, WeightSource
 from trainwright.core.plan import Plan
 from trainwright.core.topology import (
     Address,
@@ -305,6 +307,8 @@ class ModelSpec:
         schedule_metric: metric of the evaluation set by which a scheduler counts on after each evaluation; empty for
             none.
         weight_average: average of the parameters that is evaluated and loaded in their place.
+        initial_weights: what the model's weights are loaded from; None where `model()` makes them.
+        weights: its opened files; None where a checkpoint brings all weights.
         save_frozen: states hold parameters that are not trained; if not, `model()` makes the same ones everywhere.
         clip_norm: largest global gradient norm; None does not clip.
         guard: look at the gradient of each step even where it is not clipped: it can be NaN where the loss is not.
@@ -339,6 +343,8 @@ class ModelSpec:
     schedule_by: Literal["step", "epoch"] = "step"
     schedule_metric: str = ""
     weight_average: WeightAverage | None = None
+    initial_weights: InitialWeights | None = None
+    weights: WeightSource | None = None
     save_frozen: bool = True
     clip_norm: float | None = None
     guard: bool = False
@@ -382,6 +388,8 @@ class ModelSpec:
             )
         if not capabilities.torch_training and not self.save_frozen:
             problems.append("save_frozen=False needs a torch model and no parameter servers: leave it out")
+        if not capabilities.torch_training and self.initial_weights is not None:
+            problems.append("initial_weights= needs a torch model and no parameter servers: load them in model()")
         if problems:
             raise JobError(problems)
 
@@ -429,6 +437,23 @@ def unset_parameters(schedule: Callable[..., Any]) -> list[str]:
     known = [*inspect.signature(schedule).parameters.values()][1:]
     open_ones = [each for each in known if each.default is each.empty and each.kind not in _ANY_NUMBERS]
     return [each.name for each in open_ones if each.name not in _LENGTHS]
+
+
+def schedule_by_epoch(
+    schedule: Callable[[int, int], float], epoch_steps: int, epochs: int
+) -> Callable[[int, int], float]:
+    """Return a function of steps from one of epochs."""
+    return lambda step, total: schedule(step // epoch_steps, epochs)
+
+
+def with_batch_size(schedule: Callable[..., float], batch_size: int) -> Callable[[int, int], float]:
+    """Return the schedule; one with a keyword-only `batch_size` gets the job's, whenever that changes."""
+    try:
+        wanted = inspect.signature(schedule).parameters.get("batch_size")
+    except (TypeError, ValueError):  # of a function that is not Python's
+        return schedule
+    open_keyword = wanted is not None and wanted.kind is wanted.KEYWORD_ONLY and wanted.default is wanted.empty
+    return functools.partial(schedule, batch_size=batch_size) if open_keyword else schedule
 
 
 def _positional_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -7,8 +7,6 @@ the nearest valid name, and all problems are reported at once.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,8 +16,17 @@ from pydantic import Field, field_validator, model_validator
 
 from trainwright.core.cluster import Cluster
 from trainwright.core.data import Batch, Feed
-from trainwright.core.engine import MASK_SUFFIX, Collation, ModelSpec, Pad, takes_optimizer
+from trainwright.core.engine import (
+    MASK_SUFFIX,
+    Collation,
+    ModelSpec,
+    Pad,
+    schedule_by_epoch,
+    takes_optimizer,
+    with_batch_size,
+)
 from trainwright.core.errors import JobError, PlanError, nearest
+from trainwright.core.initial_weights import InitialWeights, WeightSource
 from trainwright.core.loss_api import has_sum_reduction
 from trainwright.core.metric_goals import EarlyStop, check_goals, goals_of
 from trainwright.core.plan import Plan, single_device_spec
@@ -108,6 +115,8 @@ class Training(_OptionGroup):
         schedule_by: `step`, or `epoch`: then functions get (epoch, epochs), and schedulers count on after each epoch.
         schedule_metric: `loss`, or one of `metrics`, of the evaluation set: a scheduler such as ReduceLROnPlateau gets
             it after each evaluation, and counts on then alone.
+        initial_weights: folder or file of safetensors, local or `s3://` and others, that the weights of a torch model
+            are loaded from before the first step; or a `tw.InitialWeights`. See `docs/training.md`.
         weight_average: `tw.WeightAverage(decay=0.999)`: an average of the parameters (EMA, or SWA) of a torch model,
             which is evaluated, loaded and exported in their place.
         clip_norm: largest global gradient norm.
@@ -136,6 +145,7 @@ class Training(_OptionGroup):
     schedule: Callable[..., Any] | tuple[Callable[[int, int], float], ...] | None = None
     schedule_by: Literal["step", "epoch"] = "step"
     schedule_metric: str | None = None
+    initial_weights: str | InitialWeights | None = None
     weight_average: WeightAverage | None = None
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     accumulation: Annotated[int, Field(ge=1)] | None = None
@@ -371,7 +381,7 @@ FIELD_ORDER: ColumnNames = (
     "drop_last", "checkpoint_steps", "keeper_s", "keep", "evaluate_epochs", "inexact", "batch_norm", "local_state",
     "tensor_plan", "failures", "failures_an_hour", "place_deadline_s", "on_error", "on_nonfinite", "max_loss_ratio",
     "on_spike", "on_crash_loop", "skip_limit", "hang_deadline_s", "trackers", "schedule_by", "schedule_metric",
-    "weight_average", "save_frozen", "weight", "best", "early_stop", "max_time",
+    "weight_average", "save_frozen", "weight", "best", "early_stop", "max_time", "initial_weights",
 )  # fmt: skip
 """Fields of a job and its groups by their own names, in the order of stored descriptions. New ones go to the end."""
 
@@ -563,6 +573,7 @@ class Job(_JobModel):
         total_steps: int,
         sample: Callable[[], Batch] | None = None,
         validation: Callable[[], Iterable[Feed]] | None = None,
+        weights: WeightSource | None = None,
     ) -> ModelSpec:
         """Return the part of the job that an engine needs.
 
@@ -570,6 +581,7 @@ class Job(_JobModel):
             total_steps: of the run.
             sample: () -> a batch of one row.
             validation: () -> the feeds of an evaluation.
+            weights: opened files of `initial_weights`; None where a checkpoint brings all weights.
         """
         return ModelSpec(
             model=self.model,
@@ -590,6 +602,8 @@ class Job(_JobModel):
             schedule_by=self.training.schedule_by,
             schedule_metric=self.training.schedule_metric or "",
             weight_average=self.training.weight_average,
+            initial_weights=InitialWeights.of(self.training.initial_weights),
+            weights=weights,
             save_frozen=self.checkpointing.save_frozen,
             clip_norm=self.training.clip_norm,
             guard=self.recovery.on_nonfinite == "skip",
@@ -654,8 +668,8 @@ def _scheduled(job: Job, total_steps: int) -> Any:
         return schedule
     epoch_steps = total_steps // job.epochs if job.training.schedule_by == "epoch" else 1
     functions = [
-        _by_epoch(each, epoch_steps, job.epochs) if job.training.schedule_by == "epoch" else each
-        for each in (_with_batch_size(one, job.batch_size) for one in _schedules(job))
+        schedule_by_epoch(each, epoch_steps, job.epochs) if job.training.schedule_by == "epoch" else each
+        for each in (with_batch_size(one, job.batch_size) for one in _schedules(job))
     ]
     return tuple(functions) if isinstance(schedule, tuple) else functions[0]
 
@@ -664,21 +678,6 @@ def _schedules(job: Job) -> tuple[Any, ...]:
     """Return the functions of `schedule=`: one for each parameter group, or one for all."""
     schedule = job.training.schedule
     return schedule if isinstance(schedule, tuple) else () if schedule is None else (schedule,)
-
-
-def _by_epoch(schedule: Callable[[int, int], float], epoch_steps: int, epochs: int) -> Callable[[int, int], float]:
-    """Return a function of steps from one of epochs."""
-    return lambda step, total: schedule(step // epoch_steps, epochs)
-
-
-def _with_batch_size(schedule: Callable[..., float], batch_size: int) -> Callable[[int, int], float]:
-    """Return the schedule; one with a keyword-only `batch_size` gets the job's, whenever that changes."""
-    try:
-        wanted = inspect.signature(schedule).parameters.get("batch_size")
-    except (TypeError, ValueError):  # of a function that is not Python's
-        return schedule
-    open_keyword = wanted is not None and wanted.kind is wanted.KEYWORD_ONLY and wanted.default is wanted.empty
-    return functools.partial(schedule, batch_size=batch_size) if open_keyword else schedule
 
 
 # --- Fields that contradict each other, and what to do ----------------------------------------------------------------
@@ -868,6 +867,7 @@ def _fit_problems(job: Job) -> list[str]:
         "accumulation": "set gradient_accumulation_steps of the optimizer",
         "schedule": "give the optimizer a LearningRateSchedule, or use a callback",
         "weight_average": "set use_ema= of the optimizer",
+        "initial_weights": "load Keras' own files in model()",
         "save_frozen": "leave it out: Keras' files hold all variables",
         "consistency": "Keras' fit steps synchronously: leave out run= or this option",
         "wire": "Keras' fit has no parameter servers: leave out run= or this option",

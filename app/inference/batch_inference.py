@@ -276,6 +276,7 @@ def _order(question: PredictionRequest, job: Job, plan: Plan, batch_size: int) -
         keep=question.manifest.keep,
         batch_size=batch_size,
         form=question.form,
+        base=question.subject.base,
     )
 
 
@@ -315,7 +316,14 @@ def _compute_together(question: PredictionRequest, order: PredictorConfig, meter
     schema, subject, weights = _schema(question), question.subject, question.subject.weights
     store, checkpoint = (weights.runs, weights.checkpoint) if weights else (question.folder, None)
     with ShardedModel(
-        subject.job, order.plan, store, checkpoint, train=question.index, outputs=order.outputs, note=meter.note
+        subject.job,
+        order.plan,
+        store,
+        checkpoint,
+        train=question.index,
+        outputs=order.outputs,
+        base=subject.base,
+        note=meter.note,
     ) as ranks:
         predictor = Predictor(order, lambda batch: ranks.predict(batch.columns))
         for part in question.waiting:

@@ -12,6 +12,7 @@ from trainwright.core.cluster import Cluster
 from trainwright.core.data import Batch, Columns, Feed, FeedAssignment
 from trainwright.core.engine import CheckpointChoice
 from trainwright.core.errors import JobError, PlanError, ResourceError, nearest
+from trainwright.core.initial_weights import WeightSource
 from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
 from trainwright.core.plan import Mesh, Plan
@@ -27,6 +28,7 @@ from trainwright.reporting.plan_view import plan_from
 from trainwright.storage.checkpoints import find_checkpoint
 from trainwright.storage.event_files import read_run_summary
 from trainwright.storage.object_store import open_store
+from trainwright.storage.weight_files import base_weights
 from trainwright.strategies import STRATEGIES
 from trainwright.strategies.search.plan_request import placement_for, worker_capacity
 
@@ -44,6 +46,7 @@ class InferenceModel:
         architecture: () -> the model with any weights, for planning and comparison.
         single_process_job: job whose model() loads the checkpoint's weights itself; None where the engine loads them.
         whole_model_reason: why no layout that divides the layers can run it; empty where such layouts can.
+        base: files of the parameters that the checkpoint does not hold; None where it holds all.
     """
 
     job: Job
@@ -52,6 +55,7 @@ class InferenceModel:
     architecture: Callable[[], Any]
     single_process_job: Job | None = None
     whole_model_reason: str = ""
+    base: WeightSource | None = None
 
     @property
     def step(self) -> int:
@@ -82,7 +86,9 @@ def trained_inference_model(job: Job, data: Dataset, step: CheckpointChoice = No
     served = inference_job(job, data)
     runs, checkpoint = find_checkpoint(job, step)
     weights = CheckpointWeights(runs=runs, run=job.name, checkpoint=checkpoint)
-    return InferenceModel(job=served, weights=weights, sha256=checkpoint.manifest_sha256, architecture=job.model)
+    return InferenceModel(
+        job=served, weights=weights, sha256=checkpoint.manifest_sha256, architecture=job.model, base=base_weights(job)
+    )
 
 
 def inference_job(job: Job, data: Dataset) -> Job:

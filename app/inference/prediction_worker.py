@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from trainwright.core.data import Batch, Columns, Feed
 from trainwright.core.engine import CheckpointRef, ModelSpec
 from trainwright.core.errors import TrainwrightError
+from trainwright.core.initial_weights import WeightSource
 from trainwright.core.job import Job
 from trainwright.core.plan import Plan
 from trainwright.datasets.data_source import Index
@@ -74,6 +75,7 @@ class PredictorConfig:
         keep: columns of the data set that go with them.
         batch_size: rows given to the model at once.
         form: in which the outputs are written; None writes them as they are.
+        base: files of the parameters that the checkpoint does not hold; None where it holds all.
     """
 
     job: bytes
@@ -85,6 +87,7 @@ class PredictorConfig:
     keep: tuple[str, ...]
     batch_size: int
     form: OutputTransform | None = None
+    base: WeightSource | None = None
 
 
 class StoredPart(NamedTuple):
@@ -100,7 +103,7 @@ OutputFunction = Callable[[Batch], Sequence[Columns]]
 def order_outputs(order: PredictorConfig) -> OutputFunction:
     """Return the configured model in this process. Raises as `local_outputs`."""
     job = unpickle_job(order.job)
-    spec = job.model_spec(1, partial(first_batch, job.train, order.index, _names(job, order)))
+    spec = job.model_spec(1, partial(first_batch, job.train, order.index, _names(job, order)), weights=order.base)
     return local_outputs(replace(spec, outputs=order.outputs), order.plan, order.weights)
 
 

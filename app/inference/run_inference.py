@@ -27,6 +27,7 @@ from trainwright.inference.inference_model import plan_on_cluster, single_replic
 from trainwright.planning.planner import choose
 from trainwright.planning.profiler import profile_job
 from trainwright.storage.checkpoints import checkpoints_of, find_checkpoint, load_newest, with_checkpoint
+from trainwright.storage.weight_files import base_weights
 from trainwright.strategies import single_rank_engine
 from trainwright.worker.worker import predicted
 
@@ -47,7 +48,8 @@ def _evaluate_on(plan: Plan, job: Job, step: CheckpointChoice, verbose: bool) ->
     index, judged, plan = job.evaluate.index(), job.replace(train=job.evaluate), plan_on_cluster(plan, job, verbose)
 
     def ranked(checkpoint: CheckpointRef) -> dict[str, float]:
-        with ShardedModel(judged, plan, store, checkpoint, train=index, evaluate=index) as ranks:
+        base = base_weights(job)
+        with ShardedModel(judged, plan, store, checkpoint, train=index, evaluate=index, base=base) as ranks:
             return compute_states(ranks.evaluate()).means()
 
     return load_newest(job, step, ranked)
@@ -56,9 +58,8 @@ def _evaluate_on(plan: Plan, job: Job, step: CheckpointChoice, verbose: bool) ->
 def _evaluate_here(job: Job, step: CheckpointChoice) -> dict[str, float]:
     """Evaluate in this process on one device. The number of threads stays as it is."""
     alone, index, plan = _local_plan(job, job.evaluate)
-    engine = single_rank_engine(
-        alone.model_spec(1, partial(first_batch, job.evaluate, index, job.columns)), plan, guest=True
-    )
+    sample = partial(first_batch, job.evaluate, index, job.columns)
+    engine = single_rank_engine(alone.model_spec(1, sample, weights=base_weights(job)), plan, guest=True)
     with_checkpoint(job, step, engine.load)
     stream = BatchLoader(
         job.evaluate, index, batch_size=job.batch_size, epochs=1, seed=job.training.seed, shuffle=False,
@@ -183,7 +184,8 @@ def generate(
 
             store, checkpoint = find_checkpoint(job, step)
             fitting, alone = plan_on_cluster(replica, job, verbose), job.replace(evaluate=None)
-            ranks = ShardedModel(alone, fitting, store, checkpoint, train=index, outputs=outputs)
+            base = base_weights(job)
+            ranks = ShardedModel(alone, fitting, store, checkpoint, train=index, outputs=outputs, base=base)
             ask = stack.enter_context(ranks).predict
 
         def predict(tokens: Tokens, place: int) -> Logits:
@@ -200,7 +202,7 @@ def generate(
 def _ask_here(job: Job, step: CheckpointChoice, outputs: tuple[str, ...]) -> _Ask:
     """Return the model in this process, on one device."""
     alone, index, plan = _local_plan(job, job.train)
-    spec = alone.model_spec(1, partial(first_batch, job.train, index, job.columns))
+    spec = alone.model_spec(1, partial(first_batch, job.train, index, job.columns), weights=base_weights(job))
     engine = single_rank_engine(replace(spec, outputs=outputs), plan)
     with_checkpoint(job, step, engine.load)
 

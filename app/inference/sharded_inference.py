@@ -30,6 +30,7 @@ from trainwright.worker.worker_config import WorkerConfig, pickle_job
 
 if TYPE_CHECKING:
     from trainwright.core.engine import CheckpointRef
+    from trainwright.core.initial_weights import WeightSource
     from trainwright.core.job import Job
     from trainwright.datasets.data_source import Index
     from trainwright.storage.object_store import Store
@@ -59,6 +60,7 @@ class ShardedModel:
         train: index of `job.train`.
         evaluate: index of `job.evaluate`, to evaluate on.
         outputs: names of the outputs to return; empty for all.
+        base: files of the parameters that the checkpoint does not hold; None where it holds all.
         note: called with the layout, and with problems that were repaired.
     """
 
@@ -72,13 +74,14 @@ class ShardedModel:
         train: Index,
         evaluate: Index | None = None,
         outputs: tuple[str, ...] = (),
+        base: WeightSource | None = None,
         note: Callable[[str], object] = _print_line,
     ) -> None:
         self._plan, self._job, self._checkpoint, self._note = plan, job, checkpoint, note
         served = job.replace(drop_last=False)  # or a few rows would be no batch
         order = WorkerConfig(
             job=pickle_job(served), plan=self._plan, storage=store.uri, run=job.name, train=train, evaluate=evaluate,
-            outputs=outputs,
+            outputs=outputs, weights=base,
         )  # fmt: skip
         self._config, self._evaluated = ray.put(order), evaluate
         self._run = run_name(store.uri_of(job.name))

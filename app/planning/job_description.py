@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainwright.core.events import CODE_FIELD
+from trainwright.core.initial_weights import InitialWeights
 from trainwright.core.job import FIELD_ORDER, GROUP_OF, Job
 from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Index
@@ -36,14 +37,18 @@ _HELPER = re.compile(r"\w+\(\) in ")  # a function that is no method
 _LISTED = 6  # definitions of one field that are listed
 
 
-def describe(job: Job, *, train: Index | None = None, evaluate: Index | None = None) -> dict[str, str]:
+def describe(
+    job: Job, *, train: Index | None = None, evaluate: Index | None = None, weights: str = ""
+) -> dict[str, str]:
     """Describe every field of a job as text, without secrets. The same job gives the same text in another process.
 
     Args:
         train: index of the training set.
         evaluate: index of the evaluation set.
+        weights: digest of the files of `initial_weights`.
     """
-    return _describe(job, _Codes(), train, evaluate)
+    words = _describe(job, _Codes(), train, evaluate)
+    return words | {"initial_weights": words["initial_weights"] + weights}
 
 
 def imported_sources(job: Job) -> dict[str, str]:
@@ -60,6 +65,11 @@ def _describe(job: Job, codes: _Codes, train: Index | None = None, evaluate: Ind
         dataset = job.get(name)
         if dataset is not None:
             words[name] = f"{dataset!r}, {_rows(index)}{_DATA}{codes.contents(name, dataset.functions, index)}"
+    options = InitialWeights.of(job.training.initial_weights)
+    if options is not None:  # the same wherever the files are
+        how = [(name, getattr(options, name)) for name in ("new", "unused", "rename")]
+        named = "".join(f"{name}={codes.text('initial_weights', value)}, " for name, value in how if value)
+        words["initial_weights"] = f"{options.path}{_DATA}{named}digest "
     words[CODE_FIELD] = codes.table()
     return {name: redact(text) for name, text in words.items()}
 
@@ -135,7 +145,7 @@ def state_relevant_fields(description: Mapping[str, str]) -> dict[str, str]:
 
 
 def _essence(name: str, words: str) -> str:
-    return words.rpartition(_DATA)[2] if name in ("train", "evaluate") else words
+    return words.rpartition(_DATA)[2] if name in ("train", "evaluate", "initial_weights") else words
 
 
 def _rows(index: Index | None) -> str:

@@ -30,6 +30,7 @@ from trainwright.ray_cluster.discovery import discover
 from trainwright.storage.event_files import read_run_summary
 from trainwright.storage.object_store import Store, open_store
 from trainwright.storage.run_log import LogEntry, RunLog
+from trainwright.storage.weight_files import WeightFiles, initial_weights
 
 _REPLACED = 'TF_CONFIG of the environment is replaced in the workers; tf_config="environment" takes its addresses'
 
@@ -62,6 +63,7 @@ class PreparedJob:
         metadata: cache files of the data files' metadata by name, which the run stores.
         notes: about the run's past, shown to the user.
         unused: columns of the training set that the job does not use.
+        weights: opened files of `initial_weights`; None where the job names none.
     """
 
     job: Job
@@ -75,6 +77,7 @@ class PreparedJob:
     metadata: Mapping[str, bytes] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    weights: WeightFiles | None = None
 
     @property
     def total_steps(self) -> int:
@@ -93,7 +96,7 @@ def prepare(
 
     Raises:
         DataError, StorageError: a data set or the store cannot be used.
-        JobError: columns are missing, or the batch leaves no step.
+        JobError: columns are missing, the batch leaves no step, or `initial_weights` names no files.
         RunConflict: the name belongs to a finished or changed job, and neither `resume` nor `fresh` was given.
     """
     store = open_store(job.storage)
@@ -108,9 +111,11 @@ def prepare(
     if not steps:
         rows = job.data.epoch_samples or train.rows
         raise JobError([f"batch_size={job.batch_size} with drop_last=True leaves no step of {rows} rows"])
+    weights = initial_weights(job)
     prepared = PreparedJob(
-        job=job, store=store, train=train, evaluate=evaluate, steps_per_epoch=steps,
-        description=describe(job, train=train, evaluate=evaluate), metadata=used.kept, unused=unused,
+        job=job, store=store, train=train, evaluate=evaluate, steps_per_epoch=steps, metadata=used.kept, unused=unused,
+        description=describe(job, train=train, evaluate=evaluate, weights=weights.digest if weights else ""),
+        weights=weights,
     )  # fmt: skip
     if not fresh:
         head = RunLog(store, job.name).head()
@@ -157,7 +162,7 @@ def needs_cluster_to_open(job: Job) -> bool:
 
 def profile_of(prepared: PreparedJob) -> ModelProfile:
     """Return the profile of the job's model."""
-    return profile_job(prepared.job, prepared.job.train, prepared.train)
+    return profile_job(prepared.job, prepared.job.train, prepared.train, prepared.weights)
 
 
 def decide_plan(prepared: PreparedJob) -> Decision:

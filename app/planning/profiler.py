@@ -15,6 +15,7 @@ from typing import Any
 from trainwright.core.cluster import ACCELERATORS, Accelerator, Cluster, find_accelerator
 from trainwright.core.errors import JobError, MissingFramework, ResourceError, UserCodeError, user_traceback
 from trainwright.core.frameworks import load_module, missing_framework
+from trainwright.core.initial_weights import WeightSource
 from trainwright.core.job import Job
 from trainwright.core.model_profile import ModelProfile
 from trainwright.datasets.dataset import Dataset, Index, first_batch
@@ -29,15 +30,20 @@ _FRAMEWORKS = {
 }
 
 
-def profile_job(job: Job, dataset: Dataset, index: Index) -> ModelProfile:
+def profile_job(job: Job, dataset: Dataset, index: Index, weights: WeightSource | None = None) -> ModelProfile:
     """Profile the job's model, and those that run in its loss, on one sample of a data set.
+
+    Args:
+        weights: files that the model's weights are loaded from, whose names and shapes are compared with the model's.
 
     Raises:
         UserCodeError: `model()` raised.
-        JobError: `model()` returned something that no engine knows.
+        JobError: `model()` returned something that no engine knows, or the weights do not fit it.
     """
     sample = job.data.collation(first_batch(dataset, index, job.columns))
     model = build_model(job.model)
+    if weights is not None and framework_of(model) == "torch":
+        profiler_of(model).check_weights(model, weights)
     profile: ModelProfile = profiler_of(model).profile_model(
         model, sample, job.arguments, keywords=job.keywords, step=job.training.step
     )

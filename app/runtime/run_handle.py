@@ -19,6 +19,7 @@ from trainwright.reporting.run_history import RunHistory, read_history, read_ste
 from trainwright.storage.checkpoints import with_checkpoint
 from trainwright.storage.event_log import EventListener
 from trainwright.storage.object_store import Store
+from trainwright.storage.weight_files import base_weights
 from trainwright.strategies.distillation.multi_student import unwrap_student
 
 if TYPE_CHECKING:
@@ -234,7 +235,9 @@ def load_model(job: Job, step: CheckpointChoice = None) -> Any:
         CheckpointError: there is none, or it does not fit the model.
     """
     model = job.model()
-    with_checkpoint(job, step, lambda reader: profiler_of(model).take_weights(model, reader))
+    weights = base_weights(job)
+    given = () if weights is None else (weights,)
+    with_checkpoint(job, step, lambda reader: profiler_of(model).take_weights(model, reader, *given))
     return unwrap_student(model)
 
 

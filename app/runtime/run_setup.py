@@ -157,6 +157,7 @@ class RunSetup:
             fetcher=feeder.train,
             evaluate_fetcher=feeder.evaluate,
             row=row,
+            weights=prepared.weights,
         )
 
     def start_feeder(self) -> RayDataFeeder:

@@ -356,7 +356,7 @@ class Store:
 
     def get(self, path: str) -> bytes:
         """Read a whole file. Raises MissingFile (a StorageError) when there is none."""
-        return self._attempts.repeat("cannot read", path, lambda: self._backend.get(self._inside(path)))
+        return self._attempts.repeat("cannot read", path, lambda: self._backend.get(_inside(self.uri, path)))
 
     def stream(self, path: str) -> Iterator[memoryview]:
         """Read a file in chunks of 16 MiB, in order; three are read ahead. Raises MissingFile."""
@@ -366,17 +366,18 @@ class Store:
             return
         waiting = deque[Future[memoryview]]()
 
-        def read(start: int) -> memoryview:
-            end = min(start + chunk_bytes, size_bytes)
-            return self._attempts.repeat("cannot read", path, lambda: self._backend.read_range(path, start, end))
-
         with ThreadPoolExecutor(_READ_AHEAD) as pool:
             for start in range(0, size_bytes, chunk_bytes):
-                waiting.append(pool.submit(read, start))
+                waiting.append(pool.submit(self.read_range, path, start, min(start + chunk_bytes, size_bytes)))
                 if len(waiting) > _READ_AHEAD:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
+
+    def read_range(self, path: str, start: int, end: int) -> memoryview:
+        """Read bytes `start` to `end` of a file, `end` excluded. Raises MissingFile."""
+        place = _inside(self.uri, path)
+        return self._attempts.repeat("cannot read", path, lambda: self._backend.read_range(place, start, end))
 
     def find(self, path: str) -> bytes | None:
         """Read a whole file; None when there is none."""
@@ -395,7 +396,7 @@ class Store:
 
     def _head(self, path: str) -> obstore.ObjectMeta:
         return self._attempts.repeat(
-            "cannot read", path, lambda: obstore.head(self._backend.reader(), self._inside(path))
+            "cannot read", path, lambda: obstore.head(self._backend.reader(), _inside(self.uri, path))
         )
 
     def exists(self, path: str) -> bool:
@@ -407,7 +408,7 @@ class Store:
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[tuple[str, int]]:
         """Paths and sizes of the files below the folder `prefix`, at any depth, in order; only those after `after`."""
-        folder = self._inside(prefix.rstrip("/")) if prefix else None
+        folder = _inside(self.uri, prefix.rstrip("/")) if prefix else None
         found = self._attempts.repeat(
             "cannot list", prefix, lambda: obstore.list(self._backend.reader(), folder, offset=after).collect()
         )
@@ -415,7 +416,7 @@ class Store:
 
     def folders(self, prefix: str = "") -> tuple[str, ...]:
         """Names of the folders directly below the folder `prefix`, in order."""
-        folder = self._inside(prefix.rstrip("/")) if prefix else None
+        folder = _inside(self.uri, prefix.rstrip("/")) if prefix else None
         found = self._attempts.repeat(
             "cannot list", prefix, lambda: obstore.list_with_delimiter(self._backend.reader(), folder)
         )
@@ -431,7 +432,9 @@ class Store:
                 pieces are not copied.
             sync: in a folder, return only when the data is on disk.
         """
-        self._attempts.repeat("cannot write", path, lambda: self._backend.put(self._inside(path), pieces, sync=sync))
+        self._attempts.repeat(
+            "cannot write", path, lambda: self._backend.put(_inside(self.uri, path), pieces, sync=sync)
+        )
 
     def create(self, path: str, data: bytes) -> bool:
         """Write a file that does not exist yet. Returns False, and changes nothing, when it exists.
@@ -440,7 +443,7 @@ class Store:
         an existing file may be this writer's own. Racing writers therefore need different data, such as a random
         number, so that each recognizes its own file.
         """
-        self._inside(path)
+        _inside(self.uri, path)
         pauses, in_doubt = Backoff(self._policy.total_s), False
         while True:
             try:
@@ -464,7 +467,7 @@ class Store:
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files; missing ones are no error."""
-        wanted = [self._inside(path) for path in paths]
+        wanted = [_inside(self.uri, path) for path in paths]
         for start in range(0, len(wanted), 1000):
             batch = wanted[start : start + 1000]
             self._attempts.repeat("cannot delete", batch[0], partial(self._backend.delete, batch))
@@ -473,7 +476,7 @@ class Store:
         """Delete a folder with everything in it, also with what killed writers left incomplete."""
         self.delete(path for path, _ in self.list(prefix))
         with self._attempts.explained("cannot delete", prefix):
-            self._backend.delete_folder(self._inside(prefix))
+            self._backend.delete_folder(_inside(self.uri, prefix))
 
     def check(self) -> None:
         """Test within about ten seconds that the store can write, read, delete, and create only once."""
@@ -488,16 +491,17 @@ class Store:
                 remedy="use a store with conditional writes (If-None-Match), or a local folder",
             )
 
-    def _inside(self, path: str) -> str:
-        """Return the path; raise StorageError where it leaves the store."""
-        names = path.split("/")
-        if not path.isprintable() or "\\" in path or any(name in ("", ".", "..") for name in names):
-            raise StorageError(
-                f"the path {path!r} is not inside the store",
-                where=self.uri,
-                remedy="use relative names with '/' between them, without '..', '\\' and empty names",
-            )
-        return path
+
+def _inside(uri: str, path: str) -> str:
+    """Return the path; raise StorageError where it leaves the store."""
+    names = path.split("/")
+    if not path.isprintable() or "\\" in path or any(name in ("", ".", "..") for name in names):
+        raise StorageError(
+            f"the path {path!r} is not inside the store",
+            where=uri,
+            remedy="use relative names with '/' between them, without '..', '\\' and empty names",
+        )
+    return path
 
 
 def _creates_once(store: Store) -> bool:

@@ -18,6 +18,7 @@ from types import ModuleType
 
 from trainwright.core.data import Batch
 from trainwright.core.errors import JobError
+from trainwright.core.initial_weights import WeightSource
 from trainwright.core.job import Job
 from trainwright.core.pickling import dumps, loads
 from trainwright.core.plan import Plan
@@ -118,6 +119,7 @@ class WorkerConfig:
         preemption_s: that a process lives on after a preemption notice.
         fetcher: delivers heavy transforms through Ray Data; None when the workers read for themselves.
         row: one of the training set, where a worker should not open what computes it.
+        weights: opened files of `initial_weights`; None where a checkpoint brings all weights.
     """
 
     job: bytes
@@ -132,6 +134,7 @@ class WorkerConfig:
     fetcher: Fetcher | None = None
     evaluate_fetcher: Fetcher | None = None
     row: Batch | None = None
+    weights: WeightSource | None = None
 
     def first_row(self, job: Job) -> Batch:
         """Return a row of the training set."""

@@ -270,6 +270,8 @@ def _torch_option(job: Job) -> str:
         return "schedule= with a scheduler or several functions"
     if job.training.weight_average is not None:
         return "weight_average="
+    if job.training.initial_weights is not None:
+        return "initial_weights="
     if job.tensorflow.callbacks is not None and job.tensorflow.run == "step":
         return "callbacks="
     return "" if job.checkpointing.save_frozen else "save_frozen=False"

@@ -18,6 +18,7 @@ from trainwright.core.cluster import Accelerator
 from trainwright.core.errors import JobError
 from trainwright.core.model_profile import LayerCost, ModelProfile, append_loss, merge_plain_layers
 from trainwright.strategies.cost_model.machine_model import CPU_CORE, EFFICIENCIES, THREAD_EXPONENT
+from trainwright.strategies.torch.checkpoint.initial_weights import check_weights
 from trainwright.strategies.torch.checkpoint.safetensors_files import take_weights
 from trainwright.strategies.torch.model_files import export
 from trainwright.strategies.torch.tensor_parallel.layers import TensorParallelPlan
@@ -37,7 +38,7 @@ from trainwright.strategies.torch.training.batch_norm import batch_norms
 from trainwright.strategies.torch.training.model_blocks import checkpointed_buffers, checkpointed_modules
 from trainwright.strategies.torch.training.train_state import sparse_problems
 
-__all__ = ["export", "probe", "profile_model", "take_weights", "weight_bytes"]
+__all__ = ["check_weights", "export", "probe", "profile_model", "take_weights", "weight_bytes"]
 
 _log = logging.getLogger(__name__)
 _REASON = 300  # letters of an error that is shown

@@ -19,9 +19,6 @@ divided is in the files of all parts that have it; of parameter servers' (`model
 `state.json` also says of each tensor its type, its whole shape and which box of it is held. Any layout is loaded
 into any other: `read` puts together what a rank needs, from the files that hold some of it, one after the other, and
 alone from its own part's where that has all of it.
-
-The library's `save` puts the whole file together in memory before the first byte can be written. The format is
-https://huggingface.co/docs/safetensors: the header's length, the header, and the tensors one after the other.
 """
 
 from __future__ import annotations
@@ -38,6 +35,7 @@ from torch import Tensor, nn
 
 from trainwright.core.engine import StateReader, StateWriter
 from trainwright.core.errors import CheckpointError, NonFiniteLoss
+from trainwright.core.initial_weights import WeightSource
 from trainwright.strategies.torch.checkpoint.host_state import (
     AVERAGE,
     HostState,
@@ -45,7 +43,9 @@ from trainwright.strategies.torch.checkpoint.host_state import (
     base_problem,
     other_names,
 )
-from trainwright.strategies.torch.checkpoint.tensor_digests import frozen_parameters, named_digest
+from trainwright.strategies.torch.checkpoint.initial_weights import base_digest, fill_empty, load_weight_files
+from trainwright.strategies.torch.checkpoint.safetensors_format import from_safetensors, to_safetensors
+from trainwright.strategies.torch.checkpoint.tensor_digests import frozen_parameters
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice
 from trainwright.strategies.torch.training.train_state import DataRank, LocalState
 
@@ -373,83 +373,31 @@ def _damaged(name: str, error: Exception) -> CheckpointError:
     )
 
 
-def take_weights(model: nn.Module, reader: StateReader) -> None:
-    """Load the weights of a checkpoint into a model. Raises CheckpointError where they do not fit."""
+def take_weights(model: nn.Module, reader: StateReader, weights: WeightSource | None = None) -> None:
+    """Load the weights of a checkpoint into a model.
+
+    Args:
+        weights: files that hold the frozen parameters which the checkpoint does not (`initial_weights=`).
+
+    Raises:
+        CheckpointError: they do not fit.
+        JobError, StorageError: the files do not fit, or cannot be read.
+    """
+    given = {} if weights is None else load_weight_files(model, weights)
+    fill_empty(model)
     base = _read_header(reader, _parts(reader)[0]).get("base", "")
     frozen = frozen_parameters(model) if base else {}
-    if base and named_digest(frozen) != base:
+    own = base_digest(frozen, given, weights)
+    if base and own != base:
         raise CheckpointError(
-            f"the checkpoint does not fit the model: {base_problem(base, named_digest(frozen))}",
+            f"the checkpoint does not fit the model: {base_problem(base, own)}",
             remedy="let model() make the parameters that it made when the run was trained",
         )
-    weights = load_weights(reader)
-    weights |= {name: weights[first] for name, first in other_names(model).items() if first in weights}
+    found = load_weights(reader)
+    found |= {name: found[first] for name, first in other_names(model).items() if first in found}
     try:
-        model.load_state_dict({**frozen, **weights})
+        model.load_state_dict({**frozen, **found})
     except RuntimeError as error:
         raise CheckpointError(
             f"the checkpoint does not fit the model: {error}", remedy="load it with the model= that it was trained with"
         ) from error
-
-
-# --- The safetensors format -------------------------------------------------------------------------------------------
-
-
-_DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-_ALIGNED = 8  # bytes: a length that header and data are filled up to
-
-
-def to_safetensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
-    """Return the pieces of a safetensors file of CPU tensors, which must not change until it is written.
-
-    Raises:
-        CheckpointError: the format has no such numbers.
-    """
-    ordered = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # each is aligned to its numbers
-    header, end = {}, 0
-    for name in ordered:
-        value, start = tensors[name], end
-        end += value.nbytes
-        if value.dtype not in _DTYPE_NAMES:
-            raise CheckpointError(
-                f"{name} holds {str(value.dtype).removeprefix('torch.')}, which no checkpoint can",
-                remedy="keep it in another type, or register the buffer with persistent=False",
-            )
-        header[name] = {"dtype": _DTYPE_NAMES[value.dtype], "shape": [*value.shape], "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNED)
-    return [len(text).to_bytes(8, "little") + text, *(_tensor_bytes(tensors[name]) for name in ordered)]
-
-
-def from_safetensors(data: bytes | bytearray) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, in its own memory where that is writable.
-
-    Raises:
-        ValueError, KeyError, TypeError: it is no such file.
-    """
-    view = memoryview(data)
-    start = 8 + int.from_bytes(view[:8], "little")
-    header, found = json.loads(bytes(view[8:start])), dict[str, Tensor]()
-    for name, one in header.items():
-        if name == "__metadata__":
-            continue
-        first, end = one["data_offsets"]
-        if not 0 <= first <= end <= len(view) - start:
-            raise ValueError(f"{name} is not inside the file")
-        part = view[start + first : start + end]
-        flat = torch.frombuffer(bytearray(part) if part.readonly else part, dtype=torch.uint8) if end > first else None
-        dtype = _DTYPES[one["dtype"]]
-        empty = torch.empty(one["shape"], dtype=dtype)
-        found[name] = empty if flat is None else flat.view(dtype).reshape(one["shape"])
-    return found
-
-
-def _tensor_bytes(value: Tensor) -> memoryview:
-    """Return a tensor's bytes; a copy where they are not contiguous."""
-    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

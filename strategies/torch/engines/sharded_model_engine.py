@@ -148,7 +148,7 @@ class ShardedModelEngine(ProcessGroupEngine):
         )
 
         def place(model: nn.Module) -> Mapping[str, ShardSlice]:
-            self._checksum = replica_digests.parameter_digest(model)
+            self._checksum = replica_digests.parameter_digest(model, spec.weights)
             return self._shard_model(spec, plan, model)
 
         return TorchReplica(spec, plan, self._device, self._where, part=part, place=place)

@@ -27,7 +27,15 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, nearest
 from trainwright.core.plan import Plan
 from trainwright.strategies.cost_model.plan_constraints import invalid_compile
-from trainwright.strategies.torch.checkpoint.tensor_digests import frozen_parameters, named_digest
+from trainwright.strategies.torch.checkpoint.initial_weights import (
+    StoredByName,
+    base_digest,
+    fill_empty,
+    load_slices,
+    match_names,
+    provide_memory,
+)
+from trainwright.strategies.torch.checkpoint.tensor_digests import frozen_parameters
 from trainwright.strategies.torch.shard_layout import WHOLE_MODEL, ModelPart, ShardSlice, fsdp_slice
 from trainwright.strategies.torch.torch_errors import TorchUserCode
 from trainwright.strategies.torch.training.batch_norm import SyncedBatchNorms, batch_norms, running_norms
@@ -112,14 +120,17 @@ class TorchReplica:
         self.reseed(fold_seed(spec.seed, -1))
         with TorchUserCode("model()", where):
             self.model = spec.model()
+        stored = _stored_weights(self.model, spec, where)
         _check_model(self.model, spec, plan, where)
         together = spec.batch_norm == "sync" and plan.mesh.data_ranks > 1
         self.synchronized = SyncedBatchNorms(self.model, where) if together else None
         if plan.recompute == "full":
             checkpoint_blocks(self.model, plan.cuts)
         frozen = {} if spec.save_frozen else frozen_parameters(self.model)
-        self.rebuilt, self.base = frozenset(frozen), named_digest(frozen) if frozen else ""
+        self.rebuilt, self.base = frozenset(frozen), base_digest(frozen, stored, spec.weights)
         self._cut = (place or self._place)(self.model)
+        if spec.weights is not None:
+            load_slices(self.model, spec.weights, stored, self.boxes)
         self.names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.trainable = list(self.names)
         self.versions = WeightStash(self.trainable) if plan.streamed else None
@@ -316,6 +327,18 @@ def sparse_problems(model: nn.Module) -> list[str]:
     ]
 
 
+def _stored_weights(model: Any, spec: ModelSpec, where: str) -> StoredByName:
+    """Return what the files of initial weights give a new model, by full name; its empty tensors get memory."""
+    if spec.initial_weights is None or not isinstance(model, nn.Module):
+        return {}
+    if spec.weights is None:  # a checkpoint follows, or a trial of the functions
+        fill_empty(model)
+        return {}
+    found = match_names(model, spec.weights, where)
+    provide_memory(model, found, where)
+    return found
+
+
 def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
     if not isinstance(model, nn.Module):
         raise JobError([f"model() returned {type(model).__name__}: return a torch.nn.Module"], where=where)
@@ -327,7 +350,7 @@ def _check_model(model: Any, spec: ModelSpec, plan: Plan, where: str) -> None:
     if empty:
         problems.append(
             f"{empty[0]!r} of the model is on the meta device and holds no values: build the model on the CPU, without "
-            'torch.device("meta"); where it is too large for a device, plans shard it after that'
+            'torch.device("meta"), and plans shard it after that; or let initial_weights= name files of its values'
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         problems.append("the model has no parameter that requires a gradient: there is nothing to train")
