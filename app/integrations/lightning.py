@@ -301,7 +301,7 @@ def _loader_problems(loader: Any, what: str) -> Iterator[str]:
     """Describe why a job cannot read what a loader reads."""
     if not all(hasattr(loader, name) for name in ("dataset", "collate_fn", "sampler", "batch_size")):
         given = "is missing" if loader is None else f"is a {type(loader).__name__}"
-        yield f"{what} {given}: give one torch DataLoader"
+        yield f"{what} {given}: give one torch DataLoader, as train= or evaluate= or from a datamodule"
         return
     kind = type(loader.dataset)
     if not hasattr(kind, "__len__") or "IterableDataset" in (each.__name__ for each in kind.__mro__):

@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.support.planner_cases import decide
 from tests.support.torch_engines import Files, feed, one_device, saved, spec
+from trainwright.core.data import fold_seed
 from trainwright.core.errors import CheckpointError, PlanError
 from trainwright.strategies.torch.checkpoint.safetensors_files import from_safetensors, take_weights
 
@@ -97,3 +98,37 @@ def test_its_weights_are_loaded_into_a_model() -> None:
 def test_parameter_servers_refuse_it() -> None:
     with pytest.raises(PlanError, match="its servers do not have save_frozen=False"):
         decide(save_frozen=False, strategy="parameter_server", workers=2)
+
+
+def with_lora() -> nn.Module:
+    """A network of peft's, whose base is the same in each process."""
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        base = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    return get_peft_model(base, LoraConfig(r=2, target_modules=["0", "2"]))
+
+
+def test_lora_of_peft_is_a_plain_loop_and_its_checkpoint_holds_the_adapter() -> None:
+    light, losses = spec(model=with_lora, save_frozen=False), list[float]()
+    torch.manual_seed(fold_seed(light.seed, -1))
+    plain = with_lora()
+    optimizer = light.optimizer([parameter for parameter in plain.parameters() if parameter.requires_grad])
+    for step in range(6):
+        columns = feed(step=step).parts[0][0].columns
+        optimizer.zero_grad()
+        found = nn.functional.cross_entropy(plain(torch.from_numpy(columns["x"])), torch.from_numpy(columns["y"]))
+        found.backward()
+        optimizer.step()
+        losses.append(found.item())
+    engine = one_device(light)
+    assert [engine.train_step(feed(step=step)).loss for step in range(6)] == pytest.approx(losses, rel=1e-6)
+    adapter = {name: value for name, value in plain.state_dict().items() if "lora_" in name}
+    held = arrays(saved(engine))
+    assert held.keys() == adapter.keys() and len(held) == 4
+    for name, value in adapter.items():
+        torch.testing.assert_close(held[name], value)
+    resumed = one_device(light)
+    resumed.load(saved(trained(light, last=3)))
+    assert saved(trained(light, 3, 6, resumed)).files == saved(engine).files

@@ -104,6 +104,45 @@ def test_a_plateau_follows_the_loss_of_the_evaluation() -> None:
     assert (job.training.schedule_metric, job.training.schedule_by) == ("loss", "step")
 
 
+@pytest.mark.filterwarnings("ignore")  # of one device, few workers of a DataLoader, and such
+def test_a_module_of_the_library_gives_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(6, 3)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            return nn.functional.cross_entropy(self.net(x), y)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+            scheduler = schedulers.OneCycleLR(
+                optimizer, max_lr=0.05, total_steps=self.trainer.estimated_stepping_batches
+            )
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    class Losses(lightning.Callback):
+        def __init__(self) -> None:
+            self.told: list[float] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            self.told.append(outputs["loss"].item())
+
+    monkeypatch.chdir(tmp_path)
+    module, recorded = Module(), Losses()
+    data = DataLoader(Points(), batch_size=BATCH)
+    losses = losses_of(tw.from_lightning(module, train=data, epochs=3, clip_norm=0.5))
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=3, gradient_clip_val=0.5, callbacks=[recorded], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    assert losses == pytest.approx(recorded.told, rel=1e-5) and len(losses) == 21
+
+
 class Uncovered(Classifier):
     automatic_optimization = False
 
@@ -219,8 +258,8 @@ def test_what_a_trainer_has_and_a_job_has_not_is_refused_by_name() -> None:
 
 
 def test_a_trainer_of_the_library_gives_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("accelerate")
-    utils = pytest.importorskip("transformers.utils")
+    from transformers import utils
+
     monkeypatch.setattr(utils, "is_datasets_available", lambda: False)  # it finds the folder of this repository
     import transformers
 

@@ -306,6 +306,62 @@ def test_states_of_torchmetrics_are_merged_by_their_reductions() -> None:
         compute_states(evaluated(lambda: Reduced(dim_zero_mean)))
 
 
+def library_cases() -> dict[str, tuple[Any, list[tuple[Any, Any]]]]:
+    """Metrics of torchmetrics, each with outputs and targets of three ranks, of which the second has one row."""
+    from torchmetrics import classification, regression, text
+
+    parts = [batch(rows, first=rows, dtype=np.float64).columns for rows in ROWS]
+    logits = [(torch.from_numpy(part["x"][:, :3]), torch.from_numpy(part["y"])) for part in parts]
+    binary = [(outputs[:, 0].sigmoid(), (targets > 0).long()) for outputs, targets in logits]
+    words = [(outputs.unsqueeze(0), targets.unsqueeze(0)) for outputs, targets in logits]
+    numbers = [(outputs[:, 0], outputs[:, 0] + outputs[:, 1]) for outputs, _ in logits]
+    texts = [
+        (["there is a cat on the mat today"] * n, [["there is a cat on the mat", "a cat is there"]] * n) for n in (2, 1)
+    ]
+    return {
+        "F1": (functools.partial(classification.MulticlassF1Score, num_classes=3, average="macro"), logits),
+        "AUROC": (functools.partial(classification.MulticlassAUROC, num_classes=3), logits),
+        "average precision": (classification.BinaryAveragePrecision, binary),
+        "mean IoU": (functools.partial(classification.MulticlassJaccardIndex, num_classes=3), logits),
+        "kappa": (functools.partial(classification.MulticlassCohenKappa, num_classes=3), logits),
+        "perplexity": (text.Perplexity, words),
+        "BLEU": (text.BLEUScore, texts),
+        "R2": (regression.R2Score, numbers),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own
+@pytest.mark.parametrize("name", ["F1", "AUROC", "average precision", "mean IoU", "kappa", "perplexity", "BLEU", "R2"])
+def test_metrics_of_torchmetrics_over_ranks_are_those_of_all_rows(name: str) -> None:
+    make, parts = library_cases()[name]
+    whole, total = make(), MetricSums()
+    for outputs, targets in parts:
+        states = metric_states({"wanted": make})
+        states["wanted"].update(outputs, targets)
+        total += with_states(MetricSums(), states)
+        whole.update(outputs, targets)
+    expected = float(whole.compute())
+    assert expected not in (0.0, 1.0)
+    assert compute_states(total).means()["wanted"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_metrics_of_torchmetrics_that_cannot_be_merged_are_refused() -> None:
+    from torchmetrics import MetricCollection, classification, regression
+
+    for make, problem in (
+        (regression.PearsonCorrCoef, "which is no sum, minimum, maximum or list"),
+        (lambda: MetricCollection([classification.BinaryAccuracy()]), "has metrics inside|has no merge|is no metric"),
+    ):
+        total = MetricSums()
+        for first in range(2):
+            states = metric_states({"wanted": make})
+            states["wanted"].update(torch.rand(5), ((torch.arange(5) + first) % 2).double())
+            total += with_states(MetricSums(), states)
+        with pytest.raises(JobError, match=problem):
+            compute_states(total)
+
+
 def test_metrics_of_torcheval_are_merged_by_themselves() -> None:
     class Evaluated(F1):
         merge: Any = None
