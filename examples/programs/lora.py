@@ -1,7 +1,4 @@
-"""LoRA: small adapters on a frozen language model, which checkpoints leave out (peft's examples).
-
-The adapter is written out here; with peft, `adapted()` is `get_peft_model(base, LoraConfig(...))`.
-"""
+"""LoRA: small adapters of peft on a frozen language model, which checkpoints leave out (peft's examples)."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 import sft
 import torch
 from sft import TEST, TRAIN, padded
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 from toy_data import Trained
@@ -18,29 +15,14 @@ from toy_data import Trained
 import trainwright as tw
 
 
-class Lora(nn.Module):
-    """A frozen linear layer, and a trained product of two small matrices beside it."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + 2.0 * self.up(self.down(x))
-
-
 def adapted() -> nn.Module:
     """Build the base, the same one in each process, with adapters at queries and values."""
+    from peft import LoraConfig, get_peft_model
+
     with torch.random.fork_rng():
         torch.manual_seed(7)  # in place of files
-        model = sft.llama().requires_grad_(False)
-    for layer in model.model.layers:
-        for name in ("q_proj", "v_proj"):
-            setattr(layer.self_attn, name, Lora(getattr(layer.self_attn, name)))
-    return model
+        base = sft.llama()
+    return get_peft_model(base, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
 
 
 def job(shuffle: bool = True) -> tw.Job:
