@@ -545,7 +545,8 @@ class PrintCapture:
             if not timeout_s:
                 self._tell_left_out()
             taken, self._lines = self._lines, deque(maxlen=MAX_LINES)
-        return [escape_control_characters(redact(line[:MAX_LINE_LENGTH])) for line in taken]
+            # Inside the lock: the next call answers later, so that its caller has the lines of this one first.
+            return [escape_control_characters(redact(line[:MAX_LINE_LENGTH])) for line in taken]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._behind, name)

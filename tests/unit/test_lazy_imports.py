@@ -33,6 +33,7 @@ PUBLIC = {
     "rank",
     "transformer_profile",
     "Cluster",
+    "InitialWeights",
     "Job",
     "Checkpointing",
     "Data",
