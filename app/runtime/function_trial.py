@@ -3,9 +3,8 @@
 Model, loss, step, optimizer, schedule and metrics run once on the CPU, through the engine of one device. What they
 raise ends the start in a second or two, before a run of that name has begun.
 
-The process is forked where that is safe, so that it shares the imports of this one; elsewhere a fresh one is started.
-It starts before the plan is chosen, so that `fit` seldom waits long for it. Rows are read here: the other process
-touches neither the data nor the store.
+The process is forked where that is safe, so that it shares the imports of this one, and it starts before the plan is
+chosen, so that `fit` seldom waits for it. Rows are read here: the other process touches neither the data nor the store.
 """
 
 from __future__ import annotations
@@ -178,6 +177,8 @@ def _left_out(prepared: PreparedJob, *, resume: bool) -> str | None:
         or (isinstance(job.loss, DistillationLoss) and job.loss.inline)
     ):
         return ""
+    if ray_is_connected():
+        return ""
     if any(data is not None and data.stateful for data in (job.train, job.evaluate)):
         return "a transform of the data is slow to open"
     return None
@@ -268,21 +269,21 @@ def _ended(status: int) -> str:
 def ray_is_connected() -> bool:
     """Whether this process is connected to a Ray cluster.
 
-    A fork may then end the notifications that it gets, so that new actors seem never to start (seen with Ray 2.60).
+    A fork may then end the notifications that it gets, so that new actors seem never to start (seen with Ray 2.60), and
+    a fresh process would take longer than the workers need to start.
     """
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
 
 def start_method(framework: str = "") -> _StartMethod:
-    """How the process is started: where Ray, TensorFlow or CUDA have threads in this process, a fork is not safe.
+    """How the process is started: a fork cannot use TensorFlow or CUDA once they have started threads in this process.
 
     Returns:
         `later` where that depends on the model's framework, which is not given.
     """
     torch = sys.modules.get("torch")
-    cuda = torch is not None and torch.cuda.is_initialized()
-    if cuda or ray_is_connected() or not sys.platform.startswith("linux"):
+    if not sys.platform.startswith("linux") or (torch is not None and torch.cuda.is_initialized()):
         return "fresh"
     busy = "tensorflow" in sys.modules and load_module("trainwright.strategies.tensorflow.tensorflow_compat").in_use()
     if not busy or framework not in ("", "tensorflow"):

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 from torch import nn
 
@@ -16,6 +15,7 @@ from tests.support.finished_runs import told
 from trainwright.core import events
 from trainwright.core.errors import JobError, UserCodeError
 from trainwright.reporting.run_views import log_lines
+from trainwright.runtime import function_trial
 from trainwright.storage.object_store import open_store
 
 ROWS = 32
@@ -44,9 +44,12 @@ def job(folder: Path, **fields: Any) -> tw.Job:
 
 
 def test_a_mended_job_goes_on_where_no_run_had_begun_and_rank_0_is_heard(
-    tmp_path: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, ray_cluster: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert ray.is_initialized(), "as in a notebook; a fork may then harm the connection of this process"
+    monkeypatch.setattr(function_trial, "ray_is_connected", lambda: False)
+    monkeypatch.setattr(
+        function_trial, "start_method", lambda framework="": "fresh"
+    )  # a fork may harm the connection of this process
     with pytest.raises(JobError, match="one value per sample") as caught:
         tw.fit(job(tmp_path, metrics={"close": lambda outputs, targets: (outputs[:, 0] - targets).mean()}))
     assert caught.value.where.endswith("rows before any worker started")

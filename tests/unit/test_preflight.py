@@ -229,6 +229,16 @@ class Opened:
         raise AssertionError("nothing is computed")
 
 
+def test_it_is_left_out_in_a_process_that_is_connected_to_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare(job(tmp_path, loss=lambda outputs, targets: 1 / 0))
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
+    with Preflight(prepared) as trial:
+        assert trial.settle(plan_for(prepared, HERE)) == ()
+
+
 def test_data_that_is_slow_to_open_is_not_opened(tmp_path: Path) -> None:
     prepared = prepare(job(tmp_path))
     slow = prepared.job.replace(train=prepared.job.train.map_batches(Opened, cpus=1))
@@ -310,16 +320,6 @@ def test_a_fork_is_made_where_it_can_use_the_framework(monkeypatch: pytest.Monke
     assert (start_method(), start_method("tensorflow")) == ("fork", "fork")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert (start_method(), start_method("torch")) == ("fresh", "fresh")
-
-
-def test_a_process_that_is_connected_to_a_cluster_is_not_forked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
-    monkeypatch.setattr(os, "fork", lambda: pytest.fail("this process was forked"))
-    with pytest.raises(UserCodeError, match="no such class"):
-        settled(job(tmp_path, loss=torn))
 
 
 def test_it_forks_in_any_thread_and_goes_on_without_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
