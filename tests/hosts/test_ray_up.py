@@ -27,7 +27,7 @@ RAY = Path(sys.executable).with_name("ray")
 USER = {"RAY_AUTH_MODE": "token", "PATH": f"{RAY.parent}:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(HOME)}
 FILE = "clusters/local.yaml"
 PACE_S = 0.3
-ENDED_S = 120.0
+ENDED_S = 200.0
 GONE_S = 40.0  # a host gives up 10 s after the head is gone, as the file says
 FIELDS = {"workers": 3, "min_workers": 1, "spares": 0, "shrink_s": 8.0, "keeper_s": 1.0, "checkpoint_steps": 1000}
 PLAN = "plan=dp=2,pp=2,schedule=gpipe,accumulation=2"
@@ -97,7 +97,7 @@ def tunnel(up: World) -> None:
     """The job port, forwarded by `ray dashboard`."""
     dashboard = f"cd {CHECKOUT} && echo $$ >/tmp/tunnel.pid && exec {RAY} dashboard {FILE} >/tmp/tunnel 2>&1"
     up.laptop.machine.start("sh", "-c", dashboard, env=USER)
-    up.laptop.machine.await_port(8265)
+    up.laptop.machine.await_port(8265, 120.0)
 
 
 def typed(made: World, *settings: str) -> subprocess.Popen[str]:
