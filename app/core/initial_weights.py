@@ -36,7 +36,10 @@ class InitialWeights:
             for name, value in (("new", self.new), ("unused", self.unused))
             if not isinstance(value, tuple)
         ]
-        if not self.path.strip():
+        path: object = self.path
+        if not isinstance(path, str):
+            problems.append(f"InitialWeights({path!r}): give the path or URI as a str")
+        elif not path.strip():
             problems.append("initial_weights= is empty: give a folder or a file of safetensors")
         if problems:
             raise JobError(problems)

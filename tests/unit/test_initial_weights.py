@@ -293,6 +293,8 @@ def test_a_model_on_the_meta_device_is_tried_before_workers_start(tmp_path: Path
 def test_parameter_servers_refuse_it(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="its servers do not have initial_weights="):
         decide(initial_weights="base", strategy="parameter_server", workers=2)
+    with pytest.raises(JobError, match="give the path or URI as a str"):
+        tw.InitialWeights(Path("base"))  # type: ignore[arg-type]
     with pytest.raises(JobError, match="initial_weights= is empty"):
         job(tmp_path, InitialWeights(" "))
 
