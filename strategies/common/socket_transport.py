@@ -50,13 +50,19 @@ def own_host() -> str:
         return str(probe.getsockname()[0])
 
 
-def bind_socket(host: str, port: int = 0) -> socket.socket:
+def bind_socket(host: str, port: int = 0, *, shared: bool = False) -> socket.socket:
     """Return a bound TCP socket; by default the system chooses the port. Raises OSError.
 
     It is bound to all interfaces if the address is not this machine's, but that of a router which forwards to it.
+
+    Args:
+        shared: let a server with SO_REUSEADDR, as those of gRPC, bind the same port while this socket keeps it from
+            all others. Never listen on such a socket.
     """
     made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
+        if shared:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             made.bind((host, port))
         except OSError as error:

@@ -13,8 +13,8 @@ import select
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -250,8 +250,8 @@ class MemberConnection:
                     f"rank {group.rank} was on {former.host} and cannot join from {host}: TensorFlow keeps addresses",
                     remedy="start it on the same node, or form a new group",
                 )
-            address = former if former.port else free_address(host)
-            serve(address)
+            with nullcontext(former) if former.port else free_address(host) as address:
+                serve(address)
             self._chief.send(_packed(address), until)
         except BaseException:
             self._chief.close()
@@ -268,10 +268,11 @@ class MemberConnection:
         self._chief.cut()
 
 
-def free_address(host: str) -> Address:
-    """Return a port that no process has bound, for a server of TensorFlow, which binds it itself."""
-    with bind_socket("") as probe:
-        return Address(host=host, port=probe.getsockname()[1])
+@contextmanager
+def free_address(host: str) -> Iterator[Address]:
+    """Keep a free port from all processes but a server of TensorFlow, which is to bind it within the context."""
+    with bind_socket("", shared=True) as held:
+        yield Address(host=host, port=held.getsockname()[1])
 
 
 def _packed(address: Address) -> bytes:

@@ -61,20 +61,21 @@ class MultiWorkerMirrored(TensorFlowEngine):
         self._socket: socket.socket | None = None
 
     def reserve(self, generation: Generation, role: Role) -> Address:
-        """Bind a port that the system chooses, and keep it until `form`, where TensorFlow's server takes it."""
+        """Bind a port that the system chooses, and keep it until TensorFlow's server has it."""
         self._check_new()
         self._close()
-        self._socket = bind_socket("")
+        self._socket = bind_socket("", shared=True)
         return Address(host=own_host(), port=self._socket.getsockname()[1])
 
     def open_strategy(self, group: Group) -> Any:
         """Start this worker's server, and connect to the others."""
-        self._close()
         os.environ[_TF_CONFIG] = json.dumps(_tf_config(group))
         options = tf.distribute.experimental.CommunicationOptions(
             timeout_seconds=timedelta(seconds=group.deadline_s).total_seconds()
         )
-        return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        self._close()
+        return strategy
 
     def leave(self) -> None:
         """Free the reserved port too, if it is unused."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from tests.support.conformance.harness import Pool
 from tests.support.conformance.keras_cases import ALONE, MIRRORED, PROBLEM, TF
 from tests.support.conformance.problems import CLASSES, PROBLEMS, RATE
 from tests.support.conformance.unbroken_runs import assert_same
+from tests.support.s3_server import free_ports
 from trainwright.core.data import Batch, StepReport
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, TrainwrightError, UserCodeError
@@ -259,14 +258,6 @@ def test_the_environments_addresses_are_used_on_request(pool: Pool) -> None:
             rank.call("set_environment", "TF_CONFIG", json.dumps(config))
         world.start(feeds[0])
         assert world.train(feeds) == expected
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        bound = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in bound:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in bound]
 
 
 class Early(str):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -24,6 +23,7 @@ from ray.autoscaler.node_launch_exception import NodeLaunchException
 from ray.cluster_utils import Cluster
 
 from tests.support.processes import ROOT
+from tests.support.s3_server import free_ports
 
 HEAD_ID = "f" * 51 + "00000"
 HEAD = "ray.head.default"  # as the fake nodes have it
@@ -94,9 +94,7 @@ def cloud(
         newer: Ray's newer autoscaler, else the older one.
         head_cpus: of the head.
     """
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     file = folder / "autoscaling.yaml"
     file.write_text(json.dumps(configuration(port, types, most=most, slow_s=slow_s, refuse=refuse)))
     environment = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 import trainwright as tw
 from tests.support.prediction_jobs import job, read, train
+from tests.support.s3_server import free_ports
 from trainwright.core.data import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`")  # Ray Serve's own
@@ -48,9 +48,7 @@ def port(ray_cluster: None) -> Iterator[int]:
     """A port that Ray Serve listens on."""
     from ray import serve
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        chosen: int = free.getsockname()[1]
+    (chosen,) = free_ports(1)
     serve.start(http_options={"host": "127.0.0.1", "port": chosen})
     yield chosen
     serve.shutdown()

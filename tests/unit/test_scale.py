@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import gc
 import pickle
+import sys
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from statistics import median
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -86,23 +91,54 @@ def test_only_ranks_that_know_more_than_was_told_are_asked_for_it(tmp_path: Path
 
 
 def test_an_event_costs_the_same_in_a_world_of_any_size() -> None:
-    few, many = min(event_s(1000) for _ in range(3)), event_s(12_000)
-    assert many < 1.8 * few, "3 where each event copies what is known of all workers"
+    (few, small), (many, large) = event_cost(128), event_cost(1024)
+    assert many < 1.2 * few, "instructions"
+    assert large < 3 * small, "bytes: 8 where each event copies what is known of all workers"
 
 
-def event_s(size: int) -> float:
-    """CPU seconds of a decision, the mean of a recovery: of the news that a peer is lost, and of three answers."""
+def event_cost(size: int) -> tuple[float, float]:
+    """Instructions and bytes of a decision: of the news that a peer is lost, and of the answers in a recovery."""
     story = Story(workers=size).running()
     lost, generation = PeerLost("connection closed by peer"), story.state.epoch.generation
     failure = m.CallFailure(kind="peer", error=lost)
     story.tell(m.WorkerDied(worker=0, cause="killed")).start()
-    begun = time.thread_time()
-    story.tell(*(m.CallRaised(worker=w, generation=generation, verb="run", failure=failure) for w in range(1, size)))
-    story.returns("reserve", Address(host="h", port=1))
-    story.returns("form", StateTag(step=None), *[StateTag(step=3)] * (size - 1)).returns("heal", StateTag(step=3))
-    seconds = time.thread_time() - begun
+    instructions, peaks = 0, []
+
+    def counted(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+        nonlocal instructions
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        instructions += event == "opcode"
+        return counted
+
+    def answer(verb: m.Verb, tags: list[Any]) -> None:
+        for member, tag in zip(story.state.membership.members, tags, strict=True):
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            generation = story.state.epoch.generation
+            story.tell(m.CallReturned(worker=member.worker, generation=generation, verb=verb, value=tag))
+            peaks.append(tracemalloc.get_traced_memory()[1] - before)
+
+    with tracing(counted):
+        lose = partial(m.CallRaised, generation=generation, verb="run", failure=failure)
+        story.tell(*(lose(worker=worker) for worker in range(1, size)))
+        answer("reserve", [Address(host="h", port=1)] * size)
+        answer("form", [StateTag(step=None), *[StateTag(step=3)] * (size - 1)])
+        answer("heal", [StateTag(step=3)] * size)
     assert story.state.phase is Phase.RUNNING and story.emitted(events.Formed)[0].source == "replica"
-    return seconds / (4 * size)
+    return instructions / (4 * size), median(peaks)
+
+
+@contextmanager
+def tracing(counted: Callable[..., Any]) -> Iterator[None]:
+    """Watch instructions and memory."""
+    former = sys.gettrace()
+    tracemalloc.start()
+    sys.settrace(counted)
+    try:
+        yield
+    finally:
+        sys.settrace(former)
+        tracemalloc.stop()
 
 
 def sharded(size: int) -> dict[int, StateTag]:

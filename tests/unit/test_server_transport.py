@@ -24,6 +24,19 @@ from trainwright.strategies.ps.server_connections import FrameHeader, FrameKind,
 BIG = 24 * 2**20  # more than the buffers of a connection hold
 
 
+def test_a_port_is_kept_for_a_server_of_grpc_until_it_has_it() -> None:
+    with socket_transport.bind_socket("", shared=True) as held, socket.socket() as other, socket.socket() as server:
+        port = held.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("", port))
+        server.listen()
+        held.close()
+        with socket.create_connection(("127.0.0.1", port), 5.0) as client, server.accept()[0] as accepted:
+            assert accepted.getpeername() == client.getsockname()
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_push_arrives_whole_and_a_pull_lands_where_it_is_wanted(place: str) -> None:
     with serving(place) as server, joined(server) as link:

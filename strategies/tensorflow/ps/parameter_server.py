@@ -82,10 +82,11 @@ class TensorFlowParameterServer(TensorFlowCoordinatorEngine):
 
     def lead(self, group: Group, servers: Mapping[int, Address]) -> Any:
         """Connect the chief to all servers, and open the strategy."""
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec(_cluster_spec(group, servers)), task_type="chief", task_id=0, rpc_layer="grpc"
-        )
-        strategy = tf.distribute.ParameterServerStrategy(resolver)
+        with free_address(group.peers[0].address.host) as own:
+            resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+                tf.train.ClusterSpec(_cluster_spec(group, own, servers)), task_type="chief", task_id=0, rpc_layer="grpc"
+            )
+            strategy = tf.distribute.ParameterServerStrategy(resolver)
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         return strategy
 
@@ -202,9 +203,8 @@ def _task_of(group: Group, rank: int) -> tuple[str, int]:
     return _JOBS[role], sum(peer.role == role for peer in group.peers[:rank])
 
 
-def _cluster_spec(group: Group, servers: Mapping[int, Address]) -> dict[str, list[str]]:
-    """Return the cluster spec of a group, from its members' server addresses by rank; the chief gets a free port."""
-    own = free_address(group.peers[0].address.host)
+def _cluster_spec(group: Group, own: Address, servers: Mapping[int, Address]) -> dict[str, list[str]]:
+    """Return the cluster spec of a group, from the chief's own server address and those of the others by rank."""
     cluster: dict[str, list[str]] = {"chief": [f"{own.host}:{own.port}"], "ps": [], "worker": []}
     for rank in range(1, group.size):
         job, _ = _task_of(group, rank)
