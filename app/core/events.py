@@ -28,6 +28,11 @@ class Event:
     def __init_subclass__(cls) -> None:
         _KINDS[cls.kind] = cls
 
+    @property
+    def kept(self) -> Event:
+        """What the log of events keeps of it."""
+        return self
+
     def to_json(self) -> str:
         """One line of JSON."""
         return json.dumps({"kind": self.kind, **asdict(self)}, separators=(",", ":"), default=str)
@@ -400,6 +405,24 @@ class Printed(Event):
     def text(self) -> str:
         """`[rank 0] hello`."""
         return f"[rank {self.rank}] {self.line}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaLogged(Event):
+    """A callback logged an image (PNG) or a text after a step. Listeners get it; the log of events keeps its name."""
+
+    kind = "media_logged"
+    step: int = 0
+    name: str = ""
+    text: str = ""
+    image: bytes = field(default=b"", repr=False)
+    width: int = 0
+    height: int = 0
+
+    @property
+    def kept(self) -> MediaLogged:
+        """The event without image and text."""
+        return replace(self, image=b"", text="")
 
 
 @dataclass(frozen=True, kw_only=True)

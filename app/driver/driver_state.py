@@ -311,6 +311,7 @@ class Segment:
         advised: whether the user was told that the batch is too large.
         deadline_s: when the time of the run is over; infinite without a limit.
         time_is_over: whether the run ends for that.
+        announcing: step of the checkpoint that callbacks are told of before the first step.
     """
 
     until: int = 0
@@ -325,6 +326,7 @@ class Segment:
     advised: bool = False
     deadline_s: float = math.inf
     time_is_over: bool = False
+    announcing: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,6 +382,8 @@ class Checkpoints:
         attempts: failed uploads of the last step.
         failing_s: when the first of them failed.
         trouble: error of the last failed upload.
+        announces: whether callbacks want to be told of checkpoints.
+        announced: step of the newest checkpoint that they were told of.
     """
 
     head: CheckpointRef | None = None
@@ -397,6 +401,8 @@ class Checkpoints:
     attempts: int = 0
     failing_s: float = 0.0
     trouble: Exception | None = None
+    announces: bool = False
+    announced: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -524,6 +530,11 @@ class DriverState:
     def committed(self) -> int:
         """Step of the newest committed checkpoint; 0 without one."""
         return self.checkpoints.head.step if self.checkpoints.head else 0
+
+    @property
+    def owes_announcement(self) -> bool:
+        """Whether callbacks want to be told of the newest committed checkpoint, and may not have been."""
+        return self.checkpoints.announces and self.checkpoints.announced < self.committed
 
     @property
     def copied(self) -> int:

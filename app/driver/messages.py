@@ -110,10 +110,17 @@ class RestorePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """Take these steps; `metrics` are those of the evaluation after `steps.start` steps, None if there was none."""
+    """Take these steps.
+
+    Attributes:
+        steps: none where the run is over but for the callbacks of its last checkpoint.
+        metrics: of the evaluation after `steps.start` steps; None if there was none.
+        checkpoints: those that callbacks may not have been told of, newest last.
+    """
 
     steps: range
     metrics: Mapping[str, float] | None = None
+    checkpoints: tuple[CheckpointRef, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +129,7 @@ class SegmentReport:
 
     Attributes:
         finished: whether training ended before its last step.
+        announces: whether callbacks want to be told of checkpoints.
         skipped: samples that this process put into the quarantine so far.
         passed, overflowed: steps without an update so far: their loss was not finite, or their gradient too large.
         prefetch: how far it reads ahead.
@@ -139,6 +147,7 @@ class SegmentReport:
     prefetch: PrefetchDepth | None = None
     own_s: float | None = None
     finished: bool = False
+    announces: bool = False
     phases: PhaseTimes | None = None
     sampled: int = 0
     noise: NoiseScale | None = None

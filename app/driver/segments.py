@@ -54,9 +54,18 @@ def proceed(turn: Transition) -> None:
     elif state.checkpoints.upload is not None:
         _await_upload(turn)
     elif state.committed >= state.position.step:
-        turn.end_run("done" if state.position.step >= state.settings.length.total_steps else "stopped")
+        _end(turn)
     else:
         _retry_checkpoint(turn)
+
+
+def _end(turn: Transition) -> None:
+    """End the run, once callbacks have been told of its last checkpoint."""
+    state = turn.state
+    if state.owes_announcement:
+        _call_run(turn, state.position.step)
+    else:
+        turn.end_run("done" if state.position.step >= state.settings.length.total_steps else "stopped")
 
 
 def _go_on(turn: Transition) -> None:
@@ -143,15 +152,21 @@ def _await_upload(turn: Transition) -> None:
 
 
 def _run(turn: Transition) -> None:
-    state, step = turn.state, turn.state.position.step
-    until = limit_target_step(state, next_milestone(turn.settings, step))
-    turn.enter(Phase.RUNNING, moved_s=turn.now_s, until=until)
-    metrics = state.segment.evaluations[-1].metrics if state.evaluated == step else None
-    turn.call_all("run", m.RunRequest(steps=range(step, until), metrics=metrics))
-    dynamic_members.arm_hang_timer(turn)
+    _call_run(turn, limit_target_step(turn.state, next_milestone(turn.settings, turn.state.position.step)))
     dynamic_members.extend_deadlines(turn)
     _arm_pause(turn)
     preemption.arm_handover_timer(turn)
+
+
+def _call_run(turn: Transition, until: int) -> None:
+    """Have all ranks take the steps up to `until`, which may be none."""
+    state, step, saved = turn.state, turn.state.position.step, turn.state.checkpoints
+    named = (*saved.older, *((saved.head,) if saved.head else ()))
+    new = tuple(ref for ref in named if ref.step > saved.announced)
+    turn.enter(Phase.RUNNING, moved_s=turn.now_s, until=until, announcing=state.committed)
+    metrics = state.segment.evaluations[-1].metrics if state.evaluated == step else None
+    turn.call_all("run", m.RunRequest(steps=range(step, until), metrics=metrics, checkpoints=new))
+    dynamic_members.arm_hang_timer(turn)
 
 
 def _arm_pause(turn: Transition) -> None:
@@ -175,6 +190,7 @@ def request_pause_if_due(turn: Transition) -> None:
 def on_steps_completed(turn: Transition, event: m.StepsCompleted) -> None:
     """Note completed steps, look for loss spikes, and give the next step its time."""
     failure_policy.note_step(turn, event.step)
+    _note_announced(turn)
     if turn.state.phase is Phase.RUNNING:
         failure_policy.check_losses(turn, event)
     if turn.state.phase is Phase.RUNNING:
@@ -182,6 +198,12 @@ def on_steps_completed(turn: Transition, event: m.StepsCompleted) -> None:
         turn.change(moved_s=turn.now_s, longest_s=max(turn.state.segment.longest_s, waited_s))
         dynamic_members.arm_hang_timer(turn)
         start_standbys(turn)
+
+
+def _note_announced(turn: Transition) -> None:
+    """Note that callbacks were told of the checkpoint: rank 0 has taken a step since, or has answered."""
+    told = max(turn.state.checkpoints.announced, turn.state.segment.announcing)
+    turn.change(announced=told, announcing=0)
 
 
 def is_phase_complete(state: DriverState) -> bool:
@@ -221,7 +243,10 @@ def on_segment_ended(turn: Transition) -> None:
         turn.emit(Noted(text=f"{passed} steps changed nothing so far, because their loss was not finite"))
     if overflowed > before.overflowed:
         turn.emit(Noted(text=f"{overflowed} steps changed nothing so far, because their gradient overflowed in fp16"))
-    turn.enter(Phase.READY, skipped=skipped, passed=passed, overflowed=overflowed)
+    turn.enter(
+        Phase.READY, skipped=skipped, passed=passed, overflowed=overflowed, announces=reports[0].announces,
+    )  # fmt: skip
+    _note_announced(turn)
     turn.stand_at(reports[0].step)
     _finish_early(turn, reports)
     preemption.compare_ranks(turn, {rank: report.own_s for rank, report in answers.items()})

@@ -286,6 +286,7 @@ def _is_recovery_needless(state: DriverState) -> bool:
         and (state.ending or last)
         and state.committed >= progress
         and (evaluated or not last)
+        and not state.owes_announcement
     )
 
 

@@ -20,6 +20,7 @@ from trainwright.core.events import (
     Kept,
     Leaving,
     Measured,
+    MediaLogged,
     Noted,
     Placed,
     Prefetched,
@@ -141,7 +142,7 @@ class EventFormatter:
             case RunEnded():
                 self._activity = ""
                 return [_end_line(event, self._start)]
-            case Prefetched() | Stale() | Stacks() | Judged():
+            case Prefetched() | Stale() | Stacks() | Judged() | MediaLogged():
                 return []
             case Printed() if self._verbose:
                 return []  # Ray already forwards the worker's output
@@ -328,6 +329,8 @@ def event_line(event: Event, steps_per_epoch: int = 0) -> OutputLine:
             return OutputLine(text=f"stack of rank {event.rank} ({event.node}):", detail=event.text)
         case Printed():
             return OutputLine(text=event.text)
+        case MediaLogged():
+            return OutputLine(text=f"step {event.step:,}: {'image' if event.width else 'text'} {event.name!r} logged")
         case Noted():
             return OutputLine(text=f"note: {event.text}", tone="warning")
         case Judged():

@@ -381,7 +381,7 @@ _VERBS_AFTER_PRINTS = ("run", "evaluate")  # verbs whose answers follow what was
 
 
 class WorkerOutput:
-    """Completed steps of one worker and printed lines of another.
+    """Completed steps of one worker, and what another one printed and logged.
 
     Args:
         workers: actors of the run.
@@ -407,7 +407,8 @@ class WorkerOutput:
         self._together = together
         self.reported = 0
         self._watched: tuple[int, Generation] | None = None
-        self._speaker: tuple[int, int] | None = None  # the worker whose prints are shown, and its rank
+        self._speaker: tuple[int, int] | None = None  # the worker whose output is shown, and its rank
+        self._polls: dict[int, list[Callable[[], None]]] = {}  # by worker that is asked: what waits for its answer
 
     def restart_at(self, step: int) -> None:
         """Report steps after this one again, and choose the worker to poll anew."""
@@ -444,33 +445,45 @@ class WorkerOutput:
     def _ask_prints(self, speaker: tuple[int, int]) -> None:
         actor = self._workers.actor(speaker[0])
         if actor is not None and self._speaker == speaker:
-            self._queue.then(actor.printed.remote(_WATCH_S, self._lease.token), lambda done: self._spoke(speaker, done))
+            poll = actor.printed.remote(_WATCH_S, self._lease.token)
+            self._polls.setdefault(speaker[0], [])
+            self._queue.then(poll, lambda done: self._spoke(speaker, done))
 
     def _spoke(self, speaker: tuple[int, int], done: Future[Any]) -> None:
-        """Print the lines and poll again; the answer to `live` reports the end of the worker."""
+        """Show the output and poll again; the answer to `live` reports the end of the worker."""
         if done.exception() is None:
-            self._emit_prints(speaker[1], done.result())
-            self._queue.later(_POLL_S, lambda: self._ask_prints(speaker))
+            output = done.result()
+            self._emit_output(speaker[1], output)
+            awaited = any(isinstance(item, events.MediaLogged) for item in output)  # a callback waits for the next call
+            self._queue.later(0.0 if awaited else _POLL_S, lambda: self._ask_prints(speaker))
+        for flushed in self._polls.pop(speaker[0], ()):
+            flushed()
 
     def _flush_prints(self, then: Callable[[], None]) -> None:
-        """Print the last lines of the rank that is listened to, then call `then`."""
+        """Show the last output of the rank that is listened to, then call `then`."""
         assert self._speaker is not None, "somebody is listened to"
         worker, rank = self._speaker
         actor = self._workers.actor(worker)
 
-        def told(done: Future[Any]) -> None:
+        def show(done: Future[Any]) -> None:
             if done.exception() is None:
-                self._emit_prints(rank, done.result())
+                self._emit_output(rank, done.result())
             then()
+
+        def told(done: Future[Any]) -> None:
+            if worker in self._polls:  # what it brings is older; the flush has ended its waiting
+                self._polls[worker].append(lambda: show(done))
+            else:
+                show(done)
 
         if actor is None:
             then()
         else:
             self._queue.then(actor.printed.remote(0.0, self._lease.token), told)
 
-    def _emit_prints(self, rank: int, lines: list[str]) -> None:
-        for line in lines:
-            self._emit(events.Printed(rank=rank, line=line))
+    def _emit_output(self, rank: int, output: list[str | events.MediaLogged]) -> None:
+        for item in output:
+            self._emit(events.Printed(rank=rank, line=item) if isinstance(item, str) else item)
 
     def watch(self, call: m.CallWorker) -> None:
         """Poll the oldest worker of a rendezvous epoch for completed steps: it knows all of them.

@@ -34,7 +34,7 @@ from trainwright.core.errors import (
     UserCodeError,
     escape_control_characters,
 )
-from trainwright.core.events import Steps
+from trainwright.core.events import MediaLogged, Steps
 from trainwright.core.redaction import redact
 from trainwright.core.topology import Generation, Group
 from trainwright.driver.messages import CallFailure, CallFailureKind, MemoryCheckpoint, SurvivingWorker
@@ -113,7 +113,9 @@ class WorkerProcess:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._place.lent)
         try:
             set_own_host(str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
-            self._worker = Worker(self._order, socket.gethostname(), _remote_fetch(self._place.run))
+            self._worker = Worker(
+                self._order, socket.gethostname(), _remote_fetch(self._place.run), emit=self._prints.add
+            )
             if spare:
                 self._worker.rehearse()
                 self._prints.take(0.0)  # rank 0 prints the same
@@ -167,8 +169,8 @@ class WorkerProcess:
         return refusal or (self._worker.interrupt(generation, explain) if self._worker is not None else "")
 
     @ray.method(concurrency_group="life")
-    def printed(self, timeout_s: float, token: int) -> list[str] | CallFailure:
-        """Return lines that the job printed since the last call; wait a while for the first one."""
+    def printed(self, timeout_s: float, token: int) -> list[str | MediaLogged] | CallFailure:
+        """Return what the job printed and logged since the last call; wait a while for the first of it."""
         return self._refusal(token) or self._prints.take(timeout_s)
 
     @ray.method(concurrency_group="life")
@@ -479,13 +481,16 @@ def _restore_sigterm() -> None:
 BURST_LINES, _LINES_PER_S = 300, 10.0  # lines at once, and in the long run
 MAX_LINES = 1000  # newest lines that are kept
 MAX_LINE_LENGTH = 2000  # characters
+_MAX_MEDIA_BYTES = 64 << 20  # of images that wait
+_RECEIPT_S = 5.0  # to wait for a driver, which may be gone, to take an image
 _RAY_MARKERS = (":actor_name:", ":task_name:", ":job_id:")  # lines that Ray itself writes into its log files
 
 
 class PrintCapture:
     """A text stream that passes text on to another one, and keeps the lines until the driver polls them. Thread-safe.
 
-    Lines that a job prints faster than the driver polls are left out here, and counted.
+    Lines that a job prints faster than the driver polls are left out here, and counted. Images and texts of callbacks
+    go the same way, in their order.
 
     Args:
         behind: stream that gets the text, such as Ray's log file.
@@ -495,9 +500,11 @@ class PrintCapture:
     def __init__(self, behind: Any, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._behind, self._clock = behind, clock
         self._news = threading.Condition()
-        self._lines: deque[str] = deque(maxlen=MAX_LINES)
+        self._lines: deque[str | MediaLogged] = deque(maxlen=MAX_LINES)
         self._open = ""  # the unfinished line
-        self._left_out = 0
+        self._left_out = self._media_bytes = self._flushes = 0
+        self._added = self._given = self._received = 0  # images and texts: so far, in answers, in the driver
+        self._away = False  # whether the driver let one wait
         self._allowed, self._allowed_s = float(BURST_LINES), clock()
 
     @classmethod
@@ -538,15 +545,45 @@ class PrintCapture:
             self._lines.append(f"... {self._left_out:,} lines are left out here; Ray's log of this process has them")
             self._left_out = 0
 
-    def take(self, timeout_s: float) -> list[str]:
-        """Return lines since the last call, printable and without secrets; wait up to `timeout_s` for the first one."""
+    def add(self, media: MediaLogged) -> None:
+        """Keep an image or a text, too, and wait until the driver has it, as this process may end.
+
+        Training goes on without a driver. Where too many wait for one, this image is left out.
+        """
         with self._news:
-            self._news.wait_for(lambda: bool(self._lines), timeout_s)
+            if self._media_bytes + len(media.image) > _MAX_MEDIA_BYTES:
+                self._lines.append(f"... an image of step {media.step}, {media.name!r}, is left out: too many wait")
+                return
+            self._media_bytes += len(media.image)
+            self._lines.append(media)
+            self._added = own = self._added + 1
+            self._news.notify_all()
+            if not self._away:
+                self._away = not self._news.wait_for(lambda: self._received >= own, _RECEIPT_S)
+
+    def take(self, timeout_s: float) -> list[str | MediaLogged]:
+        """Return what came since the last call; lines are printable and without secrets.
+
+        Args:
+            timeout_s: wait that long for the first of it, or until another call comes; 0 for the last call of a verb.
+        """
+        with self._news:
+            flushes = self._flushes
+            self._received, self._away = self._given, False  # whoever calls again has the last answer
+            self._news.notify_all()
             if not timeout_s:
                 self._tell_left_out()
-            taken, self._lines = self._lines, deque(maxlen=MAX_LINES)
-            # Inside the lock: the next call answers later, so that its caller has the lines of this one first.
-            return [escape_control_characters(redact(line[:MAX_LINE_LENGTH])) for line in taken]
+                self._flushes += 1
+            elif not self._news.wait_for(lambda: self._lines or self._flushes != flushes, timeout_s):
+                return []
+            if timeout_s and self._flushes != flushes:
+                return []  # the other call has taken it
+            taken, self._lines, self._media_bytes = self._lines, deque(maxlen=MAX_LINES), 0
+            self._given = self._added
+        return [
+            escape_control_characters(redact(item[:MAX_LINE_LENGTH])) if isinstance(item, str) else item
+            for item in taken
+        ]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._behind, name)

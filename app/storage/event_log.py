@@ -18,6 +18,7 @@ from trainwright.core.events import (
     CheckpointSkipped,
     Event,
     Measured,
+    MediaLogged,
     Noted,
     Prefetched,
     Printed,
@@ -30,7 +31,15 @@ from trainwright.storage.event_files import batch_path
 from trainwright.storage.object_store import Store
 
 _MOST_STEP_RECORDS, _MOST_MINOR_EVENTS = 100_000, 10_000
-_MINOR_EVENTS = (CheckpointSkipped, Measured, Prefetched, Printed, Stacks, Waiting)  # later ones replace them
+_MINOR_EVENTS = (
+    CheckpointSkipped,
+    Measured,
+    MediaLogged,
+    Prefetched,
+    Printed,
+    Stacks,
+    Waiting,
+)  # later ones replace them
 _RECORDS_PER_EVENT = 1_000
 # Age of a batch when it is written: a few seconds at first, so that readers see a young run progress, then a hundredth
 # of the run's age, so that a long run has few files.
@@ -190,8 +199,8 @@ class EventLog:
         """Add an event to the next batch and pass it to the listeners. Returns it with its time filled in."""
         with self._lock:
             stamped = event if event.time_s else replace(event, time_s=self._clock())
-            self._events.add(stamped)
-            self._pending.add(stamped)
+            self._events.add(stamped.kept)
+            self._pending.add(stamped.kept)
             self._listeners.tell(stamped)
             self._report_dropping()
             return stamped

@@ -5,13 +5,17 @@ A tracker has three methods, which are called from a thread of their own (`liste
 
 from __future__ import annotations
 
+import html
 import importlib
+import io
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from trainwright.core.errors import JobError
+from trainwright.core.events import MediaLogged
 from trainwright.core.redaction import redact
 
 
@@ -65,7 +69,8 @@ class Tracker(Protocol):
     A tracker must be picklable before `begin`, for a driver in the cluster. All calls come from the same thread and may
     block: training does not wait for them. An exception switches the tracker off for this driver, with a note in the
     run. An optional method `check()` is called before anything starts, in the process of the caller; its exception
-    rejects the job.
+    rejects the job. An optional method `log_media(media)` gets a sequence of images and texts of callbacks, each with
+    `step`, `name` and `time_s`, and either `image` (bytes, PNG) with `width` and `height`, or `text`.
     """
 
     def begin(self, run: TrackedRun, params: Mapping[str, str]) -> int:
@@ -99,10 +104,10 @@ def import_optional(name: str, package: str, tracker: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != name:
+        if error.name is None or error.name.partition(".")[0] != name.partition(".")[0]:
             raise
-        extra = package.partition("-")[0]
-        problem = f"trackers= has {tracker}, which needs {package}: pip install 'trainwright[{extra}]' on the driver"
+        wanted = "pillow" if package == "pillow" else f"'trainwright[{package.partition('-')[0]}]'"
+        problem = f"trackers= has {tracker}, which needs {package}: pip install {wanted} on the driver"
         raise JobError([problem]) from error
 
 
@@ -112,6 +117,7 @@ def import_optional(name: str, package: str, tracker: str) -> Any:
 _RUN_ID_TAG = "trainwright.id"  # the tag that identifies a run
 _STEP_METRIC = "trainwright/step"  # the metric that holds the last recorded step
 _MOST_METRICS, _MOST_PARAMS, _LONGEST = 900, 90, 5000  # limits of a batch and of a value, below those of all servers
+_NO_KEY = re.compile(r"[^a-zA-Z0-9_\-./ ]")  # characters that the name of an image must not have
 _STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -176,6 +182,18 @@ class MLflow:
             time_ms = int(row.time_s * 1e3)
             waiting += [entities.Metric(name, value, time_ms, row.step) for name, value in values.items()]
         self._client.log_batch(self._run, metrics=waiting)
+
+    def log_media(self, media: Sequence[MediaLogged]) -> None:
+        """See `Tracker`. MLflow shows images by steps; texts become files, `texts/NAME/STEP.txt`."""
+        for each in media:
+            name = _NO_KEY.sub("_", each.name)
+            if each.image:
+                image = import_optional("PIL.Image", "pillow", "MLflow").open(io.BytesIO(each.image))
+                self._client.log_image(
+                    self._run, image, key=name, step=each.step, timestamp=int(each.time_s * 1e3), synchronous=True
+                )
+            else:
+                self._client.log_text(self._run, each.text, f"texts/{name}/{each.step:08d}.txt")
 
     def end(self, ending: RunResult) -> None:
         """See `Tracker.end`. Links become tags."""
@@ -248,6 +266,18 @@ class WandB:
         for row in rows:
             self._last = max(self._last, row.step)
             self._run.log(dict(row.values), step=self._last)
+
+    def log_media(self, media: Sequence[MediaLogged]) -> None:
+        """See `Tracker`, and `log` for late ones."""
+        wandb = import_optional("wandb", "wandb", "WandB")
+        for each in media:
+            self._last = max(self._last, each.step)
+            if each.image:
+                image = import_optional("PIL.Image", "pillow", "WandB").open(io.BytesIO(each.image))
+                value = wandb.Image(image)
+            else:
+                value = wandb.Html(f"<pre>{html.escape(each.text)}</pre>")
+            self._run.log({each.name: value}, step=self._last)
 
     def end(self, ending: RunResult) -> None:
         """See `Tracker.end`. Links become part of the summary."""

@@ -26,6 +26,7 @@ from trainwright.core.events import (
     Formed,
     Joined,
     Measured,
+    MediaLogged,
     Probed,
     Replanned,
     Resized,
@@ -290,9 +291,24 @@ METRICS = {
 
 
 MAX_WAITING_BYTES = 64 << 20  # limit of bytes that wait for the store
-_START = 1  # SessionLog.START
+_START, _STRING, _RGBA = 1, 7, 4  # SessionLog.START, DT_STRING, a colorspace
 _SCHEMA = {
-    "Value": {"tag": (1, "string"), "simple_value": (2, "oneof float")},
+    "Image": {
+        "height": (1, "int32"),
+        "width": (2, "int32"),
+        "colorspace": (3, "int32"),
+        "encoded_image_string": (4, "bytes"),
+    },
+    "PluginData": {"plugin_name": (1, "string")},
+    "SummaryMetadata": {"plugin_data": (1, "PluginData")},
+    "TensorProto": {"dtype": (1, "int32"), "string_val": (8, "repeated bytes")},
+    "Value": {
+        "tag": (1, "string"),
+        "simple_value": (2, "oneof float"),
+        "image": (4, "oneof Image"),
+        "tensor": (8, "oneof TensorProto"),
+        "metadata": (9, "SummaryMetadata"),
+    },
     "Summary": {"value": (1, "repeated Value")},
     "SessionLog": {"status": (1, "int32")},
     "Event": {
@@ -306,7 +322,7 @@ _SCHEMA = {
 
 
 class TensorBoardWriter:
-    """An event listener that writes scalars to `<run>/tensorboard`.
+    """An event listener that writes scalars, and images and texts of callbacks, to `<run>/tensorboard`.
 
     In a folder one file grows during the run. An object store cannot append, so each checkpoint and the end add a file;
     TensorBoard reads the files of a directory in order of their names. After a resume or a recovery the curves continue
@@ -339,6 +355,8 @@ class TensorBoardWriter:
             case Evaluated():
                 scalars = {f"evaluation/{name}": value for name, value in event.metrics.items()}
                 self._add(_scalar_event(event.step, event.time_s, scalars))
+            case MediaLogged() if event.image or event.text:
+                self._add(_media_event(event))
         if isinstance(event, (Checkpointed, RunEnded)) or self._folder is not None:
             self._write()
 
@@ -421,6 +439,18 @@ def _scalar_event(step: int, time_s: float, scalars: Mapping[str, float]) -> byt
     return _event(time_s, step=step, summary={"value": values})
 
 
+def _media_event(media: MediaLogged) -> bytes:
+    """The `Event` of an image or a text."""
+    value: dict[str, Any] = {"tag": media.name}
+    if media.image:
+        size = {"height": media.height, "width": media.width, "colorspace": _RGBA}
+        value["image"] = {**size, "encoded_image_string": media.image}
+    else:
+        value["tensor"] = {"dtype": _STRING, "string_val": [media.text.encode()]}
+        value["metadata"] = {"plugin_data": {"plugin_name": "text"}}
+    return _event(media.time_s, step=media.step, summary={"value": [value]})
+
+
 def _event(time_s: float, **fields: Any) -> bytes:
     serialized: bytes = _event_class()(wall_time=time_s, **fields).SerializeToString()
     return serialized
@@ -434,10 +464,11 @@ def _event_class() -> Any:
 # --- Experiment trackers, each on a thread of its own: a slow or failing one neither slows nor ends training ----------
 
 
-_MOST_WAITING_STEPS = 10_000  # steps that wait for a slow tracker
+_MOST_WAITING_STEPS = 10_000  # steps that wait for a slow tracker; an image or a text counts as some
+_MEDIA_STEPS = 100
 _CLOSE_TIMEOUT_S = 30.0  # for the last rows when the run has ended
 _EMPTY = ("", "()", "None")
-_RELEVANT_EVENTS = (RunStarted, Steps, Evaluated, Checkpointed, RunEnded)
+_RELEVANT_EVENTS = (RunStarted, Steps, Evaluated, MediaLogged, Checkpointed, RunEnded)
 
 
 class TrackerThread:
@@ -474,7 +505,7 @@ class TrackerThread:
         if self._off or not isinstance(event, _RELEVANT_EVENTS):
             return
         with self._change:
-            steps = len(event.step) if isinstance(event, Steps) else 0
+            steps = len(event.step) if isinstance(event, Steps) else _MEDIA_STEPS * isinstance(event, MediaLogged)
             full = bool(steps) and self._waiting_steps + steps > self._room_steps
             if not full:
                 self._waiting.append(event)
@@ -520,13 +551,18 @@ class TrackerThread:
 
     def _tell(self, events: list[Event]) -> None:
         rows: list[Row] = []
+        media: list[MediaLogged] = []
         for event in events:
             if isinstance(event, RunStarted):
                 known = TrackedRun(name=self._run, id=_identity(self._store, event), total_steps=event.total_steps)
                 self._taken.begin(self._tracker.begin(known, params_of(event)))
             rows += self._taken.rows(event)
+            media += self._taken.media(event)
         if rows and not self._off:
             self._tracker.log(rows)
+        log_media = getattr(self._tracker, "log_media", None)
+        if media and log_media is not None and not self._off:
+            log_media(media)
 
 
 class _TrackerPosition:
@@ -534,6 +570,7 @@ class _TrackerPosition:
 
     def __init__(self) -> None:
         self._step = self._evaluated = 0
+        self._media = dict[str, int]()  # step of the last image or text of each name
         self._end = RunEnded(outcome="failed")
         self._checkpoint = ""
 
@@ -557,6 +594,16 @@ class _TrackerPosition:
                 self._checkpoint = event.path
             case RunEnded():
                 self._end = event
+
+    def media(self, event: Event) -> Iterator[MediaLogged]:
+        """Yield an image or text that is not recorded yet."""
+        if (
+            isinstance(event, MediaLogged)
+            and (event.image or event.text)
+            and event.step > self._media.get(event.name, -1)
+        ):
+            self._media[event.name] = event.step
+            yield event
 
     def ending(self, store: Store, run: str) -> RunResult:
         """Return how the session of the driver ended."""

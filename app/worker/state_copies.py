@@ -34,6 +34,10 @@ class StateCopies:
         with suppress(StoreDown):
             self._store.exists(f"{self._run}/log/HINT")
 
+    def uri_of(self, ref: CheckpointRef) -> str:
+        """Return the URI of a checkpoint's folder."""
+        return self._store.uri_of(f"{self._run}/{ref.path}")
+
     def take(self, engine: Engine, wanted: SnapshotRequest) -> SnapshotTaken:
         """Copy the state to host memory; steps may continue at once."""
         begun = time.perf_counter()

@@ -43,7 +43,7 @@ from trainwright.core.engine import (
     TorchTrainingEngine,
 )
 from trainwright.core.errors import NonFiniteLoss, PeerLost
-from trainwright.core.events import Steps
+from trainwright.core.events import MediaLogged, Steps
 from trainwright.core.job import Job
 from trainwright.core.metric_states import compute_states, metric_states, with_states
 from trainwright.core.plan import Plan
@@ -80,10 +80,18 @@ class Worker:
     Args:
         node: name of this node, as the driver knows it.
         fetch: reads from the memory of another node.
+        emit: takes images and texts of callbacks.
     """
 
-    def __init__(self, order: WorkerConfig, node: str = "", fetch: FetchFile = fetch_unavailable) -> None:
-        self._order = order
+    def __init__(
+        self,
+        order: WorkerConfig,
+        node: str = "",
+        fetch: FetchFile = fetch_unavailable,
+        *,
+        emit: Callable[[MediaLogged], object] = lambda media: None,
+    ) -> None:
+        self._order, self._emit = order, emit
         self._plan = order.plan
         self._engine: Engine = engine_class(order.plan)()
         store = open_store(order.storage)
@@ -218,7 +226,9 @@ class Worker:
             return
         if self._callbacks is None:
             steps = self._feeds.training.schedule.steps_per_epoch
-            self._callbacks = Callbacks(make, lambda: cast(TorchTrainingEngine, self._engine).whole_model(), steps)
+            self._callbacks = Callbacks(
+                make, lambda: cast(TorchTrainingEngine, self._engine).whole_model(), steps, self._emit
+            )
         self._callbacks.after_recovery(heal.step, heal.report)
 
     def load(self, checkpoint: CheckpointRef, *, weights_only: bool = True) -> StateTag:
@@ -249,6 +259,8 @@ class Worker:
     def run(self, wanted: RunRequest) -> SegmentReport:
         """Take these steps, or fewer if a stop request has reached every rank."""
         steps, stopped, finished = wanted.steps, False, False
+        for ref in wanted.checkpoints if self._callbacks is not None else ():
+            self._callbacks.after_checkpoint(ref.step, self._copies.uri_of(ref))
         working = self._plan.topology == "independent" and self._role == "worker"
         if working:
             self._work(steps.start)
@@ -264,6 +276,7 @@ class Worker:
         over = stopped or finished or reached >= self._feeds.training.schedule.total_steps
         return SegmentReport(
             step=self._step, finished=finished,
+            announces=self._callbacks is not None and self._callbacks.announces,
             skipped=self._quarantine.count + self._evaluate_quarantine.count, passed=len(self._passing.found),
             overflowed=self._passing.overflowed, prefetch=self._feeds.prefetch,
             own_s=self._records.own_s, phases=self._meter.phases(last=over), sampled=self._meter.sampled,

@@ -54,6 +54,55 @@ class Recorder:
         self._record("recovery", context)
 
 
+class Album:
+    """Logs an image and a text after each step and evaluation, and writes down each checkpoint; dies in some calls."""
+
+    def __init__(self, folder: Path, *deaths: tuple[str, int]) -> None:
+        self.folder, self.deaths = folder, deaths
+
+    def _die(self, name: str, step: int) -> None:
+        mark = self.folder / f"died-{name}-{step}"
+        if (name, step) in self.deaths and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def after_step(self, context: tw.CallbackContext) -> None:
+        (weight, *_) = context.model.parameters()
+        print("step", context.step)
+        context.log_image("weight", torch.sigmoid(weight))
+        self._die("step", context.step)
+
+    def after_evaluation(self, context: tw.CallbackContext) -> None:
+        context.log_text("evaluation", f"{context.metrics['loss']:.12f}")
+
+    def after_checkpoint(self, context: tw.CallbackContext) -> None:
+        self._die("checkpoint", context.step)
+        net = tw.load_model(job_of(self.folder), step=context.step)
+        held = [each.tolist() for each in net.parameters()]
+        with (self.folder / "checkpoints").open("a") as file:
+            file.write(json.dumps([context.step, Path(context.checkpoint).is_dir(), held]) + "\n")
+
+
+class Keeper:
+    """A tracker that keeps images and texts in a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def begin(self, run: Any, params: Any) -> int:
+        return 0
+
+    def log(self, rows: Any) -> None:
+        pass
+
+    def log_media(self, media: list[events.MediaLogged]) -> None:
+        with self.file.open("a") as file:
+            file.writelines(json.dumps([each.name, each.step, each.text, each.image.hex()]) + "\n" for each in media)
+
+    def end(self, ending: Any) -> None:
+        pass
+
+
 class Looking:
     """Looks at the model, and then fails."""
 
@@ -86,6 +135,12 @@ def job(folder: Path, *callbacks: Any, **fields: Any) -> tw.Job:
         batch_size=BATCH, epochs=EPOCHS, shuffle=False, spares=0, keeper_s=0, storage=str(folder / "runs"),
         preflight=False, **given,
     )  # fmt: skip
+
+
+def job_of(folder: Path) -> tw.Job:
+    """The job as its callbacks know it."""
+    return tw.Job(name="called", model=model, optimizer=sgd, loss=squared, train=tw.datasets.table(ROWS), inputs="x",
+        targets="y", batch_size=BATCH, epochs=EPOCHS, shuffle=False, storage=str(folder / "runs"))  # fmt: skip
 
 
 def calls(folder: Path) -> list[Call]:
@@ -142,3 +197,20 @@ def test_errors_of_callbacks_end_the_run_at_once(ray_cluster: None, tmp_path: Pa
     assert len(told(tmp_path / "raising" / "runs", "called", events.Formed)) == 1, "it is not tried again"
     with pytest.raises(JobError, match=r"context.model: the plan divides the model.* use tw.load_model"):
         tw.fit(job(tmp_path / "divided", Looking(), strategy="sharded"))
+
+
+def test_images_texts_and_checkpoints_are_those_of_an_unbroken_run(ray_cluster: None, tmp_path: Path) -> None:
+    kept: dict[str, list[Any]] = {}
+    for name, deaths in (("two", ()), ("killed", (("step", 3), ("checkpoint", 4), ("checkpoint", 8)))):
+        folder = tmp_path / name
+        made = job(folder, Album(folder, *deaths), trackers=(Keeper(folder / "kept"),), checkpoint_steps=4)
+        assert tw.fit(made).state == "done"
+        kept[name] = [json.loads(line) for line in (folder / "kept").read_text().splitlines()]
+        saved = [json.loads(line) for line in (folder / "checkpoints").read_text().splitlines()]
+        assert {(step, there) for step, there, _ in saved} == {(4, True), (8, True)}
+        assert name == "killed" or len(saved) == 2, "each once where nothing fails"
+        kept[name].append({step: held for step, _, held in saved})
+    assert kept["killed"] == kept["two"]
+    assert [tuple(item[:2]) for item in kept["two"][:-1]] == [
+        place for step in range(1, 9) for place in [("weight", step), ("evaluation", step)][: 1 + (step % 4 == 0)]
+    ]

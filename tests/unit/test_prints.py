@@ -5,12 +5,24 @@ from __future__ import annotations
 import io
 import sys
 import threading
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from tests.support.processes import wait_for
 from trainwright.core import events
+from trainwright.core.topology import Address, Generation, Group, Peer
+from trainwright.driver import messages as m
 from trainwright.reporting.event_messages import EventFormatter, event_line
+from trainwright.runtime import worker_actor
+from trainwright.runtime.controller import WorkerOutput
+from trainwright.runtime.takeover import DriverLease
 from trainwright.runtime.worker_actor import BURST_LINES, MAX_LINE_LENGTH, MAX_LINES, PrintCapture
+from trainwright.runtime.worker_registry import EventQueue
 
 
 def test_lines_are_passed_on_and_given_once() -> None:
@@ -66,6 +78,83 @@ def test_whoever_waits_is_told_at_once() -> None:
     prints = PrintCapture(io.StringIO())
     threading.Timer(0.05, lambda: print("hello", file=prints)).start()
     assert prints.take(30.0) == ["hello"]
+
+
+def test_the_last_call_of_a_verb_ends_the_waiting_of_the_other_one() -> None:
+    prints = PrintCapture(io.StringIO())
+    found: list[object] = []
+    waiting = threading.Thread(target=lambda: found.append(prints.take(30.0)))
+    waiting.start()
+    wait_for(lambda: prints.take(0.0) == [] and not waiting.is_alive())
+    assert found == [[]]
+
+
+def test_images_come_in_their_place_and_are_waited_for_until_the_driver_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prints, said = PrintCapture(io.StringIO()), events.MediaLogged(step=2, name="said", text="words")
+    adding = threading.Thread(target=lambda: (print("before", file=prints), prints.add(said)))
+    adding.start()
+    found: list[object] = []
+    wait_for(lambda: found.extend(prints.take(0.01)) or len(found) == 2)
+    assert found == ["before", said]
+    adding.join(0.1)
+    assert adding.is_alive(), "the answer may be lost with this process"
+    assert prints.take(0.01) == []
+    adding.join(10)
+    assert not adding.is_alive()
+
+
+def test_training_goes_on_without_a_driver_and_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_actor, "_RECEIPT_S", 0.01)
+    prints = PrintCapture(io.StringIO())
+    large = events.MediaLogged(step=1, name="large", image=bytes(40 << 20), width=1)
+    prints.add(large)
+    monkeypatch.setattr(worker_actor, "_RECEIPT_S", 30.0)
+    prints.add(replace(large, step=2, image=bytes(8)))
+    prints.add(replace(large, step=3))
+    first, second, left_out = prints.take(0.0)
+    assert (first, second) == (large, replace(large, step=2, image=bytes(8))), "only the first one waits for a driver"
+    assert left_out == "... an image of step 3, 'large', is left out: too many wait"
+
+
+class Poll:
+    """Ray's actor of a worker: answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, Future[Any]]] = []
+        self.printed = SimpleNamespace(remote=self._printed)
+
+    def _printed(self, timeout_s: float, token: int) -> Any:
+        answer: Future[Any] = Future()
+        self.asked.append((timeout_s, answer))
+        return SimpleNamespace(future=lambda: answer)
+
+
+@pytest.mark.parametrize("first", ["poll", "flush"])
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_was_printed_before_an_answer_is_shown_before_it(first: str, ended: bool) -> None:
+    actor, shown = Poll(), list[Any]()
+    lease = DriverLease(MagicMock(), list)
+    queue, workers = EventQueue(lease), MagicMock(actor=lambda worker: actor)
+    output = WorkerOutput(workers, queue, lease, shown.append, together=True)
+    generation = Generation(token=1, number=1)
+    group = Group(generation=generation, rank=0, peers=(Peer(rank=0, address=Address(host="h", port=1)),))
+    output.listen_to(m.CallWorker(worker=0, generation=generation, verb="form", argument=group))
+    call = m.CallWorker(worker=0, generation=generation, verb="evaluate", argument=None)
+    output.deliver(call, m.CallReturned(worker=0, generation=generation, verb="evaluate", value=None))
+    (waited, poll), (at_once, flush) = actor.asked
+    assert waited > 0 == at_once
+    lines: dict[str, Any] = {"poll": ["one"], "flush": ["two"]}
+    answers = [("poll", poll), ("flush", flush)]
+    for name, answer in answers if first == "poll" else answers[::-1]:
+        if name == "poll" and ended:
+            answer.set_exception(RuntimeError("the worker died"))
+        else:
+            answer.set_result(lines[name])
+    event = queue.next()
+    assert isinstance(event, m.CallReturned)
+    assert [each.line for each in shown] == (["two"] if ended else ["one", "two"])
 
 
 def test_it_becomes_the_standard_output_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from tests.support.processes import wait_for
 from tests.support.sample_run import DECISION, started, stepped, whole_run
 from trainwright.core import events
 from trainwright.core.errors import StorageError
+from trainwright.core.media import encode_image
 from trainwright.reporting.html.run_charts import smooth
 from trainwright.reporting.html.run_report import ReportListener, render_report, step_bars, summary_html, time_parts
 from trainwright.reporting.html.templates import render_template, sanitized_svg
@@ -250,6 +252,28 @@ def test_tensorboard_in_an_object_store_adds_a_file_at_each_checkpoint_and_the_e
     assert names == ["0000000001.000000", "0000000001.000001", "0000000004.000000"]
     steps = [step for path in paths for step, _ in scalars(store.get(path))[0].get("train/loss", [])]
     assert steps == [*range(1, 13), *range(11, 21), 21]
+
+
+def test_tensorboard_has_the_images_and_texts_of_callbacks(tmp_path: Path) -> None:
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.types_pb2 import DT_STRING
+
+    board = TensorBoardWriter(open_store(str(tmp_path)), "demo")
+    image = encode_image("digits", np.eye(3))
+    board.on(started())
+    board.on(events.MediaLogged(time_s=1.0, step=4, name="digits", **image))
+    board.on(events.MediaLogged(time_s=2.0, step=4, name="sample", text="in the beginning"))
+    board.on(events.MediaLogged(time_s=2.0, step=5, name="an image that the log left out", width=3))
+    board.close()
+    file = tmp_path / "demo/tensorboard/events.out.tfevents.0000000001.000000"
+    read = map(Event.FromString, read_records(file.read_bytes()))
+    shown, said = (event for event in read if event.summary.value)
+    (value,) = shown.summary.value
+    assert (shown.step, value.tag, value.image.width, value.image.height) == (4, "digits", 3, 3)
+    assert value.image.encoded_image_string == image["image"]
+    (value,) = said.summary.value
+    assert (said.step, value.metadata.plugin_data.plugin_name) == (4, "text")
+    assert (value.tensor.dtype, [*value.tensor.string_val]) == (DT_STRING, [b"in the beginning"])
 
 
 def test_tensorboard_leaves_out_what_is_no_number(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support import processes, torch_jobs
@@ -20,6 +21,7 @@ from tests.support.sample_run import checkpointed, started, stepped, whole_run
 from trainwright import trackers
 from trainwright.core import events
 from trainwright.core.errors import JobError, TrainwrightError
+from trainwright.core.media import encode_image
 from trainwright.planning.job_description import describe, description_changes
 from trainwright.storage.event_log import EventLog
 from trainwright.storage.object_store import Store, open_store
@@ -261,6 +263,45 @@ def test_mlflow_takes_more_rows_than_one_request_may_have(flow: Callable[[], tra
     assert len(again._client.get_metric_history(again._run, "b")) == 400
 
 
+def media(*steps: int, name: str = "digits: a") -> list[events.MediaLogged]:
+    """An image and a text after each step."""
+    image = encode_image(name, np.eye(3))
+    return [
+        event
+        for step in steps
+        for event in (
+            events.MediaLogged(time_s=100.0 + step, step=step, name=name, **image),
+            events.MediaLogged(time_s=100.0 + step, step=step, name="said", text=f"<{step}>"),
+        )
+    ]
+
+
+def test_images_and_texts_come_once_for_each_name_and_step() -> None:
+    class Album(Diary):
+        def __init__(self) -> None:
+            super().__init__()
+            self.media: list[tuple[int, str, str]] = []
+
+        def log_media(self, media: Sequence[events.MediaLogged]) -> None:
+            self.media += [(event.step, event.name, event.text) for event in media]
+
+    album, diary = Album(), Diary()
+    happened = [*whole_run()[:5], *media(4, 8), *media(4, 8, 12), events.MediaLogged(step=13, name="said", width=2)]
+    assert drive(album, happened) == [] and drive(diary, happened) == [], "one without the method goes without"
+    assert album.media == [
+        (step, name, text) for step in (4, 8, 12) for name, text in (("digits: a", ""), ("said", f"<{step}>"))
+    ]
+
+
+def test_mlflow_shows_images_by_steps_and_keeps_texts(flow: Callable[[], trackers.MLflow]) -> None:
+    tracker = flow()
+    assert drive(tracker, [*whole_run()[:5], *media(4, 8)]) == []
+    found = {path.path for path in tracker._client.list_artifacts(tracker._run, "texts/said")}
+    assert found == {"texts/said/00000004.txt", "texts/said/00000008.txt"}
+    images = [entry.path for entry in tracker._client.list_artifacts(tracker._run, "images")]
+    assert sorted(path.split("+step+")[1][0] for path in images if path.endswith(".png")) == ["4", "8"]
+
+
 def records(file: Path) -> Iterator[Any]:
     """Records of a W&B file: LevelDB's log format after 7 bytes, each a message of `wandb_internal.proto`."""
     from wandb.proto import wandb_internal_pb2
@@ -286,7 +327,11 @@ def test_wandb_writes_what_can_be_sent_later(tmp_path: Path, monkeypatch: pytest
     check_trackers([tracker])
     diary = Diary()
     store = new_store()
-    assert drive(tracker, whole_run(), store, patience_s=120.0) == [] and drive(diary, [started(token=2)], store) == []
+    run = whole_run()
+    assert (
+        drive(tracker, [*run[:-1], *media(20), run[-1]], store, patience_s=120.0) == []
+        and drive(diary, [started(token=2)], store) == []
+    )
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     # W&B's own process writes the file, and may do so after `finish`.
     processes.wait_for(lambda: "exit" in [record.WhichOneof("record_type") for record in records(file)])
@@ -296,6 +341,8 @@ def test_wandb_writes_what_can_be_sent_later(tmp_path: Path, monkeypatch: pytest
     rows = [record.history for record in found if record.WhichOneof("record_type") == "history"]
     assert [row.step.num for row in rows] == list(range(1, 21)), "each step once"
     values = {item.key or ".".join(item.nested_key): item.value_json for item in rows[9].item}
+    last = {item.key or ".".join(item.nested_key): item.value_json for item in rows[-1].item}
+    assert (last["digits: a._type"], last["said._type"]) == ('"image-file"', '"html-file"')
     assert values["train/loss"] == "0.1" and values["evaluation/accuracy"] == "0.8"
     (end,) = (record.exit for record in found if record.WhichOneof("record_type") == "exit")
     assert end.exit_code == 0
