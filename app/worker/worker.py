@@ -259,8 +259,9 @@ class Worker:
     def run(self, wanted: RunRequest) -> SegmentReport:
         """Take these steps, or fewer if a stop request has reached every rank."""
         steps, stopped, finished = wanted.steps, False, False
-        for ref in wanted.checkpoints if self._callbacks is not None else ():
-            self._callbacks.after_checkpoint(ref.step, self._copies.uri_of(ref))
+        if self._callbacks is not None:
+            for ref in wanted.checkpoints:
+                self._callbacks.after_checkpoint(ref.step, self._copies.uri_of(ref))
         working = self._plan.topology == "independent" and self._role == "worker"
         if working:
             self._work(steps.start)
