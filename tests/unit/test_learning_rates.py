@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import pytorch_optimizer
 import torch
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
@@ -287,7 +288,7 @@ def test_parameter_servers_and_keras_models_refuse_a_scheduler() -> None:
 
 
 class Preconditioned(torch.optim.Optimizer):
-    """Keeps lists and dicts of tensors, as SOAP and Shampoo do."""
+    """Keeps lists and dicts of tensors."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -336,6 +337,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "tensor rate": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.01), foreach=False),
     "nested": Preconditioned,
     "adafactor": torch.optim.Adafactor,
+    "shampoo": lambda parameters: pytorch_optimizer.Shampoo(parameters, lr=0.01),
+    "soap": lambda parameters: pytorch_optimizer.SOAP(parameters, lr=0.01, precondition_frequency=2),
+    "lion": lambda parameters: pytorch_optimizer.Lion(parameters, lr=0.001),
+    "prodigy": lambda parameters: pytorch_optimizer.Prodigy(parameters),
+    "ademamix": lambda parameters: pytorch_optimizer.AdEMAMix(parameters, lr=0.01),
     **({"muon": muon} if hasattr(torch.optim, "Muon") else {}),
 }
 

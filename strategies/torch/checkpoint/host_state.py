@@ -24,7 +24,7 @@ OUTER_MOMENTUM = "outer_momentum"  # among the same: that of servers, for what s
 _Memory = dict[tuple[str, ...], Tensor]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (bool, int, float, str, type(None))
-_TENSOR = "tensor"  # in place of a tensor within a list or dict: the key of its own entry
+_TENSOR, _STRIDES = "tensor", "strides"  # in place of a tensor within a list or dict: the key of its own entry
 _LOCAL = ("local", "state")  # after a buffer's name in a state's memory
 
 
@@ -279,14 +279,15 @@ def _slots(replica: TorchReplica) -> OptimizerSlots:
 def _flattened(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of one parameter with the tensors of lists and dicts as entries of their own.
 
-    In their places is the key of the entry: `{"tensor": "GG.0"}`.
+    In their places is the key of the entry: `{"tensor": "GG.0"}`; also the strides, where they are not those of a new
+    tensor, since products of matrices depend on them: `{"tensor": "Q.0", "strides": [1, 8]}`.
     """
     found: dict[str, Any] = {}
 
     def flatten(key: str, value: Any) -> Any:
         if isinstance(value, Tensor):
             found[key] = value
-            return {_TENSOR: key}
+            return {_TENSOR: key, _STRIDES: [*value.stride()]} if _is_permuted(value) else {_TENSOR: key}
         if isinstance(value, list):
             return [flatten(f"{key}.{number}", item) for number, item in enumerate(value)]
         if isinstance(value, dict) and all(isinstance(each, str) for each in value):
@@ -310,15 +311,30 @@ def _nested(entries: Mapping[str, Any]) -> dict[str, Any]:
     used: set[str] = set()
 
     def nest(value: Any) -> Any:
-        if isinstance(value, dict) and value.keys() == {_TENSOR}:
+        if isinstance(value, dict) and {_TENSOR} <= value.keys() <= {_TENSOR, _STRIDES}:
             used.add(value[_TENSOR])
-            return entries[value[_TENSOR]]
+            made = entries[value[_TENSOR]]
+            if _STRIDES not in value:
+                return made
+            return torch.empty_strided(made.shape, value[_STRIDES], dtype=made.dtype, device=made.device)
         if isinstance(value, list):
             return [nest(item) for item in value]
         return {key: nest(item) for key, item in value.items()} if isinstance(value, dict) else value
 
     made = {key: nest(value) for key, value in entries.items()}
     return {key: value for key, value in made.items() if key not in used}
+
+
+def _is_permuted(tensor: Tensor) -> bool:
+    """Return whether a tensor fills its memory in another order than a new one of its shape would."""
+    if is_dtensor(tensor) or tensor.is_contiguous():
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _same_layout(slot: Any, parameter: Any, cut: bool) -> bool:

@@ -111,6 +111,8 @@ def _compared_entries(replica: TorchReplica) -> tuple[_Entries, _Entries]:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
     return isinstance(value, bool | int | float | str | None)
 
 

@@ -78,7 +78,7 @@ def write(state: HostState, writer: StateWriter) -> None:
     held: dict[str, dict[str, Tensor]] = {_MODEL: state.model, _OPTIMIZER: {}, _AVERAGE: {}}
     plain: OptimizerSlots = {}
     for name, entries in state.slots.items():
-        for key, value in entries.items():
+        for key, value in sorted(entries.items()):  # a restored optimizer has them in another order
             if key == AVERAGE:
                 held[_AVERAGE][name] = value
             elif isinstance(value, Tensor):

@@ -23,6 +23,7 @@ from trainwright.strategies.torch.torch_errors import TorchUserCode
 
 SchedulerState = dict[str, Any]  # values that JSON has
 _PAIRS = "pairs"  # of a mapping whose keys are no text
+_TENSOR = "tensor"  # the values of a setting that is one
 
 
 class LearningRates:
@@ -200,17 +201,27 @@ def _like(own: Any, saved: Any) -> Any:
 
 def group_settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group's settings as plain values, without its parameters and their names."""
-    return {
-        key: value.tolist() if isinstance(value, Tensor) else value
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
+
+    def plain(key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return (
+            value.item() if key == "lr" else {_TENSOR: value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+        )
+
+    return {key: plain(key, value) for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def set_group_option(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set a parameter group's option; one that is held as a tensor stays that tensor."""
+    """Set a parameter group's option, as `group_settings` gives it; one that is held as a tensor stays that tensor."""
     current = group.get(key)
-    if isinstance(current, Tensor):
+    if isinstance(value, dict) and value.keys() == {_TENSOR, "dtype"}:
+        tensor = torch.tensor(value[_TENSOR], dtype=getattr(torch, value["dtype"]), device=group["params"][0].device)
+        if isinstance(current, Tensor) and current.shape == tensor.shape:
+            current.copy_(tensor)
+        else:
+            group[key] = tensor
+    elif isinstance(current, Tensor):
         current.fill_(value)
     else:
         group[key] = tuple(value) if isinstance(current, tuple) else value
