@@ -208,6 +208,11 @@ class FeedAssignment:
     targets: bool = True
 
 
+def clipping_factor(norm: float, largest: float) -> float:
+    """Return the factor that clips a gradient of this norm, as `torch.nn.utils.clip_grad_norm_` does."""
+    return min(1.0, largest / (norm + 1e-6))
+
+
 def fold_seed(*numbers: int) -> int:
     """Fold counters into one 63-bit seed: randomness is counted, never carried.
 

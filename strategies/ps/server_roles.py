@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainwright.core.data import MetricSums, StepReport
-from trainwright.core.errors import PeerLost
+from trainwright.core.data import MetricSums, StepReport, clipping_factor
+from trainwright.core.errors import NonFiniteLoss, PeerLost
 from trainwright.core.topology import Group, Peer, StalenessCounts, WorkUnit
 from trainwright.strategies.common.socket_transport import LOST_PEER_REMEDY, ConnectionCanceller, SocketListener
 from trainwright.strategies.ps.call_headers import DoneCall, LeaseCall, PollCall, PushCall, ReportCall, require
@@ -20,7 +20,7 @@ from trainwright.strategies.ps.client_connection import ServerConnection, connec
 from trainwright.strategies.ps.lease_table import ClosedRound, LeaseTable
 from trainwright.strategies.ps.server_connections import WorkerConnection
 from trainwright.strategies.ps.shard_server import ShardServer, send_answer, wait_notice_s
-from trainwright.strategies.ps.update_applier import KeptPush, RoundUpdate, ServerConfig, clipping_factor
+from trainwright.strategies.ps.update_applier import KeptPush, RoundUpdate, ServerConfig
 
 _STOP_POLL_S = 0.05  # between two looks at the request to stop
 
@@ -513,6 +513,8 @@ class _RoundReports:
         del self._parts[at]
         norm = self._norms[at] = math.sqrt(sum(parts[rank] for rank in sorted(parts)))
         assert config.clip_norm is not None, "servers send norms only where they clip"
+        if not math.isfinite(norm):
+            raise NonFiniteLoss("the gradients of a step are finite, but their mean is not; nothing of it was applied")
         return clipping_factor(norm, config.clip_norm)
 
     def report(self, closing: ClosedRound, config: ServerConfig, rate: Callable[[int], float]) -> Iterator[StepReport]:

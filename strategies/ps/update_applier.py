@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from trainwright.core.engine import ModelSpec
-from trainwright.core.errors import NonFiniteLoss, TrainwrightError
+from trainwright.core.errors import TrainwrightError
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Consistency, StalenessCounts, WorkUnit
 from trainwright.strategies.common.shared_memory import allocate_private
@@ -209,13 +208,6 @@ class UpdateApplier:
             self._norms_sent = at + 1
             self._send_norm(at, self.store.norm2(pushes))
         return self._factors.pop(at, None)
-
-
-def clipping_factor(norm: float, clip_norm: float) -> float:
-    """Return the factor that clips a gradient of this norm. Raises NonFiniteLoss."""
-    if not math.isfinite(norm):
-        raise NonFiniteLoss("the gradients of a step are finite, but their mean is not; nothing of it was applied")
-    return clip_norm / norm if norm > clip_norm else 1.0
 
 
 # --- Admission: which pushes are applied, when, and in which order ----------------------------------------------------

@@ -63,9 +63,9 @@ def delayed(
         norm = float(torch.sqrt(sum((each**2).sum() for each in given)))
         norms.append(norm)
         losses.append(loss.item())
-        if job.clip_norm is not None and norm > job.clip_norm:
+        if job.clip_norm is not None:
             for each in given:
-                each.mul_(job.clip_norm / norm)
+                each.mul_(min(1.0, job.clip_norm / (norm + 1e-6)))
         for own, old in zip(trained, stale, strict=True):
             own.grad = old.grad
         _renew(stale, trained)

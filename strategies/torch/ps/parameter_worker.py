@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trainwright.core.data import Feed, StepReport
+from trainwright.core.data import Feed, StepReport, clipping_factor
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Consistency, WorkUnit
@@ -202,8 +202,8 @@ class ParameterWorker:
         factor, norm = objective.factor, totals.norm
         if norm is not None:
             norm *= mean_factor(totals.weight, feed.rows, objective.carry.dtype)
-            if largest is not None and norm > largest:
-                factor = factor * (largest / norm)
+            if largest is not None:
+                factor = factor * clipping_factor(norm, largest)
         self._outgoing.rest(factor)
         return replace(totals, norm=norm), False
 

@@ -17,7 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 
-from trainwright.core.data import Feed, GradientScatter, MetricSums, StepReport, fold_seed, noise_is_due
+from trainwright.core.data import (
+    Feed,
+    GradientScatter,
+    MetricSums,
+    StepReport,
+    clipping_factor,
+    fold_seed,
+    noise_is_due,
+)
 from trainwright.core.errors import JobError
 from trainwright.strategies.common.user_code_errors import format_samples, non_finite_error, nonfinite_columns_hint
 from trainwright.strategies.torch.torch_compat import foreach_multiply
@@ -233,8 +241,8 @@ def scale_gradients(
     """
     factor = mean_factor(totals.weight, rows, runner.objective.carry.dtype)
     norm = None if totals.norm is None else totals.norm * factor
-    if norm is not None and largest is not None and norm > largest:
-        factor *= largest / norm
+    if norm is not None and largest is not None:
+        factor *= clipping_factor(norm, largest)
     factor /= runner.objective.scale
     if factor != 1.0:
         foreach_multiply(gradients, factor)

@@ -64,10 +64,7 @@ def plain_gan() -> tuple[dict[str, Tensor], list[tuple[float, float]]]:
         for name, value in step(model, columns_of(number)):
             model.zero_grad()
             value.mean().backward()
-            gradients = [each.grad for each in getattr(model, name).parameters() if each.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
-            for gradient in gradients:
-                gradient.mul_(min(1.0, 0.5 / float(norm)))
+            torch.nn.utils.clip_grad_norm_(getattr(model, name).parameters(), 0.5)
             made[name].step()
             told[name] = value.mean().item()
         losses.append((told["discriminator"], told["generator"]))

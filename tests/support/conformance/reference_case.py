@@ -107,8 +107,8 @@ def by_hand(
         back = error @ held[2].T * (1 - hidden**2)
         gradients = [x.T @ back, back.sum(0), hidden.T @ error, error.sum(0)]
         norm = np.sqrt(sum((gradient**2).sum() for gradient in gradients))
-        if problem.clip and norm > CLIP:
-            gradients = [gradient * CLIP / norm for gradient in gradients]
+        if problem.clip:
+            gradients = [gradient * min(1.0, CLIP / (norm + 1e-6)) for gradient in gradients]
         rate = RATE * (schedule(step, problem.steps) if problem.schedule else 1.0)
         count += 1
         for index, gradient in enumerate(gradients):

@@ -149,9 +149,8 @@ def by_hand(
         loss.backward()
         gradients = [parameter.grad for parameter in net.parameters()]
         norm = float(torch.sqrt(sum((gradient**2).sum() for gradient in gradients)))
-        if problem.clip and norm > CLIP:
-            for gradient in gradients:
-                gradient.mul_(CLIP / norm)
+        if problem.clip:
+            nn.utils.clip_grad_norm_(net.parameters(), CLIP)
         for group in rule.param_groups:
             group["lr"] = RATE * (schedule(step, problem.steps) if problem.schedule else 1.0)
         rule.step()

@@ -93,8 +93,8 @@ class ReferenceProgram:
         if not np.isfinite(norm):
             raise NonFiniteLoss(f"the gradient of step {step + 1} is not finite, nothing was applied", where=self.where)
         limit = self.spec.clip_norm if clip else None
-        if limit is not None and norm > limit:
-            mean = {name: value * (limit / norm) for name, value in mean.items()}
+        if limit is not None and norm + 1e-6 > limit:
+            mean = {name: value * (limit / (norm + 1e-6)) for name, value in mean.items()}
         return mean, norm
 
     def rate(self, step: int) -> float:
