@@ -27,7 +27,6 @@ class Program:
         other: its version for another library, `lightning` or `hf_trainer`.
         layouts: plans of two workers that equal the plain loop.
         rtol: largest relative difference of a loss from the plain loop's.
-        killed: test of runs with its features whose workers are killed.
     """
 
     name: str
@@ -36,23 +35,21 @@ class Program:
     other: str = "lightning"
     layouts: tuple[str, ...] = _EVERY
     rtol: float = EXACT
-    killed: str = "test_worker_kills"
 
 
 PROGRAMS = (
     Program(name="mnist", what="MNIST: `StepLR` by epoch, Adadelta"),
     Program(name="imagenet", what="ImageNet: ResNet, batch norm, top-1 and top-5", layouts=_WHOLE),
-    Program(name="dcgan", what="DCGAN: two optimizers, batch norm", layouts=_WHOLE, killed="test_custom_steps"),
+    Program(name="dcgan", what="DCGAN: two optimizers, batch norm", layouts=_WHOLE),
     Program(name="vae", what="variational auto-encoder"),
     Program(
         name="word_language_model",
         what="word language model: LSTM, carried hidden state",
         layouts=_WHOLE,
-        killed="test_rank_state",
     ),
     Program(name="super_resolution", what="super resolution, PSNR"),
     Program(name="siamese_network", what="siamese network"),
-    Program(name="time_sequence", what="time sequences: LBFGS", layouts=_WHOLE, killed=""),
+    Program(name="time_sequence", what="time sequences: LBFGS", layouts=_WHOLE),
     Program(name="regression", what="regression: `ReduceLROnPlateau`"),
     Program(name="graph_attention", what="graph attention network"),
     Program(name="vision_transformer", what="vision transformer: warm-up, average of weights, label smoothing"),
@@ -60,7 +57,6 @@ PROGRAMS = (
         name="forward_forward",
         what="forward-forward: a loss for each layer",
         layouts=_WHOLE,
-        killed="test_custom_steps",
     ),
     Program(
         name="text_classification",
@@ -70,15 +66,14 @@ PROGRAMS = (
         rtol=SINGLE,
     ),
     Program(name="causal_language_model", what="causal language model, packed", other="hf_trainer", rtol=SINGLE),
-    Program(name="sft", what="SFT: the loss of answers", other="hf_trainer", rtol=SINGLE, killed="test_reduced_losses"),
-    Program(name="lora", what="LoRA, `save_frozen=False`", other="hf_trainer", rtol=SINGLE, killed=""),
-    Program(name="knowledge_distillation", what="knowledge distillation", own="distillation", killed="test_distilling"),
-    Program(name="simclr", what="SimCLR: `tw.gather`", killed=""),
-    Program(name="segmentation", what="segmentation: class weights, IoU", killed="test_rank_state"),
+    Program(name="sft", what="SFT: the loss of answers", other="hf_trainer", rtol=SINGLE),
+    Program(name="lora", what="LoRA, `save_frozen=False`", other="hf_trainer", rtol=SINGLE),
+    Program(name="knowledge_distillation", what="knowledge distillation", own="distillation"),
+    Program(name="simclr", what="SimCLR: `tw.gather`"),
+    Program(name="segmentation", what="segmentation: class weights, IoU"),
     Program(
         name="translation",
         what="translation: length buckets, clipping, early stopping",
-        killed="test_best_and_early_stop",
     ),
 )
 
@@ -149,7 +144,7 @@ def table() -> str:
         counts = lines(program.name, (program.own, program.other, "plain"))
         shorter += counts[program.own] <= counts[program.other]
         rows.append(f"| {number} | {_cells(program, counts)} |")
-    columns = ("", "program", "trainwright", "library", "plain", "equal to", "plans of 2 workers", "killed workers")
+    columns = ("", "program", "trainwright", "library", "plain", "equal to", "plans of 2 workers")
     head = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     summary = f"{shorter} of {len(PROGRAMS)} have no more lines than with Lightning or the Trainer."
     return "\n".join([*head, *rows, "", summary])
@@ -159,7 +154,7 @@ def _cells(program: Program, counts: Mapping[str, int]) -> str:
     cells = (
         f"[{program.what}](../examples/programs/{program.name}.py)", counts[program.own],
         f"{counts[program.other]} ({LIBRARIES[program.other]})", counts["plain"], f"{program.rtol:.0e}",
-        ", ".join(f"`{layout}`" for layout in program.layouts), f"`{program.killed}`" if program.killed else "none",
+        ", ".join(f"`{layout}`" for layout in program.layouts),
     )  # fmt: skip
     return " | ".join(map(str, cells))
 
