@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ GROUPS = (r"tests/faults/test_[l-z]", r"tests/faults/test_[a-k]", r"tests/ray/")
 LEAST, MOST = 3, 8  # processes
 STAND_BACK = 1  # niceness of the processes beside the one with the longest group
 APART = ("extras", "hosts", "nodes", "soak")  # marks of what has a target of its own; `-m "hosts or nodes"` runs both
+LONGEST = 30  # files, in the table at the end
 gc.disable()  # until all is collected: imports make no garbage
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let its workers starve beside another process
 
@@ -78,6 +80,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     shared = "PYTEST_XDIST_WORKER" in os.environ
     if shared and group_of(item.nodeid) != GROUPS[0] and os.nice(0) < STAND_BACK:
         os.nice(STAND_BACK)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Show which files take longest, where the tests of many were run."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration  # type: ignore[assignment]
+    if len(seconds) > LONGEST:
+        terminalreporter.section("slowest files")
+        for file, spent_s in seconds.most_common(LONGEST):
+            terminalreporter.write_line(f"{spent_s:7.1f} s  {file}")
 
 
 @pytest.hookimpl(optionalhook=True)
