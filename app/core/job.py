@@ -336,7 +336,7 @@ class TensorFlow(_OptionGroup):
     """Options of Keras models on TensorFlow, and callbacks.
 
     Attributes:
-        run: who computes steps: `step`, trainwright, or `fit`, Keras' own loop on one node: the model's `train_step`,
+        run: who computes steps: `step`, trainwright, or `fit`, Keras' own loop: the model's `train_step`,
             its `compile`, metrics of any kind, callbacks, and validation after each `evaluate_epochs` epochs, as in
             `Model.fit`. Data, copies and resuming work as in all runs, in the middle of an epoch too; callbacks start
             again then.

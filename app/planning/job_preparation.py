@@ -237,7 +237,7 @@ def _without(decision: Decision, measured: Plan) -> tuple[RejectedPlan, ...]:
 
 def _check_fit(prepared: PreparedJob, plan: Plan) -> None:
     """Refuse a last training batch that Keras' fit would weight unevenly. Raises JobError."""
-    job, devices = prepared.job, plan.mesh.data_ranks
+    job, devices = prepared.job, plan.devices_per_worker
     last = prepared.train.rows % job.batch_size
     if job.tensorflow.run == "fit" and last % devices and not job.data.drop_last:
         raise JobError(

@@ -16,6 +16,7 @@ _TORCH = "trainwright.strategies.torch.engines"
 _FSDP = f"{_TORCH}.fsdp:Sharded"
 _TENSORFLOW = "trainwright.strategies.tensorflow"
 _AT_GIVEN_ADDRESSES = f"{_TENSORFLOW}.strategy_engines:AtGivenAddresses"
+_FIT_AT_GIVEN_ADDRESSES = f"{_TENSORFLOW}.fit_workers:FitAtGivenAddresses"
 _NAMED_TPU = f"{_TENSORFLOW}.tpu:NamedTPU"
 
 _Proposals: TypeAlias = Iterator[Plan | InfeasiblePlan]
@@ -448,12 +449,22 @@ def _propose_one_node(strategy: Strategy, request: PlanRequest) -> Iterator[Plan
 
 
 def _propose_multi_worker_mirrored(strategy: Strategy, request: PlanRequest) -> Iterator[Plan]:
-    """Propose one worker for each node, with a replica on each of its devices."""
+    """Propose one worker for each node, with a replica on each of its devices; for Keras' `fit` one for each device."""
+    given = request.tf_config == "environment"
+    if request.run == "fit":
+        if request.compile == "xla":
+            raise Refusal("XLA has no sums over processes, and Keras' fit is one function", 'leave compile="xla" out')
+        if request.devices not in (None, 1):
+            raise Refusal(
+                f"devices={request.devices}: Keras' fit has one in each worker", "leave devices out, set workers="
+            )
+        yield _replicas_plan(strategy, request, engine=_FIT_AT_GIVEN_ADDRESSES if given else None)
+        return
     devices = request.own_devices
     if devices > 1 and not request.cluster.accelerators:
         reason = "MultiWorkerMirroredStrategy has one device in each worker of a CPU cluster"
         raise Refusal(reason, "leave devices out, set workers=")
-    engine = _AT_GIVEN_ADDRESSES if request.tf_config == "environment" else None
+    engine = _AT_GIVEN_ADDRESSES if given else None
     yield _replicas_plan(strategy, request, engine=engine, devices=devices)
 
 
@@ -584,8 +595,7 @@ _ALL = (
     ),
     Strategy(
         name="tf_multi_worker_mirrored", engines={"tensorflow": f"{_TENSORFLOW}.strategy_engines:MultiWorkerMirrored"},
-        propose=_propose_multi_worker_mirrored,
-        no_fit="Keras' fit raises on several workers: it takes values of several replicas for tensors",
+        propose=_propose_multi_worker_mirrored, fit=f"{_TENSORFLOW}.fit_workers:FitMultiWorker",
     ),
     Strategy(
         name="tf_central_storage", engines={"tensorflow": f"{_TENSORFLOW}.strategy_engines:CentralStorage"},

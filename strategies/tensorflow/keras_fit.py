@@ -28,7 +28,7 @@ from trainwright.core.loss_api import takes_targets_first
 from trainwright.core.plan import Plan
 from trainwright.strategies.tensorflow.distillation.teacher_backend import digest
 from trainwright.strategies.tensorflow.strategy_engines import Mirrored, TensorFlowOneDevice
-from trainwright.strategies.tensorflow.tensorflow_compat import keras_mask
+from trainwright.strategies.tensorflow.tensorflow_compat import keras_mask, loss_functions
 from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine
 from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.checkpoint_files import CARRIED_OTHERS
@@ -39,7 +39,7 @@ from trainwright.strategies.tensorflow.training.train_state import KerasTrainSta
 _LOSS = "loss"
 
 
-class _CompiledModel:
+class CompiledModel:
     """A model with its loss, metrics and optimizer.
 
     Args:
@@ -197,7 +197,7 @@ class _CompiledModel:
 
     def distributed(self, feed: Feed, *, training: bool) -> list[Any]:
         """Return a step's data, a share for each replica, as the compiled step takes it."""
-        batch = _whole(feed)
+        batch = whole_batch(feed)
         replicas = self.strategy.num_replicas_in_sync
         if batch.rows % replicas:
             problem = f"Keras' fit would weigh the rows of a batch of {batch.rows} differently on {replicas} devices"
@@ -212,6 +212,27 @@ class _CompiledModel:
         ]
         return [tensor_conversion.distribute_values(self.strategy, shares, 0)]
 
+    def make_functions(self) -> None:
+        """Compile the steps of training and evaluation."""
+        self.model.make_train_function()
+        self.model.make_test_function()
+
+    @property
+    def test_function(self) -> Any:
+        """Evaluates what `distributed` returns."""
+        return self.model.test_function
+
+    def wished(self, feed: Feed) -> bool:
+        """Return whether a worker requested a stop in the last step."""
+        return feed.wish
+
+    def agree(self) -> None:
+        """Have all workers take the same decisions of callbacks: there is one worker."""
+
+    def own_callbacks(self, callbacks: Sequence[Any]) -> list[Any]:
+        """Return those of the user's callbacks that run on this worker."""
+        return list(callbacks)
+
 
 class _FitLoop:
     """The loop of `fit`, one step at a time.
@@ -221,7 +242,7 @@ class _FitLoop:
         callbacks: of the user's; none for an evaluation alone.
     """
 
-    def __init__(self, compiled: _CompiledModel, callbacks: Sequence[Any] = ()) -> None:
+    def __init__(self, compiled: CompiledModel, callbacks: Sequence[Any] = ()) -> None:
         spec = compiled.spec
         self._compiled, self._model = compiled, compiled.model
         self._epoch_steps, self._total_steps = spec.total_steps // spec.epochs, spec.total_steps
@@ -235,11 +256,16 @@ class _FitLoop:
         self._validated: tuple[str, list[MetricSums]] = ("", [])  # of the model with this digest
         self._user = TensorFlowUserCode("a callback", compiled.caller.where)
         self._callbacks = keras.callbacks.CallbackList(
-            list(callbacks), add_history=True, model=self._model, epochs=spec.epochs, steps=self._epoch_steps, verbose=0
+            compiled.own_callbacks(callbacks),
+            add_history=True,
+            model=self._model,
+            epochs=spec.epochs,
+            steps=self._epoch_steps,
+            verbose=0,
         )
         self._model.stop_training = False
-        self._model.make_train_function()
-        self._model.make_test_function()
+        self._agree = compiled.agree if callbacks else lambda: None
+        compiled.make_functions()
 
     def train(self, feed: Feed) -> StepReport:
         """Run one step with the ends of epochs and of the training. Raises NonFiniteLoss after the update."""
@@ -264,16 +290,18 @@ class _FitLoop:
             )
         with self._user:
             self._callbacks.on_train_batch_end(batch, logs)
+        self._agree()
         if model.stop_training or batch + 1 == self._epoch_steps:
             logs = self._end_epoch(epoch, logs)
+            self._agree()
         finished = bool(model.stop_training) or compiled.step == self._total_steps
         if finished:
             compiled.optimizer.finalize_variable_values(model.trainable_variables)
             with self._user:
                 self._callbacks.on_train_end(logs)
         return StepReport(
-            step=compiled.step, loss=loss, weight=float(feed.rows), learning_rate=self._rate(), wish=feed.wish,
-            finished=finished, phases=phases,
+            step=compiled.step, loss=loss, weight=float(feed.rows), learning_rate=self._rate(),
+            wish=compiled.wished(feed), finished=finished, phases=phases,
         )  # fmt: skip
 
     def evaluate(self, feed: Feed) -> MetricSums:
@@ -297,6 +325,7 @@ class _FitLoop:
                 self._model.reset_metrics()
             if batch == 0 or not self._begun:
                 self._callbacks.on_epoch_begin(epoch)
+                self._agree()
             self._callbacks.on_train_batch_begin(batch)
         self._begun = True
 
@@ -331,16 +360,16 @@ class _FitLoop:
         return dict(self._tested)
 
     def _test(self, feed: Feed) -> MetricSums:
-        model, rows = self._model, _whole(feed).rows
+        model, rows = self._model, feed.rows
         if feed.step == 0:
             model.reset_metrics()
             self._tested, self._tested_rows = {}, 0
         replicas = self._compiled.strategy.num_replicas_in_sync
         with TensorFlowUserCode("test_step()", self._compiled.caller.where):
             if rows % replicas:
-                logs = self._test_alone(self._compiled.data(_whole(feed), training=False))
+                logs = self._test_alone(self._compiled.data(whole_batch(feed), training=False))
             else:
-                logs = model.test_function(self._compiled.distributed(feed, training=False))
+                logs = self._compiled.test_function(self._compiled.distributed(feed, training=False))
         if replicas > 1:
             logs = self._results(logs)
         seen = self._tested_rows + rows
@@ -397,7 +426,7 @@ class _FitLoop:
         return float(np.mean(tf.convert_to_tensor(value).numpy()))
 
 
-class _FitEngine(TensorFlowEngine):
+class FitEngine(TensorFlowEngine):
     """Base of the engines that train as `fit` does."""
 
     def __init__(self) -> None:
@@ -426,33 +455,31 @@ class _FitEngine(TensorFlowEngine):
         return self._guarded(lambda: fit.evaluate(feed))
 
     @property
-    def _compiled(self) -> _CompiledModel:
+    def _compiled(self) -> CompiledModel:
         compiled = self.replica
-        assert isinstance(compiled, _CompiledModel)
+        assert isinstance(compiled, CompiledModel)
         return compiled
 
     def _made(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
-        return _CompiledModel(spec, self._strategy, plan, KerasCaller(spec=spec, where=self._where))
+        return CompiledModel(spec, self._strategy, plan, KerasCaller(spec=spec, where=self._where))
 
 
-class FitOneDevice(_FitEngine, TensorFlowOneDevice):
+class FitOneDevice(FitEngine, TensorFlowOneDevice):
     """`fit` on one device."""
 
 
-class FitMirrored(_FitEngine, Mirrored):
+class FitMirrored(FitEngine, Mirrored):
     """`fit` on all devices of one node."""
 
 
-def _whole(feed: Feed) -> Batch:
-    """Return the rows with weight of all data ranks of this worker, as one batch."""
+def whole_batch(feed: Feed) -> Batch:
+    """Return the rows with weight of all data ranks of this worker, as one batch; all rows if none has weight."""
     parts = [batch for part in feed.parts for batch in part]
-    weights = np.concatenate([batch.weights for batch in parts])
-    chosen = np.flatnonzero(weights)
     return Batch(
-        columns={name: np.concatenate([batch.columns[name] for batch in parts])[chosen] for name in parts[0].columns},
-        weights=weights[chosen],
-        samples=np.concatenate([batch.samples for batch in parts])[chosen],
-    )
+        columns={name: np.concatenate([batch.columns[name] for batch in parts]) for name in parts[0].columns},
+        weights=np.concatenate([batch.weights for batch in parts]),
+        samples=np.concatenate([batch.samples for batch in parts]),
+    ).counted()
 
 
 def _repeated(row: Batch, rows: int) -> Batch:
@@ -504,8 +531,7 @@ class _Loss(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
         result = _single(self._caller.applied("loss=", self._caller.spec.loss, outputs, targets))
         every = tf.ones(tf.shape(tf.nest.flatten(outputs)[0])[:1])
         values, counted = self._caller.weighted(self._caller.terms("loss=", result, every), sample_weight)
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
-        return tf.math.divide_no_nan(tf.reduce_sum(values * counted), tf.reduce_sum(counted)) / replicas
+        return loss_functions.reduce_values(values * counted, counted, "mean_with_sample_weight")
 
 
 def _metric(caller: KerasCaller, name: str) -> keras.metrics.Metric:
@@ -529,7 +555,7 @@ def _single(result: Any) -> Any:
     return result
 
 
-def _callbacks(compiled: _CompiledModel) -> list[Any]:
+def _callbacks(compiled: CompiledModel) -> list[Any]:
     """Return the user's callbacks. Raises JobError, UserCodeError."""
     spec, where = compiled.spec, compiled.caller.where
     with TensorFlowUserCode("callbacks()", where):

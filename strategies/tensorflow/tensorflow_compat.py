@@ -11,10 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
+from keras.src import losses as _losses
 from keras.src.losses.losses import LossFunctionWrapper as LossFunctionWrapper
 from keras.src.models.functional import Functional as Functional
 from keras.src.saving import object_registration
 from tensorflow.python.eager.context import Context
+
+loss_functions = _losses.loss  # the module of `reduce_values` and `apply_mask`
 
 
 def before_first_use(call: Callable[[], None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +113,12 @@ def job(
     )
 
 
+def tf_rank() -> int:
+    """The number of this worker in TF_CONFIG."""
+    task = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {"type": "chief", "index": 0})
+    return int(task["index"]) + (task["type"] == "worker")
+
+
 def fit_job(folder: Path | str, kills: tuple[Kill, ...] = (), patience: int | None = None, **fields: Any) -> tw.Job:
     """The same for Keras' `fit`, with validation; a kill strikes at the end of its step.
 
@@ -123,7 +131,7 @@ def fit_job(folder: Path | str, kills: tuple[Kill, ...] = (), patience: int | No
 
         def strike(batch: int, logs: Any) -> None:
             for kill in kills:
-                if kill.step == striking.model.optimizer.iterations.numpy():
+                if (kill.rank, kill.step) == (tf_rank(), striking.model.optimizer.iterations.numpy()):
                     kill.strike()
 
         striking = keras.callbacks.LambdaCallback(on_train_batch_end=strike)

@@ -122,16 +122,22 @@ def test_a_worker_gives_keras_the_backend_that_the_model_was_made_with(monkeypat
 
 def test_fit_goes_where_it_is_right() -> None:
     found = planned(decide(run="fit", devices=2, batch_size=24))
-    for name, engine in (("tf_one_device", "FitOneDevice"), ("tf_mirrored", "FitMirrored")):
+    found |= {"tf_multi_worker_mirrored": planned(decide(run="fit", batch_size=25))["tf_multi_worker_mirrored"]}
+    engines = {
+        "tf_one_device": "keras_fit:FitOneDevice", "tf_mirrored": "keras_fit:FitMirrored",
+        "tf_multi_worker_mirrored": "fit_workers:FitMultiWorker",
+    }  # fmt: skip
+    for name, engine in engines.items():
         plan = found[name]
-        assert isinstance(plan, Plan) and plan.engine.endswith(f".keras_fit:{engine}")
-    for name, reason in (("tf_multi_worker_mirrored", "raises"), ("tf_central_storage", "wrong metrics")):
-        refused = found[name]
-        assert isinstance(refused, InfeasiblePlan) and reason in refused.reason and "leave run= out" in refused.hint
+        assert isinstance(plan, Plan) and plan.engine.endswith(f".{engine}")
+    refused = found["tf_central_storage"]
+    assert isinstance(refused, InfeasiblePlan) and "wrong metrics" in refused.reason
+    assert "leave run= out" in refused.hint
     uneven = planned(decide(run="fit", devices=2, batch_size=25))["tf_mirrored"]
     assert isinstance(uneven, InfeasiblePlan) and "differently on each device" in uneven.reason
-    with pytest.raises(PlanError, match=r"raises on several workers.*leave run= out"):
-        decide(run="fit", strategy="tf_multi_worker_mirrored", workers=2)
+    for fields, reason in (({"compile": "xla"}, "XLA has no sums"), ({"devices": 2}, "one in each worker")):
+        with pytest.raises(PlanError, match=reason):
+            decide(run="fit", strategy="tf_multi_worker_mirrored", workers=2, **fields)
     with pytest.raises(PlanError, match=r'run="fit" is Keras. own, and this model is of torch'):
         decide(profile=ModelProfile(framework="torch", layers=(LAYER,)), run="fit")
 

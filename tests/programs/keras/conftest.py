@@ -13,6 +13,6 @@ from tests.support.conformance.harness import Pool
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Rank processes that are forked from one with TensorFlow."""
-    shared = Pool(["tensorflow", "keras", f"{TENSORFLOW}.keras_fit"])
+    shared = Pool(["tensorflow", "keras", f"{TENSORFLOW}.fit_workers"])
     yield shared
     shared.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +25,10 @@ ENGINES = {
     ("step", 2): f"{TENSORFLOW}.strategy_engines:Mirrored",
     ("fit", 1): f"{TENSORFLOW}.keras_fit:FitOneDevice",
     ("fit", 2): f"{TENSORFLOW}.keras_fit:FitMirrored",
+}
+ON_WORKERS = {
+    "step": f"{TENSORFLOW}.strategy_engines:MultiWorkerMirrored",
+    "fit": f"{TENSORFLOW}.fit_workers:FitMultiWorker",
 }
 
 
@@ -64,7 +70,12 @@ def spec_of(job: tw.Job, steps: int) -> ModelSpec:
 
 
 def _validation(job: tw.Job) -> list[Feed]:
-    return feeds(job, plan_of(job), evaluate=True)
+    """The share of this worker, as TF_CONFIG numbers it."""
+    config = json.loads(os.environ.get("TF_CONFIG", "{}"))
+    workers = sum(map(len, config.get("cluster", {}).values())) or 1
+    task = config.get("task", {"type": "chief", "index": 0})
+    rank = task["index"] + (task["type"] == "worker")
+    return feeds(job, replace(plan_of(job), mesh=Mesh(data=workers)), evaluate=True, rank=rank)
 
 
 def feeds(job: tw.Job, plan: Plan, *, evaluate: bool = False, rank: int = 0) -> list[Feed]:
@@ -109,6 +120,30 @@ def train_mirrored(pool: Pool, job: tw.Job) -> Trained:
             (sums,) = world.every("evaluate", lambda rank: (judged,))
             means = sums.means()
         return Trained(reports=reports, means=means, files=world.files())
+
+
+def train_on_workers(pool: Pool, given: tw.Job, workers: int = 2) -> Trained:
+    """Train on workers of one device each; the job's functions are found by their names there."""
+    plan = replace(plan_of(given), engine=ON_WORKERS[given.tensorflow.run], mesh=Mesh(data=workers))
+    shares = _shares(given, plan)
+    judged = _shares(given, plan, evaluate=True) if given.evaluate is not None else []
+    with World(pool, "tensorflow", plan, spec_of(given, len(shares)), reusable=False) as world:
+        world.start(shares[0])
+        reports: list[StepReport] = []
+        for share in shares:
+            found = [report for (report,) in world.train([share])]
+            assert all(report == found[0] for report in found), "all workers report the same"
+            reports.append(found[0])
+            if found[0].finished:
+                break
+        sums = world.every("evaluate", lambda rank: ([step[rank] for step in judged],)) if judged else []
+        return Trained(reports=reports, means=sum(sums, MetricSums()).means(), files=world.files())
+
+
+def _shares(given: tw.Job, plan: Plan, *, evaluate: bool = False) -> list[list[Feed]]:
+    """Of each step, each worker's feed."""
+    ranks = [feeds(given, plan, evaluate=evaluate, rank=rank) for rank in range(plan.workers)]
+    return [list(step) for step in zip(*ranks, strict=True)]
 
 
 def epochs(losses: Sequence[float], rows: int, batch_size: int) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import keras
@@ -12,10 +11,9 @@ import pytest
 import tensorflow as tf
 
 import trainwright as tw
-from tests.programs.keras.engines import TENSORFLOW, Trained, epochs, feeds, plan_of, spec_of, train, train_mirrored
-from tests.support.conformance.harness import Pool, World
+from tests.programs.keras.engines import Trained, epochs, train, train_mirrored, train_on_workers
+from tests.support.conformance.harness import Pool
 from trainwright.core.errors import JobError
-from trainwright.core.plan import Mesh
 from trainwright.strategies.tensorflow.training.keras_profile import take_weights
 
 ROWS, BATCH, EPOCHS, STEPS, WORDS = 48, 16, 2, 6, 9
@@ -107,23 +105,6 @@ def tagging() -> keras.Model:
 def test_fit_with_a_mask_is_refused_on_several_devices(pool: Pool) -> None:
     with pytest.raises(JobError, match="use devices=1, or leave run= out"):
         train_mirrored(pool, job({"x": TOKENS, "y": TAGS}, model=tagging, run="fit"))
-
-
-def train_on_workers(pool: Pool, given: tw.Job) -> Trained:
-    """Train on two workers of one device each."""
-    plan = replace(plan_of(given), engine=f"{TENSORFLOW}.strategy_engines:MultiWorkerMirrored", mesh=Mesh(data=2))
-    shares = [_shares(given, plan, evaluate) for evaluate in (False, True)]
-    with World(pool, "tensorflow", plan, spec_of(given, len(shares[0])), reusable=False) as world:
-        world.start(shares[0][0])
-        reports, _ = world.train(shares[0])
-        sums = world.every("evaluate", lambda rank: ([step[rank] for step in shares[1]],))
-        return Trained(reports=reports, means=(sums[0] + sums[1]).means(), files=world.files())
-
-
-def _shares(given: tw.Job, plan: Any, evaluate: bool) -> list[list[Any]]:
-    """Of each step, each worker's feed."""
-    ranks = [feeds(given, plan, evaluate=evaluate, rank=rank) for rank in range(plan.workers)]
-    return [list(step) for step in zip(*ranks, strict=True)]
 
 
 def binary(policy: str = "float32") -> keras.Model:

@@ -1,0 +1,390 @@
+"""Keras' `fit` on several workers: each has the model as on one device, and sums over all workers join their steps.
+
+Keras 3 cannot run `fit` under MultiWorkerMirroredStrategy (docs/adr/0011-keras-fit-on-several-workers.md). Here that
+strategy computes sums alone. With n_r rows of the batch's N, worker r has the share n_r / N. In the graph of the
+model's own `train_step`:
+
+| value               | what the batch has                                                                          |
+|---------------------|---------------------------------------------------------------------------------------------|
+| gradients           | sum of share * gradient, before the optimizer clips and applies them                        |
+| metrics             | their state variables count from 0 in a step; the sums are added to those before it         |
+| moving statistics   | the value before, and the sum of share * change                                             |
+| seeds of generators | each worker draws numbers of its own, and carries on those of the first                     |
+
+So the state is the same on all workers between two steps: one of them saves it for all, and callbacks, which run on
+all, see the same logs and decide alike.
+
+A loss that is a mean over its rows needs no more. `reduction="sum"`, `"mean_with_sample_weight"` and masks are scaled
+by the sums of all workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainwright.core.data import Feed, MetricSums
+from trainwright.core.engine import MetricStates, ModelSpec
+from trainwright.core.errors import JobError
+from trainwright.core.plan import Plan
+from trainwright.core.topology import StateTag, StateTransfer
+from trainwright.strategies.tensorflow.distillation.teacher_backend import digest
+from trainwright.strategies.tensorflow.keras_fit import CompiledModel, FitEngine, whole_batch
+from trainwright.strategies.tensorflow.strategy_engines import AtGivenAddresses, MultiWorkerMirrored
+from trainwright.strategies.tensorflow.tensorflow_compat import loss_functions
+from trainwright.strategies.tensorflow.training.objective import KerasCaller
+from trainwright.strategies.tensorflow.training.train_state import KerasTrainState, inner_optimizer
+
+_SEED_STRIDE = 1_000_003  # between the seeds of two workers
+_MEAN_BY_WEIGHT = "mean_with_sample_weight"
+_MEANS = ("sum_over_batch_size", "mean")
+_DIGEST_DIGITS = 12  # of 4 bits: as many as float64 holds
+
+
+class _WorkerSums:
+    """Sums over all workers, and this worker's share of a batch.
+
+    Args:
+        strategy: whose collectives compute the sums.
+        rank, size: of this worker, and the number of workers.
+
+    Attributes:
+        wished: whether some worker requested a stop in the last step.
+    """
+
+    def __init__(self, strategy: Any, rank: int, size: int) -> None:
+        self._strategy, self.rank, self.size = strategy, rank, size
+        self._given = tf.Variable([1.0, 0.0], dtype=tf.float64, trainable=False)  # the share; 1 for a wish to stop
+        self.wished = tf.Variable(0.0, dtype=tf.float32, trainable=False)
+        self._compiled = tf.function(self.sum, autograph=False)
+
+    def give(self, feed: Feed) -> None:
+        """Take over this worker's share of a batch, and its wish."""
+        own = sum(int(np.count_nonzero(batch.weights)) for part in feed.parts for batch in part)
+        self._given.assign([own / feed.rows, float(feed.wish)])
+
+    @property
+    def wish(self) -> Any:
+        """() float32: 1 if this worker requests a stop, else 0."""
+        return tf.cast(self._given[1], tf.float32)
+
+    def share(self, kind: Any) -> Any:
+        """Return this worker's share of the batch: (), of a type."""
+        return tf.cast(self._given[0], kind)
+
+    def counted(self, value: Any) -> Any:
+        """Return a value; zeros from a worker without a row of the batch, which computed a row of another batch."""
+        return tf.where(self._given[0] > 0, value, tf.zeros_like(value))
+
+    def weighted(self, value: Any) -> Any:
+        """Return a value times the share of the batch."""
+        value = tf.convert_to_tensor(value)
+        return self.counted(value * self.share(value.dtype))
+
+    def of_first(self, value: Any) -> Any:
+        """Return a value; zeros unless this is the first worker."""
+        value = tf.convert_to_tensor(value)
+        return value if self.rank == 0 else tf.zeros_like(value)
+
+    def sum(self, values: Sequence[Any]) -> list[Any]:
+        """Return sums over all workers, which all call it with values of the same shapes and types in one order."""
+        found = [tf.convert_to_tensor(value) for value in values]
+        sums = list(found)
+        for kind in dict.fromkeys(value.dtype for value in found):
+            places = [place for place, value in enumerate(found) if value.dtype == kind]
+            flat = tf.concat([tf.reshape(found[at], [-1]) for at in places], 0)
+            parts = tf.split(self._strategy.run(_all_reduced, args=(flat,)), [tf.size(found[at]) for at in places])
+            for at, part in zip(places, parts, strict=True):
+                sums[at] = tf.reshape(part, tf.shape(found[at]))
+        return sums
+
+    def sum_now(self, values: Sequence[Any]) -> list[Any]:
+        """Return sums over all workers outside of a step, by a compiled function."""
+        found: list[Any] = self._compiled([tf.convert_to_tensor(value) for value in values])
+        return found
+
+
+def _all_reduced(value: Any) -> Any:
+    """Return the sum of one replica's value over all: of a copy, since the strategy asks for a value with a device."""
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(value))
+
+
+class _CompiledOnWorkers(CompiledModel):
+    """A compiled model whose steps are of the rows of all workers.
+
+    Args:
+        spec: the job's functions.
+        plan: with the precision.
+        caller: calls the job's functions.
+        sums: over all workers.
+
+    Raises:
+        JobError, UserCodeError: as `CompiledModel`; or a metric cannot be summed over workers.
+    """
+
+    def __init__(self, spec: ModelSpec, plan: Plan, caller: KerasCaller, sums: _WorkerSums) -> None:
+        super().__init__(spec, tf.distribute.get_strategy(), plan, caller)
+        self._sums = sums
+        self.model.jit_compile = False  # XLA has no sums over processes
+        if type(self.model).test_step is keras.Model.test_step:
+            self._check_metrics()
+        self._test_function: Any = None
+
+    def make_functions(self) -> None:
+        """Compile steps of all workers. A callback can still call `model.evaluate` by itself."""
+        model, scheduled = self.model, keras.optimizers.schedules.LearningRateSchedule
+        inner = {id(inner_optimizer(each)) for each in self.optimizers if inner_optimizer(each) is not each}
+        self._outer = [each for each in self.optimizers if id(each) not in inner]
+        rules = [inner_optimizer(each) for each in self._outer]
+        self._rates = [each for each in rules if not isinstance(each._learning_rate, scheduled)]
+        own = {id(each) for each in self.carried["seeds"]}
+        frozen = {id(each) for layer in model._flatten_layers() if not layer.trainable for each in layer.variables}
+        self._kept = [
+            each.value
+            for each in model.non_trainable_variables
+            if id(each) not in frozen and id(each.value) not in own and tf.as_dtype(each.dtype).is_floating
+        ]
+        with _replaced(model, "train_step", partial(self._stepped, model.train_step, True)):
+            model.make_train_function(force=True)
+        model.train_function = self._compiled(model.train_function)
+        with _replaced(model, "test_step", partial(self._stepped, model.test_step, False)):
+            model.make_test_function(force=True)
+        self._test_function, model.test_function = self._compiled(model.test_function), None
+
+    def _compiled(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return step if self.model.run_eagerly else _of_any_rows(step)
+
+    @property
+    def test_function(self) -> Any:
+        """Evaluates a batch of all workers."""
+        return self._test_function
+
+    def distributed(self, feed: Feed, *, training: bool) -> list[Any]:
+        """Return this worker's data of a step. Without a row of the batch, it is one of another batch."""
+        self._sums.give(feed)
+        return [self.data(whole_batch(feed), training=training)]
+
+    def wished(self, feed: Feed) -> bool:
+        """Return whether some worker requested a stop in the last step."""
+        return bool(self._sums.wished.numpy() > 0)
+
+    def agree(self) -> None:
+        """Give all workers the learning rates of the first, and end the training if a callback of one of them did."""
+        rates = [float(each.learning_rate.numpy()) for each in self._rates]
+        told = tf.constant([float(self.model.stop_training), *(rates if self._sums.rank == 0 else [0.0] * len(rates))])
+        stopped, *agreed = self._sums.sum_now([tf.cast(told, tf.float64)])[0].numpy().tolist()
+        self.model.stop_training = stopped > 0
+        for optimizer, rate, own in zip(self._rates, agreed, rates, strict=True):
+            if rate != own:
+                optimizer.learning_rate = rate
+
+    def own_callbacks(self, callbacks: Sequence[Any]) -> list[Any]:
+        """Return the callbacks of this worker: the first one alone has those of Keras that write."""
+        writers = (keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard, keras.callbacks.CSVLogger,
+                   keras.callbacks.RemoteMonitor)  # fmt: skip
+        return [each for each in callbacks if self._sums.rank == 0 or not isinstance(each, writers)]
+
+    # --- a step -------------------------------------------------------------------------------------------
+
+    def _stepped(self, function: Callable[[Any], Any], training: bool, data: Any) -> Any:
+        """Run `train_step` or `test_step` with the metrics, gradients and other state of the whole batch."""
+        sums, model = self._sums, self.model
+        metrics = [each.value for each in model.metrics_variables]
+        kept, seeds = (self._kept, self.carried["seeds"]) if training else ([], [])
+        before = [tf.identity(each) for each in (*metrics, *kept)]
+        for variable in metrics:
+            variable.assign(tf.zeros_like(variable))
+        for variable in seeds:
+            variable.assign_add(tf.constant([sums.rank * _SEED_STRIDE, 0], variable.dtype))
+        with self._whole_losses(), self._whole_gradients():
+            logs = function(data)
+        by_batch = self._by_batch
+        found = [sums.weighted(each) if id(each) in by_batch else sums.counted(each) for each in metrics]
+        found += [sums.weighted(each - old) for each, old in zip(kept, before[len(metrics) :], strict=True)]
+        plain = {name: value for name, value in logs.items() if name not in model.get_metrics_result()}
+        own = [sums.weighted(_as_float(value)) for value in plain.values()]
+        *whole, wished = sums.sum([*found, *map(sums.of_first, seeds), *own, sums.wish])
+        for variable, old, change in zip((*metrics, *kept), before, whole, strict=False):
+            variable.assign(old + change)
+        for variable, new in zip(seeds, whole[len(before) :], strict=False):
+            variable.assign(new)
+        if training:
+            self._sums.wished.assign(wished)
+        means = dict(zip(plain, whole[len(whole) - len(own) :], strict=True))
+        return {**means, **{name: value for name, value in model.get_metrics_result().items() if name in logs}}
+
+    @property
+    def _by_batch(self) -> set[int]:
+        """Variables of the losses of several outputs, which Keras counts once for each batch of any number of rows."""
+        compiled = self.model._compile_loss
+        return {id(each.value) for metric in getattr(compiled, "metrics", ()) for each in metric.variables}
+
+    @contextmanager
+    def _whole_gradients(self) -> Iterator[None]:
+        """Have optimizers apply the gradients of all workers within the block."""
+        with ExitStack() as stack:
+            for optimizer in self._outer:
+                stack.enter_context(_replaced(optimizer, "apply", partial(self._apply, optimizer.apply)))
+            yield
+
+    def _apply(self, apply: Callable[..., Any], gradients: Any, trainable_variables: Any = None) -> Any:
+        """Apply the gradients of all workers; a gradient can be None."""
+        whole = list(gradients)
+        places = [place for place, gradient in enumerate(whole) if gradient is not None]
+        for place, total in zip(places, self._sums.sum([self._sums.weighted(whole[at]) for at in places]), strict=True):
+            whole[place] = total
+        return apply(whole, trainable_variables)
+
+    @contextmanager
+    def _whole_losses(self) -> Iterator[None]:
+        """Within the block, have Keras scale losses so that their means by the workers' shares are of the batch."""
+        with (
+            _replaced(loss_functions, "reduce_values", partial(self._reduced, loss_functions.reduce_values)),
+            _replaced(loss_functions, "apply_mask", partial(self._masked, loss_functions.apply_mask)),
+        ):
+            yield
+
+    def _reduced(self, reduce: Any, values: Any, sample_weight: Any = None, reduction: Any = _MEANS[0]) -> Any:
+        """Reduce losses as Keras' `reduce_values` does."""
+        loss = reduce(values, sample_weight, reduction)
+        if reduction == "sum" and values.shape.rank:
+            return tf.math.divide_no_nan(loss, self._sums.share(loss.dtype))
+        if reduction in (None, "none") and values.shape.rank:
+            problem = f"a loss with reduction={reduction!r} is a sum over rows to Keras, and its log is not"
+            raise JobError(
+                [f'{problem}: on several workers use "sum_over_batch_size" or "sum"'], where=self.caller.where
+            )
+        if reduction == _MEAN_BY_WEIGHT and sample_weight is not None:
+            return loss * self._ratio(tf.reduce_sum(tf.cast(sample_weight, loss.dtype)))
+        return loss
+
+    def _masked(self, apply: Any, sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
+        """Merge a mask into weights as Keras' `apply_mask` does."""
+        weights = apply(sample_weight, mask, dtype, reduction)
+        if mask is None or reduction not in _MEANS:
+            return weights
+        return weights * self._ratio(tf.reduce_sum(tf.cast(mask, weights.dtype)))
+
+    def _ratio(self, own: Any) -> Any:
+        """Return a divisor of this worker's rows, relative to that of the whole batch and its share of it."""
+        (whole,) = self._sums.sum([self._sums.counted(own)])
+        return tf.math.divide_no_nan(own, whole * self._sums.share(own.dtype))
+
+    # --- what cannot be summed ----------------------------------------------------------------------------
+
+    def _check_metrics(self) -> None:
+        """Raise JobError for a metric whose state is no sum over batches: one row twice must count twice."""
+        if self.spec.sample is None:
+            return
+        model, data = self.model, self.data(self.spec.sample(), training=False)
+        model.make_test_function()
+        states = []
+        model.reset_metrics()
+        for _ in range(2):
+            states.append([np.asarray(each.numpy(), np.float64) for each in model.metrics_variables])
+            model.test_function([data])
+        states.append([np.asarray(each.numpy(), np.float64) for each in model.metrics_variables])
+        model.reset_metrics()
+        for variable, none, once, twice in zip(model.metrics_variables, *states, strict=True):
+            if none.any() or not np.allclose(twice, 2 * once, rtol=1e-3, equal_nan=True):
+                problem = f"metric variable {variable.path!r} is no sum over batches"
+                raise JobError(
+                    [f"{problem}, so that it cannot be merged over workers: use workers=1, or another metric"],
+                    where=self.caller.where,
+                )
+
+
+class FitMultiWorker(FitEngine, MultiWorkerMirrored):
+    """`fit` on several workers of one device each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sums: _WorkerSums | None = None
+
+    def transfer(self, moves: Sequence[StateTransfer]) -> StateTag:
+        """Set a fresh build to step 0, with the values of the first worker: a model may draw some by itself."""
+        compiled, sums = self._compiled, self._worker_sums
+        held = [*compiled.model.variables, *(each for one in compiled.optimizers for each in one.variables)]
+        plain = [each for each in held if tf.as_dtype(each.dtype).is_floating or tf.as_dtype(each.dtype).is_integer]
+        whole = self._guarded(lambda: sums.sum_now([sums.of_first(each.value) for each in plain]))
+        for variable, value in zip(plain, whole, strict=True):
+            variable.assign(value)
+        return super().transfer(moves)
+
+    def verify(self) -> None:
+        """Check that all workers hold the same model. Raises JobError."""
+        sums = self._worker_sums
+        own = [0.0] * sums.size
+        own[sums.rank] = float(int(digest(self.replica.model)[:_DIGEST_DIGITS], 16))
+        (found,) = self._guarded(lambda: sums.sum_now([tf.constant(own, tf.float64)]))
+        others = [rank for rank, value in enumerate(found.numpy().tolist()) if value != float(found[0])]
+        if others:
+            problem = (
+                f"the model of rank {others[0]} is not that of rank 0 after step {self.replica.step}: a callback or "
+                "train_step() changes variables in another way on each worker, such as by its own random numbers, or "
+                "applies gradients by an optimizer that is no attribute of the model"
+            )
+            raise JobError([problem], where=self._where)
+
+    def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
+        """Return the sums of all workers on the first one, zeros on others. Raises UserCodeError, JobError."""
+        sums = super().evaluate_step(feed, states)
+        if self._worker_sums.rank == 0:
+            return sums
+        return MetricSums(totals=dict.fromkeys(sums.totals, (0.0, 0.0)))
+
+    @property
+    def _worker_sums(self) -> _WorkerSums:
+        assert self._sums is not None, "call build() first"
+        return self._sums
+
+    def _made(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
+        assert self._group is not None, "call form() first"
+        self._sums = _WorkerSums(self._strategy, self._group.rank, self._group.size)
+        return _CompiledOnWorkers(spec, plan, KerasCaller(spec=spec, where=self._where), self._sums)
+
+
+class FitAtGivenAddresses(FitMultiWorker, AtGivenAddresses):
+    """FitMultiWorker at the addresses that TF_CONFIG in each worker's environment gives."""
+
+
+@contextmanager
+def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute within the block. Keras does not track it."""
+    own = vars(holder)
+    before = own.get(name)
+    object.__setattr__(holder, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            object.__delattr__(holder, name)
+        else:
+            object.__setattr__(holder, name, before)
+
+
+def _of_any_rows(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a step that is traced once for any number of rows, as with the data sets that `fit` makes."""
+    compiled = tf.function(lambda data: step([data]), reduce_retracing=True, autograph=False)
+    traced: list[Any] = []
+
+    def call(batches: Any) -> Any:
+        (data,) = batches
+        if not traced:
+            specs = tf.nest.map_structure(lambda each: tf.TensorSpec([None, *each.shape[1:]], each.dtype), data)
+            traced.append(compiled.get_concrete_function(specs))
+        return compiled(data)
+
+    return call
+
+
+def _as_float(value: Any) -> Any:
+    """Return a log as a tensor of floats."""
+    value = tf.convert_to_tensor(value)
+    return value if value.dtype.is_floating else tf.cast(value, tf.float32)
