@@ -339,7 +339,7 @@ class TensorFlow(_OptionGroup):
         run: who computes steps: `step`, trainwright, or `fit`, Keras' own loop: the model's `train_step`,
             its `compile`, metrics of any kind, callbacks, and validation after each `evaluate_epochs` epochs, as in
             `Model.fit`. Data, copies and resuming work as in all runs, in the middle of an epoch too; callbacks start
-            again then.
+            again then (`docs/tensorflow.md`).
         callbacks: () -> list of keras.callbacks.Callback, for `run="fit"`; a callback that sets `model.stop_training`
             ends the run. Of a torch model, () -> list of objects with any of `after_step`, `after_epoch`,
             `after_evaluation` and `after_recovery`, which rank 0 calls with a `tw.CallbackContext`, in a step that is

@@ -1,7 +1,7 @@
 """Engines for TensorFlow and Keras 3 over `tf.distribute`. Importing this package alone imports no framework.
 
 `tensorflow_engine` is the base of all engines, `coordinator_engine` that of engines with a chief. `strategy_engines`,
-`tpu`, `keras_fit` (Keras' own `fit`, one step at a time), `fit_workers` (the same on several workers) and `ps/` have the
+`tpu`, `keras_fit` (Keras' own `fit`, one step at a time), `fit_workers` (it on several workers) and `ps/` have the
 engines. `training/` has the training step: `train_state` (model and optimizer), `objective` (losses), `train_function`
 (the compiled step), `evaluation`, `checkpoint_files`.
 """

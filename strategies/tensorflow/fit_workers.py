@@ -41,6 +41,7 @@ from trainwright.strategies.tensorflow.tensorflow_compat import loss_functions
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
 from trainwright.strategies.tensorflow.training.train_state import KerasTrainState, inner_optimizer
 
+_WRITERS = (keras.callbacks.TensorBoard, keras.callbacks.CSVLogger, keras.callbacks.RemoteMonitor)
 _SEED_STRIDE = 1_000_003  # between the seeds of two workers
 _MEAN_BY_WEIGHT = "mean_with_sample_weight"
 _MEANS = ("sum_over_batch_size", "mean")
@@ -115,6 +116,15 @@ def _all_reduced(value: Any) -> Any:
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(value))
 
 
+class _Unsaved:
+    """Stands for the model in a ModelCheckpoint that does not write."""
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    save_weights = save
+
+
 class _CompiledOnWorkers(CompiledModel):
     """A compiled model whose steps are of the rows of all workers.
 
@@ -185,10 +195,13 @@ class _CompiledOnWorkers(CompiledModel):
                 optimizer.learning_rate = rate
 
     def own_callbacks(self, callbacks: Sequence[Any]) -> list[Any]:
-        """Return the callbacks of this worker: the first one alone has those of Keras that write."""
-        writers = (keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard, keras.callbacks.CSVLogger,
-                   keras.callbacks.RemoteMonitor)  # fmt: skip
-        return [each for each in callbacks if self._sums.rank == 0 or not isinstance(each, writers)]
+        """Return the callbacks of this worker. Of Keras' own that write, ModelCheckpoint alone decides on all."""
+        if self._sums.rank == 0:
+            return list(callbacks)
+        for each in callbacks:
+            if isinstance(each, keras.callbacks.ModelCheckpoint):
+                _mute(each)
+        return [each for each in callbacks if not isinstance(each, _WRITERS)]
 
     # --- a step -------------------------------------------------------------------------------------------
 
@@ -352,6 +365,12 @@ class FitMultiWorker(FitEngine, MultiWorkerMirrored):
 
 class FitAtGivenAddresses(FitMultiWorker, AtGivenAddresses):
     """FitMultiWorker at the addresses that TF_CONFIG in each worker's environment gives."""
+
+
+def _mute(callback: keras.callbacks.ModelCheckpoint) -> None:
+    """Have a ModelCheckpoint decide, and write nothing."""
+    set_model, callback.verbose = callback.set_model, 0
+    callback.set_model = lambda _: set_model(_Unsaved())
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from trainwright.core.data import COMPILED_PHASE, Batch, Feed, MetricSums, StepReport, Terms
@@ -32,6 +33,11 @@ from trainwright.strategies.tensorflow.tensorflow_compat import keras_mask, loss
 from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine
 from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.checkpoint_files import CARRIED_OTHERS
+from trainwright.strategies.tensorflow.training.keras_callbacks import (
+    callback_state,
+    make_callbacks,
+    restore_callbacks,
+)
 from trainwright.strategies.tensorflow.training.objective import KerasCaller, MaskedTerms
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 from trainwright.strategies.tensorflow.training.train_state import KerasTrainState, build_model, seed_generators
@@ -52,6 +58,8 @@ class CompiledModel:
         model: the user's model.
         step: completed steps; None before the first step or load.
         sound: False after a failure that may have changed only a part of the state.
+        callbacks: of the user's, on this worker, while there is a loop.
+        callback_state: of a checkpoint, for callbacks that have not begun.
         carried: variables that Keras carries from step to step and does not save: the metrics of this epoch, random
             seeds, and other variables of a user's `train_step` that neither the model nor its optimizer holds.
 
@@ -64,6 +72,8 @@ class CompiledModel:
         self.spec, self.strategy, self.caller = spec, strategy, caller
         self.step: int | None = None
         self.sound = True
+        self.callbacks: Sequence[Any] = ()
+        self.callback_state: Mapping[str, npt.NDArray[Any]] = {}
         self.model = build_model(spec, strategy, plan, caller)
         given = ", ".join(f"{name}=" for name in ("optimizer", "loss", "metrics") if getattr(spec, name))
         if not self.model.compiled:
@@ -233,6 +243,14 @@ class CompiledModel:
         """Return those of the user's callbacks that run on this worker."""
         return list(callbacks)
 
+    def aside(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Return the state of callbacks; of those that have not begun, it is the one that they will begin with."""
+        return callback_state(self.callbacks) if self.callbacks else self.callback_state
+
+    def put_aside(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Keep the state of callbacks until they begin."""
+        self.callbacks, self.callback_state = (), arrays
+
 
 class _FitLoop:
     """The loop of `fit`, one step at a time.
@@ -246,7 +264,7 @@ class _FitLoop:
         spec = compiled.spec
         self._compiled, self._model = compiled, compiled.model
         self._epoch_steps, self._total_steps = spec.total_steps // spec.epochs, spec.total_steps
-        self._begun = False
+        self._begun, self._given = False, callbacks
         self._tracker = next((item for item in self._model.metrics if item.name == _LOSS), None)
         self._optimizers, self._stepping = compiled.optimizers, compiled.optimizer
         self._counts = self._counted()
@@ -321,6 +339,8 @@ class _FitLoop:
         with self._user:
             if not self._begun:
                 self._callbacks.on_train_begin()
+                restore_callbacks(self._given, self._compiled.callback_state)
+                self._compiled.callbacks = self._given
             if batch == 0:
                 self._model.reset_metrics()
             if batch == 0 or not self._begun:
@@ -435,7 +455,7 @@ class FitEngine(TensorFlowEngine):
 
     def warm(self, feed: Feed) -> None:
         """Start the loop again at the current state. The first step compiles the function."""
-        self._fit = self._guarded(lambda: _FitLoop(self._compiled, _callbacks(self._compiled)))
+        self._fit = self._guarded(lambda: _FitLoop(self._compiled, make_callbacks(self._compiled.spec, self._where)))
 
     def train_step(self, feed: Feed) -> StepReport:
         """Run one step of `fit` with the ends of epochs and of the training.
@@ -553,20 +573,3 @@ def _single(result: Any) -> Any:
     if isinstance(result, Terms) and not isinstance(result, MaskedTerms):
         raise JobError(['run="fit" takes one loss per sample, and no Terms: leave run out, or return the losses'])
     return result
-
-
-def _callbacks(compiled: CompiledModel) -> list[Any]:
-    """Return the user's callbacks. Raises JobError, UserCodeError."""
-    spec, where = compiled.spec, compiled.caller.where
-    with TensorFlowUserCode("callbacks()", where):
-        callbacks = list(spec.callbacks()) if spec.callbacks else []
-    for callback in callbacks:
-        if not isinstance(callback, keras.callbacks.Callback):
-            raise JobError(
-                [f"callbacks() gives a {type(callback).__name__}: give keras.callbacks.Callback"], where=where
-            )
-        if isinstance(callback, keras.callbacks.BackupAndRestore):
-            raise JobError(
-                ["callbacks() gives a BackupAndRestore: leave it out, every run backs up and restores"], where=where
-            )
-    return callbacks

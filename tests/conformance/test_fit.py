@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,9 @@ from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
 
 FIT = "trainwright.strategies.tensorflow.keras_fit"
 ALONE = Case(name="fit-one-device", framework="tensorflow", engine=f"{FIT}:FitOneDevice", workers=(1,), in_place=False)
+WORKERS = replace(
+    ALONE, name="fit-workers", engine="trainwright.strategies.tensorflow.fit_workers:FitMultiWorker", workers=(4,)
+)
 MIRRORED = replace(ALONE, name="fit-mirrored", engine=f"{FIT}:FitMirrored", devices=2)
 PROBLEM = replace(PROBLEMS["dividing"], rows=68, batch_size=24, steps=9)  # 24, 24 and 20 rows, three times
 EPOCHS = 3
@@ -75,11 +79,20 @@ class Recorder(keras.callbacks.Callback):
 
 
 def recorders(path: str, stop_after: int = -1) -> list[Any]:
-    return [Recorder(path, stop_after)]
+    rank, _ = place()
+    return [Recorder(f"{path}{rank or ''}", stop_after)]
+
+
+def place() -> tuple[int, int]:
+    """Number of this worker and of all, by TF_CONFIG."""
+    config = json.loads(os.environ.get("TF_CONFIG", "{}"))
+    task, cluster = config.get("task", {"type": "chief", "index": 0}), config.get("cluster", {"chief": [""]})
+    return task["index"] + (task["type"] == "worker"), sum(map(len, cluster.values()))
 
 
 def validation() -> Iterator[Feed]:
-    yield from (step[0] for step in ALONE.feeds(PROBLEM, 1, range(3)))
+    rank, workers = place()
+    yield from (step[rank] for step in ALONE.feeds(PROBLEM, workers, range(3)))
 
 
 def spec(path: Path, problem: problems.Problem = PROBLEM, stop_after: int = -1, **fields: Any) -> ModelSpec:
@@ -99,7 +112,7 @@ def first_row(problem: problems.Problem) -> Any:
 
 
 def world_of(pool: Pool, case: Case, path: Path, problem: problems.Problem = PROBLEM, **fields: Any) -> World:
-    made = case.world(pool, problem, 1)
+    made = case.world(pool, problem, case.workers[0])
     made.spec = spec(path, problem, **fields)
     return made
 
@@ -143,19 +156,23 @@ def weights(files: dict[str, bytes]) -> list[Any]:
     return [found[name] for name in sorted(found)]
 
 
-@pytest.mark.parametrize(("case", "stop_after"), [(ALONE, -1), (MIRRORED, 1)], ids=["whole", "stopped"])
+@pytest.mark.parametrize(
+    ("case", "stop_after"), [(ALONE, -1), (MIRRORED, 1), (WORKERS, -1)], ids=["whole", "stopped", "workers"]
+)
 def test_it_is_fit(pool: Pool, tmp_path: Path, case: Case, stop_after: int) -> None:
     """But for losses, which are those of the batches of steps: Keras' own logs have the mean of the epoch so far."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     steps = PROBLEM.steps if stop_after < 0 else stop_after + 1
-    feeds = case.feeds(PROBLEM, 1, range(steps))
+    feeds = case.feeds(PROBLEM, case.workers[0], range(steps))
     with world_of(pool, case, ours, stop_after=stop_after) as world:
         world.start(feeds[0])
         start = tensorflow_case.parameters(world.files())
-        (reports,) = world.train(feeds)
+        reports, *others = world.train(feeds)
         ends = weights(world.files())
     expected = by_fit(start, theirs, stop_after)
     assert_alike(hooks(ours), hooks(theirs))
+    for rank, other in enumerate(others, 1):
+        assert other == reports and hooks(tmp_path / f"ours{rank}") == hooks(ours), "all workers see the same"
     for found, own in zip(ends, expected, strict=True):
         assert np.allclose(found, own, rtol=0, atol=1e-5)  # Keras computes its mean in float32
     assert [report.finished for report in reports] == [False] * (steps - 1) + [True]

@@ -84,7 +84,7 @@ def test_fit_goes_on_in_the_middle_of_an_epoch(folder: Path, ray_cluster: None, 
 
 
 def test_fit_on_two_workers_changes_no_bit_when_one_is_killed(folder: Path, ray_cluster: None, tmp_path: Path) -> None:
-    """With dropout, and metrics that go on from the middle of an epoch."""
+    """With dropout, metrics that go on from the middle of an epoch, and a callback that counts epochs."""
     two: dict[str, Any] = {"workers": 2, "strategy": "tf_multi_worker_mirrored"}
     tw.fit(keras_jobs.fit_job(tmp_path / "whole", **two))
     kills = tuple(Kill(rank=rank, step=step, folder=str(tmp_path)) for rank, step in ((1, 7), (0, 13)))
@@ -94,6 +94,12 @@ def test_fit_on_two_workers_changes_no_bit_when_one_is_killed(folder: Path, ray_
     broken, whole = (told(at, "faulty", events.Evaluated) for at in (folder, tmp_path / "whole"))
     ours, theirs = ({event.step: event.metrics for event in each} for each in (broken, whole))
     assert ours == theirs and [*theirs] == [9, 18, 27]
+    (rate,) = [
+        value
+        for name, value in tensorflow_case.state(final_state(folder, "faulty").files).items()
+        if "learning_rate" in name
+    ]
+    assert rate == pytest.approx(0.01)
 
 
 def test_a_gan_is_killed_and_resumed_without_a_trace(folder: Path, ray_cluster: None, tmp_path: Path) -> None:

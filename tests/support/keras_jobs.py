@@ -122,6 +122,8 @@ def tf_rank() -> int:
 def fit_job(folder: Path | str, kills: tuple[Kill, ...] = (), patience: int | None = None, **fields: Any) -> tw.Job:
     """The same for Keras' `fit`, with validation; a kill strikes at the end of its step.
 
+    The learning rate falls at the end, two epochs after the best one.
+
     Args:
         patience: epochs without a better loss after which the training ends, none being better by 10.
     """
@@ -135,8 +137,9 @@ def fit_job(folder: Path | str, kills: tuple[Kill, ...] = (), patience: int | No
                     kill.strike()
 
         striking = keras.callbacks.LambdaCallback(on_train_batch_end=strike)
+        slower = keras.callbacks.ReduceLROnPlateau("val_loss", min_delta=10.0, patience=2)
         early = keras.callbacks.EarlyStopping("val_loss", min_delta=10.0, patience=patience or 0)
-        return [striking] if patience is None else [striking, early]
+        return [striking, slower] if patience is None else [striking, early]
 
     def loss(outputs: Any, targets: Any) -> Any:
         import tensorflow as tf

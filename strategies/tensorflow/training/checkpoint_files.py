@@ -5,6 +5,7 @@
 | `state.index`, `state.data-*` | model and optimizer: `tf.train.Checkpoint(model=..., optimizer=...)`; of a run with |
 |                             | `fit` also `metrics`, `seeds` and `others`, which a `train_step` uses    |
 | `state.json`                | the step, and the names of the classes                                  |
+| `callbacks.npz`             | of a run with `fit`: the state of callbacks, if they have any           |
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from tensorflow.core.protobuf import trackable_object_graph_pb2
 from trainwright.core.engine import ModelSpec, StateReader
 from trainwright.core.errors import CheckpointError, JobError, NonFiniteLoss
 from trainwright.strategies.common.user_code_errors import first_line
+from trainwright.strategies.tensorflow.training import keras_callbacks
 from trainwright.strategies.tensorflow.training.train_state import KerasTrainState
 
-_STATE, PREFIX, CARRIED_OTHERS = "state.json", "state", "others"
+_STATE, PREFIX, CARRIED_OTHERS, _CALLBACKS = "state.json", "state", "others", "callbacks.npz"
 _FORMAT = 1
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _TRAINED = "optimizer/_trainable_variables/"
@@ -44,17 +46,19 @@ class _HostCopy:
         arrays: by their names in a checkpoint, in the order of the names.
         graph: how TensorFlow finds objects by these names, serialized.
         optimizer: name of its class.
+        aside: the state of callbacks.
     """
 
     step: int | None
     arrays: Mapping[str, npt.NDArray[Any]]
     graph: bytes
     optimizer: str
+    aside: Mapping[str, npt.NDArray[Any]]
 
     @property
     def size_bytes(self) -> int:
         """Size of the arrays."""
-        return sum(array.nbytes for array in self.arrays.values())
+        return sum(array.nbytes for arrays in (self.arrays, self.aside) for array in arrays.values())
 
 
 class StateCopier:
@@ -81,6 +85,7 @@ class StateCopier:
             arrays={name: array for key, held in self._held for name, array in _arrays(key, held)},
             graph=self._graph,
             optimizer=type(self._replica.optimizer).__name__,
+            aside=self._replica.aside(),
         )
 
 
@@ -113,7 +118,8 @@ def to_files(copy: _HostCopy) -> dict[str, bytes]:
             prefix=f"{folder}/{PREFIX}", tensor_names=names, shape_and_slices=[""] * len(names), tensors=values
         )
         files = {name: _bytes(f"{folder}/{name}") for name in sorted(tf.io.gfile.listdir(folder))}
-    return {**files, _STATE: json.dumps(facts, indent=1).encode()}
+    beside = {_CALLBACKS: keras_callbacks.to_bytes(copy.aside)} if copy.aside else {}
+    return {**files, **beside, _STATE: json.dumps(facts, indent=1).encode()}
 
 
 def apply_files(replica: KerasTrainState, files: Mapping[str, bytes]) -> None:
@@ -130,6 +136,7 @@ def apply_files(replica: KerasTrainState, files: Mapping[str, bytes]) -> None:
         _compare(prefix, wanted)
         with replica.strategy.scope():
             wanted.read(prefix).assert_existing_objects_matched()
+    replica.put_aside(keras_callbacks.from_bytes(files[_CALLBACKS]) if _CALLBACKS in files else {})
     replica.step, replica.sound = facts["step"], True
 
 

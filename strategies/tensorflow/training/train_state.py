@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import keras
+import numpy.typing as npt
 import tensorflow as tf
 
 from trainwright.core.data import Batch, fold_seed
@@ -33,6 +34,12 @@ class KerasTrainState(Protocol):
     @property
     def optimizer(self) -> Any:
         """The user's optimizer."""
+
+    def aside(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Return arrays that a checkpoint has beside the variables."""
+
+    def put_aside(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Take these arrays of a checkpoint."""
 
 
 class KerasReplica:
@@ -86,6 +93,13 @@ class KerasReplica:
         self.seeds = [generator.state for generator in seed_generators(self.model)]
         drawn = {id(seed) for seed in self.seeds}
         self.state = [variable for variable in self.model.non_trainable_variables if id(variable) not in drawn]
+
+    def aside(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Return no arrays: all state is in variables."""
+        return {}
+
+    def put_aside(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Ignore the state of callbacks, of a run with `fit`."""
 
     @property
     def trained(self) -> list[tf.Variable]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -30,7 +31,7 @@ layers, losses = keras.layers, keras.losses
 def job(columns: Mapping[str, Any], **fields: Any) -> tw.Job:
     data = tw.datasets.table(dict(columns))
     given = {"inputs": "x", "targets": "y", "batch_size": BATCH, "epochs": EPOCHS, "shuffle": False}
-    return tw.Job(name="training", train=data, evaluate=data, **{**given, **fields})
+    return tw.Job(name="training", train=data, **{**given, "evaluate": data, **fields})
 
 
 def by_fit(model: keras.Model, x: Any, y: Any, **fit: Any) -> tuple[list[float], list[Any]]:
@@ -242,3 +243,42 @@ def test_the_evaluation_at_the_end_of_fit_is_of_the_model_that_is_saved(how: str
     weights_of(saved, trained)
     judged = saved.evaluate(X, Y, verbose=0, return_dict=True)
     assert trained.means == pytest.approx(judged, rel=1e-6)
+
+
+class Longest(keras.callbacks.Callback):
+    """Counts epochs, as a checkpoint is told to keep; and others, which it is not."""
+
+    carried = ("epochs",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = self.others = 0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epochs, self.others = self.epochs + 1, self.others + 1
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras' ReduceLROnPlateau
+def test_callbacks_go_on_with_what_they_had_counted(tmp_path: Path) -> None:
+    """By `mode="max"` the first epoch is best: the rate falls after two others, and training ends after three."""
+    counting: list[Longest] = []
+
+    def callbacks() -> list[Any]:
+        counting.append(Longest())
+        return [
+            keras.callbacks.EarlyStopping("loss", mode="max", patience=3, restore_best_weights=True),
+            keras.callbacks.ReduceLROnPlateau("loss", mode="max", patience=2, factor=0.5),
+            keras.callbacks.ModelCheckpoint(tmp_path / "best.keras", "loss", mode="max", save_best_only=True),
+            counting[-1],
+        ]
+
+    given = job({"x": X, "y": Y}, model=compiled, run="fit", epochs=9, callbacks=callbacks, evaluate=None)
+    whole = train(given)
+    begun = train(given, steps=slice(0, 7))
+    (tmp_path / "best.keras").unlink()
+    rest = train(given, begun.files, slice(7, None))
+    assert [report.learning_rate for report in whole.reports] == [*[0.5] * 8, *[0.25] * 4]
+    assert rest.losses == whole.losses[7:] and rest.files["callbacks.npz"] == whole.files["callbacks.npz"]
+    assert all(map(np.array_equal, *(weights_of(compiled(), each) for each in (rest, whole))))
+    assert not (tmp_path / "best.keras").exists(), "no later epoch is better"
+    assert [(each.epochs, each.others) for each in counting] == [(4, 4), (2, 2), (4, 2)]
