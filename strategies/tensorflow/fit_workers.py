@@ -187,8 +187,9 @@ class _CompiledOnWorkers(CompiledModel):
     def agree(self) -> None:
         """Give all workers the learning rates of the first, and end the training if a callback of one of them did."""
         rates = [float(each.learning_rate.numpy()) for each in self._rates]
-        told = tf.constant([float(self.model.stop_training), *(rates if self._sums.rank == 0 else [0.0] * len(rates))])
-        stopped, *agreed = self._sums.sum_now([tf.cast(told, tf.float64)])[0].numpy().tolist()
+        told = [float(self.model.stop_training), *(rates if self._sums.rank == 0 else [0.0] * len(rates))]
+        (whole,) = self._sums.sum_now([tf.constant(told, tf.float64)])
+        stopped, *agreed = whole.numpy().tolist()
         self.model.stop_training = stopped > 0
         for optimizer, rate, own in zip(self._rates, agreed, rates, strict=True):
             if rate != own:
