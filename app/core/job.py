@@ -181,8 +181,9 @@ class Planning(_OptionGroup):
         consistency: how far apart workers may be that step asynchronously against parameter servers: `sync` (one update
             a step from all workers, as on one device), `sync(backup=1)` (without the slowest worker, whose samples are
             used later), `ssp(3)` (no worker starts a step 4 ahead of the applied ones), `async` (each worker's part of
-            a step is applied as an update of its own, at once) or `async(scaled)` (the same, with the learning rate
-            divided by the number of updates applied in between). By default the planner chooses. All but `sync` give
+            a step is applied as an update of its own, at once), `async(scaled)` (the same, with the learning rate
+            divided by the number of updates applied in between) or `async(pushes=4)` (an update of the mean of the next
+            4 such parts, whoever computed them). By default the planner chooses. All but `sync` give
             another result than one device, and not the same twice; see `docs/asynchronous.md`.
         wire: compression of pushed gradients: `full`, `fp16`, `bf16`, `int8`, or `topk(0.01)`: the largest hundredth,
             the rest is added to the next push.

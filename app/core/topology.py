@@ -160,7 +160,7 @@ class StateAgreement:
 
 _CONSISTENCY_FORM = re.compile(r"\s*(?P<kind>[a-z]+)\s*(\(\s*(?P<arguments>[^()]*?)\s*\))?\s*")
 _NUMBER_PATTERN = r"\s*(\d+(?:\.\d+)?|\.\d+)\s*"
-_CONSISTENCY_REMEDY = 'write "sync", "sync(backup=1)", "ssp(3)", "async" or "async(scaled)"'
+_CONSISTENCY_REMEDY = 'write "sync", "sync(backup=1)", "ssp(3)", "async", "async(scaled)" or "async(pushes=4)"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ class Consistency:
 
     `sync` and `ssp` apply one update of all units a step, in the order of steps (bounded delay: Li et al., OSDI 2014):
     a unit of step t starts from parameters with the updates of all steps before t - bound. `ssp(0)` is `sync`, which
-    equals one device. `async` applies each unit when it arrives.
+    equals one device. `async` applies each unit when it arrives, or the mean of the next `pushes` units.
 
     Attributes:
         bound: most steps whose updates a unit's parameters may miss; None for any number (`async`).
@@ -177,18 +177,25 @@ class Consistency:
             al., 2016). Only for `sync`.
         scaled: the learning rate of an update is divided by its staleness, where that is more than 1 (Zhang et al.,
             IJCAI 2016). Only for `async`.
+        pushes: number of pushes that make an update, whoever they come from (K-batch-async: Dutta et al., AISTATS
+            2018). Only for `async`, and not with `scaled`.
     """
 
     bound: int | None = 0
     backup: int = 0
     scaled: bool = False
+    pushes: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Consistency:
-        """Parse `sync`, `sync(backup=k)`, `ssp(bound)`, `async`, `async(scaled)`. Raises PlanError."""
+        """Parse `sync`, `sync(backup=k)`, `ssp(bound)`, `async`, `async(scaled)`, `async(pushes=k)`.
+
+        Raises PlanError.
+        """
         found = _CONSISTENCY_FORM.fullmatch(text)
         kind, arguments = (found["kind"], found["arguments"] or "") if found else ("", "")
         backup = re.fullmatch(r"backup\s*=\s*(\d+)", arguments)
+        pushes = re.fullmatch(r"pushes\s*=\s*0*([1-9]\d*)", arguments)
         match kind:
             case "sync" if not arguments or backup:
                 return cls(backup=int(backup[1]) if backup else 0)
@@ -196,18 +203,20 @@ class Consistency:
                 return cls(bound=int(arguments))
             case "async" if arguments in ("", "scaled"):
                 return cls(bound=None, scaled=bool(arguments))
+            case "async" if pushes:
+                return cls(bound=None, pushes=int(pushes[1]))
         raise PlanError(f"consistency={text!r} is not known", where="consistency", remedy=_CONSISTENCY_REMEDY)
 
     def __str__(self) -> str:
         if self.bound is None:
-            return "async(scaled)" if self.scaled else "async"
+            return "async(scaled)" if self.scaled else f"async(pushes={self.pushes})" if self.pushes > 1 else "async"
         if self.bound:
             return f"ssp({self.bound})"
         return f"sync(backup={self.backup})" if self.backup else "sync"
 
     @property
     def waits(self) -> bool:
-        """Whether an update is of a whole step instead of one unit."""
+        """Whether an update is of a whole step instead of the next units that arrive."""
         return self.bound is not None
 
 

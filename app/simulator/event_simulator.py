@@ -234,9 +234,16 @@ class _UnitTimes:
             pulled_s=max(out_s, link_s) + scenario.latency_s,
             shard_in_s=out_s * scenario.wire.part,
             pushed_s=link_s * scenario.wire.part,
-            handled_s=scenario.added_s if scenario.consistency.waits else scenario.update_s,
+            handled_s=_handled_s(scenario),
             update_s=scenario.update_s,
         )
+
+
+def _handled_s(scenario: Scenario) -> float:
+    """Return the seconds of a server for a push: to add it up, and in `async` its part of the update that follows."""
+    rule = scenario.consistency
+    added_s = scenario.added_s if rule.waits or rule.pushes > 1 else 0.0
+    return added_s if rule.waits else added_s + scenario.update_s / rule.pushes
 
 
 class Simulation:
@@ -346,8 +353,8 @@ class Simulation:
         verdict = self._gate.offer(key, grant.unit, grant.at, worker.seen)
         if verdict == "keep":
             self._gate.keep(key, grant.unit, grant.at, worker.seen, worker.push)
-        elif verdict == "apply" and worker.push is not None and self._learner:
-            self._learner.apply((worker.push,), staleness=self._gate.version - 1 - worker.seen)
+        elif verdict == "apply":
+            self._apply_gathered(worker.push, staleness=self._gate.version - worker.seen)
         self._book.done(key, grant.unit, grant.at, self._now_s)
         closings = self._book.closings()
         if closings:
@@ -357,6 +364,15 @@ class Simulation:
         self._lease(worker)
         if self._idle:
             self._wake()
+
+    def _apply_gathered(self, *last: ComputedPush | None, staleness: int = 0) -> None:
+        """Apply an update of the pushes that `async` gathers, and the last one."""
+        kept = (*self._gate.gathered, *last)
+        pushes = [push for push in kept if push is not None]
+        if self._learner and pushes:
+            self._learner.apply(pushes, staleness=staleness)
+        if kept:
+            self._gate.applied_gathered()
 
     def _close(self, closings: Sequence[ClosedRound]) -> None:
         """Apply rounds that are complete."""
@@ -440,7 +456,10 @@ class Simulation:
         self._gate: UpdateAdmission[ComputedPush | None] = UpdateAdmission(shares=scenario.workers, consistency=rule)
 
     def _stepped(self) -> None:
-        if self._now_s - self._copy.at_s >= self._scenario.copy_s and self._scenario.server_failures_per_hour:
+        copies = self._now_s - self._copy.at_s >= self._scenario.copy_s and self._scenario.server_failures_per_hour
+        if copies or self._book.over:
+            self._apply_gathered()
+        if copies:
             held = self._learner.held if self._learner else None
             self._copy = _Copy(step=self._book.step, at_s=self._now_s, held=held)
         last = self._curve[-1][1] if self._curve else 0
@@ -526,7 +545,8 @@ class QuadraticProblem:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         rule = scenario.consistency
-        of_unit = 1.0 if rule.waits or rule.scaled or scenario.local_steps > 1 else 1.0 / scenario.workers
+        whole = rule.waits or rule.scaled or scenario.local_steps > 1
+        of_unit = 1.0 if whole else min(1.0, rule.pushes / scenario.workers)
         self.rates = tuple(rate * of_unit for rate in _LEARNING_RATES)
         self._rates = np.array(self.rates)[:, None]
         self._curvature = 1.0 / np.arange(1.0, _PARAMETERS + 1)

@@ -444,10 +444,11 @@ def _server_bandwidth(work: StepWork, rates: _Rates) -> float:
 
 
 def _server_updates(work: StepWork) -> float:
-    """Return the seconds of the servers' updates of one step: one of the sum of all units, or one for each unit."""
-    parameters, ranks = float(work.state.parameters.max()), work.mesh.data_ranks
-    each = UPDATE_BYTES[4]
-    visited = each + _ADDED_BYTES * ranks if work.asynchronous.consistency.waits else each * ranks
+    """Return the seconds of the servers' updates of one step, each of the sum of all units, of some, or of one."""
+    parameters, ranks, rule = float(work.state.parameters.max()), work.mesh.data_ranks, work.asynchronous.consistency
+    updates = 1.0 if rule.waits else ranks / rule.pushes
+    added = _ADDED_BYTES * ranks if rule.waits or rule.pushes > 1 else 0
+    visited = UPDATE_BYTES[4] * updates + added
     return parameters * visited / (work.asynchronous.servers * HOST_BYTES_PER_S)
 
 

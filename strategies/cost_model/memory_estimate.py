@@ -216,10 +216,11 @@ def host_bytes(profile: ModelProfile, plan: Plan, *, precision: str) -> int:
 
 
 def push_buffer_bytes(profile: ModelProfile, plan: Plan) -> int:
-    """Return the bytes of a worker's push buffer in host memory; two buffers where servers read round by round."""
+    """Return the bytes of a worker's push buffer in host memory; two buffers where an update is of several pushes."""
     if plan.topology != "independent":
         return 0
-    halves = 2 if Consistency.parse(plan.consistency).waits else 1
+    rule = Consistency.parse(plan.consistency)
+    halves = 2 if rule.waits or rule.pushes > 1 else 1
     return int(halves * 4 * GradientCompression.parse(plan.wire).part * profile.parameters)
 
 

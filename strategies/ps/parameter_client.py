@@ -155,7 +155,7 @@ class ParameterClient:
             more = {"sums": list(sums), "norm": norm, "logged": values} if number == 0 else {}
             whole = bool(weight)
             server.begin({"do": "push", **head, "seen": server.version, "weight": weight, **more}, outbox=whole)
-        taken = [server.pushed(server.end(), self.grant.at) and bool(weight) for server in self.servers]
+        taken = [server.pushed(server.end()) and bool(weight) for server in self.servers]
         if len(self.servers) > 1:
             self.servers[0].tell({"do": "done", **head})
         return taken
@@ -257,11 +257,11 @@ class ServerClient:
         if self._outbox is not None:
             self._outbox.applied(self.version)
 
-    def pushed(self, said: dict[str, Any], at: int) -> bool:
+    def pushed(self, said: dict[str, Any]) -> bool:
         """Take the answer to a push; return whether the server accepted it."""
         assert self._outbox is not None, "lay comes first"
         try:
-            self._outbox.pushed(self._opened, at, kept=said["kept"], copied=said["copied"])
+            self._outbox.pushed(self._opened, kept=said["kept"], copied=said["copied"])
         except PeerLost:
             self.link.cut()  # the next call connects again
         return bool(said["taken"])
@@ -366,17 +366,17 @@ class SendBuffer:
         """Whether the server may use the next push in place: the other half is free for the one after it."""
         return any(held is None for half, held in enumerate(self._held) if half != self._half)
 
-    def pushed(self, opened: Callable[[int], memoryview], at: int, *, kept: bool, copied: bool) -> None:
-        """The server has a push of round `at`: it uses it in place, has copied it, or does not need it any more."""
-        if kept:
-            self._held[self._half] = at
+    def pushed(self, opened: Callable[[int], memoryview], *, kept: int | None, copied: bool) -> None:
+        """The server has a push: it uses it in place for update `kept`, has copied it, or does not need it any more."""
+        if kept is not None:
+            self._held[self._half] = kept
             self._half = 1 - self._half
         elif copied and len(self._held) == 1:
             self._memory = opened(self._stride + self.size_bytes)
             self._held = [None, None]
 
     def applied(self, version: int) -> None:
-        """The server has applied `version` rounds: pushes of earlier ones may be overwritten."""
+        """The server has applied `version` updates: pushes of these may be overwritten."""
         self._held = [None if held is not None and held < version else held for held in self._held]
 
     def reopen(self, opened: Callable[[int], memoryview]) -> None:

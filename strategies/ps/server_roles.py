@@ -151,7 +151,7 @@ class LeadServer(ShardServer):
         return counted
 
     def _close(self, closing: ClosedRound) -> None:
-        """Let all servers make the update of a closed round; in `async` its units have been applied already."""
+        """Let all servers make the update of a closed round; in `async` they have its units already."""
         if not self.updates.config.consistency.waits:
             self._report(closing)
             return
@@ -181,6 +181,7 @@ class LeadServer(ShardServer):
         table = self._leases.table
         if self._leasing and table.over and not self.updates.admission.behind:
             self._ending = True
+            self.updates.apply_gathered()
             self._followers.end_segment(table.step)
         if self._ending and self._followers.ended == self._followers.ranks:
             self.serving = self._ending = False
@@ -293,6 +294,7 @@ class FollowerServer(ShardServer):
             case {"over": step}:
                 with self.lock:
                     self._apply_due()
+                    self.updates.apply_gathered()
                     self.step, self.updates.sound = step, True
                 self._report(ends=step)
                 self._news.put(None)

@@ -25,7 +25,7 @@ class ServerConfig:
 
     Attributes:
         shares: units of a round.
-        consistency: when units may start, and whether an update is made of a round or of one unit.
+        consistency: when units may start, and whether an update is of a round or of the next pushes.
         local_steps: steps of a round.
         clip_norm: the job's; None does not clip.
         clips: the servers clip, since an update has several workers' gradients; else each worker clips its own.
@@ -143,17 +143,32 @@ class UpdateApplier:
         admission = self.admission
         age = admission.version - head.seen
         decision = admission.offer(head.worker, unit, head.at, head.seen)
+        update = head.at if self.config.consistency.waits else admission.version
         if decision == "apply":
             push = self._as_push(unit, head.weight, payload)
             rate_factor = 1.0 / max(1, age) if self.config.consistency.scaled else 1.0
-            self._apply((push,), unit.step, rate_factor=rate_factor, clip_factor=1.0)
+            self.apply_gathered(KeptPush(push=push, memory=memoryview(b"")), rate_factor=rate_factor)
         elif decision == "keep":
             memory = memoryview(b"") if head.keep else self._copy(payload)
             push = self._as_push(unit, head.weight, memory or payload)
             admission.keep(head.worker, unit, head.at, head.seen, KeptPush(push=push, memory=memory))
         kept = decision == "keep" and bool(payload)
         taken = decision != "drop" or admission.first(unit, head.at) == head.worker
-        return {"taken": taken, "kept": kept and head.keep, "copied": kept and not head.keep}, decision != "drop"
+        in_place = update if kept and head.keep else None
+        return {"taken": taken, "kept": in_place, "copied": kept and not head.keep}, decision != "drop"
+
+    def apply_gathered(self, *last: KeptPush, rate_factor: float = 1.0) -> None:
+        """Apply an update of the pushes that `async` gathers, and the last one; nothing without any.
+
+        The learning rate is that of the newest step.
+        """
+        kept = (*self.admission.gathered, *last)
+        if kept:
+            pushes = [one.push for one in kept]
+            newest = max(push.unit.step for push in pushes)
+            self._apply(pushes, newest, rate_factor=rate_factor, clip_factor=1.0)
+            self.admission.applied_gathered()
+            self._spare += [one.memory for one in kept if one.memory]
 
     def set_clip_factor(self, at: int, factor: float) -> None:
         """Take the factor by which all servers clip a round."""
@@ -212,8 +227,9 @@ class UpdateApplier:
 
 # --- Admission: which pushes are applied, when, and in which order ----------------------------------------------------
 
-# Pushes can come in any order, twice, late, and of units that were applied long ago. In `async` each unit is applied at
-# once. Otherwise a server keeps pushes until the first server closes the round and names the units that count in it.
+# Pushes can come in any order, twice, late, and of units that were applied long ago. In `async` each server applies the
+# next `pushes` units in the order of their arrival, and at the end of a segment those that are left. Otherwise a server
+# keeps pushes until the first server closes the round and names the units that count in it.
 # All servers apply the same units, round after round, in the order of the units.
 
 
@@ -241,17 +257,19 @@ class UpdateAdmission(Generic[_T]):
 
     Args:
         shares: units of a round.
-        consistency: whether an update is of a round or of one unit.
+        consistency: whether an update is of a round or of the next pushes.
 
     Attributes:
-        version: updates applied: rounds, or units in `async`.
+        version: updates applied.
+        gathered: pushes that are kept for the next update; `async`.
     """
 
     def __init__(self, *, shares: int, consistency: Consistency) -> None:
-        self._shares, self._waits = shares, consistency.waits
+        self._shares, self._waits, self._pushes = shares, consistency.waits, consistency.pushes
         self.version = 0
+        self.gathered: list[_T] = []
         self._open = 0  # the first round that is not complete here
-        self._applied: dict[int, dict[int, str]] = {}  # by round and share, the worker; `async`
+        self._arrived: dict[int, dict[int, str]] = {}  # by round and share, the worker; `async`
         self._kept: dict[int, dict[WorkUnit, _PendingPush[_T]]] = {}  # by round
         self._closings: dict[int, ClosedRound] = {}
         self._left_out: dict[str, list[tuple[int, WorkUnit]]] = {}  # by worker, kept pushes that did not count
@@ -259,7 +277,9 @@ class UpdateAdmission(Generic[_T]):
         self._dropped = 0
 
     def offer(self, worker: str, unit: WorkUnit, at: int, seen: int) -> Literal["apply", "keep", "drop"]:
-        """Decide about a push: apply it now, `keep` it, or drop it since its unit is here or it came too late.
+        """Decide about a push: `keep` it, drop it since its unit is here or it came too late, or apply it now.
+
+        Apply it with the pushes that are `gathered`, and call `applied_gathered` after it.
 
         Args:
             worker: that pushes.
@@ -279,17 +299,20 @@ class UpdateAdmission(Generic[_T]):
             return "keep"
         self._counts[max(0, self.version - seen)] += 1
         self._mark(worker, unit, at)
-        return "apply"
+        return "apply" if len(self.gathered) + 1 == self._pushes else "keep"
 
     def first(self, unit: WorkUnit, at: int) -> str | None:
         """Return the worker whose push of a unit is here; None if there is none, or its round is complete."""
         if not self._waits:
-            return self._applied.get(at, {}).get(unit.share)
+            return self._arrived.get(at, {}).get(unit.share)
         kept = self._kept[at].get(unit) if at in self._kept else None
         return None if kept is None else kept.worker
 
     def keep(self, worker: str, unit: WorkUnit, at: int, seen: int, push: _T) -> None:
-        """Keep a push after `offer` returned `keep`; it must not change until its round is applied."""
+        """Keep a push after `offer` returned `keep`; it must not change until its update is applied."""
+        if not self._waits:
+            self.gathered.append(push)
+            return
         self._kept.setdefault(at, {})[unit] = _PendingPush(worker, seen, push)
 
     def close(self, closing: ClosedRound) -> None:
@@ -319,6 +342,11 @@ class UpdateAdmission(Generic[_T]):
         del self._closings[at]
         self.version += 1
 
+    def applied_gathered(self) -> None:
+        """The gathered pushes, and one that was offered last, are applied: drop them."""
+        self.gathered = []
+        self.version += 1
+
     def left_out(self, worker: str, since: int) -> list[tuple[int, WorkUnit]]:
         """Return rounds and units of a worker's pushes that were kept, but did not count in their round.
 
@@ -344,9 +372,8 @@ class UpdateAdmission(Generic[_T]):
         return StalenessCounts(counts=counts, unit=unit, dropped=dropped)
 
     def _mark(self, worker: str, unit: WorkUnit, at: int) -> None:
-        """Record an applied unit; complete rounds are forgotten."""
-        self.version += 1
-        self._applied.setdefault(at, {})[unit.share] = worker
-        while len(self._applied.get(self._open, ())) == self._shares:
-            del self._applied[self._open]
+        """Record a unit of `async`; complete rounds are forgotten."""
+        self._arrived.setdefault(at, {})[unit.share] = worker
+        while len(self._arrived.get(self._open, ())) == self._shares:
+            del self._arrived[self._open]
             self._open += 1

@@ -317,6 +317,10 @@ _BACKUP = (
     "a step leaves out its {0} slowest parts, which are computed again later: that helps only against delays that are "
     "rare and large, and no run is like another"
 )
+_GATHERED = (
+    "an update is the mean of the next {0} pushes, whoever they come from; at checkpoints and evaluations fewer can "
+    "make one"
+)
 _COMPRESSED = {
     "topk": "only the largest numbers of a gradient are pushed, the rest with later ones: not equal to one device",
     **{kind: f"gradients are rounded to {kind}: not equal to one device" for kind in ("fp16", "bf16", "int8")},
@@ -423,6 +427,8 @@ def _asynchronous_notes(consistency: Consistency, wire: GradientCompression) -> 
         yield _STALE_GRADIENTS.format(f", by {consistency.bound} steps at most")
     if consistency.backup:
         yield _BACKUP.format(consistency.backup)
+    if consistency.pushes > 1:
+        yield _GATHERED.format(consistency.pushes)
     if wire.kind in _COMPRESSED:
         yield _COMPRESSED[wire.kind]
     yield _BARRIER

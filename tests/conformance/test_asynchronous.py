@@ -96,7 +96,29 @@ def test_one_worker_alone_is_plain_training(pool: Pool, framework: str, consiste
         assert_close(own.parameters(), parameters)
 
 
-@pytest.mark.parametrize("consistency", ["async", "ssp(2)", "sync(backup=1)"])
+def test_one_worker_with_updates_of_two_pushes_is_a_loop_that_accumulates_two_batches(pool: Pool) -> None:
+    """The learning rate is that of the newest step; a segment's last update is of the push that is left."""
+    problem = replace(PROBLEMS["schedule"], steps=STEPS)
+    with Served(pool, "torch", problem, 2, 1, consistency="async(pushes=2)") as own:
+        start, reports = own.parameters(), own.run(5) + own.run(STEPS)
+        found = own.parameters()
+    net = torch_case.Net(problem)
+    net.load_state_dict({name.removeprefix("model/"): torch.from_numpy(value) for name, value in start.items()})
+    rule = torch_case.optimizer(problem.optimizer, net.parameters())
+    data, batches = problems.columns(problem), problems.batches(problem, STEPS)
+    for steps in ((0, 1), (2, 3), (4,), (5, 6), (7, 8), (9, 10), (11,)):
+        rule.zero_grad()
+        for ids in (batches[step] for step in steps):
+            rows = {name: torch.from_numpy(array[ids]) for name, array in data.items()}
+            losses = torch_case.cross_entropy(net(*(rows[name] for name in problem.inputs)), rows["y"])
+            (losses.sum() / sum(len(batches[step]) for step in steps)).backward()
+        rule.param_groups[0]["lr"] = problems.RATE * problems.schedule(steps[-1], STEPS)
+        rule.step()
+    assert_close(found, {f"model/{name}": value.numpy() for name, value in net.state_dict().items()})
+    assert [report.weight for report in reports] == [len(ids) for ids in batches]
+
+
+@pytest.mark.parametrize("consistency", ["async", "async(pushes=2)", "ssp(2)", "sync(backup=1)"])
 def test_every_unit_is_applied_once(pool: Pool, consistency: str) -> None:
     """Adam counts the updates of each parameter, on whatever server it is."""
     problem = replace(PROBLEMS["empty_shares"], batch_size=12, steps=9)
@@ -104,7 +126,7 @@ def test_every_unit_is_applied_once(pool: Pool, consistency: str) -> None:
         reports = own.run(9)
         state = own.state()
     counts = {float(value) for name, value in state.items() if name.endswith("/step")}
-    assert counts == {27.0 if consistency == "async" else 9.0}
+    assert counts == {{"async": 27.0, "async(pushes=2)": 14.0}.get(consistency, 9.0)}
     if consistency != "sync(backup=1)":
         assert [report.weight for report in reports] == [len(ids) for ids in problems.batches(own.problem, 9)]
 

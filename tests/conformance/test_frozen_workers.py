@@ -20,7 +20,7 @@ from trainwright.core.topology import WorkUnit
 STEPS = 30
 
 
-@pytest.mark.parametrize("consistency", ["sync", "ssp(2)", "async", "sync(backup=1)"])
+@pytest.mark.parametrize("consistency", ["sync", "ssp(2)", "async", "async(pushes=2)", "sync(backup=1)"])
 def test_a_frozen_worker_holds_nobody_up_and_goes_on_when_it_wakes(pool: Pool, consistency: str) -> None:
     problem = replace(PROBLEMS["empty_shares"], batch_size=8, rows=60, steps=STEPS)
     with Served(pool, "reference", problem, 2, 3, consistency=consistency) as own:

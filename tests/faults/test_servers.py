@@ -49,7 +49,7 @@ def unbroken(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Cal
     return run
 
 
-CASES = [("torch", "sync"), ("torch", "async"), ("tensorflow", "async")]
+CASES = [("torch", "sync"), ("torch", "async"), ("torch", "async(pushes=2)"), ("tensorflow", "async")]
 
 
 @pytest.mark.parametrize(("framework", "consistency"), CASES)
@@ -135,9 +135,8 @@ def check_end(framework: str, consistency: str, folder: Path, unbroken: Callable
     if consistency == "sync":
         assert state == final_state(unbroken(framework, consistency), "faulty")
     seen = seen_of(folder)
-    counted = (
-        server_jobs.EPOCHS[framework] * server_jobs.RATE / (server_jobs.BATCH / (1 if consistency == "sync" else 2))
-    )
+    rows = server_jobs.BATCH / (2 if consistency == "async" else 1)  # of an update
+    counted = server_jobs.EPOCHS[framework] * server_jobs.RATE / rows
     np.testing.assert_allclose(-seen[: server_jobs.ROWS], counted, rtol=0, atol=1e-12)
 
 

@@ -22,6 +22,7 @@ WORDS = (
     "dp=4,servers=1,consistency=sync(backup=1)",
     "dp=2,servers=2,consistency=ssp(3),wire=topk(0.01)",
     "dp=8,servers=3,consistency=async(scaled),wire=int8",
+    "dp=8,servers=3,consistency=async(pushes=4)",
     "dp=2,servers=1,local_steps=20,outer=nesterov(0.7,0.9)",
 )
 
@@ -50,6 +51,7 @@ def test_forms_on_the_wire(text: str) -> None:
     [
         ({"consistency": "ssp"}, "consistency='ssp' is not known: write \"sync\""),
         ({"consistency": "async(0.5)"}, "consistency='async(0.5)' is not known"),
+        ({"consistency": "async(pushes=0)"}, "consistency='async(pushes=0)' is not known"),
         ({"wire": "fp8"}, "wire='fp8' is not known"),
         ({"wire": "topk(2)"}, "wire='topk(2)' is not known"),
         ({"local_steps": 4, "outer": "adam"}, "outer='adam' is not known"),
@@ -117,6 +119,7 @@ def test_the_trade_offs_are_stated() -> None:
     assert "old" in notes["async"] and "Hogwild" in notes["async"] and "by 3 steps at most" in notes["ssp(3)"]
     assert "old" not in notes["sync"] and "Hogwild" not in notes["sync"]
     assert "no run is like another" in notes["sync(backup=1)"]
+    assert "mean of the next 4 pushes" in " ".join(decide(consistency="async(pushes=4)").chosen.notes)
     assert "largest numbers" in " ".join(decide(wire="topk(0.1)").chosen.notes)
     assert "drift apart" in " ".join(decide(local_steps=8).chosen.notes)
 
@@ -202,6 +205,14 @@ def test_the_longer_the_leash_the_less_is_waited_for_the_slowest() -> None:
         assert sum(found.terms.values()) == pytest.approx(found.step_s)
         waited.append(found.terms.get("stragglers", 0.0))
     assert waited == sorted(waited, reverse=True) and waited[0] > 0 and waited[-1] == 0
+
+
+def test_servers_with_updates_of_several_pushes_have_less_to_do() -> None:
+    cluster, forms = tw.Cluster.parse("4x8xH100-80GB"), ("async", "async(pushes=4)", "async(pushes=32)")
+    plans = [Plan.parse(f"dp=32,servers=1,consistency={form}") for form in forms]
+    each, some, all_ = (estimate(HEAVY, cluster, plan, batch_size=64, precision="bf16") for plan in plans)
+    assert all_.terms["servers"] < some.terms["servers"] < each.terms["servers"]
+    assert some.factors == each.factors, "the parameters are as old, in samples"
 
 
 def test_a_narrower_wire_and_more_servers_take_less() -> None:

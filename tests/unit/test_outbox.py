@@ -37,13 +37,13 @@ def test_what_is_kept_stays_as_it_is_until_its_round_is_applied(turns: list[str]
             outbox.reopen(opened)
             assert outbox.view == content
         elif turn == "drop":
-            outbox.pushed(opened, at, kept=False, copied=False)
+            outbox.pushed(opened, kept=None, copied=False)
         else:
             here, keeps = outbox.view, outbox.keeps
             assert here == memoryview(opened.memories[-1])[outbox.offset :][:SIZE]
             if keeps:
                 kept[at] = here, content
-            outbox.pushed(opened, at, kept=keeps, copied=not keeps)
+            outbox.pushed(opened, kept=at if keeps else None, copied=not keeps)
             at += 1
         assert all(memory == before for memory, before in kept.values())
 
@@ -54,7 +54,7 @@ def test_a_sync_worker_has_its_pushes_copied_once_and_then_left_where_they_lie()
     left = []
     for at in range(5):
         left.append(outbox.keeps)
-        outbox.pushed(opened, at, kept=left[-1], copied=not left[-1])
+        outbox.pushed(opened, kept=at if left[-1] else None, copied=not left[-1])
         outbox.applied(at + 1)
     assert left == [False, True, True, True, True]
     assert len(opened.memories) == 2

@@ -11,7 +11,7 @@ import pytest
 from tests.support.conformance import problems, reference_case
 from tests.support.conformance.problems import PROBLEMS
 from tests.support.reference import state as states
-from tests.support.reference.model import Mlp, Sgd
+from tests.support.reference.model import Array, LossWithGradient, Mlp, Sgd
 from tests.support.threaded_servers import SHARES, STEPS, Arrays, Cluster, Files, assert_close, cluster
 from trainwright.core.plan import Mesh
 
@@ -41,12 +41,14 @@ def test_the_same_bits_whoever_computes_them() -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("consistency", ["ssp(2)", "async", "async(scaled)", "sync(backup=1)"])
+@pytest.mark.parametrize("consistency", ["ssp(2)", "async", "async(scaled)", "async(pushes=4)", "sync(backup=1)"])
 def test_every_unit_counts_once(consistency: str) -> None:
     """Adam counts the updates of each server."""
     with cluster("schedule", 2, 3, consistency=consistency) as own:
         reports = own.run(5) + own.run()
         updates = STEPS if consistency[0] == "s" else STEPS * SHARES
+        if consistency == "async(pushes=4)":
+            updates = 4 + 6  # of 15 and of 21 pushes: a segment's last update is of those that are left
         counts = {float(one.snapshot().state.slots["count"]) for one in own.servers}
         assert counts == {updates} and [report.step for report in reports] == [*range(1, STEPS + 1)]
         stale = own.servers[0].staleness()
@@ -58,6 +60,25 @@ def test_every_unit_counts_once(consistency: str) -> None:
 
 def plain(parameters: object) -> Sgd:
     return Sgd(learning_rate=0.1)
+
+
+def linear(outputs: Array, target: Array) -> LossWithGradient:
+    """A loss whose gradient does not depend on the parameters."""
+    slope = 1.0 + target
+    return LossWithGradient(outputs.sum(axis=1) * slope, np.repeat(slope[:, None], outputs.shape[1], axis=1))
+
+
+@pytest.mark.parametrize(("servers", "workers"), [(1, 1), (2, 3)])
+def test_updates_of_several_pushes_add_up_to_each_sample_once(servers: int, workers: int) -> None:
+    """Pushes of workers that come in any order stay in the workers' memory until their update."""
+    job = {"model": functools.partial(Mlp, (problems.FEATURES, problems.CLASSES)), "optimizer": plain, "loss": linear}
+    with cluster("dividing", servers, workers, job=job, consistency="async(pushes=4)", mesh=Mesh(data=8)) as own:
+        own.run()
+        rows = np.concatenate(problems.batches(own.problem, STEPS))
+        data, found = problems.columns(own.problem), own.parameters()
+    went = -0.1 / (4 * own.problem.batch_size / 8) * (data["x"][rows] * (1.0 + data["y"][rows])[:, None]).sum(axis=0)
+    wanted = own.start["model/layers.0.weight"] + went[:, None]
+    np.testing.assert_allclose(found["model/layers.0.weight"], wanted, rtol=0, atol=1e-12)
 
 
 def test_one_local_step_and_the_mean_of_parameters_is_sync() -> None:

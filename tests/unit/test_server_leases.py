@@ -117,10 +117,14 @@ class Cluster:
         applied = any(grant.unit in units for units in self.applied[server])
         assert not applied or verdict == "drop", "it is not kept for ever"
         if verdict == "apply":
-            self.applied[server].append((grant.unit,))
+            self.apply_gathered(server, grant.unit)
         elif verdict == "keep":
             gate.keep(worker.name, grant.unit, grant.at, seen, (grant.unit, grant.at, seen))
         worker.pushed.add(server)
+
+    def apply_gathered(self, server: int, *last: WorkUnit) -> None:
+        self.applied[server].append((*(unit for unit, _, _ in self.gates[server].gathered), *last))
+        self.gates[server].applied_gathered()
 
     def close(self) -> None:
         for closing in self.book.closings():
@@ -164,13 +168,17 @@ class Cluster:
                     self.act(worker)
         for server in range(self.servers):
             self.hear(server)
+            if self.gates[server].gathered:
+                self.apply_gathered(server)
         assert self.book.over and self.book.step == self.book.until
 
 
 @settings(max_examples=120, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
-    consistency=st.sampled_from(["sync", "ssp(1)", "ssp(3)", "async", "sync(backup=1)", "sync(backup=2)"]),
+    consistency=st.sampled_from(
+        ["sync", "ssp(1)", "ssp(3)", "async", "async(pushes=2)", "async(pushes=5)", "sync(backup=1)", "sync(backup=2)"]
+    ),
     servers=st.integers(1, 3),
     shares=st.integers(3, 5),
     workers=st.integers(1, 6),
@@ -205,6 +213,11 @@ def test_every_unit_counts_once_on_every_server_whatever_happens(
         assert all(0 <= age <= (own.consistency.bound or 0) for age in own.ages), "computed on what a round may lack"
         fewest = shares - own.consistency.backup
         assert all(len(units) >= fewest for units in first) and len(first) == len(own.closings)
+    else:
+        pushes, rest = own.consistency.pushes, len(every) % own.consistency.pushes
+        sizes = [pushes] * (len(every) // pushes) + [rest] * (rest > 0)
+        assert all([len(units) for units in applied] == sizes for applied in own.applied)
+        assert {gate.version for gate in own.gates} == {len(sizes)}
     assert sum(own.gates[0].staleness().counts.values()) == len(every)
 
 

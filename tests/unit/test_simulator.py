@@ -113,6 +113,14 @@ def test_what_many_learn_at_once_bears_a_smaller_rate_for_each_update() -> None:
     assert simulated("async(scaled)", learn=True).rates == simulated("sync", learn=True).rates
 
 
+def test_an_update_of_several_pushes_is_as_old_in_samples_and_bears_a_larger_rate() -> None:
+    each, some = (simulated(word, spread=0.3, learn=True, steps=201) for word in ("async", "async(pushes=4)"))
+    assert some.staleness.mean == pytest.approx(each.staleness.mean / 4, abs=0.3)
+    assert sum(some.staleness.counts.values()) == 201 * 10, "2 pushes are left, and count"
+    assert some.rates == pytest.approx([4 * rate for rate in each.rates])
+    assert some.losses[-1][1] < 0.2 * some.losses[0][1]
+
+
 @pytest.mark.parametrize(("local_steps", "outer"), [(1, "average"), (4, "average"), (4, "nesterov(0.7,0.9)")])
 def test_an_update_is_the_mean_of_its_units_whatever_they_were_computed_on(local_steps: int, outer: str) -> None:
     facts = {"workers": 4, "local_steps": local_steps, "outer": OuterOptimizer.parse(outer)}
