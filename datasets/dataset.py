@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.core.data import Batch
+from trainwright.core.data import Batch, FeedAssignment
 from trainwright.core.errors import DataError, HangError, TrainwrightError, UserCodeError
 from trainwright.core.pickling import dumps, loads
 from trainwright.datasets.data_source import (
@@ -279,11 +279,21 @@ class Dataset:
         blocks: Rows | None = None,
         memory_bytes: int = MEMORY_BYTES,
         seed: int = 0,
+        feeding: FeedAssignment | None = None,
     ) -> RowAccess:
-        """Return a reader of the source's rows, before any transform; `seed` is for rows that are random themselves."""
+        """Return a reader of the source's rows, before any transform.
+
+        Args:
+            index: of this data set.
+            columns: that are needed; None for all.
+            blocks: first rows of the blocks that are kept; None for row groups.
+            memory_bytes: that they may take.
+            seed: for rows that are random themselves.
+            feeding: data ranks whose rows are read, as far as that spares work; None for any.
+        """
         names = self.source_columns(index, columns)
         if index.in_order:
-            passes: RowAccess = self.source.passes(index, names)  # type: ignore[attr-defined]
+            passes: RowAccess = self.source.passes(index, names, feeding)  # type: ignore[attr-defined]
             return passes
         return RowReader(self.source.open(index), index, names, blocks=blocks, memory_bytes=memory_bytes, seed=seed)
 

@@ -38,8 +38,13 @@ _LISTED = 6  # columns of a note
 _LENGTH_OPTIONS = ("epochs", "epoch_samples", "early_stop", "max_time")  # a run that is done goes on if one changes
 
 _IN_ORDER = (
-    "train= is a tf.data pipeline: rows come in its own order, every worker iterates all of it, and each row counts "
+    "train= is a tf.data pipeline: rows come in its own order, every worker {}, and each row counts "
     "exactly once as long as it gives the same rows in the same order each time it is iterated"
+)
+_SHARDED = "computes only its own rows after shard"
+_UNSHARDED = (
+    "computes all of them, since only the pipeline's author knows from where on a row depends on no other "
+    "(see shard of from_tf)"
 )
 
 _NOT_COMPARED = (
@@ -193,7 +198,7 @@ def _plan_on(prepared: PreparedJob, profile: ModelProfile, cluster: Cluster) -> 
     if decision.profile.framework == "tensorflow" and job.tensorflow.tf_config == "own" and "TF_CONFIG" in os.environ:
         notes.append(_REPLACED)
     if prepared.train.in_order:
-        notes.append(_IN_ORDER)
+        notes.append(_IN_ORDER.format(_SHARDED if getattr(job.train.source, "sharded", False) else _UNSHARDED))
     if prepared.unused:
         notes.append(_unused(prepared.unused))
     return replace(decision, chosen=replace(decision.chosen, notes=tuple(notes)))

@@ -1,9 +1,10 @@
 """A user's own `tf.data` pipeline as a data source, read in its own order. Duck-typed; TensorFlow is not imported.
 
 Such a pipeline has no rows by number. So every worker iterates it from its start in each pass and keeps its share of
-each global batch; a run that resumes in the middle of a pass skips the earlier rows. The pipeline shuffles, augments
-and prefetches for itself, and a run knows a row by its place in a pass only. Hence each row counts exactly once if the
-pipeline repeats itself; see `from_tf`.
+each global batch; a run that resumes in the middle of a pass skips the earlier rows. Where the user's function takes
+`shard`, a worker drops the rows of other workers and the earlier rows there, before they are decoded. The pipeline
+shuffles, augments and prefetches for itself, and a run knows a row by its place in a pass only. Hence each row counts
+exactly once if the pipeline repeats itself; see `from_tf`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from trainwright.core.data import FeedAssignment
 from trainwright.core.errors import DataError, UserCodeError
-from trainwright.datasets.data_source import Arrays, Field, Index, RowGroup, Rows, hash_parts
+from trainwright.datasets.data_source import Arrays, Field, Index, RowAccess, RowGroup, Rows, hash_parts
 from trainwright.datasets.dataset import Dataset
 from trainwright.datasets.formats.python_objects import hash_values, object_array
 
@@ -26,6 +28,38 @@ _BLOCK_ROWS = 256
 END_S = 0.5  # for running functions of the pipeline when its iterator is closed
 _AUTOTUNE, _INFINITE, _UNKNOWN = -1, -1, -2  # as tf.data has them
 _PARTS = ("x", "y", "weight")
+_SHARD = "shard"  # argument of the user's function
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """The rows of a pass that a process reads: of each `total` consecutive ones, `count` from the `first` on."""
+
+    first: int = 0
+    count: int = 1
+    total: int = 1
+
+    def has(self, rows: Rows) -> bool:
+        """Whether all rows are in this part."""
+        return bool(((rows - self.first) % self.total < self.count).all())
+
+    def places(self, rows: Rows) -> Rows:
+        """Places of rows of this part among all of its rows."""
+        return rows // self.total * self.count + rows % self.total - self.first
+
+    def of(self, pipeline: Any, turn: int) -> Any:
+        """The rows of this part of a tf.data.Dataset, from row turn * total on."""
+        pipeline = pipeline.skip(turn * self.total) if turn else pipeline
+        if self.count == self.total:
+            return pipeline
+        if self.count == 1:
+            return pipeline.shard(self.total, self.first)
+        numbered = pipeline.enumerate().filter(lambda place, _: (place - self.first) % self.total < self.count)
+        return numbered.map(lambda _, row: row)
+
+
+_WHOLE = _Part()
+_CHECKED = _Part(first=3, total=7)  # compared with the whole pipeline
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,6 +69,11 @@ class _PipelineSource:
     make: Callable[..., Any]
     rows: int | None = None
     replayable: bool = True
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the user's function says where rows of other workers are dropped."""
+        return _SHARD in inspect.signature(self.make).parameters
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
@@ -50,21 +89,23 @@ class _PipelineSource:
         pipeline = self.opened(0)
         schema, rows = self._schema(pipeline.element_spec), self._length(pipeline)
         first, again = self._first_rows(pipeline, schema), self._first_rows(self.opened(0), schema)
-        if self.replayable and hash_values([first]) != hash_values([again]):
+        if self.replayable and _digest(first) != _digest(again):
             raise DataError(
                 f"the pipeline gives other rows among its first {_SAMPLED_ROWS} each time it is iterated",
                 where=self.describe(),
                 remedy="seed its shuffle (a function of the epoch may give each another one), keep it deterministic, "
                 "or pass replayable=False: then a recovered run may count some rows twice and others never",
             )
+        if self.sharded and self.replayable:
+            self._check_part(pipeline, schema, first)
         named = sorted((name, field.dtype.str, field.shape) for name, field in schema.items())
-        looked_at = len(next(iter(first.values())))
+        looked_at = _rows(first)
         return Index(
             rows=rows,
             groups=(RowGroup(file=self.describe(), number=0, rows=rows, first=0),),
             schema=schema,
             row_bytes=max(sum(array.nbytes for array in first.values()) // looked_at, 1),
-            hash=hash_parts([rows, *named, hash_values([first]) if self.replayable else ""]),
+            hash=hash_parts([rows, *named, hash_values([first]) if self.replayable else ""]),  # of row 0
             in_order=True,
             weight=_PARTS[2] if isinstance(pipeline.element_spec, tuple) and _PARTS[2] in schema else "",
         )
@@ -73,15 +114,31 @@ class _PipelineSource:
         """There are no rows by number. Raises DataError."""
         raise DataError("a tf.data pipeline has no rows by number", where=self.describe(), remedy="read it in order")
 
-    def passes(self, index: Index, columns: Sequence[str]) -> _PipelineRows:
-        """A reader for one process."""
-        return _PipelineRows(self, index, columns)
+    def passes(self, index: Index, columns: Sequence[str], feeding: FeedAssignment | None = None) -> RowAccess:
+        """A reader for one process, of the rows of its data ranks where the pipeline is sharded, else of all."""
+        whole = _PipelineRows(self, index, columns, _WHOLE)
+        if feeding is None or not (self.sharded and feeding.data_ranks):
+            return whole
+        ranks = feeding.data_ranks
+        part = _Part(first=ranks.start, count=len(ranks), total=feeding.total)
+        return _PartRows(_PipelineRows(self, index, columns, part), whole)
 
-    def opened(self, epoch: int) -> Any:
-        """The pipeline of an epoch. Raises UserCodeError, DataError."""
+    def opened(self, epoch: int, part: _Part = _WHOLE, turn: int = 0) -> Any:
+        """The pipeline of an epoch: the rows of a part, from row turn * part.total on.
+
+        Raises UserCodeError, DataError.
+        """
+        calls = 0
+
+        def shard(rows: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return part.of(rows, turn)
+
+        named = {_SHARD: shard} if self.sharded else {}
         try:
-            wants_epoch = bool(inspect.signature(self.make).parameters)
-            pipeline = self.make(epoch) if wants_epoch else self.make()
+            wants_epoch = len(inspect.signature(self.make).parameters) > len(named)
+            pipeline = self.make(epoch, **named) if wants_epoch else self.make(**named)
         except Exception as error:
             raise UserCodeError(
                 f"the function given to from_tf raised {type(error).__name__}: {error}", where=self.describe()
@@ -92,7 +149,27 @@ class _PipelineSource:
                 where=self.describe(),
                 remedy="return a tf.data.Dataset",
             )
-        return pipeline
+        if self.sharded and not calls:
+            raise DataError(
+                "the function takes shard and does not call it",
+                where=self.describe(),
+                remedy="call rows = shard(rows) before the rows are decoded, or leave the argument out",
+            )
+        return pipeline if self.sharded else part.of(pipeline, turn)
+
+    def _check_part(self, pipeline: Any, schema: Mapping[str, Field], first: Arrays) -> None:
+        """Compare a part of the pipeline with those rows of the whole one. Raises DataError."""
+        part, known = self.opened(0, _CHECKED), int(pipeline.cardinality())
+        rows = {name: array[_CHECKED.first :: _CHECKED.total] for name, array in first.items()}
+        found = self._first_rows(part, schema, _rows(rows)) if _rows(rows) else rows
+        length = max(-(-(known - _CHECKED.first) // _CHECKED.total), 0)
+        if _digest(found) != _digest(rows) or (known >= 0 and int(part.cardinality()) != length):
+            raise DataError(
+                "after shard, the pipeline does not give one row for each row",
+                where=self.describe(),
+                remedy="call shard after shuffle, filter, interleave, flat_map, repeat and assert_cardinality; only "
+                "steps such as map and prefetch may follow it",
+            )
 
     def _length(self, pipeline: Any) -> int:
         known = int(pipeline.cardinality())
@@ -126,52 +203,69 @@ class _PipelineSource:
             )
         return {name: _field_of(component) for name, component in columns.items()}
 
-    def _first_rows(self, pipeline: Any, schema: Mapping[str, Field]) -> Arrays:
-        for block in read_blocks(pipeline.take(_SAMPLED_ROWS), schema, self.describe()):
+    def _first_rows(self, pipeline: Any, schema: Mapping[str, Field], count: int = _SAMPLED_ROWS) -> Arrays:
+        for block in read_blocks(pipeline.take(count), schema, self.describe()):
             return block
         raise DataError("the pipeline gives no row", where=self.describe(), remedy="look at how it is made")
+
+
+class _PartRows:
+    """Reads the rows of a part, and from the whole pipeline if others are among them, such as another rank's unit."""
+
+    def __init__(self, own: _PipelineRows, whole: _PipelineRows) -> None:
+        self._own, self._whole = own, whole
+
+    def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
+        """Columns of the rows of a pass, in the order asked for: fresh arrays (rows, *shape). Raises DataError."""
+        return (self._own if self._own.part.has(rows) else self._whole).gather(rows, epoch)
 
 
 class _PipelineRows:
     """Reads one pass after the other; an earlier row restarts the pass. Safe to use from several threads."""
 
-    def __init__(self, source: _PipelineSource, index: Index, columns: Sequence[str]) -> None:
-        self._source, self._index, self._columns = source, index, columns
+    def __init__(self, source: _PipelineSource, index: Index, columns: Sequence[str], part: _Part) -> None:
+        self._source, self._index, self._columns, self.part = source, index, columns, part
         self._lock = threading.Lock()
         self._epoch = -1
         self._blocks: Iterator[Arrays] = iter(())
         self._kept: list[Arrays] = []
-        self._first = self._next = 0  # row of the first one kept, and the row after the last
+        self._first = self._next = 0  # place in the part of the first row kept, and the place after the last
 
     def gather(self, rows: Rows, epoch: int = 0) -> Arrays:
         """Columns of the rows of a pass, in the order asked for: fresh arrays (rows, *shape). Raises DataError."""
         if not len(rows):
             return {name: np.empty((0, *field.shape), field.dtype) for name, field in self._fields()}
-        low, high = int(rows.min()), int(rows.max()) + 1
+        places = self.part.places(rows)
+        low, high = int(places.min()), int(places.max()) + 1
         with self._lock:
             if epoch != self._epoch or low < self._first:
-                self._begin(epoch, low)
+                self._begin(epoch, int(rows.min()) // self.part.total)
             while self._next < high:
                 self._read(low)
             return {
-                name: np.concatenate([block[name] for block in self._kept])[rows - self._first]
+                name: np.concatenate([block[name] for block in self._kept])[places - self._first]
                 for name, _ in self._fields()
             }
 
     def _fields(self) -> Iterator[tuple[str, Field]]:
         return ((name, self._index.schema[name]) for name in self._columns)
 
-    def _begin(self, epoch: int, row: int) -> None:
-        pipeline = self._source.opened(epoch).skip(row)
-        self._blocks = read_blocks(pipeline, self._index.schema, self._source.describe(), row)
-        self._kept, self._epoch, self._first, self._next = [], epoch, row, row
+    def _begin(self, epoch: int, turn: int) -> None:
+        place = turn * self.part.count
+        pipeline = self._source.opened(epoch, self.part, turn)
+        where = self._source.describe()
+        if self.part.total > 1:
+            where += f", counted in the rows of data rank {self.part.first} of {self.part.total}"
+        self._blocks = read_blocks(pipeline, self._index.schema, where, place)
+        self._kept, self._epoch, self._first, self._next = [], epoch, place, place
 
     def _read(self, wanted: int) -> None:
         """Read another block; blocks that end before the row wanted are dropped, except the last of them."""
         block = next(self._blocks, None)
         if block is None:
+            row = self._next // self.part.count * self.part.total + self.part.first + self._next % self.part.count
             raise DataError(
-                f"the pipeline ended before row {self._next} of {self._index.rows}",
+                f"the pipeline ended before row {row} of {self._index.rows}",
                 where=f"{self._source.describe()}, epoch {self._epoch}",
                 remedy="give it as many rows in each epoch, or pass the number as rows=",
             )
@@ -190,7 +284,16 @@ def from_tf(make: Callable[..., Any], *, rows: int | None = None, replayable: bo
     or (x, y) or (x, y, weight), which become the columns `x`, `y` and `weight` (dicts among them keep their names); a
     job names the last one: `sample_weight="weight"`.
     Every worker iterates the whole pipeline and keeps its share of each batch: what the pipeline computes is computed
-    by each of them; `parquet`, `tfrecord` and the like share the work.
+    by each of them, as with AutoShardPolicy.DATA. If the function takes an argument `shard`, it calls it where rows of
+    other workers are to be dropped, and each worker computes only its own rows after that, in the same order:
+
+        def make(epoch, shard):
+            rows = tf.data.TFRecordDataset(files).shuffle(10_000, seed=epoch, reshuffle_each_iteration=False)
+            return shard(rows).map(decode, num_parallel_calls=tf.data.AUTOTUNE)
+
+    After `shard`, each row must give one row that depends on this row alone: `map` and `prefetch` can follow. Whole
+    files are not dealt to workers, as AutoShardPolicy.FILE does: then the rows of a batch would depend on the number of
+    workers. A resumed run skips the earlier rows at `shard` too.
 
     What exactly once means here: a row is known by its place in a pass. After a failure, and in a resumed run, the pass
     begins again and skips the rows that were trained on. A pipeline that repeats itself (a seeded shuffle, no
@@ -199,13 +302,13 @@ def from_tf(make: Callable[..., Any], *, rows: int | None = None, replayable: bo
     workers disagree on the order of rows, and rows can count twice or never, with or without failures.
 
     Args:
-        make: () or (epoch) -> tf.data.Dataset.
+        make: () or (epoch) -> tf.data.Dataset, and with an argument `shard`: tf.data.Dataset -> tf.data.Dataset.
         rows: of a pass, where the pipeline does not know it; of a longer or endless one it takes the first so many.
         replayable: whether the pipeline gives the same rows in the same order each time it is iterated.
 
     Raises:
         DataError: it is a tf.data.Dataset itself; when it is looked at: no rows, unknown length, batches, other rows
-            each time.
+            each time, or not one row for each row after `shard`.
     """
     if not callable(make):
         raise DataError(
@@ -294,6 +397,11 @@ def _array(values: Any, field: Field) -> Any:
         return object_array([row.numpy() for row in values])
     array = values.numpy()
     return array if field.dtype != np.dtype(object) or array.ndim == 1 else object_array(list(array))
+
+
+def _digest(block: Arrays) -> str:
+    """SHA-256 over all rows."""
+    return hash_values({name: array[row : row + 1] for name, array in block.items()} for row in range(_rows(block)))
 
 
 def _rows(block: Arrays) -> int:

@@ -151,7 +151,7 @@ class BatchLoader:
         largest = self.schedule.largest_share(feeding.total)
         self._accumulation = accumulation
         self._fill_rows = -(-largest // accumulation) if static_shapes else None
-        self._reader = make_reader(dataset, index, self._columns, self.schedule.order, memory_bytes)
+        self._reader = make_reader(dataset, index, self._columns, self.schedule.order, memory_bytes, feeding)
         self._chunk_steps = chunk_steps(batch_size * len(feeding.data_ranks) / feeding.total, index.row_bytes)
 
     def feed(self, step: int, share: int) -> Feed:
@@ -326,10 +326,11 @@ def make_reader(
     columns: tuple[str, ...] | None,
     order: SampleOrder,
     memory_bytes: int = MEMORY_BYTES,
+    feeding: FeedAssignment | None = None,
 ) -> RowAccess:
     """A reader that keeps whole row groups where all of them fit the memory, and windows otherwise."""
     fits = index.rows * index.row_bytes <= memory_bytes or not index.groups[0].file
-    return dataset.reader(index, columns, None if fits else order.lanes.edges, memory_bytes, order.seed)
+    return dataset.reader(index, columns, None if fits else order.lanes.edges, memory_bytes, order.seed, feeding)
 
 
 def _size(chunk: list[Feed]) -> int:

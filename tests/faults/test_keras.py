@@ -155,11 +155,11 @@ def test_a_callback_ends_the_training(folder: Path, ray_cluster: None) -> None:
 
 
 def test_a_pipeline_of_the_users_own_counts_each_row_once(folder: Path, ray_cluster: None, tmp_path: Path) -> None:
-    own = {"train": tw.datasets.from_tf(keras_jobs.pipeline)}
-    tw.fit(keras_jobs.job(tmp_path / "whole", **own))
+    """The unbroken run computes all rows in each worker, the killed one only a worker's own."""
+    tw.fit(keras_jobs.job(tmp_path / "whole", train=tw.datasets.from_tf(keras_jobs.pipeline)))
     kill = Kill(rank=1, step=12, folder=str(tmp_path))
-    run = tw.fit(keras_jobs.job(folder, (kill,), **own))
-    assert run.state == "done" and "tf.data pipeline: rows come in its own order" in repr(run.plan)
+    run = tw.fit(keras_jobs.job(folder, (kill,), train=tw.datasets.from_tf(keras_jobs.sharded_pipeline)))
+    assert run.state == "done" and "computes only its own rows after shard" in repr(run.plan)
     assert final_state(folder, "faulty") == final_state(tmp_path / "whole", "faulty")
 
 

@@ -205,3 +205,8 @@ def pipeline(epoch: int) -> Any:
 
     rows = tf.data.Dataset.from_tensor_slices(data())
     return rows.shuffle(ROWS, seed=epoch, reshuffle_each_iteration=False) if epoch else rows
+
+
+def sharded_pipeline(epoch: int, shard: Any) -> Any:
+    """The same rows, of which each worker computes only its own."""
+    return shard(pipeline(epoch)).map(dict)

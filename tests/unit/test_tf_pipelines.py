@@ -36,6 +36,23 @@ def shuffled(epoch: int) -> Any:
     return numbers().shuffle(ROWS, seed=epoch, reshuffle_each_iteration=False)
 
 
+decoded: list[int] = []
+
+
+def sharded(epoch: int, shard: Callable[[Any], Any]) -> Any:
+    """As `shuffled`, in an order of its own; what is decoded is noted."""
+    rows = tf.data.Dataset.range(ROWS).shuffle(ROWS, seed=epoch, reshuffle_each_iteration=False)
+
+    def decode(i: Any) -> Any:
+        return tf.numpy_function(lambda row: (decoded.append(int(row)), row)[1], [i], tf.int64)
+
+    def columns(i: Any) -> Any:
+        i.set_shape(())
+        return {"x": tf.cast(i, tf.float32) * [1.0, 2.0], "i": i}
+
+    return shard(rows).map(decode).map(columns)
+
+
 def unseeded() -> Any:
     """Another order each time."""
     return numbers().shuffle(ROWS)
@@ -85,6 +102,68 @@ def test_workers_share_each_batch_from_any_step_on(total: int, start: int) -> No
     assert len(whole()) == 32
     for step, batch in enumerate(whole()[start:]):
         assert sorted(row for part in parts for row in part[step]) == sorted(batch)
+
+
+ORDER = [
+    [int(i) for i in tf.data.Dataset.range(ROWS).shuffle(ROWS, seed=epoch, reshuffle_each_iteration=False)]
+    for epoch in range(2)
+]
+
+
+@settings(max_examples=8)
+@given(
+    ranks=st.sampled_from([(0, 1, 1), (0, 1, 2), (1, 1, 2), (1, 2, 4), (2, 1, 3), (0, 3, 3)]), start=st.integers(0, 31)
+)
+def test_a_worker_decodes_only_its_own_rows_and_only_those_that_are_to_come(
+    ranks: tuple[int, int, int], start: int
+) -> None:
+    """In the order of tf.data on one device, whichever workers there are, and from any step on."""
+    first, count, total = ranks
+    feeding = FeedAssignment(data_ranks=range(first, first + count), total=total)
+    source = datasets.from_tf(sharded)
+    index = source.index()
+    del decoded[:]
+    loader = BatchLoader(source, index, batch_size=BATCH, epochs=2, feeding=feeding)
+    with loader.feeds(start) as feeds:
+        steps = [next(feeds) for _ in range(start, loader.schedule.total_steps)]
+    wanted = []
+    for feed in steps:
+        epoch, at = divmod(feed.step, 16)
+        rows = ORDER[epoch][at * BATCH : (at + 1) * BATCH]
+        for rank, part in zip(feeding.data_ranks, feed.parts, strict=True):
+            own = [row for place, row in enumerate(rows, at * BATCH) if place % total == rank]
+            assert [int(i) for batch in part for i in batch.columns["i"][batch.weights > 0]] == own
+            wanted += own
+    spared = len(wanted) + total * 2  # skipping begins at a whole turn of the ranks
+    assert len(wanted) <= len(decoded) <= spared and {*wanted} <= {*decoded}
+
+
+def test_a_row_of_another_worker_comes_from_the_whole_pipeline() -> None:
+    """A unit that an asynchronous worker takes over, for one."""
+    mine = stream(sharded, 1, 2)
+    found = [mine.feed(3, share).parts[0][0].columns["i"].tolist() for share in (1, 0)]
+    assert found == [ORDER[0][3 * BATCH : 4 * BATCH][share::2] for share in (1, 0)]
+
+
+def test_a_part_that_ends_early_says_at_which_row() -> None:
+    source = datasets.from_tf(lambda epoch, shard: shard(numbers()), rows=ROWS + 5, replayable=False)
+    reader = source.reader(source.index(), None, feeding=FeedAssignment(data_ranks=range(1, 2), total=2))
+    with pytest.raises(DataError, match=f"ended before row {ROWS + 1} of {ROWS + 5}"):
+        reader.gather(np.array([ROWS - 1, ROWS + 3]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda epoch, shard: shard(numbers()).shuffle(99, seed=epoch), "one row for each row"),
+        (lambda shard: shard(numbers()).filter(lambda row: row["i"] % 5 > 0), "one row for each row"),
+        (lambda shard: shard(numbers()).repeat(3), "one row for each row"),
+        (lambda epoch, shard: numbers(), "does not call it"),
+    ],
+)
+def test_a_shard_at_the_wrong_place_is_told_before_the_run(make: Callable[..., Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        datasets.from_tf(make, rows=200).index()
 
 
 def test_the_throwaway_step_costs_no_second_pass() -> None:
@@ -145,8 +224,9 @@ def test_a_pass_of_an_endless_pipeline_has_the_rows_asked_for() -> None:
 
 
 def test_another_order_each_time_is_told_before_the_run() -> None:
-    with pytest.raises(DataError, match="seed its shuffle") as raised:
-        datasets.from_tf(unseeded).index()
+    for make in (unseeded, lambda: numbers().take(1).concatenate(numbers().skip(1).shuffle(ROWS))):
+        with pytest.raises(DataError, match="seed its shuffle") as raised:
+            datasets.from_tf(make).index()
     assert "replayable=False" in str(raised.value)
     assert datasets.from_tf(unseeded, replayable=False).index().rows == ROWS
 
