@@ -30,6 +30,7 @@ LAYOUTS: dict[str, tuple[Any, Plan]] = {
     "data_parallel": (DataParallel, plan(RANKS)),
     "sharded": (Sharded, plan(mesh=Mesh(shard=RANKS))),
 }
+_made_in: dict[str, torch.dtype] = {}  # by name of the program
 Trained = tuple[list[float], list[dict[str, float]]]
 
 
@@ -49,6 +50,9 @@ def program(name: str) -> ModuleType:
     """A program, whose data are made in the default type of this moment."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
+    if _made_in.setdefault(name, torch.get_default_dtype()) != torch.get_default_dtype():
+        del sys.modules[name]
+        _made_in[name] = torch.get_default_dtype()
     return importlib.import_module(name)
 
 
