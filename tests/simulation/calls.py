@@ -243,7 +243,8 @@ class Labour:
         team.ticket += 1
         if team.verb == "run":
             self._check_level(team)
-            self.clock.after(self.between(0.1, 0.5), self._step, team, team.ticket)
+            act = self._step if team.argument.steps else self._rest
+            self.clock.after(self.between(0.1, 0.5), act, team, team.ticket)
         else:
             self.clock.after(self.between(0.1, 0.8), self._together, team, team.ticket)
 
@@ -284,7 +285,8 @@ class Labour:
     def _check_level(self, team: Team) -> None:
         if any((member.step, member.lineage) != (team.step, team.lineage) for member in team.arrived):
             raise Violation(f"ranks begin a segment from different states: {[p.step for p in team.arrived]}")
-        if team.argument.steps.start != team.step or not team.argument.steps:
+        last_word = self.scenario.announces and team.argument.checkpoints
+        if team.argument.steps.start != team.step or not (team.argument.steps or last_word):
             raise Violation(f"a segment of steps {team.argument} from step {team.step} on")
         due = team.step > 0 and evaluation_due(self.scenario.settings, team.step)
         if due != (team.argument.metrics is not None):
@@ -303,11 +305,17 @@ class Labour:
         if team.step < team.argument.steps.stop and not team.wish:
             self.clock.after(self.between(0.1, 0.5), self._step, team, ticket)
             return
+        self._rest(team, ticket)
+
+    def _rest(self, team: Team, ticket: int) -> None:
+        """The steps are over, where there were any."""
+        if team.ticket != ticket:
+            return
         arrived, team.arrived = team.arrived, []
         team.wish = False
         for process in arrived:
             process.take(team.step, team.lineage)
-            self.answer(process, m.SegmentReport(step=team.step), 0.0, 0.4)
+            self.answer(process, m.SegmentReport(step=team.step, announces=self.scenario.announces), 0.0, 0.4)
 
     def _crash(self, team: Team) -> None:
         """A batch ends the rank that it always ends."""

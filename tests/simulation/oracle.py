@@ -62,6 +62,8 @@ class Facts:
         )  # the first evaluation that decisions depend on and that the driver before did not store
         self.release: m.ReleaseLease | None = None
         self.over_s = math.inf  # when the time of the run is over
+        self.announces = False  # whether the driver knows that callbacks want to be told of checkpoints
+        self.announced = 0  # step of the newest one that a call named
 
     def resumed(self, event: m.LeaseAcquired, settings: RunPolicy) -> None:
         """The driver begins, at a checkpoint where there is one."""
@@ -84,6 +86,7 @@ class Facts:
                 self.unquiet = self.unquiet or self.spiking
             case m.CallReturned(verb="run"):
                 self._reached(event.value.step)
+                self.announces = self.announces or event.value.announces
             case m.WorkerDied():
                 self._fault()
             case m.CallRaised():
@@ -164,7 +167,8 @@ class Facts:
             self.aside = False
             self.trying = self.trying and call.argument.plan in self.plans  # or there are not the workers for those
         if call.verb == "run":
-            if self.stop_at is not None and leads:
+            self.announced = max([self.announced, *(ref.step for ref in call.argument.checkpoints)])
+            if self.stop_at is not None and leads and call.argument.steps:
                 raise Violation("steps are begun after a wish to stop")
             self.recovering, self.back = False, 0
         if call.verb == "heal" and call.argument.source != "join":
@@ -230,6 +234,8 @@ class Facts:
             raise Violation(f"done at step {finish.step} of {end} with {store.head}")
         if self.user:
             raise Violation(f"done although the user's code raised {self.user[0]!r}")
+        if self.announces and self.announced < finish.step:
+            raise Violation(f"done at step {finish.step}, but callbacks were last told of step {self.announced}")
         every = settings.length.evaluate_steps
         if every is None or self.start >= end or self.stop_now:
             return

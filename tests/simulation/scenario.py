@@ -46,6 +46,11 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     spikes: frozenset[int] = frozenset()  # steps whose loss is far above that of the others
 
+    @property
+    def announces(self) -> bool:
+        """Whether callbacks want to be told of checkpoints."""
+        return self.seed % 3 == 0
+
 
 def least_of(settings: RunPolicy) -> int:
     """Fewest workers that a run may ever go on with."""

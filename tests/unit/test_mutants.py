@@ -27,6 +27,19 @@ MUTANTS = (
         pattern='turn.call(sorted(state.awaiting - gone), "interrupt", explain)',
     ),
     Mutant(
+        name="ends before callbacks are told of the last checkpoint",
+        module="trainwright.driver.segments",
+        pattern="state.owes_announcement",
+        replacement="False",
+    ),
+    Mutant(
+        name="ends where a rank dies as callbacks are told of the last checkpoint",
+        module="trainwright.driver.segments",
+        function="_call_run",
+        pattern="ref.step > saved.announced",
+        replacement="ref.step > saved.announced and until > step",
+    ),
+    Mutant(
         name="ends every rank that does not move",
         module="trainwright.driver.recovery",
         pattern="_begin_recovery(turn, blame, explain=True)",
