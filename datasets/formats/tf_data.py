@@ -9,6 +9,7 @@ exactly once if the pipeline repeats itself; see `from_tf`.
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ END_S = 0.5  # for running functions of the pipeline when its iterator is closed
 _AUTOTUNE, _INFINITE, _UNKNOWN = -1, -1, -2  # as tf.data has them
 _PARTS = ("x", "y", "weight")
 _SHARD = "shard"  # argument of the user's function
+_open: list[list[Any]] = []  # iterators that are read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,6 +335,7 @@ def read_blocks(pipeline: Any, schema: Mapping[str, Field], where: str, first: i
     ragged = any(field.dtype == np.dtype(object) for field in schema.values())
     batched = pipeline.ragged_batch(_BLOCK_ROWS) if ragged else pipeline.batch(_BLOCK_ROWS)
     held = [iter(batched.prefetch(_AUTOTUNE))]
+    _open.append(held)
     try:
         while True:
             try:
@@ -359,9 +362,19 @@ def _close_iterator(held: list[Any]) -> None:
     Closing waits for the autotuner's thread. TensorFlow 2.21 wakes that thread before it marks it as cancelled, so the
     thread can sleep again until its next look at the pipeline: minutes, on a busy machine.
     """
+    if not held:
+        return
+    _open[:] = [other for other in _open if other is not held]
     end = threading.Thread(target=held.clear, name="trainwright-pipeline-end", daemon=True)
     end.start()
     end.join(END_S)
+
+
+@atexit.register
+def _close_iterators() -> None:
+    """Close all iterators before the interpreter ends: after that no thread can be started, and closing would hang."""
+    for held in [*_open]:
+        _close_iterator(held)
 
 
 def _named_components(element: Any, where: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -334,3 +336,18 @@ def test_an_iterator_that_does_not_end_holds_nobody_up(monkeypatch: pytest.Monke
     assert not slow.ended.is_set()
     slow.may_end.set()
     assert slow.ended.wait(30.0), "it is let go all the same"
+
+
+def test_a_process_ends_though_a_pipeline_is_half_read() -> None:
+    """A thread that is started while the interpreter ends never runs."""
+    program = """
+import tensorflow as tf
+from trainwright import datasets
+from trainwright.datasets.formats.tf_data import read_blocks
+from trainwright.datasets.data_source import Field
+import numpy as np
+blocks = read_blocks(tf.data.Dataset.range(10_000).map(lambda i: {"i": i}), {"i": Field(np.dtype("int64"), ())}, "here")
+print(len(next(blocks)["i"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "256\n"), done.stderr
