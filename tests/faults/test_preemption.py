@@ -50,9 +50,16 @@ def test_a_process_that_nobody_relieves_ends_by_itself_when_its_time_is_over(
     folder: Path, unbroken: Callable[[int], State]
 ) -> None:
     """The step under way lasts longer than the notice, as far as the process is concerned."""
-    failed = torch_jobs.Awaited(kind=events.Failed)
-    kill = notices(folder, 1)
-    tw.fit(torch_jobs.job(folder, kill, spares=1, failures=0, preemption_s=1.0, awaits={9: failed}))
+    (notice,) = kills = notices(folder, 1)
+    made = torch_jobs.make_step(kills)
+
+    def step(model: Any, batch: Any) -> Any:
+        losses = made(model, batch)
+        if notice.mark.exists() and notice.mark.read_text() == str(os.getpid()):
+            torch_jobs.await_told(str(folder), torch_jobs.Awaited(kind=events.Failed))
+        return losses
+
+    tw.fit(torch_jobs.job(folder, kills, spares=1, failures=0, preemption_s=1.0, step=step))
     assert final_state(folder, "faulty") == unbroken(2)
     formed: Any = told(folder, "faulty", events.Formed)
     assert [(event.source, event.steps_lost) for event in formed] == [("initial", 0), ("replica", 0)]
