@@ -220,7 +220,7 @@ def serving_plan(plan: Plan) -> Plan | None:
             if f".{framework}." in plan.engine:
                 return replace(
                     plan, strategy=name, engine=engine, mesh=Mesh(data=data), topology="collective", servers=0,
-                    consistency="", wire="full", local_steps=1, outer="",
+                    devices_per_worker=1, tpu="", consistency="", wire="full", local_steps=1, outer="",
                 )  # fmt: skip
     return None
 

@@ -111,3 +111,9 @@ def test_what_was_trained_against_servers_is_answered_by_replicas(engine: str, s
     assert (found.topology, found.consistency, found.wire, found.placement) == (
         "collective", "", "full", trained.placement,
     )  # fmt: skip
+
+
+def test_what_was_trained_on_the_chips_of_a_tpu_is_evaluated_in_one_process() -> None:
+    trained = plan(Mesh(data=4), devices_per_worker=4, topology="coordinator", tpu="slice")
+    found = serving_plan(replace(trained, engine="trainwright.strategies.tensorflow.tpu:NamedTPU"))
+    assert found is not None and (found.strategy, found.workers, found.tpu) == ("tf_one_device", 1, "")
