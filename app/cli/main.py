@@ -29,6 +29,7 @@ for _command in (
     run_commands.fit,
     run_commands.distill,
     plan_commands.plan,
+    plan_commands.strategies,
     run_commands.evaluate,
     run_commands.export,
     run_commands.predict,

@@ -30,7 +30,7 @@ from trainwright.core.topology import Consistency, GradientCompression, OuterOpt
 if TYPE_CHECKING:
     from trainwright.planning.what_if import Price
 
-_WIDTH = 140  # of the simulation's table in files and pipes
+_WIDTH = 140  # of tables in files and pipes
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 _RATES = {"Mb": 1e6 / 8, "Gb": 1e9 / 8}
@@ -142,6 +142,25 @@ def plan(
         print_json(asdict(answer))
     else:
         print(answer)
+
+
+def strategies(as_json: AsJson = False) -> None:
+    """List the strategies, when to use each, and what it supports."""
+    from rich.table import Table
+
+    from trainwright.strategies.search.registry import STRATEGIES, TABLES
+
+    rows = [strategy.row for strategy in STRATEGIES.values()]
+    if as_json:
+        print_json(rows)
+        return
+    for columns in TABLES:
+        table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+        for key, heading in columns.items():
+            table.add_column(heading, no_wrap=key == "name", overflow="fold")
+        for row in rows:
+            table.add_row(*(row[key] for key in columns))
+        terminal_console(_WIDTH, highlight=False).print(table, "")
 
 
 def probe(

@@ -22,7 +22,7 @@ _RESERVED_CPUS = 1.0  # of each node, for Ray Data and the driver
 _NO_PINS = PlanConstraints()
 _CPU_WORKERS_PER_CPU = 4  # more than this on one CPU is a mistake
 _BATCH_NORM = "batch_norm"  # among what differs from one device
-_REPLICATED = ("one_device", "data_parallel")  # strategies that have all of a torch model on each worker
+REPLICATED = ("one_device", "data_parallel")  # strategies that have all of a torch model on each worker
 
 
 class Refusal(Exception):
@@ -198,7 +198,7 @@ class PlanRequest:
             reason = f"batch_size={self.batch_size} is smaller than the {data_ranks} data ranks"
             raise Refusal(reason, f"set batch_size={data_ranks} or more")
         if self.undeclared and data_ranks > 1:
-            synced = self.undeclared == (_BATCH_NORM,) and strategy == _REPLICATED[-1]
+            synced = self.undeclared == (_BATCH_NORM,) and strategy == REPLICATED[-1]
             sync = 'set batch_norm="sync", ' if synced else ""
             raise Refusal(
                 f"{', '.join(self.undeclared)} would give another result than one device",
@@ -208,14 +208,14 @@ class PlanRequest:
 
     def check_replicas(self, strategy: str) -> None:
         """Raise Refusal where the job asks something of replicas that a strategy cannot do."""
-        own = strategy in _REPLICATED and self.profile.framework in ("torch", "")
+        own = strategy in REPLICATED and self.profile.framework in ("torch", "")
         if own or not self.replicated:
             return
         asked = self.replicated[0]
         if self.profile.framework != "torch":
             hint = "Keras has BatchNormalization(synchronized=True)" if self.together else "leave it out"
             raise Refusal(f"{asked} is for torch models", hint)
-        raise Refusal(f"{asked} needs all of the model on each worker", f"use {_REPLICATED[-1]}")
+        raise Refusal(f"{asked} needs all of the model on each worker", f"use {REPLICATED[-1]}")
 
     def check_torch_option(self, *, asynchronous: bool) -> None:
         """Raise Refusal where the strategy or the framework does not have an option of the job."""

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from trainwright.core.plan import STREAMED_SCHEDULES, InfeasiblePlan, Mesh, Plan
 from trainwright.core.topology import Consistency, GradientCompression
 from trainwright.strategies.ps.parameter_shards import count_busy_servers
-from trainwright.strategies.search.plan_request import PlanRequest, Refusal
+from trainwright.strategies.search.plan_request import REPLICATED, PlanRequest, Refusal
 
 _TORCH = "trainwright.strategies.torch.engines"
 _FSDP = f"{_TORCH}.fsdp:Sharded"
@@ -20,6 +20,18 @@ _FIT_AT_GIVEN_ADDRESSES = f"{_TENSORFLOW}.fit_workers:FitAtGivenAddresses"
 _NAMED_TPU = f"{_TENSORFLOW}.tpu:NamedTPU"
 
 _Proposals: TypeAlias = Iterator[Plan | InfeasiblePlan]
+
+TABLES = (
+    {
+        "name": "strategy", "does": "what it does", "when": "use it when", "like": "equivalent", "layout": "`plan=`",
+    },
+    {
+        "name": "strategy", "equal": "equal to one device", "fit": "Keras `fit`", "step": "`step=`",
+        "evaluate": "evaluate", "predict": "predict", "verified": "verified on",
+    },
+)  # fmt: skip
+"""The tables of strategies, for choosing one and of what each supports: headings by key of `Strategy.row`."""
+_OWN, _REPLICAS, _ALONE = "in its layout", "in replicas", "on one device"  # where a trained model is used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +49,10 @@ class Strategy:
         no_fit: the reason why there is none.
         offloads: whether it can keep the model's state in host memory.
         asynchronous: whether its workers step without waiting for each other.
+        no_step: the reason why it does not take the job's own `step=`; empty where it does.
+        does, when, like, equal, verified: cells of the tables of strategies; see `TABLES`.
+        layout: an example of `plan=` that only this strategy can carry out; empty where there is none.
+        evaluate, predict: how workers hold the trained model.
     """
 
     name: str
@@ -46,6 +62,22 @@ class Strategy:
     no_fit: str = ""
     offloads: bool = False
     asynchronous: bool = False
+    no_step: str = ""
+    does: str
+    when: str
+    like: str
+    layout: str = ""
+    equal: str = "yes"
+    evaluate: str = _OWN
+    predict: str = _REPLICAS
+    verified: str
+
+    @property
+    def row(self) -> dict[str, str]:
+        """The strategy's cells in the tables of strategies, by key."""
+        step = "no" if self.no_step else "yes" if self.name in REPLICATED else "one optimizer"
+        derived = {"fit": "yes" if self.fit else "no", "step": step}
+        return {key: derived.get(key) or getattr(self, key) for columns in TABLES for key in columns}
 
     def proposals(self, request: PlanRequest) -> _Proposals:
         """Yield the plans for a request, and reasons why others are impossible."""
@@ -74,6 +106,8 @@ class Strategy:
             no_fit = "and it has no such strategy" if framework == "tensorflow" else f"and this model is of {framework}"
             reason = self.no_fit or f'run="fit" is Keras\' own, {no_fit}'
             raise Refusal(reason, "leave run= out: trainwright's steps train any model")
+        if request.own_step and self.no_step:
+            raise Refusal(self.no_step, "give the job inputs=, targets= and loss= instead")
         if request.offload and not self.offloads:
             hint = "leave offload out, or use a strategy that divides the model's state"
             raise Refusal("it keeps the model's state on the device", hint)
@@ -276,8 +310,6 @@ def _check_stages(request: PlanRequest) -> None:
     request.check_several(request.ranks)
     request.check_tpu()
     profile, mesh = request.profile, request.pins.mesh
-    if request.own_step:
-        raise Refusal("step= calls the model as a whole", "give the job inputs=, targets= and loss= instead")
     if profile.keras_backend:
         hint = 'use strategy="sharded" or "data_parallel"'
         raise Refusal("the calls of Keras layers cannot be traced and cut", hint)
@@ -571,52 +603,142 @@ def _check_slice(request: PlanRequest, hosts: int) -> None:
 
 
 _PIPELINE = {"torch": f"{_TORCH}.pipeline:Pipeline"}
+_NO_STEP = "step= calls the model as a whole"
 _PARAMETER_SERVER = {"torch": f"{_TORCH}.parameter_server:ParameterServer"}
 _ALL = (
-    Strategy(name="one_device", engines={"torch": f"{_TORCH}.base:OneDevice"}, propose=_propose_one_device),
     Strategy(
-        name="data_parallel", engines={"torch": f"{_TORCH}.data_parallel:DataParallel"}, propose=_propose_data_parallel
+        name="one_device", engines={"torch": f"{_TORCH}.base:OneDevice"}, propose=_propose_one_device,
+        does="the whole batch on one device",
+        when="the model is small",
+        like="a plain loop",
+        equal="it is the reference",
+        evaluate=_ALONE,
+        verified="CPU; Ray; one H100",
     ),
-    Strategy(name="sharded", engines={"torch": _FSDP}, propose=_propose_sharded, offloads=True),
+    Strategy(
+        name="data_parallel", engines={"torch": f"{_TORCH}.data_parallel:DataParallel"}, propose=_propose_data_parallel,
+        does="a replica on each worker; gradients are summed",
+        when="the model fits one device",
+        like="DDP",
+        layout="dp=4",
+        verified="CPU, 1 to 4 processes; Ray; one H100, one worker over NCCL",
+    ),
+    Strategy(
+        name="sharded", engines={"torch": _FSDP}, propose=_propose_sharded, offloads=True,
+        does="divides parameters, gradients and optimizer state: ZeRO-2, ZeRO-3, hybrid shard",
+        when="state or parameters do not fit",
+        like="FSDP2",
+        layout="dp=4,zero=2",
+        predict=_OWN,
+        verified="CPU, 2 to 4 processes; Ray",
+    ),
     Strategy(
         name="tensor_parallel", engines={"torch": f"{_TORCH}.tensor_parallel:TensorParallel"},
         propose=_propose_tensor_parallel,
+        does="divides each layer over devices of a node; with `sequence=1` also activations between layers",
+        when="layers or activations do not fit, and devices share a node",
+        like="torch's `parallelize_module`",
+        layout="dp=2,tp=2",
+        predict=_OWN,
+        verified="CPU, 2 to 4 processes; Ray",
     ),
-    Strategy(name="pipeline", engines=_PIPELINE, propose=_propose_pipeline),
-    Strategy(name="model_parallel", engines=_PIPELINE, propose=_propose_model_parallel),
+    Strategy(
+        name="pipeline", engines=_PIPELINE, propose=_propose_pipeline, no_step=_NO_STEP,
+        does="stages of layers work on several micro-batches: GPipe, 1F1B, interleaved, zero-bubble, ZB-V, PipeDream",
+        when="the model does not fit, and nodes are linked slowly",
+        like="`torch.distributed.pipelining`",
+        layout="pp=2,dp=2,schedule=1f1b,accumulation=8",
+        equal="yes, except PipeDream",
+        predict=_OWN,
+        verified="CPU, 2 to 4 processes; Ray",
+    ),
+    Strategy(
+        name="model_parallel", engines=_PIPELINE, propose=_propose_model_parallel, no_step=_NO_STEP,
+        does="stages of layers work one after the other, without micro-batches",
+        when="the model does not fit, and a batch cannot be divided",
+        like="modules on several devices, by hand",
+        equal="as `pipeline`",
+        predict=_OWN,
+        verified="not alone: it is `pipeline` with one micro-batch",
+    ),
     Strategy(
         name="parameter_server", engines=_PARAMETER_SERVER, propose=_propose_parameter_server, no_fit=_NO_FIT,
         asynchronous=True,
+        does="servers hold parameters and optimizer; workers pull parameters and push gradients",
+        when="workers differ in speed or are preemptible",
+        like="none in torch",
+        layout="dp=8,servers=2",
+        equal="`sync`, `ssp(0)`",
+        evaluate=_REPLICAS,
+        verified="CPU; Ray; one H100, two workers, servers in host memory",
     ),
     Strategy(
-        name="local_sgd", engines=_PARAMETER_SERVER, propose=_propose_local_sgd, no_fit=_NO_FIT, asynchronous=True
+        name="local_sgd", engines=_PARAMETER_SERVER, propose=_propose_local_sgd, no_fit=_NO_FIT, asynchronous=True,
+        does="workers push the result of many local steps: local SGD, DiLoCo",
+        when="nodes are far apart",
+        like="`PostLocalSGDOptimizer`",
+        layout="dp=8,servers=2,local_steps=32",
+        equal="no",
+        evaluate=_REPLICAS,
+        verified="CPU; Ray",
     ),
     Strategy(
         name="tf_one_device", engines={"tensorflow": f"{_TENSORFLOW}.strategy_engines:TensorFlowOneDevice"},
         propose=_propose_one_device, fit=f"{_TENSORFLOW}.keras_fit:FitOneDevice",
+        does="the whole batch on one device",
+        when="the model is small",
+        like="`OneDeviceStrategy`",
+        evaluate=_ALONE,
+        verified="CPU; Ray",
     ),
     Strategy(
         name="tf_mirrored", engines={"tensorflow": f"{_TENSORFLOW}.strategy_engines:Mirrored"},
         propose=_propose_mirrored, fit=f"{_TENSORFLOW}.keras_fit:FitMirrored",
+        does="one worker with a replica on each device of its node; `devices=2` makes logical devices of a CPU",
+        when="the devices of one node are enough",
+        like="`MirroredStrategy`",
+        evaluate=_ALONE,
+        verified="CPU, 2 logical devices; Ray",
     ),
     Strategy(
         name="tf_multi_worker_mirrored", engines={"tensorflow": f"{_TENSORFLOW}.strategy_engines:MultiWorkerMirrored"},
         propose=_propose_multi_worker_mirrored, fit=f"{_TENSORFLOW}.fit_workers:FitMultiWorker",
+        does="a worker for each node, with a replica on each device; without accelerators, one for each CPU slot",
+        when="one node is not enough",
+        like="`MultiWorkerMirroredStrategy`",
+        verified="CPU, 2 to 4 processes; Ray",
     ),
     Strategy(
         name="tf_central_storage", engines={"tensorflow": f"{_TENSORFLOW}.strategy_engines:CentralStorage"},
-        propose=_propose_one_node,  # the variables stay in the memory of the host
+        propose=_propose_one_node,
         no_fit="Keras' fit trains right with central storage, but reports wrong metrics",
+        does="as `tf_mirrored`, but the variables stay in host memory",
+        when="variables do not fit the devices",
+        like="`CentralStorageStrategy`",
+        evaluate=_ALONE,
+        verified="CPU, 2 logical devices; Ray",
     ),
     Strategy(
         name="tf_parameter_server",
         engines={"tensorflow": f"{_TENSORFLOW}.ps.parameter_server:TensorFlowParameterServer"},
         propose=_propose_tf_parameter_server, asynchronous=True,
         no_fit="Keras' fit raises with parameter servers: it makes a data set on each worker",
+        does="servers hold the variables; a chief assigns shares of steps to workers, which apply them asynchronously",
+        when="workers differ in speed or are preemptible",
+        like="`ParameterServerStrategy`",
+        equal="no",
+        evaluate=_ALONE,
+        verified="CPU; Ray",
     ),
     Strategy(
         name="tf_tpu", engines={"tensorflow": f"{_TENSORFLOW}.tpu:TPU"}, propose=_propose_tpu,
         no_fit="Keras' fit has not been tried on TPUs",
+        does="a worker for each host of a TPU slice; the first steps for all; `tpu=` names a slice of several hosts",
+        when="the cluster has TPUs",
+        like="`TPUStrategy`",
+        equal="not tried",
+        evaluate=_ALONE,
+        verified=_UNVERIFIED,
     ),
 )  # fmt: skip
 STRATEGIES: Mapping[str, Strategy] = {strategy.name: strategy for strategy in _ALL}
