@@ -174,7 +174,7 @@ def trained(engine: Any, rank: int, of: int, micro_batches: int) -> tuple[list[d
 def _on_ranks(rank: int, world: int, exchange: Exchange) -> Any:
     found = {}
     for name, (make, how) in LAYOUTS.items():
-        for by_step in (False, True) if name in ("data_parallel", "sharded") else (False,):
+        for by_step in (False, True) if name != "pipeline" else (False,):
             engine = formed(rank, exchange, job(by_step=by_step), engine=make(), how=how)
             data = how.mesh.data * how.mesh.shard
             found[name, by_step] = trained(engine, rank if data > 1 else 0, data, how.accumulation)
