@@ -202,6 +202,15 @@ def on_committed(turn: Transition, event: m.CheckpointCommitted) -> None:
     _end_upload(turn)
 
 
+def note_announced(turn: Transition, report: m.SegmentReport | None = None) -> None:
+    """Note that callbacks were told of checkpoints: rank 0 has taken a step since, or reports a segment's end."""
+    checkpoints = turn.state.checkpoints
+    turn.change(
+        announced=max(checkpoints.announced, turn.state.segment.announcing),
+        announces=report.announces if report is not None else checkpoints.announces,
+    )
+
+
 def on_commit_failed(turn: Transition, event: m.CommitFailed) -> None:
     """Give up a checkpoint that the run log does not name, because it could not be written."""
     turn.change(upload=replace(_current_upload(turn), trouble=event.error))

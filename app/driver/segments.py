@@ -18,6 +18,7 @@ from trainwright.driver.checkpointing import (
     is_best_unsaved,
     is_copy_due,
     next_milestone,
+    note_announced,
     seconds_until_copy,
     skip_if_upload_runs,
     take_snapshot,
@@ -190,7 +191,7 @@ def request_pause_if_due(turn: Transition) -> None:
 def on_steps_completed(turn: Transition, event: m.StepsCompleted) -> None:
     """Note completed steps, look for loss spikes, and give the next step its time."""
     failure_policy.note_step(turn, event.step)
-    _note_announced(turn)
+    note_announced(turn)
     if turn.state.phase is Phase.RUNNING:
         failure_policy.check_losses(turn, event)
     if turn.state.phase is Phase.RUNNING:
@@ -198,12 +199,6 @@ def on_steps_completed(turn: Transition, event: m.StepsCompleted) -> None:
         turn.change(moved_s=turn.now_s, longest_s=max(turn.state.segment.longest_s, waited_s))
         dynamic_members.arm_hang_timer(turn)
         start_standbys(turn)
-
-
-def _note_announced(turn: Transition) -> None:
-    """Note that callbacks were told of the checkpoint: rank 0 has taken a step since, or has answered."""
-    told = max(turn.state.checkpoints.announced, turn.state.segment.announcing)
-    turn.change(announced=told, announcing=0)
 
 
 def is_phase_complete(state: DriverState) -> bool:
@@ -243,10 +238,8 @@ def on_segment_ended(turn: Transition) -> None:
         turn.emit(Noted(text=f"{passed} steps changed nothing so far, because their loss was not finite"))
     if overflowed > before.overflowed:
         turn.emit(Noted(text=f"{overflowed} steps changed nothing so far, because their gradient overflowed in fp16"))
-    turn.enter(
-        Phase.READY, skipped=skipped, passed=passed, overflowed=overflowed, announces=reports[0].announces,
-    )  # fmt: skip
-    _note_announced(turn)
+    turn.enter(Phase.READY, skipped=skipped, passed=passed, overflowed=overflowed)
+    note_announced(turn, reports[0])
     turn.stand_at(reports[0].step)
     _finish_early(turn, reports)
     preemption.compare_ranks(turn, {rank: report.own_s for rank, report in answers.items()})

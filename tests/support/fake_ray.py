@@ -87,8 +87,11 @@ class Actor:
         self.fleet.note(verb, given)
         if verb in ("live", "notice"):
             return self.life[verb == "notice"]
-        if verb == "printed":  # nothing is, so that it answers a call that waits only with its death
+        if verb == "printed":  # nothing is, so that it answers a call that waits only with the next one, or its death
             if not given[0]:
+                for poll in self.life[2:]:
+                    poll.give(pickle.dumps([]))
+                del self.life[2:]
                 return Answer(pickle.dumps([]))
             self.life.append(Answer())
             return self.life[-1]

@@ -257,7 +257,7 @@ MUTANTS = (
     Mutant(
         name="does not time a hang",
         module="trainwright.driver.segments",
-        function="_run",
+        function="_call_run",
         pattern="dynamic_members.arm_hang_timer(turn)",
     ),
     Mutant(

@@ -91,9 +91,9 @@ def test_only_ranks_that_know_more_than_was_told_are_asked_for_it(tmp_path: Path
 
 
 def test_an_event_costs_the_same_in_a_world_of_any_size() -> None:
-    (few, small), (many, large) = event_cost(128), event_cost(1024)
+    (few, small), (many, large) = event_cost(64), event_cost(512)
     assert many < 1.2 * few, "instructions"
-    assert large < 3 * small, "bytes: 8 where each event copies what is known of all workers"
+    assert large < 3 * small, "bytes: 4 where each event copies what is known of all workers"
 
 
 def event_cost(size: int) -> tuple[float, float]:
