@@ -26,8 +26,9 @@ from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
 FIT = "trainwright.strategies.tensorflow.keras_fit"
 ALONE = Case(name="fit-one-device", framework="tensorflow", engine=f"{FIT}:FitOneDevice", workers=(1,), in_place=False)
 WORKERS = replace(
-    ALONE, name="fit-workers", engine="trainwright.strategies.tensorflow.fit_workers:FitMultiWorker", workers=(4,)
+    ALONE, name="fit-workers", engine="trainwright.strategies.tensorflow.fit_workers:FitMultiWorker", workers=(2,)
 )
+FOUR_WORKERS = replace(WORKERS, workers=(4,))
 MIRRORED = replace(ALONE, name="fit-mirrored", engine=f"{FIT}:FitMirrored", devices=2)
 PROBLEM = replace(PROBLEMS["dividing"], rows=68, batch_size=24, steps=9)  # 24, 24 and 20 rows, three times
 EPOCHS = 3
@@ -157,7 +158,9 @@ def weights(files: dict[str, bytes]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("case", "stop_after"), [(ALONE, -1), (MIRRORED, 1), (WORKERS, -1)], ids=["whole", "stopped", "workers"]
+    ("case", "stop_after"),
+    [(ALONE, -1), (MIRRORED, 1), (WORKERS, -1), pytest.param(FOUR_WORKERS, -1, marks=pytest.mark.soak)],
+    ids=["whole", "stopped", "workers", "four workers"],
 )
 def test_it_is_fit(pool: Pool, tmp_path: Path, case: Case, stop_after: int) -> None:
     """But for losses, which are those of the batches of steps: Keras' own logs have the mean of the epoch so far."""

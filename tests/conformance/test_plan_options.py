@@ -36,7 +36,8 @@ def test_state_in_host_memory(pool: Pool, layout: str) -> None:
     assert_same(expected[1], found[1])
 
 
-@pytest.mark.parametrize("layout", [pytest.param("parallel", marks=pytest.mark.soak), "stages"])
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["parallel", "stages"])
 def test_models_compiled_by_inductor(pool: Pool, layout: str) -> None:
     """Whole or by blocks; micro-batches of unequal rows are compiled once more."""
     how = replace(LAYOUTS[layout], cuts=("2.out",) if layout == "stages" else ())

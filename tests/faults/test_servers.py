@@ -52,7 +52,7 @@ def unbroken(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Cal
 CASES = [("torch", "sync"), ("torch", "async"), ("torch", "async(pushes=2)"), ("tensorflow", "async")]
 
 
-@pytest.mark.parametrize(("framework", "consistency"), CASES)
+@pytest.mark.parametrize(("framework", "consistency"), [*CASES[:-1], pytest.param(*CASES[-1], marks=pytest.mark.soak)])
 def test_processes_are_killed_and_frozen(
     framework: str,
     consistency: str,

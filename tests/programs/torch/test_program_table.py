@@ -62,20 +62,31 @@ def test_the_trial_before_workers_start_finds_nothing(program: Program, tmp_path
     assert (found.error, found.divided, found.untried) == (None, None, "")
 
 
+QUICK = ("mnist", "vae", "text_classification", "lora", "translation")  # in both layouts; `make soak` runs the others
+ON_TWO = [
+    pytest.param(
+        program, layout, id=f"{program.name}-{layout}",
+        marks=() if layout == "data_parallel" or program.name in QUICK else pytest.mark.soak,
+    )
+    for program in PROGRAMS
+    for layout in program.layouts
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def on_two(request: pytest.FixtureRequest) -> Any:
     """What the chosen programs give on two ranks; one pair of processes runs all, since imports take longest."""
-    items = [item for item in request.session.items if "on_two" in getattr(item, "fixturenames", ())]
-    programs = [item.callspec.params["program"] for item in items]
-    layouts = {program.name: program.layouts for program in programs}
+    layouts: dict[str, list[str]] = {}
+    for item in request.session.items:
+        if "on_two" in getattr(item, "fixturenames", ()):
+            layouts.setdefault(item.callspec.params["program"].name, []).append(item.callspec.params["layout"])
     return run_ranks(functools.partial(on_rank, layouts=layouts), RANKS, answer_s=400.0)
 
 
-@each
+@pytest.mark.parametrize(("program", "layout"), ON_TWO)
 @pytest.mark.timeout(600)
-def test_two_workers_are_a_plain_loop(program: Program, on_two: list[Any]) -> None:
-    for layout in program.layouts:
-        for result in on_two:
-            found = result[program.name, layout]
-            assert not isinstance(found, str), found
-            same(found, program)
+def test_two_workers_are_a_plain_loop(program: Program, layout: str, on_two: list[Any]) -> None:
+    for result in on_two:
+        found = result[program.name, layout]
+        assert not isinstance(found, str), found
+        same(found, program)
