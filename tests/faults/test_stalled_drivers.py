@@ -150,7 +150,7 @@ def test_processes_of_a_run_refuse_all_that_an_older_driver_asks(
     folder: Path, tmp_path: Path, unbroken: Callable[[int], State], ray_cluster: None
 ) -> None:
     """Whatever it asks, before it finds out that it was replaced."""
-    file = processes.write_job(tmp_path, folder, step_s=0.1, checkpoint_steps=1000, workers=2, keeper_s=0.1)
+    file = processes.write_job(tmp_path, folder, step_s=0.5, checkpoint_steps=1000, workers=2, keeper_s=0.1)
     run, kinds = tw.start(load_job(str(file))), set[str]()
     processes.wait_for(lambda: bool(told(folder, "faulty", events.Kept)))
     for name in [item["name"] for item in lasting_actors()]:

@@ -308,3 +308,31 @@ def test_a_large_state_is_written_to_several_files(monkeypatch: pytest.MonkeyPat
     del several.files["optimizer-2.safetensors"]
     with pytest.raises(CheckpointError, match=r"no optimizer-2\.safetensors"):
         one_device().load(several)
+
+
+class Counting(Net):
+    """Carries a number of batches from one to the next, in evaluations too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("batches", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.batches = self.batches + 1
+        return super().forward(x) + self.batches
+
+
+def test_an_evaluation_leaves_what_a_model_carries_as_it_was() -> None:
+    """A checkpoint may be taken before or after it, and a resumed run may leave it out."""
+    how = spec(model=Counting)
+    without, evaluated, saved_after = one_device(how), one_device(how), one_device(how)
+    for engine in (without, evaluated, saved_after):
+        engine.train_step(feed(step=0))
+    first, second = (saved_after.evaluate_step(feed(step=0)) for _ in range(2))
+    assert first.totals["loss"] != second.totals["loss"], "it is carried through the evaluation"
+    assert saved(saved_after).files == saved(without).files
+    evaluated.evaluate_step(feed(step=0))
+    for engine in (without, evaluated, saved_after):
+        engine.train_step(feed(step=1))
+    assert saved(evaluated).files == saved(saved_after).files == saved(without).files
+    assert float(load_weights(saved(without))["batches"]) == 2

@@ -123,6 +123,7 @@ def state_of(replica: TorchReplica) -> HostState:
     Raises:
         CheckpointError: the optimizer keeps something that cannot be saved.
     """
+    replica.end_evaluation()
     model, slots, local = replica.model.state_dict(), _slots(replica), None
     if replica.local:
         own = {name: buffer for name, buffer in replica.named_buffers() if name in replica.local}
@@ -167,6 +168,7 @@ def restore(replica: TorchReplica, state: HostState) -> None:
     Raises:
         CheckpointError: names, shapes or types do not fit; says which and what to do.
     """
+    replica.end_evaluation()
     own, others = replica.model.state_dict(), other_names(replica.model)
     _check(replica, state)
     replica.sound = False
@@ -218,6 +220,7 @@ def broadcast(
     """
     own = _description(replica) if rank == source else None
     step, slots, options, every_used, logged, scale, scheduler = _broadcast_description(own, source, device, group)
+    replica.end_evaluation()
     if rank != source:
         replica.sound, replica.step = False, step
         _make_slots(replica, slots)

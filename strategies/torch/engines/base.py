@@ -200,6 +200,7 @@ class TorchEngine(_ReplicaEngine):
 
     def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
         """Return local sums of `loss` and the metrics, and update those with state."""
+        self.replica.begin_evaluation()
         with self.replica.averaged(), self._evaluating(feed) as through:
             return self._guarded(lambda: evaluation.evaluate(self.replica.model, self._caller(), feed, through, states))
 

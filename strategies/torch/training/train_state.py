@@ -135,6 +135,7 @@ class TorchReplica:
         self.trainable = list(self.names)
         self.versions = WeightStash(self.trainable) if plan.streamed else None
         self.begun: _BufferCopies | None = None
+        self._trained: _BufferCopies = {}  # buffers of before an evaluation
         self.optimizer = make_optimizer(spec, self.names, where)
         self.custom = isinstance(self.optimizer, NamedOptimizers) or needs_closure(self.optimizer)
         self.undo = StepUndo(self.optimizer, self.trainable)
@@ -244,6 +245,7 @@ class TorchReplica:
 
         They are what they were before anything of the step was done, in the step before it too.
         """
+        self.end_evaluation()
         attempt = _StepAttempt()
         before, self.begun = self.begun or self._kept(), None
         try:
@@ -262,7 +264,19 @@ class TorchReplica:
     def recall(self) -> None:
         """Restore the buffers from before any forward of the next step."""
         before, self.begun = self.begun, None
-        for name, (buffer, kept) in (before or {}).items():
+        self._put_back(before or {})
+
+    def begin_evaluation(self) -> None:
+        """Remember the buffers before the first batch of an evaluation: a model may carry state in them."""
+        self._trained = self._trained or self._kept()
+
+    def end_evaluation(self) -> None:
+        """Restore the buffers from before an evaluation: whether one came before a checkpoint must change no bit."""
+        before, self._trained = self._trained, {}
+        self._put_back(before)
+
+    def _put_back(self, before: _BufferCopies) -> None:
+        for name, (buffer, kept) in before.items():
             module, key = self._places[name]
             module._buffers[key] = buffer.detach().copy_(kept)
 
