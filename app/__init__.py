@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from trainwright.strategies.cost_model.estimator import estimate as estimate
     from trainwright.strategies.cost_model.machine_model import Calibration as Calibration
     from trainwright.strategies.search.plan_ranking import rank as rank
+    from trainwright.strategies.tensorflow.custom_loop import CustomLoop as CustomLoop
     from trainwright.tracking import experiment_trackers
 
     schedules = lr_schedules
@@ -102,6 +103,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "strategies.cost_model.estimator": ("Measurement", "calibrate", "estimate"),
     "strategies.cost_model.machine_model": ("Calibration",),
     "strategies.search.plan_ranking": ("rank",),
+    "strategies.tensorflow.custom_loop": ("CustomLoop",),
 }  # fmt: skip
 _HOMES = {name: f"trainwright.{module}" for module, names in _EXPORTS.items() for name in names}
 _MODULES = {

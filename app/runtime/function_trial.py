@@ -417,6 +417,11 @@ def _tried(task: TrialTask, layout: tuple[int, int]) -> PreflightResult:
         sums = with_states(engine.evaluate_step(_feed(task.evaluate), states), states)
         found = compute_states(sums + sums)  # as those of two ranks
         job.checkpointing.check_goals(found.totals)
+    if job.tensorflow.run == "fit":
+        try:
+            engine.warm(replace(feed, total=layout[0]))
+        except JobError as error:
+            return PreflightResult(divided=error)
     if framework != "torch" or time.process_time() - began_s > _DIVIDED_S:
         return PreflightResult()
     return PreflightResult(divided=_divided_problem(job, spec, task.train, layout))

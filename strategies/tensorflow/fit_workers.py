@@ -6,7 +6,7 @@ model's own `train_step`:
 
 | value               | what the batch has                                                                          |
 |---------------------|---------------------------------------------------------------------------------------------|
-| gradients           | sum of share * gradient, before the optimizer clips and applies them                        |
+| gradients           | sum of share * gradient, before the optimizer clips and applies them; rows are gathered    |
 | metrics             | their state variables count from 0 in a step; the sums are added to those before it         |
 | moving statistics   | the value before, and the sum of share * change                                             |
 | seeds of generators | each worker draws numbers of its own, and carries on those of the first                     |
@@ -34,10 +34,11 @@ from trainwright.core.engine import MetricStates, ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.plan import Plan
 from trainwright.core.topology import StateTag, StateTransfer
+from trainwright.strategies.tensorflow.custom_loop import CustomLoop, changed
 from trainwright.strategies.tensorflow.distillation.teacher_backend import digest
 from trainwright.strategies.tensorflow.keras_fit import CompiledModel, FitEngine, whole_batch
 from trainwright.strategies.tensorflow.strategy_engines import AtGivenAddresses, MultiWorkerMirrored
-from trainwright.strategies.tensorflow.tensorflow_compat import loss_functions
+from trainwright.strategies.tensorflow.tensorflow_compat import loss_functions, replaced
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
 from trainwright.strategies.tensorflow.training.train_state import KerasTrainState, inner_optimizer
 
@@ -105,6 +106,10 @@ class _WorkerSums:
                 sums[at] = tf.reshape(part, tf.shape(found[at]))
         return sums
 
+    def gather(self, value: Any) -> Any:
+        """Return the rows of all workers, in their order."""
+        return self._strategy.run(_all_gathered, args=(value,))
+
     def sum_now(self, values: Sequence[Any]) -> list[Any]:
         """Return sums over all workers outside of a step, by a compiled function."""
         found: list[Any] = self._compiled([tf.convert_to_tensor(value) for value in values])
@@ -114,6 +119,11 @@ class _WorkerSums:
 def _all_reduced(value: Any) -> Any:
     """Return the sum of one replica's value over all: of a copy, since the strategy asks for a value with a device."""
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(value))
+
+
+def _all_gathered(value: Any) -> Any:
+    """Return the rows of all replicas."""
+    return tf.distribute.get_replica_context().all_gather(tf.identity(value), axis=0)
 
 
 class _Unsaved:
@@ -142,6 +152,9 @@ class _CompiledOnWorkers(CompiledModel):
         super().__init__(spec, tf.distribute.get_strategy(), plan, caller)
         self._sums = sums
         self.model.jit_compile = False  # XLA has no sums over processes
+        self._adds = isinstance(self.model, CustomLoop) and self.model.reduction == "sum"
+        if isinstance(self.model, CustomLoop):
+            self.model.divide(sums.share)
         if type(self.model).test_step is keras.Model.test_step:
             self._check_metrics()
         self._test_function: Any = None
@@ -160,10 +173,10 @@ class _CompiledOnWorkers(CompiledModel):
             for each in model.non_trainable_variables
             if id(each) not in frozen and id(each.value) not in own and tf.as_dtype(each.dtype).is_floating
         ]
-        with _replaced(model, "train_step", partial(self._stepped, model.train_step, True)):
+        with replaced(model, "train_step", partial(self._stepped, model.train_step, True)):
             model.make_train_function(force=True)
         model.train_function = self._compiled(model.train_function)
-        with _replaced(model, "test_step", partial(self._stepped, model.test_step, False)):
+        with replaced(model, "test_step", partial(self._stepped, model.test_step, False)):
             model.make_test_function(force=True)
         self._test_function, model.test_function = self._compiled(model.test_function), None
 
@@ -222,7 +235,7 @@ class _CompiledOnWorkers(CompiledModel):
         found = [sums.weighted(each) if id(each) in by_batch else sums.counted(each) for each in metrics]
         found += [sums.weighted(each - old) for each, old in zip(kept, before[len(metrics) :], strict=True)]
         plain = {name: value for name, value in logs.items() if name not in model.get_metrics_result()}
-        own = [sums.weighted(_as_float(value)) for value in plain.values()]
+        own = [self._part(_as_float(value)) for value in plain.values()]
         *whole, wished = sums.sum([*found, *map(sums.of_first, seeds), *own, sums.wish])
         for variable, old, change in zip((*metrics, *kept), before, whole, strict=False):
             variable.assign(old + change)
@@ -244,23 +257,37 @@ class _CompiledOnWorkers(CompiledModel):
         """Have optimizers apply the gradients of all workers within the block."""
         with ExitStack() as stack:
             for optimizer in self._outer:
-                stack.enter_context(_replaced(optimizer, "apply", partial(self._apply, optimizer.apply)))
+                stack.enter_context(replaced(optimizer, "apply", partial(self._apply, optimizer.apply)))
             yield
 
     def _apply(self, apply: Callable[..., Any], gradients: Any, trainable_variables: Any = None) -> Any:
-        """Apply the gradients of all workers; a gradient can be None."""
-        whole = list(gradients)
-        places = [place for place, gradient in enumerate(whole) if gradient is not None]
-        for place, total in zip(places, self._sums.sum([self._sums.weighted(whole[at]) for at in places]), strict=True):
+        """Apply the gradients of all workers; a gradient can be None.
+
+        Rows of embeddings are not added here: Keras' optimizers square each of two gradients of one row.
+        """
+        whole = [changed(gradient, self._part) for gradient in gradients]
+        rows = [place for place, gradient in enumerate(whole) if isinstance(gradient, tf.IndexedSlices)]
+        places = [place for place, gradient in enumerate(whole) if gradient is not None and place not in rows]
+        for place, total in zip(places, self._sums.sum([whole[at] for at in places]), strict=True):
             whole[place] = total
+        for place in rows:
+            values, indices = (self._sums.gather(each) for each in (whole[place].values, whole[place].indices))
+            whole[place] = tf.IndexedSlices(values, indices, whole[place].dense_shape)
         return apply(whole, trainable_variables)
+
+    def _part(self, value: Any) -> Any:
+        """Return this worker's part of a loss or gradient of the batch: the value is a mean, or such a part itself."""
+        return self._sums.counted(tf.convert_to_tensor(value)) if self._adds else self._sums.weighted(value)
 
     @contextmanager
     def _whole_losses(self) -> Iterator[None]:
         """Within the block, have Keras scale losses so that their means by the workers' shares are of the batch."""
+        if self._adds:
+            yield
+            return
         with (
-            _replaced(loss_functions, "reduce_values", partial(self._reduced, loss_functions.reduce_values)),
-            _replaced(loss_functions, "apply_mask", partial(self._masked, loss_functions.apply_mask)),
+            replaced(loss_functions, "reduce_values", partial(self._reduced, loss_functions.reduce_values)),
+            replaced(loss_functions, "apply_mask", partial(self._masked, loss_functions.apply_mask)),
         ):
             yield
 
@@ -269,7 +296,8 @@ class _CompiledOnWorkers(CompiledModel):
         loss = reduce(values, sample_weight, reduction)
         if reduction == "sum" and values.shape.rank:
             return tf.math.divide_no_nan(loss, self._sums.share(loss.dtype))
-        if reduction in (None, "none") and values.shape.rank:
+        keras_step = type(self.model).train_step is keras.Model.train_step
+        if reduction in (None, "none") and values.shape.rank and keras_step:
             problem = f"a loss with reduction={reduction!r} is a sum over rows to Keras, and its log is not"
             raise JobError(
                 [f'{problem}: on several workers use "sum_over_batch_size" or "sum"'], where=self.caller.where
@@ -372,21 +400,6 @@ def _mute(callback: keras.callbacks.ModelCheckpoint) -> None:
     """Have a ModelCheckpoint decide, and write nothing."""
     set_model, callback.verbose = callback.set_model, 0
     callback.set_model = lambda _: set_model(_Unsaved())
-
-
-@contextmanager
-def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute within the block. Keras does not track it."""
-    own = vars(holder)
-    before = own.get(name)
-    object.__setattr__(holder, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            object.__delattr__(holder, name)
-        else:
-            object.__setattr__(holder, name, before)
 
 
 def _of_any_rows(step: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -27,6 +27,7 @@ from trainwright.core.engine import MetricStates, ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
 from trainwright.core.loss_api import takes_targets_first
 from trainwright.core.plan import Plan
+from trainwright.strategies.tensorflow.custom_loop import CustomLoop, check_drawn
 from trainwright.strategies.tensorflow.distillation.teacher_backend import digest
 from trainwright.strategies.tensorflow.strategy_engines import Mirrored, TensorFlowOneDevice
 from trainwright.strategies.tensorflow.tensorflow_compat import keras_mask, loss_functions
@@ -80,8 +81,9 @@ class CompiledModel:
             self._compile()
         elif given:
             raise JobError([f"model() returns a compiled model: leave {given} out"], where=caller.where)
-        with strategy.scope():
-            self.optimizer.build(self.model.trainable_variables)
+        if not isinstance(self.model, CustomLoop):  # which builds its optimizers in its step
+            with strategy.scope():
+                self.optimizer.build(self.model.trainable_variables)
         used: list[tf.Variable] = []
         if spec.sample is not None and type(self.model).train_step is keras.Model.train_step:
             given = keras.utils.unpack_x_y_sample_weight(self.data(spec.sample(), training=False))
@@ -96,7 +98,15 @@ class CompiledModel:
         }
         held = tf.train.Checkpoint(model=self.model, optimizer=self.optimizer, **self.carried)
         known = {id(_plain(each)) for each in tf.train.TrackableView(held).descendants()}
-        self.carried = {**self.carried, CARRIED_OTHERS: [each for each in used if id(each) not in known]}
+        slots = [_plain(each) for optimizer in self.optimizers for each in optimizer.variables]
+        known |= {id(part) for each in slots for part in strategy.experimental_local_results(each)}
+        others = [each for each in used if id(each) not in known]
+        if others and isinstance(self.model, CustomLoop):
+            problem = f"the steps of CustomLoop use the variable {others[0].name!r}, and no part of it holds that"
+            raise JobError(
+                [f"{problem}: give its model, optimizer, metric or seed generator by a name"], where=caller.where
+            )
+        self.carried = {**self.carried, CARRIED_OTHERS: others}
 
     @property
     def optimizer(self) -> Any:
@@ -145,6 +155,7 @@ class CompiledModel:
                 raise
             self._check_optimizers()
             return []
+        check_drawn(traced.graph, where)
         logs = traced.structured_outputs
         if not isinstance(logs, Mapping) or not logs:
             raise JobError(['train_step() returns no dict of values: return one, such as {"loss": loss}'], where=where)
@@ -176,6 +187,13 @@ class CompiledModel:
                 "not be resumed: call its build(variables) in model(), with the variables that it trains"
             )
             raise JobError([problem], where=self.caller.where)
+
+    def check_divided(self) -> None:
+        """Raise JobError if the parts of a batch do not add up to the batch in a `CustomLoop`."""
+        model, sample = self.model, self.spec.sample
+        if isinstance(model, CustomLoop) and sample is not None and self.strategy.num_replicas_in_sync == 1:
+            row = sample()
+            model.check_divided(lambda rows: self.data(_repeated(row, rows), training=True), self.caller.where)
 
     def _compile(self) -> None:
         spec, where = self.spec, self.caller.where
@@ -314,7 +332,8 @@ class _FitLoop:
             self._agree()
         finished = bool(model.stop_training) or compiled.step == self._total_steps
         if finished:
-            compiled.optimizer.finalize_variable_values(model.trainable_variables)
+            if not isinstance(model, CustomLoop):
+                compiled.optimizer.finalize_variable_values(model.trainable_variables)
             with self._user:
                 self._callbacks.on_train_end(logs)
         return StepReport(
@@ -361,6 +380,8 @@ class _FitLoop:
     def _results(self, logs: Any) -> dict[str, Any]:
         """Return the logs of a step: the metrics so far, over all replicas, or values of the step itself."""
         results = self._model.get_metrics_result()
+        if isinstance(self._model, CustomLoop):
+            return {**logs, **{name: value for name, value in results.items() if name in logs}}
         return dict(results if set(results) == set(logs) else logs)
 
     def _validate(self) -> dict[str, float]:
@@ -455,6 +476,8 @@ class FitEngine(TensorFlowEngine):
 
     def warm(self, feed: Feed) -> None:
         """Start the loop again at the current state. The first step compiles the function."""
+        if feed.total > 1:
+            self._guarded(self._compiled.check_divided)
         self._fit = self._guarded(lambda: _FitLoop(self._compiled, make_callbacks(self._compiled.spec, self._where)))
 
     def train_step(self, feed: Feed) -> StepReport:

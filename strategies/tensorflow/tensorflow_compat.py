@@ -66,3 +66,18 @@ def serialized_names() -> Iterator[dict[str, Any]]:
         yield found
     finally:
         object_registration.get_registered_name = name_of
+
+
+@contextmanager
+def replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute within the block. Keras does not track it."""
+    own = vars(holder)
+    before = own.get(name)
+    object.__setattr__(holder, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            object.__delattr__(holder, name)
+        else:
+            object.__setattr__(holder, name, before)

@@ -113,6 +113,16 @@ def test_a_gan_is_killed_and_resumed_without_a_trace(folder: Path, ray_cluster: 
     assert final_state(folder, "faulty") == final_state(tmp_path / "whole", "faulty")
 
 
+def test_a_custom_loop_on_two_workers_changes_no_bit_when_both_are_killed(
+    folder: Path, ray_cluster: None, tmp_path: Path
+) -> None:
+    tw.fit(keras_jobs.loop_job(tmp_path / "whole"))
+    kills = tuple(Kill(rank=rank, step=step, folder=str(tmp_path)) for rank, step in ((1, 7), (0, 13)))
+    run = tw.fit(keras_jobs.loop_job(folder, kills))
+    assert run.state == "done" and all(kill.mark.exists() for kill in kills)
+    assert final_state(folder, "faulty") == final_state(tmp_path / "whole", "faulty")
+
+
 def test_settings_of_keras_reach_the_workers(folder: Path, ray_cluster: None) -> None:
     import keras
 

@@ -199,6 +199,39 @@ def gan_job(folder: Path | str, kills: tuple[Kill, ...] = (), **fields: Any) -> 
     return fit_job(folder, **{**gan, **fields})
 
 
+def make_loop() -> Any:
+    """A custom training loop with dropout, a metric, and an optimizer for each of two parts."""
+    import keras
+    import tensorflow as tf
+
+    first = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(16, "tanh"), keras.layers.Dropout(0.1)])
+    last = keras.Sequential([keras.Input((16,)), keras.layers.Dense(CLASSES)])
+    optimizers = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1, momentum=0.9)
+    accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+
+    def train_step(inputs: Any) -> Any:
+        x, y = inputs
+        with tf.GradientTape(persistent=True) as tape:
+            outputs = last(first(x, training=True), training=True)
+            each = tf.nn.sparse_softmax_cross_entropy_with_logits(y, outputs)
+            loss = tf.nn.compute_average_loss(each, global_batch_size=BATCH)
+        for part, optimizer in zip((first, last), optimizers, strict=True):
+            optimizer.apply(tape.gradient(loss, part.trainable_weights), part.trainable_weights)
+        accuracy.update_state(y, outputs)
+        return loss
+
+    return tw.CustomLoop(
+        train_step, first=first, last=last, adam=optimizers[0], sgd=optimizers[1], accuracy=accuracy
+    )  # fmt: skip
+
+
+def loop_job(folder: Path | str, kills: tuple[Kill, ...] = (), **fields: Any) -> tw.Job:
+    """That loop on two workers; a kill strikes at the end of its step."""
+    two = {"workers": 2, "strategy": "tf_multi_worker_mirrored", "evaluate": None}
+    loop = {"model": make_loop, "optimizer": None, "loss": None}
+    return fit_job(folder, kills, **{**two, **loop, **fields})
+
+
 def pipeline(epoch: int) -> Any:
     """The rows by tf.data: as they lie in the first epoch, shuffled in others."""
     import tensorflow as tf

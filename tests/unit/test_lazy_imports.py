@@ -26,6 +26,7 @@ PUBLIC = {
     "doctor",
     "Calibration",
     "CallbackContext",
+    "CustomLoop",
     "Estimate",
     "Measurement",
     "calibrate",

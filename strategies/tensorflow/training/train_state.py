@@ -183,7 +183,9 @@ def build_model(spec: ModelSpec, strategy: tf.distribute.Strategy, plan: Plan, c
         if not (model.built and model.trainable_variables) and spec.sample is not None and has_call(model):
             _call_once(model, spec.sample(), caller)
     if not model.trainable_variables:
-        raise JobError(["model() has no variables that can be trained"], where=caller.where)
+        raise JobError(
+            ["model() has no variables that can be trained: build the model, or call it once"], where=caller.where
+        )
     return model
 
 

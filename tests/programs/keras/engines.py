@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import trainwright as tw
 from tests.support.conformance.harness import Pool, World
 from tests.support.conformance.rank import Files
 from trainwright.core.data import Feed, MetricSums, StepReport
-from trainwright.core.engine import ModelSpec
+from trainwright.core.engine import Engine, ModelSpec
 from trainwright.core.plan import Mesh, Plan, WorkerResources
 from trainwright.datasets.dataset import first_batch
 from trainwright.datasets.loading.batch_loader import BatchLoader
@@ -40,12 +40,14 @@ class Trained:
         reports: of its steps.
         means: of an evaluation at its end; empty where the job has no evaluation set.
         files: of a checkpoint at its end.
+        early: of one before its last two steps, of a run in this process.
         model: with its weights, where it was trained in this process.
     """
 
     reports: Sequence[StepReport]
     means: Mapping[str, float]
     files: Mapping[str, bytes]
+    early: Mapping[str, bytes] = field(default_factory=dict)
     model: Any = None
 
     @property
@@ -96,15 +98,25 @@ def train(job: tw.Job, files: Mapping[str, bytes] | None = None, steps: slice = 
         engine.load(Files(files))
     engine.warm(every[steps][0])
     reports: list[StepReport] = []
+    early: Mapping[str, bytes] = {}
     for feed in every[steps]:
+        if feed is every[steps][-2:][0]:
+            early = _saved(engine)
         reports.append(engine.train_step(feed))
         if reports[-1].finished:
             break
     judged = feeds(job, plan, evaluate=True) if job.evaluate is not None else []
     means = sum((engine.evaluate_step(feed) for feed in judged), MetricSums()).means()
-    saved = Files()
-    engine.save(engine.snapshot(), saved)
-    return Trained(reports=reports, means=means, files=saved.files, model=engine.replica.model)  # type: ignore[attr-defined]
+    return Trained(
+        reports=reports, means=means, files=_saved(engine), early=early,
+        model=engine.replica.model,  # type: ignore[attr-defined]
+    )  # fmt: skip
+
+
+def _saved(engine: Engine) -> Mapping[str, bytes]:
+    files = Files()
+    engine.save(engine.snapshot(), files)
+    return files.files
 
 
 def train_mirrored(pool: Pool, job: tw.Job) -> Trained:
@@ -124,20 +136,35 @@ def train_mirrored(pool: Pool, job: tw.Job) -> Trained:
 
 def train_on_workers(pool: Pool, given: tw.Job, workers: int = 2) -> Trained:
     """Train on workers of one device each; the job's functions are found by their names there."""
-    plan = replace(plan_of(given), engine=ON_WORKERS[given.tensorflow.run], mesh=Mesh(data=workers))
-    shares = _shares(given, plan)
-    judged = _shares(given, plan, evaluate=True) if given.evaluate is not None else []
-    with World(pool, "tensorflow", plan, spec_of(given, len(shares)), reusable=False) as world:
-        world.start(shares[0])
-        reports: list[StepReport] = []
-        for share in shares:
-            found = [report for (report,) in world.train([share])]
-            assert all(report == found[0] for report in found), "all workers report the same"
-            reports.append(found[0])
-            if found[0].finished:
-                break
-        sums = world.every("evaluate", lambda rank: ([step[rank] for step in judged],)) if judged else []
-        return Trained(reports=reports, means=sum(sums, MetricSums()).means(), files=world.files())
+    (trained,) = train_each_on_workers(pool, [given], workers)
+    return trained
+
+
+def train_each_on_workers(pool: Pool, jobs: Sequence[tw.Job], workers: int = 2) -> Iterator[Trained]:
+    """Train jobs of one kind and batch size, one after the other on the same workers."""
+    plan = replace(plan_of(jobs[0]), engine=ON_WORKERS[jobs[0].tensorflow.run], mesh=Mesh(data=workers))
+    specs = [spec_of(given, len(_shares(given, plan))) for given in jobs]
+    with World(pool, "tensorflow", plan, specs[0], reusable=False) as world:
+        world.form()
+        for given, spec in zip(jobs, specs, strict=True):
+            if spec is not specs[0]:
+                world.rebuild(spec)
+            yield _trained(world, given)
+
+
+def _trained(world: World, given: tw.Job) -> Trained:
+    shares = _shares(given, world.plan)
+    judged = _shares(given, world.plan, evaluate=True) if given.evaluate is not None else []
+    world.settle(0, shares[0])
+    reports: list[StepReport] = []
+    for share in shares:
+        found = [report for (report,) in world.train([share])]
+        assert all(report == found[0] for report in found), "all workers report the same"
+        reports.append(found[0])
+        if found[0].finished:
+            break
+    sums = world.every("evaluate", lambda rank: ([step[rank] for step in judged],)) if judged else []
+    return Trained(reports=reports, means=sum(sums, MetricSums()).means(), files=world.files())
 
 
 def _shares(given: tw.Job, plan: Plan, *, evaluate: bool = False) -> list[list[Feed]]:

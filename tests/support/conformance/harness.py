@@ -160,6 +160,11 @@ class World:
         self._tags: list[StateTag] = tags
         return tags
 
+    def rebuild(self, spec: ModelSpec) -> None:
+        """All build another job in the group that stands; `settle` follows."""
+        self.spec = spec
+        self._tags = self.every("build", lambda number: (spec, self.plan))
+
     def built(self, number: int) -> None:
         """This rank has built, in a group of its own."""
         self._built[number] = True
