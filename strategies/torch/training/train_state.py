@@ -264,7 +264,7 @@ class TorchReplica:
     def recall(self) -> None:
         """Restore the buffers from before any forward of the next step."""
         before, self.begun = self.begun, None
-        self._put_back(before or {})
+        _put_back(before or {}, self._places)
 
     def begin_evaluation(self) -> None:
         """Remember the buffers before the first batch of an evaluation: a model may carry state in them."""
@@ -273,12 +273,7 @@ class TorchReplica:
     def end_evaluation(self) -> None:
         """Restore the buffers from before an evaluation: whether one came before a checkpoint must change no bit."""
         before, self._trained = self._trained, {}
-        self._put_back(before)
-
-    def _put_back(self, before: _BufferCopies) -> None:
-        for name, (buffer, kept) in before.items():
-            module, key = self._places[name]
-            module._buffers[key] = buffer.detach().copy_(kept)
+        _put_back(before, self._places)
 
     def _kept(self) -> _BufferCopies:
         return {name: (buffer, buffer.detach().clone()) for name, buffer in self.named_buffers()}
@@ -305,6 +300,12 @@ class TorchReplica:
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context in which the parameters hold their average, if there is one."""
         return nullcontext() if self.average is None else self.average.in_place(self.step)
+
+
+def _put_back(before: _BufferCopies, places: Mapping[str, tuple[nn.Module, str]]) -> None:
+    for name, (buffer, kept) in before.items():
+        module, key = places[name]
+        module._buffers[key] = buffer.detach().copy_(kept)
 
 
 def add_gradient_hook(parameter: nn.Parameter, told: Callable[[Tensor], None]) -> RemovableHandle:
