@@ -39,7 +39,7 @@ from trainwright.strategies.tensorflow.keras_fit import CompiledModel, FitEngine
 from trainwright.strategies.tensorflow.strategy_engines import AtGivenAddresses, MultiWorkerMirrored
 from trainwright.strategies.tensorflow.tensorflow_compat import loss_functions
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
-from trainwright.strategies.tensorflow.training.train_state import KerasTrainState, inner_optimizer
+from trainwright.strategies.tensorflow.training.train_state import KerasTrainState, inner_optimizer, sum_options
 
 _WRITERS = (keras.callbacks.TensorBoard, keras.callbacks.CSVLogger, keras.callbacks.RemoteMonitor)
 _SEED_STRIDE = 1_000_003  # between the seeds of two workers
@@ -54,13 +54,14 @@ class _WorkerSums:
     Args:
         strategy: whose collectives compute the sums.
         rank, size: of this worker, and the number of workers.
+        options: of the collectives.
 
     Attributes:
         wished: whether some worker requested a stop in the last step.
     """
 
-    def __init__(self, strategy: Any, rank: int, size: int) -> None:
-        self._strategy, self.rank, self.size = strategy, rank, size
+    def __init__(self, strategy: Any, rank: int, size: int, options: Any) -> None:
+        self._strategy, self.rank, self.size, self._options = strategy, rank, size, options
         self._given = tf.Variable([1.0, 0.0], dtype=tf.float64, trainable=False)  # the share; 1 for a wish to stop
         self.wished = tf.Variable(0.0, dtype=tf.float32, trainable=False)
         self._compiled = tf.function(self.sum, autograph=False)
@@ -99,10 +100,9 @@ class _WorkerSums:
         sums = list(found)
         for kind in dict.fromkeys(value.dtype for value in found):
             places = [place for place, value in enumerate(found) if value.dtype == kind]
-            flat = tf.concat([tf.reshape(found[at], [-1]) for at in places], 0)
-            parts = tf.split(self._strategy.run(_all_reduced, args=(flat,)), [tf.size(found[at]) for at in places])
-            for at, part in zip(places, parts, strict=True):
-                sums[at] = tf.reshape(part, tf.shape(found[at]))
+            whole = self._strategy.run(self._all_reduced, args=([found[at] for at in places],))
+            for at, value in zip(places, whole, strict=True):
+                sums[at] = value
         return sums
 
     def sum_now(self, values: Sequence[Any]) -> list[Any]:
@@ -110,10 +110,10 @@ class _WorkerSums:
         found: list[Any] = self._compiled([tf.convert_to_tensor(value) for value in values])
         return found
 
-
-def _all_reduced(value: Any) -> Any:
-    """Return the sum of one replica's value over all: of a copy, since the strategy asks for a value with a device."""
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(value))
+    def _all_reduced(self, values: list[Any]) -> Any:
+        """Return sums over all replicas: of copies, since the strategy asks for values with a device."""
+        context, copies = tf.distribute.get_replica_context(), [tf.identity(value) for value in values]
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, copies, self._options)
 
 
 class _Unsaved:
@@ -360,7 +360,7 @@ class FitMultiWorker(FitEngine, MultiWorkerMirrored):
 
     def _made(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
         assert self._group is not None, "call form() first"
-        self._sums = _WorkerSums(self._strategy, self._group.rank, self._group.size)
+        self._sums = _WorkerSums(self._strategy, self._group.rank, self._group.size, sum_options(plan))
         return _CompiledOnWorkers(spec, plan, KerasCaller(spec=spec, where=self._where), self._sums)
 
 

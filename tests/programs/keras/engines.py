@@ -14,7 +14,7 @@ from tests.support.conformance.harness import Pool, World
 from tests.support.conformance.rank import Files
 from trainwright.core.data import Feed, MetricSums, StepReport
 from trainwright.core.engine import ModelSpec
-from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.core.plan import SUMMED_BY, Mesh, Plan, WorkerResources
 from trainwright.datasets.dataset import first_batch
 from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.strategies import single_rank_engine
@@ -60,6 +60,7 @@ def plan_of(job: tw.Job, devices: int = 1) -> Plan:
         strategy="programs", engine=ENGINES[job.tensorflow.run, devices], mesh=Mesh(data=devices),
         batch_size=job.batch_size,
         placement=WorkerResources(cpus=1), devices_per_worker=devices,
+        **{name: job.get(name) for name in SUMMED_BY if job.get(name) != job.default(name)},
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import signal
 import threading
@@ -33,6 +32,7 @@ from trainwright.core.topology import (
     WorkUnit,
 )
 from trainwright.driver.messages import PredictRequest
+from trainwright.strategies import engine_class
 
 NAN = float("nan")
 
@@ -102,10 +102,9 @@ class Session:
         self.kept: dict[str, StateSnapshot] = {}
         self.decoded: dict[int, Any] = {}
 
-    def open(self, path: str) -> int:
+    def open(self, plan: Plan) -> int:
         """Make a fresh engine; the process id."""
-        module, _, name = path.partition(":")
-        self.engine = getattr(importlib.import_module(module), name)()
+        self.engine = engine_class(plan)()
         if not gc.get_freeze_count():  # as a worker does: `leave` collects, and looks through all imports otherwise
             gc.freeze()
         return os.getpid()
