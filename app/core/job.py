@@ -418,10 +418,10 @@ class Job(_JobModel):
         inputs: column name or names given to the model, or the model's argument -> column:
             `{"input_ids": "tokens", "attention_mask": "tokens_mask"}` calls `model(input_ids=..., attention_mask=...)`.
         targets: column name or names given to loss and metrics; none where a Keras `train_step` takes inputs alone.
-        metrics: name -> (outputs, targets) -> one value per sample, or Terms; their mean is the metric. Of a torch
-            model also name -> a class, or a function without arguments, whose objects have `update(outputs, targets)`,
-            `merge(other)` and `compute() -> float`, such as metrics of torchmetrics (`lambda: F1Score(task="binary")`):
-            each rank updates one, and they are merged in the order of ranks.
+        metrics: name -> (outputs, targets) -> one value per sample, or Terms; their mean is the metric. Also name -> a
+            class, or a function without arguments, whose objects have `update(outputs, targets)`, `merge(other)` and
+            `compute() -> float`, such as metrics of torchmetrics (`lambda: F1Score(task="binary")`), or a metric of
+            Keras (`keras.metrics.AUC()`): each rank updates one, and they are merged in the order of ranks.
         batch_size: global, in samples: it means the same on 1 and on 1,000 workers.
         epochs: passes over the data, or virtual epochs of `epoch_samples`.
         storage: a folder, or `s3://`, `gs://`, `az://` with a bucket and a prefix.

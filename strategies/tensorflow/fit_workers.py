@@ -32,6 +32,7 @@ import tensorflow as tf
 from trainwright.core.data import Feed, MetricSums
 from trainwright.core.engine import MetricStates, ModelSpec
 from trainwright.core.errors import JobError
+from trainwright.core.metric_states import sum_problem
 from trainwright.core.plan import Plan
 from trainwright.core.topology import StateTag, StateTransfer
 from trainwright.strategies.tensorflow.distillation.teacher_backend import digest
@@ -305,13 +306,9 @@ class _CompiledOnWorkers(CompiledModel):
             model.test_function([data])
         states.append([np.asarray(each.numpy(), np.float64) for each in model.metrics_variables])
         model.reset_metrics()
-        for variable, none, once, twice in zip(model.metrics_variables, *states, strict=True):
-            if none.any() or not np.allclose(twice, 2 * once, rtol=1e-3, equal_nan=True):
-                problem = f"metric variable {variable.path!r} is no sum over batches"
-                raise JobError(
-                    [f"{problem}, so that it cannot be merged over workers: use workers=1, or another metric"],
-                    where=self.caller.where,
-                )
+        problem = sum_problem(model.metrics_variables, *states) if model.metrics_variables else ""
+        if problem:
+            raise JobError([problem], where=self.caller.where)
 
 
 class FitMultiWorker(FitEngine, MultiWorkerMirrored):

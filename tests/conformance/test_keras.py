@@ -123,9 +123,9 @@ def test_losses_and_metrics_of_keras(pool: Pool) -> None:
     assert again == pytest.approx(mean)
 
 
-def test_a_metric_that_is_no_mean_is_refused(pool: Pool) -> None:
-    with pytest.raises(JobError, match="AUC is no mean over samples"):
-        train(pool, ALONE, changed(metrics={"auc": keras.metrics.AUC()}))
+def test_a_metric_that_is_no_mean_is_no_loss(pool: Pool) -> None:
+    with pytest.raises(JobError, match="AUC is no mean over samples: it can be one of metrics=, and no loss"):
+        train(pool, ALONE, changed(loss=keras.metrics.AUC()))
 
 
 def decaying(variables: Any) -> Any:

@@ -14,6 +14,7 @@ from tests.support.conformance.harness import Pool, World
 from tests.support.conformance.rank import Files
 from trainwright.core.data import Feed, MetricSums, StepReport
 from trainwright.core.engine import ModelSpec
+from trainwright.core.metric_states import compute_states, metric_states, with_states
 from trainwright.core.plan import SUMMED_BY, Mesh, Plan, WorkerResources
 from trainwright.datasets.dataset import first_batch
 from trainwright.datasets.loading.batch_loader import BatchLoader
@@ -102,7 +103,9 @@ def train(job: tw.Job, files: Mapping[str, bytes] | None = None, steps: slice = 
         if reports[-1].finished:
             break
     judged = feeds(job, plan, evaluate=True) if job.evaluate is not None else []
-    means = sum((engine.evaluate_step(feed) for feed in judged), MetricSums()).means()
+    states = metric_states(job.metrics)
+    sums = with_states(sum((engine.evaluate_step(feed, states) for feed in judged), MetricSums()), states)
+    means = compute_states(sums).means()
     saved = Files()
     engine.save(engine.snapshot(), saved)
     return Trained(reports=reports, means=means, files=saved.files, model=engine.replica.model)  # type: ignore[attr-defined]
@@ -119,7 +122,7 @@ def train_mirrored(pool: Pool, job: tw.Job) -> Trained:
         means: Mapping[str, float] = {}
         if judged:
             (sums,) = world.every("evaluate", lambda rank: (judged,))
-            means = sums.means()
+            means = compute_states(sums).means()
         return Trained(reports=reports, means=means, files=world.files())
 
 
@@ -138,7 +141,7 @@ def train_on_workers(pool: Pool, given: tw.Job, workers: int = 2) -> Trained:
             if found[0].finished:
                 break
         sums = world.every("evaluate", lambda rank: ([step[rank] for step in judged],)) if judged else []
-        return Trained(reports=reports, means=sum(sums, MetricSums()).means(), files=world.files())
+        return Trained(reports=reports, means=compute_states(sum(sums, MetricSums())).means(), files=world.files())
 
 
 def _shares(given: tw.Job, plan: Plan, *, evaluate: bool = False) -> list[list[Feed]]:
