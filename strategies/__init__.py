@@ -45,7 +45,8 @@ def current_engine(engine: str) -> str:
 def engine_class(plan: Plan) -> type[Engine]:
     """Import the engine class of a plan.
 
-    The Keras backend and the name of the TPU are set in the environment first, where their frameworks read them.
+    The Keras backend and the name of the TPU are set in the environment first, where their frameworks read them. The
+    class of a plan with `cross_device_ops` has them as an attribute, since it opens its strategy before it is built.
     """
     if plan.keras_backend:
         os.environ["KERAS_BACKEND"] = plan.keras_backend
@@ -53,7 +54,7 @@ def engine_class(plan: Plan) -> type[Engine]:
         os.environ["TPU_NAME"] = plan.tpu
     module, name = plan.engine.split(":")
     engine: type[Engine] = getattr(load_module(module), name)
-    return engine
+    return type(name, (engine,), {"cross_device_ops": plan.cross_device_ops}) if plan.cross_device_ops else engine
 
 
 def single_rank_engine(spec: ModelSpec, plan: Plan, *, guest: bool = False) -> Engine:

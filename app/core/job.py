@@ -29,14 +29,12 @@ from trainwright.core.errors import JobError, PlanError, nearest
 from trainwright.core.initial_weights import InitialWeights, WeightSource
 from trainwright.core.loss_api import has_sum_reduction
 from trainwright.core.metric_goals import EarlyStop, check_goals, goals_of
-from trainwright.core.plan import Plan, single_device_spec
-from trainwright.core.strict_model import StrictModel, data_problem, function_problem
+from trainwright.core.plan import SUMMED_BY, Plan, single_device_spec
+from trainwright.core.strict_model import StrictModel, data_problem, function_problem, parse_duration
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
 from trainwright.core.weight_average import WeightAverage
 
 ColumnNames = tuple[str, ...]
-_DURATION = re.compile("".join(rf"(?:([\d.]+){unit})?" for unit in "dhms"))
-_UNITS_S = (86_400, 3_600, 60, 1)
 
 
 class _JobModel(StrictModel):
@@ -316,12 +314,7 @@ class Checkpointing(_OptionGroup):
     @classmethod
     def _seconds(cls, given: Any) -> Any:
         """Convert a text such as `2h30m` to seconds."""
-        if not isinstance(given, str):
-            return given
-        parts = _DURATION.fullmatch(given.replace(" ", ""))
-        if parts is None or not any(parts.groups()):
-            raise ValueError("give seconds, or a text such as 2h30m")
-        return sum(float(number) * unit for number, unit in zip(parts.groups(default="0"), _UNITS_S, strict=True))
+        return parse_duration(given) if isinstance(given, str) else given
 
     @property
     def goals(self) -> dict[str, str]:
@@ -351,6 +344,9 @@ class TensorFlow(_OptionGroup):
             worker's host, else the one named in its environment.
         devices: number of devices that each worker drives, for strategies that drive several (`tf_mirrored`); by
             default all accelerators of its node, or logical devices of its CPU.
+        cross_device_ops: how `tf_mirrored` sums over devices; by default TensorFlow chooses.
+        communication: how `tf_multi_worker_mirrored` sums over workers; with `auto`, TensorFlow chooses.
+        bytes_per_pack: about how many bytes of gradients `tf_multi_worker_mirrored` sums at a time; 0 for all of them.
     """
 
     run: Literal["step", "fit"] = "step"
@@ -358,6 +354,9 @@ class TensorFlow(_OptionGroup):
     tf_config: Literal["own", "environment"] = "own"
     tpu: str | None = None
     devices: Annotated[int, Field(ge=1)] | None = None
+    cross_device_ops: Literal["nccl", "hierarchical_copy", "reduce_to_one_device"] | None = None
+    communication: Literal["auto", "ring", "nccl"] = "auto"
+    bytes_per_pack: Annotated[int, Field(ge=0)] = 0
 
 
 GROUPS: Mapping[str, type[_OptionGroup]] = {
@@ -382,7 +381,8 @@ FIELD_ORDER: ColumnNames = (
     "drop_last", "checkpoint_steps", "keeper_s", "keep", "evaluate_epochs", "inexact", "batch_norm", "local_state",
     "tensor_plan", "failures", "failures_an_hour", "place_deadline_s", "on_error", "on_nonfinite", "max_loss_ratio",
     "on_spike", "on_crash_loop", "skip_limit", "hang_deadline_s", "trackers", "schedule_by", "schedule_metric",
-    "weight_average", "save_frozen", "weight", "best", "early_stop", "max_time", "initial_weights",
+    "weight_average", "save_frozen", "weight", "best", "early_stop", "max_time", "initial_weights", "cross_device_ops",
+    "communication", "bytes_per_pack",
 )  # fmt: skip
 """Fields of a job and its groups by their own names, in the order of stored descriptions. New ones go to the end."""
 
@@ -418,10 +418,10 @@ class Job(_JobModel):
         inputs: column name or names given to the model, or the model's argument -> column:
             `{"input_ids": "tokens", "attention_mask": "tokens_mask"}` calls `model(input_ids=..., attention_mask=...)`.
         targets: column name or names given to loss and metrics; none where a Keras `train_step` takes inputs alone.
-        metrics: name -> (outputs, targets) -> one value per sample, or Terms; their mean is the metric. Of a torch
-            model also name -> a class, or a function without arguments, whose objects have `update(outputs, targets)`,
-            `merge(other)` and `compute() -> float`, such as metrics of torchmetrics (`lambda: F1Score(task="binary")`):
-            each rank updates one, and they are merged in the order of ranks.
+        metrics: name -> (outputs, targets) -> one value per sample, or Terms; their mean is the metric. Also name -> a
+            class, or a function without arguments, whose objects have `update(outputs, targets)`, `merge(other)` and
+            `compute() -> float`, such as metrics of torchmetrics (`lambda: F1Score(task="binary")`), or a metric of
+            Keras (`keras.metrics.AUC()`): each rank updates one, and they are merged in the order of ranks.
         batch_size: global, in samples: it means the same on 1 and on 1,000 workers.
         epochs: passes over the data, or virtual epochs of `epoch_samples`.
         storage: a folder, or `s3://`, `gs://`, `az://` with a bucket and a prefix.
@@ -509,9 +509,9 @@ class Job(_JobModel):
         Micro-batches stay as `accumulation=` or `plan=` pins them.
         """
         plan = single_device_spec(self.planning.plan or "") or None
-        one = {"workers": 1, "min_workers": None, "max_workers": None, "devices": 1, "strategy": None, "plan": plan}
-        apart = {"consistency": None, "wire": "full", "local_steps": 1, "outer": None}
-        return self.replace(**{**one, **apart, **fields})
+        several = ("min_workers", "max_workers", "strategy", "consistency", "wire", "local_steps", "outer", *SUMMED_BY)
+        one = {"workers": 1, "devices": 1, "plan": plan, **{name: self.default(name) for name in several}}
+        return self.replace(**{**one, **fields})
 
     def start_deadline_s(self, cluster: Cluster) -> float:
         """Return the seconds to wait until a cluster has started the workers."""

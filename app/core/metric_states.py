@@ -6,7 +6,7 @@ value once, so that it is exact over micro-batches and ranks.
 
 A job names a class, or a function without arguments, whose objects have `update(outputs, targets)`, `compute()`, and
 `merge(other)` or, as in torcheval, `merge_state(others)`. Metrics of torchmetrics are merged by their states, as
-torchmetrics itself does between processes.
+torchmetrics itself does between processes. Those of Keras are merged by their variables, which are sums over batches.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from trainwright.core.data import MetricSums
 from trainwright.core.errors import JobError, user_code
@@ -36,6 +39,8 @@ def is_stateful(metric: Any) -> bool:
     made = metric
     while isinstance(made, functools.partial):
         made = made.func
+    if _is_keras_metric(made):
+        return True
     if is_keras_function(made):
         return False
     if callable(getattr(made, "update", None)) and callable(getattr(made, "compute", None)):
@@ -45,6 +50,13 @@ def is_stateful(metric: Any) -> bool:
     except (TypeError, ValueError):  # of a function that is not Python's
         return False
     return _accepts(signature) and not _accepts(signature, "outputs", "targets")
+
+
+def _is_keras_metric(made: Any) -> bool:
+    """Return whether it is a class of Keras' metrics, or an object of one that is no mean of a function's values."""
+    whole = isinstance(made, type)
+    names = {kind.__name__ for kind in (made if whole else type(made)).__mro__ if is_keras_function(kind)}
+    return "Metric" in names and (whole or "MeanMetricWrapper" not in names)
 
 
 def _accepts(signature: inspect.Signature, *arguments: str) -> bool:
@@ -65,8 +77,13 @@ class MetricState:
 
     def __init__(self, name: str, metric: Any) -> None:
         with user_code(f"metric {name!r}", _REMEDY):
-            whole = not isinstance(metric, type | functools.partial) and callable(getattr(metric, "update", None))
-            self.metric = copy.deepcopy(metric) if whole else metric()
+            whole = not isinstance(metric, type | functools.partial)
+            if whole and _is_keras_metric(metric):
+                metric = functools.partial(type(metric).from_config, metric.get_config())
+                whole = False
+            self.metric = copy.deepcopy(metric) if whole and callable(getattr(metric, "update", None)) else metric()
+            if callable(getattr(self.metric, "update_state", None)) and callable(getattr(self.metric, "result", None)):
+                self.metric = KerasMetric(metric, self.metric)
         if not all(callable(getattr(self.metric, each, None)) for each in ("update", "compute")):
             kind = type(self.metric).__name__
             raise JobError([f"metric {name!r} made a {kind}, which has no update() and compute(): {_PROTOCOL}"])
@@ -77,6 +94,90 @@ class MetricState:
         """Add the rows of a micro-batch."""
         self.updated = True
         self._update(outputs, targets)
+
+
+class KerasMetric:
+    """A metric of Keras with the methods of other metrics with state.
+
+    It is pickled as what makes it, a row, by which another process makes its variables, and their values.
+
+    Args:
+        make: makes the metric.
+        made: one that was made.
+    """
+
+    def __init__(self, make: Callable[[], Any], made: Any) -> None:
+        self._make, self._made = make, made
+        self._row: tuple[npt.NDArray[Any], ...] = ()
+        self._problem = ""
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Add rows. Raises JobError where the model has several outputs, or the job several targets."""
+        for what, value in (("outputs", outputs), ("targets", targets)):
+            if not hasattr(value, "shape"):
+                problem = f"a metric of Keras takes one tensor, and the {what} are a {type(value).__name__}"
+                raise JobError([f"{problem}: give a class that has update(outputs, targets), merge() and compute()"])
+        if not self._row:
+            self._begin(outputs, targets)
+        self._made.update_state(targets, outputs)
+
+    def _begin(self, outputs: Any, targets: Any) -> None:
+        """Keep a row, and try whether the variables are sums: rows twice must count twice."""
+        self._row = tuple(_to_numpy(value[:1]) for value in (targets, outputs))
+        found = []
+        for _ in range(2):
+            self._made.update_state(targets, outputs)
+            found.append(self._values())
+        self._made.reset_state()
+        self._problem = sum_problem(self._made.variables, self._values(), *found)
+
+    def _values(self) -> list[npt.NDArray[Any]]:
+        return [_to_numpy(each.value) for each in self._made.variables]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KerasMetric._received, (self._make, self._row, self._values(), self._problem)
+
+    @classmethod
+    def _received(
+        cls, make: Callable[[], Any], row: tuple[npt.NDArray[Any], ...], values: list[npt.NDArray[Any]], problem: str
+    ) -> KerasMetric:
+        metric = cls(make, make())
+        metric._row, metric._problem = row, problem
+        metric._made.update_state(*row)
+        for variable, value in zip(metric._made.variables, values, strict=True):
+            variable.assign(value)
+        return metric
+
+    def merge(self, other: KerasMetric) -> None:
+        """Add the sums of another rank. Raises JobError for a metric whose state is no sum."""
+        if self._problem:
+            raise JobError([self._problem])
+        for variable, value in zip(self._made.variables, other._values(), strict=True):
+            variable.assign(_to_numpy(variable.value) + value)
+
+    def compute(self) -> Any:
+        """Return the value."""
+        return self._made.result()
+
+
+def sum_problem(variables: Sequence[Any], none: Sequence[Any], once: Sequence[Any], twice: Sequence[Any]) -> str:
+    """Return why the variables of Keras' metrics cannot be summed over workers; empty where they can.
+
+    Args:
+        none, once, twice: their values, as arrays, after no, one and two updates with the same rows.
+    """
+    said = 'so that it cannot be merged over workers: use run="fit" with workers=1, or another metric'
+    if not variables:
+        return f"the metric has no variables of Keras, {said}"
+    for variable, before, first, second in zip(variables, none, once, twice, strict=True):
+        if np.any(before) or not np.allclose(second, 2 * np.asarray(first, np.float64), rtol=1e-3, equal_nan=True):
+            return f"metric variable {variable.path!r} is no sum over batches, {said}"
+    return ""
+
+
+def _to_numpy(value: Any) -> npt.NDArray[Any]:
+    """Return a tensor of any framework as an array."""
+    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
 
 
 def metric_states(metrics: Mapping[str, Any]) -> dict[str, MetricState]:

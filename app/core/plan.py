@@ -134,6 +134,7 @@ class Plan:
         offload: the state that `zero` divides is kept and updated in host memory.
         servers: number of parameter servers, where workers step asynchronously.
         tpu: name of the job's TPU.
+        cross_device_ops, communication, bytes_per_pack: as in a job; where TensorFlow chooses, empty, `auto` and 0.
         in_flight: most steps that a coordinator has begun and not completed.
         consistency: how far asynchronous workers may be apart (see `Consistency.parse`).
         wire: compression of pushed gradients: `full`, `fp16`, `bf16`, `int8` or `topk(share)`.
@@ -166,6 +167,9 @@ class Plan:
     servers: int = 0
     in_flight: int = 1
     tpu: str = ""
+    cross_device_ops: str = ""
+    communication: str = "auto"
+    bytes_per_pack: int = 0
     consistency: str = ""
     wire: str = "full"
     local_steps: int = 1
@@ -285,6 +289,14 @@ class Plan:
             inputs=stage == 0,
             targets=stage == loss_stage(self.schedule, stages=self.mesh.pipeline, chunks=self.chunks),
         )
+
+
+SUMMED_BY: Mapping[str, str] = {
+    "cross_device_ops": "tf_mirrored",
+    "communication": "tf_multi_worker_mirrored",
+    "bytes_per_pack": "tf_multi_worker_mirrored",
+}
+"""Options of how TensorFlow sums over devices or workers, and the strategy that has each."""
 
 
 @dataclass(frozen=True, kw_only=True)

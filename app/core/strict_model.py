@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from trainwright.core.engine import takes_optimizer, unset_parameters
 from trainwright.core.errors import JobError, nearest
 
+_DURATION = re.compile("".join(rf"(?:([\d.]+){unit})?" for unit in "dhms"))
+_UNITS_S = (86_400, 3_600, 60, 1)
+_LITERAL = re.compile(r"'([^']*)'")  # a value that pydantic expects
 _ALTERNATIVE = re.compile(r"literal\[|constrained-|callable$|tuple\[|dict\[")  # pydantic's names of a union's members
 
 
@@ -69,8 +72,18 @@ def _problems(error: ValidationError, kind: type[StrictModel]) -> list[str]:
         elif parts[0] not in explained:
             field = f"{'.'.join(part for part in parts if not _ALTERNATIVE.match(part))}={item['input']!r}"
             said = f"{item['msg'][0].lower()}{item['msg'][1:]}"
+            if item["type"] == "literal_error":
+                said = nearest(str(item["input"]), _LITERAL.findall(item["ctx"]["expected"]))
             wrong[field] = f"{wrong[field]}, or {said}" if field in wrong else said
     return problems + [f"{field}: {said}" for field, said in wrong.items()]
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of a text such as `2h30m`. Raises ValueError."""
+    parts = _DURATION.fullmatch(text.replace(" ", ""))
+    if parts is None or not any(parts.groups()):
+        raise ValueError("give seconds, or a text such as 2h30m")
+    return sum(float(number) * unit for number, unit in zip(parts.groups(default="0"), _UNITS_S, strict=True))
 
 
 # --- Misplaced objects ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 from trainwright.core.events import CODE_FIELD
 from trainwright.core.initial_weights import InitialWeights
 from trainwright.core.job import FIELD_ORDER, GROUP_OF, Job
+from trainwright.core.plan import SUMMED_BY
 from trainwright.core.redaction import redact
 from trainwright.datasets.dataset import Index
 from trainwright.planning.code_fingerprint import (
@@ -27,7 +28,7 @@ _FREE = frozenset(
         "preflight", "accelerator", "checkpoint_steps", "keeper_s", "keep", "failures", "on_crash_loop",
         "failures_an_hour", "place_deadline_s", "hang_deadline_s", "evaluate_epochs", "skip_limit", "preemption_s",
         "replace_stragglers", "devices", "tf_config",
-        "tpu", "trackers", "code", "best", "early_stop", "max_time",
+        "tpu", "trackers", "code", "best", "early_stop", "max_time", *SUMMED_BY,
     }
 )  # fmt: skip
 _DATA = ", data "  # the text behind it identifies a data set's content, wherever it is stored

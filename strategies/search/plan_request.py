@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from trainwright.core.cluster import Cluster
 from trainwright.core.engine import takes_optimizer
 from trainwright.core.errors import PlanError
 from trainwright.core.model_profile import ModelProfile
-from trainwright.core.plan import Mesh, Plan, PlanConstraints, WorkerResources
+from trainwright.core.plan import SUMMED_BY, Mesh, Plan, PlanConstraints, WorkerResources
 from trainwright.core.topology import Consistency, GradientCompression, OuterOptimizer
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class PlanRequest:
         replicated: options that need all of the model on each worker.
         torch_option: an option that parameter servers and TensorFlow do not have; empty for none.
         workers, min_workers, max_workers, devices, accumulation, inexact, run, compile, tf_config, tpu: as in `Job`.
+        sums: the job's options of how TensorFlow sums, by name; those with their defaults are left out.
     """
 
     profile: ModelProfile
@@ -71,6 +72,7 @@ class PlanRequest:
     compile: str = "auto"
     tf_config: str = "own"
     tpu: str | None = None
+    sums: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, job: Job, profile: ModelProfile, cluster: Cluster) -> PlanRequest:
@@ -107,6 +109,7 @@ class PlanRequest:
             compile=job.training.compile,
             tf_config=job.tensorflow.tf_config,
             tpu=job.tensorflow.tpu,
+            sums={name: job.get(name) for name in SUMMED_BY if job.get(name) != job.default(name)},
         )
 
     @property
@@ -183,6 +186,7 @@ class PlanRequest:
             keras_backend=self.profile.keras_backend,
             sequence=mesh.tensor > 1 and bool(self.pins.choices.get("sequence")),
             notes=self._inexact_notes if mesh.data_ranks > 1 else (),
+            **self.sums,
             **choices,  # type: ignore[arg-type]
         )
 
@@ -224,6 +228,16 @@ class PlanRequest:
             raise Refusal(f"{self.torch_option} is for torch models", hint)
         if self.torch_option and asynchronous:
             raise Refusal(f"its servers do not have {self.torch_option}", "leave it out, or use data_parallel")
+
+    def check_sums(self, strategy: str) -> None:
+        """Raise Refusal where the strategy or the cluster does not have the job's way to sum."""
+        for name, value in self.sums.items():
+            if self.profile.framework != "tensorflow":
+                raise Refusal(f"{name}={value!r} is for models of TensorFlow", "leave it out")
+            if strategy != SUMMED_BY[name]:
+                raise Refusal(f"it has no {name}=", f"leave {name}={value!r} out, or use {SUMMED_BY[name]}")
+            if value == "nccl" and self.cluster.accelerator != "GPU":
+                raise Refusal(f'{name}="nccl" sums over GPUs, and the cluster has none', f"leave {name}= out")
 
     def check_tpu(self) -> None:
         """Raise Refusal on TPUs, where only tf_tpu can run the model."""

@@ -101,6 +101,7 @@ class Strategy:
     def _propose(self, request: PlanRequest) -> _Proposals:
         request.check_replicas(self.name)
         request.check_torch_option(asynchronous=self.asynchronous)
+        request.check_sums(self.name)
         if request.run == "fit" and not self.fit:
             framework = request.profile.framework
             no_fit = "and it has no such strategy" if framework == "tensorflow" else f"and this model is of {framework}"

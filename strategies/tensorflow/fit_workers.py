@@ -32,6 +32,7 @@ import tensorflow as tf
 from trainwright.core.data import Feed, MetricSums
 from trainwright.core.engine import MetricStates, ModelSpec
 from trainwright.core.errors import JobError
+from trainwright.core.metric_states import sum_problem
 from trainwright.core.plan import Plan
 from trainwright.core.topology import StateTag, StateTransfer
 from trainwright.strategies.tensorflow.custom_loop import CustomLoop, changed
@@ -40,7 +41,7 @@ from trainwright.strategies.tensorflow.keras_fit import CompiledModel, FitEngine
 from trainwright.strategies.tensorflow.strategy_engines import AtGivenAddresses, MultiWorkerMirrored
 from trainwright.strategies.tensorflow.tensorflow_compat import loss_functions, replaced
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
-from trainwright.strategies.tensorflow.training.train_state import KerasTrainState, inner_optimizer
+from trainwright.strategies.tensorflow.training.train_state import KerasTrainState, inner_optimizer, sum_options
 
 _WRITERS = (keras.callbacks.TensorBoard, keras.callbacks.CSVLogger, keras.callbacks.RemoteMonitor)
 _SEED_STRIDE = 1_000_003  # between the seeds of two workers
@@ -55,13 +56,14 @@ class _WorkerSums:
     Args:
         strategy: whose collectives compute the sums.
         rank, size: of this worker, and the number of workers.
+        options: of the collectives.
 
     Attributes:
         wished: whether some worker requested a stop in the last step.
     """
 
-    def __init__(self, strategy: Any, rank: int, size: int) -> None:
-        self._strategy, self.rank, self.size = strategy, rank, size
+    def __init__(self, strategy: Any, rank: int, size: int, options: Any) -> None:
+        self._strategy, self.rank, self.size, self._options = strategy, rank, size, options
         self._given = tf.Variable([1.0, 0.0], dtype=tf.float64, trainable=False)  # the share; 1 for a wish to stop
         self.wished = tf.Variable(0.0, dtype=tf.float32, trainable=False)
         self._compiled = tf.function(self.sum, autograph=False)
@@ -100,10 +102,9 @@ class _WorkerSums:
         sums = list(found)
         for kind in dict.fromkeys(value.dtype for value in found):
             places = [place for place, value in enumerate(found) if value.dtype == kind]
-            flat = tf.concat([tf.reshape(found[at], [-1]) for at in places], 0)
-            parts = tf.split(self._strategy.run(_all_reduced, args=(flat,)), [tf.size(found[at]) for at in places])
-            for at, part in zip(places, parts, strict=True):
-                sums[at] = tf.reshape(part, tf.shape(found[at]))
+            whole = self._strategy.run(self._all_reduced, args=([found[at] for at in places],))
+            for at, value in zip(places, whole, strict=True):
+                sums[at] = value
         return sums
 
     def gather(self, value: Any) -> Any:
@@ -115,10 +116,10 @@ class _WorkerSums:
         found: list[Any] = self._compiled([tf.convert_to_tensor(value) for value in values])
         return found
 
-
-def _all_reduced(value: Any) -> Any:
-    """Return the sum of one replica's value over all: of a copy, since the strategy asks for a value with a device."""
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(value))
+    def _all_reduced(self, values: list[Any]) -> Any:
+        """Return sums over all replicas: of copies, since the strategy asks for values with a device."""
+        context, copies = tf.distribute.get_replica_context(), [tf.identity(value) for value in values]
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, copies, self._options)
 
 
 def _all_gathered(value: Any) -> Any:
@@ -333,13 +334,9 @@ class _CompiledOnWorkers(CompiledModel):
             model.test_function([data])
         states.append([np.asarray(each.numpy(), np.float64) for each in model.metrics_variables])
         model.reset_metrics()
-        for variable, none, once, twice in zip(model.metrics_variables, *states, strict=True):
-            if none.any() or not np.allclose(twice, 2 * once, rtol=1e-3, equal_nan=True):
-                problem = f"metric variable {variable.path!r} is no sum over batches"
-                raise JobError(
-                    [f"{problem}, so that it cannot be merged over workers: use workers=1, or another metric"],
-                    where=self.caller.where,
-                )
+        problem = sum_problem(model.metrics_variables, *states) if model.metrics_variables else ""
+        if problem:
+            raise JobError([problem], where=self.caller.where)
 
 
 class FitMultiWorker(FitEngine, MultiWorkerMirrored):
@@ -388,7 +385,7 @@ class FitMultiWorker(FitEngine, MultiWorkerMirrored):
 
     def _made(self, spec: ModelSpec, plan: Plan) -> KerasTrainState:
         assert self._group is not None, "call form() first"
-        self._sums = _WorkerSums(self._strategy, self._group.rank, self._group.size)
+        self._sums = _WorkerSums(self._strategy, self._group.rank, self._group.size, sum_options(plan))
         return _CompiledOnWorkers(spec, plan, KerasCaller(spec=spec, where=self._where), self._sums)
 
 

@@ -16,6 +16,11 @@ from trainwright.strategies.common.socket_transport import bind_socket, own_host
 from trainwright.strategies.tensorflow.tensorflow_engine import TensorFlowEngine
 
 _TF_CONFIG = "TF_CONFIG"
+_CROSS_DEVICE_OPS = {
+    "nccl": tf.distribute.NcclAllReduce,
+    "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
+    "reduce_to_one_device": tf.distribute.ReductionToOneDevice,
+}
 _ALL_DEVICES = Capabilities(reform="new_process", topology="collective", devices_per_worker=None, xla=True)
 
 
@@ -29,14 +34,20 @@ class TensorFlowOneDevice(TensorFlowEngine):
 
 
 class Mirrored(TensorFlowEngine):
-    """`MirroredStrategy`: a replica on each device of one worker; gradients are summed between them."""
+    """`MirroredStrategy`: a replica on each device of one worker; gradients are summed between them.
+
+    Attributes:
+        cross_device_ops: of the plan; empty where TensorFlow chooses.
+    """
 
     capabilities: ClassVar[Capabilities] = _ALL_DEVICES
+    cross_device_ops: ClassVar[str] = ""
 
     def open_strategy(self, group: Group) -> Any:
         """Open the strategy on the worker's devices; several devices of a CPU are logical ones."""
         assert group.size == 1, "the devices of one node are driven by one worker"
-        return tf.distribute.MirroredStrategy(_device_names(group))
+        sums = _CROSS_DEVICE_OPS[self.cross_device_ops]() if self.cross_device_ops else None
+        return tf.distribute.MirroredStrategy(_device_names(group), cross_device_ops=sums)
 
 
 class CentralStorage(TensorFlowEngine):

@@ -154,8 +154,8 @@ class TensorFlowEngine(ABC):
         return self._guarded(lambda: self._ready().train(feed))
 
     def evaluate_step(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
-        """Return local sums of `loss` and the metrics. Raises UserCodeError, JobError."""
-        return self._guarded(lambda: self._evaluating().evaluate(feed))
+        """Return local sums of `loss` and the metrics, and update those with state. Raises UserCodeError, JobError."""
+        return self._guarded(lambda: self._evaluating().evaluate(feed, states))
 
     def predict_step(self, feed: Feed) -> Columns:
         """Return the model's outputs for the feed's rows. Raises UserCodeError, JobError."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -58,12 +61,55 @@ def usual(pool: Pool) -> tuple[list[StepReport], dict[str, float], dict[str, Any
     return train(pool, MIRRORED, changed())
 
 
+@functools.cache
+def alone(pool: Pool) -> tuple[list[StepReport], dict[str, float], dict[str, Any]]:
+    """What one device comes to."""
+    return train(pool, ALONE, changed())
+
+
 @pytest.mark.parametrize("how", ["eager", "xla"])
 def test_eager_and_xla_train_the_same(pool: Pool, how: str) -> None:
     compiled, mean, _ = usual(pool)
     other, again, _ = train(pool, MIRRORED, changed(compile=how))
     assert losses_of(other) == pytest.approx(losses_of(compiled), rel=1e-12)
     assert again == pytest.approx(mean, rel=1e-12)
+
+
+def noted(path: str) -> Any:
+    """Make the model of the problem in a process that writes what TensorFlow logs of its sums to a file."""
+    tf.get_logger().setLevel("INFO")
+    tf.get_logger().addHandler(logging.FileHandler(path))
+    return tensorflow_case.spec(PROBLEM).model()
+
+
+SUMMED: tuple[tuple[str, int, dict[str, Any], str], ...] = (
+    ("tf-mirrored", 1, {"cross_device_ops": "hierarchical_copy"}, "with algorithm = hierarchical_copy"),
+    ("tf-mirrored", 1, {"cross_device_ops": "reduce_to_one_device"}, r"Reduce to .* then broadcast"),
+    (
+        "tf-multi-worker-mirrored", 2, {"communication": "ring", "bytes_per_pack": 64},
+        r"group_size = 2, implementation = \S*RING, num_packs = [2-9]",
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "workers", "sums", "logged"), SUMMED)
+def test_sums_are_computed_as_the_plan_says_and_equal_one_device(
+    pool: Pool, tmp_path: Path, name: str, workers: int, sums: dict[str, Any], logged: str
+) -> None:
+    expected, _, state = alone(pool)
+    feeds = TF[name].feeds(PROBLEM, workers, range(PROBLEM.steps))
+    world = TF[name].world(pool, PROBLEM, workers)
+    world.spec = changed(model=functools.partial(noted, str(tmp_path / "log")))
+    world.plan = replace(world.plan, **sums)
+    with world:
+        world.every("open", lambda rank: (world.plan,))
+        world.start(feeds[0])
+        for reports in world.train(feeds):
+            assert losses_of(reports) == pytest.approx(losses_of(expected), rel=1e-9)
+        found = tensorflow_case.state(world.files())
+    assert re.search(logged, (tmp_path / "log").read_text())
+    numbers = [each for each, value in state.items() if value.dtype.kind == "f"]
+    assert len(numbers) > 4 and all(np.allclose(found[each], state[each], rtol=1e-9, atol=1e-9) for each in numbers)
 
 
 def test_losses_and_metrics_of_keras(pool: Pool) -> None:
@@ -77,9 +123,9 @@ def test_losses_and_metrics_of_keras(pool: Pool) -> None:
     assert again == pytest.approx(mean)
 
 
-def test_a_metric_that_is_no_mean_is_refused(pool: Pool) -> None:
-    with pytest.raises(JobError, match="AUC is no mean over samples"):
-        train(pool, ALONE, changed(metrics={"auc": keras.metrics.AUC()}))
+def test_a_metric_that_is_no_mean_is_no_loss(pool: Pool) -> None:
+    with pytest.raises(JobError, match="AUC is no mean over samples: it can be one of metrics=, and no loss"):
+        train(pool, ALONE, changed(loss=keras.metrics.AUC()))
 
 
 def decaying(variables: Any) -> Any:
@@ -250,7 +296,7 @@ def test_the_environments_addresses_are_used_on_request(pool: Pool) -> None:
     world = case.world(pool, PROBLEM, 2)
     world.plan = replace(world.plan, engine=GIVEN)
     with world:
-        world.every("open", lambda rank: (GIVEN,))
+        world.every("open", lambda rank: (world.plan,))
         with pytest.raises(JobError, match=r"TF_CONFIG of .* does not give its own address: None"):
             world.form()
         for index, rank in enumerate(world.ranks):

@@ -15,7 +15,7 @@ from tests.support.reference import registration as registration
 from trainwright.core.cluster import Cluster, Node
 from trainwright.core.errors import JobError, PlanError
 from trainwright.core.model_profile import LayerCost, ModelProfile
-from trainwright.core.plan import InfeasiblePlan, Plan
+from trainwright.core.plan import SUMMED_BY, InfeasiblePlan, Plan
 from trainwright.planning import job_preparation
 from trainwright.planning.decision import Decision
 from trainwright.planning.planner import choose
@@ -82,6 +82,37 @@ def test_on_a_cpu_several_devices_are_asked_for() -> None:
         decide(devices=2, workers=2, strategy="tf_mirrored")
     with pytest.raises(PlanError, match="smaller than the 128 data ranks"):
         decide(devices=128, strategy="tf_mirrored")
+
+
+@pytest.mark.parametrize(
+    ("fields", "strategy"),
+    [
+        ({"cross_device_ops": "hierarchical_copy", "devices": 2}, "tf_mirrored"),
+        ({"communication": "ring", "bytes_per_pack": 1 << 20, "workers": 2}, "tf_multi_worker_mirrored"),
+    ],
+)
+def test_the_strategy_that_sums_as_the_job_says_is_chosen(fields: dict[str, Any], strategy: str) -> None:
+    sums = {name: value for name, value in fields.items() if name in SUMMED_BY}
+    plan = decide(**fields).chosen
+    assert plan.strategy == strategy and {name: getattr(plan, name) for name in sums} == sums
+    others = {name: item for name, item in planned(decide(**fields)).items() if name != strategy}
+    assert all(isinstance(item, InfeasiblePlan) and strategy in item.hint for item in others.values())
+    with pytest.raises(PlanError, match=r"it has no .*=.* out, or use"):
+        decide(strategy="tf_central_storage", **fields)
+    with pytest.raises(PlanError, match="is for models of TensorFlow"):
+        decide(profile=ModelProfile(framework="torch", layers=(LAYER,)), **sums)
+    alone = job(**fields).on_one_device()
+    assert all(alone.get(name) == alone.default(name) for name in SUMMED_BY)
+
+
+@pytest.mark.parametrize("name", ["cross_device_ops", "communication"])
+def test_nccl_needs_gpus(name: str) -> None:
+    fields = {name: "nccl", "strategy": SUMMED_BY[name]}
+    assert getattr(decide(GPUS, **fields).chosen, name) == "nccl"
+    with pytest.raises(PlanError, match=f'{name}="nccl" sums over GPUs, and the cluster has none'):
+        decide(**fields, **({"devices": 2} if name == "cross_device_ops" else {"workers": 2}))
+    with pytest.raises(JobError, match=f"{name}='ncll': did you mean 'nccl'"):
+        job(**{name: "ncll"})
 
 
 def test_batch_norm_is_refused_but_on_one_device_unless_it_is_accepted() -> None:

@@ -16,9 +16,12 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from trainwright.core.data import Batch, Columns, Feed, MetricSums
+from trainwright.core.engine import MetricStates
 from trainwright.core.errors import JobError, nearest
+from trainwright.core.metric_states import is_stateful
 from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
+from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 
 LOSS = "loss"
 _Begin = Callable[..., Callable[[], Any]]  # (compiled function, its arguments) -> a function that waits for the result
@@ -51,22 +54,37 @@ class Evaluator:
         self._sums = self._compiled(self._sums_of)
         self._outputs = self._compiled(self._outputs_of)
 
-    def evaluate(self, feed: Feed) -> MetricSums:
-        """Return weighted sums and weights of the loss and each metric over the feed, in float64."""
+    def evaluate(self, feed: Feed, states: MetricStates | None = None) -> MetricSums:
+        """Return weighted sums and weights of the loss and each metric over the feed, in float64.
+
+        Metrics with state are updated with the rows that have weight.
+        """
         begun = [
-            self._begin(
-                self._sums,
-                tensor_conversion.column_tensors(self._caller.spec.collation, batch, self._caller.wanted),
-                tf.convert_to_tensor(batch.weights),
+            (
+                batch,
+                self._begin(
+                    self._sums,
+                    tensor_conversion.column_tensors(self._caller.spec.collation, batch, self._caller.wanted),
+                    tf.convert_to_tensor(batch.weights),
+                ),
             )
             for batch in _batches(feed)
         ]
         total = MetricSums()
-        for sums in begun:
-            total += MetricSums(
-                totals={name: (float(value), float(weight)) for name, (value, weight) in sums().items()}
-            )
+        for batch, wait in begun:
+            sums, rows = wait()
+            total += MetricSums(totals={name: (float(value), float(weight)) for name, (value, weight) in sums.items()})
+            if batch.weights.any():
+                self._update(states or {}, batch.weights != 0, rows)
         return total
+
+    def _update(self, states: MetricStates, counted: npt.NDArray[Any], rows: tuple[Any, ...]) -> None:
+        """Update metrics with the outputs and targets of rows that count."""
+        if states and not counted.all():
+            rows = tf.nest.map_structure(lambda each: tf.boolean_mask(each, counted), rows)
+        for name, state in states.items():
+            with TensorFlowUserCode(f"metric {name!r}", self._caller.where):
+                state.update(*rows)
 
     def predict(self, feed: Feed) -> Columns:
         """Return the model's outputs for the feed's rows: `output`, or by the model's names for several."""
@@ -93,17 +111,22 @@ class Evaluator:
 
         return tf.function(scoped, reduce_retracing=True, autograph=False)
 
-    def _sums_of(self, columns: tensor_conversion.Tensors, weights: Any) -> dict[str, tuple[Any, Any]]:
+    def _sums_of(self, columns: tensor_conversion.Tensors, weights: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """Return sums by name; and outputs and targets, if a metric has state."""
         caller, spec = self._caller, self._caller.spec
-        terms = {}
+        terms: dict[str, Any] = {}
+        rows: tuple[Any, ...] = ()
         if spec.step:
             terms[LOSS] = caller.loss(self._model, columns, weights, training=False)
         if not spec.step or spec.metrics:
             outputs = caller.outputs(self._model, columns, training=False)
             if not spec.step:
                 terms[LOSS] = caller.loss_of(self._model, outputs, columns, weights, training=False)
-            terms |= {name: caller.metric(name, outputs, columns, weights) for name in spec.metrics}
-        return {name: (_sum(values * counted), _sum(counted)) for name, (values, counted) in terms.items()}
+            means = [name for name, metric in spec.metrics.items() if not is_stateful(metric)]
+            terms |= {name: caller.metric(name, outputs, columns, weights) for name in means}
+            if len(means) < len(spec.metrics):
+                rows = (outputs, caller.targets(columns))
+        return {name: (_sum(values * counted), _sum(counted)) for name, (values, counted) in terms.items()}, rows
 
     def _outputs_of(self, columns: tensor_conversion.Tensors) -> Any:
         return self._caller.outputs(self._model, columns, training=False)

@@ -27,7 +27,6 @@ from trainwright.core.data import Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
 from trainwright.core.loss_api import is_keras_function, log_with, refuse_log, takes_targets_first
-from trainwright.core.metric_states import is_stateful
 from trainwright.strategies.common.user_code_errors import loss_broadcast_problem
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss, StudentMetric
 from trainwright.strategies.tensorflow.tensorflow_compat import (
@@ -278,18 +277,8 @@ def _call_function(function: Any, outputs: Any, targets: Any, *, metric: bool = 
     if isinstance(function, keras.metrics.MeanMetricWrapper):
         return _autograph_function(function._fn)(targets, outputs, **function._fn_kwargs)
     if isinstance(function, keras.metrics.Metric):
-        raise JobError(
-            [
-                f"keras.metrics.{type(function).__name__} is no mean over samples, and cannot be summed over workers: "
-                'use run="fit", a metric that is a mean, such as SparseCategoricalAccuracy, or a function that gives '
-                "one value per sample"
-            ]
-        )
-    if metric and is_stateful(function):
-        raise JobError(
-            ["metrics= has a metric with update() and compute(), which is for torch models: with Keras models use "
-             'run="fit" and metrics of Keras, or a function that gives one value per sample']
-        )  # fmt: skip
+        kind = f"keras.metrics.{type(function).__name__}"
+        raise JobError([f"{kind} is no mean over samples: it can be one of metrics=, and no loss"])
     if not takes_targets_first(function):
         return _autograph_function(function)(outputs, targets)
     if metric and not isinstance(function, keras.losses.Loss):

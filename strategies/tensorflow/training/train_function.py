@@ -220,8 +220,8 @@ class TrainFunction:
         context = tf.distribute.get_replica_context()
         if context.num_replicas_in_sync > 1:
             total = tf.distribute.ReduceOp.SUM
-            *gradients, carry = context.all_reduce(total, [*gradients, carry])
-            kept = _averaged(context, kept)
+            *gradients, carry = context.all_reduce(total, [*gradients, carry], self._replica.sum_options)
+            kept = _averaged(context, kept, self._replica.sum_options)
         norm = tf.linalg.global_norm(gradients) if self._wants_norm else tf.zeros(())
         carry = tf.concat((carry, [tf.cast(norm, self._kind)]), 0)
         return _ReducedGradients(gradients=gradients, carry=carry, state=kept, losses=losses)
@@ -275,13 +275,13 @@ class TrainFunction:
         return tuple(self._strategy.experimental_local_results(value))
 
 
-def _averaged(context: Any, values: list[Any]) -> list[Any]:
+def _averaged(context: Any, values: list[Any], options: Any) -> list[Any]:
     """Return the means of the values over all replicas. A collective takes values of one type."""
     found = list(values)
     for kind in dict.fromkeys(value.dtype for value in values if value is not None):
         places = [place for place, value in enumerate(values) if value is not None and value.dtype == kind]
         wide = [values[place] if kind.is_floating else tf.cast(values[place], tf.float64) for place in places]
-        means = context.all_reduce(tf.distribute.ReduceOp.MEAN, wide)
+        means = context.all_reduce(tf.distribute.ReduceOp.MEAN, wide, options)
         for place, mean in zip(places, means, strict=True):
             found[place] = mean if kind.is_floating else tf.cast(tf.round(mean), kind)
     return found

@@ -61,6 +61,7 @@ class KerasReplica:
         slots: variables of the optimizer for each trained variable, in the order in which they were made.
         carried: variables that neither model nor optimizer saves, by name. None here: random numbers follow from seed
             and step.
+        sum_options: for each sum over replicas.
 
     Raises:
         JobError: the job's functions do not return what they should.
@@ -72,6 +73,7 @@ class KerasReplica:
         self.step: int | None = None
         self.sound = True
         self.carried: Mapping[str, list[tf.Variable]] = {}
+        self.sum_options = sum_options(plan)
         self.model = build_model(spec, strategy, plan, caller)
         with self.strategy.scope():
             with TensorFlowUserCode("optimizer()", self.where):
@@ -136,6 +138,13 @@ class KerasReplica:
             with self.strategy.scope():
                 self.optimizer.learning_rate = rate
         return rate
+
+
+def sum_options(plan: Plan) -> Any:
+    """Return the options of each `all_reduce`: that of MultiWorkerMirroredStrategy ignores the strategy's pack size."""
+    return tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=plan.bytes_per_pack, implementation=plan.communication.upper()
+    )
 
 
 def _with_loss_scale(optimizer: Any, model: keras.Model) -> Any:

@@ -14,7 +14,8 @@ from tests.support.conformance.harness import Pool, World
 from tests.support.conformance.rank import Files
 from trainwright.core.data import Feed, MetricSums, StepReport
 from trainwright.core.engine import Engine, ModelSpec
-from trainwright.core.plan import Mesh, Plan, WorkerResources
+from trainwright.core.metric_states import compute_states, metric_states, with_states
+from trainwright.core.plan import SUMMED_BY, Mesh, Plan, WorkerResources
 from trainwright.datasets.dataset import first_batch
 from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.strategies import single_rank_engine
@@ -62,6 +63,7 @@ def plan_of(job: tw.Job, devices: int = 1) -> Plan:
         strategy="programs", engine=ENGINES[job.tensorflow.run, devices], mesh=Mesh(data=devices),
         batch_size=job.batch_size,
         placement=WorkerResources(cpus=1), devices_per_worker=devices,
+        **{name: job.get(name) for name in SUMMED_BY if job.get(name) != job.default(name)},
     )  # fmt: skip
 
 
@@ -106,7 +108,9 @@ def train(job: tw.Job, files: Mapping[str, bytes] | None = None, steps: slice = 
         if reports[-1].finished:
             break
     judged = feeds(job, plan, evaluate=True) if job.evaluate is not None else []
-    means = sum((engine.evaluate_step(feed) for feed in judged), MetricSums()).means()
+    states = metric_states(job.metrics)
+    sums = with_states(sum((engine.evaluate_step(feed, states) for feed in judged), MetricSums()), states)
+    means = compute_states(sums).means()
     return Trained(
         reports=reports, means=means, files=_saved(engine), early=early,
         model=engine.replica.model,  # type: ignore[attr-defined]
@@ -130,7 +134,7 @@ def train_mirrored(pool: Pool, job: tw.Job) -> Trained:
         means: Mapping[str, float] = {}
         if judged:
             (sums,) = world.every("evaluate", lambda rank: (judged,))
-            means = sums.means()
+            means = compute_states(sums).means()
         return Trained(reports=reports, means=means, files=world.files())
 
 
@@ -164,7 +168,7 @@ def _trained(world: World, given: tw.Job) -> Trained:
         if found[0].finished:
             break
     sums = world.every("evaluate", lambda rank: ([step[rank] for step in judged],)) if judged else []
-    return Trained(reports=reports, means=sum(sums, MetricSums()).means(), files=world.files())
+    return Trained(reports=reports, means=compute_states(sum(sums, MetricSums())).means(), files=world.files())
 
 
 def _shares(given: tw.Job, plan: Plan, *, evaluate: bool = False) -> list[list[Feed]]:

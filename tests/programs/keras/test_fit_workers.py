@@ -99,9 +99,9 @@ def tutorial() -> keras.Model:
 
 
 def test_the_multi_worker_tutorial(pool: Pool) -> None:
-    """With weights of classes."""
+    """With weights of classes, and gradients summed in packs."""
     given: dict[str, Any] = {"batch_size": BATCH, "epochs": 3, "shuffle": False, "class_weight": {0: 3.0, 2: 0.5}}
-    trained = train_on_workers(pool, job(tutorial, **given))
+    trained = train_on_workers(pool, job(tutorial, communication="ring", bytes_per_pack=64, **given))
     model = tutorial()
     history = model.fit(X, Y, verbose=0, **given).history
     assert epochs(trained.losses, len(X), BATCH) == pytest.approx(history["loss"], rel=1e-5)

@@ -90,7 +90,7 @@ def test_adapted_layers_train_as_keras_does_and_go_on_from_a_checkpoint(
 
 @pytest.mark.parametrize("fields", [STEP, FIT], ids=["step", "fit"])
 def test_two_devices_train_adapted_layers_as_one(pool: Pool, fields: dict[str, Any], by_fit: list[float]) -> None:
-    trained = train_mirrored(pool, job(**fields))
+    trained = train_mirrored(pool, job(**fields, cross_device_ops="hierarchical_copy"))
     assert epochs(trained.losses, ROWS, BATCH) == pytest.approx(by_fit, rel=1e-6)
 
 

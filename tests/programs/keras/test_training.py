@@ -152,6 +152,91 @@ def test_losses_that_fit_is_given_are_as_in_compile(loss: Any) -> None:
     assert_alike(trained, binary(), by_fit(model, X, Y))
 
 
+# --- metrics with state -----------------------------------------------------------------------------------------------
+
+KINDS = np.eye(3, dtype="float32")[np.digitize(X[:, 0], (-0.5, 0.5))]
+FEW = 17  # rows: the last batch has one, so that a worker has none
+
+
+def kinds() -> keras.Model:
+    keras.utils.set_random_seed(4)
+    return keras.Sequential([keras.Input((8,)), layers.Dense(3, "softmax")])
+
+
+def descent(variables: Any) -> Any:
+    return keras.optimizers.SGD(0.5)
+
+
+def in_classes() -> Any:
+    return keras.metrics.MeanIoU(num_classes=3, sparse_y_true=False, sparse_y_pred=False)
+
+
+class Largest(keras.metrics.Metric):
+    """The largest output: a state that is no sum."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.top = self.add_variable((), "zeros", name="top")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.top.assign(keras.ops.maximum(self.top, keras.ops.max(y_pred)))
+
+    def result(self) -> Any:
+        return self.top
+
+
+class Hits:
+    """The share of rows that are right, without Keras."""
+
+    def __init__(self) -> None:
+        self.right = self.rows = 0
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self.right += int((outputs.numpy().argmax(1) == targets.numpy().argmax(1)).sum())
+        self.rows += len(outputs)
+
+    def merge(self, other: Hits) -> None:
+        self.right, self.rows = self.right + other.right, self.rows + other.rows
+
+    def compute(self) -> float:
+        return self.right / self.rows
+
+
+def stateful() -> dict[str, Any]:
+    return {
+        "auc": keras.metrics.AUC(multi_label=True), "f1": keras.metrics.F1Score("macro"),
+        "rmse": keras.metrics.RootMeanSquaredError(), "iou": in_classes, "precision": keras.metrics.Precision,
+        "accuracy": keras.metrics.CategoricalAccuracy(),
+    }  # fmt: skip
+
+
+def of_kinds(metrics: Mapping[str, Any]) -> tw.Job:
+    few = tw.datasets.table({"x": X[:FEW], "y": KINDS[:FEW]})
+    return job(
+        {"x": X, "y": KINDS}, evaluate=few, model=kinds, optimizer=descent, loss=losses.CategoricalCrossentropy(),
+        metrics=metrics,
+    )  # fmt: skip
+
+
+def test_metrics_with_state_are_those_of_keras_on_all_rows(pool: Pool) -> None:
+    model = kinds()
+    made = {name: each if isinstance(each, keras.metrics.Metric) else each() for name, each in stateful().items()}
+    model.compile(descent(None), "categorical_crossentropy", metrics=list(made.values()))
+    by_fit(model, X, KINDS)
+    model.evaluate(X[:FEW], KINDS[:FEW], batch_size=BATCH, verbose=0)
+    expected = {name: float(each.result()) for name, each in made.items()}
+    assert len({round(value, 3) for value in expected.values()} - {0.0, 1.0}) > 4, "they tell different things"
+    expected["hits"] = expected["accuracy"]
+    given = of_kinds({**stateful(), "hits": Hits})
+    for trained in (train(given), train_on_workers(pool, given)):
+        assert {name: trained.means[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_metric_that_is_no_sum_is_refused(pool: Pool) -> None:
+    with pytest.raises(JobError, match=r"metric variable .*top. is no sum over batches, .* or another metric"):
+        train_on_workers(pool, of_kinds({"top": Largest}))
+
+
 # --- averages and loss scales -----------------------------------------------------------------------------------------
 
 

@@ -134,7 +134,7 @@ class World:
         self._built = [False] * plan.processes
         self._generation, self._serving = 0, False
         self.groups: list[Group] = []
-        self.pids: list[int] = self.every("open", lambda number: (plan.engine,))
+        self.pids: list[int] = self.every("open", lambda number: (plan,))
 
     def start(self, feed: list[Feed] | None = None, *, source: int = 0) -> list[StateTag]:
         """Form, build, take the state of rank `source`, and warm; the tags at which all stand."""
@@ -342,7 +342,7 @@ class World:
 
     def _admit(self, number: int, rank: Rank) -> None:
         """A process for a place, with a fresh engine."""
-        self.pids[number] = rank.call("open", self.plan.engine)
+        self.pids[number] = rank.call("open", self.plan)
         self.ranks[number], self._built[number] = rank, False
 
     def _retire(self, rank: Rank) -> None:

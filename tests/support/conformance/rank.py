@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import signal
 import threading
@@ -21,6 +20,7 @@ from trainwright.core.data import Columns, Feed, MetricSums, StepReport, zero_we
 from trainwright.core.engine import ModelSpec, StateSnapshot
 from trainwright.core.errors import NonFiniteLoss, TrainwrightError
 from trainwright.core.loss_api import takes_targets_first
+from trainwright.core.metric_states import metric_states, with_states
 from trainwright.core.plan import Plan
 from trainwright.core.topology import (
     Address,
@@ -33,6 +33,7 @@ from trainwright.core.topology import (
     WorkUnit,
 )
 from trainwright.driver.messages import PredictRequest
+from trainwright.strategies import engine_class
 
 NAN = float("nan")
 
@@ -102,10 +103,9 @@ class Session:
         self.kept: dict[str, StateSnapshot] = {}
         self.decoded: dict[int, Any] = {}
 
-    def open(self, path: str) -> int:
+    def open(self, plan: Plan) -> int:
         """Make a fresh engine; the process id."""
-        module, _, name = path.partition(":")
-        self.engine = getattr(importlib.import_module(module), name)()
+        self.engine = engine_class(plan)()
         if not gc.get_freeze_count():  # as a worker does: `leave` collects, and looks through all imports otherwise
             gc.freeze()
         return os.getpid()
@@ -121,7 +121,7 @@ class Session:
 
     def build(self, spec: ModelSpec, plan: Plan) -> StateTag:
         """With a loss that can be made to fail, unless it is an object of the framework's or in Keras' order."""
-        self.faulty = Faulty(spec.loss)
+        self.faulty, self.metrics = Faulty(spec.loss), spec.metrics
         plain = isinstance(spec.loss, FunctionType | partial) and not takes_targets_first(spec.loss)
         return self.engine.build(replace(spec, loss=self.faulty) if plain else spec, plan)
 
@@ -183,7 +183,8 @@ class Session:
         return self.engine.staleness()
 
     def evaluate(self, feeds: Sequence[Feed]) -> MetricSums:
-        return sum((self.engine.evaluate_step(feed) for feed in feeds), start=MetricSums())
+        states = metric_states(self.metrics)
+        return with_states(sum((self.engine.evaluate_step(feed, states) for feed in feeds), MetricSums()), states)
 
     def predict(self, feed: Feed) -> Columns:
         return self.engine.predict_step(feed)

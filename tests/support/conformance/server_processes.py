@@ -107,7 +107,7 @@ class Served:
             one.call("transfer", ())
 
     def _reserve(self, one: Rank, role: Role) -> Address:
-        one.call("open", self._kind.engine)
+        one.call("open", self.plan)
         address: Address = one.call("reserve", GENERATION, role)
         return address
 
