@@ -226,6 +226,7 @@ def branched() -> keras.Model:
     return model
 
 
+@pytest.mark.soak
 def test_several_outputs_and_metrics_with_state(pool: Pool, tmp_path: Path) -> None:
     targets = ("kind", "yes", "value")
     given = of_columns(branched, "x", targets, tmp_path / "ours", sample_weight="weight")

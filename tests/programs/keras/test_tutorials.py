@@ -24,8 +24,14 @@ from trainwright.runtime.function_trial import run_trial, task_of
 from trainwright.strategies.tensorflow.training.checkpoint_files import take_weights
 
 layers = keras.layers
-QUICK = 3  # programs that are trained on one worker, too; `make soak` runs the others
-each = pytest.mark.parametrize("program", PROGRAMS, ids=[program.name for program in PROGRAMS])
+QUICK = 3  # programs that are trained in each run of the tests; `make soak` trains the others
+each = pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(program, id=program.name, marks=() if number < QUICK else pytest.mark.soak)
+        for number, program in enumerate(PROGRAMS)
+    ],
+)
 
 
 @functools.cache
@@ -46,13 +52,7 @@ def same(found: Trained, program: Program, rel: float) -> None:
         np.testing.assert_allclose(own.numpy(), theirs, rtol=0, atol=20 * rel)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        pytest.param(program, id=program.name, marks=() if number < QUICK else pytest.mark.soak)
-        for number, program in enumerate(PROGRAMS)
-    ],
-)
+@each
 def test_one_worker_is_the_original_and_goes_on_from_a_checkpoint(program: Program) -> None:
     whole = train(program.job())
     same(whole, program, 1e-6)
