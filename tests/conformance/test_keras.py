@@ -82,12 +82,12 @@ def noted(path: str) -> Any:
     return tensorflow_case.spec(PROBLEM).model()
 
 
-SUMMED: tuple[tuple[str, int, dict[str, Any], str], ...] = (
+SUMMED = (
     ("tf-mirrored", 1, {"cross_device_ops": "hierarchical_copy"}, "with algorithm = hierarchical_copy"),
     ("tf-mirrored", 1, {"cross_device_ops": "reduce_to_one_device"}, r"Reduce to .* then broadcast"),
-    (
+    pytest.param(
         "tf-multi-worker-mirrored", 2, {"communication": "ring", "bytes_per_pack": 64},
-        r"group_size = 2, implementation = \S*RING, num_packs = [2-9]",
+        r"group_size = 2, implementation = \S*RING, num_packs = [2-9]", marks=pytest.mark.soak,
     ),
 )  # fmt: skip
 
