@@ -30,7 +30,7 @@ END_S = 0.5  # for running functions of the pipeline when its iterator is closed
 _AUTOTUNE, _INFINITE, _UNKNOWN = -1, -1, -2  # as tf.data has them
 _PARTS = ("x", "y", "weight")
 _SHARD = "shard"  # argument of the user's function
-_open: list[list[Any]] = []  # iterators that are read
+_open: dict[int, list[Any]] = {}  # iterators that are read, by any thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +335,7 @@ def read_blocks(pipeline: Any, schema: Mapping[str, Field], where: str, first: i
     ragged = any(field.dtype == np.dtype(object) for field in schema.values())
     batched = pipeline.ragged_batch(_BLOCK_ROWS) if ragged else pipeline.batch(_BLOCK_ROWS)
     held = [iter(batched.prefetch(_AUTOTUNE))]
-    _open.append(held)
+    _open[id(held)] = held
     try:
         while True:
             try:
@@ -364,7 +364,7 @@ def _close_iterator(held: list[Any]) -> None:
     """
     if not held:
         return
-    _open[:] = [other for other in _open if other is not held]
+    _open.pop(id(held), None)
     end = threading.Thread(target=held.clear, name="trainwright-pipeline-end", daemon=True)
     end.start()
     end.join(END_S)
@@ -373,7 +373,7 @@ def _close_iterator(held: list[Any]) -> None:
 @atexit.register
 def _close_iterators() -> None:
     """Close all iterators before the interpreter ends: after that no thread can be started, and closing would hang."""
-    for held in [*_open]:
+    for held in [*_open.values()]:
         _close_iterator(held)
 
 
