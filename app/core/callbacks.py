@@ -80,6 +80,8 @@ class CallbackContext:
         self._log(name, text=checked_text(name, text))
 
     def _log(self, name: str, **content: Any) -> None:
+        if not isinstance(name, str) or not name.strip():
+            raise JobError([f"log_image and log_text take a name of letters first, not {name!r}"])
         if name in self._logged:
             raise JobError([f"{name!r} is logged twice after step {self.step}: give each image and text its own name"])
         self._logged.add(name)

@@ -336,8 +336,8 @@ class TensorFlow(_OptionGroup):
             again then (`docs/tensorflow.md`).
         callbacks: () -> list of keras.callbacks.Callback, for `run="fit"`; a callback that sets `model.stop_training`
             ends the run. Of a torch model, () -> list of objects with any of `after_step`, `after_epoch`,
-            `after_evaluation` and `after_recovery`, which rank 0 calls with a `tw.CallbackContext`, in a step that is
-            done again after a failure once more; see `docs/training.md`.
+            `after_evaluation`, `after_checkpoint` and `after_recovery`, which rank 0 calls with a `tw.CallbackContext`,
+            in a step that is done again after a failure once more; see `docs/training.md`.
         tf_config: `own`: each worker chooses a port and sets its TF_CONFIG; `environment`: each worker takes its
             address from the TF_CONFIG that it finds.
         tpu: the TPU to use: `local`, a name known to Google Cloud, or `grpc://host:port`; by default the TPU of the

@@ -8,18 +8,19 @@ from typing import Any
 import numpy as np
 
 from trainwright.core.errors import JobError
+from trainwright.core.redaction import redact
 
 _MAX_IMAGE_BYTES, _MAX_CHARACTERS = 4 << 20, 100_000
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # of Pillow, by channels
 
 
 def checked_text(name: str, text: Any) -> str:
-    """Return the text. Raises JobError."""
+    """Return the text, without secrets and in characters that UTF-8 has. Raises JobError."""
     if not isinstance(text, str):
         raise JobError([f"log_text({name!r}): give a str, not {_kind(text)}"])
     if len(text) > _MAX_CHARACTERS:
         raise JobError([f"log_text({name!r}): {len(text):,} characters are more than {_MAX_CHARACTERS:,}: log a part"])
-    return text
+    return redact(text.encode(errors="replace").decode())
 
 
 def encode_image(name: str, image: Any) -> dict[str, Any]:

@@ -186,7 +186,8 @@ class MLflow:
     def log_media(self, media: Sequence[MediaLogged]) -> None:
         """See `Tracker`. MLflow shows images by steps; texts become files, `texts/NAME/STEP.txt`."""
         for each in media:
-            name = _NO_KEY.sub("_", each.name)
+            parts = _NO_KEY.sub("_", each.name).split("/")
+            name = "/".join(part for part in parts if part.strip(". ")) or "_"
             if each.image:
                 image = import_optional("PIL.Image", "pillow", "MLflow").open(io.BytesIO(each.image))
                 self._client.log_image(

@@ -194,6 +194,8 @@ def test_one_channel_is_grey_and_truth_is_white() -> None:
         (lambda c: c.log_image("x", b"GIF"), "no image file that Pillow can read"),
         (lambda c: c.log_image("x", NOISE), "2000 x 2000 pixels, 11.* MiB as PNG, more than 4 MiB"),
         (lambda c: c.log_text("x", 5), "give a str, not int"),
+        (lambda c: c.log_text(5, "x"), "take a name of letters first, not 5"),
+        (lambda c: c.log_image(" ", RED), "take a name of letters first, not ' '"),
         (lambda c: c.log_text("x", "x" * 100_001), "100,001 characters are more than 100,000"),
         (lambda c: (c.log_text("x", "a"), c.log_text("x", "b")), "'x' is logged twice after step 3"),
     ],
@@ -204,6 +206,12 @@ def test_what_cannot_be_logged_is_said(log: Any, words: str) -> None:
 
 
 NOISE = np.random.default_rng(0).integers(0, 256, (2000, 2000, 3), np.uint8)
+
+
+def test_a_text_has_no_secret_and_no_half_of_a_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "s3cr3t-value")
+    (event,) = logged(lambda context: context.log_text("said", "key s3cr3t-value \udc80"))
+    assert event.text == "key *** ?"
 
 
 def test_the_log_of_events_keeps_the_name_alone(tmp_path: Path) -> None:

@@ -332,6 +332,8 @@ def test_an_evaluation_leaves_what_a_model_carries_as_it_was() -> None:
     assert first.totals["loss"] != second.totals["loss"], "it is carried through the evaluation"
     assert saved(saved_after).files == saved(without).files
     evaluated.evaluate_step(feed(step=0))
+    with without.whole_model() as model:  # as a callback looks at it
+        model(torch.zeros(2, 4))
     for engine in (without, evaluated, saved_after):
         engine.train_step(feed(step=1))
     assert saved(evaluated).files == saved(saved_after).files == saved(without).files

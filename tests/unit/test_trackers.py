@@ -263,7 +263,7 @@ def test_mlflow_takes_more_rows_than_one_request_may_have(flow: Callable[[], tra
     assert len(again._client.get_metric_history(again._run, "b")) == 400
 
 
-def media(*steps: int, name: str = "digits: a") -> list[events.MediaLogged]:
+def media(*steps: int, name: str = "../digits: a") -> list[events.MediaLogged]:
     """An image and a text after each step."""
     image = encode_image(name, np.eye(3))
     return [
@@ -289,7 +289,7 @@ def test_images_and_texts_come_once_for_each_name_and_step() -> None:
     happened = [*whole_run()[:5], *media(4, 8), *media(4, 8, 12), events.MediaLogged(step=13, name="said", width=2)]
     assert drive(album, happened) == [] and drive(diary, happened) == [], "one without the method goes without"
     assert album.media == [
-        (step, name, text) for step in (4, 8, 12) for name, text in (("digits: a", ""), ("said", f"<{step}>"))
+        (step, name, text) for step in (4, 8, 12) for name, text in (("../digits: a", ""), ("said", f"<{step}>"))
     ]
 
 
@@ -342,7 +342,7 @@ def test_wandb_writes_what_can_be_sent_later(tmp_path: Path, monkeypatch: pytest
     assert [row.step.num for row in rows] == list(range(1, 21)), "each step once"
     values = {item.key or ".".join(item.nested_key): item.value_json for item in rows[9].item}
     last = {item.key or ".".join(item.nested_key): item.value_json for item in rows[-1].item}
-    assert (last["digits: a._type"], last["said._type"]) == ('"image-file"', '"html-file"')
+    assert (last["../digits: a._type"], last["said._type"]) == ('"image-file"', '"html-file"')
     assert values["train/loss"] == "0.1" and values["evaluation/accuracy"] == "0.8"
     (end,) = (record.exit for record in found if record.WhichOneof("record_type") == "exit")
     assert end.exit_code == 0

@@ -223,6 +223,7 @@ class TorchEngine(_ReplicaEngine):
 
     def whole_model(self) -> AbstractContextManager[nn.Module]:
         """Return a context with the user's module as evaluations see it. Raises JobError where the plan divides it."""
+        self.replica.begin_evaluation()
         return evaluation.evaluated_model(self.replica, self._where)
 
     @contextmanager
