@@ -19,6 +19,7 @@ from trainwright.core.plan import SUMMED_BY, Mesh, Plan, WorkerResources
 from trainwright.datasets.dataset import first_batch
 from trainwright.datasets.loading.batch_loader import BatchLoader
 from trainwright.strategies import single_rank_engine
+from trainwright.strategies.tensorflow.training.checkpoint_files import take_weights
 
 TENSORFLOW = "trainwright.strategies.tensorflow"
 ENGINES = {
@@ -121,6 +122,13 @@ def _saved(engine: Engine) -> Mapping[str, bytes]:
     files = Files()
     engine.save(engine.snapshot(), files)
     return files.files
+
+
+def weights_of(model: Any, trained: Trained) -> list[Any]:
+    """Of a checkpoint, in a model of its shape."""
+    take_weights(model, Files(trained.files))
+    found: list[Any] = model.get_weights()
+    return found
 
 
 def train_mirrored(pool: Pool, job: tw.Job) -> Trained:

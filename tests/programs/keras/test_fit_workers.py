@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 import trainwright as tw
-from tests.programs.keras.engines import Trained, epochs, train_on_workers
+from tests.programs.keras.engines import epochs, train_on_workers, weights_of
 from tests.support.conformance.harness import Pool
 from trainwright.core.errors import JobError
 
@@ -43,21 +43,6 @@ def job(model: Any, **fields: Any) -> tw.Job:
         "batch_size": BATCH, "epochs": 3, "shuffle": False,
     }  # fmt: skip
     return tw.Job(name="workers", model=model, run="fit", **{"inputs": "x", "targets": "y", **given, **fields})
-
-
-def weights_of(trained: Trained, model: keras.Model) -> list[Any]:
-    from trainwright.strategies.tensorflow.training.keras_profile import take_weights
-
-    class Reader:
-        def names(self) -> tuple[str, ...]:
-            return tuple(trained.files)
-
-        def read(self, name: str) -> bytes:
-            return trained.files[name]
-
-    take_weights(model, Reader())  # type: ignore[arg-type]  # all that it asks for
-    found: list[Any] = model.get_weights()
-    return found
 
 
 def assert_weights(found: list[Any], expected: list[Any]) -> None:
@@ -105,7 +90,7 @@ def test_the_multi_worker_tutorial(pool: Pool) -> None:
     model = tutorial()
     history = model.fit(X, Y, verbose=0, **given).history
     assert epochs(trained.losses, len(X), BATCH) == pytest.approx(history["loss"], rel=1e-5)
-    assert_weights(weights_of(trained, tutorial()), model.get_weights())
+    assert_weights(weights_of(tutorial(), trained), model.get_weights())
     judged = model.evaluate(*JUDGED, batch_size=BATCH, verbose=0, return_dict=True)
     assert trained.means == pytest.approx(judged, rel=1e-5)
 
@@ -150,7 +135,7 @@ def test_an_image_classifier_with_callbacks(pool: Pool, tmp_path: Path) -> None:
         validation_batch_size=BATCH, callbacks=callbacks(str(theirs)),
     )  # fmt: skip
     assert 5 < len(assert_logs(ours, theirs)) < 40
-    assert_weights(weights_of(trained, classifier()), model.get_weights())
+    assert_weights(weights_of(classifier(), trained), model.get_weights())
     best, other_best = (keras.models.load_model(folder / "best.keras").get_weights() for folder in (ours, theirs))
     assert_weights(best, other_best)
 
@@ -234,7 +219,7 @@ def test_several_outputs_and_metrics_with_state(pool: Pool, tmp_path: Path) -> N
     model = branched()
     fit_columns(model, "x", targets, tmp_path / "theirs", weight="weight")
     assert len(assert_logs(tmp_path / "ours", tmp_path / "theirs")) == 3
-    assert_weights(weights_of(trained, branched()), model.get_weights())
+    assert_weights(weights_of(branched(), trained), model.get_weights())
 
 
 @pytest.fixture(params=["sum_over_batch_size", "mean_with_sample_weight"])
@@ -263,7 +248,7 @@ def test_masks_and_means_by_weight(pool: Pool, tmp_path: Path, reduction: str) -
     model = build()
     fit_columns(model, "tokens", ("tags",), tmp_path / "theirs", weight)
     assert_logs(tmp_path / "ours", tmp_path / "theirs")
-    assert_weights(weights_of(trained, build()), model.get_weights())
+    assert_weights(weights_of(build(), trained), model.get_weights())
 
 
 class Autoencoder(keras.Model):
@@ -315,7 +300,7 @@ def test_a_step_of_its_own_with_its_own_means(pool: Pool, tmp_path: Path) -> Non
     model = autoencoder()
     fit_columns(model, "x", ("value",), tmp_path / "theirs")
     assert_logs(tmp_path / "ours", tmp_path / "theirs")
-    assert_weights(weights_of(trained, autoencoder()), model.get_weights())
+    assert_weights(weights_of(autoencoder(), trained), model.get_weights())
 
 
 # --- decisions of callbacks -------------------------------------------------------------------------------------------

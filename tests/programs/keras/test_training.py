@@ -12,10 +12,9 @@ import pytest
 import tensorflow as tf
 
 import trainwright as tw
-from tests.programs.keras.engines import Trained, epochs, train, train_mirrored, train_on_workers
+from tests.programs.keras.engines import Trained, epochs, train, train_mirrored, train_on_workers, weights_of
 from tests.support.conformance.harness import Pool
 from trainwright.core.errors import JobError
-from trainwright.strategies.tensorflow.training.keras_profile import take_weights
 
 ROWS, BATCH, EPOCHS, STEPS, WORDS = 48, 16, 2, 6, 9
 RANDOM = np.random.default_rng(0)
@@ -39,21 +38,6 @@ def by_fit(model: keras.Model, x: Any, y: Any, **fit: Any) -> tuple[list[float],
     given = {"batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
     history = model.fit(x, y, **{**given, **fit}).history
     return history["loss"], model.get_weights()
-
-
-def weights_of(model: keras.Model, trained: Trained) -> list[Any]:
-    """Of a checkpoint, in a model of its shape."""
-
-    class Reader:
-        def names(self) -> tuple[str, ...]:
-            return tuple(trained.files)
-
-        def read(self, name: str) -> bytes:
-            return trained.files[name]
-
-    take_weights(model, Reader())  # type: ignore[arg-type]  # all that it asks for
-    found: list[Any] = model.get_weights()
-    return found
 
 
 def assert_alike(
