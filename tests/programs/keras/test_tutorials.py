@@ -64,8 +64,8 @@ def test_one_worker_is_the_original_and_goes_on_from_a_checkpoint(program: Progr
 @pytest.fixture(scope="module")
 def on_two(request: pytest.FixtureRequest, pool: Pool) -> dict[str, Trained]:
     """What the chosen programs come to; one pair of workers trains all, since starts take longest."""
-    items = [item for item in request.session.items if "on_two" in getattr(item, "fixturenames", ())]
-    programs = [item.callspec.params["program"] for item in items]
+    here = (item for item in request.session.items if item.path == request.path)
+    programs = [item.callspec.params["program"] for item in here if "on_two" in item.fixturenames]
     trained = train_each_on_workers(pool, [program.job() for program in programs])
     return {program.name: found for program, found in zip(programs, trained, strict=True)}
 

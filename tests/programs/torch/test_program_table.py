@@ -78,7 +78,7 @@ def on_two(request: pytest.FixtureRequest) -> Any:
     """What the chosen programs give on two ranks; one pair of processes runs all, since imports take longest."""
     layouts: dict[str, list[str]] = {}
     for item in request.session.items:
-        if "on_two" in getattr(item, "fixturenames", ()):
+        if item.path == request.path and "on_two" in item.fixturenames:
             layouts.setdefault(item.callspec.params["program"].name, []).append(item.callspec.params["layout"])
     return run_ranks(functools.partial(on_rank, layouts=layouts), RANKS, answer_s=400.0)
 
