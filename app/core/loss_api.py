@@ -139,15 +139,16 @@ def log(name: str, value: Any) -> None:
 
 def refuse_log(name: str, _value: Any) -> None:
     """Refuse a value of `tw.log` in a TensorFlow model's functions. Raises JobError."""
-    raise JobError([f"tw.log({name!r}) is for torch models: leave it out, or make it a metric of the evaluation"])
+    remedy = "leave it out, return it from step= beside the loss, or make it one of metrics="
+    raise JobError([f"tw.log({name!r}) is for torch models: {remedy}"])
 
 
-def log_name_problem(name: Any, metrics: Collection[str]) -> str:
+def log_name_problem(name: Any, metrics: Collection[str] = ()) -> str:
     """Return why a value cannot have this name; empty where it can."""
     if not isinstance(name, str) or not name:
-        return f"tw.log was given the name {name!r}: use a text"
+        return f"a value is logged as {name!r}: use a text"
     if name in metrics or name in _NOT_LOGGED:
-        return f"tw.log({name!r}) has the name of a metric or of a column of the history: use another name"
+        return f"the logged value {name!r} has the name of a metric or of a column of the history: use another name"
     return ""
 
 

@@ -25,7 +25,7 @@ import tensorflow as tf
 from trainwright.core.data import COMPILED_PHASE, Batch, Feed, MetricSums, StepReport, Terms
 from trainwright.core.engine import MetricStates, ModelSpec
 from trainwright.core.errors import JobError, NonFiniteLoss, UserCodeError
-from trainwright.core.loss_api import takes_targets_first
+from trainwright.core.loss_api import log_name_problem, takes_targets_first
 from trainwright.core.plan import Plan
 from trainwright.strategies.tensorflow.custom_loop import CustomLoop, check_drawn
 from trainwright.strategies.tensorflow.distillation.teacher_backend import digest
@@ -327,8 +327,11 @@ class _FitLoop:
         with self._user:
             self._callbacks.on_train_batch_end(batch, logs)
         self._agree()
+        logged = MetricSums()
         if model.stop_training or batch + 1 == self._epoch_steps:
-            logs = self._end_epoch(epoch, logs)
+            results = self._results(logs)
+            logged = _logged(results)
+            logs = self._end_epoch(epoch, results)
             self._agree()
         finished = bool(model.stop_training) or compiled.step == self._total_steps
         if finished:
@@ -338,7 +341,7 @@ class _FitLoop:
                 self._callbacks.on_train_end(logs)
         return StepReport(
             step=compiled.step, loss=loss, weight=float(feed.rows), learning_rate=self._rate(),
-            wish=compiled.wished(feed), finished=finished, phases=phases,
+            wish=compiled.wished(feed), finished=finished, phases=phases, logged=logged,
         )  # fmt: skip
 
     def evaluate(self, feed: Feed) -> MetricSums:
@@ -368,9 +371,9 @@ class _FitLoop:
             self._callbacks.on_train_batch_begin(batch)
         self._begun = True
 
-    def _end_epoch(self, epoch: int, logs: Any) -> dict[str, float]:
+    def _end_epoch(self, epoch: int, found: dict[str, Any]) -> dict[str, Any]:
         """Run the validation, and log the epoch."""
-        found, spec = self._results(logs), self._compiled.spec
+        spec = self._compiled.spec
         if spec.validation is not None and (epoch + 1) % spec.validation_epochs == 0:
             found |= {f"val_{name}": value for name, value in self._validate().items()}
         with self._user:
@@ -575,6 +578,12 @@ class _Loss(keras.losses.Loss):  # type: ignore[misc]  # Keras has no types
         every = tf.ones(tf.shape(tf.nest.flatten(outputs)[0])[:1])
         values, counted = self._caller.weighted(self._caller.terms("loss=", result, every), sample_weight)
         return loss_functions.reduce_values(values * counted, counted, "mean_with_sample_weight")
+
+
+def _logged(results: Mapping[str, Any]) -> MetricSums:
+    """Return the values of an epoch as the history has them: single numbers beside its own columns."""
+    numbers = {name: np.asarray(value) for name, value in results.items() if not log_name_problem(name)}
+    return MetricSums(totals={name: (float(value), 1.0) for name, value in numbers.items() if value.ndim == 0})
 
 
 def _metric(caller: KerasCaller, name: str) -> keras.metrics.Metric:

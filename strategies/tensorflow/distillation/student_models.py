@@ -17,8 +17,7 @@ from trainwright.strategies.distillation.layer_match import LayerProjection, Sha
 from trainwright.strategies.distillation.multi_student import Builder, Names, RequestedOutputs, StudentBackend
 from trainwright.strategies.tensorflow.distillation.teacher_backend import layer_of, layer_outputs
 from trainwright.strategies.tensorflow.training import tensor_conversion
-from trainwright.strategies.tensorflow.training.evaluation import LOSS
-from trainwright.strategies.tensorflow.training.objective import KerasCaller, call_model
+from trainwright.strategies.tensorflow.training.objective import LOSS, KerasCaller, call_model
 
 
 class KerasAxisLinear(keras.layers.Layer):  # type: ignore[misc]

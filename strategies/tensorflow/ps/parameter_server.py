@@ -43,7 +43,13 @@ from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.evaluation import Evaluator
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
-from trainwright.strategies.tensorflow.training.train_function import MicroBatch, micro_batches, run_micro_batch
+from trainwright.strategies.tensorflow.training.train_function import (
+    MicroBatch,
+    MicroOutcome,
+    logged_sums,
+    micro_batches,
+    run_micro_batch,
+)
 from trainwright.strategies.tensorflow.training.train_state import (
     KerasReplica,
     KerasTrainState,
@@ -221,10 +227,12 @@ class _ShareResult(NamedTuple):
     Attributes:
         sums: (3,) float64: sum of weights, sum of weighted losses, norm of the mean gradient (0 if it is not needed).
         losses: of each micro-batch.
+        logged: sum and weight of each value that `step=` returns beside the loss.
     """
 
     sums: Any
     losses: list[Any]
+    logged: dict[str, Any]
 
 
 class _PendingStep(NamedTuple):
@@ -292,6 +300,7 @@ class _CoordinatorSteps:
             step=replica.step, loss=loss / weight if weight else 0.0, weight=weight, learning_rate=begun.rate,
             gradient_norm=norm, wish=feed.wish and not self._begun,
             phases={COMPILED_PHASE: time.perf_counter() - started},
+            logged=logged_sums([each.logged for each in results]),
         )  # fmt: skip
 
     def drain(self) -> None:
@@ -366,8 +375,10 @@ class _CoordinatorSteps:
         """Compute the gradient of a share, and apply it on the servers if it is finite. Runs on a worker."""
         trained, state = self._served.pull()
         gradients, weight, loss, losses = [tf.zeros_like(each) for each in trained], 0.0, 0.0, []
+        logged: dict[str, Any] = {}
         for number, micro in enumerate(micros):
-            values, weights, own, state = self._one(micro, trained, state)
+            values, weights, own, state, others = self._one(micro, trained, state)
+            logged = {name: logged[name] + value if name in logged else value for name, value in others.items()}
             gradients = [one + other for one, other in zip(gradients, own, strict=True)] if number else own
             weight += tf.cast(tf.reduce_sum(weights), tf.float64)
             loss += tf.cast(tf.reduce_sum(values * weights), tf.float64)
@@ -386,9 +397,9 @@ class _CoordinatorSteps:
             return tf.constant(True)
 
         tf.cond(fine, apply, lambda: tf.constant(False))
-        return _ShareResult(sums, losses)
+        return _ShareResult(sums, losses, logged)
 
-    def _micro(self, micro: MicroBatch, trained: list[Any], state: list[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
+    def _micro(self, micro: MicroBatch, trained: list[Any], state: list[Any]) -> MicroOutcome:
         return run_micro_batch(self._replica, self._caller, micro, trained, state)
 
     def _check(self, feed: Feed, results: Sequence[_ShareResult]) -> None:

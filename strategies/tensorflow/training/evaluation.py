@@ -20,10 +20,9 @@ from trainwright.core.engine import MetricStates
 from trainwright.core.errors import JobError, nearest
 from trainwright.core.metric_states import is_stateful
 from trainwright.strategies.tensorflow.training import tensor_conversion
-from trainwright.strategies.tensorflow.training.objective import KerasCaller
+from trainwright.strategies.tensorflow.training.objective import LOSS, KerasCaller
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 
-LOSS = "loss"
 _Begin = Callable[..., Callable[[], Any]]  # (compiled function, its arguments) -> a function that waits for the result
 
 
@@ -117,7 +116,7 @@ class Evaluator:
         terms: dict[str, Any] = {}
         rows: tuple[Any, ...] = ()
         if spec.step:
-            terms[LOSS] = caller.loss(self._model, columns, weights, training=False)
+            terms |= caller.step_terms(self._model, columns, weights)
         if not spec.step or spec.metrics:
             outputs = caller.outputs(self._model, columns, training=False)
             if not spec.step:

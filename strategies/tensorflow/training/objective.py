@@ -26,7 +26,7 @@ import tensorflow as tf
 from trainwright.core.data import Terms
 from trainwright.core.engine import ModelSpec
 from trainwright.core.errors import JobError
-from trainwright.core.loss_api import is_keras_function, log_with, refuse_log, takes_targets_first
+from trainwright.core.loss_api import is_keras_function, log_name_problem, log_with, refuse_log, takes_targets_first
 from trainwright.strategies.common.user_code_errors import loss_broadcast_problem
 from trainwright.strategies.distillation.distillation_loss import DistillationLoss, StudentMetric
 from trainwright.strategies.tensorflow.tensorflow_compat import (
@@ -38,6 +38,7 @@ from trainwright.strategies.tensorflow.tensorflow_compat import (
 from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 
+LOSS = "loss"
 _MEAN_BY_WEIGHT = "mean_with_sample_weight"  # Keras' name of the reduction that divides by the sum of the weights
 
 
@@ -78,11 +79,38 @@ class KerasCaller:
     ) -> Terms:
         """Return the loss terms of a micro-batch, with sample weights."""
         if self.spec.step:
-            with TensorFlowUserCode("step=", self.where), log_with(refuse_log):
-                result = _autograph_function(self.spec.step)(model, dict(columns))
-            return self.terms("step=", result, weights)
+            return self.step_terms(model, columns, weights)[LOSS]
         outputs = self.outputs(model, columns, training=training)
         return self.loss_of(model, outputs, columns, weights, training=training)
+
+    def step_terms(
+        self, model: keras.Model, columns: tensor_conversion.Tensors, weights: tf.Tensor
+    ) -> dict[str, Terms]:
+        """Return the terms of all that `step=` returns for a micro-batch: `loss`, and other values of a dict by name.
+
+        A single number counts once for each sample.
+
+        Raises:
+            JobError: there is no loss, a name is taken, or a value has the wrong shape.
+            UserCodeError: the step raised.
+        """
+        with TensorFlowUserCode("step=", self.where), log_with(refuse_log):
+            result = _autograph_function(self.spec.step)(model, dict(columns))
+        if type(result) is not dict:
+            return {LOSS: self.terms("step=", result, weights)}
+        if LOSS not in result:
+            keys = ", ".join(map(repr, result))
+            raise self._wrong(f'step= returned a dict with the keys {keys}: add "loss", one per sample')
+        found = {LOSS: self.terms("step=", result[LOSS], weights)}
+        for name in (each for each in result if each != LOSS):
+            value = result[name]
+            if problem := log_name_problem(name, self.spec.metrics):
+                raise self._wrong(problem)
+            single = not isinstance(value, Terms) and tf.convert_to_tensor(value).shape.rank == 0
+            found[name] = self.terms(
+                f"{name!r} of step=", tf.fill(tf.shape(weights), value) if single else value, weights
+            )
+        return found
 
     def loss_of(
         self,

@@ -18,11 +18,20 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from trainwright.core.data import COMPILED_PHASE, Batch, Feed, GradientScatter, StepReport, fold_seed, noise_is_due
+from trainwright.core.data import (
+    COMPILED_PHASE,
+    Batch,
+    Feed,
+    GradientScatter,
+    MetricSums,
+    StepReport,
+    fold_seed,
+    noise_is_due,
+)
 from trainwright.core.engine import ModelSpec
 from trainwright.strategies.common.user_code_errors import format_samples, non_finite_error, nonfinite_columns_hint
 from trainwright.strategies.tensorflow.training import tensor_conversion
-from trainwright.strategies.tensorflow.training.objective import KerasCaller
+from trainwright.strategies.tensorflow.training.objective import LOSS, KerasCaller
 from trainwright.strategies.tensorflow.training.train_state import KerasReplica
 
 _SEED_WORD = 2**31 - 1
@@ -40,6 +49,24 @@ class MicroBatch(NamedTuple):
     columns: Mapping[str, Any]
     weights: Any
     seed: Any
+
+
+class MicroOutcome(NamedTuple):
+    """Values of a micro-batch.
+
+    Attributes:
+        losses: of its samples.
+        weights: of the losses.
+        gradients: of each trained variable.
+        state: of the model after the call.
+        logged: sum and weight (2,) float64 of each value that `step=` returns beside the loss.
+    """
+
+    losses: Any
+    weights: Any
+    gradients: list[Any]
+    state: list[Any]
+    logged: dict[str, Any]
 
 
 class _RankShare(NamedTuple):
@@ -69,12 +96,14 @@ class _ReducedGradients(NamedTuple):
         state: new values of the model's state that is not trained, averaged over all replicas; None for values that
             the step does not change.
         losses: of this replica's micro-batches.
+        logged: sum and weight (2,) over all replicas of each value that `step=` returns beside the loss.
     """
 
     gradients: list[Any]
     carry: Any
     state: list[Any]
     losses: list[Any]
+    logged: dict[str, Any]
 
 
 class _StepOutcome(NamedTuple):
@@ -83,10 +112,12 @@ class _StepOutcome(NamedTuple):
     Attributes:
         carry: of the first replica; see `_ReducedGradients`.
         losses: of each micro-batch, a value for each replica.
+        logged: as in `_ReducedGradients`.
     """
 
     carry: Any
     losses: list[Any]
+    logged: dict[str, Any]
 
 
 class TrainFunction:
@@ -135,6 +166,7 @@ class TrainFunction:
         wanted, sampled = self._wants_norm and weight and not overflowed, bool(samples and weight) and not overflowed
         return StepReport(
             step=replica.step, loss=loss / weight if weight else 0.0, weight=weight, learning_rate=rate,
+            logged=logged_sums([outcome.logged]),
             gradient_norm=norm * feed.rows / weight if wanted else None, wish=wish > 0.5, overflowed=overflowed,
             phases=None if sampled else phases,
             scatter=GradientScatter(samples=samples, shares=shares, parts=parts, whole=whole) if sampled else None,
@@ -162,7 +194,7 @@ class TrainFunction:
             return tf.constant(True)
 
         tf.cond(tf.logical_and(finite, weight != 0.0), apply, lambda: tf.constant(False))
-        return _StepOutcome(carry, found.losses)
+        return _StepOutcome(carry, found.losses, {name: self._own(value)[0] for name, value in found.logged.items()})
 
     def _scale(self, weight: Any, rows: Any, norm: Any) -> Any:
         """Return the factor on the gradients: the mean over the global weight, and clipping."""
@@ -177,15 +209,18 @@ class TrainFunction:
         weight, loss, scatter = tf.zeros((), kind), tf.zeros((), kind), tf.zeros(3, kind)
         before = state = [tf.convert_to_tensor(variable.value) for variable in replica.state]
         losses = []
+        logged: dict[str, Any] = {}
         for micro in share.micros:
-            values, weights, own, state = self._one(micro, share.rows, state)
+            values, weights, own, state, others = self._one(micro, share.rows, state)
+            logged = {name: logged[name] + value if name in logged else value for name, value in others.items()}
             gradients = [one + other for one, other in zip(gradients, own, strict=True)] if gradients else own
             weight += tf.cast(tf.reduce_sum(weights), kind)
             loss += tf.cast(tf.reduce_sum(values * weights), kind)
             losses.append(values)
             scatter += self._if_sampled(share, partial(self._scatter, own, micro, share.rows), 3)
         changed = [None if new is old else new for old, new in zip(before, state, strict=True)]
-        found = self._reduced(gradients, tf.concat((tf.stack((weight, loss, share.wish)), scatter), 0), changed, losses)
+        carry = tf.concat((tf.stack((weight, loss, share.wish)), scatter), 0)
+        found = self._reduced(gradients, carry, changed, losses, logged)
         whole = self._if_sampled(share, lambda: self._square(found.gradients, share.rows)[None], 1)
         return found._replace(carry=tf.concat((found.carry, whole), 0))
 
@@ -206,25 +241,29 @@ class TrainFunction:
         """Return the squared norm of the sum of the samples' gradients, each divided by `rows`."""
         return tf.square(tf.cast(tf.linalg.global_norm(gradients), self._kind) * tf.cast(rows, self._kind))
 
-    def _micro(self, micro: MicroBatch, rows: Any, state: list[Any]) -> tuple[Any, Any, list[Any], list[Any]]:
+    def _micro(self, micro: MicroBatch, rows: Any, state: list[Any]) -> MicroOutcome:
         """Compute one micro-batch; see `run_micro_batch`. Its sum of losses is divided by `rows`."""
         scale = self._replica.loss_scale
         trained = [tf.convert_to_tensor(variable) for variable in self._replica.trained]
-        values, weights, gradients, after = run_micro_batch(
+        found = run_micro_batch(
             self._replica, self._caller, micro, trained, state,
             lambda total: self._times(total / tf.cast(rows, total.dtype), scale),
         )  # fmt: skip
-        return values, weights, [self._times(gradient, scale, inverse=True) for gradient in gradients], after
+        return found._replace(gradients=[self._times(gradient, scale, inverse=True) for gradient in found.gradients])
 
-    def _reduced(self, gradients: list[Any], carry: Any, kept: list[Any], losses: list[Any]) -> _ReducedGradients:
-        context = tf.distribute.get_replica_context()
+    def _reduced(
+        self, gradients: list[Any], carry: Any, kept: list[Any], losses: list[Any], logged: dict[str, Any]
+    ) -> _ReducedGradients:
+        context, sums = tf.distribute.get_replica_context(), carry.shape[0]
+        carry = tf.concat((carry, *(tf.cast(value, self._kind) for value in logged.values())), 0)
         if context.num_replicas_in_sync > 1:
             total = tf.distribute.ReduceOp.SUM
             *gradients, carry = context.all_reduce(total, [*gradients, carry], self._replica.sum_options)
             kept = _averaged(context, kept, self._replica.sum_options)
         norm = tf.linalg.global_norm(gradients) if self._wants_norm else tf.zeros(())
-        carry = tf.concat((carry, [tf.cast(norm, self._kind)]), 0)
-        return _ReducedGradients(gradients=gradients, carry=carry, state=kept, losses=losses)
+        logged = {name: carry[sums + 2 * place :][:2] for place, name in enumerate(logged)}
+        carry = tf.concat((carry[:sums], [tf.cast(norm, self._kind)]), 0)
+        return _ReducedGradients(gradients=gradients, carry=carry, state=kept, losses=losses, logged=logged)
 
     def _applied(self, gradients: list[Any], factor: Any, state: list[Any]) -> None:
         self._strategy.run(self._applied_here, args=(gradients, factor))
@@ -317,7 +356,7 @@ def run_micro_batch(
     trained: list[Any],
     state: list[Any],
     scaled: Callable[[Any], Any] = lambda total: total,
-) -> tuple[Any, Any, list[Any], list[Any]]:
+) -> MicroOutcome:
     """Compute losses and gradients of one micro-batch, without changing any variable.
 
     Args:
@@ -327,9 +366,6 @@ def run_micro_batch(
         trained: values of the trained variables.
         state: values of the other variables.
         scaled: (weighted sum of losses) -> the value of which gradients are computed.
-
-    Returns:
-        Losses, their weights, the gradient of each trained variable, and the state after the call.
     """
     before = zip(replica.state, state, strict=True)
     named = zip(replica.model.trainable_variables, trained, strict=True)
@@ -337,12 +373,29 @@ def run_micro_batch(
         tape.watch(trained)
         scope = keras.StatelessScope([*_seed_values(replica.seeds, micro.seed), *before, *named], collect_losses=True)
         with scope:
-            values, weights = caller.loss(replica.model, micro.columns, micro.weights, training=True)
+            if replica.spec.step:
+                logged = caller.step_terms(replica.model, micro.columns, micro.weights)
+                values, weights = logged.pop(LOSS)
+            else:
+                logged = {}
+                values, weights = caller.loss(replica.model, micro.columns, micro.weights, training=True)
         objective = scaled(tf.reduce_sum(values * weights))
     found = tape.gradient(objective, trained, unconnected_gradients=tf.UnconnectedGradients.ZERO)
     after = [scope.get_current_value(variable) for variable in replica.state]
     after = [old if new is None else new for old, new in zip(state, after, strict=True)]
-    return values, weights, [tf.convert_to_tensor(gradient) for gradient in found], after
+    sums = {name: tf.stack((_sum(each.values * each.weights), _sum(each.weights))) for name, each in logged.items()}
+    gradients = [tf.convert_to_tensor(gradient) for gradient in found]
+    return MicroOutcome(losses=values, weights=weights, gradients=gradients, state=after, logged=sums)
+
+
+def logged_sums(found: Iterable[Mapping[str, Any]]) -> MetricSums:
+    """Return the sums of logged values, (2,) by name."""
+    pairs = [{name: (float(value[0]), float(value[1])) for name, value in each.items()} for each in found]
+    return sum((MetricSums(totals=each) for each in pairs), MetricSums())
+
+
+def _sum(values: Any) -> Any:
+    return tf.reduce_sum(tf.cast(tf.stop_gradient(values), tf.float64))
 
 
 def _seed_values(generators: Iterable[Any], seed: Any) -> Iterable[tuple[Any, Any]]:

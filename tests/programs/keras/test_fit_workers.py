@@ -90,6 +90,7 @@ def test_the_multi_worker_tutorial(pool: Pool) -> None:
     model = tutorial()
     history = model.fit(X, Y, verbose=0, **given).history
     assert epochs(trained.losses, len(X), BATCH) == pytest.approx(history["loss"], rel=1e-5)
+    assert [each.logged.means()["accuracy"] for each in trained.reports if each.logged.totals] == history["accuracy"]
     assert_weights(weights_of(tutorial(), trained), model.get_weights())
     judged = model.evaluate(*JUDGED, batch_size=BATCH, verbose=0, return_dict=True)
     assert trained.means == pytest.approx(judged, rel=1e-5)

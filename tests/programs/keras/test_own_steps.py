@@ -80,6 +80,9 @@ def test_a_gan_trains_as_keras_does_and_goes_on_from_a_checkpoint() -> None:
     last = len(whole.losses) // EPOCHS - 1
     assert whole.losses[last :: last + 1] == pytest.approx(history["d_loss"], rel=1e-6)
     assert [report.learning_rate for report in whole.reports] == pytest.approx([0.03] * len(whole.reports))
+    logged = [report.logged.means() for report in whole.reports]
+    assert [epoch["g_loss"] for epoch in logged[last :: last + 1]] == pytest.approx(history["g_loss"], rel=1e-6)
+    assert not any(logged[:last]), "values of an epoch are those of its last step"
     for own, theirs in zip(whole.model.trainable_weights, model.trainable_weights, strict=True):
         assert np.allclose(own, theirs, rtol=0, atol=1e-6)
     first = train(job(), steps=slice(3))

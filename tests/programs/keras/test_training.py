@@ -221,6 +221,42 @@ def test_a_metric_that_is_no_sum_is_refused(pool: Pool) -> None:
         train_on_workers(pool, of_kinds({"top": Largest}))
 
 
+# --- values of a step beside its loss ---------------------------------------------------------------------------------
+
+
+def logging_step(model: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
+    likely = model(columns["x"], training=True)
+    right = keras.metrics.binary_accuracy(columns["y"], likely)
+    found = losses.binary_crossentropy(columns["y"], likely)
+    return {"loss": found, "right": right, "surest": tw.Terms(likely[:, 0], columns["y"][:, 0]), "one": 1.0}
+
+
+def taken(model: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
+    return {**logging_step(model, columns), "epoch": 1.0}
+
+
+def lossless(model: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
+    return {"right": logging_step(model, columns)["right"]}
+
+
+def test_values_that_a_step_returns_beside_its_loss_are_means_over_the_batch(pool: Pool) -> None:
+    data = tw.datasets.table({"x": X[:FEW], "y": Y[:FEW]})
+    given = job(
+        {"x": X[:FEW], "y": Y[:FEW]}, model=binary, optimizer=descent, step=logging_step, evaluate=data, inputs=(),
+        targets=(), epochs=1,
+    )  # fmt: skip
+    likely, goals = binary()(X[:BATCH]).numpy()[:, 0], Y[:BATCH, 0]
+    first = {"right": ((likely > 0.5) == goals).mean(), "surest": likely[goals > 0].mean(), "one": 1.0}
+    runs = [train(given), train_mirrored(pool, given), train_on_workers(pool, given)]
+    for trained in runs:
+        assert trained.reports[0].logged.means() == pytest.approx(first, rel=1e-6)
+        assert trained.reports[-1].logged.totals["one"] == (1.0, 1.0), "of the last batch's one row"
+        assert trained.means == pytest.approx(runs[0].means, rel=1e-6) and set(trained.means) == {"loss", *first}
+    for step, said in ((taken, "'epoch' has the name of a metric or of a column"), (lossless, 'add "loss"')):
+        with pytest.raises(JobError, match=said):
+            train(given.replace(step=step))
+
+
 # --- averages and loss scales -----------------------------------------------------------------------------------------
 
 
