@@ -248,13 +248,6 @@ def _update(updated: dict[int, Any], metric: Any, update: Callable[..., Any], *a
     return update(*args, **kwargs)
 
 
-def changed(gradient: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a gradient with changed values: None, a tensor, or rows of one as `IndexedSlices`."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(change(gradient.values), gradient.indices, gradient.dense_shape)
-    return None if gradient is None else change(gradient)
-
-
 def _record(found: dict[str, Any], name: str, gradients: Any, trainable_variables: Any = None) -> None:
     """Keep gradients instead of applying them."""
     given = [tf.reshape(tf.convert_to_tensor(each), [-1]).numpy() for each in gradients if each is not None]

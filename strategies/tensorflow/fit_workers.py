@@ -35,11 +35,12 @@ from trainwright.core.errors import JobError
 from trainwright.core.metric_states import sum_problem
 from trainwright.core.plan import Plan
 from trainwright.core.topology import StateTag, StateTransfer
-from trainwright.strategies.tensorflow.custom_loop import CustomLoop, changed
+from trainwright.strategies.tensorflow.custom_loop import CustomLoop
 from trainwright.strategies.tensorflow.distillation.teacher_backend import digest
 from trainwright.strategies.tensorflow.keras_fit import CompiledModel, FitEngine, whole_batch
 from trainwright.strategies.tensorflow.strategy_engines import AtGivenAddresses, MultiWorkerMirrored
 from trainwright.strategies.tensorflow.tensorflow_compat import loss_functions, replaced
+from trainwright.strategies.tensorflow.training.gradient_rows import changed
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
 from trainwright.strategies.tensorflow.training.train_state import KerasTrainState, inner_optimizer, sum_options
 
@@ -262,10 +263,7 @@ class _CompiledOnWorkers(CompiledModel):
             yield
 
     def _apply(self, apply: Callable[..., Any], gradients: Any, trainable_variables: Any = None) -> Any:
-        """Apply the gradients of all workers; a gradient can be None.
-
-        Rows of embeddings are not added here: Keras' optimizers square each of two gradients of one row.
-        """
+        """Apply the gradients of all workers; a gradient can be None, or rows, which are gathered."""
         whole = [changed(gradient, self._part) for gradient in gradients]
         rows = [place for place, gradient in enumerate(whole) if isinstance(gradient, tf.IndexedSlices)]
         places = [place for place, gradient in enumerate(whole) if gradient is not None and place not in rows]

@@ -41,6 +41,7 @@ from trainwright.strategies.common.user_code_errors import format_samples
 from trainwright.strategies.tensorflow.coordinator_engine import TensorFlowCoordinatorEngine, free_address
 from trainwright.strategies.tensorflow.training import tensor_conversion
 from trainwright.strategies.tensorflow.training.evaluation import Evaluator
+from trainwright.strategies.tensorflow.training.gradient_rows import added, changed, split_rows, whole_norm
 from trainwright.strategies.tensorflow.training.objective import KerasCaller
 from trainwright.strategies.tensorflow.training.tensorflow_errors import TensorFlowUserCode
 from trainwright.strategies.tensorflow.training.train_function import (
@@ -379,18 +380,18 @@ class _CoordinatorSteps:
         for number, micro in enumerate(micros):
             values, weights, own, state, others = self._one(micro, trained, state)
             logged = {name: logged[name] + value if name in logged else value for name, value in others.items()}
-            gradients = [one + other for one, other in zip(gradients, own, strict=True)] if number else own
+            gradients = list(map(added, gradients, own)) if number else own
             weight += tf.cast(tf.reduce_sum(weights), tf.float64)
             loss += tf.cast(tf.reduce_sum(values * weights), tf.float64)
             losses.append(values)
-        gradients = [gradient * tf.cast(tf.math.divide_no_nan(1.0, weight), gradient.dtype) for gradient in gradients]
-        norm = tf.cast(tf.linalg.global_norm(gradients) if self._wants_norm else 0.0, tf.float64)
+        gradients = _times(gradients, tf.math.divide_no_nan(1.0, weight))
+        norm = tf.cast(whole_norm(gradients) if self._wants_norm else 0.0, tf.float64)
         sums = tf.stack((weight, loss, norm))
         fine = tf.logical_and(tf.reduce_all(tf.math.is_finite(sums)), weight != 0.0)
         largest = self._replica.spec.clip_norm
         if largest is not None:
             factor = largest / tf.maximum(norm, tf.constant(largest, norm.dtype))
-            gradients = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+            gradients = _times(gradients, factor)
 
         def apply() -> Any:
             self._served.push(gradients, state, rate)
@@ -486,7 +487,7 @@ class _ServerVariables:
         """Apply gradients of whole variables with a learning rate, each piece on its server, and set the state."""
         self._rate = rate
         split = [part for gradient, pieces in zip(gradients, self.trained, strict=True)
-                 for part in _split(gradient, pieces)]  # fmt: skip
+                 for part in split_rows(gradient, [piece.shape for piece in pieces])]  # fmt: skip
         self._strategy.run(lambda parts: self.optimizer.apply(parts, self.pieces), args=(split,))
         for (piece,), value in zip(self.state, state, strict=True):
             piece.value.assign(value)
@@ -542,8 +543,8 @@ def _whole(pieces: _VariablePieces) -> Any:
     return tf.concat(parts, 0) if len(parts) > 1 else parts[0]
 
 
-def _split(gradient: Any, pieces: _VariablePieces) -> list[Any]:
-    return tf.split(gradient, [piece.shape[0] for piece in pieces]) if len(pieces) > 1 else [gradient]
+def _times(gradients: Sequence[Any], factor: Any) -> list[Any]:
+    return [changed(gradient, lambda values: values * tf.cast(factor, values.dtype)) for gradient in gradients]
 
 
 def _rows(values: npt.NDArray[Any], shapes: Sequence[Any]) -> list[npt.NDArray[Any]]:

@@ -31,6 +31,7 @@ from trainwright.core.data import (
 from trainwright.core.engine import ModelSpec
 from trainwright.strategies.common.user_code_errors import format_samples, non_finite_error, nonfinite_columns_hint
 from trainwright.strategies.tensorflow.training import tensor_conversion
+from trainwright.strategies.tensorflow.training.gradient_rows import added, changed, whole_norm
 from trainwright.strategies.tensorflow.training.objective import LOSS, KerasCaller
 from trainwright.strategies.tensorflow.training.train_state import KerasReplica
 
@@ -57,7 +58,7 @@ class MicroOutcome(NamedTuple):
     Attributes:
         losses: of its samples.
         weights: of the losses.
-        gradients: of each trained variable.
+        gradients: of each trained variable; those of embeddings as rows, see `gradient_rows`.
         state: of the model after the call.
         logged: sum and weight (2,) float64 of each value that `step=` returns beside the loss.
     """
@@ -213,14 +214,14 @@ class TrainFunction:
         for micro in share.micros:
             values, weights, own, state, others = self._one(micro, share.rows, state)
             logged = {name: logged[name] + value if name in logged else value for name, value in others.items()}
-            gradients = [one + other for one, other in zip(gradients, own, strict=True)] if gradients else own
+            gradients = list(map(added, gradients, own)) if gradients else own
             weight += tf.cast(tf.reduce_sum(weights), kind)
             loss += tf.cast(tf.reduce_sum(values * weights), kind)
             losses.append(values)
             scatter += self._if_sampled(share, partial(self._scatter, own, micro, share.rows), 3)
-        changed = [None if new is old else new for old, new in zip(before, state, strict=True)]
+        kept = [None if new is old else new for old, new in zip(before, state, strict=True)]
         carry = tf.concat((tf.stack((weight, loss, share.wish)), scatter), 0)
-        found = self._reduced(gradients, carry, changed, losses, logged)
+        found = self._reduced(gradients, carry, kept, losses, logged)
         whole = self._if_sampled(share, lambda: self._square(found.gradients, share.rows)[None], 1)
         return found._replace(carry=tf.concat((found.carry, whole), 0))
 
@@ -239,7 +240,7 @@ class TrainFunction:
 
     def _square(self, gradients: list[Any], rows: Any) -> Any:
         """Return the squared norm of the sum of the samples' gradients, each divided by `rows`."""
-        return tf.square(tf.cast(tf.linalg.global_norm(gradients), self._kind) * tf.cast(rows, self._kind))
+        return tf.square(tf.cast(whole_norm(gradients), self._kind) * tf.cast(rows, self._kind))
 
     def _micro(self, micro: MicroBatch, rows: Any, state: list[Any]) -> MicroOutcome:
         """Compute one micro-batch; see `run_micro_batch`. Its sum of losses is divided by `rows`."""
@@ -249,7 +250,8 @@ class TrainFunction:
             self._replica, self._caller, micro, trained, state,
             lambda total: self._times(total / tf.cast(rows, total.dtype), scale),
         )  # fmt: skip
-        return found._replace(gradients=[self._times(gradient, scale, inverse=True) for gradient in found.gradients])
+        gradients = [changed(each, lambda values: self._times(values, scale, inverse=True)) for each in found.gradients]
+        return found._replace(gradients=gradients)
 
     def _reduced(
         self, gradients: list[Any], carry: Any, kept: list[Any], losses: list[Any], logged: dict[str, Any]
@@ -260,7 +262,7 @@ class TrainFunction:
             total = tf.distribute.ReduceOp.SUM
             *gradients, carry = context.all_reduce(total, [*gradients, carry], self._replica.sum_options)
             kept = _averaged(context, kept, self._replica.sum_options)
-        norm = tf.linalg.global_norm(gradients) if self._wants_norm else tf.zeros(())
+        norm = whole_norm(gradients) if self._wants_norm else tf.zeros(())
         logged = {name: carry[sums + 2 * place :][:2] for place, name in enumerate(logged)}
         carry = tf.concat((carry[:sums], [tf.cast(norm, self._kind)]), 0)
         return _ReducedGradients(gradients=gradients, carry=carry, state=kept, losses=losses, logged=logged)
@@ -273,8 +275,8 @@ class TrainFunction:
 
     def _applied_here(self, gradients: list[Any], factor: Any) -> None:
         """Apply the gradients of the whole batch in one replica."""
-        scaled = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
-        scaled = [self._times(gradient, self._replica.loss_scale) for gradient in scaled]
+        scaled = [changed(gradient, lambda each: each * tf.cast(factor, each.dtype)) for gradient in gradients]
+        scaled = [changed(each, lambda values: self._times(values, self._replica.loss_scale)) for each in scaled]
         self._replica.optimizer.apply(scaled, self._replica.model.trainable_variables)
 
     def _times(self, value: Any, scale: Any, *, inverse: bool = False) -> Any:
@@ -384,8 +386,7 @@ def run_micro_batch(
     after = [scope.get_current_value(variable) for variable in replica.state]
     after = [old if new is None else new for old, new in zip(state, after, strict=True)]
     sums = {name: tf.stack((_sum(each.values * each.weights), _sum(each.weights))) for name, each in logged.items()}
-    gradients = [tf.convert_to_tensor(gradient) for gradient in found]
-    return MicroOutcome(losses=values, weights=weights, gradients=gradients, state=after, logged=sums)
+    return MicroOutcome(losses=values, weights=weights, gradients=found, state=after, logged=sums)
 
 
 def logged_sums(found: Iterable[Mapping[str, Any]]) -> MetricSums:

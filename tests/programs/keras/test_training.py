@@ -92,6 +92,34 @@ def test_fit_with_a_mask_is_refused_on_several_devices(pool: Pool) -> None:
         train_mirrored(pool, job({"x": TOKENS, "y": TAGS}, model=tagging, run="fit"))
 
 
+def wordy() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((STEPS,), dtype="int64"),
+            layers.Embedding(WORDS, 4, embeddings_initializer=keras.initializers.RandomNormal(seed=1)),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(1, kernel_initializer=keras.initializers.RandomNormal(seed=2)),
+        ]
+    )
+
+
+def adaptive(variables: Any) -> Any:
+    return keras.optimizers.Adam(0.05)
+
+
+def test_adam_squares_each_row_of_an_embedding_as_in_fit(pool: Pool) -> None:
+    """Words come several times in a batch: the square of their sum is not the sum of their squares."""
+    given = job(
+        {"x": TOKENS, "y": Y}, model=wordy, optimizer=adaptive, loss=losses.MeanSquaredError(), clip_norm=1e3,
+        evaluate=None,
+    )  # fmt: skip
+    model = wordy()
+    model.compile(adaptive(None), "mse")
+    expected = by_fit(model, TOKENS, Y)
+    for trained in (train(given), train_mirrored(pool, given), train_on_workers(pool, given)):
+        assert_alike(trained, wordy(), expected)
+
+
 def binary(policy: str = "float32") -> keras.Model:
     ones = keras.initializers.RandomNormal(seed=1)
     return keras.Sequential(
