@@ -120,7 +120,19 @@ def callbacks(folder: str) -> list[Any]:
         keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.3, patience=1, min_delta=0.004),
         keras.callbacks.ModelCheckpoint(f"{folder}/best.keras", save_best_only=True),
         keras.callbacks.CSVLogger(f"{folder}/log.csv"),
+        keras.callbacks.TensorBoard(f"{folder}/curves"),
     ]
+
+
+def curves(folder: Path) -> list[tuple[str, int, float]]:
+    """The values by name and epoch that a TensorBoard callback has written below a folder."""
+    found = []
+    for file in folder.rglob("*.tfevents.*.v2"):
+        for event in tf.compat.v1.train.summary_iterator(str(file)):
+            for value in event.summary.value:
+                if value.tag.startswith("epoch_"):
+                    found.append((f"{file.parent.name} {value.tag}", event.step, float(tf.make_ndarray(value.tensor))))
+    return sorted(found)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras' ReduceLROnPlateau
@@ -139,6 +151,9 @@ def test_an_image_classifier_with_callbacks(pool: Pool, tmp_path: Path) -> None:
     assert_weights(weights_of(classifier(), trained), model.get_weights())
     best, other_best = (keras.models.load_model(folder / "best.keras").get_weights() for folder in (ours, theirs))
     assert_weights(best, other_best)
+    written, expected = curves(ours), curves(theirs)
+    assert [each[:2] for each in written] == [each[:2] for each in expected] and len(written) > 20
+    assert [each[2] for each in written] == pytest.approx([each[2] for each in expected], rel=1e-4)
 
 
 # --- losses and metrics of every kind ---------------------------------------------------------------------------------
