@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import load
 
 import trainwright as tw
@@ -57,6 +58,7 @@ def stop_after(run: tw.Run, folder: Path, step: int, held: Path) -> None:
     assert run.wait(120.0) and run.state == "stopped"
 
 
+@pytest.mark.soak
 def test_each_id_counts_once(folder: Path, tmp_path: Path, ray_cluster: None) -> None:
     marks = str(tmp_path)
     file = tmp_path / "job.py"

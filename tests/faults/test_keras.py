@@ -50,6 +50,7 @@ def test_the_driver_is_killed_and_started_again(folder: Path, tmp_path: Path, wh
     assert final_state(folder, "faulty") == whole
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_under_each_other_strategy(folder: Path, ray_cluster: None, tmp_path: Path) -> None:
     """Without dropout, which is counted by data rank."""
     layouts: tuple[tuple[str, int, int | None], ...] = (
@@ -102,6 +103,7 @@ def test_fit_on_two_workers_changes_no_bit_when_one_is_killed(folder: Path, ray_
     assert rate == pytest.approx(0.01)
 
 
+@pytest.mark.soak
 def test_a_gan_is_killed_and_resumed_without_a_trace(folder: Path, ray_cluster: None, tmp_path: Path) -> None:
     """Its optimizers make their variables in the first step, which follows on the checkpoint."""
     tw.fit(keras_jobs.gan_job(tmp_path / "whole"))
@@ -113,6 +115,7 @@ def test_a_gan_is_killed_and_resumed_without_a_trace(folder: Path, ray_cluster: 
     assert final_state(folder, "faulty") == final_state(tmp_path / "whole", "faulty")
 
 
+@pytest.mark.soak
 def test_a_custom_loop_on_two_workers_changes_no_bit_when_both_are_killed(
     folder: Path, ray_cluster: None, tmp_path: Path
 ) -> None:

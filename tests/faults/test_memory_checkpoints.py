@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import trainwright as tw
 from tests.support import torch_jobs
 from tests.support.checkpoint_jobs import kept_job
@@ -32,6 +34,7 @@ def test_when_all_die_at_once_the_state_comes_from_memory(folder: Path, unbroken
     assert formed[-1].step + formed[-1].steps_lost <= 21 and not shelves(folder)
 
 
+@pytest.mark.soak
 def test_without_keepers_the_same_costs_all_steps(folder: Path, unbroken: Callable[[int], State]) -> None:
     kill = torch_jobs.Kill(rank=0, step=21, folder=str(folder.parent))
     tw.fit(torch_jobs.job(folder, (kill,), workers=1, checkpoint_steps=100))

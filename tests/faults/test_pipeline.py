@@ -58,7 +58,7 @@ def whole(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> State:
     return final_state(folder, "faulty")
 
 
-@pytest.mark.parametrize("rank", [0, 1], ids=["first", "last"])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)], ids=["first", "last"])
 def test_a_stage_that_died_comes_from_memory(rank: int, folder: Path, whole: State) -> None:
     kill = torch_jobs.Kill(rank=rank, step=KILLED_STEP, folder=str(folder.parent))
     tw.fit(job(folder, (kill,), keeper_s=0.05))

@@ -26,7 +26,7 @@ def notices(folder: Path, *ranks: int) -> tuple[torch_jobs.Kill, ...]:
     return tuple(torch_jobs.Kill(rank=rank, step=8, folder=str(folder.parent), number=signal.SIGTERM) for rank in ranks)
 
 
-@pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("ranks", [(1,), pytest.param((0, 1), marks=pytest.mark.soak)], ids=str)
 def test_workers_that_are_told_to_go_hand_their_ranks_over(
     ranks: tuple[int, ...], folder: Path, unbroken: Callable[[int], State]
 ) -> None:

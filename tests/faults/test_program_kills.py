@@ -33,7 +33,7 @@ class Killer:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-QUICK = ("dcgan", "word_language_model", "time_sequence", "knowledge_distillation")  # the others: `make soak`
+QUICK = ("word_language_model", "knowledge_distillation")  # the others: `make soak`
 CASES = [
     pytest.param(program, id=program.name, marks=() if program.name in QUICK else pytest.mark.soak)
     for program in PROGRAMS

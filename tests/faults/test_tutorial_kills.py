@@ -15,11 +15,6 @@ from tests.support.keras_jobs import tf_rank
 from tests.support.torch_jobs import Kill
 
 STEPS = 3  # of an epoch; there are two
-QUICK = ("recommender",)  # the others: `make soak`
-CASES = [
-    pytest.param(program, id=program.name, marks=() if program.name in QUICK else pytest.mark.soak)
-    for program in PROGRAMS
-]
 
 
 class Killer(keras.callbacks.Callback):  # type: ignore[misc]
@@ -38,7 +33,8 @@ class Killer(keras.callbacks.Callback):  # type: ignore[misc]
                 kill.strike()
 
 
-@pytest.mark.parametrize("program", CASES)
+@pytest.mark.soak
+@pytest.mark.parametrize("program", PROGRAMS, ids=[program.name for program in PROGRAMS])
 def test_a_program_whose_workers_are_killed_is_the_unbroken_one(
     program: Program, ray_cluster: None, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ def test_a_node_that_hangs_or_dies_is_a_finding(task: Any, deadline_s: float, wh
     assert isinstance(answer, UnreachableNode) and why in answer.reason
 
 
+@pytest.mark.nodes
 def test_two_nodes_are_compared(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.ray.doctor_world", str(tmp_path / "runs")],

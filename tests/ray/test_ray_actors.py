@@ -112,7 +112,7 @@ def test_opened_once_for_any_number_of_ranks_places_and_data_sets(tmp_path: Path
     wait_for(lambda: not Path(f"/proc/{process}").exists(), 20)
 
 
-@pytest.mark.parametrize("victim", ["actor", "feeder"])
+@pytest.mark.parametrize("victim", ["actor", pytest.param("feeder", marks=pytest.mark.soak)])
 def test_what_was_lost_with_a_process_is_computed_again(tmp_path: Path, plain: Dataset, victim: str) -> None:
     data = dataset(tmp_path, fatal=701 if victim == "actor" else -1)
     (fetcher,) = start(data)
@@ -144,6 +144,7 @@ def test_a_constructor_that_raises_is_told_to_all_and_not_tried_again(tmp_path: 
     assert 1 <= len(marked(tmp_path, "tried")) <= len(feeders)
 
 
+@pytest.mark.soak
 def test_a_constructor_that_ends_its_process_is_told_after_a_few(tmp_path: Path) -> None:
     data = dataset(tmp_path, kind=Broken, number=int(signal.SIGKILL))
     (fetcher,) = start(data)
@@ -162,6 +163,7 @@ class Stuck(Model):
         return columns
 
 
+@pytest.mark.soak
 def test_one_that_hangs_with_a_batch_each_time_is_told_after_a_few(tmp_path: Path) -> None:
     data = dataset(tmp_path, kind=Stuck)
     (fetcher,) = start_delivery(

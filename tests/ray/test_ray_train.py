@@ -86,6 +86,7 @@ def test_torch(tmp_path: Path, unbroken: State) -> None:
     assert left() == []
 
 
+@pytest.mark.soak
 def test_tensorflow(tmp_path: Path) -> None:
     tw.fit(keras_jobs.job(tmp_path / "plain", epochs=1))
     job = keras_jobs.job(tmp_path / "inside", epochs=1, workers=None)

@@ -46,7 +46,11 @@ def fork_server(modules: Sequence[str]) -> Iterator[str]:
             yield name
         finally:
             it.stdin.close()
-            it.wait(END_S)
+            try:
+                it.wait(END_S)
+            except subprocess.TimeoutExpired:
+                it.kill()
+                raise AssertionError("the fork server did not end: a fork of this process holds its pipe") from None
 
 
 def order(name: str, command: Sequence[str]) -> int:
