@@ -76,7 +76,8 @@ def unharmed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(scope="module")
 def whole(unharmed: Path) -> Found:
     state, evaluations, logged = found(unharmed)
-    assert {"local-0-of-2.safetensors", "local-1-of-2.safetensors"} <= state.files.keys() and [*evaluations] == [9, 18, 27]
+    assert {"local-0-of-2.safetensors", "local-1-of-2.safetensors"} <= state.files.keys()
+    assert [*evaluations] == [9, 18, 27]
     assert evaluations[27].keys() == {"loss", "f1", "seen"} and 0 < evaluations[27]["f1"] < 1
     assert len(logged) == 27 and logged[1] == 1.0 < logged[27]
     return state, evaluations, logged

@@ -19,6 +19,7 @@ from trainwright.core.engine import ModelSpec
 from trainwright.core.plan import Plan
 from trainwright.core.topology import Generation, Group, Peer, StateTag, StateTransfer
 
+PRINT_S = 2.0  # for the stack traces of a silent rank
 ANSWER_S, GROUP_S = 120.0, 100.0  # the first compilation by Inductor on a machine takes 40 s of two quiet cores
 
 
@@ -50,6 +51,9 @@ class Rank:
         """Wait for the answer; a rank that is silent for too long is killed and fails the test."""
         try:
             if not self._pipe.poll(deadline_s):
+                assert self._process.pid is not None
+                os.kill(self._process.pid, signal.SIGUSR1)
+                self._process.join(PRINT_S)
                 self.kill()
                 raise AssertionError(f"process {self._process.pid} did not answer within {deadline_s:g} s")
             kind, value, text = self._pipe.recv()

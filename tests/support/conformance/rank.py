@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
@@ -249,7 +250,8 @@ class Session:
 
 
 def main(pipe: Connection) -> None:
-    """Answer verbs until the harness hangs up."""
+    """Answer verbs until the harness hangs up. SIGUSR1 prints where all threads are."""
+    faulthandler.register(signal.SIGUSR1)
     session = Session()
     while True:
         try:
