@@ -19,10 +19,10 @@ pytest_plugins = ["tests.support.s3_server"]
 
 
 # The longest come first and the short ones last, so that all processes end together.
-ORDER = ("faults", "conformance/test_conformance", "ray", "hosts", "e2e", "programs", "conformance", "unit")
+ORDER = ("ray", "faults", "hosts", "e2e", "programs", "conformance", "unit")
 # Run by one process each, since their files share a Ray cluster; the faults would be longer than all others together.
-GROUPS = (r"tests/faults/test_[l-z]", r"tests/faults/test_[a-k]", r"tests/ray/")
-LEAST, MOST = 3, 8  # processes
+GROUPS = (r"tests/ray/", r"tests/faults/test_[a-d]", r"tests/faults/test_[e-r]", r"tests/faults/test_[s-z]")
+LEAST, MOST = 4, 8  # processes
 STAND_BACK = 1  # niceness of the processes beside the one with the longest group
 APART = ("extras", "hosts", "nodes", "soak")  # marks of what has a target of its own; `-m "hosts or nodes"` runs both
 LONGEST = 30  # files, in the table at the end

@@ -49,6 +49,7 @@ def test_the_command_gives_faults_that_take_every_state_and_a_store_that_fails(
     assert not list((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.soak
 def test_a_job_that_fails_by_itself_is_told_by_its_own_error(folder: Path, ray_cluster: None) -> None:
     def failing(model: Any, batch: Any) -> torch.Tensor:
         raise ValueError("enough")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 
 import trainwright as tw
@@ -89,6 +90,7 @@ job = torch_jobs.job(
 """
 
 
+@pytest.mark.soak
 def test_workers_with_the_old_code_are_ended_where_the_job_changed(folder: Path, tmp_path: Path) -> None:
     """A helper's constant is changed: none of them may train beside workers with the new one."""
     file = tmp_path / "job.py"

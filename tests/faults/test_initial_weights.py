@@ -92,7 +92,7 @@ class Arming:
             (self.folder / "armed").touch()
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "sharded"])
+@pytest.mark.parametrize("strategy", ["sharded", pytest.param("data_parallel", marks=pytest.mark.soak)])
 def test_a_killed_worker_loads_the_files_again(ray_cluster: None, tmp_path: Path, strategy: str) -> None:
     unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
     assert tw.fit(job(unbroken, strategy=strategy)).state == "done"

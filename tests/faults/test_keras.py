@@ -39,6 +39,7 @@ def test_a_killed_worker_and_a_killed_chief_change_no_bit(folder: Path, whole: S
     assert [event.rank for event in told(folder, "faulty", events.Failed)] == [1, 0]
 
 
+@pytest.mark.soak
 def test_the_driver_is_killed_and_started_again(folder: Path, tmp_path: Path, whole: State) -> None:
     file = tmp_path / "job.py"
     file.write_text(f"from tests.support import keras_jobs\njob = keras_jobs.job({str(folder)!r}, pace_s=0.2)\n")
@@ -167,6 +168,7 @@ def test_a_callback_ends_the_training(folder: Path, ray_cluster: None) -> None:
     assert ended.best == f"loss {again.metrics['loss']:.4g} at step 18" and again.load_model(step="best") is not None
 
 
+@pytest.mark.soak
 def test_a_pipeline_of_the_users_own_counts_each_row_once(folder: Path, ray_cluster: None, tmp_path: Path) -> None:
     """The unbroken run computes all rows in each worker, the killed one only a worker's own."""
     tw.fit(keras_jobs.job(tmp_path / "whole", train=tw.datasets.from_tf(keras_jobs.pipeline)))

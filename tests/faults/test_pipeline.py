@@ -69,6 +69,7 @@ def test_a_stage_that_died_comes_from_memory(rank: int, folder: Path, whole: Sta
     assert [event.rank for event in failed] == [rank]
 
 
+@pytest.mark.soak
 def test_a_part_of_each_layer_that_died_comes_from_its_replica(folder: Path, ray_cluster: None) -> None:
     given: dict[str, Any] = {"plan": "dp=2,tp=2", "workers": 4, "tensor_plan": {"1.0": "column", "2.0": "row"}}
     kill = torch_jobs.Kill(rank=3, step=KILLED_STEP, folder=str(folder.parent))

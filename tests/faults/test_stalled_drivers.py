@@ -190,6 +190,7 @@ job = torch_jobs.job({storage!r}, train=train, step=step, checkpoint_steps=1000)
 """
 
 
+@pytest.mark.soak
 def test_workers_outlive_a_driver_whose_successor_prepares_for_long(
     folder: Path, tmp_path: Path, unbroken: Callable[[int], State]
 ) -> None:

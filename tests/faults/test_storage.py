@@ -225,6 +225,7 @@ with ray_clusters.forking(ray_clusters.TORCH_IMPORTS):  # here, where the worker
 """
 
 
+@pytest.mark.soak
 def test_a_full_disk_costs_checkpoints_and_the_run_goes_on_where_space_is_made(
     tmp_path: Path, unbroken: Callable[[int], State]
 ) -> None:

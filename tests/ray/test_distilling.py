@@ -88,6 +88,7 @@ def test_what_was_stored_is_not_computed_again(
     assert parts == {path: path.stat().st_mtime_ns for path in (tmp_path / "targets").rglob("*.parquet")}
 
 
+@pytest.mark.soak
 def test_several_students_on_one_pass_are_each_as_alone(taught: tw.Teacher, tmp_path: Path) -> None:
     alone = weights(tw.distill(distillation(taught, tmp_path / "alone", "offline")))
     both = distillation(taught, tmp_path / "both", "offline", students={"other": wide})

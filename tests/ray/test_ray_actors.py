@@ -96,6 +96,7 @@ def plain(tmp_path: Path) -> Iterator[Dataset]:
     data.functions[1].close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.soak
 def test_opened_once_for_any_number_of_ranks_places_and_data_sets(tmp_path: Path, plain: Dataset) -> None:
     data = dataset(tmp_path)
     training, evaluation = start(data, dataset(tmp_path).map(late))

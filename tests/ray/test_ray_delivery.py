@@ -182,6 +182,7 @@ def test_a_pipeline_takes_pieces_as_it_needs_them(monkeypatch: pytest.MonkeyPatc
         np.testing.assert_array_equal(found.columns["id"], share.samples[own])
 
 
+@pytest.mark.soak
 def test_a_stream_resumed_far_into_a_run_is_the_unbroken_one() -> None:
     """Bitwise, from a step many executions of Ray Data away."""
     data, more = dataset(), {"epochs": 4000}

@@ -65,6 +65,7 @@ def unbroken(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Sta
     return final_state(folder, "faulty")
 
 
+@pytest.mark.soak
 def test_torch(tmp_path: Path, unbroken: State) -> None:
     job = torch_job(tmp_path, workers=None)
 

@@ -159,6 +159,7 @@ def keras_accuracy(outputs: Any, targets: Any) -> Any:
     return tf.argmax(outputs, 1) == tf.cast(targets, tf.int64)
 
 
+@pytest.mark.soak
 def test_a_keras_student_is_searched_whose_teacher_is_in_its_step(ray_cluster: None, tmp_path: Path) -> None:
     weights = np.zeros((torch_jobs.WIDTH, torch_jobs.CLASSES), np.float32)
     weights[range(torch_jobs.CLASSES), range(torch_jobs.CLASSES)] = 9.0

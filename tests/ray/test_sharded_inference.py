@@ -87,7 +87,7 @@ class Mortal(GPT):
         return super().forward(tokens, cache)
 
 
-@pytest.mark.parametrize("layout", ["sharded", "tensor"])
+@pytest.mark.parametrize("layout", ["sharded", pytest.param("tensor", marks=pytest.mark.soak)])
 def test_the_text_of_a_divided_model_is_that_of_one_process_also_after_a_worker_is_lost(
     layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,7 +74,7 @@ def first_steps(folder: Path, model: Callable[[], nn.Module], **fields: Any) -> 
     return {step: losses[step] for step in range(1, STEPS + 1)}
 
 
-@pytest.mark.parametrize(("model", "wins"), [(fat, False), (slow, True)])
+@pytest.mark.parametrize(("model", "wins"), [(fat, False), pytest.param(slow, True, marks=pytest.mark.soak)])
 def test_the_quickest_plan_goes_on_and_the_run_is_the_one_without(
     model: Callable[[], nn.Module], wins: bool, tmp_path: Path, ray_cluster: None
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_changed_job_is_refused(found: TuneResult) -> None:
         tw.tune(job, {"batch_size": [32]}, scheduler=None)
 
 
+@pytest.mark.soak
 def test_a_killed_search_continues_as_if_unbroken(found: TuneResult, folder: Path, tmp_path: Path) -> None:
     hold = tmp_path / "hold"
     hold.touch()

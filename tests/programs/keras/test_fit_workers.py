@@ -238,7 +238,7 @@ def test_several_outputs_and_metrics_with_state(pool: Pool, tmp_path: Path) -> N
     assert_weights(weights_of(branched(), trained), model.get_weights())
 
 
-@pytest.fixture(params=["sum_over_batch_size", "mean_with_sample_weight"])
+@pytest.fixture(params=["mean_with_sample_weight", pytest.param("sum_over_batch_size", marks=pytest.mark.soak)])
 def reduction(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
