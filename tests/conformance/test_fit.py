@@ -188,7 +188,7 @@ def losses(reports: list[StepReport]) -> list[float]:
     return [report.loss for report in reports]
 
 
-@pytest.mark.parametrize("at", [3, 4])
+@pytest.mark.parametrize("at", [3, pytest.param(4, marks=pytest.mark.soak)])
 def test_it_goes_on_in_another_process_at_any_batch(pool: Pool, tmp_path: Path, at: int) -> None:
     """With dropout, whose seeds Keras carries on, and with the metrics of the epoch so far."""
     problem = replace(PROBLEM, dropout=0.3)

@@ -37,7 +37,7 @@ PRODUCTS: Mapping[str, tuple[Mesh, str, int, float]] = {
     "fsdp x pp x tp": (Mesh(pipeline=2, shard=2, tensor=2), "1f1b", 2, 0.22),
 }
 
-LARGER = ("dp x fsdp x tp", "dp x pp x tp")  # eight ranks, each product of which is among the others
+LARGER = ("dp x fsdp x tp", "dp x pp x tp", "fsdp x tp", "pp x tp")  # eight ranks, or a part of a larger product
 
 SEQUENCE = ("fsdp x tp", "pp x tp")  # tokens are divided between the layers that are
 

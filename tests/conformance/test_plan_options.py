@@ -19,7 +19,10 @@ from tests.support.conformance.staged_model import WIDTH, Deep, plan, spec, trai
 from tests.support.conformance.unbroken_runs import assert_same
 
 
-@pytest.mark.parametrize("layout", ["sharded", "stages", "shards of stages"])
+DIVIDED = pytest.param("shards of stages", marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize("layout", ["sharded", "stages", DIVIDED])
 def test_scores_computed_again(pool: Pool, layout: str) -> None:
     """Dropout is drawn alike by those who compute it again and by those who do not."""
     how = LAYOUTS[layout]
@@ -28,7 +31,7 @@ def test_scores_computed_again(pool: Pool, layout: str) -> None:
     assert_same(expected[1], found[1])
 
 
-@pytest.mark.parametrize("layout", ["sharded", "hybrid"])
+@pytest.mark.parametrize("layout", ["sharded", pytest.param("hybrid", marks=pytest.mark.soak)])
 def test_state_in_host_memory(pool: Pool, layout: str) -> None:
     how = LAYOUTS[layout]
     found, expected = (trained(pool, replace(how, offload=offload), JOB) for offload in (True, False))
@@ -67,7 +70,7 @@ def scheduled(pool: Pool) -> Run:
     return trained(pool, LAYOUTS["one"], SCHEDULED)
 
 
-@pytest.mark.parametrize("layout", ["parallel", "sharded", "stages", "shards of stages"])
+@pytest.mark.parametrize("layout", ["parallel", "sharded", "stages", DIVIDED])
 def test_a_scheduler_groups_by_name_and_averages_of_weights(pool: Pool, layout: str, scheduled: Run) -> None:
     found = trained(pool, LAYOUTS[layout], SCHEDULED)
     assert_near(found, scheduled)
@@ -109,7 +112,7 @@ def halved(pool: Pool) -> Run:
     return trained(pool, replace(LAYOUTS["one"], precision="fp16"), HALF, "float32")
 
 
-@pytest.mark.parametrize("layout", ["parallel", "sharded", "stages", "shards of stages"])
+@pytest.mark.parametrize("layout", ["parallel", "sharded", "stages", DIVIDED])
 def test_one_scale_for_all_ranks(pool: Pool, layout: str, halved: Run) -> None:
     found = trained(pool, replace(LAYOUTS[layout], precision="fp16"), HALF, "float32")
     over = [report.overflowed for report in halved[0]]

@@ -156,6 +156,7 @@ def keras_trained(pool: Pool, case: Case, students: StudentModels) -> tuple[Any,
     return said, files
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("case", [MIRRORED], ids=lambda case: case.name)
 def test_a_class_of_keras_on_two_devices_is_each_alone_on_one(pool: Pool, case: Case) -> None:
     students = keras_class("wide", "narrow")

@@ -70,7 +70,10 @@ print("well")
     [
         "torch.compile(torch.nn.Linear(4, 4), backend='eager')(torch.ones(1, 4))",
         "from torch._dynamo.utils import counters; import torch._dynamo.utils as u; assert u.counters is counters",
-        "import torch._dynamo.repro.after_aot as a; assert torch._dynamo.repro.after_aot is a",
+        pytest.param(
+            "import torch._dynamo.repro.after_aot as a; assert torch._dynamo.repro.after_aot is a",
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=["compile", "from", "beneath"],
 )

@@ -327,6 +327,7 @@ def loop() -> int:
     return sum(number * number % 7 for number in range(2_000_000))
 
 
+@pytest.mark.soak
 def test_all_sizes_up_to_ten_thousand_take_a_few_seconds() -> None:
     """Of this machine as it is now: what two million steps of a loop take is about a fiftieth."""
     begun = time.process_time()

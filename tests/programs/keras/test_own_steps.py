@@ -177,6 +177,7 @@ def autoencoder() -> keras.Model:
     return model
 
 
+@pytest.mark.soak
 def test_two_devices_evaluate_any_number_of_rows_as_one(pool: Pool) -> None:
     """With a last batch of fewer rows than devices, and a metric that is no mean."""
     rows = 33

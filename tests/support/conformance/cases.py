@@ -252,7 +252,7 @@ CASES = (
         name="tf-one-device",
         engine=f"{TENSORFLOW}.strategy_engines:TensorFlowOneDevice",
         workers=(1,),
-        variant=True,  # the three of one worker differ in their strategy alone: mirrored stands for all
+        variant=True,  # those of TensorFlow differ in their strategy alone: the one of several workers stands for all
         problems=("ragged", "tokens"),
         **KERAS,
     ),
@@ -261,6 +261,7 @@ CASES = (
         engine=f"{TENSORFLOW}.strategy_engines:Mirrored",
         workers=(1,),
         devices=2,
+        variant=True,
         problems=("ragged", "weights", "clip", "tokens"),
         **KERAS,
     ),
