@@ -18,7 +18,6 @@ from tests.support.conformance.problems import CLASSES, FEATURES
 from tests.support.conformance.staged_model import WIDTH, Deep, plan, spec, trained
 from tests.support.conformance.unbroken_runs import assert_same
 
-
 DIVIDED = pytest.param("shards of stages", marks=pytest.mark.soak)
 
 
