@@ -15,7 +15,7 @@ import pytest
 from tests.gpu import STAND_IN
 from tests.support import ray_clusters
 
-pytest_plugins = ["tests.support.s3_server"]
+pytest_plugins = ["tests.support.s3_server", "tests.support.conformance.pool"]
 
 
 # The longest come first and the short ones last, so that all processes end together.

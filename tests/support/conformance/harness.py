@@ -92,9 +92,16 @@ class Pool:
 
     Args:
         modules: what that process imports.
+
+    Attributes:
+        open: whether this process has one. It can have no second one.
     """
 
+    open = False
+
     def __init__(self, modules: Iterable[str] = ()) -> None:
+        assert not Pool.open, "there is a pool: without its fork server, its ranks could not be killed any more"
+        Pool.open = True
         _end_fork_server()  # one that other tests started has imported less, and would not import more
         multiprocessing.set_forkserver_preload(["pytest", rank_process.__name__, *modules])
         self._idle: dict[str, list[Rank]] = {}
@@ -114,6 +121,7 @@ class Pool:
             for rank in ranks:
                 rank.kill()
         self._idle = {}
+        Pool.open = False
 
 
 class World:
